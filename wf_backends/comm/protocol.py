@@ -1,0 +1,81 @@
+"""What every communicator gives: one way to post messages, and what it counted."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+Message = tuple[int, Tensor]  # (peer rank, contiguous tensor to send or to receive into)
+
+
+class Pending(Protocol):
+    """Messages in flight."""
+
+    def wait(self) -> None:
+        """Return when every receive has landed and every send buffer may be reused.
+
+        Raises:
+            RuntimeError: if a peer died or did not answer within the timeout; the message names
+                this rank, the peer and the label of the step.
+        """
+        ...
+
+
+class Communicator(ABC):
+    """The ranks of one sequence-parallel group, numbered 0 to size - 1.
+
+    A backend implements `rank`, `size`, `on_host` and `_post`; everything else is written once.
+    Messages between one pair of ranks arrive in the order in which both sides posted them.
+    """
+
+    rank: int
+    size: int
+    on_host: bool
+    """Whether messages pass through host memory, so that a tiny exchange costs no device sync."""
+
+    def __init__(self) -> None:
+        self.sent: defaultdict[str, int] = defaultdict(int)
+
+    def post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        """Start all messages at once (receives first) and return without waiting.
+
+        Args:
+            label: names the step for the byte count and for error messages.
+            sends, recvs: (peer, contiguous tensor); the peer is never this rank. Buffers must
+                stay alive and untouched until the returned object was waited for.
+        """
+        for _, tensor in sends:
+            self.sent[label] += tensor.numel() * tensor.element_size()
+        return self._post(label, sends, recvs)
+
+    def post_control(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        """As `post`, not counted: headers of a few bytes that check that the ranks agree."""
+        return self._post(label, sends, recvs)
+
+    @abstractmethod
+    def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending: ...
+
+    def view(self, ranks: Sequence[int]) -> Communicator:
+        """The same communicator seen by `ranks` alone, renumbered 0 to len(ranks) - 1."""
+        return self if list(ranks) == list(range(self.size)) else View(self, ranks)
+
+
+class View(Communicator):
+    """Some ranks of a communicator, renumbered. No new group is made; bytes count in the parent."""
+
+    def __init__(self, parent: Communicator, ranks: Sequence[int]) -> None:
+        super().__init__()
+        self.parent, self.ranks = parent, tuple(ranks)
+        self.rank, self.size = self.ranks.index(parent.rank), len(self.ranks)
+        self.on_host = parent.on_host
+        self.sent = parent.sent
+
+    def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        return self.parent._post(label, self._renumber(sends), self._renumber(recvs))
+
+    def _renumber(self, messages: Sequence[Message]) -> list[Message]:
+        return [(self.ranks[peer], tensor) for peer, tensor in messages]

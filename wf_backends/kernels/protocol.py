@@ -1,0 +1,82 @@
+"""What every attention kernel takes and gives.
+
+Shapes: b batch, i query rows, j key rows, h query heads, g key heads (g divides h), d head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from wf_backends.mask import Band
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSpec:
+    """What a kernel is asked to work on; all that a choice between kernels may look at."""
+
+    device: str
+    """torch device type: "cpu" or "cuda"."""
+    dtype: torch.dtype
+    head_dim: int
+    heads: int
+    kv_heads: int
+    windowed: bool = False
+    """Whether some tile has a Band that is neither full nor causal (a sliding window)."""
+
+
+class Kernel(Protocol):
+    """One tile of attention: rows x keys under a Band in the tile's own indices.
+
+    The executor only asks for trimmed tiles: every row sees a key and every key is seen.
+    Row i sees key j if and only if -band.left <= j - i <= band.right.
+    """
+
+    name: str
+
+    def refuses(self, spec: KernelSpec) -> str | None:
+        """Why this kernel cannot run `spec` here, in words for the user; None if it can."""
+        ...
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of one tile.
+
+        Args:
+            q: (b, i, h, d). k, v: (b, j, g, d). Any strides with the last dim contiguous.
+
+        Returns:
+            out (b, i, h, d), any float dtype; lse (b, h, i), natural log, float32 (float64 for
+            float64 inputs), any strides.
+        """
+        ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        scale: float,
+        band: Band,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of one tile, given the statistics of the whole row.
+
+        Args:
+            dout: (b, i, h, d), the gradient of the whole row's output.
+            out: (b, i, h, d), a tensor with rowsum(dout * out) == delta.
+            lse: (b, h, i), of the whole row, not of this tile. delta: (b, h, i), rowsum(dout * out).
+
+        Returns:
+            dq (b, i, h, d), dk (b, j, g, d), dv (b, j, g, d), any float dtype.
+
+        Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
+        """
+        ...

@@ -1,0 +1,107 @@
+"""What a query may see: a Band around it, inside its own document.
+
+Pure: standard library only. Positions are global token positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import inf
+
+Bound = int | float  # an integer, or math.inf for "no limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A query at position p sees the keys in [p - left, p + right].
+
+    In a tile the same words are relative to the tile's own indices: row i sees
+    key j if and only if -left <= j - i <= right, and either bound may be negative.
+    """
+
+    left: Bound = inf
+    right: Bound = inf
+
+    def shift(self, offset: int) -> Band:
+        """The same band seen from a tile whose first key lies `offset` after its first row."""
+        return Band(self.left + offset, self.right - offset)
+
+    def sees(self, row: int, key: int) -> bool:
+        """Whether the query at `row` sees the key at `key`."""
+        return -self.left <= key - row <= self.right
+
+    def __str__(self) -> str:
+        if self == FULL:
+            return "full"
+        if self == CAUSAL:
+            return "causal"
+        return f"band(left={self.left}, right={self.right})"
+
+
+FULL = Band()
+CAUSAL = Band(right=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A Band, and the documents that no query looks out of.
+
+    `cu_seqlens` are the documents' borders 0 = c0 < c1 < ... = S; None is one document.
+    """
+
+    band: Band = FULL
+    cu_seqlens: tuple[int, ...] | None = None
+
+    def documents(self, stop: int) -> tuple[tuple[int, int], ...]:
+        """The (start, stop) of every document of a sequence of `stop` tokens."""
+        return tuple(pairwise(self.cu_seqlens)) if self.cu_seqlens else ((0, stop),)
+
+
+def make_mask(
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    cu_seqlens: Sequence[int] | None = None,
+    seqlen: int | None = None,
+) -> Mask:
+    """The public words for a mask (flash-attn's) as a Mask.
+
+    Args:
+        causal: no query sees a later key.
+        window_size: (left, right) in tokens, -1 = unlimited.
+        cu_seqlens: document borders as host integers, or None.
+        seqlen: global sequence length S that cu_seqlens must end at; None = unchecked.
+
+    Raises:
+        ValueError: if a window is malformed or cu_seqlens is not 0 = c0 < c1 < ... = S.
+    """
+    left, right = _bounds(window_size)
+    borders = None if cu_seqlens is None else _borders(cu_seqlens, seqlen)
+    return Mask(Band(left, min(right, 0) if causal else right), borders)
+
+
+def _bounds(window_size: tuple[int, int]) -> tuple[Bound, Bound]:
+    good = len(window_size) == 2 and all(isinstance(w, int) and w >= -1 for w in window_size)
+    if not good:
+        raise ValueError(
+            f"window_size must be (left, right) in tokens, -1 = unlimited; got {window_size!r}"
+        )
+    left, right = (inf if w == -1 else w for w in window_size)
+    return left, right
+
+
+def _borders(cu_seqlens: Sequence[int], seqlen: int | None) -> tuple[int, ...]:
+    if hasattr(cu_seqlens, "is_cuda"):  # a tensor would hide a device synchronisation
+        raise ValueError(
+            "cu_seqlens must be host integers; pass cu_seqlens.tolist() once per batch"
+        )
+    borders = tuple(int(c) for c in cu_seqlens)
+    rising = all(a < b for a, b in pairwise(borders))
+    if len(borders) < 2 or borders[0] != 0 or not rising:
+        raise ValueError(f"cu_seqlens must be 0 = c0 < c1 < ... = S, got {borders}")
+    if seqlen is not None and borders[-1] != seqlen:
+        raise ValueError(
+            f"cu_seqlens must end at the sequence length {seqlen}, got {borders[-1]}"
+        )
+    return borders
