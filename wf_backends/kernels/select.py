@@ -1,0 +1,67 @@
+"""Which kernel computes the tiles, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import MappingProxyType
+
+from wf_backends.kernels.protocol import Kernel, KernelSpec
+from wf_backends.kernels.reference import ReferenceKernel
+from wf_backends.kernels.sdpa import SdpaKernel
+
+AUTO = "auto"
+
+KERNELS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
+    {"sdpa": SdpaKernel, "reference": ReferenceKernel}
+)
+"""Every kernel by name, fastest first: "auto" is the first that does not refuse."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The kernel to use, and one sentence for the user on why it is this one."""
+
+    kernel: Kernel
+    reason: str
+
+
+def select(name: str, spec: KernelSpec) -> Selection:
+    """The kernel called `name`, or the fastest that can run `spec` if name is "auto".
+
+    Raises:
+        ValueError: if there is no such kernel, or if the one named cannot run `spec`.
+    """
+    if name == AUTO:
+        return _fastest(spec)
+    if name not in KERNELS:
+        raise ValueError(_unknown(name))
+    kernel = KERNELS[name]()
+    refusal = kernel.refuses(spec)
+    if refusal is not None:
+        raise ValueError(f'kernel "{name}" cannot be used here: {refusal}')
+    return Selection(kernel, f"{name} was asked for by name")
+
+
+def _fastest(spec: KernelSpec) -> Selection:
+    refusals: list[str] = []
+    for kernel in (make() for make in KERNELS.values()):
+        refusal = kernel.refuses(spec)
+        if refusal is None:
+            return Selection(kernel, _reason(kernel.name, spec, refusals))
+        refusals.append(f"{kernel.name}: {refusal}")
+    raise ValueError(f"no kernel can run {spec}; " + "; ".join(refusals))
+
+
+def _reason(name: str, spec: KernelSpec, refusals: list[str]) -> str:
+    chosen = f"{name} is the fastest kernel that takes {spec.dtype} on {spec.device}"
+    return f"{chosen} (not {'; not '.join(refusals)})" if refusals else chosen
+
+
+def _unknown(name: str) -> str:
+    names = [AUTO, *KERNELS]
+    near = get_close_matches(str(name), names, n=1, cutoff=0.0)
+    listed = ", ".join(f'"{n}"' for n in names)
+    hint = f'; did you mean "{near[0]}"?' if near else ""
+    return f"kernel must be one of {listed}, got {name!r}{hint}"
