@@ -1,0 +1,47 @@
+"""Communicators: one protocol, one file per backend."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from wf_backends.comm.protocol import Communicator, Message, Pending, View
+from wf_backends.comm.threads import ThreadComm, World, run_threads
+
+__all__ = [
+    "Communicator",
+    "Message",
+    "Pending",
+    "ThreadComm",
+    "View",
+    "World",
+    "make_comm",
+    "run_threads",
+]
+
+
+def make_comm(group: object = None) -> Communicator:
+    """The communicator of what a user calls a group.
+
+    Args:
+        group: None = the default group of torch.distributed, or one rank alone where that is not
+            initialised; a torch ProcessGroup; an mpi4py communicator; or a Communicator.
+
+    Raises:
+        ValueError: if `group` is something else.
+    """
+    if isinstance(group, Communicator):
+        return group
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return World(1).comm(0)
+    if group is None or isinstance(group, dist.ProcessGroup):
+        from wf_backends.comm.process_group import GroupComm
+
+        return GroupComm(group)
+    if type(group).__module__.startswith("mpi4py"):
+        from wf_backends.comm.mpi import MpiComm
+
+        return MpiComm(group)
+    raise ValueError(
+        f"group must be None, a torch ProcessGroup, an mpi4py communicator or a Communicator; "
+        f"got {type(group).__module__}.{type(group).__qualname__}: {group!r}"
+    )

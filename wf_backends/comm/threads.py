@@ -1,0 +1,174 @@
+"""Ranks as threads of one process: exact tests and explanations without a launcher.
+
+Stricter than a network on purpose. A buffer that is read before its receive was waited for holds
+NaN, and a buffer that is changed before its send was waited for is reported, so that a program
+that is right here is also right where messages really take time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from threading import Condition, Thread
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from wf_backends.comm.protocol import Communicator, Message, Pending
+
+T = TypeVar("T")
+Ticket = tuple[int, int, int]  # sender, receiver, how many messages this pair exchanged before
+
+
+class World:
+    """What the ranks of one process share: messages on their way, and who failed or left.
+
+    Args:
+        size: number of ranks.
+        timeout: seconds that a receive waits for its peer.
+    """
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.size, self.timeout = size, timeout
+        self.failure: tuple[int, BaseException] | None = None
+        self._changed = Condition()
+        self._mail: dict[Ticket, Tensor] = {}
+        self._left: set[int] = set()
+
+    def comm(self, rank: int) -> ThreadComm:
+        """The communicator of `rank`, to be used by one thread. Call it once per rank."""
+        return ThreadComm(self, rank)
+
+    def abort(self, rank: int, error: BaseException) -> None:
+        """Say that `rank` failed: every wait, running or future, raises. The first error stays."""
+        with self._changed:
+            self.failure = self.failure or (rank, error)
+            self._changed.notify_all()
+
+    def leave(self, rank: int) -> None:
+        """Say that `rank` sends nothing more: waits for a message it never sent raise at once."""
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+    def put(self, ticket: Ticket, message: Tensor) -> None:
+        with self._changed:
+            self._mail[ticket] = message
+            self._changed.notify_all()
+
+    def take(self, ticket: Ticket, label: str) -> Tensor:
+        """The message with this ticket, as soon as it is there.
+
+        Raises:
+            RuntimeError: if a rank failed, or the sender left or let the timeout pass.
+        """
+        sender, receiver, _ = ticket
+
+        def settled() -> bool:
+            return ticket in self._mail or self.failure is not None or sender in self._left
+
+        with self._changed:
+            in_time = self._changed.wait_for(settled, self.timeout)
+            if ticket in self._mail:
+                return self._mail.pop(ticket)
+            what = f"rank {receiver} waits for a message of rank {sender} in {label!r}, but "
+            if self.failure is not None:
+                rank, error = self.failure
+                raise RuntimeError(f"{what}rank {rank} failed: {error!r}")
+            if not in_time:
+                raise RuntimeError(f"{what}none came within {self.timeout:g} s")
+            raise RuntimeError(f"{what}rank {sender} ended without sending it")
+
+
+class ThreadComm(Communicator):
+    """One rank of a `World`."""
+
+    on_host = True
+
+    def __init__(self, world: World, rank: int) -> None:
+        super().__init__()
+        self.world, self.rank, self.size = world, rank, world.size
+        self._posted: Counter[tuple[int, int]] = Counter()  # (sender, receiver) -> messages
+
+    def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        expected = [(self._ticket(peer, self.rank), tensor) for peer, tensor in recvs]
+        for _, tensor in expected:
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+        sent = []
+        for peer, tensor in sends:
+            message = tensor.detach().clone()
+            self.world.put(self._ticket(self.rank, peer), message)
+            sent.append((peer, tensor, message))
+        return _ThreadPending(self, label, sent, expected)
+
+    def _ticket(self, sender: int, receiver: int) -> Ticket:
+        pair = sender, receiver
+        self._posted[pair] += 1
+        return (*pair, self._posted[pair])
+
+
+class _ThreadPending:
+    def __init__(
+        self,
+        comm: ThreadComm,
+        label: str,
+        sent: list[tuple[int, Tensor, Tensor]],
+        expected: list[tuple[Ticket, Tensor]],
+    ) -> None:
+        self.comm, self.label, self.sent, self.expected = comm, label, sent, expected
+
+    def wait(self) -> None:
+        for peer, tensor, message in self.sent:
+            if not torch.equal(_bits(tensor), _bits(message)):
+                raise RuntimeError(
+                    f"rank {self.comm.rank} changed a buffer after posting its send to rank {peer} "
+                    f"in {self.label!r} and before waiting for it"
+                )
+        for ticket, buffer in self.expected:
+            message = self.comm.world.take(ticket, self.label)
+            self._check(ticket, message, buffer)
+            buffer.detach().view(-1).copy_(message.view(-1))
+        self.sent, self.expected = [], []
+
+    def _check(self, ticket: Ticket, message: Tensor, buffer: Tensor) -> None:
+        if (message.numel(), message.dtype) != (buffer.numel(), buffer.dtype):
+            sender, receiver, _ = ticket
+            raise RuntimeError(
+                f"in {self.label!r} rank {sender} sent {message.numel()} x {message.dtype} to rank "
+                f"{receiver}, which expects {buffer.numel()} x {buffer.dtype}"
+            )
+
+
+def run_threads(size: int, fn: Callable[..., T], *args: object, timeout: float = 60.0) -> list[T]:
+    """Run `fn(comm, *args)` on `size` ranks, one thread each.
+
+    Returns:
+        What fn returned, by rank.
+
+    Raises:
+        Exception: the first error of any rank, as that rank raised it.
+    """
+    world = World(size, timeout)
+    results: dict[int, T] = {}
+
+    def work(rank: int) -> None:
+        try:
+            results[rank] = fn(world.comm(rank), *args)
+            world.leave(rank)
+        except BaseException as error:  # the caller gets it, whatever it is
+            world.abort(rank, error)
+
+    threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if world.failure is not None:
+        raise world.failure[1]
+    return [results[rank] for rank in range(size)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
