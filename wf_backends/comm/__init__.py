@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from wf_backends.comm.protocol import Communicator, Message, Pending, View
@@ -19,7 +21,7 @@ __all__ = [
 ]
 
 
-def make_comm(group: object = None) -> Communicator:
+def make_comm(group: Any = None) -> Communicator:
     """The communicator of what a user calls a group.
 
     Args:
@@ -27,13 +29,14 @@ def make_comm(group: object = None) -> Communicator:
             initialised; a torch ProcessGroup; an mpi4py communicator; or a Communicator.
 
     Raises:
-        ValueError: if `group` is something else.
+        ValueError: if `group` is something else, or does not hold this process.
     """
     if isinstance(group, Communicator):
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return World(1).comm(0)
-    if group is None or isinstance(group, dist.ProcessGroup):
+    outside = dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER
+    if group is None or outside or isinstance(group, dist.ProcessGroup):
         from wf_backends.comm.process_group import GroupComm
 
         return GroupComm(group)

@@ -24,6 +24,9 @@ class Pending(Protocol):
         """
         ...
 
+    def poll(self) -> None:
+        """Let messages move on without waiting. Only MPI needs it: it moves them in calls alone."""
+
 
 class Communicator(ABC):
     """The ranks of one sequence-parallel group, numbered 0 to size - 1.
@@ -35,7 +38,7 @@ class Communicator(ABC):
     rank: int
     size: int
     on_host: bool
-    """Whether messages pass through host memory, so that a tiny exchange costs no device sync."""
+    """Whether CPU tensors can be exchanged, so that a tiny exchange costs no device sync."""
 
     def __init__(self) -> None:
         self.sent: defaultdict[str, int] = defaultdict(int)
@@ -50,10 +53,15 @@ class Communicator(ABC):
         """
         for _, tensor in sends:
             self.sent[label] += tensor.numel() * tensor.element_size()
-        return self._post(label, sends, recvs)
+        return self.post_control(label, sends, recvs)
 
-    def post_control(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+    def post_control(
+        self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
+    ) -> Pending:
         """As `post`, not counted: headers of a few bytes that check that the ranks agree."""
+        for peer, tensor in (*sends, *recvs):
+            assert peer != self.rank, f"{label!r}: rank {self.rank} sends to itself"
+            assert tensor.is_contiguous(), f"{label!r}: a buffer is not contiguous"
         return self._post(label, sends, recvs)
 
     @abstractmethod

