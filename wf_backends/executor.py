@@ -1,0 +1,254 @@
+"""One executor: it runs any plan, forward and backward.
+
+Shapes: s rows of a buffer, b batch, h query heads, g key heads, d head_dim. Buffers are
+rows-first, so that a message is a contiguous slice: q (s, b, h, d), kv = [K|V] (s, 2, b, g, d).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from wf_backends.comm.protocol import Communicator
+from wf_backends.kernels.protocol import Kernel
+from wf_backends.mail import Combine, Home, Mail, Tensors, add, bring_together, scatter, send_home
+from wf_backends.merge import merge_
+from wf_backends.tiles import Tile
+from wf_backends.walk import Problem, RankPlan, Step, plan_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Everything about one attention call that is not a tensor."""
+
+    forward: Problem
+    backward: Problem
+    comm: Communicator
+    kernel: Kernel
+    scale: float
+
+
+class Work(Protocol):
+    """What a pass computes. Sides are tuples of rows-first tensors, partials likewise."""
+
+    combine_stay: Combine
+
+    def blank_stay(self, num_rows: int) -> Tensors: ...
+
+    def blank_walk(self, num_rows: int) -> Tensors: ...
+
+    def compute(
+        self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
+    ) -> None: ...
+
+
+class Attention(torch.autograd.Function):
+    """attention(q, k, v) of this rank's rows; q (b, s, h, d), k and v (b, s, g, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        queries, kv = _rows_first(q), _fuse(k, v)
+        plan = plan_rank(call.forward, call.comm.rank)
+        work = ForwardWork(call.kernel, call.scale, queries)
+        (out, lse), _ = run(plan, call.comm, "forward", (queries,), (kv,), work)
+        out = _batch_first(out).to(q.dtype)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        call: Call = ctx.call
+        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+        stats = torch.stack((lse, _rows_first(delta)), dim=1)
+        queries, keys = (_rows_first(q), _rows_first(dout), stats), (_fuse(k, v),)
+        plan = plan_rank(call.backward, call.comm.rank)
+        work = BackwardWork(call.kernel, call.scale, call.backward.queries_walk, queries, keys)
+        sides = work.ordered(queries, keys)
+        grads = run(plan, call.comm, "backward", *sides, work)
+        (dq,), (dkv,) = work.ordered(*grads)
+        dk, dv = dkv.unbind(1)
+        return (*(_batch_first(g).to(q.dtype) for g in (dq, dk, dv)), None)
+
+
+class ForwardWork:
+    """Queries stay and collect (out, lse); keys walk and collect nothing."""
+
+    def __init__(self, kernel: Kernel, scale: float, queries: Tensor) -> None:
+        self.kernel, self.scale, self.like = kernel, scale, queries
+        self.dtype = accumulator_dtype(queries.dtype)
+
+    def blank_stay(self, num_rows: int) -> Tensors:
+        shape = (num_rows, *self.like.shape[1:])
+        out = self.like.new_zeros(shape, dtype=self.dtype)
+        return out, self.like.new_full(shape[:-1], -inf, dtype=self.dtype)
+
+    def blank_walk(self, num_rows: int) -> Tensors:
+        return ()
+
+    def combine_stay(self, targets: Tensors, values: Tensors) -> None:
+        merge_(*targets, *values)
+
+    def compute(
+        self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
+    ) -> None:
+        rows, keys = slice(*tile.rows), slice(*tile.keys)
+        q, k, v = map(_batch_first, (stay[0][rows], *held[0][keys].unbind(1)))
+        out, lse = self.kernel.forward(q, k, v, self.scale, tile.band)
+        merge_(partial[0][rows], partial[1][rows], _rows_first(out), lse.permute(2, 0, 1))
+
+
+class BackwardWork:
+    """Either side may walk. Queries are (q, dout, [lse, delta]) and collect dq; keys dkv."""
+
+    def __init__(
+        self, kernel: Kernel, scale: float, queries_walk: bool, queries: Tensors, keys: Tensors
+    ) -> None:
+        self.kernel, self.scale, self.queries_walk = kernel, scale, queries_walk
+        self.dtype = accumulator_dtype(queries[0].dtype)
+        self.like_stay, self.like_walk = self.ordered(queries[0], keys[0])
+        self.combine_stay: Combine = add
+
+    def ordered(self, a: Any, b: Any) -> tuple[Any, Any]:
+        """(stay, walk) from (queries, keys); and back, since it is its own inverse."""
+        return (b, a) if self.queries_walk else (a, b)
+
+    def blank_stay(self, num_rows: int) -> Tensors:
+        return (_zeros(num_rows, self.like_stay, self.dtype),)
+
+    def blank_walk(self, num_rows: int) -> Tensors:
+        return (_zeros(num_rows, self.like_walk, self.dtype),)
+
+    def compute(
+        self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
+    ) -> None:
+        queries, keys = self.ordered(stay, held)
+        (dq,), (dkv,) = self.ordered(partial, moving)
+        at, met = slice(*tile.rows), slice(*tile.keys)
+        q, dout = (_batch_first(x[at]) for x in queries[:2])
+        lse, delta = (x.permute(1, 2, 0) for x in queries[2][at].unbind(1))
+        k, v = map(_batch_first, keys[0][met].unbind(1))
+        out = stand_in(dout, delta)
+        grads = self.kernel.backward(dout, q, k, v, out, lse, delta, self.scale, tile.band)
+        for target, grad in zip((dq[at], *dkv[met].unbind(1)), grads, strict=True):
+            target.add_(_rows_first(grad))
+
+
+def run(
+    plan: RankPlan, comm: Communicator, name: str, stay: Tensors, walk: Tensors, work: Work
+) -> tuple[Tensors, Tensors]:
+    """Run one pass of a plan.
+
+    Args:
+        stay, walk: this rank's shard of the side that stays and of the side that walks.
+
+    Returns:
+        The finished results of this rank's rows of either side.
+    """
+    mail = Mail(comm, f"{name} gather")
+    brought = [bring_together(mail, plan.stay, stay), bring_together(mail, plan.walk, walk)]
+    _deliver(mail)
+    stay, held = (finish() for finish in brought)
+    partial = work.blank_stay(plan.stay.num_rows)
+    home = Home(plan.walk.shard_rows, work.blank_walk, add)
+    moving: Tensors = ()
+    before: Step | None = None
+    for index, step in enumerate(plan.steps):
+        mail = Mail(comm, f"{name} step {index}")
+        mail.send(step.pass_out, held)
+        arriving = mail.receive(step.pass_in, held)
+        land = _part(mail, before, step, moving, home)
+        mail.post()
+        moving = work.blank_walk(step.num_rows)
+        for tile in step.tiles:  # hides what the mail carries
+            work.compute(tile, stay, held, partial, moving)
+        mail.wait()
+        land(moving)
+        held, before = arriving, step
+    mail = Mail(comm, f"{name} home")
+    land = _part(mail, before, None, moving, home)
+    finish = send_home(
+        mail, plan.stay, partial, Home(plan.stay.shard_rows, work.blank_stay, work.combine_stay)
+    )
+    _deliver(mail)
+    land(())
+    return finish(), home.total()
+
+
+def _part(
+    mail: Mail, before: Step | None, step: Step | None, moving: Tensors, home: Home
+) -> Callable[[Tensors], None]:
+    """Part with the partial results of the step before: on to the next rank, or home.
+
+    The result adds what the others sent: to this step's own partial results, or to home.
+    """
+    if before is None or not moving:
+        return lambda _: None
+    mail.send(before.partial_out, moving)
+    onward = step.partial_in if step else None
+    incoming = mail.receive(onward, moving)
+    for parcel in before.home_out:
+        mail.send(parcel, moving)
+    returned = [(parcel, mail.receive(parcel, moving)) for parcel in before.home_in]
+
+    def land(mine: Tensors) -> None:
+        if onward is not None:
+            scatter(mine, onward.rows, incoming, add)
+        for parcel, values in returned:
+            home.add(parcel, values)
+
+    return land
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What out, lse, dq, dk, dv are summed in: float64 for float64, float32 for the rest."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
+    """A tensor with rowsum(dout * it) == delta, so that the output itself need not travel.
+
+    Flash kernels recompute delta from (dout, out); any such tensor serves them as well.
+
+    Args:
+        dout: (b, i, h, d). delta: (b, h, i), accumulator dtype.
+
+    Returns:
+        (b, i, h, d), dout's dtype: dout's direction, scaled.
+    """
+    grad = dout.to(delta.dtype)
+    peak = grad.abs().amax(-1, keepdim=True)
+    peak = peak.where(peak > 0, 1)
+    unit = grad / peak
+    norm = (unit * unit).sum(-1, keepdim=True)
+    norm = norm.where(norm > 0, 1)
+    return (unit * (delta.transpose(1, 2).unsqueeze(-1) / peak / norm)).to(dout.dtype)
+
+
+def _deliver(mail: Mail) -> None:
+    mail.post()
+    mail.wait()
+
+
+def _zeros(num_rows: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    return like.new_zeros((num_rows, *like.shape[1:]), dtype=dtype)
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)
+
+
+def _batch_first(x: Tensor) -> Tensor:
+    return x.transpose(0, 1)
+
+
+def _fuse(k: Tensor, v: Tensor) -> Tensor:
+    """One buffer, so that one message carries both: (s, 2, b, g, d)."""
+    return torch.stack((_rows_first(k), _rows_first(v)), dim=1)

@@ -1,0 +1,141 @@
+"""Rows of buffers in messages: what a plan's parcels mean for tensors.
+
+Buffers are rows-first: dimension 0 counts rows, and a message carries whole rows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from wf_backends.comm.protocol import Communicator, Message, Pending
+from wf_backends.ranges import Ranges
+from wf_backends.walk import Gather, Parcel
+
+Tensors = tuple[Tensor, ...]
+Combine = Callable[[Tensors, Tensors], None]
+
+
+class Mail:
+    """The messages of one moment: collected, posted at once, waited for later."""
+
+    def __init__(self, comm: Communicator, label: str) -> None:
+        self.comm, self.label = comm, label
+        self._sends: list[Message] = []
+        self._recvs: list[Message] = []
+        self._to_self: deque[Tensors] = deque()
+        self._pending: Pending | None = None
+
+    def send(self, parcel: Parcel | None, buffers: Tensors) -> None:
+        """Send the parcel's rows of every buffer; a parcel to oneself is kept as it is."""
+        if parcel is None:
+            return
+        packed = tuple(pack(buffer, parcel.rows) for buffer in buffers)
+        if parcel.peer == self.comm.rank:
+            self._to_self.append(packed)
+        else:
+            self._sends += [(parcel.peer, tensor.contiguous()) for tensor in packed]
+
+    def receive(self, parcel: Parcel | None, like: Tensors) -> Tensors:
+        """Tensors that hold the parcel's rows once the mail was waited for."""
+        if parcel is None:
+            return tuple(tensor[:0] for tensor in like)
+        if parcel.peer == self.comm.rank:
+            return self._to_self.popleft()
+        arriving = tuple(t.new_empty((parcel.num_rows, *t.shape[1:])) for t in like)
+        self._recvs += [(parcel.peer, tensor) for tensor in arriving]
+        return arriving
+
+    def post(self) -> None:
+        """Start everything."""
+        if self._sends or self._recvs:
+            self._pending = self.comm.post(self.label, self._sends, self._recvs)
+
+    def wait(self) -> None:
+        """Return when everything has landed."""
+        if self._pending is not None:
+            self._pending.wait()
+
+
+class Home:
+    """The sum, or merge, of the partial results that come home to this rank's own rows."""
+
+    def __init__(self, num_rows: int, blank: Callable[[int], Tensors], combine: Combine) -> None:
+        self._num_rows, self._blank, self._combine = num_rows, blank, combine
+        self._total: Tensors | None = None
+
+    def add(self, parcel: Parcel, values: Tensors) -> None:
+        """Fold in what one rank sent; the first that covers all rows is taken as it is."""
+        if self._total is None and parcel.num_rows == self._num_rows:
+            self._total = values
+        else:
+            scatter(self.total(), parcel.rows, values, self._combine)
+
+    def total(self) -> Tensors:
+        """What has come home so far."""
+        if self._total is None:
+            self._total = self._blank(self._num_rows)
+        return self._total
+
+
+def pack(buffer: Tensor, rows: Ranges) -> Tensor:
+    """The rows in the slices, one after another; a view where there is one slice."""
+    pieces = [buffer[start:stop] for start, stop in rows]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def scatter(buffers: Tensors, rows: Ranges, values: Tensors, combine: Combine) -> None:
+    """Combine values, packed as in `pack`, into the slices of the buffers."""
+    at = 0
+    for start, stop in rows:
+        upto = at + stop - start
+        combine(tuple(b[start:stop] for b in buffers), tuple(v[at:upto] for v in values))
+        at = upto
+
+
+def copy(targets: Tensors, values: Tensors) -> None:
+    """Combine by overwriting."""
+    for target, value in zip(targets, values, strict=True):
+        target.copy_(value)
+
+
+def add(targets: Tensors, values: Tensors) -> None:
+    """Combine by summing."""
+    for target, value in zip(targets, values, strict=True):
+        target.add_(value)
+
+
+def bring_together(mail: Mail, gather: Gather, shard: Tensors) -> Callable[[], Tensors]:
+    """Register a gather's messages; the result gives the filled buffers after the wait."""
+    for parcel in gather.give:
+        mail.send(parcel, shard)
+    arriving = [(parcel, mail.receive(parcel, shard)) for parcel in gather.take]
+
+    def finish() -> Tensors:
+        if len(arriving) == 1:
+            return arriving[0][1]
+        buffers = tuple(t.new_empty((gather.num_rows, *t.shape[1:])) for t in shard)
+        for parcel, values in arriving:
+            scatter(buffers, parcel.rows, values, copy)
+        return buffers
+
+    return finish
+
+
+def send_home(mail: Mail, gather: Gather, partial: Tensors, home: Home) -> Callable[[], Tensors]:
+    """Register the way back of a gather; the result gives the combined shard after the wait."""
+    for parcel in gather.take:
+        mail.send(parcel, partial)
+    arriving = [(parcel, mail.receive(parcel, partial)) for parcel in gather.give]
+
+    arriving.sort(key=lambda item: item[0].peer != mail.comm.rank)  # what is here already, first
+
+    def finish() -> Tensors:
+        for parcel, values in arriving:
+            home.add(parcel, values)
+        return home.total()
+
+    return finish

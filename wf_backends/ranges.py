@@ -1,0 +1,90 @@
+"""Sets of token positions as sorted, disjoint, joined (start, stop) ranges.
+
+Pure: standard library only. A buffer that holds some rows always holds them in sequence
+order, so a set of positions and a set of buffer rows translate into each other.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable
+
+Range = tuple[int, int]  # start, stop
+Ranges = tuple[Range, ...]
+
+
+def join(ranges: Iterable[Range]) -> Ranges:
+    """The union of any ranges: sorted, disjoint, neighbours joined, empty ones dropped."""
+    found: list[Range] = []
+    for start, stop in sorted(ranges):
+        if start >= stop:
+            continue
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def size(ranges: Iterable[Range]) -> int:
+    """How many positions the ranges hold."""
+    return sum(stop - start for start, stop in ranges)
+
+
+def intersect(a: Ranges, b: Ranges) -> Ranges:
+    """The positions that are in both sets."""
+    found: list[Range] = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < stop:
+            found.append((start, stop))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return tuple(found)
+
+
+def subtract(a: Ranges, b: Ranges) -> Ranges:
+    """The positions of `a` that are not in `b`."""
+    if not a or not b:
+        return a
+    edges = [a[0][0], *(edge for pair in b for edge in pair), a[-1][1]]
+    gaps = join((lo, hi) for lo, hi in zip(edges[::2], edges[1::2], strict=True))
+    return intersect(a, gaps)
+
+
+def locate(rows: Ranges, held: Ranges) -> Ranges:
+    """Where `rows` lie in a buffer that holds `held`: its local (start, stop) slices, in order.
+
+    `rows` must be a subset of `held`.
+    """
+    starts = [start for start, _ in held]
+    offsets = _offsets(held)
+    local: list[Range] = []
+    for start, stop in rows:
+        at = bisect_right(starts, start) - 1
+        assert at >= 0 and stop <= held[at][1], f"rows {rows} are not all in {held}"
+        shift = offsets[at] - held[at][0]
+        local.append((start + shift, stop + shift))
+    return join(local)
+
+
+def globalize(local: Range, held: Ranges) -> Ranges:
+    """The positions of the local rows [start, stop) of a buffer that holds `held`."""
+    found: list[Range] = []
+    for (start, stop), offset in zip(held, _offsets(held), strict=True):
+        lo = max(local[0], offset)
+        hi = min(local[1], offset + stop - start)
+        if lo < hi:
+            found.append((start + lo - offset, start + hi - offset))
+    return tuple(found)
+
+
+def _offsets(held: Ranges) -> list[int]:
+    offsets, at = [], 0
+    for start, stop in held:
+        offsets.append(at)
+        at += stop - start
+    return offsets

@@ -1,0 +1,250 @@
+"""Who meets whom, as plain data.
+
+Pure: standard library only. A route is three fields; what is held at each step, the tiles, the
+messages, their bytes and the way home are derived from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from wf_backends.suggest import nearest
+
+Shards = tuple[int, ...]  # shard b is what rank b owns
+Hop = tuple[int, ...]  # rank r hands what it holds to rank hop[r]: a permutation
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """One exact way for query shards and key shards to meet.
+
+    Rank r computes the rows of the query shards q[r]; it first holds the keys of the shards
+    kv[r]; after step s it hands its keys to rank hops[s][r].
+    """
+
+    q: tuple[Shards, ...]
+    kv: tuple[Shards, ...]
+    hops: tuple[Hop, ...] = ()
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.q)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.hops) + 1
+
+    def paths(self) -> tuple[Shards, ...]:
+        """Where the keys that rank o first holds are at every step: [o][step] -> rank."""
+        paths = [[origin] for origin in range(self.num_ranks)]
+        for hop in self.hops:
+            for path in paths:
+                path.append(hop[path[-1]])
+        return tuple(map(tuple, paths))
+
+    def holdings(self) -> tuple[tuple[Shards, ...], ...]:
+        """The key shards that every rank holds at every step: [step][rank]."""
+        held = [[()] * self.num_ranks for _ in range(self.num_steps)]
+        for origin, path in enumerate(self.paths()):
+            for step, rank in enumerate(path):
+                held[step][rank] = self.kv[origin]
+        return tuple(map(tuple, held))
+
+    def turned(self) -> Schedule:
+        """The same meetings with the keys staying and the queries walking.
+
+        In the result the field `q` names the shards that stay (keys) and `kv` those that walk
+        (queries). If keys reach rank r from origin o at step s, queries of r now reach o.
+        """
+        paths = self.paths()
+        hops = []
+        for step in range(self.num_steps - 1):
+            hop = [0] * self.num_ranks
+            back = {path[step + 1]: origin for origin, path in enumerate(paths)}
+            for origin, path in enumerate(paths):
+                hop[origin] = back[path[step]]
+            hops.append(tuple(hop))
+        return Schedule(self.kv, self.q, tuple(hops))
+
+
+def check(schedule: Schedule) -> Schedule:
+    """The schedule itself, once it is proved that every pair meets exactly once.
+
+    Raises:
+        ValueError: if a hop is no permutation of the ranks, or naming the (query shard, key
+            shard) pairs that do not meet exactly once.
+    """
+    n = schedule.num_ranks
+    for hop in schedule.hops:
+        if sorted(hop) != list(range(n)):
+            raise ValueError(f"a hop must be a permutation of the {n} ranks, got {hop}")
+    met = [[0] * n for _ in range(n)]
+    for held in schedule.holdings():
+        for rank, keys in enumerate(held):
+            for i in schedule.q[rank]:
+                for j in keys:
+                    met[i][j] += 1
+    bad = [(i, j, met[i][j]) for i in range(n) for j in range(n) if met[i][j] != 1]
+    if bad:
+        raise ValueError(
+            "every (query shard, key shard) pair must meet exactly once; "
+            f"{len(bad)} do not, as (query, key, times): {bad[:4]}"
+        )
+    return schedule
+
+
+def render(schedule: Schedule) -> str:
+    """The step x rank grid: which key shards meet which query shards, where and when."""
+    held = schedule.holdings()
+    head = ["rank", "queries", *(f"step {step}" for step in range(schedule.num_steps))]
+    rows = [
+        [str(rank), _names(schedule.q[rank]), *(_names(keys[rank]) for keys in held)]
+        for rank in range(schedule.num_ranks)
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def _names(shards: Shards) -> str:
+    """Shard numbers, runs shortened: (0, 1, 2, 3, 6) -> "0-3,6"."""
+    runs: list[list[int]] = []
+    for shard in sorted(shards):
+        if runs and shard == runs[-1][1] + 1:
+            runs[-1][1] = shard
+        else:
+            runs.append([shard, shard])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
+
+
+def _own(n: int) -> tuple[Shards, ...]:
+    return tuple((rank,) for rank in range(n))
+
+
+def ring(n: int) -> Schedule:
+    """Ring Attention (arXiv 2310.01889): keys walk once around, towards lower ranks.
+
+    Towards lower ranks because under a causal zigzag what still walks shrinks that way.
+    """
+    return Schedule(_own(n), _own(n), (tuple((r - 1) % n for r in range(n)),) * (n - 1))
+
+
+def double_ring(n: int, inner: int) -> Schedule:
+    """LoongTrain's double ring (arXiv 2406.18485): laps of `inner` neighbours, then a jump.
+
+    Raises:
+        ValueError: if inner does not divide n.
+    """
+    _require(inner >= 1 and n % inner == 0, "inner", inner, f"divide the {n} ranks of the route")
+    step = tuple(r // inner * inner + (r - 1) % inner for r in range(n))
+    jump = tuple((r - inner) % n for r in range(n))
+    lap = (step,) * (inner - 1)
+    return Schedule(_own(n), _own(n), lap + ((jump,) + lap) * (n // inner - 1))
+
+
+def all_gather(n: int) -> Schedule:
+    """LSS Transformer (arXiv 2311.02382), all-gather CP: every rank holds all keys at once."""
+    return Schedule(_own(n), (tuple(range(n)),) * n)
+
+
+def concentric(n: int, team_size: int) -> Schedule:
+    """WallFacer / StarTrail: teams share their queries, keys walk in sub-rings of teams.
+
+    Rank = t * C + a is member a of team t. With G = n / C**2, the keys of team t first go to
+    team a * G + t // C, member t % C, for every a; then they walk G steps among the teams of
+    one block of G.
+
+    Args:
+        n: ranks of the route. team_size: C, ranks that share their queries.
+
+    Raises:
+        ValueError: if the square of team_size does not divide n.
+
+    Source: arXiv 2407.00611, section 3.2 and appendix A.2.
+    """
+    fits = team_size >= 1 and n % team_size**2 == 0
+    _require(fits, "team_size", team_size, f"have a square that divides the {n} ranks of the route")
+    length = n // team_size**2
+
+    def members(team: int) -> Shards:
+        return tuple(range(team * team_size, (team + 1) * team_size))
+
+    def following(team: int) -> int:
+        return (team + 1) % length + length * (team // length)
+
+    at = [divmod(rank, team_size) for rank in range(n)]
+    q = tuple(members(team) for team, _ in at)
+    kv = tuple(members(team % length * team_size + member) for team, member in at)
+    hop = tuple(following(team) * team_size + member for team, member in at)
+    return Schedule(q, kv, (hop,) * (length - 1))
+
+
+def mesh(rows: int, cols: int) -> Schedule:
+    """Mesh-Attention, Attention2D: a rank gathers `rows` query shards, `cols` key shards pass it.
+
+    The keys walk, so that a step's transfer hides behind the step before.
+
+    Source: arXiv 2512.20968; arXiv 2503.15758.
+    """
+    n = rows * cols
+    _require(rows >= 1 and cols >= 1, "rows and cols", (rows, cols), "be at least 1")
+    q = tuple(tuple(range(r // rows * rows, (r // rows + 1) * rows)) for r in range(n))
+    return Schedule(q, _own(n), (tuple((r - rows) % n for r in range(n)),) * (cols - 1))
+
+
+def _mesh_of(n: int, rows: int, cols: int) -> Schedule:
+    product = f"multiply to the {n} ranks of the route"
+    _require(rows * cols == n, "rows and cols", (rows, cols), product)
+    return mesh(rows, cols)
+
+
+def _require(holds: bool, name: str, value: object, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} must {rule}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteKind:
+    """A route by name: how to build it for n ranks, and the keys it takes beside the name."""
+
+    build: Callable[..., Schedule]
+    keys: tuple[str, ...] = ()
+
+
+ROUTES: Mapping[str, RouteKind] = MappingProxyType(
+    {
+        "ring": RouteKind(ring),
+        "double_ring": RouteKind(double_ring, ("inner",)),
+        "all_gather": RouteKind(all_gather),
+        "concentric": RouteKind(concentric, ("team_size",)),
+        "mesh": RouteKind(_mesh_of, ("rows", "cols")),
+    }
+)
+
+
+def make_schedule(route: Mapping[str, object], n: int) -> Schedule:
+    """The schedule of a route given as in the config, e.g. {"name": "mesh", "rows": 2, "cols": 4}.
+
+    Raises:
+        ValueError: if the name or a key is unknown or missing, a value is no positive integer,
+            or the route does not fit n ranks.
+    """
+    name = route.get("name")
+    if not isinstance(name, str) or name not in ROUTES:
+        raise ValueError(f"route name must be one of {list(ROUTES)}, got {name!r}{nearest(name, ROUTES)}")
+    kind = ROUTES[name]
+    values = {key: value for key, value in route.items() if key != "name"}
+    for key in values:
+        if key not in kind.keys:
+            takes = f"takes {list(kind.keys)}" if kind.keys else "takes no other key"
+            raise ValueError(f"route {name!r} {takes}, got {key!r}{nearest(key, kind.keys)}")
+    for key in kind.keys:
+        value = values.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"route {name!r} needs {key!r}, a positive integer, got {value!r}")
+    return kind.build(n, **values)

@@ -1,0 +1,84 @@
+"""How many bytes a rank sends, by message label, derived from its plan.
+
+Pure: standard library only. The labels are the executor's, so that what is derived and what a
+communicator counted can be compared one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from wf_backends.walk import Parcel, Parcels, RankPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the tensors at hand. `itemsize`, `accumulator_size`: bytes of one element."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    accumulator_size: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RowBytes:
+    """Bytes of one row of what travels: the sides' tensors, and their partial results."""
+
+    stay: int
+    walk: int
+    stay_partial: int
+    walk_partial: int
+
+
+def forward_row_bytes(shape: Shape) -> RowBytes:
+    """Forward: queries stay, [K|V] walks, (out, lse) goes home."""
+    heads = shape.batch * shape.heads
+    return RowBytes(
+        stay=heads * shape.head_dim * shape.itemsize,
+        walk=_keys(shape) * shape.itemsize,
+        stay_partial=heads * (shape.head_dim + 1) * shape.accumulator_size,
+        walk_partial=0,
+    )
+
+
+def backward_row_bytes(shape: Shape, queries_walk: bool = False) -> RowBytes:
+    """Backward: queries are (q, dout, lse, delta) and dq, keys are [K|V] and [dK|dV]."""
+    heads = shape.batch * shape.heads
+    stats = 2 * heads * shape.accumulator_size
+    queries = 2 * heads * shape.head_dim * shape.itemsize + stats
+    query_grad = heads * shape.head_dim * shape.accumulator_size
+    keys = _keys(shape) * shape.itemsize
+    key_grad = _keys(shape) * shape.accumulator_size
+    if queries_walk:
+        return RowBytes(keys, queries, key_grad, query_grad)
+    return RowBytes(queries, keys, query_grad, key_grad)
+
+
+def bytes_sent(plan: RankPlan, rows: RowBytes, name: str) -> dict[str, int]:
+    """Bytes that the plan's rank sends in the pass called `name`, by message label."""
+
+    def count(parcels: Parcels | tuple[Parcel | None, ...]) -> int:
+        return sum(p.num_rows for p in parcels if p and p.peer != plan.rank)
+
+    sent = {
+        f"{name} gather": count(plan.stay.give) * rows.stay + count(plan.walk.give) * rows.walk
+    }
+    leaving = 0
+    for index, step in enumerate(plan.steps):
+        sent[f"{name} step {index}"] = count((step.pass_out,)) * rows.walk + leaving
+        leaving = count((step.partial_out, *step.home_out)) * rows.walk_partial
+    sent[f"{name} home"] = count(plan.stay.take) * rows.stay_partial + leaving
+    return {label: num_bytes for label, num_bytes in sent.items() if num_bytes}
+
+
+def total(sent: Mapping[str, int]) -> int:
+    """All bytes of a report."""
+    return sum(sent.values())
+
+
+def _keys(shape: Shape) -> int:
+    return 2 * shape.batch * shape.kv_heads * shape.head_dim
