@@ -1,4 +1,4 @@
-"""Attention of one tile, one file a kernel."""
+"""Attention of one tile: `reference`, `sdpa` (torch's own kernels), `flash` (flash-attn)."""
 
 from wf_backends.kernels.protocol import Kernel, KernelSpec
 from wf_backends.kernels.select import Selection, select

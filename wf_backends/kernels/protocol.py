@@ -72,7 +72,8 @@ class Kernel(Protocol):
         Args:
             dout: (b, i, h, d), the gradient of the whole row's output.
             out: (b, i, h, d), a tensor with rowsum(dout * out) == delta.
-            lse: (b, h, i), of the whole row, not of this tile. delta: (b, h, i), rowsum(dout * out).
+            lse: (b, h, i), of the whole row, not of this tile.
+            delta: (b, h, i), rowsum(dout * out).
 
         Returns:
             dq (b, i, h, d), dk (b, j, g, d), dv (b, j, g, d), any float dtype.

@@ -61,7 +61,7 @@ class ReferenceKernel:
         scale: float,
         band: Band,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of the tile; `out` is not looked at, `delta` says it all. See Kernel.backward."""
+        """Gradients of the tile from delta alone: `out` is not looked at. See Kernel.backward."""
         dout, q, k, v, lse, delta = _widen(dout, q, k, v, lse, delta)
         q_heads, kv_heads = q.shape[2], k.shape[2]
         by_group = (kv_heads, q_heads // kv_heads)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import MappingProxyType
 
+from wf_backends.kernels.flash import FlashKernel
 from wf_backends.kernels.protocol import Kernel, KernelSpec
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
+from wf_backends.suggest import nearest
 
 AUTO = "auto"
 
 KERNELS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
-    {"sdpa": SdpaKernel, "reference": ReferenceKernel}
+    {"flash": FlashKernel, "sdpa": SdpaKernel, "reference": ReferenceKernel}
 )
 """Every kernel by name, fastest first: "auto" is the first that does not refuse."""
 
@@ -61,7 +62,5 @@ def _reason(name: str, spec: KernelSpec, refusals: list[str]) -> str:
 
 def _unknown(name: str) -> str:
     names = [AUTO, *KERNELS]
-    near = get_close_matches(str(name), names, n=1, cutoff=0.0)
     listed = ", ".join(f'"{n}"' for n in names)
-    hint = f'; did you mean "{near[0]}"?' if near else ""
-    return f"kernel must be one of {listed}, got {name!r}{hint}"
+    return f"kernel must be one of {listed}, got {name!r}{nearest(name, names)}"

@@ -1,0 +1,229 @@
+"""flash-attn 2 and 3: the one place that knows their versions.
+
+Nothing is imported before a CUDA device asks for it. flash-attn 4, which changes its functions
+from week to week, is reached through torch and the sdpa kernel instead:
+`torch.nn.attention.activate_flash_attention_impl("FA4")`.
+
+Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from importlib.util import find_spec
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from wf_backends.kernels.pieces import cut_window, flash_window
+from wf_backends.kernels.piecewise import piecewise_backward, piecewise_forward
+from wf_backends.kernels.protocol import KernelSpec
+from wf_backends.mask import Band
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_HEAD_DIM = 256
+_HOPPER = (9, 0)
+_OLDEST = (2, 7)
+_INSTALL = 'pip install "flash-attn>=2.7" --no-build-isolation'
+
+
+class FlashApi(Protocol):
+    """One flash-attn's way of saying Kernel.forward and Kernel.backward with a window_size."""
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        window: tuple[int, int],
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class FlashAttention2:
+    """flash-attn 2.7 and later."""
+
+    def __init__(self) -> None:
+        self._interface = import_module("flash_attn.flash_attn_interface")
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """See FlashApi; the function also returns dropout's mask and random state."""
+        out, lse, *_ = self._interface._flash_attn_forward(
+            q, k, v, return_softmax=False, **_options_2(scale, window)
+        )
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        window: tuple[int, int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See FlashApi; the function fills the gradients it is handed."""
+        grads = _empty_grads(q, k, v)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        options = _options_2(scale, window)
+        self._interface._flash_attn_backward(
+            dout, q, k, v, out, lse, *grads, deterministic=deterministic, **options
+        )
+        return grads
+
+
+class FlashAttention3:
+    """flash-attn 3, whose operators are the same in every release that registers them."""
+
+    def __init__(self) -> None:
+        import_module("flash_attn_interface")  # registers the operators
+        self._ops = torch.ops.flash_attn_3
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """See FlashApi."""
+        out, lse, *_ = self._ops.fwd(q, k, v, num_splits=1, **_options_3(scale, window))
+        return out, lse
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        window: tuple[int, int],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See FlashApi; what the operator fills is the same in every release."""
+        grads = _empty_grads(q, k, v)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        options = _options_3(scale, window)
+        self._ops.bwd(dout, q, k, v, out, lse, *grads, deterministic=deterministic, **options)
+        return grads
+
+
+class FlashKernel:
+    """The Kernel protocol on the newest flash-attn that is installed and runs on this GPU."""
+
+    name = "flash"
+
+    def __init__(self) -> None:
+        self._loaded: FlashApi | None = None
+
+    def refuses(self, spec: KernelSpec) -> str | None:
+        """What flash-attn lacks, or what to type to have it; see Kernel.refuses."""
+        if spec.device != "cuda":
+            return f"flash-attn needs a CUDA device, got {spec.device}"
+        if spec.dtype not in _DTYPES:
+            return f"flash-attn takes torch.bfloat16 and torch.float16, got {spec.dtype}"
+        if spec.head_dim % 8 or spec.head_dim > _HEAD_DIM:
+            return f"head_dim must be a multiple of 8 up to {_HEAD_DIM}, got {spec.head_dim}"
+        return None if _has_flash_3() else missing_flash_2()
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+    ) -> tuple[Tensor, Tensor]:
+        """See Kernel.forward."""
+        pieces = cut_window(q.shape[1], k.shape[1], band)
+        return piecewise_forward(self._forward_piece, pieces, q, k, v, scale)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        delta: Tensor,
+        scale: float,
+        band: Band,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See Kernel.backward; flash-attn computes delta again, from dout and out."""
+        pieces = cut_window(q.shape[1], k.shape[1], band)
+        return piecewise_backward(self._backward_piece, pieces, dout, q, k, v, out, lse, scale)
+
+    def _forward_piece(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+    ) -> tuple[Tensor, Tensor]:
+        window = flash_window(band, q.shape[1], k.shape[1])
+        return self._api().forward(q, k, v, scale, window)
+
+    def _backward_piece(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        band: Band,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        window = flash_window(band, q.shape[1], k.shape[1])
+        return self._api().backward(dout, q, k, v, out, lse.contiguous(), scale, window)
+
+    def _api(self) -> FlashApi:
+        if self._loaded is None:
+            self._loaded = FlashAttention3() if _has_flash_3() else FlashAttention2()
+        return self._loaded
+
+
+def missing_flash_2() -> str | None:
+    """What is wrong with the installed flash-attn 2 and what to type; None if nothing is."""
+    try:
+        version = metadata.version("flash-attn")
+    except metadata.PackageNotFoundError:
+        return f"flash-attn is not installed; type: {_INSTALL}"
+    major, minor, *_ = version.split(".")
+    if (int(major), int(minor)) < _OLDEST:
+        return f"flash-attn {version} is too old, 2.7 is the oldest known here; type: {_INSTALL}"
+    return None
+
+
+def _has_flash_3() -> bool:
+    """Whether flash-attn 3 is installed and this is the GPU it was written for."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != _HOPPER:
+        return False
+    return find_spec("flash_attn_interface") is not None
+
+
+def _options_2(scale: float, window: tuple[int, int]) -> dict[str, object]:
+    return {
+        "dropout_p": 0.0,
+        "softmax_scale": scale,
+        "causal": False,
+        "window_size_left": window[0],
+        "window_size_right": window[1],
+        "softcap": 0.0,
+        "alibi_slopes": None,
+    }
+
+
+def _options_3(scale: float, window: tuple[int, int]) -> dict[str, object]:
+    return {
+        "softmax_scale": scale,
+        "window_size_left": window[0],
+        "window_size_right": window[1],
+    }
+
+
+def _empty_grads(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Contiguous tensors for flash-attn to fill with dq, dk, dv."""
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
+    return dq, dk, dv
