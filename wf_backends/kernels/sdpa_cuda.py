@@ -1,0 +1,76 @@
+"""A piece of a tile on torch's flash kernel for CUDA: its copy of flash-attn 2.
+
+If `torch.nn.attention.activate_flash_attention_impl` has put flash-attn 3 or 4 behind the
+operators, this runs those.
+
+Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wf_backends.kernels.pieces import flash_window
+from wf_backends.mask import Band
+
+
+def cuda_forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+) -> tuple[Tensor, Tensor]:
+    """A piece of `cut_window`; see Kernel.forward.
+
+    Only the first two results are used: the others, whose meaning changed in torch 2.7, belong to
+    dropout and debugging.
+    """
+    left, right = flash_window(band, q.shape[1], k.shape[1])
+    out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
+        q,
+        k,
+        v,
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        False,
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return out, lse
+
+
+def cuda_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    band: Band,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A piece of `cut_window`; see Kernel.backward, but for delta, which the operator computes."""
+    left, right = flash_window(band, q.shape[1], k.shape[1])
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    return torch.ops.aten._flash_attention_backward.default(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),  # the operator reads it as (b, h, i), whatever its strides
+        None,
+        None,
+        q.shape[1],
+        k.shape[1],
+        0.0,
+        False,
+        no_dropout,
+        no_dropout[0],
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
