@@ -19,15 +19,15 @@ from wf_backends.kernels.protocol import Kernel
 from wf_backends.mail import Combine, Home, Mail, Tensors, add, bring_together, scatter, send_home
 from wf_backends.merge import merge_
 from wf_backends.tiles import Tile
-from wf_backends.walk import Problem, RankPlan, Step, plan_rank
+from wf_backends.walk import RankPlan, Step
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Everything about one attention call that is not a tensor."""
+    """Everything about one attention call that is not a tensor. Plans are of the same rank."""
 
-    forward: Problem
-    backward: Problem
+    forward: RankPlan
+    backward: RankPlan
     comm: Communicator
     kernel: Kernel
     scale: float
@@ -53,9 +53,8 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         queries, kv = _rows_first(q), _fuse(k, v)
-        plan = plan_rank(call.forward, call.comm.rank)
         work = ForwardWork(call.kernel, call.scale, queries)
-        (out, lse), _ = run(plan, call.comm, "forward", (queries,), (kv,), work)
+        (out, lse), _ = run(call.forward, call.comm, "forward", (queries,), (kv,), work)
         out = _batch_first(out).to(q.dtype)
         ctx.call = call
         ctx.save_for_backward(q, k, v, out, lse)
@@ -69,10 +68,9 @@ class Attention(torch.autograd.Function):
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         stats = torch.stack((lse, _rows_first(delta)), dim=1)
         queries, keys = (_rows_first(q), _rows_first(dout), stats), (_fuse(k, v),)
-        plan = plan_rank(call.backward, call.comm.rank)
         work = BackwardWork(call.kernel, call.scale, call.backward.queries_walk, queries, keys)
         sides = work.ordered(queries, keys)
-        grads = run(plan, call.comm, "backward", *sides, work)
+        grads = run(call.backward, call.comm, "backward", *sides, work)
         (dq,), (dkv,) = work.ordered(*grads)
         dk, dv = dkv.unbind(1)
         return (*(_batch_first(g).to(q.dtype) for g in (dq, dk, dv)), None)
@@ -154,7 +152,7 @@ def run(
     """
     mail = Mail(comm, f"{name} gather")
     brought = [bring_together(mail, plan.stay, stay), bring_together(mail, plan.walk, walk)]
-    _deliver(mail)
+    mail.deliver()
     stay, held = (finish() for finish in brought)
     partial = work.blank_stay(plan.stay.num_rows)
     home = Home(plan.walk.shard_rows, work.blank_walk, add)
@@ -177,7 +175,7 @@ def run(
     finish = send_home(
         mail, plan.stay, partial, Home(plan.stay.shard_rows, work.blank_stay, work.combine_stay)
     )
-    _deliver(mail)
+    mail.deliver()
     land(())
     return finish(), home.total()
 
@@ -230,11 +228,6 @@ def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
     norm = (unit * unit).sum(-1, keepdim=True)
     norm = norm.where(norm > 0, 1)
     return (unit * (delta.transpose(1, 2).unsqueeze(-1) / peak / norm)).to(dout.dtype)
-
-
-def _deliver(mail: Mail) -> None:
-    mail.post()
-    mail.wait()
 
 
 def _zeros(num_rows: int, like: Tensor, dtype: torch.dtype) -> Tensor:

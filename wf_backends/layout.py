@@ -48,7 +48,9 @@ CHUNKS_PER_RANK: Mapping[str, int] = MappingProxyType({"contiguous": 1, "zigzag"
 def check_layout_name(name: str) -> str:
     """The name itself; ValueError with the nearest right one if there is no such layout."""
     if name not in LAYOUTS:
-        raise ValueError(f"layout must be one of {list(LAYOUTS)}, got {name!r}{nearest(name, LAYOUTS)}")
+        raise ValueError(
+            f"layout must be one of {list(LAYOUTS)}, got {name!r}{nearest(name, LAYOUTS)}"
+        )
     return name
 
 

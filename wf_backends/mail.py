@@ -59,6 +59,11 @@ class Mail:
         if self._pending is not None:
             self._pending.wait()
 
+    def deliver(self) -> None:
+        """Start everything and return when it has landed."""
+        self.post()
+        self.wait()
+
 
 class Home:
     """The sum, or merge, of the partial results that come home to this rank's own rows."""

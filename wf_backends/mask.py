@@ -1,3 +1,4 @@
+# pyright: reportUnnecessaryIsInstance=false
 """What a query may see: a Band around it, inside its own document.
 
 Pure: standard library only. Positions are global token positions.
@@ -101,7 +102,5 @@ def _borders(cu_seqlens: Sequence[int], seqlen: int | None) -> tuple[int, ...]:
     if len(borders) < 2 or borders[0] != 0 or not rising:
         raise ValueError(f"cu_seqlens must be 0 = c0 < c1 < ... = S, got {borders}")
     if seqlen is not None and borders[-1] != seqlen:
-        raise ValueError(
-            f"cu_seqlens must end at the sequence length {seqlen}, got {borders[-1]}"
-        )
+        raise ValueError(f"cu_seqlens must end at the sequence length {seqlen}, got {borders[-1]}")
     return borders

@@ -12,7 +12,8 @@ from torch import Tensor
 def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Fold one block's attention into (out, lse), in place.
 
-        lse' = log(exp(lse) + exp(block_lse));  out' = out + sigmoid(block_lse - lse) (block_out - out)
+        lse' = log(exp(lse) + exp(block_lse))
+        out' = out + sigmoid(block_lse - lse) (block_out - out)
 
     Args:
         out: (s, b, h, d), float32 or float64. Running output, 0 where a row has met no key yet.

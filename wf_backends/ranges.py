@@ -83,7 +83,8 @@ def globalize(local: Range, held: Ranges) -> Ranges:
 
 
 def _offsets(held: Ranges) -> list[int]:
-    offsets, at = [], 0
+    offsets: list[int] = []
+    at = 0
     for start, stop in held:
         offsets.append(at)
         at += stop - start

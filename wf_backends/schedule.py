@@ -46,7 +46,7 @@ class Schedule:
 
     def holdings(self) -> tuple[tuple[Shards, ...], ...]:
         """The key shards that every rank holds at every step: [step][rank]."""
-        held = [[()] * self.num_ranks for _ in range(self.num_steps)]
+        held: list[list[Shards]] = [[()] * self.num_ranks for _ in range(self.num_steps)]
         for origin, path in enumerate(self.paths()):
             for step, rank in enumerate(path):
                 held[step][rank] = self.kv[origin]
@@ -59,7 +59,7 @@ class Schedule:
         (queries). If keys reach rank r from origin o at step s, queries of r now reach o.
         """
         paths = self.paths()
-        hops = []
+        hops: list[Hop] = []
         for step in range(self.num_steps - 1):
             hop = [0] * self.num_ranks
             back = {path[step + 1]: origin for origin, path in enumerate(paths)}
@@ -236,7 +236,9 @@ def make_schedule(route: Mapping[str, object], n: int) -> Schedule:
     """
     name = route.get("name")
     if not isinstance(name, str) or name not in ROUTES:
-        raise ValueError(f"route name must be one of {list(ROUTES)}, got {name!r}{nearest(name, ROUTES)}")
+        raise ValueError(
+            f"route name must be one of {list(ROUTES)}, got {name!r}{nearest(name, ROUTES)}"
+        )
     kind = ROUTES[name]
     values = {key: value for key, value in route.items() if key != "name"}
     for key in values:

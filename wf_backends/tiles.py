@@ -145,14 +145,24 @@ def _join_full(found: list[Tile]) -> list[Tile]:
     along_keys: list[Tile] = []
     for tile in sorted(found, key=lambda t: (t.rows, t.keys)):
         last = along_keys[-1] if along_keys else None
-        if last and _both_full(last, tile) and last.rows == tile.rows and last.keys[1] == tile.keys[0]:
+        if (
+            last
+            and _both_full(last, tile)
+            and last.rows == tile.rows
+            and last.keys[1] == tile.keys[0]
+        ):
             along_keys[-1] = replace(last, keys=(last.keys[0], tile.keys[1]))
         else:
             along_keys.append(tile)
     along_rows: list[Tile] = []
     for tile in sorted(along_keys, key=lambda t: (t.keys, t.rows)):
         last = along_rows[-1] if along_rows else None
-        if last and _both_full(last, tile) and last.keys == tile.keys and last.rows[1] == tile.rows[0]:
+        if (
+            last
+            and _both_full(last, tile)
+            and last.keys == tile.keys
+            and last.rows[1] == tile.rows[0]
+        ):
             along_rows[-1] = replace(last, rows=(last.rows[0], tile.rows[1]))
         else:
             along_rows.append(tile)

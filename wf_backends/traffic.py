@@ -64,9 +64,7 @@ def bytes_sent(plan: RankPlan, rows: RowBytes, name: str) -> dict[str, int]:
     def count(parcels: Parcels | tuple[Parcel | None, ...]) -> int:
         return sum(p.num_rows for p in parcels if p and p.peer != plan.rank)
 
-    sent = {
-        f"{name} gather": count(plan.stay.give) * rows.stay + count(plan.walk.give) * rows.walk
-    }
+    sent = {f"{name} gather": count(plan.stay.give) * rows.stay + count(plan.walk.give) * rows.walk}
     leaving = 0
     for index, step in enumerate(plan.steps):
         sent[f"{name} step {index}"] = count((step.pass_out,)) * rows.walk + leaving

@@ -21,7 +21,7 @@ from wf_backends.tiles import Tile, seen_keys, seen_rows, tiles
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Rows that one message carries: the slices of this rank's buffer, and who is at the far end."""
+    """Rows that one message carries: slices of this rank's buffer, and who is at the far end."""
 
     peer: int
     rows: Ranges
@@ -71,6 +71,7 @@ class RankPlan:
     """Everything that one rank does in one pass."""
 
     rank: int
+    queries_walk: bool
     stay: Gather
     walk: Gather
     steps: tuple[Step, ...]
@@ -118,7 +119,7 @@ class _Derivation:
 
     def _see(self) -> None:
         """stay_rows[rank], and wanted[origin][step]: the walkers' rows that some tile uses."""
-        self.wanted = [[() for _ in range(self.num_steps)] for _ in range(self.num_ranks)]
+        self.wanted: list[list[Ranges]] = [[()] * self.num_steps for _ in range(self.num_ranks)]
         self.stay_rows: list[Ranges] = [()] * self.num_ranks
         for rank in range(self.num_ranks):
             whole = _rows_of(self.roles.q[rank], self.stay_home)
@@ -170,6 +171,7 @@ class _Derivation:
     def plan(self, rank: int) -> RankPlan:
         return RankPlan(
             rank=rank,
+            queries_walk=self.queries_walk,
             stay=self._gather(rank, self.roles.q, self.stay_home, self.stay_rows),
             walk=self._gather(rank, self.roles.kv, self.walk_home, [c[0] for c in self.carried]),
             steps=tuple(self._step(step, rank) for step in range(self.num_steps)),

@@ -1,0 +1,83 @@
+"""Do all ranks ask for the same? A header of a few integers tells before anything hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from wf_backends.comm.protocol import Communicator
+
+
+def fingerprint(value: object) -> int:
+    """A number that is the same on every rank for values with the same repr."""
+    return crc32(repr(value).encode())
+
+
+def sum_over_ranks(comm: Communicator, x: Tensor) -> Tensor:
+    """The sum of a small tensor over all ranks, without a gradient. Not counted as traffic."""
+    return _everyones(comm, x.to(_home(comm, x)), "sum").sum(0).to(x.device)
+
+
+def _everyones(comm: Communicator, mine: Tensor, label: str) -> Tensor:
+    """The tensors of all ranks, stacked by rank."""
+    theirs = [mine if peer == comm.rank else torch.empty_like(mine) for peer in range(comm.size)]
+    others = [peer for peer in range(comm.size) if peer != comm.rank]
+    sends = [(peer, mine) for peer in others]
+    recvs = [(peer, theirs[peer]) for peer in others]
+    comm.post_control(label, sends, recvs).wait()
+    return torch.stack(theirs)
+
+
+class Agreement:
+    """Checks, call by call, that the ranks pass tensors and options that belong together.
+
+    Where messages pass through host memory every call is checked. Elsewhere a check would stall
+    the device, so only headers that this rank has not sent before are exchanged.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._seen: dict[tuple[tuple[str, int], ...], list[list[int]]] = {}
+
+    def check(
+        self,
+        same: Mapping[str, int],
+        lengths: Mapping[str, int],
+        like: Tensor,
+        remember: bool = True,
+    ) -> dict[str, list[int]]:
+        """Exchange a header.
+
+        Args:
+            same: what must be equal on all ranks, by the name that the error shows.
+            lengths: what may differ.
+            like: a tensor on the device that messages live on.
+            remember: whether a header like this may be taken as checked from now on.
+
+        Returns:
+            The lengths of all ranks, by name.
+
+        Raises:
+            ValueError: on every rank, naming what differs and the values by rank.
+        """
+        key = (*same.items(), *lengths.items())
+        headers = self._seen.get(key)
+        if headers is None:
+            values = [value for _, value in key]
+            mine = torch.tensor(values, dtype=torch.int64, device=_home(self.comm, like))
+            headers = _everyones(self.comm, mine, "agreement").tolist()
+            if remember and not self.comm.on_host:
+                self._seen[key] = headers
+        columns = dict(zip([*same, *lengths], zip(*headers, strict=True), strict=True))
+        differing = {name: columns[name] for name in same if len(set(columns[name])) > 1}
+        if differing:
+            told = "; ".join(f"{name}: {list(values)}" for name, values in differing.items())
+            raise ValueError(f"the ranks do not agree (values by rank): {told}")
+        return {name: list(columns[name]) for name in lengths}
+
+
+def _home(comm: Communicator, like: Tensor) -> torch.device:
+    return torch.device("cpu") if comm.on_host else like.device

@@ -1,0 +1,122 @@
+# pyright: reportUnnecessaryIsInstance=false
+"""The words of a configuration: the same in a DeepSpeed JSON, a plugin and on the command line.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, cast
+
+from wf_backends.layout import check_layout_name
+from wf_backends.schedule import make_schedule
+from wf_backends.suggest import nearest
+
+AUTO = "auto"
+KERNEL_NAMES = (AUTO, "reference", "sdpa", "flash")
+MOVES = ("keys", "queries")
+
+Route = Mapping[str, Any] | str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceParallelConfig:
+    """How one sequence is spread over ranks; checked when it is built.
+
+    Raises:
+        ValueError: naming the key, its value and what would be right.
+    """
+
+    sequence_parallel_size: int = 1
+    """Ranks that share one sequence."""
+    route: Route = AUTO
+    """{"name": "ring" | "all_gather"}, {"name": "double_ring", "inner": 4}, {"name":
+    "concentric", "team_size": 2}, {"name": "mesh", "rows": 2, "cols": 4}, or "auto". A name alone
+    may be given as a string where the route takes no other key."""
+    backward_route: Route = None
+    """The same forms; None = the forward's."""
+    backward_moves: str = "keys"
+    """Which side walks in the backward: "keys" or "queries"."""
+    ulysses_degree: int = 1
+    """Ranks that trade heads for tokens, consecutive; it divides sequence_parallel_size."""
+    layout: str = "zigzag"
+    """"zigzag" or "contiguous": which tokens a rank owns."""
+    kernel: str = AUTO
+    """"auto", "reference", "sdpa" or "flash"."""
+
+    def __post_init__(self) -> None:
+        _positive("sequence_parallel_size", self.sequence_parallel_size)
+        _positive("ulysses_degree", self.ulysses_degree)
+        if self.sequence_parallel_size % self.ulysses_degree:
+            raise ValueError(
+                f"ulysses_degree must divide sequence_parallel_size {self.sequence_parallel_size}, "
+                f"got {self.ulysses_degree}"
+            )
+        check_layout_name(self.layout)
+        _one_of("kernel", self.kernel, KERNEL_NAMES)
+        _one_of("backward_moves", self.backward_moves, MOVES)
+        for name in ("route", "backward_route"):
+            object.__setattr__(self, name, self._checked_route(name))
+
+    @property
+    def route_size(self) -> int:
+        """Ranks of the route, around which Ulysses groups stand."""
+        return self.sequence_parallel_size // self.ulysses_degree
+
+    @classmethod
+    def from_dict(cls, words: Mapping[str, Any]) -> SequenceParallelConfig:
+        """The config of a JSON object; unknown keys are refused with the nearest right one."""
+        known = [f.name for f in fields(cls)]
+        for key in words:
+            if key not in known:
+                raise ValueError(f"unknown key {key!r}{nearest(key, known)} Known keys: {known}")
+        return cls(**words)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `from_dict` takes."""
+        return {
+            f.name: dict(value) if isinstance(value, Mapping) else value
+            for f in fields(self)
+            for value in [getattr(self, f.name)]
+        }
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SequenceParallelConfig.from_dict, (self.to_dict(),)
+
+    def __hash__(self) -> int:
+        return hash(repr(self.to_dict()))
+
+    def _checked_route(self, key: str) -> Route:
+        """The route with its name spelled out, once it is known to fit."""
+        route = getattr(self, key)
+        if route is None and key == "backward_route":
+            return None
+        if route == AUTO:
+            return AUTO
+        if not isinstance(route, str | Mapping):
+            raise ValueError(
+                f'{key} must be "auto" or an object such as {{"name": "ring"}}, got {route!r}'
+            )
+        words = {"name": route} if isinstance(route, str) else dict(cast(Mapping[str, Any], route))
+        try:
+            make_schedule(words, self.route_size)
+        except ValueError as error:
+            size, degree = self.sequence_parallel_size, self.ulysses_degree
+            ranks = f"sequence_parallel_size {size} / ulysses_degree {degree} = {self.route_size}"
+            raise ValueError(f"{key}: {error} ({ranks})") from None
+        return MappingProxyType(dict(sorted(words.items())))
+
+
+def _positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(
+            f"{name} must be one of {list(known)}, got {value!r}{nearest(value, known)}"
+        )

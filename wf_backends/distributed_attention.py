@@ -1,0 +1,177 @@
+"""One attention call: check, plan (once), trade heads for tokens, run the route.
+
+Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from wf_backends.agree import Agreement, fingerprint
+from wf_backends.comm.protocol import Communicator
+from wf_backends.config import AUTO, Route, SequenceParallelConfig
+from wf_backends.executor import Attention, Call, accumulator_dtype
+from wf_backends.kernels import KernelSpec, Selection, select
+from wf_backends.layout import Layout, lengths, make_layout, merge_shards
+from wf_backends.mask import CAUSAL, FULL, Mask
+from wf_backends.planner import cheapest_route
+from wf_backends.schedule import Schedule, check, make_schedule
+from wf_backends.ulysses import Exchange, heads_for_tokens, make_exchange, tokens_for_heads
+from wf_backends.walk import Problem, RankPlan, plan_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What of q and k a plan depends on."""
+
+    queries: int
+    keys: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Everything that this rank does for one kind of call."""
+
+    queries: Exchange
+    keys: Exchange
+    forward: RankPlan
+    backward: RankPlan
+
+    @property
+    def windowed(self) -> bool:
+        """Whether some tile needs a band that is neither full nor causal."""
+        steps = (*self.forward.steps, *self.backward.steps)
+        return any(tile.band not in (FULL, CAUSAL) for step in steps for tile in step.tiles)
+
+
+class DistributedAttention:
+    """Attention over one sequence-parallel group, by one configuration."""
+
+    def __init__(self, config: SequenceParallelConfig, comm: Communicator) -> None:
+        self.config, self.comm = config, comm
+        degree = config.ulysses_degree
+        first = comm.rank // degree * degree
+        self._pool = comm.view(range(first, first + degree))
+        self._route = comm.view(range(comm.rank - first, comm.size, degree))
+        self._agreement = Agreement(comm)
+        self._plan = lru_cache(maxsize=64)(self._make_plan)
+        self._schedules = lru_cache(maxsize=8)(self._make_schedules)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
+    ) -> Tensor:
+        """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
+        _check_tensors(q, k, v)
+        plan = self.plan(q, k, mask, scale, seqlen)
+        q = heads_for_tokens(q, plan.queries, self._pool, "ulysses q")
+        k = heads_for_tokens(k, plan.keys, self._pool, "ulysses k")
+        v = heads_for_tokens(v, plan.keys, self._pool, "ulysses v")
+        kernel = self.select_kernel(plan, q, k).kernel
+        call = Call(plan.forward, plan.backward, self._route, kernel, scale)
+        out = Attention.apply(q, k, v, call)
+        return tokens_for_heads(out, plan.queries, self._pool, "ulysses out")
+
+    def plan(
+        self, q: Tensor, k: Tensor, mask: Mask, scale: float, seqlen: int | None
+    ) -> AttentionPlan:
+        """The plan of a call, once all ranks are known to ask for the same."""
+        (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
+        same = {
+            "batch size": b,
+            "heads": h,
+            "kv heads": g,
+            "head_dim": d,
+            "dtype": fingerprint(q.dtype),
+            "mask": fingerprint(mask),
+            "softmax_scale": fingerprint(scale),
+            "config": fingerprint(self.config),
+            "seqlen": -1 if seqlen is None else seqlen,
+        }
+        told = self._agreement.check(same, {"q rows": s, "key rows": keys}, q)
+        layouts = [self._layout(told[name], name) for name in told]
+        _check_mask(mask, *(sum(told[name]) for name in told))
+        return self._plan(layouts[0], layouts[1], mask, Heads(h, g, q.dtype))
+
+    def select_kernel(self, plan: AttentionPlan, q: Tensor, k: Tensor) -> Selection:
+        """The kernel for tensors that have been through the Ulysses exchange, and why."""
+        spec = KernelSpec(q.device.type, q.dtype, q.shape[3], q.shape[2], k.shape[2], plan.windowed)
+        return select(self.config.kernel, spec)
+
+    def _layout(self, rows: Sequence[int], name: str) -> Layout:
+        """The layout whose shards have the lengths that the ranks told."""
+        layout = make_layout(self.config.layout, self.comm.size, sum(rows))
+        if lengths(layout) != tuple(rows):
+            raise ValueError(
+                f"{name} must be the shards of the {self.config.layout} layout: for {sum(rows)} "
+                f"tokens these have {list(lengths(layout))} rows, got {list(rows)}"
+            )
+        return layout
+
+    def _make_plan(
+        self, q_layout: Layout, kv_layout: Layout, mask: Mask, heads: Heads
+    ) -> AttentionPlan:
+        degree, rank = self.config.ulysses_degree, self.comm.rank
+        first = rank // degree * degree
+        queries = make_exchange(q_layout[first : first + degree], heads.queries, heads.queries)
+        keys = make_exchange(kv_layout[first : first + degree], heads.keys, heads.queries)
+        forward, backward = self._schedules(queries.share, keys.share, heads.dtype)
+        pooled = merge_shards(q_layout, degree), merge_shards(kv_layout, degree)
+        turn = self.config.backward_moves == "queries"
+        there, back = Problem(forward, *pooled, mask), Problem(backward, *pooled, mask, turn)
+        at = rank // degree
+        return AttentionPlan(queries, keys, plan_rank(there, at), plan_rank(back, at))
+
+    def _make_schedules(
+        self, heads: int, kv_heads: int, dtype: torch.dtype
+    ) -> tuple[Schedule, Schedule]:
+        """(forward, backward) for a rank that computes `heads` with `kv_heads`."""
+        gamma = accumulator_dtype(dtype).itemsize / dtype.itemsize
+
+        def schedule(route: Route) -> Schedule:
+            size = self.config.route_size
+            words = cheapest_route(size, kv_heads / heads, gamma) if route == AUTO else route
+            assert words is not None and not isinstance(words, str)
+            return check(make_schedule(words, size))
+
+        forward = schedule(self.config.route)
+        if self.config.backward_route is None:
+            return forward, forward
+        return forward, schedule(self.config.backward_route)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if any(x.dim() != 4 for x in (q, k, v)):
+        raise ValueError(f"q, k, v must be (batch, seqlen, heads, head_dim), got {shapes}")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"k and v must have one shape, and q their batch size and head_dim, got {shapes}"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"kv heads must divide heads, got {k.shape[2]} and {q.shape[2]} ({shapes})"
+        )
+    if len({x.dtype for x in (q, k, v)}) > 1:
+        raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q, k, v must have a floating point dtype, got {q.dtype}")
+    if len({x.device for x in (q, k, v)}) > 1:
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def _check_mask(mask: Mask, seqlen: int, num_keys: int) -> None:
+    if seqlen != num_keys and mask != Mask():
+        raise NotImplementedError(
+            f"cross attention ({seqlen} queries, {num_keys} keys) has no common positions: "
+            "causal, window_size and cu_seqlens need as many keys as queries"
+        )
+    if mask.cu_seqlens is not None and mask.cu_seqlens[-1] != seqlen:
+        raise ValueError(
+            f"cu_seqlens must end at the sequence length {seqlen}, got {mask.cu_seqlens[-1]}"
+        )

@@ -1,0 +1,193 @@
+"""What a user holds: one sequence spread over the ranks of a group.
+
+Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import sqrt
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from wf_backends.adjoint import move
+from wf_backends.agree import Agreement, fingerprint, sum_over_ranks
+from wf_backends.comm import make_comm
+from wf_backends.config import SequenceParallelConfig
+from wf_backends.data import prepare_batch
+from wf_backends.distributed_attention import DistributedAttention
+from wf_backends.layout import CHUNKS_PER_RANK, lengths, make_layout
+from wf_backends.loss import count_valid, token_loss
+from wf_backends.mask import make_mask
+from wf_backends.shards import gather_shards, positions, take_shard
+
+
+class SequenceParallel:
+    """Exact attention, batches and losses over one sequence-parallel group.
+
+    Args:
+        config: how the sequence is spread.
+        group: None (the default group), a torch ProcessGroup, an mpi4py communicator, or one of
+            our communicators. A group of several times `sequence_parallel_size` ranks is cut
+            into blocks of consecutive ranks, one sequence each (data x sequence parallel).
+
+    Raises:
+        ValueError: if sequence_parallel_size does not divide the size of the group.
+    """
+
+    def __init__(self, config: SequenceParallelConfig, group: Any = None) -> None:
+        everyone, size = make_comm(group), config.sequence_parallel_size
+        if everyone.size % size:
+            raise ValueError(
+                f"sequence_parallel_size must divide the {everyone.size} ranks of the group, "
+                f"got {size}"
+            )
+        first = everyone.rank // size * size
+        self.config = config
+        self.comm = everyone.view(range(first, first + size))
+        self.rank, self.size = self.comm.rank, size
+        self._agreement = Agreement(self.comm)
+        self._attention = DistributedAttention(config, self.comm)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's rows of a tensor that every rank holds whole, in layout order.
+
+        The gradient is gathered: every rank gets that of the whole tensor.
+
+        Raises:
+            ValueError: if the sequence is too short for the layout.
+        """
+        layout = make_layout(self.config.layout, self.size, x.shape[dim])
+        there, back = (partial(f, self.comm, layout, dim) for f in (take_shard, gather_shards))
+        return move(x, there, back, "shard")
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The whole tensor, in sequence order, on every rank; its gradient is cut by `shard`.
+
+        Every rank is taken to use the whole tensor in the same way: a loss that all ranks compute
+        from it counts once, not once a rank.
+
+        Raises:
+            ValueError: if the ranks' tensors are not the shards of one tensor.
+        """
+        others = [n for axis, n in enumerate(x.shape) if axis != dim % x.dim()]
+        same = {"dtype": fingerprint(x.dtype), "shape beside dim": fingerprint(others)}
+        rows = self._agreement.check(same, {"rows": x.shape[dim]}, x)["rows"]
+        layout = make_layout(self.config.layout, self.size, sum(rows))
+        if lengths(layout) != tuple(rows):
+            raise ValueError(
+                f"x must be a shard of the {self.config.layout} layout: for {sum(rows)} tokens "
+                f"these have {list(lengths(layout))} rows along dim {dim}, got {rows}"
+            )
+        there, back = (partial(f, self.comm, layout, dim) for f in (gather_shards, take_shard))
+        return move(x, there, back, "unshard")
+
+    def positions(self, seqlen: int, device: torch.device | None = None) -> Tensor:
+        """(s,) int64: the global positions of this rank's rows of a sequence of `seqlen`."""
+        return positions(make_layout(self.config.layout, self.size, seqlen)[self.rank], device)
+
+    @torch.compiler.disable
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        cu_seqlens: Sequence[int] | None = None,
+        softmax_scale: float | None = None,
+        dropout_p: float = 0.0,
+        seqlen: int | None = None,
+    ) -> Tensor:
+        """softmax(scale q k^T + mask) v over the whole sequence, for this rank's rows.
+
+        Args:
+            q: (b, s, h, d), any float dtype. k, v: (b, s', g, d), g divides h; s' may differ from
+                s (cross attention) where nothing is masked.
+            causal: no query sees a later key.
+            window_size: (left, right) tokens that a query sees beside its own, -1 = unlimited.
+            cu_seqlens: borders 0 = c0 < c1 < ... = S of packed documents, host integers; the same
+                cut for every sample of the batch.
+            softmax_scale: default 1 / sqrt(d).
+            dropout_p: must be 0.
+            seqlen: S. None = the sum over the ranks; give it where shards are uneven and messages
+                do not pass through host memory.
+
+        Returns:
+            (b, s, h, d), q's dtype.
+
+        Raises:
+            ValueError: if shapes, dtypes, devices, heads or the mask do not fit, here or between
+                ranks. NotImplementedError: for dropout, and for masked cross attention.
+        """
+        if dropout_p:
+            raise NotImplementedError(
+                f"dropout inside attention is not supported, got dropout_p={dropout_p}; set it to 0"
+            )
+        mask = make_mask(causal, window_size, cu_seqlens, seqlen)
+        scale = 1 / sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+        return self._attention(q, k, v, mask, scale, seqlen)
+
+    def shard_batch(
+        self, batch: Mapping[str, Any], pad_token_id: int = 0, labels_are_shifted: bool = False
+    ) -> dict[str, Any]:
+        """This rank's part of a batch that every rank holds whole.
+
+        Args:
+            batch: "input_ids" (b, S), and optionally "labels", "attention_mask", "position_ids",
+                "cu_seqlens" and other tensors (b, S, ...); see `wf_backends.data.prepare_batch`.
+
+        Returns:
+            The same keys, cut along dim 1: labels shifted before the cut, position_ids added,
+            everything padded to equal shards, padding labelled -100. "cu_seqlens" stays whole.
+
+        Raises:
+            ValueError: for a malformed batch, or one that is not the same on every rank.
+        """
+        whole = prepare_batch(
+            batch,
+            multiple=self.size * CHUNKS_PER_RANK[self.config.layout],
+            pad_token_id=pad_token_id,
+            labels_are_shifted=labels_are_shifted,
+        )
+        tensors = {key: value for key, value in whole.items() if isinstance(value, Tensor)}
+        same = {key: _checksum(value) for key, value in sorted(tensors.items())}
+        same["cu_seqlens"] = fingerprint(whole.get("cu_seqlens"))
+        self._agreement.check(same, {}, next(iter(tensors.values())), remember=False)
+        return whole | {key: self.shard(value) for key, value in tensors.items()}
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """This rank's share of the mean cross entropy over all valid labels of the sequence.
+
+        The sum over the ranks is the loss of one device, and the sum of the gradients its gradient,
+        however the valid labels are spread.
+
+        Args:
+            logits: (b, s, vocab). labels: (b, s), already shifted (as shard_batch gives them).
+
+        Returns:
+            A scalar: sum over local tokens / global number of valid labels, float32 or wider.
+        """
+        num_valid = self.sum_over_ranks(count_valid(labels))
+        return token_loss(logits, labels, num_valid)
+
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of a small tensor over the sequence-parallel ranks, without a gradient."""
+        return sum_over_ranks(self.comm, x.detach())
+
+    def report(self) -> dict[str, int]:
+        """Bytes that this rank sent since the last report, by hop and collective.
+
+        Headers that check that the ranks agree, and counts of labels, are left out.
+        """
+        sent = {label: num_bytes for label, num_bytes in self.comm.sent.items() if num_bytes}
+        self.comm.sent.clear()
+        return sent
+
+
+def _checksum(x: Tensor) -> int:
+    return crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
