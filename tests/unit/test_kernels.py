@@ -88,7 +88,8 @@ def make_case(
 
 
 def dense_mask(rows: int, keys: int, band: Band) -> Tensor:
-    return torch.tensor([[band.sees(i, j) for j in range(keys)] for i in range(rows)])
+    offset = torch.arange(keys)[None, :] - torch.arange(rows)[:, None]
+    return (-band.left <= offset) & (offset <= band.right)
 
 
 def dense(case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:

@@ -1,0 +1,154 @@
+"""flash-attn and torch's CUDA kernels: what is said to them (anywhere), what they do (on a GPU)."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu import emulation
+from wf_backends.kernels import Kernel, KernelSpec, select
+from wf_backends.kernels.flash import FlashAttention2, FlashAttention3, FlashKernel
+from wf_backends.kernels.pieces import cut_window
+from wf_backends.kernels.piecewise import piecewise_backward, piecewise_forward
+from wf_backends.kernels.reference import ReferenceKernel
+from wf_backends.kernels.sdpa_cuda import cuda_backward, cuda_forward
+from wf_backends.mask import CAUSAL, FULL, Band
+
+SCALE = 0.3
+TILES = [
+    (24, 24, FULL),
+    (24, 24, CAUSAL),
+    (24, 40, Band(right=16)),
+    (40, 24, CAUSAL),
+    (40, 12, Band(right=3)),
+    (24, 24, Band(left=0)),
+    (40, 12, Band(left=30)),
+    (24, 24, Band(5, 3)),
+    (40, 12, Band(30, 2)),
+    (40, 24, Band(20, 9)),
+    (24, 40, Band(2, 20)),
+    (1, 24, FULL),
+    (24, 1, FULL),
+]
+Grads = tuple[Tensor, Tensor, Tensor]
+
+
+class TorchFlash:
+    """The CUDA side of the sdpa kernel, on whatever device."""
+
+    name = "sdpa on CUDA"
+
+    def refuses(self, spec: KernelSpec) -> str | None:
+        return None
+
+    def forward(self, q, k, v, scale, band) -> tuple[Tensor, Tensor]:
+        pieces = cut_window(q.shape[1], k.shape[1], band)
+        return piecewise_forward(cuda_forward, pieces, q, k, v, scale)
+
+    def backward(self, dout, q, k, v, out, lse, delta, scale, band) -> Grads:
+        pieces = cut_window(q.shape[1], k.shape[1], band)
+        return piecewise_backward(cuda_backward, pieces, dout, q, k, v, out, lse, scale)
+
+
+@pytest.fixture
+def emulated(monkeypatch, request) -> Kernel:
+    """A kernel whose library is emulated, for this test alone."""
+    if request.param == "flash-attn 2":
+        module = emulation.flash_attn_2()
+        package = ModuleType("flash_attn")
+        package.__dict__["flash_attn_interface"] = module
+        monkeypatch.setitem(sys.modules, "flash_attn", package)
+        monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", module)
+        return with_api(monkeypatch, FlashAttention2)
+    if request.param == "flash-attn 3":
+        library = torch.library.Library("flash_attn_3", "FRAGMENT")
+        emulation.register_flash_attn_3(library)
+        request.addfinalizer(library._destroy)
+        module = ModuleType("flash_attn_interface")
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+        return with_api(monkeypatch, FlashAttention3)
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    emulation.register_torch_flash(library)
+    request.addfinalizer(library._destroy)
+    return TorchFlash()
+
+
+def with_api(monkeypatch, api: type) -> FlashKernel:
+    kernel = FlashKernel()
+    monkeypatch.setattr(kernel, "_loaded", api())
+    return kernel
+
+
+def rows_first(rows: int, *heads: int, **options) -> Tensor:
+    """(2, rows, *heads) seen from a rows-first buffer, as the executor hands it over."""
+    random = torch.Generator().manual_seed(rows)
+    return torch.randn(rows, 2, *heads, generator=random).to(**options).permute(1, 0, 2, 3)
+
+
+def compare(kernel: Kernel, tile: tuple[int, int, Band], heads=(4, 2), **options) -> list[float]:
+    """Relative errors of out, lse, dq, dk, dv against the reference kernel, with a row's lse."""
+    rows, keys, band = tile
+    q, dout = (rows_first(rows, heads[0], 16, **options) * s for s in (1, -0.7))
+    k, v = (rows_first(keys, heads[1], 16, **options) * s for s in (0.9, 0.8))
+    reference = ReferenceKernel()
+    out, lse = kernel.forward(q, k, v, SCALE, band)
+    expected_out, expected_lse = reference.forward(q, k, v, SCALE, band)
+    row_out = (expected_out * 0.5).to(q.dtype)  # as if the row had met as many keys elsewhere
+    row_lse = (expected_lse + 0.7).transpose(1, 2).contiguous().transpose(1, 2)
+    delta = (dout.float() * row_out.float()).sum(-1).transpose(1, 2)
+    backward = (dout, q, k, v, row_out, row_lse, delta, SCALE, band)
+    pairs = zip(
+        [out, lse, *kernel.backward(*backward)],
+        [expected_out, expected_lse, *reference.backward(*backward)],
+        strict=True,
+    )
+    return [float((a.float() - b).norm() / b.norm()) for a, b in pairs]
+
+
+EMULATED = ["flash-attn 2", "flash-attn 3", "torch"]
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("emulated", EMULATED, indirect=True)
+def test_what_is_said_to_flash_attention(emulated, tile, heads):
+    assert max(compare(emulated, tile, heads)) < 1e-5
+
+
+@pytest.mark.parametrize("emulated", EMULATED, indirect=True)
+def test_half_precision_stays_half_on_the_way_in(emulated):
+    assert max(compare(emulated, (24, 24, CAUSAL), dtype=torch.bfloat16)) < 2e-2
+
+
+@pytest.mark.parametrize("operator", ["forward", "backward"])
+def test_torch_takes_our_arguments(operator):
+    """The schemas of the installed torch, by its own shape functions: no GPU, no numbers."""
+    empty = partial(torch.empty, device="meta", dtype=torch.bfloat16)
+    q, k = empty(2, 24, 4, 16), empty(2, 40, 2, 16)
+    if operator == "forward":
+        out, lse = cuda_forward(q, k, k, SCALE, Band(3, 30))
+        assert (out.shape, lse.shape) == (q.shape, (2, 4, 24))
+        assert lse.dtype == torch.float32
+    else:
+        lse = empty(2, 4, 24, dtype=torch.float32)
+        grads = cuda_backward(q, q, k, k, q, lse, SCALE, Band(3, 30))
+        assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["sdpa", "flash"])
+def test_kernels_on_a_gpu(name, dtype, tile, heads):
+    try:
+        kernel = select(name, KernelSpec("cuda", dtype, 16, *heads)).kernel
+    except ValueError as refusal:
+        pytest.skip(str(refusal))
+    errors = compare(kernel, tile, heads, dtype=dtype, device="cuda")
+    assert max(errors) < (1.5e-2 if dtype == torch.bfloat16 else 2e-3)
