@@ -1,0 +1,21 @@
+"""WallFacer as an attention implementation of Hugging Face transformers.
+
+registration = wf_transformers.register(sp)
+model = AutoModelForCausalLM.from_config(config, attn_implementation="wallfacer")
+local = sp.shard_batch(batch)
+logits = model(**wf_transformers.forward_kwargs(model, local)).logits
+loss = sp.loss(logits, local["labels"])
+"""
+
+from wf_transformers.apply import Application, apply, shard_between
+from wf_transformers.batch import forward_kwargs
+from wf_transformers.registry import Registration, register
+
+__all__ = [
+    "Application",
+    "Registration",
+    "apply",
+    "forward_kwargs",
+    "register",
+    "shard_between",
+]

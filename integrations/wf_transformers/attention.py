@@ -1,0 +1,147 @@
+"""The function that a transformers model calls in place of its own attention."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor, nn
+
+from wf_backends import SequenceParallel
+from wf_transformers.documents import Documents
+from wf_transformers.masks import MaskCheck
+
+# Keyword arguments of models that change attention in a way that no kernel of ours knows.
+UNSUPPORTED = {
+    "head_mask": "head masks",
+    "output_attentions": "output_attentions=True: attention weights are never formed",
+    "softcap": "soft-capped attention scores",
+    "s_aux": "attention sinks",
+    "position_bias": "an attention bias",
+    "encoder_hidden_states": "cross attention",
+    "past_key_value": "a KV cache",
+}
+
+
+class Attention:
+    """sp.attention in the words of transformers' attention interface.
+
+    One object per SequenceParallel, called by every layer of every model that uses it.
+    """
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        self.sp = sp
+        self.documents = Documents()
+        self.applied: WeakSet[nn.Module] = WeakSet()
+        """Models that tell this object their documents, whatever they pass down."""
+        self._check_mask = MaskCheck()
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Exact attention of this rank's rows over the whole sequence.
+
+        Args:
+            module: the attention layer that calls.
+            query: (b, h, s, d), this rank's rows. key, value: (b, g, s, d), g divides h.
+            attention_mask: see `MaskCheck`.
+            scaling: factor of the scores; None is the layer's own rule.
+            sliding_window: how many keys a row sees, itself included.
+            kwargs: `cu_seqlens`, the borders of packed documents as host integers, global;
+                what changes nothing is ignored.
+
+        Returns:
+            out (b, s, h, d), and None in place of the attention weights.
+
+        Raises:
+            NotImplementedError: for attention dropout, a KV cache, cross attention, head masks,
+                attention weights, sinks, soft caps, biases, chunks and two-sided windows.
+            ValueError: for a mask that says more than causal or full attention does.
+        """
+        _refuse(module, query, key, dropout, kwargs)
+        # GPT-2 of transformers 4 says is_causal=False of a causal layer for one row or any mask.
+        inferred = attention_mask is not None or query.shape[2] == 1
+        causal = _is_causal(module, None if inferred else is_causal)
+        window = _window(module, sliding_window, causal)
+        self._check_mask(attention_mask, causal, _built_window(module, window))
+        out = self.sp.attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            causal=causal,
+            window_size=(-1, -1) if window is None else (window - 1, -1),
+            cu_seqlens=self.documents.current(kwargs),
+            softmax_scale=_scale(module, scaling, query.shape[-1]),
+        )
+        return out, None
+
+
+def _refuse(
+    module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwargs: dict[str, Any]
+) -> None:
+    layer, config = type(module).__name__, getattr(module, "config", None)
+    for name, what in UNSUPPORTED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise NotImplementedError(f"{layer} asks for {what}, which WallFacer lacks")
+    if kwargs.get("cu_seq_lens_q") is not None:
+        raise ValueError(
+            "cu_seq_lens_q are of no use here: pass cu_seqlens, global and as host integers"
+        )
+    if dropout > 0:
+        raise NotImplementedError(
+            f"{layer} asks for attention dropout {dropout}, which WallFacer lacks: set "
+            "attention_dropout (attn_pdrop, attention_probs_dropout_prob) to 0 in the config"
+        )
+    if getattr(config, "output_attentions", False):
+        raise NotImplementedError(f"{layer} asks for {UNSUPPORTED['output_attentions']}")
+    if getattr(config, "attention_chunk_size", None) is not None:
+        raise NotImplementedError(f"{layer} asks for chunked attention, which WallFacer lacks")
+    if getattr(module, "is_cross_attention", False):
+        raise NotImplementedError(f"{layer} asks for cross attention, which WallFacer lacks here")
+    if query.shape[2] != key.shape[2]:
+        raise NotImplementedError(
+            f"{layer} has {query.shape[2]} queries and {key.shape[2]} keys on this rank: a KV "
+            "cache is not supported; call the model with use_cache=False and no past_key_values"
+        )
+
+
+def _is_causal(module: nn.Module, asked: bool | None) -> bool:
+    causal = getattr(module, "is_causal", True) if asked is None else asked
+    if not isinstance(causal, bool):
+        raise ValueError(f"{type(module).__name__}.is_causal must be True or False, got {causal!r}")
+    return causal
+
+
+def _window(module: nn.Module, asked: int | None, causal: bool) -> int | None:
+    window = asked if asked is not None else getattr(module, "sliding_window", None)
+    if window is not None and not causal:
+        raise NotImplementedError(
+            f"{type(module).__name__} asks for a sliding window of {window} without causal "
+            "attention, which models define in different ways; WallFacer does not guess"
+        )
+    return window
+
+
+def _built_window(module: nn.Module, window: int | None) -> int | None:
+    """The window of masks that the model builds: its config's, whatever the layer's is."""
+    return window or getattr(getattr(module, "config", None), "sliding_window", None)
+
+
+def _scale(module: nn.Module, asked: float | None, head_dim: int) -> float:
+    """The factor of the scores; GPT-2 of transformers 4 leaves it to attributes of the layer."""
+    if asked is not None:
+        return asked
+    scale = head_dim**-0.5 if getattr(module, "scale_attn_weights", True) else 1.0
+    if getattr(module, "scale_attn_by_inverse_layer_idx", False):
+        scale /= float(getattr(module, "layer_idx", 0) + 1)
+    return scale

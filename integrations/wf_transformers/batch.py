@@ -1,0 +1,74 @@
+"""The result of sp.shard_batch as the keyword arguments of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+
+from wf_transformers.apply import is_applied, takes_any_keyword
+from wf_transformers.masks import silent_mask
+
+# From 4.53 on, layers keep all keyword arguments when they are recomputed.
+LAYERS_KEEP_KEYWORDS = find_spec("transformers.modeling_layers") is not None
+
+
+def forward_kwargs(
+    model: nn.Module, local_batch: Mapping[str, Any], *, num_valid: Tensor | int | None = None
+) -> dict[str, Any]:
+    """What to call `model(**...)` with, for this rank's share of a batch.
+
+    Position ids and documents go along; the attention mask does not (documents say what it said).
+
+    Args:
+        model: what will be called; a wrapper is looked through by its `.module`.
+        local_batch: what sp.shard_batch returned.
+        num_valid: valid labels of the whole sequence-parallel group. With it, labels go along, and
+            the loss of a ...ForCausalLM is this rank's share: over the ranks it sums up to the
+            mean of one device, as sp.loss. Without it, labels stay behind, for sp.loss.
+
+    Raises:
+        ValueError: if the documents would get lost on the way, or padding would be seen.
+    """
+    model = _unwrap(model)
+    causal = all(getattr(module, "is_causal", True) for module in model.modules())
+    kwargs = {k: v for k, v in local_batch.items() if k not in ("attention_mask", "labels")}
+    if causal:
+        kwargs |= {"attention_mask": _silent_mask(local_batch), "use_cache": False}
+    elif "attention_mask" in local_batch and "cu_seqlens" not in local_batch:
+        raise ValueError(
+            "attention_mask gives samples of different lengths, and padding would be seen by full "
+            "attention: give samples of one length, one sample, or pack them as documents"
+        )
+    if kwargs.get("cu_seqlens") is not None and not _carries_documents(model):
+        raise ValueError(
+            f"{type(model).__name__} of transformers {transformers.__version__} does not hand "
+            "cu_seqlens down to attention; call wf_transformers.apply(model, sp) once"
+        )
+    if num_valid is not None:
+        labels = local_batch["labels"]
+        kwargs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": num_valid}
+    return kwargs
+
+
+def _silent_mask(local_batch: Mapping[str, Any]) -> Tensor:
+    tokens = local_batch.get("input_ids", local_batch.get("inputs_embeds"))
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f'a batch needs "input_ids" (b, s), got the keys {sorted(local_batch)}')
+    return silent_mask(tokens.shape[0], tokens.device)
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    inner = getattr(model, "module", None)
+    return _unwrap(inner) if isinstance(inner, nn.Module) else model
+
+
+def _carries_documents(model: Any) -> bool:
+    """Whether cu_seqlens reach attention, in the forward and when a layer is recomputed."""
+    if is_applied(model):
+        return True
+    kept = not model.is_gradient_checkpointing or LAYERS_KEEP_KEYWORDS
+    return kept and takes_any_keyword(model.base_model)

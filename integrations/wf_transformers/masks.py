@@ -1,0 +1,73 @@
+"""What may arrive as `attention_mask`: nothing, or what says no more than causal or full does.
+
+transformers builds masks from a rank's own rows, as if they were the whole sequence. Such a mask
+is recognised and left out, because the real mask follows from positions. Anything else would
+be lost, and is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+ADVICE = (
+    "Padding and packed documents are told by cu_seqlens: sp.shard_batch makes them, and "
+    "wf_transformers.forward_kwargs passes them on"
+)
+
+
+def silent_mask(size: int, device: torch.device) -> Tensor:
+    """(b, 1, 1, 1): says nothing, and spares the model to build a mask of (s, s) elements."""
+    return torch.zeros(size, 1, 1, 1, device=device)
+
+
+class MaskCheck:
+    """Looks at the content of a mask once per forward pass, not once per layer."""
+
+    def __init__(self) -> None:
+        self._passed: ref[Tensor] | None = None
+
+    def __call__(self, mask: Any, causal: bool, window: int | None) -> None:
+        """Return if `mask` may be left out.
+
+        Args:
+            mask: what the model handed over: None, (b, keys) or (b or 1, h or 1, rows or 1, keys),
+                bool (True = seen) or additive (0 = seen). One element per sample says nothing.
+            causal: whether attention is causal.
+            window: the model's sliding window in tokens.
+
+        Raises:
+            ValueError: if the mask says more than `causal` and `window` do.
+        """
+        if mask is None or (self._passed is not None and self._passed() is mask):
+            return
+        if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+            what = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"attention_mask of shape {what} is not understood. {ADVICE}")
+        if mask.shape[-2:] != (1, 1) and not _says_nothing(mask, causal, window):
+            kind = "causal" if causal else "full"
+            raise ValueError(
+                f"attention_mask of shape {tuple(mask.shape)} hides more than {kind} attention "
+                f"over this rank's rows does, or less, and would be lost. {ADVICE}"
+            )
+        self._passed = ref(mask)
+
+
+def _says_nothing(mask: Tensor, causal: bool, window: int | None) -> bool:
+    additive = mask.dim() == 4 and mask.dtype != torch.bool
+    seen = mask == 0 if additive else mask != 0
+    if mask.dim() == 2 or mask.shape[2] == 1 or not causal:
+        return bool(seen.all())
+    bands = [_causal(seen, None)] + ([] if window is None else [_causal(seen, window)])
+    return any(bool((seen == band).all()) for band in bands)
+
+
+def _causal(seen: Tensor, window: int | None) -> Tensor:
+    """(rows, keys) bool, as transformers builds it: row i sees the last `window` keys up to i."""
+    rows = torch.arange(seen.shape[2], device=seen.device)[:, None]
+    keys = torch.arange(seen.shape[3], device=seen.device)[None]
+    band = keys <= rows
+    return band if window is None else band & (keys > rows - window)

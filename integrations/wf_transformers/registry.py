@@ -1,0 +1,93 @@
+"""WallFacer under a name of transformers' own attention registry; nothing is overwritten."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from wf_backends import SequenceParallel
+from wf_transformers.attention import Attention
+
+MASKS: Any = getattr(transformers, "AttentionMaskInterface", None)  # from 4.53 on
+
+
+class Removable:
+    """Something that was put in place and can be taken out again, by hand or by a `with` block."""
+
+    def __init__(self) -> None:
+        self.undo = ExitStack()
+
+    def remove(self) -> None:
+        """Take it out. A second call does nothing."""
+        self.undo.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class Registration(Removable):
+    """A name in the registry, and the attention function behind it."""
+
+    def __init__(self, name: str, attention: Attention) -> None:
+        super().__init__()
+        self.name, self.attention = name, attention
+        self.undo.callback(self._unregister)
+
+    def _unregister(self) -> None:
+        if ALL_ATTENTION_FUNCTIONS.get(self.name) is self.attention:
+            del ALL_ATTENTION_FUNCTIONS[self.name]
+
+
+def register(sp: SequenceParallel, name: str = "wallfacer") -> Registration:
+    """Let models built with `attn_implementation=name` attend over the ranks of `sp`.
+
+    A name of ours may be registered again, for another `sp`: models look it up at every call.
+
+    Args:
+        sp: the sequence parallelism that this process takes part in.
+        name: what models ask for. Several `sp` in one process take several names.
+
+    Raises:
+        ValueError: if the name belongs to somebody else's function, or to transformers itself.
+    """
+    found = ALL_ATTENTION_FUNCTIONS.get(name)
+    ours = found is None or isinstance(found, Attention)
+    if name == "eager" or not ours or not _mask_name_is_free(name):
+        raise ValueError(f"attention implementation {name!r} is taken; choose another name")
+    attention = Attention(sp)
+    ALL_ATTENTION_FUNCTIONS[name] = attention
+    if MASKS is not None:
+        MASKS.register(name, mask_function)
+    return Registration(name, attention)
+
+
+def registered(name: Any) -> Attention | None:
+    """Our attention function of that name, if it is one."""
+    found = ALL_ATTENTION_FUNCTIONS.get(name)
+    return found if isinstance(found, Attention) else None
+
+
+def _mask_name_is_free(name: str) -> bool:
+    return MASKS is None or MASKS().get(name, mask_function) is mask_function
+
+
+def mask_function(
+    *, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any
+) -> Tensor | None:
+    """In place of a mask of (s, s) elements, hand on what the user gave, to be checked.
+
+    Without it, transformers would drop the user's mask for a name that it does not know.
+    """
+    if use_vmap:
+        raise NotImplementedError(
+            "this model adds mask functions of its own (or_mask_function, and_mask_function), "
+            "which WallFacer cannot honour"
+        )
+    return attention_mask
