@@ -35,8 +35,9 @@ def make_comm(group: Any = None) -> Communicator:
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return World(1).comm(0)
-    outside = dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER
-    if group is None or outside or isinstance(group, dist.ProcessGroup):
+    if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"group does not hold this process (global rank {dist.get_rank()})")
+    if group is None or isinstance(group, dist.ProcessGroup):
         from wf_backends.comm.process_group import GroupComm
 
         return GroupComm(group)

@@ -25,17 +25,12 @@ class GroupComm(Communicator):
 
     Args:
         group: None = the default group.
-
-    Raises:
-        ValueError: if this process is not in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if self.rank < 0:
-            raise ValueError(f"group does not hold this process (global rank {dist.get_rank()})")
         self._global_ranks = dist.get_process_group_ranks(self.group)
         pairs = dist.get_backend_config(self.group).split(",")  # such as cpu:gloo,cuda:nccl
         self._backends = dict(pair.split(":") for pair in pairs)

@@ -1,0 +1,99 @@
+"""Joining the ranks under real launchers, with no environment set by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tests import comm_contract
+from tests.helpers import MPIRUN, run_command, run_processes
+from wf_backends.comm import Communicator
+from wf_backends.launch import Launch, init
+
+PROGRAM = [sys.executable, "-m", "tests.launch_program"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "2"]
+
+
+def run(launcher: list[str], program: str, **environ: str) -> list[dict[str, Any]]:
+    """What each rank of tests/launch_program.py reported, by rank."""
+    command = [*launcher, *PROGRAM, program]
+    done = run_command(command, timeout=100, environ=environ)
+    reports = [json.loads(line[1:]) for line in done.stdout.splitlines() if line[:2] == "@{"]
+    assert reports, done.stdout
+    return sorted(reports, key=lambda found: found.get("rank", 0))
+
+
+def check_ranks(reports: list[dict[str, Any]], launcher: str, size: int) -> None:
+    """All ranks of one host agree, and found every fact."""
+    assert [found["rank"] for found in reports] == list(range(size))
+    assert sorted(found["local_rank"] for found in reports) == list(range(size))
+    for found in reports:
+        sizes = found["world_size"], found["local_size"]
+        assert (found["launcher"], *sizes) == (launcher, size, size)
+        assert found["sum of ranks"] == size * (size - 1) // 2
+        assert (found["backend"], found["device"], found["comm"]) == ("gloo", "cpu", "GroupComm")
+        assert found["again"], "a second init() must report the same"
+        assert f"rank {found['rank']} of {size}" in found["text"] and launcher in found["text"]
+        check_environ(found)
+
+
+def check_environ(found: dict[str, Any]) -> None:
+    """The variables that deepspeed.init_distributed and accelerate read."""
+    environ = found["environ"]
+    names = {
+        "RANK": "rank",
+        "WORLD_SIZE": "world_size",
+        "LOCAL_RANK": "local_rank",
+        "LOCAL_WORLD_SIZE": "local_size",
+    }
+    assert all(environ[name] == str(found[fact]) for name, fact in names.items())
+    assert environ["MASTER_ADDR"] and int(environ["MASTER_PORT"]) > 0
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("size", "program"), [(2, "twice"), (4, "join")])
+def test_mpirun(size, program):
+    pytest.importorskip("mpi4py")
+    reports = run([*MPIRUN, "-n", str(size)], program)
+    check_ranks(reports, "openmpi", size)
+    assert all(found["environ"]["MASTER_ADDR"] == "127.0.0.1" for found in reports)
+    assert all(found.get("left", True) for found in reports), "close() must undo init()"
+
+
+@pytest.mark.mpi
+def test_an_unknown_launcher_is_asked_through_mpi():
+    pytest.importorskip("mpi4py")
+    check_ranks(run([*MPIRUN, "-n", "2"], "hidden"), "mpi4py", 2)
+
+
+@pytest.mark.mpi
+def test_an_mpirun_of_another_library_is_refused():
+    pytest.importorskip("mpi4py")
+    [found] = run([], "refused", PMI_RANK="0", PMI_SIZE="2", MPI_LOCALRANKID="0")
+    assert "the launcher (mpich) started 2 ranks, but MPI sees 1" in found["error"]
+    assert "Use the mpirun of that library" in found["error"]
+
+
+@pytest.mark.processes
+def test_torchrun_joins_again_after_a_failure():
+    reports = run([*TORCHRUN, "--max-restarts", "1"], "fail_first")
+    check_ranks(reports, "torchrun", 2)
+
+
+def describe(comm: Communicator) -> tuple[Launch, bool]:
+    """Somebody else initialised torch.distributed."""
+    launch = init()
+    launch.close()
+    comm_contract.exchange(comm)
+    return launch, init() == launch
+
+
+@pytest.mark.processes
+def test_a_group_that_somebody_else_made_is_described_and_left_alone():
+    for rank, (launch, again) in enumerate(run_processes(2, describe)):
+        assert (launch.rank, launch.world_size, launch.launcher) == (rank, 2, "environment")
+        assert (launch.local_rank, launch.local_size, launch.backend) == (rank, 2, "gloo")
+        assert again

@@ -1,0 +1,154 @@
+"""What the environment says about this process: every launcher's variables, in one table.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+DEFAULT_PORT = 29500  # torch's, where MASTER_ADDR is set alone
+SLURM_PORTS = range(15000, 30000)  # below the range that systems hand out to clients
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One process among those of its job. None: the environment does not say."""
+
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    local_size: int | None = None
+    address: str | None = None
+    """Host at which the ranks meet."""
+    port: int | None = None
+    restart: int = 0
+    """How often torchrun started the job again; keys of an earlier attempt are stale."""
+    agent_store: bool = False
+    """Whether torchrun itself listens at address:port, so that rank 0 must not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """The variables of one launcher; `mark` tells that it is this one."""
+
+    name: str
+    mark: str
+    rank: str
+    sizes: tuple[str, ...]
+    local_rank: str
+    local_size: str
+
+
+# The first whose mark is set. Innermost first: torchrun and deepspeed may run inside the others,
+# and mpirun starts its daemons through srun, so that Slurm's numbers are then the daemons'.
+LAUNCHERS = (
+    Launcher(
+        "torchrun", "TORCHELASTIC_RUN_ID", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    ),
+    Launcher("deepspeed", "CROSS_SIZE", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_SIZE"),
+    Launcher(
+        "openmpi",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    Launcher(
+        "mpich", "MPI_LOCALRANKID", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+    ),
+    Launcher(
+        "slurm",
+        "SLURM_PROCID",
+        "SLURM_PROCID",
+        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+        "SLURM_LOCALID",
+        "LOCAL_WORLD_SIZE",
+    ),
+    Launcher("mpich", "PMI_SIZE", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    Launcher(
+        "environment", "WORLD_SIZE", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    ),
+)
+
+
+def detect(environ: Mapping[str, str]) -> Place:
+    """Which launcher started this process, and as which rank.
+
+    Args:
+        environ: os.environ, or what a test puts in its place.
+
+    Returns:
+        A Place; launcher "single", rank 0 of 1, if no launcher is seen, and "environment" for
+        RANK and WORLD_SIZE that were set without a launcher we know.
+
+    Raises:
+        ValueError: if a launcher's variables are incomplete or contradict each other.
+    """
+    launcher = next((known for known in LAUNCHERS if known.mark in environ), None)
+    single = Place("single", 0, 1, local_rank=0, local_size=1)
+    if launcher is None:
+        return single
+    rank = _number(environ, launcher, launcher.rank)
+    size = _number(environ, launcher, *launcher.sizes)
+    if not 0 <= rank < size:
+        raise ValueError(
+            f"{launcher.rank}={rank} is no rank of a job of {size} ({launcher.sizes[0]})"
+        )
+    if launcher.name == "environment" and size == 1:
+        return single
+    address, port = _meeting_point(environ, launcher)
+    return Place(
+        launcher.name,
+        rank,
+        size,
+        local_rank=_optional(environ, launcher.local_rank, "LOCAL_RANK"),
+        local_size=_optional(environ, launcher.local_size, "LOCAL_WORLD_SIZE"),
+        address=address,
+        port=port,
+        restart=_optional(environ, "TORCHELASTIC_RESTART_COUNT") or 0,
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list: "gpu[03-05,9],login" -> "gpu03"."""
+    first = re.split(r",(?![^\[]*\])", nodelist)[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
+
+
+def _meeting_point(environ: Mapping[str, str], launcher: Launcher) -> tuple[str | None, int | None]:
+    if "MASTER_ADDR" in environ:
+        return environ["MASTER_ADDR"], _optional(environ, "MASTER_PORT") or DEFAULT_PORT
+    if launcher.name != "slurm":
+        return None, None
+    nodes = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    nodelist = next((environ[name] for name in nodes if name in environ), "localhost")
+    job = _number(environ, launcher, "SLURM_JOB_ID", "SLURM_JOBID")
+    step = _optional(environ, "SLURM_STEP_ID") or 0
+    return first_host(nodelist), SLURM_PORTS[(31 * job + step) % len(SLURM_PORTS)]
+
+
+def _number(environ: Mapping[str, str], launcher: Launcher, *names: str) -> int:
+    number = _optional(environ, *names)
+    if number is None:
+        raise ValueError(
+            f"{launcher.mark} is set, so this looks like a job of {launcher.name}, but "
+            f"{' or '.join(names)} is missing: set it, or unset {launcher.mark}"
+        )
+    return number
+
+
+def _optional(environ: Mapping[str, str], *names: str) -> int | None:
+    """The first of these variables that is set, as an integer."""
+    name = next((name for name in names if name in environ), None)
+    if name is None:
+        return None
+    try:
+        return int(environ[name])
+    except ValueError:
+        raise ValueError(f"{name} must be an integer, got {environ[name]!r}") from None
