@@ -41,7 +41,7 @@ def token_loss(
             f"{tuple(logits.shape[:-1])}, got {tuple(labels.shape)}"
         )
     total = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), ignore_index)
-    return total / _at_least_one(num_valid)
+    return total / at_least_one(num_valid)
 
 
 def count_valid(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
@@ -49,7 +49,8 @@ def count_valid(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
     return (labels != ignore_index).sum()
 
 
-def _at_least_one(num_valid: Tensor | int) -> Tensor | int:
+def at_least_one(num_valid: Tensor | int) -> Tensor | int:
+    """The divisor of a sum over `num_valid` tokens, of which there may be none."""
     return num_valid.clamp(min=1) if isinstance(num_valid, Tensor) else max(1, num_valid)
 
 

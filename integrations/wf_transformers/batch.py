@@ -9,6 +9,7 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
+from wf_backends.loss import at_least_one
 from wf_transformers.apply import is_applied, takes_any_keyword
 from wf_transformers.masks import silent_mask
 
@@ -49,8 +50,8 @@ def forward_kwargs(
             "cu_seqlens down to attention; call wf_transformers.apply(model, sp) once"
         )
     if num_valid is not None:
-        labels = local_batch["labels"]
-        kwargs |= {"labels": labels, "shift_labels": labels, "num_items_in_batch": num_valid}
+        kwargs |= {"labels": local_batch["labels"], "shift_labels": local_batch["labels"]}
+        kwargs["num_items_in_batch"] = at_least_one(num_valid)
     return kwargs
 
 
