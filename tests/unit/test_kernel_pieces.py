@@ -7,7 +7,14 @@ from math import inf
 
 import pytest
 
-from wf_backends.kernels.pieces import Piece, cut_causal, cut_window, flash_window, is_reversed
+from wf_backends.kernels.pieces import (
+    BLOCK_ROWS,
+    Piece,
+    cut_causal,
+    cut_window,
+    flash_window,
+    is_reversed,
+)
 from wf_backends.mask import CAUSAL, FULL, Band
 
 Seen = set[tuple[int, int]]
@@ -103,8 +110,8 @@ def test_no_masked_piece_is_longer_than_a_block():
         ]
         assert masked
         for piece in masked:
-            assert piece.rows.stop - piece.rows.start <= 256
-            assert piece.keys.stop - piece.keys.start <= 256 + width
+            assert piece.rows.stop - piece.rows.start <= BLOCK_ROWS
+            assert piece.keys.stop - piece.keys.start <= BLOCK_ROWS + width
 
 
 def test_flash_window_says_the_band_of_every_small_tile():

@@ -12,6 +12,10 @@ from math import inf
 
 from wf_backends.mask import CAUSAL, FULL, Band
 
+BLOCK_ROWS = 192
+"""Rows of a masked block. Longer ones compute more scores that the window hides; shorter ones make
+torch's CPU kernel fall back to blocks of 32 rows. Measured in docs/kernels.md."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -97,26 +101,17 @@ def _split_rows(rows: int, keys: int, band: Band, at: int) -> tuple[Piece, ...]:
 
 def _two_sided(rows: int, keys: int, band: Band) -> Iterator[Piece]:
     """The first rows, bound on the right only; the last, on the left only; blocks between them."""
-    block = _block_rows(int(band.left + band.right) + 1)
-    head = _peel(int(band.left) + 1, block)
-    tail = max(rows - _peel(rows - (keys - 1 - int(band.right)), block), head)
+    head = _peel(int(band.left) + 1)
+    tail = max(rows - _peel(rows - (keys - 1 - int(band.right))), head)
     yield from _cut_rows(cut_causal, slice(0, head), keys, band)
-    for start in range(head, tail, block):
-        yield _sub(slice(start, min(start + block, tail)), keys, band)
+    for start in range(head, tail, BLOCK_ROWS):
+        yield _sub(slice(start, min(start + BLOCK_ROWS, tail)), keys, band)
     yield from _cut_rows(cut_causal, slice(tail, rows), keys, band)
 
 
-def _block_rows(width: int) -> int:
-    """Rows of a masked block for a window of `width` keys.
-
-    Long blocks compute more hidden scores, short ones run slower; measured in docs/kernels.md.
-    """
-    return 256 if width >= 768 else 64
-
-
-def _peel(rows: int, block: int) -> int:
+def _peel(rows: int) -> int:
     """How many of `rows` one-sided rows to take out of the blocks: too few are not worth a call."""
-    return rows if rows >= block else 0
+    return rows if rows >= BLOCK_ROWS else 0
 
 
 def _cut_rows(cut: Cut, rows: slice, keys: int, band: Band) -> Iterator[Piece]:

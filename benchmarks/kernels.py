@@ -1,0 +1,141 @@
+"""The sdpa kernel beside torch's own attention on the same tiles, in one run on one CPU.
+
+    python benchmarks/kernels.py                 # all tiles, float32 and bfloat16
+    python benchmarks/kernels.py --rows 4096 --threads 4
+
+Each line is the best of several alternating runs, forward and backward apart, in milliseconds.
+`x` is ours / torch's; torch has no window, so there it gets the mask that its users give it.
+`x work` is ours / (torch's full tile * the share of scores that the band shows): 1.00 would be a
+kernel that computes every score that counts, none that does not, as fast as torch its full tile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from wf_backends.kernels import KernelSpec, select
+from wf_backends.kernels.reference import band_mask
+from wf_backends.mask import CAUSAL, FULL, Band
+
+
+def main() -> None:
+    """Print the machine, then one line per dtype and tile."""
+    args = parse()
+    torch.set_num_threads(args.threads)
+    print(machine())
+    print(f"rows = keys = {args.rows}, heads {args.heads}, kv_heads {args.kv_heads}, ", end="")
+    print(f"head_dim {args.head_dim}, batch 1, threads {args.threads}")
+    print(f"{'dtype':9} {'tile':32} {'':8} {'ours':>8} {'torch':>8} {'x':>6} {'x work':>7}")
+    for dtype in (torch.float32, torch.bfloat16):
+        full: list[float] = []
+        for band in bands(args.rows):
+            ours, theirs = measure(args, dtype, band)
+            full = full or theirs
+            show(args.rows, dtype, band, ours, theirs, full)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    return parser.parse_args()
+
+
+def machine() -> str:
+    """torch's version and the CPU's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor()
+    return f"torch {torch.__version__}, {cpu}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def bands(rows: int) -> list[Band]:
+    """FULL first: the others are compared with it."""
+    half = rows // 2
+    shifted = [CAUSAL, Band(right=half), Band(left=0), Band(left=half)]
+    return [FULL, *shifted, Band(half, 0), Band(rows // 8, 0), Band(64, 0), Band(128, 128)]
+
+
+def measure(
+    args: argparse.Namespace, dtype: torch.dtype, band: Band
+) -> tuple[list[float], list[float]]:
+    """[forward, backward] in ms, of ours and of torch's."""
+    ours, theirs = our_calls(args, dtype, band), torch_calls(args, dtype, band)
+    pairs = [best_of((a, b), args.repeats) for a, b in zip(ours, theirs, strict=True)]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def rows_first(args: argparse.Namespace, heads: int, dtype: torch.dtype) -> Tensor:
+    """(1, rows, heads, head_dim) seen from a rows-first buffer, as the executor's are."""
+    return torch.randn(args.rows, 1, heads, args.head_dim).to(dtype).permute(1, 0, 2, 3)
+
+
+def our_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[Callable]:
+    """The two calls that the executor makes."""
+    spec = KernelSpec("cpu", dtype, args.head_dim, args.heads, args.kv_heads)
+    kernel, scale = select("sdpa", spec).kernel, args.head_dim**-0.5
+    q, dout = (rows_first(args, args.heads, dtype) for _ in range(2))
+    k, v = (rows_first(args, args.kv_heads, dtype) for _ in range(2))
+    out, lse = kernel.forward(q, k, v, scale, band)
+    delta = (dout * out).sum(-1).transpose(1, 2)
+    backward = partial(kernel.backward, dout, q, k, v, out.to(dtype), lse, delta, scale, band)
+    return [partial(kernel.forward, q, k, v, scale, band), backward]
+
+
+def torch_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[Callable]:
+    """F.scaled_dot_product_attention and its backward by autograd."""
+    q, dout = (rows_first(args, args.heads, dtype).transpose(1, 2) for _ in range(2))
+    k, v = (rows_first(args, args.kv_heads, dtype).transpose(1, 2) for _ in range(2))
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    options: dict[str, Any] = {"enable_gqa": True, "is_causal": band == CAUSAL}
+    if band not in (FULL, CAUSAL):
+        options["attn_mask"] = band_mask(args.rows, args.rows, band, torch.device("cpu"))
+    forward = partial(F.scaled_dot_product_attention, q, k, v, **options)
+    out = F.scaled_dot_product_attention(*inputs, **options)
+    return [forward, partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)]
+
+
+def best_of(calls: Sequence[Callable], repeats: int) -> list[float]:
+    """The least time of each call in ms; they take turns, so that both meet the same machine."""
+    best = [float("inf")] * len(calls)
+    for _ in range(repeats + 1):
+        for index, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            best[index] = min(best[index], 1e3 * (time.perf_counter() - start))
+    return best
+
+
+def show(
+    rows: int,
+    dtype: torch.dtype,
+    band: Band,
+    ours: list[float],
+    theirs: list[float],
+    full: list[float],
+) -> None:
+    share = band_mask(rows, rows, band, torch.device("cpu")).double().mean().item()
+    name = str(dtype).removeprefix("torch.")
+    for index, way in enumerate(("forward", "backward")):
+        a, b = ours[index], theirs[index]
+        work = a / (full[index] * share)
+        print(f"{name:9} {str(band):32} {way:8} {a:8.2f} {b:8.2f} {a / b:6.2f} {work:7.2f}")
+
+
+if __name__ == "__main__":
+    main()
