@@ -101,12 +101,13 @@ def torch_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> lis
     """F.scaled_dot_product_attention and its backward by autograd."""
     q, dout = (rows_first(args, args.heads, dtype).transpose(1, 2) for _ in range(2))
     k, v = (rows_first(args, args.kv_heads, dtype).transpose(1, 2) for _ in range(2))
-    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     options: dict[str, Any] = {"enable_gqa": True, "is_causal": band == CAUSAL}
     if band not in (FULL, CAUSAL):
         options["attn_mask"] = band_mask(args.rows, args.rows, band, torch.device("cpu"))
     forward = partial(F.scaled_dot_product_attention, q, k, v, **options)
-    out = F.scaled_dot_product_attention(*inputs, **options)
+    q_leaf, k_leaf, v_leaf = (x.detach().requires_grad_() for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q_leaf, k_leaf, v_leaf, **options)
+    inputs = (q_leaf, k_leaf, v_leaf)
     return [forward, partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)]
 
 

@@ -101,6 +101,9 @@ def _split_rows(rows: int, keys: int, band: Band, at: int) -> tuple[Piece, ...]:
 
 def _two_sided(rows: int, keys: int, band: Band) -> Iterator[Piece]:
     """The first rows, bound on the right only; the last, on the left only; blocks between them."""
+    if rows <= 2 * BLOCK_ROWS:  # more calls would cost more than the hidden scores
+        yield from whole(rows, keys, band)
+        return
     head = _peel(int(band.left) + 1)
     tail = max(rows - _peel(rows - (keys - 1 - int(band.right))), head)
     yield from _cut_rows(cut_causal, slice(0, head), keys, band)
