@@ -1,0 +1,30 @@
+"""The meaning of attention: one dense softmax over the whole sequence."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wf_backends.mask import Mask
+
+
+def visible(mask: Mask, num_rows: int, num_keys: int) -> Tensor:
+    """(rows, keys) bool: which query sees which key, pair by pair."""
+    rows, keys = torch.arange(num_rows)[:, None], torch.arange(num_keys)[None]
+    seen = (keys - rows >= -mask.band.left) & (keys - rows <= mask.band.right)
+    if mask.cu_seqlens is not None:
+        borders = torch.tensor(mask.cu_seqlens)
+        seen &= torch.bucketize(rows, borders, right=True) == torch.bucketize(
+            keys, borders, right=True
+        )
+    return seen
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+    """softmax(scale q k^T + mask) v; q (b, i, h, d), k and v (b, j, g, d)."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    scores = scores.masked_fill(~visible(mask, q.shape[1], k.shape[1]), -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)  # a row that sees nothing gives 0
+    return torch.einsum("bhij,bjhd->bihd", weights, v)

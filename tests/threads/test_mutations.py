@@ -1,0 +1,102 @@
+"""Faults put in on purpose: each must be noticed, or the exactness tests prove nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests import cases
+from tests.cases import Case, assert_exact, run_case
+from wf_backends import executor
+from wf_backends.layout import zigzag
+from wf_backends.mail import send_home
+from wf_backends.mask import CAUSAL, Band, Mask
+from wf_backends.schedule import concentric, ring
+from wf_backends.walk import plan_rank
+
+CAUSAL_RING = Case(ring(4), ring(4), zigzag(4, 32), Mask(CAUSAL))
+TEAMS = Case(concentric(4, 2), concentric(4, 2), zigzag(4, 32), Mask(CAUSAL))
+
+
+def with_plans(monkeypatch, change):
+    """Run what `change(plan)` makes of every rank's plan."""
+    monkeypatch.setattr(cases, "plan_rank", lambda problem, rank: change(plan_rank(problem, rank)))
+
+
+@pytest.mark.parametrize("case", (CAUSAL_RING, TEAMS), ids=("ring", "concentric"))
+def test_unchanged_plans_pass(monkeypatch, case):
+    with_plans(monkeypatch, lambda plan: plan)
+    assert_exact(case)
+
+
+def test_a_dropped_hop_is_noticed():
+    short = replace(ring(4), hops=ring(4).hops[:-1])
+    assert run_case(replace(CAUSAL_RING, forward=short)).errors["out"] > 1e-3
+    assert run_case(replace(CAUSAL_RING, backward=short)).errors["dk"] > 1e-3
+
+
+def test_a_wrong_band_is_noticed(monkeypatch):
+    def widen(plan):
+        steps = tuple(
+            replace(
+                step,
+                tiles=tuple(
+                    replace(t, band=Band(t.band.left, t.band.right + 1)) for t in step.tiles
+                ),
+            )
+            for step in plan.steps
+        )
+        return replace(plan, steps=steps)
+
+    with_plans(monkeypatch, widen)
+    assert run_case(CAUSAL_RING).errors["out"] > 1e-3
+
+
+def test_a_missing_way_home_is_noticed(monkeypatch):
+    """Partial gradients stay where they are, as if their owner had none to come."""
+    with_plans(
+        monkeypatch,
+        lambda plan: replace(
+            plan,
+            steps=tuple(
+                replace(
+                    step,
+                    home_out=tuple(p for p in step.home_out if p.peer == plan.rank),
+                    home_in=tuple(p for p in step.home_in if p.peer == plan.rank),
+                )
+                for step in plan.steps
+            ),
+        ),
+    )
+    errors = run_case(CAUSAL_RING).errors
+    assert errors["out"] < 1e-10 and errors["dk"] > 1e-3 and errors["dv"] > 1e-3
+
+
+def test_partial_outputs_that_stay_away_are_noticed(monkeypatch):
+    def only_mine(mail, gather, partial, home):
+        sides = (gather.give, gather.take)
+        give, take = (tuple(p for p in side if p.peer == mail.comm.rank) for side in sides)
+        return send_home(mail, replace(gather, give=give, take=take), partial, home)
+
+    monkeypatch.setattr(executor, "send_home", only_mine)
+    assert run_case(TEAMS).errors["out"] > 1e-3
+
+
+def test_a_merge_that_forgets_the_lse_is_noticed(monkeypatch):
+    def average(out, lse, block_out, block_lse):
+        out.lerp_(block_out, 0.5)
+        lse.copy_(block_lse)
+
+    monkeypatch.setattr(executor, "merge_", average)
+    assert run_case(CAUSAL_RING).errors["out"] > 1e-3
+
+
+def test_a_factor_two_in_the_gradients_is_noticed(monkeypatch):
+    def twice(targets, values):
+        for target, value in zip(targets, values, strict=True):
+            target.add_(2 * value)
+
+    monkeypatch.setattr(executor, "add", twice)
+    errors = run_case(CAUSAL_RING).errors
+    assert errors["dk"] > 1e-3 and errors["out"] < 1e-10

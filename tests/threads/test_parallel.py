@@ -1,0 +1,173 @@
+"""SequenceParallel as a user holds it: names, shapes, gradients, Ulysses around any route."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from tests.dense import dense_attention
+from tests.helpers import run_threads
+from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.mask import make_mask
+
+SEQLEN = 45
+ROUTES = {
+    1: ["ring"],
+    2: ["ring", "all_gather", {"name": "mesh", "rows": 2, "cols": 1}],
+    4: ["auto", {"name": "concentric", "team_size": 2}, {"name": "double_ring", "inner": 2}],
+}
+MASKS = (
+    {},
+    {"causal": True},
+    {"window_size": (5, 2)},
+    {"causal": True, "window_size": (9, 9), "cu_seqlens": [0, 7, 30, SEQLEN]},
+)
+
+
+def tensors(heads, kv_heads, dtype=torch.float64, seqlen=SEQLEN):
+    random = torch.Generator().manual_seed(0)
+    shapes = [(2, seqlen, n, 8) for n in (heads, kv_heads, kv_heads, heads)]
+    return [torch.randn(s, generator=random, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def attend(comm, words, heads, kv_heads, mask):
+    """Errors of the output and of the gradients of whole tensors, through shard and unshard."""
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+    q, k, v, dout = tensors(heads, kv_heads)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = sp.unshard(sp.attention(sp.shard(q), sp.shard(k), sp.shard(v), **mask))
+    right = dense_attention(q, k, v, make_mask(**mask), 8**-0.5)
+    found = [out, *torch.autograd.grad((out * dout).sum(), (q, k, v))]
+    wanted = [right, *torch.autograd.grad((right * dout).sum(), (q, k, v))]
+    return max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("degree", (1, 2, 4))
+@pytest.mark.parametrize("route_size", ROUTES)
+@pytest.mark.parametrize("mask", range(len(MASKS)))
+def test_ulysses_around_any_route(degree, route_size, mask):
+    """Key heads 4 and 2: as many as members, more, and fewer (copies, their gradients summed)."""
+    for route in ROUTES[route_size]:
+        for layout, kv_heads in (("zigzag", 4), ("contiguous", 2), ("zigzag", 1)):
+            words = {
+                "sequence_parallel_size": degree * route_size,
+                "ulysses_degree": degree,
+                "route": route,
+                "layout": layout,
+                "kernel": "reference",
+            }
+            errors = run_threads(degree * route_size, attend, words, 8, kv_heads, MASKS[mask])
+            assert max(errors) < 1e-10, words
+
+
+@pytest.mark.parametrize("moves", ("keys", "queries"))
+def test_backward_route_and_direction(moves):
+    words = {
+        "sequence_parallel_size": 8,
+        "route": {"name": "concentric", "team_size": 2},
+        "backward_route": {"name": "mesh", "rows": 4, "cols": 2},
+        "backward_moves": moves,
+    }
+    assert max(run_threads(8, attend, words, 4, 2, {"causal": True})) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("degree", "heads", "kv_heads", "says"),
+    (
+        (4, 6, 2, "ulysses_degree 4 must divide the 6 attention heads"),
+        (3, 12, 2, "ulysses_degree 3 must divide the 2 key heads, or be a multiple"),
+    ),
+)
+def test_heads_that_do_not_divide_are_refused_with_both_numbers(degree, heads, kv_heads, says):
+    words = {"sequence_parallel_size": degree, "ulysses_degree": degree, "route": "ring"}
+    with pytest.raises(ValueError, match=says):
+        run_threads(degree, attend, words, heads, kv_heads, {})
+
+
+def report_of(comm, words):
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+    q, k, v, _ = (sp.shard(x) for x in tensors(4, 4, torch.float32, 64))
+    sp.report()
+    sp.attention(q, k, v)
+    return sp.report(), sp.report()
+
+
+def test_report_counts_bytes_since_the_last():
+    ring = {"sequence_parallel_size": 4, "route": "ring"}
+    unit = 2 * 16 * 4 * 8 * 4  # bytes of one rank's Q
+    for first, second in run_threads(4, report_of, ring):
+        assert first == {f"forward step {step}": 2 * unit for step in range(3)}
+        assert second == {}
+    ulysses = {"sequence_parallel_size": 4, "ulysses_degree": 4, "route": "ring"}
+    for first, _ in run_threads(4, report_of, ulysses):
+        assert sum(first.values()) == 3 * unit  # (P - 1)/P (2 + 2 kv)
+
+
+def blocks(comm):
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2, route="ring"), comm)
+    x = torch.full((1, 8, 1, 4), float(comm.rank // 2), dtype=torch.float64)
+    out = sp.unshard(sp.attention(*(sp.shard(x),) * 3))
+    return sp.rank, sp.size, out.mean().item()
+
+
+def test_a_larger_group_is_cut_into_data_parallel_blocks():
+    assert run_threads(4, blocks) == [(0, 2, 0.0), (1, 2, 0.0), (0, 2, 1.0), (1, 2, 1.0)]
+
+
+def model_loss(comm, size, valid):
+    """Loss and gradient of one linear layer, with valid labels only on the first tokens."""
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=size), comm)
+    random = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 11, (2, 27), generator=random)
+    labels = torch.where(torch.arange(27) < valid, ids, -100)
+    weight = torch.randn(11, 11, generator=random, dtype=torch.float64).requires_grad_()
+    local = sp.shard_batch({"input_ids": ids, "labels": labels})
+    loss = sp.loss(weight[local["input_ids"]], local["labels"])
+    loss.backward()
+    right = cross_entropy(weight[ids[:, :-1]].flatten(0, 1), labels[:, 1:].flatten())
+    (grad,) = torch.autograd.grad(right, weight)
+    return sp.sum_over_ranks(loss), right.detach(), sp.sum_over_ranks(weight.grad), grad
+
+
+@pytest.mark.parametrize("size", (1, 2, 3, 4))
+@pytest.mark.parametrize("valid", (27, 13, 2))
+def test_the_loss_is_that_of_one_device_however_labels_are_spread(size, valid):
+    for loss, right, grad, right_grad in run_threads(size, model_loss, size, valid):
+        torch.testing.assert_close(loss, right, rtol=1e-12, atol=0)
+        torch.testing.assert_close(grad, right_grad, rtol=1e-12, atol=1e-14)
+
+
+def batch_of(comm):
+    config = SequenceParallelConfig(sequence_parallel_size=2, layout="zigzag")
+    sp = SequenceParallel(config, comm)
+    ids = torch.arange(1, 11)[None]
+    return sp.shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": [0, 6, 10]})
+
+
+def test_shard_batch_shifts_numbers_pads_and_cuts():
+    first, second = run_threads(2, batch_of)
+    assert first["input_ids"].tolist() == [[1, 2, 3, 10, 0, 0]]
+    assert second["input_ids"].tolist() == [[4, 5, 6, 7, 8, 9]]
+    assert first["labels"].tolist() == [[2, 3, 4, -100, -100, -100]]
+    assert second["labels"].tolist() == [[5, 6, -100, 8, 9, 10]]
+    assert first["position_ids"].tolist()[0][:4] == [0, 1, 2, 3]
+    assert second["position_ids"].tolist() == [[3, 4, 5, 0, 1, 2]]
+    assert first["cu_seqlens"] == second["cu_seqlens"] == (0, 6, 10, 12)
+
+
+def cut_and_join(comm, layout, dim):
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=4, layout=layout), comm)
+    x = torch.arange(2 * 19 * 3, dtype=torch.float64).reshape(2, 19, 3).movedim(1, dim)
+    x = x.contiguous().requires_grad_()
+    local = sp.shard(x, dim=dim)
+    assert torch.equal(local, x.index_select(dim, sp.positions(19)))
+    whole = sp.unshard(local, dim=dim)
+    (grad,) = torch.autograd.grad((whole * whole).sum(), x)
+    return torch.equal(whole, x) and torch.equal(grad, 2 * x)
+
+
+@pytest.mark.parametrize("layout", ("contiguous", "zigzag"))
+@pytest.mark.parametrize("dim", (0, 1, -1))
+def test_unshard_undoes_shard_and_the_gradient_is_that_of_one_device(layout, dim):
+    assert all(run_threads(4, cut_and_join, layout, dim))

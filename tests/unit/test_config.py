@@ -1,0 +1,75 @@
+"""The configuration: the same words everywhere, refused by name where they are wrong."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from wf_backends import SequenceParallelConfig
+
+DESIGN = {
+    "sequence_parallel_size": 8,
+    "route": {"name": "concentric", "team_size": 2},
+    "backward_route": None,
+    "backward_moves": "keys",
+    "ulysses_degree": 1,
+    "layout": "zigzag",
+    "kernel": "auto",
+}
+
+
+def test_a_dict_goes_in_and_comes_out():
+    config = SequenceParallelConfig.from_dict(DESIGN)
+    assert config.to_dict() == DESIGN
+    assert pickle.loads(pickle.dumps(config)) == copy.deepcopy(config) == config
+    assert hash(SequenceParallelConfig.from_dict(DESIGN)) == hash(config)
+
+
+def test_it_is_frozen_all_the_way_down():
+    config = SequenceParallelConfig.from_dict(DESIGN)
+    with pytest.raises(FrozenInstanceError):
+        config.layout = "contiguous"  # pyright: ignore
+    with pytest.raises(TypeError):
+        config.route["team_size"] = 1  # pyright: ignore
+
+
+def test_the_order_of_a_routes_keys_means_nothing():
+    a, b = ({"rows": 2, "cols": 4, "name": "mesh"}, {"name": "mesh", "cols": 4, "rows": 2})
+    configs = [SequenceParallelConfig(sequence_parallel_size=8, route=route) for route in (a, b)]
+    assert repr(configs[0]) == repr(configs[1])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    (
+        (
+            {"sequence_paralel_size": 2},
+            "'sequence_paralel_size'; did you mean 'sequence_parallel_size'",
+        ),
+        ({"sequence_parallel_size": 0}, "sequence_parallel_size must be a positive integer, got 0"),
+        ({"sequence_parallel_size": 2.0}, "positive integer, got 2.0"),
+        ({"sequence_parallel_size": True}, "positive integer, got True"),
+        ({"ulysses_degree": 3}, "ulysses_degree must divide sequence_parallel_size 8, got 3"),
+        ({"layout": "zig"}, r"layout must be one of \['contiguous', 'zigzag'\], got 'zig'"),
+        ({"kernel": "flashh"}, "kernel must be one of.*did you mean 'flash'"),
+        ({"backward_moves": "values"}, "backward_moves must be one of"),
+        ({"route": {"name": "concentric", "team_size": 4}}, "route: team_size.*8 ranks.*got 4"),
+        ({"route": "spiral"}, "route: route name must be one of"),
+        ({"route": 3}, 'route must be "auto" or an object'),
+        ({"route": None}, 'route must be "auto" or an object'),
+        (
+            {"backward_route": {"name": "mesh", "rows": 3, "cols": 2}},
+            "backward_route: .*multiply to",
+        ),
+        (
+            {"ulysses_degree": 4, "route": {"name": "concentric", "team_size": 2}},
+            "sequence_parallel_size 8 / ulysses_degree 4 = 2",
+        ),
+    ),
+)
+def test_wrong_words_are_refused_by_name(words, says):
+    with pytest.raises(ValueError, match=says):
+        SequenceParallelConfig.from_dict({**DESIGN, **words})

@@ -1,0 +1,112 @@
+"""Tiles: their union is the mask, none is larger than it must be, and few calls are made."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.dense import visible
+from wf_backends.layout import contiguous, zigzag
+from wf_backends.mask import CAUSAL, FULL, Band, Mask, make_mask
+from wf_backends.ranges import join, size
+from wf_backends.schedule import concentric, ring
+from wf_backends.tiles import area, seen_keys, seen_rows, tiles
+from wf_backends.walk import Problem, plan_rank
+
+LENGTH = 24
+sets = st.lists(st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)), max_size=4).map(join)
+bounds = st.sampled_from((inf, 0, 1, 3, 9))
+borders = st.sets(st.integers(1, LENGTH - 1), max_size=5).map(
+    lambda cuts: (0, *sorted(cuts), LENGTH)
+)
+masks = st.builds(Mask, st.builds(Band, bounds, bounds), st.none() | borders)
+
+
+def positions(ranges):
+    return [p for start, stop in ranges for p in range(start, stop)]
+
+
+@settings(max_examples=400)
+@given(sets, sets, masks, st.booleans())
+def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same):
+    kv = q if same else kv
+    rows, keys = positions(q), positions(kv)
+    allowed = visible(mask, LENGTH, LENGTH)
+    want = [(i, j) for i, p in enumerate(rows) for j, k in enumerate(keys) if allowed[p, k]]
+    found = tiles(q, kv, mask)
+    got = []
+    for tile in found:
+        pairs = [
+            (i, j)
+            for i in range(*tile.rows)
+            for j in range(*tile.keys)
+            if tile.band.sees(i - tile.rows[0], j - tile.keys[0])
+        ]
+        assert {i for i, _ in pairs} == set(range(*tile.rows)), "a row that sees nothing"
+        assert {j for _, j in pairs} == set(range(*tile.keys)), "a key that nobody sees"
+        assert len(pairs) == area(tile)
+        got += pairs
+    assert sorted(got) == want
+    assert positions(seen_rows(found, q)) == sorted({rows[i] for i, _ in want})
+    assert positions(seen_keys(found, kv)) == sorted({keys[j] for _, j in want})
+
+
+@given(sets, sets, masks)
+def test_every_tile_is_a_legal_flash_attention_window(q, kv, mask):
+    """flash-attn aligns windows at the bottom right and takes no negative ones."""
+    for tile in tiles(q, kv, mask):
+        more_keys = size([tile.keys]) - size([tile.rows])
+        assert tile.band.left + more_keys >= 0
+        assert tile.band.right - more_keys >= 0
+
+
+def calls(schedule, layout, mask):
+    n = schedule.num_ranks
+    plans = [plan_rank(Problem(schedule, layout, layout, mask), rank) for rank in range(n)]
+    return [sum(len(step.tiles) for step in plan.steps) for plan in plans]
+
+
+def test_neighbouring_full_tiles_join():
+    """A concentric team of 4 on 16 zigzag ranks needs one kernel call a rank."""
+    assert calls(concentric(16, 4), zigzag(16, 64), Mask(CAUSAL)) == [1] * 16
+    assert calls(ring(8), zigzag(8, 64), Mask(CAUSAL)) == [8] * 8
+    assert calls(ring(8), contiguous(8, 64), Mask(CAUSAL)) == list(range(1, 9))
+
+
+def test_a_shard_on_itself_is_one_causal_call():
+    shard = zigzag(4, 64)[1]
+    (tile,) = tiles(shard, shard, Mask(CAUSAL))
+    assert tile.band == CAUSAL and tile.rows == tile.keys == (0, 16)
+
+
+def test_bounds_that_cut_nothing_off_are_dropped():
+    (tile,) = tiles(((8, 12),), ((2, 5),), Mask(Band(left=10, right=0)))
+    assert tile.band == FULL
+
+
+def test_public_words_become_a_mask():
+    assert make_mask() == Mask(FULL)
+    assert make_mask(causal=True) == Mask(CAUSAL)
+    assert make_mask(causal=True, window_size=(4, 4)) == Mask(Band(4, 0))
+    assert make_mask(window_size=(-1, 3)) == Mask(Band(inf, 3))
+    assert make_mask(cu_seqlens=[0, 3, 8], seqlen=8).documents(8) == ((0, 3), (3, 8))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    (
+        ({"window_size": (-2, 0)}, r"window_size must be \(left, right\).*got \(-2, 0\)"),
+        ({"window_size": (1,)}, "window_size"),
+        ({"window_size": (1.5, 0)}, "window_size"),
+        ({"cu_seqlens": [0, 5], "seqlen": 8}, "must end at the sequence length 8, got 5"),
+        ({"cu_seqlens": [1, 8]}, r"0 = c0 < c1 < ... = S, got \(1, 8\)"),
+        ({"cu_seqlens": [0, 4, 4, 8]}, "cu_seqlens must be 0 = c0"),
+        ({"cu_seqlens": [0]}, "cu_seqlens must be 0 = c0"),
+    ),
+)
+def test_a_malformed_mask_is_refused(words, says):
+    with pytest.raises(ValueError, match=says):
+        make_mask(**words)

@@ -1,0 +1,136 @@
+"""Bytes derived from plans: the closed forms of the literature, and what need not travel."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cases import schedules
+from wf_backends.layout import contiguous, make_layout, zigzag
+from wf_backends.mask import CAUSAL, FULL, Band, Mask
+from wf_backends.planner import cheapest_route, units_sent
+from wf_backends.schedule import concentric, double_ring, mesh, ring
+from wf_backends.traffic import Shape, backward_row_bytes, bytes_sent, forward_row_bytes, total
+from wf_backends.walk import Problem, plan_rank
+
+ROWS = 8  # tokens of one rank
+KV = 0.25
+SHAPE = Shape(batch=1, heads=8, kv_heads=2, head_dim=64, itemsize=4)
+UNIT = ROWS * 8 * 64 * 4  # bytes of one rank's Q
+
+
+def units(schedule, layout="zigzag", mask=None, backward=False, queries_walk=False):
+    """Units that each rank sends; statistics (lse, delta) are 1/64 of a unit each."""
+    n = schedule.num_ranks
+    where = make_layout(layout, n, n * ROWS)
+    problem = Problem(schedule, where, where, mask or Mask(FULL), queries_walk)
+    rows = backward_row_bytes(SHAPE, queries_walk) if backward else forward_row_bytes(SHAPE)
+    return [total(bytes_sent(plan_rank(problem, r), rows, "pass")) / UNIT for r in range(n)]
+
+
+@pytest.mark.parametrize("n", (1, 2, 3, 4, 8, 16))
+def test_rings_send_what_the_papers_count(n):
+    assert units(ring(n)) == [2 * KV * (n - 1)] * n
+    assert units(ring(n), backward=True) == [4 * KV * (n - 1)] * n  # dK, dV: P - 1 hops, not P
+    for inner in (d for d in (2, 4) if n % d == 0):
+        assert units(double_ring(n, inner)) == units(ring(n))
+
+
+@pytest.mark.parametrize(("rows", "cols"), ((2, 2), (2, 4), (4, 2), (4, 4), (8, 1), (1, 8)))
+def test_a_mesh_sends_what_the_papers_count(rows, cols):
+    lse = (rows - 1) / 64
+    expected = 2 * (rows - 1) + 2 * KV * (cols - 1)
+    assert units(mesh(rows, cols)) == pytest.approx([expected + lse] * (rows * cols))
+    expected = 3 * (rows - 1) + 4 * KV * (cols - 1)
+    sent = units(mesh(rows, cols), backward=True)
+    assert sum(sent) / len(sent) == pytest.approx(expected + 2 * lse)
+    assert units_sent(rows, cols, KV) == 5 * (rows - 1) + 6 * KV * (cols - 1)
+
+
+@pytest.mark.parametrize(("n", "team"), ((4, 2), (8, 2), (16, 2), (16, 4), (64, 4)))
+def test_a_concentric_ring_sends_at_most_what_its_paper_counts(n, team):
+    """Keys go straight to where they are first used, not by way of the team."""
+    sent = units(concentric(n, team))
+    counted = 2 * (team - 1) + 2 * KV * n / team + 2 * KV * (team - 1) + (team - 1) / 64
+    saved = 2 * KV * (team - 1)
+    own = 2 * KV * team / n * team  # what is needed where it already is, on average
+    assert max(sent) <= counted - saved + 1e-9
+    assert sum(sent) / n == pytest.approx(
+        counted - saved - own * n / team / team / team, abs=2 * KV
+    )
+
+
+@pytest.mark.parametrize(("n", "least"), ((4, 0.2), (8, 0.25), (16, 0.25)))
+def test_a_causal_zigzag_ring_saves_a_quarter(n, least):
+    full, causal = (sum(units(ring(n), mask=Mask(band))) for band in (FULL, CAUSAL))
+    assert 1 - causal / full >= least
+
+
+@pytest.mark.parametrize("window", (1, 8, 9, 20))
+def test_a_window_stops_walking_after_the_shards_it_reaches(window):
+    where = contiguous(8, 8 * ROWS)
+    towards_later = tuple((r + 1) % 8 for r in range(8))
+    forth = type(ring(8))(ring(8).q, ring(8).kv, (towards_later,) * 7)
+    problem = Problem(forth, where, where, Mask(Band(window, 0)))
+    for rank in range(8):
+        hops = [s for s in plan_rank(problem, rank).steps if s.pass_out]
+        assert len(hops) <= -(-window // ROWS)
+
+
+def test_documents_never_leave_the_ranks_that_hold_them():
+    where = contiguous(4, 4 * ROWS)
+    borders = tuple(range(0, 4 * ROWS + 1, ROWS))
+    for backward in (False, True):
+        assert units(ring(4), "contiguous", Mask(FULL, borders), backward) == [0] * 4
+    crossing = Problem(ring(4), where, where, Mask(FULL, (0, 2 * ROWS, 4 * ROWS)))
+    for rank in range(4):
+        for step in plan_rank(crossing, rank).steps:
+            met = {tile.keys for tile in step.tiles}
+            assert len(met) <= 1
+
+
+@pytest.mark.parametrize("n", (2, 4, 6, 8, 9))
+@pytest.mark.parametrize("queries_walk", (False, True))
+@pytest.mark.parametrize(
+    "mask", (Mask(FULL), Mask(CAUSAL), Mask(Band(5, 2)), Mask(CAUSAL, (0, 7, 36)))
+)
+def test_every_send_has_its_receive(n, queries_walk, mask):
+    """Message by message: what a rank sends a peer is what the peer waits for, in that order."""
+    layout = zigzag(n, 36)
+    for schedule in schedules(n).values():
+        plans = [
+            plan_rank(Problem(schedule, layout, layout, mask, queries_walk), r) for r in range(n)
+        ]
+        for a in range(n):
+            for b in set(range(n)) - {a}:
+                assert _sent(plans[a], b) == _received(plans[b], a)
+
+
+def _sent(plan, peer):
+    gathered = [*plan.stay.give, *plan.walk.give]
+    passed, moved, home = [], [], []
+    for number, step in enumerate(plan.steps):
+        passed.append((number, 0, step.pass_out))
+        moved.append((number + 1, 1, step.partial_out))
+        home += [(number + 1, 2, parcel) for parcel in step.home_out]
+    return _in_order(gathered, [*passed, *moved, *home], plan.stay.take, peer)
+
+
+def _received(plan, peer):
+    gathered = [*plan.stay.take, *plan.walk.take]
+    passed, moved, home = [], [], []
+    for number, step in enumerate(plan.steps):
+        passed.append((number, 0, step.pass_in))
+        moved.append((number, 1, step.partial_in))
+        home += [(number + 1, 2, parcel) for parcel in step.home_in]
+    return _in_order(gathered, [*passed, *moved, *home], plan.stay.give, peer)
+
+
+def _in_order(gathered, steps, home, peer):
+    ordered = [parcel for *_, parcel in sorted(steps, key=lambda found: found[:2])]
+    return [p.num_rows for p in (*gathered, *ordered, *home) if p and p.peer == peer]
+
+
+def test_the_cheapest_route_follows_the_heads():
+    assert cheapest_route(16, kv=1.0) == {"name": "mesh", "rows": 4, "cols": 4}
+    assert cheapest_route(16, kv=1 / 16) == {"name": "ring"}
+    assert cheapest_route(7, kv=0.1) == {"name": "ring"}
