@@ -46,7 +46,7 @@ TILES = {
 LONG_TILES = {
     "short window": (700, 700, Band(100, 0)),
     "short window, two-sided": (300, 420, Band(40, 160)),
-    "long window": (1500, 1400, Band(900, 20)),
+    "long window": (800, 760, Band(450, 20)),
     "window that only starts to bind": (600, 600, Band(590, 0)),
     "causal": (700, 500, Band(right=100)),
     "anti-causal": (500, 700, Band(left=100)),
