@@ -1,0 +1,82 @@
+"""The order of things: what a step needs next is in flight while the step computes."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.cases import Case
+from tests.helpers import run_threads
+from wf_backends.comm import Communicator
+from wf_backends.executor import Attention, Call
+from wf_backends.kernels.reference import ReferenceKernel
+from wf_backends.layout import zigzag
+from wf_backends.mask import CAUSAL, Mask
+from wf_backends.schedule import concentric, ring
+
+
+class Recorder(Communicator):
+    """Another communicator, with a list of what was posted and waited for."""
+
+    def __init__(self, inner, events):
+        super().__init__()
+        self.inner, self.events = inner, events
+        self.rank, self.size, self.on_host = inner.rank, inner.size, inner.on_host
+
+    def _post(self, label, sends, recvs):
+        self.events.append(f"post {label}")
+        pending = self.inner._post(label, sends, recvs)
+        return Waited(pending, label, self.events)
+
+
+class Waited:
+    def __init__(self, pending, label, events):
+        self.pending, self.label, self.events = pending, label, events
+
+    def wait(self):
+        self.pending.wait()
+        self.events.append(f"wait {self.label}")
+
+
+class RecordedKernel(ReferenceKernel):
+    def __init__(self, events):
+        self.events = events
+
+    def forward(self, *args):
+        self.events.append("compute")
+        return super().forward(*args)
+
+    def backward(self, *args):
+        self.events.append("compute")
+        return super().backward(*args)
+
+
+def events_of(comm, case):
+    events = []
+    kernel = RecordedKernel(events)
+    q = torch.randn(1, 8, 4, 8, dtype=torch.float64, requires_grad=True)
+    kv = torch.randn(1, 8, 2, 8, dtype=torch.float64)
+    call = Call(*case.plans(comm.rank), Recorder(comm, events), kernel, 0.3)
+    Attention.apply(q, kv, kv, call).sum().backward()
+    return events
+
+
+def test_the_next_hop_is_in_flight_while_a_step_computes():
+    case = Case(ring(4), ring(4), zigzag(4, 32), Mask(CAUSAL))
+    for events in run_threads(4, events_of, case):
+        for name, steps in (("forward", 3), ("backward", 4)):
+            for step in range(steps):
+                start = events.index(f"post {name} step {step}")
+                stop = events.index(f"wait {name} step {step}")
+                assert events[start + 1 : stop] == ["compute"], events
+
+
+def test_a_call_makes_the_messages_of_its_schedule_and_no_more():
+    """Moments at which messages are posted, as in PyTorch's counts of collectives."""
+    ring_case = Case(ring(4), ring(4), zigzag(4, 32), Mask())
+    team_case = Case(concentric(4, 2), concentric(4, 2), zigzag(4, 32), Mask())
+    ring_posts = 3 + 4 + 1  # forward hops; backward hops with gradients behind; the last way home
+    team_posts = 2 + 2  # gather and home, forward and backward
+    for case, posts in ((ring_case, ring_posts), (team_case, team_posts)):
+        for events in run_threads(4, events_of, case):
+            posted = [event for event in events if event.startswith("post")]
+            assert len(posted) == len(set(posted)) == posts, posted
