@@ -119,9 +119,9 @@ def _tell_documents(model: PreTrainedModel, application: Application) -> None:
     passes_on = takes_any_keyword(model)
 
     def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        documents.push(kwargs.get("cu_seqlens"))  # before any error: `leave` is called always
         if kwargs.get("output_attentions"):
             raise NotImplementedError(f"{UNSUPPORTED['output_attentions']}, which WallFacer lacks")
-        documents.push(kwargs.get("cu_seqlens"))
         keep = passes_on or "cu_seqlens" not in kwargs
         return args, kwargs if keep else {k: v for k, v in kwargs.items() if k != "cu_seqlens"}
 

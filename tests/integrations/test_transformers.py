@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 import wf_transformers  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     DECODERS,
+    FAMILIES,
     Job,
     assert_close,
     assert_equal,
@@ -23,8 +24,11 @@ from tests.integrations.transformers_models import (  # noqa: E402
     one_device,
 )
 from wf_backends.loss import count_valid  # noqa: E402
+from wf_transformers.batch import LAYERS_KEEP_KEYWORDS  # noqa: E402
 
 DOCUMENTS = (0, 5, 16, 23)
+KEYWORD_MODELS = ["llama", "qwen2", "qwen3", "mistral", "gpt_neox"]
+CARRIES_KEYWORDS = FAMILIES if LAYERS_KEEP_KEYWORDS else KEYWORD_MODELS
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -44,9 +48,9 @@ def test_packed_documents(family: str, layout: str, size: int) -> None:
     assert_equal(Job(family, size, layout, apply=True), batch(cu_seqlens=DOCUMENTS))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+@pytest.mark.parametrize("family", CARRIES_KEYWORDS)
 def test_packed_documents_by_keyword_alone(family: str) -> None:
-    assert_equal(Job(family), batch(cu_seqlens=DOCUMENTS))
+    assert_equal(Job(family, checkpoint=LAYERS_KEEP_KEYWORDS), batch(cu_seqlens=DOCUMENTS))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -99,6 +103,10 @@ def test_bert(size: int, documents: tuple[int, ...] | None) -> None:
     assert_equal(Job("bert", size, apply=True), batch(cu_seqlens=documents))
 
 
+def test_bert_built_with_sdpa() -> None:
+    assert_equal(Job("bert", apply=True, old_bert="sdpa"), batch(cu_seqlens=DOCUMENTS))
+
+
 @pytest.mark.parametrize("family", DECODERS)
 def test_the_loss_of_the_model_itself_is_this_ranks_share(family: str) -> None:
     given = batch(2, seqlen=24)
@@ -130,6 +138,24 @@ def test_masks_that_the_model_builds_from_local_rows_are_recognised(family: str)
         return sp.unshard(out.logits.detach())
 
     assert_close(call(2, rank)[0], logits, "logits")
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_no_mask_of_local_rows_is_built(family: str) -> None:
+    def rank(sp: Any, name: str) -> list[tuple[int, ...]]:
+        ours, shapes = ALL_ATTENTION_FUNCTIONS[name], []
+
+        def spy(module: Any, q: Any, k: Any, v: Any, mask: Any, **words: Any) -> Any:
+            shapes.append(mask.shape)
+            return ours(module, q, k, v, mask, **words)
+
+        model = build(family, name, {})
+        ALL_ATTENTION_FUNCTIONS[name] = spy
+        model(**wf_transformers.forward_kwargs(model, sp.shard_batch(batch(3, seqlen=24))))
+        ALL_ATTENTION_FUNCTIONS[name] = ours
+        return shapes
+
+    assert call(2, rank) == [[(3, 1, 1, 1)] * 2] * 2
 
 
 def test_an_application_can_be_undone() -> None:

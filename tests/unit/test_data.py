@@ -118,6 +118,7 @@ def test_nothing_is_lost(cuts: set[int], multiple: int, length: int) -> None:
     assert padded % multiple == 0 and 30 <= padded < 30 + multiple
     assert out["cu_seqlens"][-1] == padded and length in out["cu_seqlens"]
     starts = [c for c in out["cu_seqlens"] if c < length]
+    assert starts == [c for c in borders if c < length]
     assert all(out["position_ids"][0, c] == 0 for c in starts)
 
 
