@@ -6,7 +6,7 @@ Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -18,20 +18,11 @@ from wf_backends.config import AUTO, Route, SequenceParallelConfig
 from wf_backends.executor import Attention, Call, accumulator_dtype
 from wf_backends.kernels import KernelSpec, Selection, select
 from wf_backends.layout import Layout, lengths, make_layout, merge_shards
-from wf_backends.mask import CAUSAL, FULL, Mask
+from wf_backends.mask import Mask
 from wf_backends.planner import cheapest_route
 from wf_backends.schedule import Schedule, check, make_schedule
 from wf_backends.ulysses import Exchange, heads_for_tokens, make_exchange, tokens_for_heads
 from wf_backends.walk import Problem, RankPlan, plan_rank
-
-
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """What of q and k a plan depends on."""
-
-    queries: int
-    keys: int
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +33,7 @@ class AttentionPlan:
     keys: Exchange
     forward: RankPlan
     backward: RankPlan
-
-    @property
-    def windowed(self) -> bool:
-        """Whether some tile needs a band that is neither full nor causal."""
-        steps = (*self.forward.steps, *self.backward.steps)
-        return any(tile.band not in (FULL, CAUSAL) for step in steps for tile in step.tiles)
+    selection: Selection
 
 
 class DistributedAttention:
@@ -72,8 +58,7 @@ class DistributedAttention:
         q = heads_for_tokens(q, plan.queries, self._pool, "ulysses q")
         k = heads_for_tokens(k, plan.keys, self._pool, "ulysses k")
         v = heads_for_tokens(v, plan.keys, self._pool, "ulysses v")
-        kernel = self.select_kernel(plan, q, k).kernel
-        call = Call(plan.forward, plan.backward, self._route, kernel, scale)
+        call = Call(plan.forward, plan.backward, self._route, plan.selection.kernel, scale)
         out = Attention.apply(q, k, v, call)
         return tokens_for_heads(out, plan.queries, self._pool, "ulysses out")
 
@@ -94,14 +79,9 @@ class DistributedAttention:
             "seqlen": -1 if seqlen is None else seqlen,
         }
         told = self._agreement.check(same, {"q rows": s, "key rows": keys}, q)
-        layouts = [self._layout(told[name], name) for name in told]
+        layouts = self._layout(told["q rows"], "q rows"), self._layout(told["key rows"], "key rows")
         _check_mask(mask, *(sum(told[name]) for name in told))
-        return self._plan(layouts[0], layouts[1], mask, Heads(h, g, q.dtype))
-
-    def select_kernel(self, plan: AttentionPlan, q: Tensor, k: Tensor) -> Selection:
-        """The kernel for tensors that have been through the Ulysses exchange, and why."""
-        spec = KernelSpec(q.device.type, q.dtype, q.shape[3], q.shape[2], k.shape[2], plan.windowed)
-        return select(self.config.kernel, spec)
+        return self._plan(*layouts, mask, KernelSpec(q.device.type, q.dtype, d, h, g))
 
     def _layout(self, rows: Sequence[int], name: str) -> Layout:
         """The layout whose shards have the lengths that the ranks told."""
@@ -114,18 +94,20 @@ class DistributedAttention:
         return layout
 
     def _make_plan(
-        self, q_layout: Layout, kv_layout: Layout, mask: Mask, heads: Heads
+        self, q_layout: Layout, kv_layout: Layout, mask: Mask, spec: KernelSpec
     ) -> AttentionPlan:
         degree, rank = self.config.ulysses_degree, self.comm.rank
         first = rank // degree * degree
-        queries = make_exchange(q_layout[first : first + degree], heads.queries, heads.queries)
-        keys = make_exchange(kv_layout[first : first + degree], heads.keys, heads.queries)
-        forward, backward = self._schedules(queries.share, keys.share, heads.dtype)
+        queries = make_exchange(q_layout[first : first + degree], spec.heads, spec.heads)
+        keys = make_exchange(kv_layout[first : first + degree], spec.kv_heads, spec.heads)
+        forward, backward = self._schedules(queries.share, keys.share, spec.dtype)
         pooled = merge_shards(q_layout, degree), merge_shards(kv_layout, degree)
         turn = self.config.backward_moves == "queries"
         there, back = Problem(forward, *pooled, mask), Problem(backward, *pooled, mask, turn)
         at = rank // degree
-        return AttentionPlan(queries, keys, plan_rank(there, at), plan_rank(back, at))
+        tile = replace(spec, heads=queries.share, kv_heads=keys.share)
+        selection = select(self.config.kernel, tile)
+        return AttentionPlan(queries, keys, plan_rank(there, at), plan_rank(back, at), selection)
 
     def _make_schedules(
         self, heads: int, kv_heads: int, dtype: torch.dtype

@@ -24,8 +24,6 @@ class KernelSpec:
     head_dim: int
     heads: int
     kv_heads: int
-    windowed: bool = False
-    """Whether some tile has a Band that is neither full nor causal (a sliding window)."""
 
 
 class Kernel(Protocol):
