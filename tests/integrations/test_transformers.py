@@ -69,6 +69,14 @@ def test_sliding_windows_of_any_size(window: int) -> None:
     assert_equal(Job("mistral", 4, more={"sliding_window": window}), batch())
 
 
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("first", [0, 1] if LAYERS_KEEP_KEYWORDS else [0])
+def test_windows_from_some_layer_on(family: str, first: int) -> None:
+    """The reference of transformers 4 gives all layers a window, so there all have one here."""
+    more = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": first}
+    assert_equal(Job(family, 4, more=more), batch(2))
+
+
 @pytest.mark.parametrize(
     "more", [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}]
 )

@@ -22,7 +22,6 @@ VOCAB, SEQLEN = 61, 23  # 23: needs padding on 2 and 4 ranks
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCAB, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
 LLAMA = {**SMALL, **HEADS, "attention_dropout": 0.0}
-QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 BERT_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
