@@ -90,7 +90,7 @@ class SequenceParallel:
         """(s,) int64: the global positions of this rank's rows of a sequence of `seqlen`."""
         return positions(make_layout(self.config.layout, self.size, seqlen)[self.rank], device)
 
-    @torch.compiler.disable
+    @torch.compiler.disable()
     def attention(
         self,
         q: Tensor,
