@@ -20,7 +20,10 @@ INTEGRATIONS = ("integrations", "wf_deepspeed", "wf_colossalai", "wf_transformer
 PURE = tuple(
     f"wf_backends.{name}"
     for name in (
-        "schedule layout mask ranges tiles walk traffic topology planner config suggest".split()
+        (
+            "schedule layout mask ranges tiles walk traffic topology placement cost estimate "
+            "planner config suggest"
+        ).split()
     )
 )
 

@@ -1,0 +1,314 @@
+# pyright: reportUnnecessaryIsInstance=false
+"""The machine as data: hosts, ranks and NICs, links, compute rates, memory.
+
+Pure: standard library only. Ranks are numbered host by host, as every launcher does by default:
+rank r is on host r // ranks_per_host. Seconds, bytes and FLOP/s throughout; links are full duplex.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+from wf_backends.suggest import nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One way of one NIC, or of one rank's connection to the others of its host."""
+
+    latency_s: float
+    bytes_per_s: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """How long `num_bytes` sent at once take; nothing at all takes no time."""
+        return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRate:
+    """A kernel's speed on one rank: seconds = call_s + FLOPs / rate, so that small tiles cost."""
+
+    forward_flops_per_s: float
+    backward_flops_per_s: float
+    call_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The cluster that a job runs on.
+
+    Raises:
+        ValueError: naming the field, if a number is not positive or nics_per_host does not divide
+            ranks_per_host.
+    """
+
+    name: str
+    hosts: int
+    ranks_per_host: int
+    nics_per_host: int
+    """Ranks of a host share its NICs evenly, neighbours together."""
+    inside: Link
+    """Between two ranks of one host; what one rank sends, or receives, goes through its own."""
+    between: Link
+    """Between hosts; what all ranks of one NIC send, or receive, goes through it."""
+    kernels: tuple[tuple[str, KernelRate], ...]
+    memory_bytes: float
+    """What one rank has."""
+
+    def __post_init__(self) -> None:
+        for name in ("hosts", "ranks_per_host", "nics_per_host"):
+            _whole(name, getattr(self, name))
+        if self.ranks_per_host % self.nics_per_host:
+            raise ValueError(
+                f"nics_per_host must divide ranks_per_host {self.ranks_per_host} (every rank "
+                f"sends through one NIC), got {self.nics_per_host}"
+            )
+        if not self.kernels:
+            raise ValueError("kernels must name at least one kernel and its rate")
+
+    @property
+    def size(self) -> int:
+        """All ranks."""
+        return self.hosts * self.ranks_per_host
+
+    @property
+    def ranks_per_nic(self) -> int:
+        return self.ranks_per_host // self.nics_per_host
+
+    def host(self, rank: int) -> int:
+        """The host that a rank is on."""
+        return rank // self.ranks_per_host
+
+    def nic(self, rank: int) -> int:
+        """The NIC that a rank sends through, numbered over all hosts."""
+        return rank // self.ranks_per_nic
+
+    def rate(self, kernel: str = "auto") -> KernelRate:
+        """The rate of a kernel; of the first one listed for "auto".
+
+        Raises:
+            ValueError: if the topology says nothing about this kernel.
+        """
+        known = dict(self.kernels)
+        if kernel == "auto":
+            return self.kernels[0][1]
+        if kernel not in known:
+            raise ValueError(
+                f"topology {self.name!r} has rates for {list(known)}, got kernel "
+                f"{kernel!r}{nearest(kernel, known)}"
+            )
+        return known[kernel]
+
+    def with_ranks(self, size: int) -> Topology:
+        """As many of these hosts as `size` ranks fill; part of one host for fewer.
+
+        Raises:
+            ValueError: if the ranks do not fill whole hosts.
+        """
+        if size == self.size:
+            return self
+        if size > self.ranks_per_host and size % self.ranks_per_host:
+            raise ValueError(
+                f"{size} ranks do not fill hosts of {self.ranks_per_host} ({self.name!r}): take "
+                f"a multiple of {self.ranks_per_host}, or set ranks_per_host in a topology file"
+            )
+        if size >= self.ranks_per_host:
+            return replace(self, hosts=size // self.ranks_per_host)
+        nics = max(1, size // self.ranks_per_nic)
+        nics = nics if size % nics == 0 else 1
+        return replace(self, hosts=1, ranks_per_host=size, nics_per_host=nics)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `from_dict` takes."""
+        return {
+            "name": self.name,
+            "hosts": self.hosts,
+            "ranks_per_host": self.ranks_per_host,
+            "nics_per_host": self.nics_per_host,
+            "inside": _link_words(self.inside),
+            "between": _link_words(self.between),
+            "kernels": {name: _rate_words(rate) for name, rate in self.kernels},
+            "memory_gib": self.memory_bytes / 2**30,
+        }
+
+
+LINK_KEYS = ("latency_us", "gigabits_per_s")
+RATE_KEYS = ("forward_tflops", "backward_tflops", "call_us")
+
+
+def from_dict(words: Mapping[str, Any]) -> Topology:
+    """The topology of a JSON or TOML object.
+
+    Args:
+        words: name, hosts, ranks_per_host, nics_per_host, memory_gib; inside and between as
+            {latency_us, gigabits_per_s}; kernels as {kernel: {forward_tflops, backward_tflops,
+            call_us}}.
+
+    Raises:
+        ValueError: naming the key that is unknown, missing or no positive number.
+    """
+    counts = ("hosts", "ranks_per_host", "nics_per_host")
+    _check_keys("topology", words, ("name", *counts, "inside", "between", "kernels", "memory_gib"))
+    kernels = words["kernels"]
+    if not isinstance(kernels, Mapping):
+        raise ValueError(f"topology key 'kernels' must be an object of kernels, got {kernels!r}")
+    rates = cast(Mapping[str, Any], kernels)
+    return Topology(
+        name=str(words["name"]),
+        **{key: _whole(key, words[key]) for key in counts},
+        inside=_link("inside", words["inside"]),
+        between=_link("between", words["between"]),
+        kernels=tuple((name, _rate(f"kernels.{name}", rates[name])) for name in rates),
+        memory_bytes=_number("memory_gib", words["memory_gib"]) * 2**30,
+    )
+
+
+def load(source: str) -> Topology:
+    """The topology of a preset's name or of a .json or .toml file.
+
+    Raises:
+        ValueError: if there is no such preset or file, or naming the key that is wrong in it.
+    """
+    if source in PRESETS:
+        return PRESETS[source]
+    path = Path(source)
+    readers = {".json": json.loads, ".toml": tomllib.loads}
+    if path.suffix not in readers or not path.is_file():
+        raise ValueError(
+            f"topology must be one of {list(PRESETS)}, or a .json or .toml file that exists; got "
+            f"{source!r}{nearest(source, PRESETS)}"
+        )
+    try:
+        return from_dict(readers[path.suffix](path.read_text()))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def check_job(topology: Topology, hosts: Sequence[str]) -> Topology:
+    """The topology itself, once it is known to describe the launched job.
+
+    Args:
+        hosts: the host name of every rank, by rank.
+
+    Raises:
+        ValueError: if the job has other ranks, other hosts, or is not numbered host by host.
+    """
+    wrong = f"topology {topology.name!r} contradicts the job"
+    way_out = "Correct the file, or measure one: wallfacer bench-links --out topology.json"
+    if len(hosts) != topology.size:
+        raise ValueError(
+            f"{wrong}: it has {topology.hosts} hosts x {topology.ranks_per_host} ranks = "
+            f"{topology.size}, the job {len(hosts)} ranks. {way_out}"
+        )
+    if len(set(hosts)) != topology.hosts:
+        raise ValueError(
+            f"{wrong}: it has {topology.hosts} hosts, the job {len(set(hosts))}: "
+            f"{sorted(set(hosts))}. {way_out}"
+        )
+    for rank, host in enumerate(hosts):
+        first = topology.host(rank) * topology.ranks_per_host
+        if host != hosts[first]:
+            raise ValueError(
+                f"{wrong}: ranks {first} and {rank} should share host {topology.host(rank)}, but "
+                f"run on {hosts[first]!r} and {host!r}. {way_out}"
+            )
+    return topology
+
+
+def _link(key: str, words: Any) -> Link:
+    words = _check_keys(key, words, LINK_KEYS)
+    latency, rate = (_number(f"{key}.{name}", words[name]) for name in LINK_KEYS)
+    return Link(latency / 1e6, rate * 1e9 / 8)
+
+
+def _link_words(link: Link) -> dict[str, float]:
+    return dict(zip(LINK_KEYS, (link.latency_s * 1e6, link.bytes_per_s * 8 / 1e9), strict=True))
+
+
+def _rate(key: str, words: Any) -> KernelRate:
+    words = _check_keys(key, words, RATE_KEYS)
+    forward, backward, call = (_number(f"{key}.{name}", words[name]) for name in RATE_KEYS)
+    return KernelRate(forward * 1e12, backward * 1e12, call / 1e6)
+
+
+def _rate_words(rate: KernelRate) -> dict[str, float]:
+    values = (rate.forward_flops_per_s / 1e12, rate.backward_flops_per_s / 1e12, rate.call_s * 1e6)
+    return dict(zip(RATE_KEYS, values, strict=True))
+
+
+def _check_keys(where: str, words: Any, keys: Sequence[str]) -> Mapping[str, Any]:
+    if not isinstance(words, Mapping):
+        raise ValueError(f"{where} must be an object with the keys {list(keys)}, got {words!r}")
+    given = cast(Mapping[str, Any], words)
+    for key in given:
+        if key not in keys:
+            raise ValueError(f"{where}: unknown key {key!r}{nearest(key, keys)} Keys: {list(keys)}")
+    for key in keys:
+        if key not in given:
+            raise ValueError(f"{where}: {key!r} is missing. Keys: {list(keys)}")
+    return given
+
+
+def _number(key: str, value: object) -> float:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 < value < float("inf")
+    ):
+        raise ValueError(f"topology key {key!r} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def _whole(key: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"topology key {key!r} must be a positive integer, got {value!r}")
+    return value
+
+
+# Nominal figures of the makers; kernel rates of the FlashAttention-2 paper (arXiv 2307.08691):
+# 73 % and 63 % of an A100's 312 TFLOP/s, 335 TFLOP/s on an H100. one-host: gloo and one CPU core
+# a rank, in round numbers. Measure your own cluster.
+_H100 = KernelRate(335e12, 335e12, 10e-6)
+_A100 = KernelRate(228e12, 197e12, 10e-6)
+_CPU = KernelRate(2e10, 4e10, 50e-6)
+
+PRESETS: Mapping[str, Topology] = MappingProxyType(
+    {
+        "h100-8x400g": Topology(
+            "h100-8x400g",
+            hosts=8,
+            ranks_per_host=8,
+            nics_per_host=8,
+            inside=Link(5e-6, 450e9),
+            between=Link(10e-6, 50e9),
+            kernels=(("flash", _H100),),
+            memory_bytes=80e9,
+        ),
+        "a100-4x-100gbe": Topology(
+            "a100-4x-100gbe",
+            hosts=8,
+            ranks_per_host=4,
+            nics_per_host=1,
+            inside=Link(5e-6, 300e9),
+            between=Link(30e-6, 12.5e9),
+            kernels=(("flash", _A100),),
+            memory_bytes=40e9,
+        ),
+        "one-host": Topology(
+            "one-host",
+            hosts=1,
+            ranks_per_host=8,
+            nics_per_host=1,
+            inside=Link(100e-6, 1.3e9),
+            between=Link(200e-6, 1.25e9),
+            kernels=(("sdpa", _CPU),),
+            memory_bytes=8e9,
+        ),
+    }
+)
