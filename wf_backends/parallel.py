@@ -42,9 +42,10 @@ class SequenceParallel:
     def __init__(self, config: SequenceParallelConfig, group: Any = None) -> None:
         everyone, size = make_comm(group), config.sequence_parallel_size
         if everyone.size % size:
+            alone = ": call launch.init(), or give a group" if everyone.size == 1 else ""
             raise ValueError(
                 f"sequence_parallel_size must divide the {everyone.size} ranks of the group, "
-                f"got {size}"
+                f"got {size}{alone}"
             )
         first = everyone.rank // size * size
         self.config = config
