@@ -1,0 +1,68 @@
+"""The loss curve: rows kept while training, one CSV and one PNG at the end."""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One optimizer step."""
+
+    step: int
+    loss: float
+    """Mean over the valid tokens of the step, nats per byte."""
+    grad_norm: float
+    tokens: int
+    """Tokens of this step, over all ranks."""
+    seconds: float
+    bytes_sent: int
+    """Bytes that rank 0's attention sent in this step."""
+
+
+def write_csv(rows: list[Row], path: Path) -> None:
+    """One line a step under a header of the field names."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+
+
+def read_csv(path: Path) -> list[Row]:
+    """The rows of a file that `write_csv` wrote; none if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [
+            Row(
+                step=int(row["step"]),
+                loss=float(row["loss"]),
+                grad_norm=float(row["grad_norm"]),
+                tokens=int(row["tokens"]),
+                seconds=float(row["seconds"]),
+                bytes_sent=int(row["bytes_sent"]),
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+def draw(rows: list[Row], path: Path, title: str, held_out: float | None = None) -> None:
+    """Loss over steps as a picture, with the held-out loss as a line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot([row.step for row in rows], [row.loss for row in rows], label="training")
+    if held_out is not None:
+        label = f"held-out text, at the end: {held_out:.3f}"
+        axes.axhline(held_out, linestyle="--", color="tab:orange", label=label)
+    axes.set(xlabel="optimizer step", ylabel="loss (nats per byte)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,71 @@
+"""What the training loop asks of a framework. One file per framework implements it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+Batch = Mapping[str, Any]  # "input_ids", "labels" (1, S) int64 and "cu_seqlens": host ints
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Figures of one optimizer step, the same on every rank."""
+
+    loss: float
+    """Mean over the valid tokens of the step, nats per token."""
+    grad_norm: float
+    """Before clipping; nan where the framework does not tell (DeepSpeed at ZeRO 0)."""
+    bytes_sent: int
+    """Bytes that this rank's attention sent."""
+
+
+class Engine(Protocol):
+    """A model under some framework, on every rank of the job."""
+
+    rank: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    accumulation: int
+    """Micro-batches that each data-parallel rank gives to one optimizer step."""
+
+    def step(self, batches: Sequence[Batch]) -> StepResult:
+        """One optimizer step over `accumulation` full batches, alike on all ranks of a group."""
+        ...
+
+    def evaluate(self, batch: Batch) -> float:
+        """Loss of one full batch per data-parallel rank, averaged over them."""
+        ...
+
+    def save(self, folder: Path, progress: dict[str, int]) -> None:
+        """Write a checkpoint of model, optimizer and `progress` into `folder`."""
+        ...
+
+    def load(self, folder: Path) -> dict[str, int]:
+        """Read the last checkpoint in `folder`, return its `progress`.
+
+        Raises:
+            ValueError: if there is none.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        ...
+
+
+def open_engine(name: str, config: str, model: nn.Module) -> Engine:
+    """The engine called `name` around `model`.
+
+    Raises:
+        ValueError: for an unknown name.
+    """
+    if name == "deepspeed":
+        from engine_deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(config, model)
+    raise ValueError(f"--engine must be 'deepspeed', got {name!r}")

@@ -1,0 +1,140 @@
+"""Pretrain a byte-level language model on real text, its sequences spread over all ranks.
+
+    mpirun -n 4 python examples/pretrain.py --deepspeed_config configs/deepspeed/zero0_ring.json
+    torchrun --nproc-per-node 4 examples/pretrain.py --steps 60 --seq-len 8192 --data 'books/*.txt'
+
+Writes the loss curve as PNG and CSV under --out, and checkpoints there with --save-every.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from curve import Row, draw, read_csv, write_csv
+from engine import Batch, Engine, open_engine
+from model import build_model
+from progress import Display
+from textdata import VOCABULARY, find_files, sequences, split
+
+from wf_backends import launch
+
+HELD_OUT_BATCHES = 4
+
+
+def main() -> None:
+    """Train, evaluate on held-out text, write the curve."""
+    args = parse_arguments()
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    launch.init()
+    share_cores()
+    training, held_out = split(find_files(args.data))
+    engine = open_engine(
+        args.engine, args.deepspeed_config, build_model(VOCABULARY, args.seq_len, args.seed)
+    )
+    checkpoints = args.out / "checkpoints"
+    progress = {"step": 0, "sequences": 0}
+    if args.resume is not None:
+        progress = engine.load(Path(args.resume) if args.resume else checkpoints)
+    rows = read_csv(args.out / "loss.csv")[: progress["step"]]
+    batches = full_batches(engine, training, args, skip=progress["sequences"])
+    with Display(progress["step"], args.steps, visible=engine.rank == 0) as display:
+        display.say(f"{len(training)} files to train on, {len(held_out)} held out")
+        for step in range(progress["step"] + 1, args.steps + 1):
+            rows.append(train_one(engine, batches, step, args.seq_len))
+            display.show(rows[-1])
+            progress = {"step": step, "sequences": progress["sequences"] + per_step(engine)}
+            if args.save_every and step % args.save_every == 0:
+                engine.save(checkpoints, progress)
+        loss = evaluate(engine, full_batches(engine, held_out, args))
+        if engine.rank == 0:
+            report(rows, loss, args, display)
+    engine.close()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--engine", default="deepspeed", choices=["deepspeed"])
+    parser.add_argument("--deepspeed_config", default="configs/deepspeed/zero2_concentric.json")
+    parser.add_argument(
+        "--data", nargs="*", default=[], help="files or globs; default: Python's own sources"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=60, help="optimizer steps, counted from the first run"
+    )
+    parser.add_argument("--seq-len", type=int, default=4096, help="tokens of a sequence")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--save-every", type=int, default=0, help="steps between checkpoints; 0: none"
+    )
+    parser.add_argument(
+        "--resume", nargs="?", const="", help="checkpoint folder; default OUT/checkpoints"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/pretrain"))
+    parser.add_argument("--local_rank", type=int, help="the deepspeed launcher gives it; not used")
+    args = parser.parse_args()
+    for name in ("steps", "seq_len"):
+        if getattr(args, name) < 1:
+            parser.error(
+                f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
+            )
+    return args
+
+
+def share_cores() -> None:
+    """Threads of this process: its part of the host's cores, or what OMP_NUM_THREADS says."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+
+
+def full_batches(
+    engine: Engine, files: list[Path], args: argparse.Namespace, skip: int = 0
+) -> Iterator[Batch]:
+    """Full batches of one sequence, alike on all ranks of a sequence-parallel group."""
+    part, parts = engine.data_parallel_rank, engine.data_parallel_size
+    for sequence in sequences(files, args.seq_len, args.seed, skip, part, parts):
+        yield sequence.batch()
+
+
+def per_step(engine: Engine) -> int:
+    """Sequences that all ranks together use in one optimizer step."""
+    return engine.accumulation * engine.data_parallel_size
+
+
+def train_one(engine: Engine, batches: Iterator[Batch], step: int, seq_len: int) -> Row:
+    """One optimizer step as a row of the curve."""
+    start = time.perf_counter()
+    result = engine.step(list(islice(batches, engine.accumulation)))
+    seconds = time.perf_counter() - start
+    tokens = per_step(engine) * seq_len
+    return Row(step, result.loss, result.grad_norm, tokens, seconds, result.bytes_sent)
+
+
+def evaluate(engine: Engine, batches: Iterator[Batch]) -> float:
+    """Mean loss over a few batches of held-out text."""
+    losses = [engine.evaluate(batch) for batch in islice(batches, HELD_OUT_BATCHES)]
+    return sum(losses) / len(losses)
+
+
+def report(rows: list[Row], held_out: float, args: argparse.Namespace, display: Display) -> None:
+    """Write the curve and say where."""
+    table, picture = args.out / "loss.csv", args.out / "loss.png"
+    write_csv(rows, table)
+    draw(rows, picture, f"bytes of text, {args.seq_len} tokens a sequence", held_out)
+    if rows:
+        display.say(f"training loss {rows[0].loss:.4f} -> {rows[-1].loss:.4f} in {len(rows)} steps")
+    display.say(f"held-out loss {held_out:.4f} nats per byte")
+    display.say(f"loss curve: {picture.resolve()}\n            {table.resolve()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""`python -m wf_deepspeed script.py ...`: run a script that calls deepspeed.initialize itself.
+
+The script is not changed; the "wallfacer" block of its DeepSpeed JSON decides. It may be started
+by mpirun, torchrun (`torchrun --nproc-per-node 4 -m wf_deepspeed train.py ...`) or the deepspeed
+launcher (`deepspeed --module wf_deepspeed train.py ...`).
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from wf_backends import launch
+from wf_deepspeed.door import start
+from wf_deepspeed.unmodified import opened
+
+
+def main(arguments: list[str]) -> None:
+    """Run the script named first, with the rest as its arguments.
+
+    Raises:
+        SystemExit: with a usage line if there is no script.
+    """
+    if not arguments or not Path(arguments[0]).is_file():
+        named = f"; there is no file {arguments[0]!r}" if arguments else ""
+        raise SystemExit(f"usage: python -m wf_deepspeed script.py [arguments]{named}")
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    launch.init()
+    start()
+    with opened():
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

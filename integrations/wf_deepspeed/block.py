@@ -1,0 +1,214 @@
+"""The "wallfacer" block of a DeepSpeed JSON: read, checked against its neighbours, refused by name.
+
+Nothing here imports DeepSpeed: everything that can be known from the JSON is checked before a
+process group or a model exists.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import hjson
+
+from wf_backends import SequenceParallelConfig
+from wf_backends.suggest import nearest
+
+KEY = "wallfacer"
+LossAverage = Literal["sequence", "token"]
+BATCH_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What the block says.
+
+    `loss_average` "sequence": every micro-batch of every sequence-parallel group weighs the same,
+    as data parallelism has it. "token": every valid token of an optimizer step weighs the same,
+    over data parallelism and gradient accumulation.
+    """
+
+    sequence_parallel: SequenceParallelConfig
+    loss_average: LossAverage = "sequence"
+
+
+def load_config(config: Any) -> dict[str, Any]:
+    """A DeepSpeed configuration in any of the forms DeepSpeed takes, as a dict.
+
+    Raises:
+        ValueError: if `config` is neither a mapping, nor an existing file, nor base64 of a JSON.
+    """
+    if isinstance(config, Mapping):
+        return dict(config)
+    text = str(config)
+    if Path(text).is_file():
+        return dict(hjson.loads(Path(text).read_text()))
+    try:
+        return dict(hjson.loads(base64.urlsafe_b64decode(text).decode()))
+    except (binascii.Error, UnicodeDecodeError, hjson.HjsonDecodeError):
+        raise ValueError(
+            f"DeepSpeed config must be a dict, the path of a JSON file or its base64; "
+            f"there is no file {text!r}"
+        ) from None
+
+
+def read_block(config: Mapping[str, Any]) -> Block | None:
+    """The block of a DeepSpeed configuration; None if it is absent or not enabled.
+
+    Raises:
+        ValueError: if the block is no mapping, or a key or a value in it is wrong.
+    """
+    if KEY not in config:
+        return None
+    block = config[KEY]
+    if not isinstance(block, Mapping):
+        raise ValueError(f'"{KEY}" must be a block {{...}}, got {json.dumps(block)}')
+    own = ("enabled", "loss_average")
+    _refuse_unknown(block, (*own, *(field.name for field in fields(SequenceParallelConfig))))
+    enabled = block.get("enabled", True)
+    if not isinstance(enabled, bool):
+        raise ValueError(f'"{KEY}.enabled" must be true or false, got {json.dumps(enabled)}')
+    average = block.get("loss_average", "sequence")
+    if average not in get_args(LossAverage):
+        raise ValueError(f'"{KEY}.loss_average" must be "sequence" or "token", got {average!r}')
+    if not enabled:
+        return None
+    rest = {key: value for key, value in block.items() if key not in own}
+    return Block(SequenceParallelConfig.from_dict(rest), average)
+
+
+def _refuse_unknown(block: Mapping[str, Any], known: Sequence[str]) -> None:
+    for key in block:
+        if key not in known:
+            raise ValueError(
+                f'"{KEY}.{key}" is no known key{nearest(key, known)} (known: {", ".join(known)})'
+            )
+
+
+def refuse_neighbours(config: Mapping[str, Any], block: Block) -> None:
+    """Refuse what DeepSpeed would run to a wrong result, or what we lack, beside the block.
+
+    Raises:
+        ValueError: for a key that contradicts the block; names it and what would be right.
+        NotImplementedError: for a DeepSpeed feature that we do not carry.
+    """
+    size = block.sequence_parallel.sequence_parallel_size
+    if "data_parallel_size" in config:
+        raise ValueError(
+            f'"data_parallel_size": {config["data_parallel_size"]} beside "{KEY}" makes DeepSpeed '
+            f"build a second mesh, which leaves gradients unreduced at ZeRO 0-2; remove it "
+            f"(data parallel size = world size / sequence_parallel_size)"
+        )
+    declared = config.get("sequence_parallel_size", size)
+    if declared != size:
+        raise ValueError(
+            f'"sequence_parallel_size": {declared} contradicts '
+            f'"{KEY}.sequence_parallel_size": {size}; make them equal or remove the first'
+        )
+    if _dig(config, "activation_checkpointing.partition_activations"):
+        raise ValueError(
+            '"activation_checkpointing.partition_activations": true cuts activations among ranks '
+            "that hold different tokens; set it to false (they are already 1/P per rank)"
+        )
+    if config.get("gradient_allreduce_op", "mean") != "mean":
+        raise ValueError(
+            f'"gradient_allreduce_op": "{config["gradient_allreduce_op"]}" would scale gradients '
+            f'by the world size, the loss counts on "mean"; remove it'
+        )
+    if "autosp" in (_dig(config, "compile.passes") or ()):
+        raise ValueError(
+            f'"compile.passes": ["autosp"] is DeepSpeed\'s own sequence parallelism; '
+            f'remove it or the "{KEY}" block'
+        )
+    _refuse_lacking(config)
+
+
+def _refuse_lacking(config: Mapping[str, Any]) -> None:
+    lacking = {
+        "tensor_parallel.autotp_size": (_dig(config, "tensor_parallel.autotp_size") or 0) > 1,
+        "expert_parallel.enabled": bool(_dig(config, "expert_parallel.enabled")),
+        "hybrid_engine.enabled": bool(_dig(config, "hybrid_engine.enabled")),
+        "data_efficiency.data_sampling.enabled": bool(
+            _dig(config, "data_efficiency.data_sampling.enabled")
+        ),
+        "curriculum_learning.enabled": bool(_dig(config, "curriculum_learning.enabled")),
+    }
+    for key, asked in lacking.items():
+        if asked:
+            raise NotImplementedError(f'"{key}" together with "{KEY}" is not supported; remove one')
+
+
+def _dig(config: Mapping[str, Any], path: str) -> Any:
+    """config["a"]["b"] for "a.b", None where a part is missing."""
+    value: Any = config
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def data_parallel_size(block: Block, world_size: int) -> int:
+    """How many sequence-parallel groups the world holds.
+
+    Raises:
+        ValueError: if sequence_parallel_size does not divide the world size.
+    """
+    size = block.sequence_parallel.sequence_parallel_size
+    if world_size % size:
+        raise ValueError(
+            f'"{KEY}.sequence_parallel_size": {size} does not divide the {world_size} ranks; '
+            f"right would be one of {[d for d in range(1, world_size + 1) if not world_size % d]}"
+        )
+    return world_size // size
+
+
+def check_batch(config: Mapping[str, Any], replicas: int) -> None:
+    """Check train_batch_size = train_micro_batch_size_per_gpu * accumulation * data parallel size.
+
+    All ranks of a sequence-parallel group work on the same samples, so the data-parallel size is
+    world size / sequence_parallel_size, and the micro batch is that of one group.
+
+    Raises:
+        ValueError: names the keys, their values and what would be right.
+    """
+    values = {key: config.get(key) for key in BATCH_KEYS}
+    for key, value in values.items():
+        good = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if value is not None and not good:
+            raise ValueError(f'"{key}" must be a positive integer, got {json.dumps(value)}')
+    train, micro, steps = values.values()
+    if train is None and micro is None:
+        raise ValueError(
+            'one of "train_batch_size", "train_micro_batch_size_per_gpu" must be given'
+        )
+    if train is None:
+        return
+    if micro is not None and steps is not None:
+        _check_product(train, micro, steps, replicas)
+        return
+    key = BATCH_KEYS[1] if micro is not None else BATCH_KEYS[2]
+    unit = (values[key] or 1) * replicas
+    if train % unit:
+        named = f' x "{key}": {values[key]}' if values[key] else ""
+        raise ValueError(
+            f'"train_batch_size": {train} is no multiple of data parallel size {replicas} '
+            f"(world size / sequence_parallel_size){named}; right would be a multiple of {unit}"
+        )
+
+
+def _check_product(train: int, micro: int, steps: int, replicas: int) -> None:
+    right = micro * steps * replicas
+    if train != right:
+        raise ValueError(
+            f'"train_batch_size": {train} is not "train_micro_batch_size_per_gpu": {micro} x '
+            f'"gradient_accumulation_steps": {steps} x data parallel size {replicas} (world size / '
+            f'sequence_parallel_size); right would be "train_batch_size": {right}'
+        )

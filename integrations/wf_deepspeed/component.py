@@ -1,0 +1,171 @@
+"""What `engine.wallfacer` is: this rank's share of a batch, its loss, and the bytes it sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from wf_backends import SequenceParallel
+from wf_backends.loss import count_valid, token_loss
+from wf_deepspeed.block import Block
+from wf_deepspeed.connect import Connection
+from wf_deepspeed.mpu import Groups
+
+
+class WallFacer:
+    """The sequence-parallel component of one DeepSpeed engine.
+
+    Attributes:
+        sp: the SequenceParallel object of this rank's group.
+        block: the "wallfacer" block of the JSON.
+        groups: the process groups it built.
+        connection: how the model got our attention; `connection.undo.close()` takes it out again.
+    """
+
+    def __init__(
+        self,
+        sp: SequenceParallel,
+        block: Block,
+        groups: Groups,
+        connection: Connection,
+        device: torch.device,
+        accumulation: Callable[[], int],
+    ) -> None:
+        self.sp, self.block, self.groups, self.connection = sp, block, groups, connection
+        self._device, self._accumulation = device, accumulation
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of sequence-parallel groups in the world."""
+        return dist.get_world_size(self.groups.world) // self.sp.size
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The sequence-parallel group this rank belongs to."""
+        return dist.get_rank(self.groups.world) // self.sp.size
+
+    def shard_batch(self, batch: Mapping[str, Any], pad_token_id: int = 0) -> dict[str, Any]:
+        """`sp.shard_batch` of a full batch that every rank of the group must hold alike.
+
+        Raises:
+            ValueError: for a malformed batch, and on every rank of the group if they hold
+                different batches.
+        """
+        try:
+            return self.sp.shard_batch(batch, pad_token_id=pad_token_id)
+        except ValueError as error:
+            error.add_note(
+                f"all {self.sp.size} ranks of a sequence-parallel group read the same samples: "
+                f"shard the data by engine.wallfacer.data_parallel_rank "
+                f"(of {self.data_parallel_size}), not by rank"
+            )
+            raise
+
+    def loss(self, logits: Tensor, labels: Tensor, valid: Tensor | int | None = None) -> Tensor:
+        """The loss of this rank's tokens, scaled so that DeepSpeed's mean over the world is exact.
+
+        Its mean over all ranks is the loss of the whole batch; see `mean`.
+
+        Args:
+            logits: (b, s_local, vocabulary). labels: (b, s_local), already shifted.
+            valid: valid labels of the whole optimizer step, from `count_valid` or a batch of
+                `dataloader`. Only for "loss_average": "token", and needed there only under
+                gradient accumulation.
+
+        Returns:
+            float32 scalar.
+
+        Raises:
+            ValueError: if `valid` is missing where it is needed.
+        """
+        if self.block.loss_average == "sequence":
+            return self.sp.loss(logits, labels) * self.sp.size
+        steps = self._accumulation()
+        if valid is None and steps > 1:
+            raise ValueError(
+                f'"loss_average": "token" with "gradient_accumulation_steps": {steps} needs '
+                f"valid=, the valid labels of all {steps} micro-batches: batch['valid_labels'] of "
+                f"engine.wallfacer.dataloader, or engine.wallfacer.count_valid"
+            )
+        total = self.count_valid([{"labels": labels}]) if valid is None else valid
+        share = dist.get_world_size(self.groups.world) * steps
+        return token_loss(logits, labels, total) * share
+
+    def count_valid(self, batches: Iterable[Mapping[str, Any]]) -> int:
+        """Valid labels of these sharded micro-batches over all ranks of the world."""
+        local = sum(int(count_valid(batch["labels"])) for batch in batches)
+        count = torch.tensor(local, device=self._device)
+        dist.all_reduce(count, group=self.groups.world)
+        return int(count)
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """`loss` averaged over the world, detached: the figure to log; the same on every rank."""
+        total = loss.detach().to(self._device, torch.float32, copy=True)
+        dist.all_reduce(total, group=self.groups.world)
+        return total / dist.get_world_size(self.groups.world)
+
+    def report(self) -> dict[str, int]:
+        """Bytes this rank's attention sent since the last report, by label."""
+        return self.sp.report()
+
+    def dataloader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        pad_token_id: int = 0,
+        **options: Any,
+    ) -> ShardedLoader:
+        """This rank's part of batches of `dataset`; all ranks of a group get the same batch.
+
+        Args:
+            dataset: map-style; its collated batches are dicts as `shard_batch` takes them.
+            batch_size: samples per sequence-parallel group.
+            options: passed to torch's DataLoader (collate_fn, num_workers, drop_last, ...).
+        """
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, self.data_parallel_size, self.data_parallel_rank, shuffle=shuffle, seed=seed
+        )
+        loader = DataLoader(dataset, batch_size, sampler=sampler, **options)
+        return ShardedLoader(self, loader, sampler, pad_token_id)
+
+    def step_batches(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Sharded batches with "valid_labels" of their whole optimizer step added to each.
+
+        Looks one optimizer step ahead. An incomplete last step is dropped.
+        """
+        steps, iterator = self._accumulation(), iter(batches)
+        while len(group := list(islice(iterator, steps))) == steps:
+            valid = self.count_valid(group)
+            yield from (batch | {"valid_labels": valid} for batch in group)
+
+
+class ShardedLoader:
+    """An iterable of this rank's parts of batches; `sampler.set_epoch` as torch has it."""
+
+    def __init__(
+        self,
+        component: WallFacer,
+        loader: DataLoader[Any],
+        sampler: DistributedSampler[Any],
+        pad_token_id: int,
+    ) -> None:
+        self._component, self._loader, self._pad = component, loader, pad_token_id
+        self.sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        component = self._component
+        shards = (component.shard_batch(batch, self._pad) for batch in self._loader)
+        token = component.block.loss_average == "token"
+        yield from component.step_batches(shards) if token else shards

@@ -1,0 +1,92 @@
+"""How a model gets our attention: by transformers' registry, or by a method of its own."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from wf_backends import SequenceParallel
+
+if TYPE_CHECKING:
+    from transformers.modeling_utils import PreTrainedModel
+
+    from wf_transformers import Application
+
+RECEIVER = "set_sequence_parallel"
+
+
+@dataclass(slots=True)
+class Connection:
+    """What was done to a model, and how to undo it."""
+
+    application: Application | None = None
+    """What wf_transformers did, for a Hugging Face model; has `checkpoint_kwargs`."""
+    undo: ExitStack = field(default_factory=ExitStack)
+
+
+def connect(model: nn.Module, sp: SequenceParallel) -> Connection:
+    """Let the model attend over the ranks of `sp`.
+
+    A Hugging Face model inside `model` is switched to a name that is registered for `sp`. Every
+    other submodule with a method `set_sequence_parallel(sp)` has it called.
+
+    Raises:
+        ValueError: if nothing in the model can attend over ranks, and there are several.
+    """
+    receivers = [m for m in model.modules() if callable(getattr(m, RECEIVER, None))]
+    for receiver in receivers:
+        getattr(receiver, RECEIVER)(sp)
+    pretrained = find_pretrained(model)
+    if pretrained is not None:
+        return _apply(pretrained, sp)
+    if sp.size > 1 and not receivers:
+        raise ValueError(
+            f"nothing in {type(model).__name__} attends over ranks: it holds no Hugging Face "
+            f"model and no module with a method {RECEIVER}(sp) to give the SequenceParallel to"
+        )
+    return Connection()
+
+
+def find_pretrained(model: nn.Module) -> PreTrainedModel | None:
+    """The outermost Hugging Face model in `model`, itself included."""
+    if "transformers" not in sys.modules:  # then nothing can be one
+        return None
+    from transformers.modeling_utils import PreTrainedModel
+
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+
+
+def _apply(model: PreTrainedModel, sp: SequenceParallel) -> Connection:
+    import wf_transformers
+
+    connection = Connection()
+    registration = wf_transformers.register(sp, _free_name())
+    connection.undo.callback(registration.remove)
+    connection.undo.callback(_set_attention, model, model.config._attn_implementation)
+    _set_attention(model, registration.name)
+    connection.application = wf_transformers.apply(model, sp)
+    connection.undo.callback(connection.application.remove)
+    return connection
+
+
+def _free_name() -> str:
+    """ "wallfacer", or with a number if another engine of this process has it."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    name, number = "wallfacer", 1
+    while name in ALL_ATTENTION_FUNCTIONS:
+        number += 1
+        name = f"wallfacer_{number}"
+    return name
+
+
+def _set_attention(model: Any, name: str) -> None:
+    """transformers 4.51 has no method for it."""
+    if hasattr(model, "set_attn_implementation"):
+        model.set_attn_implementation(name)
+    else:
+        model.config._attn_implementation = name

@@ -1,0 +1,101 @@
+"""`initialize`: deepspeed.initialize with the "wallfacer" block understood."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from wf_backends import SequenceParallel
+from wf_deepspeed import block as blocks
+from wf_deepspeed import cpu
+from wf_deepspeed.component import WallFacer
+from wf_deepspeed.connect import connect
+from wf_deepspeed.mpu import Groups, NeutralMpu
+
+Initialize = Callable[..., tuple[Any, Any, Any, Any]]
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """Take what `deepspeed.initialize` takes, return what it returns.
+
+    With an enabled "wallfacer" block in the configuration the engine has an attribute `wallfacer`
+    (a `WallFacer`), a Hugging Face model runs our attention, and every submodule of the model that
+    has a method `set_sequence_parallel` has been called with the SequenceParallel object. Without
+    the block this is deepspeed.initialize.
+
+    Raises:
+        ValueError, NotImplementedError: for a wrong block, batch arithmetic that does not come
+            out, or a neighbour of the block that DeepSpeed would run to a wrong result.
+    """
+    return initialize_through(deepspeed.initialize, args, kwargs)
+
+
+def initialize_through(
+    original: Initialize, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, Any, Any, Any]:
+    """As `initialize`, with the function that starts DeepSpeed handed in."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    config = given_config(call.arguments)
+    block = None if config is None else blocks.read_block(config)
+    if config is None or block is None:
+        return original(*args, **kwargs)
+    blocks.refuse_neighbours(config, block)
+    _refuse_arguments(call.arguments)
+    start(call.arguments)
+    blocks.check_batch(config, blocks.data_parallel_size(block, dist.get_world_size()))
+    groups = Groups.build(block.sequence_parallel.sequence_parallel_size)
+    sp = SequenceParallel(block.sequence_parallel, group=groups.sequence)
+    connection = connect(call.arguments["model"], sp)
+    call.arguments["mpu"] = NeutralMpu(groups)
+    engine, optimizer, loader, scheduler = original(*call.args, **call.kwargs)
+    engine.wallfacer = WallFacer(
+        sp, block, groups, connection, engine.device, engine.gradient_accumulation_steps
+    )
+    return engine, optimizer, loader, scheduler
+
+
+def given_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The configuration among the arguments of deepspeed.initialize; None if there is none."""
+    given = arguments.get("config")
+    if given is None:
+        given = arguments.get("config_params")
+    if given is None:
+        given = getattr(arguments.get("args"), "deepspeed_config", None)
+    return None if given is None else blocks.load_config(given)
+
+
+def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
+    for name in ("mpu", "mesh_param"):
+        if arguments.get(name) is not None:
+            raise ValueError(
+                f'{name}= beside an enabled "{blocks.KEY}" block: the block builds the groups '
+                f"itself; leave {name} out"
+            )
+    if isinstance(arguments.get("model"), deepspeed.PipelineModule):
+        raise NotImplementedError(
+            f'a PipelineModule together with "{blocks.KEY}" is not supported; use ZeRO'
+        )
+    if not isinstance(arguments.get("model"), nn.Module):
+        raise ValueError(f"model must be a torch.nn.Module, got {type(arguments.get('model'))}")
+
+
+def start(arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Initialise the process group as deepspeed.initialize would; a second call does nothing.
+
+    Args:
+        arguments: of deepspeed.initialize; "distributed_port" and "dist_init_required" count.
+    """
+    accelerator = get_accelerator()
+    assert accelerator is not None, "DeepSpeed always finds an accelerator, if only the CPU"
+    if accelerator.device_name() == "cpu":
+        cpu.warn_of_stale_locks(cpu.extensions_root())
+    names = ("distributed_port", "dist_init_required")
+    options = {name: arguments[name] for name in names if name in arguments}
+    deepspeed.init_distributed(accelerator.communication_backend_name(), **options)

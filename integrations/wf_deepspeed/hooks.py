@@ -1,0 +1,127 @@
+"""A model that is called with whole batches and computes its part of them.
+
+For scripts that know nothing of sequence parallelism: two forward hooks of torch cut the batch
+before the model and put the group's loss in its output. Nothing is replaced; both can be removed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from wf_backends.loss import token_loss
+from wf_deepspeed.component import WallFacer
+from wf_transformers import forward_kwargs
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What the hook after the model needs to know of the batch that the hook before it cut."""
+
+    seqlen: int
+    """Tokens before padding."""
+    labels: Tensor | None
+    """(b, s_local), shifted."""
+    num_items: Tensor | int | None
+    """Valid labels of the optimizer step as the caller counted them on this rank's batches."""
+
+
+class WholeBatchHooks:
+    """The two hooks of one model."""
+
+    def __init__(self, model: nn.Module, component: WallFacer) -> None:
+        self._component = component
+        self._names = list(inspect.signature(model.forward).parameters)
+        self._call: Call | None = None
+        self._handles: list[RemovableHandle] = [
+            model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
+            model.register_forward_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        """Take both hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        _refuse(given)
+        batch = {k: given.pop(k) for k in BATCH_KEYS if given.get(k) is not None}
+        batch = with_documents(batch)
+        local = self._component.shard_batch(batch)
+        tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
+        num_items = given.pop("num_items_in_batch", None)
+        self._call = Call(tokens.shape[1], local.get("labels"), num_items)
+        return (), given | forward_kwargs(model, local)
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        call, self._call = self._call, None
+        assert call is not None, "the hook before the model did not run"
+        fields = dict(output)
+        logits = fields["logits"]
+        if call.labels is not None:
+            fields["loss"] = self._loss(logits, call.labels, call.num_items, model.training)
+        if not model.training:
+            fields["logits"] = self._component.sp.unshard(logits, dim=1)[:, : call.seqlen]
+        return type(output)(**fields)
+
+    def _loss(
+        self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None, training: bool
+    ) -> Tensor:
+        component = self._component
+        if num_items is None:
+            loss = component.loss(logits, labels)
+        else:
+            loss = token_loss(logits, labels, num_items) * component.sp.size
+        if training:
+            return loss
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=component.groups.sequence)
+        return total / component.sp.size
+
+
+BATCH_KEYS = (
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "position_ids",
+    "attention_mask",
+    "cu_seqlens",
+)
+
+
+def _refuse(given: dict[str, Any]) -> None:
+    if given.get("past_key_values") is not None:
+        raise NotImplementedError(
+            "past_key_values: a KV cache cannot be spread; generate without it"
+        )
+    if given.get("return_dict") is False:
+        raise NotImplementedError("return_dict=False: leave it out, the loss goes into the output")
+
+
+def with_documents(batch: dict[str, Any]) -> dict[str, Any]:
+    """Packed documents that only `position_ids` tell of, as "cu_seqlens" (host integers) too.
+
+    Raises:
+        ValueError: if the samples of the batch have different documents.
+    """
+    positions = batch.get("position_ids")
+    if positions is None or "cu_seqlens" in batch:
+        return batch
+    if bool((positions != positions[:1]).any()):
+        raise ValueError(
+            "position_ids differ between the samples of a batch: documents are shared by all "
+            "samples; use a batch of 1, or leave position_ids out"
+        )
+    starts = torch.nonzero(positions[0] == 0).flatten().tolist()
+    if not starts or starts[0] != 0:
+        raise ValueError(f"position_ids must start at 0, got {int(positions[0, 0])}")
+    return batch if len(starts) == 1 else batch | {"cu_seqlens": (*starts, positions.shape[1])}

@@ -1,0 +1,103 @@
+"""Running scripts that call deepspeed.initialize themselves: the one place where names are swapped.
+
+`opened()` swaps two names and puts them back: `deepspeed.initialize` (accelerate and the Hugging
+Face Trainer look it up when they call it), and accelerate's `prepare_data_loader`, so that all
+ranks of a sequence-parallel group read the same samples. docs/limits.md lists both.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import deepspeed
+import torch.distributed as dist
+
+from wf_deepspeed.block import BATCH_KEYS, KEY, load_config, read_block
+from wf_deepspeed.door import given_config, initialize_through
+from wf_deepspeed.hooks import WholeBatchHooks
+
+
+@contextmanager
+def opened() -> Iterator[None]:
+    """Inside, scripts that know nothing of WallFacer run with the component their JSON asks for."""
+    with ExitStack() as stack:
+        stack.enter_context(swapped(deepspeed, "initialize", _initialize))
+        if importlib.util.find_spec("accelerate"):
+            import accelerate.accelerator
+
+            stack.enter_context(
+                swapped(accelerate.accelerator, "prepare_data_loader", _prepare_data_loader)
+            )
+        yield
+
+
+@contextmanager
+def swapped(owner: Any, name: str, replace: Callable[..., Any]) -> Iterator[None]:
+    """Inside, owner.name is `replace(original, args, kwargs)`; afterwards the original again."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        return replace(original, args, kwargs)
+
+    setattr(owner, name, instead)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _initialize(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, Any, Any, Any]:
+    """deepspeed.initialize with the component, and a model that takes whole batches."""
+    kwargs = kwargs | _corrected(kwargs)
+    engine, optimizer, loader, scheduler = initialize_through(original, args, kwargs)
+    if hasattr(engine, "wallfacer"):
+        hooks = WholeBatchHooks(engine.module, engine.wallfacer)
+        engine.wallfacer.connection.undo.callback(hooks.remove)
+    return engine, optimizer, loader, scheduler
+
+
+def _corrected(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with train_batch_size counted over groups, where a script counted ranks.
+
+    Trainer and accelerate fill in micro batch x accumulation x world size.
+    """
+    config = given_config(kwargs)
+    block = None if config is None else read_block(config)
+    if config is None or block is None or not dist.is_initialized():
+        return {}
+    train, micro, steps = (config.get(key, 0) for key in BATCH_KEYS)
+    if not train or train != micro * steps * dist.get_world_size():
+        return {}
+    name = "config" if kwargs.get("config") is not None else "config_params"
+    size = block.sequence_parallel.sequence_parallel_size
+    return {name: config | {"train_batch_size": train // size}}
+
+
+def _prepare_data_loader(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """accelerate's loader, sharded by sequence-parallel group instead of by rank."""
+    size = _active_size()
+    if size > 1:
+        kwargs = kwargs | {
+            "num_processes": kwargs["num_processes"] // size,
+            "process_index": kwargs["process_index"] // size,
+        }
+    return original(*args, **kwargs)
+
+
+def _active_size() -> int:
+    """sequence_parallel_size of accelerate's DeepSpeed configuration; 1 without a block."""
+    from accelerate.state import AcceleratorState
+
+    plugin = AcceleratorState().deepspeed_plugin
+    config = getattr(plugin, "deepspeed_config", None) or {}
+    block = read_block(load_config(config)) if KEY in config else None
+    return block.sequence_parallel.sequence_parallel_size if block else 1

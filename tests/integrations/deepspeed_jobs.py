@@ -1,0 +1,129 @@
+"""Starting jobs of several ranks for the DeepSpeed tests, and the data and model they share."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+ROOT = Path(__file__).parents[2]
+VOCABULARY = 32
+SEQLEN = 44  # no multiple of 8: shard_batch pads
+Batch = dict[str, Any]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This process's environment, with our packages importable and one thread a rank."""
+    path = [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
+    fixed = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    fixed["PYTHONWARNINGS"] = "ignore::FutureWarning"  # DeepSpeed's, thousands of them
+    return os.environ | fixed | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | more
+
+
+def run_ranks(command: Sequence[str], ranks: int, timeout: float = 200.0) -> list[str]:
+    """`python command...` once per rank as torchrun would start it; what each rank printed.
+
+    Raises:
+        AssertionError: with the output of the first rank that failed, or if they did not end in
+            time. No process is left behind.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    with ExitStack() as stack:
+        # Files, not pipes: a full pipe would stop a rank that the others wait for.
+        logs = [stack.enter_context(TemporaryFile("w+")) for _ in range(ranks)]
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *command],
+                env=environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(logs)
+        ]
+        codes = _wait(processes, timeout)
+        outputs = [(log.seek(0), log.read())[1] for log in logs]
+    failed = [rank for rank, code in enumerate(codes) if code]
+    assert not failed, f"ranks {failed} failed; rank {failed[0]}:\n{outputs[failed[0]][-6000:]}"
+    return outputs
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int]:
+    """Exit codes; ends all processes as soon as one fails or the time is up."""
+    stop = time.monotonic() + timeout
+    while time.monotonic() < stop:
+        codes = [process.poll() for process in processes]
+        if None not in codes or any(codes):
+            break
+        time.sleep(0.05)
+    for process in processes:
+        process.kill()
+    return [process.wait() for process in processes]
+
+
+def run_cases(cases: list[dict[str, Any]], ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """One job of `ranks` over all cases; what each case's rank 0 wrote, by the case's name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    worker = Path(__file__).with_name("deepspeed_worker.py")
+    run_ranks([str(worker), str(folder)], ranks)
+    return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in cases}
+
+
+def tiny_llama(**more: Any) -> LlamaForCausalLM:
+    """4 heads on 2 key heads, the same weights in every process."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=VOCABULARY, **shape, **heads, initializer_range=0.2, **more)
+    return LlamaForCausalLM(config)
+
+
+def text(first: int) -> Iterator[Batch]:
+    """An endless stream of single sequences from number `first` on.
+
+    Every second one holds three documents, and the number of valid labels differs from one to the
+    next, so that an average over ranks instead of tokens shows.
+    """
+    number = first
+    while True:
+        draw = torch.Generator().manual_seed(number)
+        ids = torch.randint(VOCABULARY, (1, SEQLEN), generator=draw)
+        ids[:, 1::2] = (ids[:, ::2] * 5 + 3) % VOCABULARY  # something to learn
+        labels = ids.clone()
+        labels[:, : 7 * (number % 5)] = -100
+        borders = (0, 9, 30, SEQLEN) if number % 2 else (0, SEQLEN)
+        yield {"input_ids": ids, "labels": labels, "cu_seqlens": borders}
+        number += 1
+
+
+def dense_loss_sum(model: Any, batch: Batch) -> tuple[Tensor, int]:
+    """Sum of the token losses on one rank and their number, by nothing of ours."""
+    borders = batch["cu_seqlens"]
+    document = torch.bucketize(torch.arange(SEQLEN), torch.tensor(borders), right=True)
+    causal = torch.ones(SEQLEN, SEQLEN, dtype=torch.bool).tril()
+    seen = causal & (document[:, None] == document[None])
+    mask = torch.zeros(1, 1, SEQLEN, SEQLEN).masked_fill(~seen, float("-inf"))
+    starts = torch.tensor(borders)[document - 1]
+    positions = (torch.arange(SEQLEN) - starts)[None]
+    logits = model(batch["input_ids"], attention_mask=mask, position_ids=positions).logits[0]
+    labels = batch["labels"][0]
+    predicted = [i for i in range(SEQLEN - 1) if i + 1 not in borders and labels[i + 1] != -100]
+    targets = labels[[i + 1 for i in predicted]]
+    losses = -torch.log_softmax(logits[predicted].float(), -1).gather(1, targets[:, None])
+    return losses.sum(), len(predicted)

@@ -1,0 +1,66 @@
+"""A Hugging Face Trainer script that knows nothing of sequence parallelism.
+
+python deepspeed_trainer.py OUT.json ACCUMULATION [DEEPSPEED.json]
+"""
+
+import json
+import sys
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+VOCABULARY, SEQLEN = 32, 44
+
+
+class Text(torch.utils.data.Dataset):
+    """Samples of different lengths, padded on the right; some labels are masked."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        draw = torch.Generator().manual_seed(index)
+        ids = torch.randint(VOCABULARY, (SEQLEN,), generator=draw)
+        mask = (torch.arange(SEQLEN) < SEQLEN - index % 5 * 4).long()
+        labels = ids.masked_fill(mask == 0, -100)
+        labels[: index % 3 * 6] = -100
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def main() -> None:
+    out, accumulation, *config = sys.argv[1:]
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    arguments = TrainingArguments(
+        output_dir=out + ".folder",
+        deepspeed=config[0] if config else None,
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+        gradient_accumulation_steps=int(accumulation),
+        average_tokens_across_devices=True,
+        max_steps=6,
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, **shape, **heads, initializer_range=0.2)
+    )
+    trainer = Trainer(model, arguments, train_dataset=Text(32), eval_dataset=Text(8))
+    loss = trainer.train().training_loss  # not rounded, as the losses in the log are
+    result = {"loss": loss, "steps": trainer.state.log_history[:6], "eval": trainer.evaluate()}
+    if trainer.is_world_process_zero():
+        with open(out, "w") as file:
+            json.dump(result, file)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""The real DeepSpeed with the component trains as one rank without sequence parallelism does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
+pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
+
+from tests.integrations.deepspeed_jobs import run_cases  # noqa: E402
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
+
+STEPS, STAGES = 20, (0, 1, 2, 3)
+Results = dict[str, dict[str, Any]]
+
+RING = {"route": {"name": "ring"}}
+CONCENTRIC = {"route": {"name": "concentric", "team_size": 2}}
+MESH = {"route": {"name": "mesh", "rows": 2, "cols": 2}}
+ROUTES = {
+    2: {"ring": RING, "ulysses": RING | {"ulysses_degree": 2, "layout": "contiguous"}},
+    4: {
+        "ring": RING,
+        "concentric": CONCENTRIC,
+        "mesh": MESH,
+        "ulysses": RING | {"ulysses_degree": 4, "layout": "contiguous"},
+        "ulysses_ring": RING | {"ulysses_degree": 2},
+    },
+}
+ADAM = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    "gradient_clipping": 1.0,
+}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "gradient_clipping": 1e9}
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+
+
+def case(name: str, wallfacer: dict | None, stage: int = 0, **more: Any) -> dict[str, Any]:
+    """A case for the worker; `more`: optimizer, accumulation, zero, config, and its own keys."""
+    config = more.pop("optimizer", ADAM) | {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": more.pop("accumulation", 1),
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000} | more.pop("zero", {}),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    if wallfacer is not None:
+        config["wallfacer"] = {"enabled": True, **wallfacer}
+    config |= more.pop("config", {})
+    return {"name": name, "config": config, "steps": STEPS, "sequences": 1} | more
+
+
+def matrix(ranks: int) -> list[dict[str, Any]]:
+    """Every route at every stage with AdamW, and one route per stage with SGD."""
+    size, routes = {"sequence_parallel_size": ranks}, ROUTES[ranks]
+    adam = [
+        case(f"adam_{name}_{stage}", size | route, stage)
+        for name, route in routes.items()
+        for stage in STAGES
+    ]
+    some = list(routes.items())
+    sgd = [
+        case(f"sgd_{stage}", size | some[stage % len(some)][1], stage, optimizer=SGD)
+        for stage in STAGES
+    ]
+    return adam + sgd
+
+
+def accumulated(name: str, size: int, stage: int, **more: Any) -> dict[str, Any]:
+    """Four sequences a step on 4 ranks, whatever the sequence-parallel size."""
+    block = {"sequence_parallel_size": size, **more.pop("block", RING)}
+    return case(name, block, stage, sequences=4, accumulation=size, **more)
+
+
+def extras(folder: Path) -> list[dict[str, Any]]:
+    """What else must come out the same, on 4 ranks."""
+    four = {"sequence_parallel_size": 4}
+    saved = str(folder / "saved")
+    bf16 = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
+    params = OFFLOADED | {"offload_param": {"device": "cpu"}}
+    token = RING | {"loss_average": "token"}
+    return [
+        *(accumulated(f"dp2_{s}", 2, s, optimizer=SGD) for s in STAGES),
+        *(accumulated(f"token_{s}", 2, s, optimizer=SGD, block=token) for s in (1, 3)),
+        case("offload_2", four | CONCENTRIC, 2, zero=OFFLOADED),
+        case("offload_3", four | MESH, 3, zero=params),
+        case("bf16_2", four | CONCENTRIC, 2, config=bf16),
+        case("bf16_3", four | RING, 3, config=bf16),
+        case("recompute_0", four | RING, 0, checkpointing="transformers"),
+        case("recompute_3", four | MESH, 3, checkpointing="transformers"),
+        case("deepspeed_recompute_1", four | CONCENTRIC, 1, checkpointing="deepspeed"),
+        accumulated("saved_4", 4, 1, steps=STEPS // 2, save=saved),
+        accumulated("resumed_2", 2, 1, load=saved),
+        accumulated("resumed_1", 1, 1, load=saved),
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """One rank, plain DeepSpeed, dense attention."""
+    cases = [
+        case("adam", None),
+        case("sgd", None, optimizer=SGD),
+        case("adam_4", None, sequences=4, accumulation=4),
+        case("sgd_4", None, sequences=4, accumulation=4, optimizer=SGD),
+        case("token_4", None, sequences=4, accumulation=4, optimizer=SGD, average="token"),
+    ]
+    return run_cases(cases, 1, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return run_cases(matrix(2), 2, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("four")
+    return run_cases(matrix(4) + extras(folder), 4, folder)
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
+    """Losses and gradient norms to `tolerance` relative, weights to 10 times it of their scale."""
+    first = found["first"]
+    for what in ("losses", "norms"):
+        wanted = torch.tensor(expected[what][first:])
+        torch.testing.assert_close(torch.tensor(found[what]), wanted, rtol=tolerance, atol=0)
+    for name, wanted in expected["weights"].items():
+        worst = (found["weights"][name] - wanted).abs().max() / wanted.abs().max()
+        assert worst < 10 * tolerance, f"{name} is off by {worst:.1e} of its scale"
+
+
+def names(cases: list[dict[str, Any]], prefix: str) -> list[str]:
+    return [c["name"] for c in cases if c["name"].startswith(prefix)]
+
+
+@pytest.mark.parametrize("name", names(matrix(2), ""))
+def test_two_ranks_train_as_one(name: str, two: Results, reference: Results) -> None:
+    assert_same(two[name], reference[name.split("_")[0]])
+    assert two[name]["sent"] > 0
+
+
+@pytest.mark.parametrize("name", names(matrix(4), ""))
+def test_four_ranks_train_as_one(name: str, four: Results, reference: Results) -> None:
+    assert_same(four[name], reference[name.split("_")[0]])
+    assert four[name]["sent"] > 0
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_data_parallel_groups_and_accumulation(
+    stage: int, four: Results, reference: Results
+) -> None:
+    assert_same(four[f"dp2_{stage}"], reference["sgd_4"])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_every_valid_token_of_a_step_weighs_the_same(
+    stage: int, four: Results, reference: Results
+) -> None:
+    assert_same(four[f"token_{stage}"], reference["token_4"])
+    differs = abs(reference["token_4"]["norms"][0] / reference["sgd_4"]["norms"][0] - 1)
+    assert differs > 1e-3, "the data cannot tell the two averages apart"
+
+
+@pytest.mark.parametrize("name", ["offload_2", "offload_3"])
+def test_offload_to_cpu(name: str, four: Results, reference: Results) -> None:
+    assert_same(four[name], reference["adam"])
+
+
+@pytest.mark.parametrize("name", ["recompute_0", "recompute_3", "deepspeed_recompute_1"])
+def test_activation_checkpointing(name: str, four: Results, reference: Results) -> None:
+    assert_same(four[name], reference["adam"])
+
+
+@pytest.mark.parametrize("name", ["bf16_2", "bf16_3"])
+def test_bf16_follows_the_float32_curve(name: str, four: Results, reference: Results) -> None:
+    found, wanted = (torch.tensor(r["losses"]) for r in (four[name], reference["adam"]))
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=0)
+
+
+@pytest.mark.parametrize("name", ["resumed_2", "resumed_1"])
+def test_resume_at_another_sequence_parallel_size(
+    name: str, four: Results, reference: Results
+) -> None:
+    assert four[name]["first"] == STEPS // 2
+    assert_same(four[name], reference["adam_4"])
+
+
+def test_the_model_learns(reference: Results) -> None:
+    losses = reference["adam_4"]["losses"]
+    assert losses[-1] < 0.95 * losses[0]

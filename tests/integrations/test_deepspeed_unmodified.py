@@ -1,0 +1,78 @@
+"""`python -m wf_deepspeed script.py`: scripts that know nothing of it train as one process does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
+pytest.importorskip("accelerate", reason="accelerate is not installed", exc_type=ImportError)
+pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
+
+import accelerate.accelerator  # noqa: E402
+import deepspeed  # noqa: E402
+
+import wf_deepspeed  # noqa: E402
+from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
+
+pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
+
+SCRIPT = str(Path(__file__).with_name("deepspeed_trainer.py"))
+RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
+
+
+def train(folder: Path, ranks: int, accumulation: int, stage: int | None = None) -> dict[str, Any]:
+    """What the Trainer logged; with a stage, through our door with two ranks a sequence."""
+    out = str(folder / f"{ranks}_{stage}.json")
+    if stage is None:
+        run_ranks([SCRIPT, out, str(accumulation)], ranks)
+        return json.loads(Path(out).read_text())
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage},
+        "wallfacer": {"enabled": True, **RING},
+    }
+    path = folder / f"ds_{ranks}_{stage}.json"
+    path.write_text(json.dumps(config))
+    run_ranks(["-m", "wf_deepspeed", SCRIPT, out, str(accumulation), str(path)], ranks)
+    return json.loads(Path(out).read_text())
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One process, no DeepSpeed."""
+    return train(tmp_path_factory.mktemp("trainer"), ranks=1, accumulation=4)
+
+
+@pytest.mark.parametrize(("ranks", "accumulation", "stage"), [(2, 4, 2), (4, 2, 3)])
+def test_the_trainer_trains_as_one_process(
+    ranks: int, accumulation: int, stage: int, reference: dict[str, Any], tmp_path: Path
+) -> None:
+    found = train(tmp_path, ranks, accumulation, stage)
+    assert found["loss"] == pytest.approx(reference["loss"], rel=1e-5)
+    for step, wanted in zip(found["steps"], reference["steps"], strict=True):
+        assert step["loss"] == pytest.approx(wanted["loss"], abs=1e-4)  # rounded
+        assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
+    assert found["eval"]["eval_loss"] == pytest.approx(reference["eval"]["eval_loss"], rel=1e-5)
+
+
+def test_the_door_puts_back_what_it_swapped() -> None:
+    before = deepspeed.initialize, accelerate.accelerator.prepare_data_loader
+    with pytest.raises(ZeroDivisionError), wf_deepspeed.opened():
+        assert deepspeed.initialize is not before[0]
+        assert accelerate.accelerator.prepare_data_loader is not before[1]
+        raise ZeroDivisionError
+    assert (deepspeed.initialize, accelerate.accelerator.prepare_data_loader) == before
+
+
+def test_without_a_script_there_is_a_usage_line() -> None:
+    with pytest.raises(AssertionError, match=r"usage: python -m wf_deepspeed script.py"):
+        run_ranks(["-m", "wf_deepspeed"], 1)
+    with pytest.raises(AssertionError, match="there is no file 'nowhere.py'"):
+        run_ranks(["-m", "wf_deepspeed", "nowhere.py"], 1)

@@ -1,0 +1,197 @@
+"""The "wallfacer" block of a DeepSpeed JSON: what it says, and what it refuses by name."""
+
+import base64
+import json
+import os
+import time
+import warnings
+
+import pytest
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
+
+from wf_deepspeed import block as blocks  # noqa: E402
+from wf_deepspeed import cpu  # noqa: E402
+
+RING = {"sequence_parallel_size": 4, "route": {"name": "ring"}}
+
+
+def block(**more: object) -> blocks.Block:
+    found = blocks.read_block({"wallfacer": {"enabled": True, **RING, **more}})
+    assert found is not None
+    return found
+
+
+def test_a_block_is_read_with_the_keys_of_the_core() -> None:
+    found = block(ulysses_degree=2, layout="contiguous", loss_average="token")
+    assert found.sequence_parallel.sequence_parallel_size == 4
+    assert found.sequence_parallel.ulysses_degree == 2
+    assert found.sequence_parallel.layout == "contiguous"
+    assert found.loss_average == "token"
+    assert block().loss_average == "sequence"
+
+
+@pytest.mark.parametrize("config", [{}, {"wallfacer": {"enabled": False, **RING}}])
+def test_absent_or_disabled_means_none(config: dict) -> None:
+    assert blocks.read_block(config) is None
+
+
+def test_a_block_that_does_not_say_is_enabled() -> None:
+    assert blocks.read_block({"wallfacer": RING}) is not None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"sequence_paralel_size": 4}, "did you mean 'sequence_parallel_size'"),
+        ({"enable": True}, "did you mean 'enabled'"),
+        ({"loss_averge": "token"}, "did you mean 'loss_average'"),
+        ({"loss_average": "rank"}, '"sequence" or "token", got \'rank\''),
+        ({"enabled": "yes"}, 'must be true or false, got "yes"'),
+        ({"layout": "zigzak"}, "layout"),
+        (
+            {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 4}},
+            "team_size",
+        ),
+        ({"sequence_parallel_size": 4, "ulysses_degree": 3}, "ulysses_degree"),
+    ],
+)
+def test_wrong_words_are_refused_with_the_right_one(wrong: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named.replace("(", r"\(")):
+        blocks.read_block({"wallfacer": wrong})
+
+
+def test_a_disabled_block_is_still_checked_for_typing_errors() -> None:
+    with pytest.raises(ValueError, match="did you mean 'route'"):
+        blocks.read_block({"wallfacer": {"enabled": False, "rote": "ring"}})
+
+
+def test_a_block_that_is_no_object_is_refused() -> None:
+    with pytest.raises(ValueError, match=r'"wallfacer" must be a block'):
+        blocks.read_block({"wallfacer": 4})
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "named"),
+    [
+        ({"data_parallel_size": 2}, '"data_parallel_size": 2'),
+        ({"sequence_parallel_size": 2}, '"sequence_parallel_size": 2 contradicts'),
+        (
+            {"activation_checkpointing": {"partition_activations": True}},
+            "activation_checkpointing.partition_activations",
+        ),
+        ({"compile": {"passes": ["autosp"]}}, "autosp"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op"),
+    ],
+)
+def test_what_would_run_to_a_wrong_result_is_refused(neighbour: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        blocks.refuse_neighbours(neighbour, block())
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "named"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
+        ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled"),
+        ({"hybrid_engine": {"enabled": True}}, "hybrid_engine.enabled"),
+        ({"curriculum_learning": {"enabled": True}}, "curriculum_learning.enabled"),
+        (
+            {"data_efficiency": {"data_sampling": {"enabled": True}}},
+            "data_efficiency.data_sampling.enabled",
+        ),
+    ],
+)
+def test_what_we_lack_is_refused(neighbour: dict, named: str) -> None:
+    with pytest.raises(NotImplementedError, match=named):
+        blocks.refuse_neighbours(neighbour, block())
+
+
+def test_harmless_neighbours_pass() -> None:
+    config = {
+        "sequence_parallel_size": 4,
+        "zero_optimization": {"stage": 3},
+        "activation_checkpointing": {"partition_activations": False},
+        "tensor_parallel": {"autotp_size": 1},
+        "compile": {"passes": ["prefetch"]},
+    }
+    blocks.refuse_neighbours(config, block())
+
+
+def test_the_world_must_hold_whole_groups() -> None:
+    assert blocks.data_parallel_size(block(), 8) == 2
+    with pytest.raises(ValueError, match=r"4 does not divide the 6 ranks.*\[1, 2, 3, 6\]"):
+        blocks.data_parallel_size(block(), 6)
+
+
+def batch(train: object = None, micro: object = None, steps: object = None) -> dict:
+    given = dict(zip(blocks.BATCH_KEYS, (train, micro, steps), strict=True))
+    return {key: value for key, value in given.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(12, 2, 3), (12, 2, None), (12, None, 3), (None, 2, 3), (None, 2, None), (12, None, None)],
+)
+def test_batch_sizes_that_come_out(sizes: tuple) -> None:
+    blocks.check_batch(batch(*sizes), replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named"),
+    [
+        ((24, 2, 3), r'"train_batch_size": 24 .*right would be "train_batch_size": 12'),
+        (
+            (10, 2, None),
+            '10 is no multiple .*"train_micro_batch_size_per_gpu": 2; .* multiple of 4',
+        ),
+        ((10, None, 3), '10 is no multiple .*"gradient_accumulation_steps": 3; .* multiple of 6'),
+        ((3, None, None), "3 is no multiple of data parallel size 2 .* multiple of 2"),
+        ((None, None, 3), '"train_batch_size", "train_micro_batch_size_per_gpu" must be given'),
+        (("auto", 2, 3), '"train_batch_size" must be a positive integer, got "auto"'),
+        ((12, 0, 3), '"train_micro_batch_size_per_gpu" must be a positive integer, got 0'),
+    ],
+)
+def test_batch_sizes_that_do_not_are_refused(sizes: tuple, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        blocks.check_batch(batch(*sizes), replicas=2)
+
+
+def test_a_config_may_be_a_dict_a_file_or_base64(tmp_path) -> None:
+    config = {"train_batch_size": 2, "wallfacer": RING}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    coded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    assert [blocks.load_config(c) for c in (config, str(path), path, coded)] == [config] * 4
+
+
+def test_a_config_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="there is no file 'nowhere.json'"):
+        blocks.load_config("nowhere.json")
+
+
+def test_locks_of_killed_compilations_are_found_and_named(tmp_path) -> None:
+    old, young = (tmp_path / "py311_cpu" / name / "lock" for name in ("cpu_adam", "shm"))
+    for lock in (old, young):
+        lock.parent.mkdir(parents=True)
+        lock.touch()
+    long_ago = time.time() - 3600
+    os.utime(old, (long_ago, long_ago))
+    assert cpu.stale_locks(tmp_path) == [old]
+    with pytest.warns(RuntimeWarning, match="cpu_adam/lock.* delete the file"):
+        cpu.warn_of_stale_locks(tmp_path)
+
+
+def test_a_clean_folder_of_operators_is_no_news(tmp_path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cpu.warn_of_stale_locks(tmp_path)
+
+
+def test_the_shared_memory_operator_comes_back() -> None:
+    import deepspeed.ops
+
+    before = dict(deepspeed.ops.__compatible_ops__)
+    with cpu.without_shared_memory_op():
+        assert deepspeed.ops.__compatible_ops__[cpu.SHARED_MEMORY_OP] is False
+    assert deepspeed.ops.__compatible_ops__ == before
