@@ -288,7 +288,7 @@ PRESETS: Mapping[str, Topology] = MappingProxyType(
             inside=Link(5e-6, 450e9),
             between=Link(10e-6, 50e9),
             kernels=(("flash", _H100),),
-            memory_bytes=80e9,
+            memory_bytes=80 * 2**30,
         ),
         "a100-4x-100gbe": Topology(
             "a100-4x-100gbe",
@@ -298,7 +298,7 @@ PRESETS: Mapping[str, Topology] = MappingProxyType(
             inside=Link(5e-6, 300e9),
             between=Link(30e-6, 12.5e9),
             kernels=(("flash", _A100),),
-            memory_bytes=40e9,
+            memory_bytes=40 * 2**30,
         ),
         "one-host": Topology(
             "one-host",
@@ -308,7 +308,7 @@ PRESETS: Mapping[str, Topology] = MappingProxyType(
             inside=Link(100e-6, 1.3e9),
             between=Link(200e-6, 1.25e9),
             kernels=(("sdpa", _CPU),),
-            memory_bytes=8e9,
+            memory_bytes=8 * 2**30,
         ),
     }
 )

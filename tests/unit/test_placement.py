@@ -1,0 +1,82 @@
+"""Renumbered schedules are schedules; every route is found once, by its simplest name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wf_backends.placement import (
+    Placed,
+    digits,
+    divisors,
+    permutation,
+    place,
+    placements,
+    relabel,
+    routes,
+)
+from wf_backends.schedule import check, concentric, make_schedule, mesh, ring
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_every_placement_is_a_schedule(size: int) -> None:
+    for placed in placements(size, directed=True):
+        check(place(placed, size))
+
+
+def test_rank_order_is_the_route_itself() -> None:
+    for placed in placements(16, directed=False):
+        if placed.in_rank_order:
+            assert place(placed, 16) == make_schedule(placed.route, 16)
+        assert sorted(permutation(placed, 16)) == list(range(16))
+
+
+def test_placements_differ() -> None:
+    schedules = [place(placed, 8) for placed in placements(8, directed=False)]
+    teams = [s for s in schedules if s.num_steps == 2 and len(s.q[0]) == 2]
+    assert len(set(teams)) == len(teams) == 6
+
+
+def test_digits_in_another_order_put_other_ranks_side_by_side() -> None:
+    rows_apart = Placed((("cols", 4), ("name", "mesh"), ("rows", 2)), (1, 0))
+    assert place(rows_apart, 8).q[:4] == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert place(rows_apart, 8).hops[0] == (3, 0, 1, 2, 7, 4, 5, 6)
+    assert str(rows_apart) == "mesh cols=4 rows=2, digits 1-0"
+
+
+def test_a_ring_backwards_walks_the_other_way() -> None:
+    backwards = Placed((("name", "ring"),), (0,), reverse=True)
+    assert place(backwards, 4).hops[0] == (1, 2, 3, 0)
+    assert ring(4).hops[0] == (3, 0, 1, 2)
+    assert not backwards.in_rank_order
+
+
+@given(st.permutations(range(8)))
+def test_relabel_undone_is_the_schedule(ranks: list[int]) -> None:
+    there = tuple(ranks)
+    back = tuple(there.index(rank) for rank in range(8))
+    for schedule in (concentric(8, 2), mesh(2, 4)):
+        moved = check(relabel(schedule, there))
+        assert moved.holdings()[1][there[3]] == tuple(
+            sorted(there[shard] for shard in schedule.holdings()[1][3])
+        )
+        assert relabel(moved, back) == schedule
+
+
+def test_relabel_refuses_what_is_no_permutation() -> None:
+    with pytest.raises(ValueError, match=r"permutation of the 4 ranks, got \(0, 1, 1, 3\)"):
+        relabel(ring(4), (0, 1, 1, 3))
+
+
+def test_every_divisor_pair_team_and_double_ring_is_a_route() -> None:
+    found = routes(16)
+    assert [route["team_size"] for route in found if route["name"] == "concentric"] == [2, 4]
+    assert [route["inner"] for route in found if route["name"] == "double_ring"] == [2, 4, 8]
+    meshes = [(r["rows"], r["cols"]) for r in found if r["name"] == "mesh"]
+    assert meshes == [(2, 8), (4, 4), (8, 2), (16, 1)]
+    assert [len(digits(route, 16)) for route in found[:2]] == [1, 1]
+
+
+def test_divisors() -> None:
+    assert [divisors(n) for n in (1, 12, 16)] == [[1], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8, 16]]

@@ -1,0 +1,147 @@
+"""Topologies: files, presets, who shares a NIC, and what contradicts a job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wf_backends.topology import PRESETS, check_job, from_dict, load
+
+FILES = sorted((Path(__file__).parents[2] / "configs/topologies").iterdir())
+
+
+def words(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "lab",
+        "hosts": 2,
+        "ranks_per_host": 4,
+        "nics_per_host": 2,
+        "inside": {"latency_us": 20, "gigabits_per_s": 80},
+        "between": {"latency_us": 50, "gigabits_per_s": 25},
+        "kernels": {"sdpa": {"forward_tflops": 0.02, "backward_tflops": 0.04, "call_us": 50}},
+        "memory_gib": 16,
+    } | changes
+
+
+def numbers(words: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """All numbers, by their path."""
+    found: dict[str, float] = {}
+    for key, value in words.items():
+        if isinstance(value, dict):
+            found |= numbers(value, f"{prefix}{key}.")
+        elif not isinstance(value, str):
+            found[prefix + key] = value
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_file_in_configs_loads(path: Path) -> None:
+    assert load(str(path)).size > 1
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_survives_a_round_trip(name: str) -> None:
+    again = from_dict(json.loads(json.dumps(PRESETS[name].to_dict())))
+    assert numbers(again.to_dict()) == pytest.approx(numbers(PRESETS[name].to_dict()))
+    assert load(name) is PRESETS[name]
+
+
+@pytest.mark.parametrize("name", ["h100-8x400g", "a100-4x-100gbe"])
+def test_a_preset_in_configs_is_the_preset(name: str) -> None:
+    path = next(path for path in FILES if path.stem == name.replace("-", "_"))
+    assert numbers(load(str(path)).to_dict()) == pytest.approx(numbers(PRESETS[name].to_dict()))
+
+
+def test_units_are_seconds_bytes_and_flops() -> None:
+    topology = from_dict(words())
+    assert topology.between.seconds(25e9 / 8) == pytest.approx(1 + 50e-6)
+    assert topology.between.seconds(0) == 0
+    assert topology.rate("sdpa").forward_flops_per_s == pytest.approx(2e10)
+    assert topology.memory_bytes == 16 * 2**30
+
+
+def test_neighbours_share_a_nic() -> None:
+    topology = from_dict(words())
+    assert [topology.host(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [topology.nic(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "ranks", "nics"), [(16, 4, 4, 2), (8, 2, 4, 2), (2, 1, 2, 1), (1, 1, 1, 1)]
+)
+def test_more_or_fewer_of_the_same_hosts(size: int, hosts: int, ranks: int, nics: int) -> None:
+    topology = from_dict(words()).with_ranks(size)
+    assert topology.size == size
+    assert (topology.hosts, topology.ranks_per_host, topology.nics_per_host) == (hosts, ranks, nics)
+
+
+def test_ranks_that_do_not_fill_hosts_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 ranks do not fill hosts of 4.*multiple of 4"):
+        from_dict(words()).with_ranks(6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hosts": 0}, "'hosts' must be a positive integer, got 0"),
+        ({"hosts": True}, "'hosts' must be a positive integer, got True"),
+        ({"nics_per_host": 3}, "nics_per_host must divide ranks_per_host 4.*got 3"),
+        ({"memory_gib": -1}, "'memory_gib' must be a positive number, got -1"),
+        ({"inside": {"latency_us": 1}}, "inside: 'gigabits_per_s' is missing"),
+        ({"inside": 5}, "inside must be an object.*got 5"),
+        ({"between": {"latency_us": 0, "gigabits_per_s": 1}}, "'between.latency_us' must be"),
+        ({"kernels": {}}, "kernels must name at least one"),
+        ({"kernels": 3}, "'kernels' must be an object of kernels, got 3"),
+        ({"kernels": {"sdpa": {"forward_tflop": 1}}}, "forward_tflop'; did you mean 'forward_tfl"),
+        ({"host": 2}, "unknown key 'host'; did you mean 'hosts'"),
+    ],
+)
+def test_a_wrong_key_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_dict(words(**changes))
+
+
+def test_a_missing_key_is_named() -> None:
+    incomplete = words()
+    del incomplete["between"]
+    with pytest.raises(ValueError, match="'between' is missing"):
+        from_dict(incomplete)
+
+
+def test_the_file_is_named_too(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(words(hosts=0)))
+    with pytest.raises(ValueError, match="mine.json: topology key 'hosts'"):
+        load(str(path))
+    path.write_text("{")
+    with pytest.raises(ValueError, match="mine.json"):
+        load(str(path))
+
+
+def test_an_unknown_preset_gets_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match="did you mean 'h100-8x400g'"):
+        load("h100-8x400")
+
+
+def test_an_unknown_kernel_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"has rates for \['sdpa'\], got kernel 'spda'.*sdpa"):
+        from_dict(words()).rate("spda")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        (["a"] * 4 + ["b"] * 3, "2 hosts x 4 ranks = 8, the job 7 ranks"),
+        (["a"] * 8, "it has 2 hosts, the job 1"),
+        (["a", "b"] * 4, "ranks 0 and 1 should share host 0, but run on 'a' and 'b'"),
+        (["a"] * 3 + ["b"] * 5, "ranks 0 and 3 should share host 0"),
+    ],
+)
+def test_a_topology_that_contradicts_the_job_is_refused(hosts: list[str], message: str) -> None:
+    topology = from_dict(words())
+    assert check_job(topology, ["a"] * 4 + ["b"] * 4) is topology
+    with pytest.raises(ValueError, match=f"contradicts the job.*{message}.*bench-links"):
+        check_job(topology, hosts)
