@@ -102,11 +102,16 @@ def test_better_links_and_faster_kernels_never_slow_a_plan(mask: Mask) -> None:
 
 
 def test_more_memory_never_slows_a_plan() -> None:
-    shape = Shape(batch=1, heads=1, kv_heads=1, head_dim=64, itemsize=4)
-    request = Request(cluster(8, 1, gbit=0.025), Workload(shape, 8192))
-    needs = sorted({plan.cost.memory_bytes for plan in all_plans(request)})
-    times = [best_plan(replace(request, memory_bytes=n)).cost.seconds for n in needs]
+    shape = Shape(batch=1, heads=4, kv_heads=4, head_dim=64, itemsize=4)
+    request = Request(cluster(8, 1, gbit=0.025), Workload(shape, 8192), degrees=(1,))
+    ring = in_rank_order({"name": "ring"}, 8)
+    least = price_plan(request, 1, ring, ring).cost.memory_bytes
+    limits = [least * factor for factor in (1, 1.25, 1.5, 2, 3, 4)]
+    plans = [best_plan(replace(request, memory_bytes=limit)) for limit in limits]
+    times = [plan.cost.seconds for plan in plans]
     assert times == sorted(times, reverse=True) and times[0] > times[-1]
+    for plan, limit in zip(plans, limits, strict=True):
+        assert plan.cost.memory_bytes <= limit
 
 
 def test_a_memory_limit_that_nobody_meets_names_the_closest() -> None:
