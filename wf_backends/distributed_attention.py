@@ -5,7 +5,6 @@ Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -17,7 +16,7 @@ from wf_backends.comm.protocol import Communicator
 from wf_backends.config import AUTO, Route, SequenceParallelConfig
 from wf_backends.executor import Attention, Call, accumulator_dtype
 from wf_backends.kernels import KernelSpec, Selection, select
-from wf_backends.layout import Layout, lengths, make_layout, merge_shards
+from wf_backends.layout import Layout, layout_of, merge_shards
 from wf_backends.mask import Mask
 from wf_backends.planner import cheapest_route
 from wf_backends.schedule import Schedule, check, make_schedule
@@ -79,19 +78,12 @@ class DistributedAttention:
             "seqlen": -1 if seqlen is None else seqlen,
         }
         told = self._agreement.check(same, {"q rows": s, "key rows": keys}, q)
-        layouts = self._layout(told["q rows"], "q rows"), self._layout(told["key rows"], "key rows")
         _check_mask(mask, *(sum(told[name]) for name in told))
-        return self._plan(*layouts, mask, KernelSpec(q.device.type, q.dtype, d, h, g))
-
-    def _layout(self, rows: Sequence[int], name: str) -> Layout:
-        """The layout whose shards have the lengths that the ranks told."""
-        layout = make_layout(self.config.layout, self.comm.size, sum(rows))
-        if lengths(layout) != tuple(rows):
-            raise ValueError(
-                f"{name} must be the shards of the {self.config.layout} layout: for {sum(rows)} "
-                f"tokens these have {list(lengths(layout))} rows, got {list(rows)}"
-            )
-        return layout
+        q_layout, kv_layout = (
+            layout_of(self.config.layout, rows, mask.cu_seqlens, name)
+            for name, rows in told.items()
+        )
+        return self._plan(q_layout, kv_layout, mask, KernelSpec(q.device.type, q.dtype, d, h, g))
 
     def _make_plan(
         self, q_layout: Layout, kv_layout: Layout, mask: Mask, spec: KernelSpec

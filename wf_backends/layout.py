@@ -7,10 +7,12 @@ differ by one token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
 
+from wf_backends.documents import deal_documents
 from wf_backends.ranges import Range, Ranges, join, size
 from wf_backends.suggest import nearest
 
@@ -38,11 +40,45 @@ def zigzag(num_ranks: int, seqlen: int) -> Layout:
     return tuple(join((chunks[r], chunks[-1 - r])) for r in range(num_ranks))
 
 
-LAYOUTS: Mapping[str, Callable[[int, int], Layout]] = MappingProxyType(
-    {"contiguous": contiguous, "zigzag": zigzag}
+def document_zigzag(num_ranks: int, cu_seqlens: Sequence[int]) -> Layout:
+    """Packed documents of any lengths, balanced: short ones whole on a rank, long ones zigzag.
+
+    Shards may differ in length; attention inside documents then is even where a zigzag over the
+    whole sequence would not be.
+
+    Args:
+        cu_seqlens: the documents' borders 0 = c0 < c1 < ... = S.
+
+    Raises:
+        ValueError: if there are so few tokens that a rank would get none.
+    """
+    layout = deal_documents(num_ranks, tuple(cu_seqlens))
+    if not all(layout):
+        raise _too_short("document_zigzag", cu_seqlens[-1], num_ranks, 2 * num_ranks)
+    return layout
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutKind:
+    """A layout by name: how to build it from ranks, tokens and documents."""
+
+    build: Callable[[int, int, Sequence[int]], Layout]
+    chunks_per_rank: int
+    """A sequence length divisible by ranks x this gives every rank the same number of tokens; 0 =
+    shards are not meant to be equal, nothing is padded for them."""
+    needs_documents: bool = False
+    """Whether the layout follows from the documents, so that none may be left unsaid."""
+
+
+LAYOUTS: Mapping[str, LayoutKind] = MappingProxyType(
+    {
+        "contiguous": LayoutKind(lambda n, seqlen, _: contiguous(n, seqlen), 1),
+        "zigzag": LayoutKind(lambda n, seqlen, _: zigzag(n, seqlen), 2),
+        "document_zigzag": LayoutKind(
+            lambda n, _, borders: document_zigzag(n, borders), 0, needs_documents=True
+        ),
+    }
 )
-CHUNKS_PER_RANK: Mapping[str, int] = MappingProxyType({"contiguous": 1, "zigzag": 2})
-"""A sequence length divisible by ranks x this gives every rank the same number of tokens."""
 
 
 def check_layout_name(name: str) -> str:
@@ -54,9 +90,48 @@ def check_layout_name(name: str) -> str:
     return name
 
 
-def make_layout(name: str, num_ranks: int, seqlen: int) -> Layout:
-    """The layout called `name` for `seqlen` tokens on `num_ranks` ranks."""
-    return LAYOUTS[check_layout_name(name)](num_ranks, seqlen)
+def make_layout(
+    name: str, num_ranks: int, seqlen: int, cu_seqlens: Sequence[int] | None = None
+) -> Layout:
+    """The layout called `name` for `seqlen` tokens on `num_ranks` ranks.
+
+    Raises:
+        ValueError: for an unknown name, a sequence too short, or documents that the layout needs
+            and that were not given or do not end at `seqlen`.
+    """
+    kind = LAYOUTS[check_layout_name(name)]
+    if kind.needs_documents and cu_seqlens is None:
+        raise ValueError(
+            f"the {name} layout follows from the documents: pass cu_seqlens ((0, {seqlen}) if "
+            "there is one)"
+        )
+    if cu_seqlens is not None and cu_seqlens[-1] != seqlen:
+        raise ValueError(
+            f"cu_seqlens must end at the sequence length {seqlen}, got {cu_seqlens[-1]}"
+        )
+    return kind.build(num_ranks, seqlen, cu_seqlens or (0, seqlen))
+
+
+def layout_of(
+    name: str, rows: Sequence[int], cu_seqlens: Sequence[int] | None, what: str
+) -> Layout:
+    """The layout called `name` whose shards have the lengths `rows`, by rank.
+
+    Raises:
+        ValueError: as `make_layout`, and naming `what` if there is no such layout.
+    """
+    layout = make_layout(name, len(rows), sum(rows), cu_seqlens)
+    if lengths(layout) != tuple(rows):
+        raise ValueError(
+            f"{what} must be the shards of the {name} layout: for {sum(rows)} tokens these have "
+            f"{list(lengths(layout))} rows, got {list(rows)}"
+        )
+    return layout
+
+
+def padding_multiple(name: str, num_ranks: int) -> int:
+    """What to pad a sequence to a multiple of, so that all shards have the same length."""
+    return max(1, num_ranks * LAYOUTS[name].chunks_per_rank)
 
 
 def merge_shards(layout: Layout, degree: int) -> Layout:
@@ -74,9 +149,13 @@ def lengths(layout: Layout) -> tuple[int, ...]:
 
 def _chunks(name: str, num_ranks: int, num_chunks: int, seqlen: int) -> list[Range]:
     if seqlen < num_chunks:
-        raise ValueError(
-            f"a sequence of {seqlen} tokens is too short for the {name} layout on {num_ranks} "
-            f"ranks: it needs at least {num_chunks} tokens, one for each chunk"
-        )
+        raise _too_short(name, seqlen, num_ranks, num_chunks)
     edges = [chunk * seqlen // num_chunks for chunk in range(num_chunks + 1)]
     return list(pairwise(edges))
+
+
+def _too_short(name: str, seqlen: int, num_ranks: int, least: int) -> ValueError:
+    return ValueError(
+        f"a sequence of {seqlen} tokens is too short for the {name} layout on {num_ranks} "
+        f"ranks: it needs at least {least} tokens, one for each chunk"
+    )

@@ -20,7 +20,7 @@ from wf_backends.comm import make_comm
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.data import prepare_batch
 from wf_backends.distributed_attention import DistributedAttention
-from wf_backends.layout import CHUNKS_PER_RANK, lengths, make_layout
+from wf_backends.layout import layout_of, make_layout, padding_multiple
 from wf_backends.loss import count_valid, token_loss
 from wf_backends.mask import make_mask
 from wf_backends.shards import gather_shards, positions, take_shard
@@ -54,19 +54,22 @@ class SequenceParallel:
         self._agreement = Agreement(self.comm)
         self._attention = DistributedAttention(config, self.comm)
 
-    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+    def shard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:
         """This rank's rows of a tensor that every rank holds whole, in layout order.
 
         The gradient is gathered: every rank gets that of the whole tensor.
 
+        Args:
+            cu_seqlens: the packed documents; needed by the document_zigzag layout alone.
+
         Raises:
             ValueError: if the sequence is too short for the layout.
         """
-        layout = make_layout(self.config.layout, self.size, x.shape[dim])
+        layout = make_layout(self.config.layout, self.size, x.shape[dim], cu_seqlens)
         there, back = (partial(f, self.comm, layout, dim) for f in (take_shard, gather_shards))
         return move(x, there, back, "shard")
 
-    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+    def unshard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:
         """The whole tensor, in sequence order, on every rank; its gradient is cut by `shard`.
 
         Every rank is taken to use the whole tensor in the same way: a loss that all ranks compute
@@ -78,18 +81,19 @@ class SequenceParallel:
         others = [n for axis, n in enumerate(x.shape) if axis != dim % x.dim()]
         same = {"dtype": fingerprint(x.dtype), "shape beside dim": fingerprint(others)}
         rows = self._agreement.check(same, {"rows": x.shape[dim]}, x)["rows"]
-        layout = make_layout(self.config.layout, self.size, sum(rows))
-        if lengths(layout) != tuple(rows):
-            raise ValueError(
-                f"x must be a shard of the {self.config.layout} layout: for {sum(rows)} tokens "
-                f"these have {list(lengths(layout))} rows along dim {dim}, got {rows}"
-            )
+        layout = layout_of(self.config.layout, rows, cu_seqlens, f"dim {dim} of x")
         there, back = (partial(f, self.comm, layout, dim) for f in (gather_shards, take_shard))
         return move(x, there, back, "unshard")
 
-    def positions(self, seqlen: int, device: torch.device | None = None) -> Tensor:
+    def positions(
+        self,
+        seqlen: int,
+        device: torch.device | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Tensor:
         """(s,) int64: the global positions of this rank's rows of a sequence of `seqlen`."""
-        return positions(make_layout(self.config.layout, self.size, seqlen)[self.rank], device)
+        layout = make_layout(self.config.layout, self.size, seqlen, cu_seqlens)
+        return positions(layout[self.rank], device)
 
     @torch.compiler.disable()
     def attention(
@@ -151,7 +155,7 @@ class SequenceParallel:
         """
         whole = prepare_batch(
             batch,
-            multiple=self.size * CHUNKS_PER_RANK[self.config.layout],
+            multiple=padding_multiple(self.config.layout, self.size),
             pad_token_id=pad_token_id,
             labels_are_shifted=labels_are_shifted,
         )
@@ -159,7 +163,8 @@ class SequenceParallel:
         same = {key: _checksum(value) for key, value in sorted(tensors.items())}
         same["cu_seqlens"] = fingerprint(whole.get("cu_seqlens"))
         self._agreement.check(same, {}, next(iter(tensors.values())), remember=False)
-        return whole | {key: self.shard(value) for key, value in tensors.items()}
+        borders = whole.get("cu_seqlens")
+        return whole | {key: self.shard(x, 1, borders) for key, x in tensors.items()}
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """This rank's share of the mean cross entropy over all valid labels of the sequence.

@@ -13,7 +13,7 @@ from transformers.models.bert import modeling_bert
 from transformers.models.vit.modeling_vit import ViTModel
 
 from wf_backends import SequenceParallel
-from wf_backends.layout import CHUNKS_PER_RANK
+from wf_backends.layout import padding_multiple
 from wf_transformers.attention import UNSUPPORTED, Attention
 from wf_transformers.bert import BertSelfAttention
 from wf_transformers.registry import Removable, registered
@@ -87,7 +87,7 @@ def shard_between(application: Application, first: nn.Module, last: nn.Module) -
 
 def _shard_between(application: Application, first: nn.Module, last: nn.Module) -> None:
     sp, documents = application.attention.sp, application.attention.documents
-    multiple = sp.size * CHUNKS_PER_RANK[sp.config.layout]
+    multiple = padding_multiple(sp.config.layout, sp.size)
     lengths: list[int] = []
 
     def shard(_: nn.Module, __: Any, full: Tensor) -> Tensor:

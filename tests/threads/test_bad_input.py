@@ -112,7 +112,7 @@ def test_a_tensor_that_is_no_shard_is_not_joined():
         sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
         sp.unshard(torch.zeros(1, 3 + 4 * comm.rank, 2))
 
-    with pytest.raises(ValueError, match=r"must be a shard of the zigzag layout.*got \[3, 7\]"):
+    with pytest.raises(ValueError, match=r"must be the shards of the zigzag layout.*got \[3, 7\]"):
         run_threads(2, join)
 
 

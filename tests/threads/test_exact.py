@@ -104,7 +104,7 @@ def cases(draw):
     return Case(
         forward,
         backward,
-        draw(layouts(n, seqlen)),
+        draw(layouts(n, seqlen, borders or (0, seqlen))),
         mask,
         queries_walk=draw(st.booleans()),
         heads=kv_heads * draw(st.integers(1, 3)),
@@ -114,11 +114,11 @@ def cases(draw):
 
 
 @st.composite
-def layouts(draw, n, seqlen):
+def layouts(draw, n, seqlen, borders):
     """A named layout, or any partition of the tokens that gives every rank some."""
     name = draw(st.sampled_from((*LAYOUTS, "any")))
     if name != "any":
-        return make_layout(name, n, seqlen)
+        return make_layout(name, n, seqlen, borders)
     owners = draw(
         st.permutations(
             [

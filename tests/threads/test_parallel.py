@@ -156,6 +156,33 @@ def test_shard_batch_shifts_numbers_pads_and_cuts():
     assert first["cu_seqlens"] == second["cu_seqlens"] == (0, 6, 10, 12)
 
 
+def attend_documents(comm, degree):
+    """Documents of any length in the layout that follows from them, through shard_batch too."""
+    words = {"layout": "document_zigzag", "ulysses_degree": degree, "route": "ring"}
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=4, **words), comm)
+    borders = (0, 23, 26, 27, 40, SEQLEN)
+    q, k, v, dout = tensors(4, 2)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    mine = (sp.shard(x, cu_seqlens=borders) for x in (q, k, v))
+    local = sp.attention(*mine, causal=True, cu_seqlens=borders)
+    out = sp.unshard(local, cu_seqlens=borders)
+    right = dense_attention(q, k, v, make_mask(causal=True, cu_seqlens=borders), 8**-0.5)
+    found = [out, *torch.autograd.grad((out * dout).sum(), (q, k, v))]
+    wanted = [right, *torch.autograd.grad((right * dout).sum(), (q, k, v))]
+    ids = torch.arange(SEQLEN)[None]
+    batch = sp.shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": borders})
+    mine = sp.positions(SEQLEN, cu_seqlens=borders)
+    assert torch.equal(batch["input_ids"][0], mine)
+    ends = torch.isin(mine + 1, torch.tensor(borders))
+    assert torch.equal(batch["labels"][0], torch.where(ends, -100, mine + 1))
+    return max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("degree", (1, 2))
+def test_documents_of_any_length_are_exact_in_their_own_layout(degree):
+    assert max(run_threads(4, attend_documents, degree)) < 1e-10
+
+
 def cut_and_join(comm, layout, dim):
     sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=4, layout=layout), comm)
     x = torch.arange(2 * 19 * 3, dtype=torch.float64).reshape(2, 19, 3).movedim(1, dim)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from wf_backends.layout import LAYOUTS, lengths, make_layout, merge_shards, zigzag
+from wf_backends.layout import lengths, make_layout, merge_shards, zigzag
 from wf_backends.mask import CAUSAL, Mask
 from wf_backends.tiles import area, tiles
 
 RANKS = (1, 2, 3, 4, 6, 8, 16)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", ("contiguous", "zigzag"))
 @pytest.mark.parametrize("n", RANKS)
 @pytest.mark.parametrize("seqlen", (32, 33, 61, 96))
 def test_every_token_has_one_owner(name, n, seqlen):

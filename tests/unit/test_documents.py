@@ -1,0 +1,86 @@
+"""Packed documents of any lengths: every token once, work and tokens even, few documents cut."""
+
+from __future__ import annotations
+
+import random
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wf_backends.documents import causal_work, unevenness
+from wf_backends.layout import document_zigzag, make_layout
+from wf_backends.mask import CAUSAL, Mask
+from wf_backends.tiles import area, tiles
+
+RANKS = (2, 4, 8, 16)
+
+
+def borders(lengths):
+    return (0, *accumulate(lengths))
+
+
+def drawn(kind, seed, total=32768):
+    """Document lengths that add up to at least `total`."""
+    source, lengths = random.Random(seed), []
+    draw = {
+        "log-normal": lambda: source.lognormvariate(6, 1.2),
+        "zipf": lambda: total / 4 / source.randint(1, 200) ** 1.1,
+        "giant": lambda: total / 2 if not lengths else source.uniform(10, 300),
+        "equal": lambda: 512,
+        "tiny": lambda: source.randint(1, 40),
+    }[kind]
+    while sum(lengths) < total:
+        lengths.append(max(1, int(draw())))
+    return lengths
+
+
+@pytest.mark.parametrize("kind", ("log-normal", "zipf", "giant", "equal", "tiny"))
+@pytest.mark.parametrize("n", RANKS)
+def test_work_and_tokens_are_within_five_percent_of_even(kind, n):
+    for seed in range(4):
+        packed = borders(drawn(kind, seed))
+        layout = document_zigzag(n, packed)
+        assert unevenness(layout, packed) <= 0.05
+        zigzag = unevenness(make_layout("zigzag", n, packed[-1]), packed)
+        assert unevenness(layout, packed) <= max(zigzag, 0.02)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.sampled_from((1, 2, 3, 4, 8)))
+def test_every_token_has_one_owner(lengths, n):
+    packed = borders(lengths)
+    try:
+        layout = document_zigzag(n, packed)
+    except ValueError as refusal:
+        assert "too short" in str(refusal) and packed[-1] < 4 * n
+        return
+    owned = sorted(p for shard in layout for a, b in shard for p in range(a, b))
+    assert owned == list(range(packed[-1]))
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.sampled_from((1, 2, 3)))
+def test_causal_work_is_the_area_of_the_tiles(lengths, n):
+    packed = borders(lengths)
+    mask, everything = Mask(CAUSAL, packed), ((0, packed[-1]),)
+    for shard in make_layout("contiguous", n, max(packed[-1], n)):
+        if packed[-1] < n:
+            return
+        assert causal_work(shard, packed) == sum(map(area, tiles(shard, everything, mask)))
+
+
+def test_short_documents_stay_whole_and_a_long_one_is_cut():
+    packed = borders([4000, 100, 100, 100, 100, 100, 100])
+    layout = document_zigzag(2, packed)
+    for start, stop in list(pairwise(packed))[1:]:
+        assert any(a <= start and stop <= b for shard in layout for a, b in shard)
+    assert all(shard[0][0] < 4000 for shard in layout)
+
+
+def test_documents_must_be_given_and_end_at_the_sequence():
+    with pytest.raises(ValueError, match=r"pass cu_seqlens \(\(0, 64\)"):
+        make_layout("document_zigzag", 2, 64)
+    with pytest.raises(ValueError, match="must end at the sequence length 64, got 60"):
+        make_layout("document_zigzag", 2, 64, (0, 60))
+    with pytest.raises(ValueError, match="too short for the document_zigzag layout on 8"):
+        document_zigzag(8, (0, 3))
