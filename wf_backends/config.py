@@ -18,6 +18,9 @@ from wf_backends.suggest import nearest
 AUTO = "auto"
 KERNEL_NAMES = (AUTO, "reference", "sdpa", "flash")
 MOVES = ("keys", "queries")
+LSS = "lss"
+STRATEGIES = (LSS,)
+LSS_ROUTE: Mapping[str, Any] = MappingProxyType({"name": "all_gather"})
 
 Route = Mapping[str, Any] | str | None
 
@@ -43,9 +46,13 @@ class SequenceParallelConfig:
     ulysses_degree: int = 1
     """Ranks that trade heads for tokens, consecutive; it divides sequence_parallel_size."""
     layout: str = "zigzag"
-    """"zigzag" or "contiguous": which tokens a rank owns."""
+    """"zigzag", "contiguous" or "document_zigzag" (packed documents of any length, balanced): which
+    tokens a rank owns."""
     kernel: str = AUTO
     """"auto", "reference", "sdpa" or "flash"."""
+    strategy: str | None = None
+    """None: the route decides. "lss": LSS Transformer, which is the route "all_gather" with all
+    gathered keys kept for the backward."""
 
     def __post_init__(self) -> None:
         _positive("sequence_parallel_size", self.sequence_parallel_size)
@@ -58,6 +65,8 @@ class SequenceParallelConfig:
         check_layout_name(self.layout)
         _one_of("kernel", self.kernel, KERNEL_NAMES)
         _one_of("backward_moves", self.backward_moves, MOVES)
+        if self.strategy is not None:
+            self._check_strategy()
         for name in ("route", "backward_route"):
             object.__setattr__(self, name, self._checked_route(name))
 
@@ -76,11 +85,13 @@ class SequenceParallelConfig:
         return cls(**words)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` takes."""
+        """What `from_dict` takes; a strategy is only there if there is one."""
+        words = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.strategy is None:
+            del words["strategy"]
         return {
-            f.name: dict(value) if isinstance(value, Mapping) else value
-            for f in fields(self)
-            for value in [getattr(self, f.name)]
+            key: dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
+            for key, value in words.items()
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -89,9 +100,27 @@ class SequenceParallelConfig:
     def __hash__(self) -> int:
         return hash(repr(self.to_dict()))
 
+    def _check_strategy(self) -> None:
+        """Refuse what contradicts the strategy, and spell out the route that it names."""
+        _one_of("strategy", self.strategy, STRATEGIES)
+        if self.route == AUTO:
+            object.__setattr__(self, "route", LSS_ROUTE["name"])
+        right = {
+            "route": (LSS_ROUTE["name"], LSS_ROUTE),
+            "backward_route": (None, LSS_ROUTE["name"], LSS_ROUTE),
+            "backward_moves": ("keys",),
+            "ulysses_degree": (1,),
+        }
+        for key, values in right.items():
+            if (value := getattr(self, key)) not in values:
+                raise ValueError(
+                    f'{key} {value!r} contradicts strategy "{LSS}", which gathers all keys; '
+                    f"leave {key} out"
+                )
+
     def _checked_route(self, key: str) -> Route:
         """The route with its name spelled out, once it is known to fit."""
-        route = getattr(self, key)
+        route: Any = getattr(self, key)
         if route is None and key == "backward_route":
             return None
         if route == AUTO:

@@ -1,0 +1,95 @@
+"""LSS Transformer: one fused gather forward, one fused reduction backward.
+
+Every rank keeps its own queries and gathers one buffer [K|V]; backward it sends one buffer
+[dK|dV] home. The gathered keys are kept for the backward: 2 collectives for each attention layer.
+Rows that a rank's mask does not let it see are not sent to it. Gradients of parameters are
+averaged by `wf_backends.gradients.DoubleAverage`.
+
+Source: arXiv 2311.02382. Shapes: s rows of this rank, n rows that it needs, b batch, g key heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wf_backends.adjoint import move
+from wf_backends.comm.protocol import Communicator
+from wf_backends.config import LSS, SequenceParallelConfig
+from wf_backends.distributed_attention import DistributedAttention, _check_tensors
+from wf_backends.executor import Attention, Call
+from wf_backends.mail import Home, Mail, Tensors, add, bring_together, send_home
+from wf_backends.mask import Mask
+from wf_backends.parallel import SequenceParallel
+from wf_backends.walk import Gather, Parcel, Parcels, RankPlan, Step
+
+
+class LssParallel(SequenceParallel):
+    """A SequenceParallel whose config says "strategy": "lss".
+
+    Raises:
+        ValueError: if it does not, or as SequenceParallel does.
+    """
+
+    def __init__(self, config: SequenceParallelConfig, group: Any = None) -> None:
+        if config.strategy != LSS:
+            raise ValueError(f'strategy must be "{LSS}", got {config.strategy!r}')
+        super().__init__(config, group)
+        self._attention = LssAttention(config, self.comm)
+
+
+class LssAttention(DistributedAttention):
+    """Attention by the "all_gather" route, with the gathered keys kept for the backward."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
+    ) -> Tensor:
+        """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
+        _check_tensors(q, k, v)
+        plan = self.plan(q, k, mask, scale, seqlen)
+        gather, local = plan.forward.walk, _local(plan.forward)
+        there, back = partial(_fetch, self.comm, gather), partial(_return, self.comm, gather)
+        fused = torch.stack((k.transpose(0, 1), v.transpose(0, 1)), dim=1)  # (s, 2, b, g, d)
+        held = move(fused, there, back, "lss")  # (n, 2, b, g, d)
+        k, v = (x.transpose(0, 1) for x in held.unbind(1))
+        alone = self.comm.view([self.comm.rank])
+        return Attention.apply(q, k, v, Call(local, local, alone, plan.selection.kernel, scale))
+
+
+def _local(plan: RankPlan) -> RankPlan:
+    """The plan of a rank that has all rows of its one step already."""
+    (step,) = plan.steps
+    stay = replace(plan.stay, give=_to_self(plan.stay.give), take=_to_self(plan.stay.take))
+    held = (Parcel(0, ((0, step.num_rows),)),)
+    walk = Gather(step.num_rows, step.num_rows, held, held)
+    only = Step(step.num_rows, step.tiles, None, None, None, None, held, held)
+    return RankPlan(0, False, stay, walk, (only,))
+
+
+def _to_self(parcels: Parcels) -> Parcels:
+    return tuple(Parcel(0, parcel.rows) for parcel in parcels)
+
+
+def _fetch(comm: Communicator, gather: Gather, kv: Tensor, label: str) -> Tensor:
+    """The rows that this rank needs, from all ranks."""
+    mail = Mail(comm, label)
+    finish = bring_together(mail, gather, (kv,))
+    mail.deliver()
+    return finish()[0]
+
+
+def _return(comm: Communicator, gather: Gather, grad: Tensor, label: str) -> Tensor:
+    """The sum over all ranks of the gradients of this rank's rows."""
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+
+    def blank(num_rows: int) -> Tensors:
+        return (grad.new_zeros((num_rows, *grad.shape[1:]), dtype=dtype),)
+
+    mail = Mail(comm, label)
+    finish = send_home(mail, gather, (grad,), Home(gather.shard_rows, blank, add))
+    mail.deliver()
+    return finish()[0].to(grad.dtype)
