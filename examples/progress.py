@@ -22,6 +22,7 @@ class Display:
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
             console=self._console,
+            auto_refresh=False,  # mpirun hands on a terminal's codes to whatever collects its output
             disable=not (visible and self._console.is_terminal),
         )
         self._task = self._bar.add_task("train", total=last, completed=first, figures="")
@@ -40,7 +41,7 @@ class Display:
 
     def show(self, row: Row) -> None:
         """Move the bar, or print a line about ten times a run."""
-        self._bar.update(self._task, completed=row.step, figures=figures(row))
+        self._bar.update(self._task, completed=row.step, figures=figures(row), refresh=True)
         due = row.step % self._every == 0 or row.step in (1, self._last)
         if due and not self._console.is_terminal:
             self._console.print(f"step {row.step}/{self._last}  {figures(row)}", highlight=False)
