@@ -22,7 +22,7 @@ class Display:
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
             console=self._console,
-            auto_refresh=False,  # mpirun hands on a terminal's codes to whatever collects its output
+            auto_refresh=False,  # under mpirun a log file looks like a terminal
             disable=not (visible and self._console.is_terminal),
         )
         self._task = self._bar.add_task("train", total=last, completed=first, figures="")
