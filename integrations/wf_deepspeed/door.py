@@ -34,7 +34,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         ValueError, NotImplementedError: for a wrong block, batch arithmetic that does not come
             out, or a neighbour of the block that DeepSpeed would run to a wrong result.
     """
-    return initialize_through(deepspeed.initialize, args, kwargs)
+    return initialize_through(inspect.unwrap(deepspeed.initialize), args, kwargs)
 
 
 def initialize_through(

@@ -54,12 +54,11 @@ class WholeBatchHooks:
     ) -> tuple[tuple[()], dict[str, Any]]:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         _refuse(given)
-        batch = {k: given.pop(k) for k in BATCH_KEYS if given.get(k) is not None}
-        batch = with_documents(batch)
+        seqlen = _seqlen(given)
+        batch = with_documents({k: v for k, v in given.items() if _by_token(k, v, seqlen)})
+        given = {k: v for k, v in given.items() if k not in batch}
         local = self._component.shard_batch(batch)
-        tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
-        num_items = given.pop("num_items_in_batch", None)
-        self._call = Call(tokens.shape[1], local.get("labels"), num_items)
+        self._call = Call(seqlen, local.get("labels"), given.pop("num_items_in_batch", None))
         return (), given | forward_kwargs(model, local)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -88,14 +87,17 @@ class WholeBatchHooks:
         return total / component.sp.size
 
 
-BATCH_KEYS = (
-    "input_ids",
-    "inputs_embeds",
-    "labels",
-    "position_ids",
-    "attention_mask",
-    "cu_seqlens",
-)
+def _seqlen(given: dict[str, Any]) -> int:
+    for key in ("input_ids", "inputs_embeds"):
+        if isinstance(given.get(key), Tensor):
+            return given[key].shape[1]
+    raise ValueError(f'the model was called without "input_ids", with {sorted(given)}')
+
+
+def _by_token(key: str, value: Any, seqlen: int) -> bool:
+    """Whether an argument is (b, S, ...) and so has to be cut."""
+    tokens = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == seqlen
+    return key == "cu_seqlens" or tokens
 
 
 def _refuse(given: dict[str, Any]) -> None:

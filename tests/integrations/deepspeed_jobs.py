@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | fixed | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | more
 
 
-def run_ranks(command: Sequence[str], ranks: int, timeout: float = 200.0) -> list[str]:
+def run_ranks(command: Sequence[str], ranks: int, timeout: float = 280.0) -> list[str]:
     """`python command...` once per rank as torchrun would start it; what each rank printed.
 
     Raises:
@@ -58,7 +59,9 @@ def run_ranks(command: Sequence[str], ranks: int, timeout: float = 200.0) -> lis
         ]
         codes = _wait(processes, timeout)
         outputs = [(log.seek(0), log.read())[1] for log in logs]
-    failed = [rank for rank, code in enumerate(codes) if code]
+    late = [rank for rank, code in enumerate(codes) if code == -signal.SIGKILL]
+    assert late != list(range(ranks)), f"no rank of {ranks} ended within {timeout} s"
+    failed = [rank for rank, code in enumerate(codes) if code and rank not in late]
     assert not failed, f"ranks {failed} failed; rank {failed[0]}:\n{outputs[failed[0]][-6000:]}"
     return outputs
 

@@ -1,4 +1,4 @@
-"""One of 4 ranks, sp 2: what the loaders yield, and what a wrong batch does. Writes OUT.RANK.json."""
+"""One of 4 ranks, two a sequence: what loaders yield, what a wrong batch does. OUT.RANK.json."""
 
 import json
 import sys

@@ -70,7 +70,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def deepspeed_checkpoint(layer: Any, *args: Any) -> tuple[Any]:
-    """DeepSpeed's checkpoint gives a single output bare, transformers takes the first of a tuple."""
+    """DeepSpeed hands back a single output bare; transformers takes the first of a tuple."""
     return (deepspeed.checkpointing.checkpoint(layer, *args),)
 
 

@@ -44,7 +44,7 @@ def case(name: str, wallfacer: dict | None, stage: int = 0, **more: Any) -> dict
     config = more.pop("optimizer", ADAM) | {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": more.pop("accumulation", 1),
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 2000} | more.pop("zero", {}),
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 6000} | more.pop("zero", {}),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
     }

@@ -21,6 +21,13 @@ from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
 SCRIPT = str(Path(__file__).with_name("deepspeed_trainer.py"))
+# As `python -m wf_deepspeed`, without half a minute of compilation at the first run.
+RUN = """
+import sys, wf_deepspeed
+from wf_deepspeed.__main__ import main
+with wf_deepspeed.without_shared_memory_op():
+    main(sys.argv[1:])
+"""
 RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
 
 
@@ -40,7 +47,7 @@ def train(folder: Path, ranks: int, accumulation: int, stage: int | None = None)
     }
     path = folder / f"ds_{ranks}_{stage}.json"
     path.write_text(json.dumps(config))
-    run_ranks(["-m", "wf_deepspeed", SCRIPT, out, str(accumulation), str(path)], ranks)
+    run_ranks(["-c", RUN, SCRIPT, out, str(accumulation), str(path)], ranks)
     return json.loads(Path(out).read_text())
 
 
@@ -72,7 +79,5 @@ def test_the_door_puts_back_what_it_swapped() -> None:
 
 
 def test_without_a_script_there_is_a_usage_line() -> None:
-    with pytest.raises(AssertionError, match=r"usage: python -m wf_deepspeed script.py"):
-        run_ranks(["-m", "wf_deepspeed"], 1)
-    with pytest.raises(AssertionError, match="there is no file 'nowhere.py'"):
+    with pytest.raises(AssertionError, match=r"usage: python -m wf_deepspeed .* 'nowhere.py'"):
         run_ranks(["-m", "wf_deepspeed", "nowhere.py"], 1)
