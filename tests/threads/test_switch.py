@@ -19,7 +19,7 @@ def whole_tensor(shape):
 
 def mix(x, dim):
     """A function of all of `dim`, elementwise in the others."""
-    return x.cumsum(dim) * x.sin() + x.mean(dim, keepdim=True)
+    return (x.cumsum(dim) / x.shape[dim]).tanh() + x.sin()
 
 
 def there_and_back(group, shape, path):
