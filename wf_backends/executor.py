@@ -167,6 +167,7 @@ def run(
         moving = work.blank_walk(step.num_rows)
         for tile in step.tiles:  # hides what the mail carries
             work.compute(tile, stay, held, partial, moving)
+            mail.poll()
         mail.wait()
         land(moving)
         held, before = arriving, step

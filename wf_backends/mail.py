@@ -54,6 +54,11 @@ class Mail:
         if self._sends or self._recvs:
             self._pending = self.comm.post(self.label, self._sends, self._recvs)
 
+    def poll(self) -> None:
+        """Let messages make headway, where the library moves them only inside its calls."""
+        if self._pending is not None:
+            self._pending.poll()
+
     def wait(self) -> None:
         """Return when everything has landed."""
         if self._pending is not None:

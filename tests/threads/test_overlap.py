@@ -32,6 +32,9 @@ class Waited:
     def __init__(self, pending, label, events):
         self.pending, self.label, self.events = pending, label, events
 
+    def poll(self):
+        self.pending.poll()
+
     def wait(self):
         self.pending.wait()
         self.events.append(f"wait {self.label}")
