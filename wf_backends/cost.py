@@ -229,9 +229,11 @@ def pass_cost(job: Job, schedule: Schedule, walk: Walk) -> Cost:
 
 def make_problem(job: Job, schedule: Schedule, walk: Walk) -> Problem:
     """The schedule over the job's sequence."""
-    layout = make_layout(job.workload.layout, job.topology.size, job.workload.seqlen)
+    workload = job.workload
+    borders = workload.mask.cu_seqlens or (0, workload.seqlen)
+    layout = make_layout(workload.layout, job.topology.size, workload.seqlen, borders)
     pooled = merge_shards(layout, job.degree)
-    return Problem(schedule, pooled, pooled, job.workload.mask, walk.queries_walk)
+    return Problem(schedule, pooled, pooled, workload.mask, walk.queries_walk)
 
 
 def tile_seconds(job: Job, walk: Walk, found: Sequence[Tile]) -> float:

@@ -7,108 +7,25 @@ that by closed forms (estimate.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from wf_backends.config import AUTO, MOVES, Route, SequenceParallelConfig
+from wf_backends.config import AUTO, Route, SequenceParallelConfig
 from wf_backends.cost import (
-    BACKWARD_KEYS,
-    BACKWARD_QUERIES,
     FORWARD,
     Cost,
     Job,
     Walk,
     Workload,
-    pass_cost,
     ulysses_cost,
 )
-from wf_backends.estimate import Estimator, ends_early
-from wf_backends.mask import FULL, Mask
-from wf_backends.placement import Placed, digits, divisors, place, placements
-from wf_backends.schedule import Schedule
+from wf_backends.mask import Mask
+from wf_backends.placement import Placed, digits, divisors
+from wf_backends.plans import BACKWARDS, PassPlan, Plan, Request, pass_order, plan_order
+from wf_backends.search import Pricing, best_of, candidates_of, passes
 from wf_backends.topology import PRESETS, Topology
 from wf_backends.traffic import Shape
-
-BACKWARDS = {"keys": BACKWARD_KEYS, "queries": BACKWARD_QUERIES}
-ROUNDING = 1e-8  # more than times lose when they are rounded to be compared
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a plan is wanted for."""
-
-    topology: Topology
-    workload: Workload
-    memory_bytes: float | None = None
-    """What attention may take of a rank's memory beyond its inputs; None = the topology's."""
-    degrees: tuple[int, ...] | None = None
-    """The ulysses degrees to look at; None = all that the ranks and heads allow."""
-    forward: tuple[Placed, ...] | None = None
-    """The forward routes to look at; None = all. They fit every degree looked at."""
-    backward: tuple[Placed, ...] | None = None
-    moves: tuple[str, ...] = MOVES
-    """Which sides may walk in the backward."""
-    exact_up_to: int = 8
-    """Ranks up to which every message is counted."""
-
-    @property
-    def memory_limit(self) -> float:
-        return self.topology.memory_bytes if self.memory_bytes is None else self.memory_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PassPlan:
-    """One pass: its route, who plays which part, which side walks, and what it costs."""
-
-    placed: Placed
-    walk: Walk
-    cost: Cost
-
-    def schedule(self, size: int) -> Schedule:
-        """The schedule for `size` ranks of the route."""
-        return place(self.placed, size)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A whole way to run attention, forward and backward."""
-
-    degree: int
-    forward: PassPlan
-    backward: PassPlan
-    ulysses: Cost
-    """Trading heads for tokens, both passes."""
-
-    @property
-    def cost(self) -> Cost:
-        """Both passes and what is around them."""
-        total = self.ulysses + self.forward.cost + self.backward.cost
-        memory = self.ulysses.memory_bytes
-        memory += max(self.forward.cost.memory_bytes, self.backward.cost.memory_bytes)
-        return replace(total, memory_bytes=memory)
-
-    @property
-    def moves(self) -> str:
-        """Which side walks in the backward, as in the config."""
-        return "queries" if self.backward.walk.queries_walk else "keys"
-
-    @property
-    def in_rank_order(self) -> bool:
-        """Whether a config can say it: every part is played by the rank of its number."""
-        return self.forward.placed.in_rank_order and self.backward.placed.in_rank_order
-
-    def to_config(self, size: int, layout: str) -> dict[str, Any]:
-        """The words of a config for this plan; the placement is not among them."""
-        return {
-            "sequence_parallel_size": size,
-            "route": self.forward.placed.route,
-            "backward_route": self.backward.placed.route,
-            "backward_moves": self.moves,
-            "ulysses_degree": self.degree,
-            "layout": layout,
-        }
 
 
 def legal_degrees(request: Request) -> list[int]:
@@ -133,34 +50,36 @@ def all_plans(request: Request) -> list[Plan]:
     """
     plans: list[Plan] = []
     for job in _jobs(request):
-        around = ulysses_cost(job)
-        both = around + around
-        backward = _passes(request, job, _backwards(request))
+        both = _around(job)
         limit = request.memory_limit - both.memory_bytes
-        best = min(backward, key=lambda p: _order(p.cost, limit))
-        forward = _passes(request, job, (FORWARD,))
-        plans += [Plan(job.degree, one, best, both) for one in forward]
-    return sorted(plans, key=lambda plan: _order(plan.cost, request.memory_limit))
+        backward = min(passes(request, job, _backwards(request)), key=pass_order(limit))
+        forward = passes(request, job, (FORWARD,))
+        plans += [Plan(job.degree, one, backward, both) for one in forward]
+    return sorted(plans, key=plan_order(request.memory_limit))
 
 
 def best_plan(request: Request) -> Plan:
-    """The fastest plan that fits the memory; candidates that cannot win are not looked at.
+    """The first of `all_plans`; candidates that cannot win are not looked at.
 
     Raises:
         ValueError: if no plan fits the memory, naming the one that comes closest, or no ulysses
             degree that may be used fits the ranks and heads.
     """
-    best: Plan | None = None
+    found: list[Plan] = []
+    order = plan_order(request.memory_limit)
     for job in _jobs(request):
-        around = ulysses_cost(job)
-        both = around + around
+        both = _around(job)
         limit = request.memory_limit - both.memory_bytes
-        forward = _best_pass(request, job, (FORWARD,), limit)
-        backward = _best_pass(request, job, _backwards(request), limit)
-        if forward and backward:
-            plan = Plan(job.degree, forward, backward, both)
-            best = min(best or plan, plan, key=lambda p: _order(p.cost, request.memory_limit))
-    if best is None:
+        backward = best_of(candidates_of(request, job, _backwards(request)), pass_order(limit), 0.0)
+
+        def whole(forward: PassPlan, job: Job = job, rest: PassPlan = backward) -> Plan:
+            return Plan(job.degree, forward, rest, _around(job))
+
+        rest = both.seconds + backward.cost.seconds
+        candidates = candidates_of(request, job, (FORWARD,))
+        found.append(whole(best_of(candidates, lambda one: order(whole(one)), rest)))  # noqa: B023
+    best = min(found, key=order)
+    if best.cost.memory_bytes > request.memory_limit:
         raise ValueError(_closest(request))
     return best
 
@@ -229,32 +148,9 @@ def price_plan(
 ) -> Plan:
     """A plan of one's own choice with its cost."""
     job = Job(request.workload, request.topology, degree)
-    around = ulysses_cost(job)
-    there = _Pricing(request, job, FORWARD).price(forward)
-    back = _Pricing(request, job, BACKWARDS[moves]).price(backward)
-    return Plan(degree, there, back, around + around)
-
-
-class _Pricing:
-    """The candidates of one pass of a job, and what they cost."""
-
-    def __init__(self, request: Request, job: Job, walk: Walk) -> None:
-        self.job, self.walk = job, walk
-        self.exact = request.topology.size <= request.exact_up_to
-        self.estimator = Estimator(job, walk)
-        named = request.forward if walk is FORWARD else request.backward
-        self.candidates = self._all() if named is None else list(named)
-
-    def _all(self) -> list[Placed]:
-        masked = self.job.workload.mask.band != FULL
-        directed = masked if self.exact else ends_early(self.job)
-        return placements(self.job.route_size, directed)
-
-    def price(self, placed: Placed) -> PassPlan:
-        if self.exact:
-            schedule = place(placed, self.job.route_size)
-            return PassPlan(placed, self.walk, pass_cost(self.job, schedule, self.walk))
-        return PassPlan(placed, self.walk, self.estimator.cost(placed))
+    there = Pricing(request, job, FORWARD).price(forward)
+    back = Pricing(request, job, BACKWARDS[moves]).price(backward)
+    return Plan(degree, there, back, _around(job))
 
 
 def _jobs(request: Request) -> list[Job]:
@@ -273,37 +169,10 @@ def _backwards(request: Request) -> tuple[Walk, ...]:
     return tuple(BACKWARDS[side] for side in request.moves)
 
 
-def _passes(request: Request, job: Job, walks: Sequence[Walk]) -> Iterator[PassPlan]:
-    for pricing in (_Pricing(request, job, walk) for walk in walks):
-        yield from map(pricing.price, pricing.candidates)
-
-
-def _best_pass(request: Request, job: Job, walks: Sequence[Walk], limit: float) -> PassPlan | None:
-    """The fastest pass within the memory limit; None if there is none."""
-    candidates = [
-        (pricing.estimator.bound(placed), pricing, placed)
-        for pricing in (_Pricing(request, job, walk) for walk in walks)
-        for placed in pricing.candidates
-    ]
-    best: tuple[tuple[float, ...], int, PassPlan] | None = None
-    for at in sorted(range(len(candidates)), key=lambda at: candidates[at][0]):
-        bound, pricing, placed = candidates[at]
-        if best is not None and bound > best[0][1] * (1 + ROUNDING):
-            break
-        found = pricing.price(placed)
-        rank = (_order(found.cost, limit), at, found)
-        if not rank[0][0] and (best is None or rank[:2] < best[:2]):
-            best = rank
-    return best[2] if best else None
-
-
-def _order(cost: Cost, limit: float) -> tuple[float, ...]:
-    """Sorts costs: within the limit by time, then bytes; beyond it by memory.
-
-    Times are rounded to nine digits, so that equals stay equal however their sums were formed.
-    """
-    over = cost.memory_bytes if cost.memory_bytes > limit else 0.0
-    return over, float(f"{cost.seconds:.9g}"), cost.nic_bytes, cost.inside_bytes
+def _around(job: Job) -> Cost:
+    """Trading heads for tokens, in both passes."""
+    once = ulysses_cost(job)
+    return once + once
 
 
 def _closest(request: Request) -> str:

@@ -22,7 +22,7 @@ PURE = tuple(
     for name in (
         (
             "schedule layout mask ranges tiles walk traffic topology placement cost estimate "
-            "planner config suggest documents launchers"
+            "plans search planner config suggest documents launchers"
         ).split()
     )
 )

@@ -1,0 +1,214 @@
+"""The topology of the running job, measured: links, NICs, kernel rates, memory.
+
+A few seconds on every rank together; the result is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from wf_backends.agree import sum_over_ranks
+from wf_backends.comm.protocol import Communicator
+from wf_backends.kernels import Kernel, KernelSpec, select
+from wf_backends.mask import FULL
+from wf_backends.topology import PRESETS, KernelRate, Link, Topology, check_job, from_dict
+
+HEADS, HEAD_DIM = 8, 64
+TILES = (256, 1024)  # rows and keys of the two tiles that a kernel's rate is fitted to
+GPU_TILES = (1024, 8192)
+SMALLEST, LARGEST = 1 << 16, 1 << 24  # bytes of one message
+ENOUGH_S = 0.05  # a message that takes this long is long enough to measure a rate by
+REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """Times what all ranks do together."""
+
+    comm: Communicator
+    device: torch.device
+
+    def seconds(self, work: Callable[[], object], repeats: int = REPEATS) -> float:
+        """The shortest of several times, each until the slowest rank is done.
+
+        The best case is what a link can do; what else ran on the machine is not its property.
+        """
+        best = float("inf")
+        for _ in range(repeats):
+            sum_over_ranks(self.comm, torch.zeros(1))  # all start together
+            start = time.perf_counter()
+            work()
+            self.synchronize()
+            best = min(best, self._slowest(time.perf_counter() - start))
+        return best
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _slowest(self, mine: float) -> float:
+        times = torch.zeros(self.comm.size, dtype=torch.float64)
+        times[self.comm.rank] = mine
+        return float(sum_over_ranks(self.comm, times).max())
+
+    def exchange(self, target: int | None, source: int | None, num_bytes: int) -> float:
+        """Seconds until every rank has sent to its target and received from its source."""
+        size = max(1, num_bytes // 4)
+        out, into = (torch.zeros(size, device=self.device) for _ in range(2))
+        sends = [] if target is None else [(target, out)]
+        recvs = [] if source is None else [(source, into)]
+        return self.seconds(lambda: self.comm.post_control("bench", sends, recvs).wait())
+
+    def link(self, target: int | None, source: int | None) -> Link:
+        """Latency of a few bytes, and the rate of messages that are long enough to time."""
+        latency = self.exchange(target, source, 4)
+        num_bytes, took = SMALLEST, 0.0
+        while True:
+            took = self.exchange(target, source, num_bytes)
+            if took > ENOUGH_S or num_bytes >= LARGEST:
+                return Link(latency, num_bytes / max(took - latency, took / 10))
+            num_bytes *= 4
+
+
+def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> Topology:
+    """The topology of a job.
+
+    Args:
+        comm: all ranks of the job. hosts: the host name of every rank, by rank.
+        device: what this rank computes on and sends from.
+
+    Raises:
+        ValueError: if hosts have different numbers of ranks or are not numbered one by one.
+    """
+    meter, count = Meter(comm, device), len(set(hosts))
+    per_host = len(hosts) // count
+    name = f"measured on {hosts[0]}" + (f" and {count - 1} more" if count > 1 else "")
+    nominal = replace(
+        PRESETS["one-host"], name=name, hosts=count, ranks_per_host=per_host, nics_per_host=1
+    )
+    check_job(nominal, hosts)
+    inside = _inside(meter, per_host) if per_host > 1 else nominal.inside
+    between, nics = _between(meter, per_host) if count > 1 else (nominal.between, 1)
+    kernel, rate = kernel_rate(meter)
+    return replace(
+        nominal,
+        inside=inside,
+        between=between,
+        nics_per_host=nics,
+        kernels=((kernel, rate),),
+        memory_bytes=_memory(device, per_host),
+    )
+
+
+def _inside(meter: Meter, per_host: int) -> Link:
+    """All ranks of a host send to their neighbour at once, as in a ring."""
+    rank = meter.comm.rank
+    first = rank // per_host * per_host
+    return meter.link(first + (rank + 1 - first) % per_host, first + (rank - 1 - first) % per_host)
+
+
+def _between(meter: Meter, per_host: int) -> tuple[Link, int]:
+    """One NIC's link, and how many NICs a host has: first one rank of a host sends, then all."""
+    rank, size = meter.comm.rank, meter.comm.size
+    target, source = (rank + per_host) % size, (rank - per_host) % size
+    alone = meter.link(target, source) if rank % per_host == 0 else meter.link(None, None)
+    if per_host == 1:
+        return alone, 1
+    together = meter.link(target, source)
+    gain = per_host * together.bytes_per_s / alone.bytes_per_s
+    nics = nearest_divisor(per_host, gain)
+    rate = together.bytes_per_s * per_host / nics
+    return Link(alone.latency_s, rate), nics
+
+
+def nearest_divisor(n: int, value: float) -> int:
+    """The divisor of n that is nearest to `value`, by ratio."""
+    fits = [d for d in range(1, n + 1) if n % d == 0]
+    return min(fits, key=lambda d: max(d / max(value, 1e-9), value / d))
+
+
+def kernel_rate(meter: Meter) -> tuple[str, KernelRate]:
+    """The name and the rate of the kernel that "auto" takes: a line through two tiles' times."""
+    on_gpu = meter.device.type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    spec = KernelSpec(meter.device.type, dtype, HEAD_DIM, HEADS, HEADS)
+    kernel = select("auto", spec).kernel
+    sizes = GPU_TILES if on_gpu else TILES
+    times = [_tile_seconds(meter, kernel, size, dtype) for size in sizes]
+    flops = [4 * size * size * HEADS * HEAD_DIM for size in sizes]
+    forward, backward = (
+        factor * (flops[1] - flops[0]) / max(large - small, large / 10)
+        for factor, small, large in zip((1.0, 2.5), *times, strict=True)
+    )
+    call = max(1e-7, times[0][0] - flops[0] / forward)
+    return kernel.name, KernelRate(forward, backward, call)
+
+
+def _tile_seconds(
+    meter: Meter, kernel: Kernel, size: int, dtype: torch.dtype
+) -> tuple[float, float]:
+    """(forward, backward) seconds of one full tile of size x size, all ranks at once."""
+    shape = (1, size, HEADS, HEAD_DIM)
+    q, k, v, dout = (torch.randn(shape, device=meter.device).to(dtype) for _ in range(4))
+    scale = HEAD_DIM**-0.5
+    out, lse = kernel.forward(q, k, v, scale, FULL)
+    lse = lse.contiguous()
+    delta: Tensor = (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
+
+    def backward() -> object:
+        return kernel.backward(dout, q, k, v, out, lse, delta, scale, FULL)
+
+    forward_s = meter.seconds(lambda: kernel.forward(q, k, v, scale, FULL))
+    return forward_s, meter.seconds(backward)
+
+
+def _memory(device: torch.device, per_host: int) -> float:
+    """Bytes of one rank: its GPU's, or its share of the host's."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / per_host
+
+
+def job_hosts(host: str) -> list[str]:
+    """The host of every rank of the default group, by rank."""
+    hosts = [""] * dist.get_world_size()
+    dist.all_gather_object(hosts, host)
+    return hosts
+
+
+def measured(
+    comm: Communicator, hosts: Sequence[str], device: torch.device, cache_dir: Path
+) -> tuple[Topology, bool]:
+    """(topology, whether it came from the cache), of the default group's job.
+
+    Rank 0 alone reads and writes the cache, and tells the others.
+
+    Args:
+        cache_dir: one file for every list of hosts, and kind of device, is kept here.
+    """
+    key = sha256(repr((list(hosts), device.type)).encode()).hexdigest()[:16]
+    path = cache_dir / f"topology-{key}.json"
+    told: list[str | None] = [None]
+    if comm.rank == 0 and path.is_file():
+        told = [path.read_text()]
+    dist.broadcast_object_list(told, src=0)
+    if told[0] is not None:
+        return from_dict(json.loads(told[0])), True
+    found = measure(comm, hosts, device)
+    told = [json.dumps(found.to_dict(), indent=2)]  # rank 0's: memory is the rank's own
+    dist.broadcast_object_list(told, src=0)
+    assert told[0] is not None
+    if comm.rank == 0:
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        path.write_text(told[0] + "\n")
+    return from_dict(json.loads(told[0])), False

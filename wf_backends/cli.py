@@ -1,0 +1,26 @@
+"""The console script `wallfacer`."""
+
+from __future__ import annotations
+
+import sys
+
+MISSING = ("typer", "rich")
+
+
+def main() -> None:
+    """Run the command line. Exit codes: 0 done, 1 something does not work here, 2 bad input."""
+    try:
+        from wf_backends.commands.app import app
+    except ModuleNotFoundError as error:
+        if error.name not in MISSING:
+            raise
+        sys.exit(f"wallfacer needs {error.name}, which is missing: pip install 'wallfacer[cli]'")
+    try:
+        app()
+    except (ValueError, NotImplementedError) as error:
+        print(f"wallfacer: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

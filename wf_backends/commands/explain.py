@@ -1,0 +1,87 @@
+"""`wallfacer explain`: one route as a grid, as a timeline, and as a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from wf_backends.commands import options as o
+from wf_backends.cost import FORWARD, Cost, Job, pass_cost
+from wf_backends.planner import in_rank_order
+from wf_backends.plans import BACKWARDS
+from wf_backends.schedule import make_schedule, render
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def explain(
+    route: Annotated[
+        str,
+        typer.Argument(
+            help="ring, all_gather, double_ring:inner=4, concentric:team_size=2, mesh:rows=2,cols=4"
+        ),
+    ],
+    heads: o.Heads = 32,
+    kv_heads: o.KvHeads = 0,
+    head_dim: o.HeadDim = 128,
+    seqlen: o.Seqlen = 131072,
+    batch: o.Batch = 1,
+    dtype: o.Dtype = "bfloat16",
+    causal: o.Causal = True,
+    window: o.Window = -1,
+    layout: o.Layout = "zigzag",
+    kernel: o.Kernel = "auto",
+    topology: o.Cluster = "h100-8x400g",
+    ranks: o.Ranks = 8,
+    moves: Annotated[str, typer.Option(help="Which side walks back: keys or queries.")] = "keys",
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw who meets whom here: .png, .svg or .pdf.")
+    ] = None,
+) -> None:
+    """Show who meets whom, what every step costs, and where the rings run on the hosts.
+
+    Examples:
+
+        wallfacer explain concentric:team_size=2 --ranks 8
+
+        wallfacer explain mesh:rows=2,cols=4 --ranks 8 --picture mesh.png
+    """
+    if moves not in BACKWARDS:
+        raise ValueError(f"--moves must be one of {list(BACKWARDS)}, got {moves!r}")
+    if picture is not None and picture.suffix not in PICTURES:
+        raise ValueError(f"--picture must end in one of {list(PICTURES)}, got {str(picture)!r}")
+    model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
+    cluster = o.cluster(topology, ranks)
+    words = o.parse_route(route, cluster.size)
+    schedule, job = make_schedule(words, cluster.size), Job(model.workload(), cluster)
+    console = Console()
+    console.print(f"[bold]{in_rank_order(words, cluster.size)}[/bold] on {cluster.size} ranks\n")
+    typer.echo(render(schedule))
+    for walk in (FORWARD, BACKWARDS[moves]):
+        console.print(timeline(pass_cost(job, schedule, walk), walk.name))
+    if picture is not None:
+        from wf_backends.commands.draw import draw
+
+        draw(schedule, cluster, picture, title=f"{route}, {cluster.size} ranks")
+        console.print(f"drawn: {picture}")
+
+
+def timeline(cost: Cost, name: str) -> Table:
+    """Every phase of a pass, with a bar for what computing hides and for what it does not."""
+    total = max(cost.seconds, 1e-12)
+    found = Table(title=f"{name}: {1e3 * cost.seconds:.4g} ms predicted")
+    found.add_column("phase")
+    for column in ("compute ms", "transfer ms"):
+        found.add_column(column, justify="right")
+    found.add_column("compute #  transfer that waits -")
+    for phase in cost.phases:
+        waits = max(0.0, phase.transfer_s - phase.compute_s)
+        bar = "#" * round(40 * phase.compute_s / total) + "-" * round(40 * waits / total)
+        found.add_row(
+            phase.label, f"{1e3 * phase.compute_s:.4g}", f"{1e3 * phase.transfer_s:.4g}", bar
+        )
+    return found

@@ -1,0 +1,101 @@
+"""Options that several commands take, and what their words mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+
+import typer
+
+from wf_backends.cost import Workload
+from wf_backends.layout import check_layout_name
+from wf_backends.mask import make_mask
+from wf_backends.schedule import ROUTES, make_schedule
+from wf_backends.suggest import nearest
+from wf_backends.topology import Topology, load
+from wf_backends.traffic import Shape
+
+ITEMSIZES: Mapping[str, int] = MappingProxyType(
+    {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+)
+
+Heads = Annotated[int, typer.Option(help="Query heads of the model.")]
+KvHeads = Annotated[int, typer.Option(help="Key and value heads; 0 = as many as heads.")]
+HeadDim = Annotated[int, typer.Option(help="Size of one head.")]
+Seqlen = Annotated[int, typer.Option(help="Tokens of the whole sequence.")]
+Batch = Annotated[int, typer.Option(help="Sequences at once.")]
+Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZES)}.")]
+Causal = Annotated[bool, typer.Option("--causal/--full", help="Whether no query sees later keys.")]
+Window = Annotated[int, typer.Option(help="Tokens that a query sees to its left; -1 = all.")]
+Layout = Annotated[str, typer.Option(help="zigzag or contiguous.")]
+Kernel = Annotated[str, typer.Option(help="Whose rate counts; auto = the topology's first.")]
+Cluster = Annotated[str, typer.Option(help="A preset's name, or a .json or .toml file.")]
+Ranks = Annotated[int, typer.Option(help="Ranks of one sequence; 0 = all of the topology.")]
+CacheDir = Annotated[Path, typer.Option(help="Where measured topologies are kept, by host list.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is computed, in the words of the command line."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    seqlen: int
+    batch: int = 1
+    dtype: str = "bfloat16"
+    causal: bool = True
+    window: int = -1
+    layout: str = "zigzag"
+    kernel: str = "auto"
+
+    def workload(self) -> Workload:
+        """The same as the planner takes it.
+
+        Raises:
+            ValueError: naming the option, its value and what would be right.
+        """
+        for name in ("heads", "head_dim", "seqlen", "batch"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be positive")
+        kv_heads = self.kv_heads or self.heads
+        if kv_heads < 1 or self.heads % kv_heads:
+            raise ValueError(f"--kv-heads must divide --heads {self.heads}, got {kv_heads}")
+        if self.dtype not in ITEMSIZES:
+            known = list(ITEMSIZES)
+            raise ValueError(
+                f"--dtype must be one of {known}, got {self.dtype!r}{nearest(self.dtype, known)}"
+            )
+        itemsize = ITEMSIZES[self.dtype]
+        shape = Shape(self.batch, self.heads, kv_heads, self.head_dim, itemsize, max(4, itemsize))
+        mask = make_mask(self.causal, (self.window, -1))
+        return Workload(shape, self.seqlen, mask, check_layout_name(self.layout), self.kernel)
+
+
+def cluster(name: str, ranks: int) -> Topology:
+    """The topology called `name` for `ranks` ranks (0: as it is)."""
+    topology = load(name)
+    return topology.with_ranks(ranks) if ranks else topology
+
+
+def parse_route(text: str, size: int) -> dict[str, Any]:
+    """A route from "mesh:rows=2,cols=4" or "ring", once it is known to fit `size` ranks.
+
+    Raises:
+        ValueError: if it is no such text, or the route does not fit.
+    """
+    name, _, rest = text.partition(":")
+    route: dict[str, Any] = {"name": name}
+    for pair in filter(None, rest.split(",")):
+        key, _, value = pair.partition("=")
+        if not value.strip().isdigit():
+            raise ValueError(
+                f"--route must look like ring or mesh:rows=2,cols=4, got {text!r}; "
+                f"routes: {list(ROUTES)}"
+            )
+        route[key.strip()] = int(value)
+    make_schedule(route, size)
+    return route

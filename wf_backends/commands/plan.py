@@ -1,0 +1,146 @@
+"""`wallfacer plan`: candidates by predicted time."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from wf_backends.commands import options as o
+from wf_backends.planner import all_plans, best_plan, in_rank_order, price_plan
+from wf_backends.plans import Plan, Request
+
+
+def plan(
+    heads: o.Heads = 32,
+    kv_heads: o.KvHeads = 0,
+    head_dim: o.HeadDim = 128,
+    seqlen: o.Seqlen = 131072,
+    batch: o.Batch = 1,
+    dtype: o.Dtype = "bfloat16",
+    causal: o.Causal = True,
+    window: o.Window = -1,
+    layout: o.Layout = "zigzag",
+    kernel: o.Kernel = "auto",
+    topology: o.Cluster = "h100-8x400g",
+    ranks: o.Ranks = 0,
+    ulysses_degree: Annotated[int, typer.Option(help="Only this head split; 0 = all.")] = 0,
+    memory_gib: Annotated[
+        float, typer.Option(help="What attention may take of a rank; 0 = all it has.")
+    ] = 0,
+    exact_up_to: Annotated[
+        int, typer.Option(help="Ranks up to which every message is counted.")
+    ] = 16,
+    top: Annotated[int, typer.Option(help="Rows of the table.")] = 12,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Predict what every scheme costs on a cluster, and name the fastest.
+
+    Examples:
+
+        wallfacer plan --heads 32 --kv-heads 8 --seqlen 131072 --topology h100-8x400g
+
+        wallfacer plan --topology my_cluster.toml --ranks 16 --json
+    """
+    model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
+    request = Request(
+        o.cluster(topology, ranks),
+        model.workload(),
+        memory_bytes=memory_gib * 2**30 or None,
+        degrees=(ulysses_degree,) if ulysses_degree else None,
+        exact_up_to=exact_up_to,
+    )
+    best, plans = best_plan(request), all_plans(request)
+    ring = in_rank_order({"name": "ring"}, request.topology.size)
+    baseline = price_plan(request, 1, ring, ring)
+    reason = why(best, baseline, request)
+    if as_json:
+        typer.echo(json.dumps(to_json(plans[:top], reason, request), indent=2))
+        return
+    console = Console()
+    console.print(table(plans[:top], baseline, request))
+    console.print(f"[bold]Chosen:[/bold] {reason}")
+
+
+def why(best: Plan, baseline: Plan, request: Request) -> str:
+    """The choice in one sentence, beside the plain ring."""
+    cost, ring = best.cost, baseline.cost
+    hidden = 1 - cost.exposed_s / max(cost.exposed_s, sum(transfers(best)), 1e-12)
+    order = "" if best.in_rank_order else ", ranks placed in another order than their numbers"
+    exact = request.topology.size <= request.exact_up_to
+    counted = "message by message" if exact else "by formulas"
+    link, sent, rings = "NIC", cost.nic_bytes, ring.nic_bytes
+    if request.topology.hosts == 1:
+        link, sent, rings = "rank's link", cost.inside_bytes, ring.inside_bytes
+    return (
+        f"ulysses_degree {best.degree}, forward {best.forward.placed}, backward "
+        f"{best.backward.placed} with the {best.moves} walking{order}: {1e3 * cost.seconds:.4g} ms "
+        f"predicted, {ring.seconds / cost.seconds:.2f} x the ring's speed; "
+        f"{sent / 1e9:.3g} GB through the busiest {link} against {rings / 1e9:.3g}, "
+        f"{hidden:.0%} of the transfer time hidden behind computing (counted {counted})"
+    )
+
+
+def transfers(plan: Plan) -> list[float]:
+    """Seconds of transfer of every phase."""
+    return [phase.times * phase.transfer_s for phase in plan.cost.phases]
+
+
+def table(plans: list[Plan], baseline: Plan, request: Request) -> Table:
+    """The candidates, fastest first."""
+    cluster = request.topology
+    found = Table(
+        title=f"{cluster.name}: {cluster.hosts} hosts x {cluster.ranks_per_host} ranks, "
+        f"{cluster.nics_per_host} NICs a host; forward and backward"
+    )
+    for name in ("predicted ms", "x ring", "exposed ms", "NIC GB", "inside GB", "memory MiB", "u"):
+        found.add_column(name, justify="right")
+    for name in ("forward", "backward", "walks"):
+        found.add_column(name)
+    for plan in plans:
+        cost = plan.cost
+        over = cost.memory_bytes > request.memory_limit
+        found.add_row(
+            f"{1e3 * cost.seconds:.4g}",
+            f"{baseline.cost.seconds / cost.seconds:.2f}",
+            f"{1e3 * cost.exposed_s:.3g}",
+            f"{cost.nic_bytes / 1e9:.3g}",
+            f"{cost.inside_bytes / 1e9:.3g}",
+            f"{cost.memory_bytes / 2**20:.4g}{' too much' if over else ''}",
+            str(plan.degree),
+            str(plan.forward.placed),
+            str(plan.backward.placed),
+            plan.moves,
+            style="dim" if over else None,
+        )
+    return found
+
+
+def to_json(plans: list[Plan], reason: str, request: Request) -> dict[str, Any]:
+    """The same as data; `config` is what a DeepSpeed block or SequenceParallelConfig takes."""
+    return {
+        "topology": request.topology.to_dict(),
+        "reason": reason,
+        "plans": [plan_words(plan, request) for plan in plans],
+    }
+
+
+def plan_words(plan: Plan, request: Request) -> dict[str, Any]:
+    """One candidate as data."""
+    cost, size = plan.cost, request.topology.size
+    return {
+        "config": plan.to_config(size, request.workload.layout),
+        "in_rank_order": plan.in_rank_order,
+        "forward": str(plan.forward.placed),
+        "backward": str(plan.backward.placed),
+        "predicted_s": cost.seconds,
+        "compute_s": cost.compute_s,
+        "exposed_s": cost.exposed_s,
+        "nic_bytes": cost.nic_bytes,
+        "inside_bytes": cost.inside_bytes,
+        "memory_bytes": cost.memory_bytes,
+        "fits_memory": cost.memory_bytes <= request.memory_limit,
+    }

@@ -1,0 +1,117 @@
+"""Plans as data: what is asked, what is found, and which of two is better.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from wf_backends.config import MOVES
+from wf_backends.cost import BACKWARD_KEYS, BACKWARD_QUERIES, Cost, Walk, Workload
+from wf_backends.placement import Placed, place
+from wf_backends.schedule import Schedule
+from wf_backends.topology import Topology
+
+BACKWARDS: Mapping[str, Walk] = MappingProxyType(
+    {"keys": BACKWARD_KEYS, "queries": BACKWARD_QUERIES}
+)
+DIGITS = 3  # of predicted seconds that count; what is as fast is told apart by other merits
+ROUNDING = 1e-2  # more than a time loses when it is rounded to so many digits
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a plan is wanted for."""
+
+    topology: Topology
+    workload: Workload
+    memory_bytes: float | None = None
+    """What attention may take of a rank's memory beyond its inputs; None = the topology's."""
+    degrees: tuple[int, ...] | None = None
+    """The ulysses degrees to look at; None = all that the ranks and heads allow."""
+    forward: tuple[Placed, ...] | None = None
+    """The forward routes to look at; None = all. They fit every degree looked at."""
+    backward: tuple[Placed, ...] | None = None
+    moves: tuple[str, ...] = MOVES
+    """Which sides may walk in the backward."""
+    exact_up_to: int = 8
+    """Ranks up to which every message is counted."""
+
+    @property
+    def memory_limit(self) -> float:
+        return self.topology.memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """One pass: its route, who plays which part, which side walks, and what it costs."""
+
+    placed: Placed
+    walk: Walk
+    cost: Cost
+
+    def schedule(self, size: int) -> Schedule:
+        """The schedule for `size` ranks of the route."""
+        return place(self.placed, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole way to run attention, forward and backward."""
+
+    degree: int
+    forward: PassPlan
+    backward: PassPlan
+    ulysses: Cost
+    """Trading heads for tokens, both passes."""
+
+    @property
+    def cost(self) -> Cost:
+        """Both passes and what is around them."""
+        total = self.ulysses + self.forward.cost + self.backward.cost
+        memory = self.ulysses.memory_bytes
+        memory += max(self.forward.cost.memory_bytes, self.backward.cost.memory_bytes)
+        return replace(total, memory_bytes=memory)
+
+    @property
+    def moves(self) -> str:
+        """Which side walks in the backward, as in the config."""
+        return "queries" if self.backward.walk.queries_walk else "keys"
+
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether a config can say it: every part is played by the rank of its number."""
+        return self.forward.placed.in_rank_order and self.backward.placed.in_rank_order
+
+    def to_config(self, size: int, layout: str) -> dict[str, Any]:
+        """The words of a config for this plan; the placement is not among them."""
+        return {
+            "sequence_parallel_size": size,
+            "route": self.forward.placed.route,
+            "backward_route": self.backward.placed.route,
+            "backward_moves": self.moves,
+            "ulysses_degree": self.degree,
+            "layout": layout,
+        }
+
+
+Order = tuple[float, ...]  # bytes over the limit, seconds, and what else tells plans apart
+
+
+def _order(cost: Cost, in_rank_order: bool, limit: float) -> Order:
+    """Sorts costs: over the limit last, by memory; then by time, plainness and bytes."""
+    over = cost.memory_bytes if cost.memory_bytes > limit else 0.0
+    seconds = float(f"{cost.seconds:.{DIGITS}g}")
+    return over, seconds, float(not in_rank_order), cost.nic_bytes, cost.inside_bytes
+
+
+def pass_order(limit: float) -> Callable[[PassPlan], Order]:
+    return lambda one: _order(one.cost, one.placed.in_rank_order, limit)
+
+
+def plan_order(limit: float) -> Callable[[Plan], Order]:
+    return lambda plan: _order(plan.cost, plan.in_rank_order, limit)

@@ -1,0 +1,81 @@
+"""The candidates of one pass: all of them, or only those that can win.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from wf_backends.cost import FORWARD, Job, Walk, pass_cost
+from wf_backends.estimate import Estimator, ends_early
+from wf_backends.mask import FULL
+from wf_backends.placement import Placed, place, placements
+from wf_backends.plans import ROUNDING, Order, PassPlan, Request
+
+
+class Pricing:
+    """The candidates of one pass of a job, and what they cost."""
+
+    def __init__(self, request: Request, job: Job, walk: Walk) -> None:
+        self.job, self.walk = job, walk
+        self.exact = request.topology.size <= request.exact_up_to
+        self.estimator = Estimator(job, walk)
+        named = request.forward if walk is FORWARD else request.backward
+        self.candidates = self._all() if named is None else list(named)
+
+    def _all(self) -> list[Placed]:
+        masked = self.job.workload.mask.band != FULL
+        directed = masked if self.exact else ends_early(self.job)
+        return placements(self.job.route_size, directed)
+
+    def price(self, placed: Placed) -> PassPlan:
+        if self.exact:
+            schedule = place(placed, self.job.route_size)
+            return PassPlan(placed, self.walk, pass_cost(self.job, schedule, self.walk))
+        return PassPlan(placed, self.walk, self.estimator.cost(placed))
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A pass that is not priced yet."""
+
+    pricing: Pricing
+    placed: Placed
+
+    @property
+    def bound(self) -> float:
+        return self.pricing.estimator.bound(self.placed)
+
+    def price(self) -> PassPlan:
+        return self.pricing.price(self.placed)
+
+
+def candidates_of(request: Request, job: Job, walks: Sequence[Walk]) -> list[Candidate]:
+    pricings = [Pricing(request, job, walk) for walk in walks]
+    return [Candidate(pricing, one) for pricing in pricings for one in pricing.candidates]
+
+
+def passes(request: Request, job: Job, walks: Sequence[Walk]) -> Iterator[PassPlan]:
+    return (candidate.price() for candidate in candidates_of(request, job, walks))
+
+
+def best_of(
+    candidates: Sequence[Candidate], order: Callable[[PassPlan], Order], rest: float
+) -> PassPlan:
+    """The first by `order`, then by place; those whose bound is too high are not priced.
+
+    Args:
+        rest: seconds that `order` counts beside the pass itself.
+    """
+    bounds = [candidate.bound + rest for candidate in candidates]
+    best: tuple[Order, int, PassPlan] | None = None
+    for at in sorted(range(len(candidates)), key=bounds.__getitem__):
+        if best is not None and not best[0][0] and bounds[at] > best[0][1] * (1 + ROUNDING):
+            break
+        one = candidates[at].price()
+        found = (order(one), at, one)
+        best = found if best is None or found[:2] < best[:2] else best
+    assert best is not None, "there is always a ring"
+    return best[2]
