@@ -80,4 +80,8 @@ class Agreement:
 
 
 def _home(comm: Communicator, like: Tensor) -> torch.device:
-    return torch.device("cpu") if comm.on_host else like.device
+    """The device that small messages live on: a host tensor cannot travel by NCCL alone."""
+    if comm.on_host:
+        return torch.device("cpu")
+    here = like.device
+    return here if here.type != "cpu" else torch.device("cuda", torch.cuda.current_device())
