@@ -1,0 +1,55 @@
+"""The JSON file: the "wallfacer" block of a DeepSpeed JSON, beside ColossalAI's own words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from wf_backends.suggest import nearest
+
+KEY = "wallfacer"
+TOP_LEVEL = (KEY, "colossalai", "optimizer", "gradient_accumulation_steps")
+
+
+def load(path: str | Path) -> dict[str, Any]:
+    """The file as a dict, once its top level is known.
+
+    "wallfacer": what DeepSpeed's JSON has under this key. "colossalai": arguments of the plugin.
+    "optimizer" and "gradient_accumulation_steps" are for the training loop.
+
+    Raises:
+        ValueError: if there is no such file, it is no JSON object, or a key is unknown.
+    """
+    try:
+        config = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise ValueError(f"there is no file {str(path)!r}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    for key, value in config.items():
+        if key not in TOP_LEVEL:
+            raise ValueError(
+                f'{path}: "{key}" is no known key{nearest(key, TOP_LEVEL)} Known: '
+                f'{", ".join(TOP_LEVEL)}; arguments of the plugin stand under "colossalai"'
+            )
+        if key in (KEY, "colossalai") and not isinstance(value, dict):
+            raise ValueError(f'{path}: "{key}" must be a block {{...}}, got {json.dumps(value)}')
+    return config
+
+
+def sequence_parallel_words(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The words of SequenceParallelConfig in the "wallfacer" block.
+
+    Raises:
+        NotImplementedError: for "loss_average": "token", which only the DeepSpeed door has.
+    """
+    words = dict(config.get(KEY, {}))
+    enabled = words.pop("enabled", KEY in config)
+    if words.pop("loss_average", "sequence") != "sequence":
+        raise NotImplementedError(
+            f'"{KEY}.loss_average" can only be "sequence" here: ColossalAI averages over '
+            "data parallelism with equal weights"
+        )
+    return words if enabled else {"sequence_parallel_size": 1}

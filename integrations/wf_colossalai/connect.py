@@ -1,0 +1,115 @@
+"""One model instance, connected to the ranks that share its sequences. All of it can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+
+import wf_transformers
+from wf_backends import SequenceParallel
+from wf_colossalai.hooks import TokenHooks, same_inputs
+from wf_colossalai.table import AttentionModule, find
+from wf_transformers import Application
+from wf_transformers.attention import Attention
+
+
+def connect(
+    model: nn.Module,
+    sp: SequenceParallel,
+    table: Mapping[str, AttentionModule],
+    tensor_parallel: ProcessGroup | None = None,
+) -> Application:
+    """Let `model` take whole batches, compute this rank's part, and attend over the ranks of `sp`.
+
+    Args:
+        model: what a booster plugin will wrap, or has cut; it is changed in place.
+        sp: the sequence parallelism of this rank.
+        table: the attention modules that are known.
+        tensor_parallel: the group that the logits may be split over.
+
+    Returns:
+        What was done; `application.remove()` undoes it.
+
+    Raises:
+        ValueError: if the model's attention is not in the table.
+    """
+    row = find(model, table)
+    pretrained = isinstance(model, PreTrainedModel)
+    application = _apply_pretrained(model, sp) if pretrained else _apply_plain(model, sp)
+    for module in model.modules():
+        if any(table.get(base.__name__) is row for base in type(module).__mro__):
+            _replace_methods(module, row, application)
+    if row.cut == "tokens":
+        TokenHooks(model, application, row.causal, tensor_parallel)
+    else:
+        _check_inputs(model, application)
+    return application
+
+
+def _apply_pretrained(model: Any, sp: SequenceParallel) -> Application:
+    registration = wf_transformers.register(sp, _free_name())
+    with ExitStack() as undo:
+        undo.callback(registration.remove)
+        # GPT-2 of transformers 4 keeps a copy of its config's choice
+        copies = (m for m in model.modules() if "_attn_implementation" in vars(m))
+        for holder in (model.config, *copies):
+            undo.callback(setattr, holder, "_attn_implementation", holder._attn_implementation)
+            holder._attn_implementation = registration.name
+        application = wf_transformers.apply(model, sp)
+        application.undo.push(undo.pop_all())
+    return application
+
+
+def _free_name() -> str:
+    """ "wallfacer", or with a number if another model of this process has it."""
+    name, number = "wallfacer", 1
+    while name in ALL_ATTENTION_FUNCTIONS:
+        number += 1
+        name = f"wallfacer_{number}"
+    return name
+
+
+def _apply_plain(model: nn.Module, sp: SequenceParallel) -> Application:
+    """The scope of a call's documents around a module that transformers knows nothing of."""
+    application = Application(Attention(sp))
+    documents = application.attention.documents
+
+    def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        documents.push(kwargs.get("cu_seqlens"))
+        return args, {k: v for k, v in kwargs.items() if k != "cu_seqlens"}
+
+    def leave(*_: Any) -> None:
+        documents.pop()
+
+    undo = application.undo
+    undo.callback(model.register_forward_pre_hook(enter, with_kwargs=True).remove)
+    undo.callback(model.register_forward_hook(leave, always_call=True).remove)
+    return application
+
+
+def _replace_methods(module: Any, row: AttentionModule, application: Application) -> None:
+    for name, function in row.methods.items():
+        module.wallfacer = application.attention
+        setattr(module, name, MethodType(function, module))
+        application.undo.callback(delattr, module, name)
+
+
+def _check_inputs(model: nn.Module, application: Application) -> None:
+    """Before every forward of a model that every rank gives the whole input."""
+
+    def check(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        same_inputs(application.attention.sp, dict(enumerate_names(args)) | kwargs)
+
+    handle = model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
+    application.undo.callback(handle.remove)
+
+
+def enumerate_names(args: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """Names for positional arguments: "argument 0", "argument 1", ..."""
+    return [(f"argument {index}", value) for index, value in enumerate(args)]

@@ -1,0 +1,151 @@
+"""ColossalAI on a CPU: for tests and for a demo, never on a GPU.
+
+ColossalAI 0.5.0 knows a CPU accelerator, but ZeRO, Gemini, tensor and pipeline parallelism ask it
+for what only CUDA has. `cpu_accelerator()` gives them answers that are true for one host device,
+through ColossalAI's own hooks, and takes everything back at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.accelerator import api
+from colossalai.accelerator.cpu_accelerator import CpuAccelerator
+from colossalai.kernel.extensions.base_extension import _Extension
+from colossalai.kernel.kernel_loader import CPUAdamLoader
+from torch import Tensor
+
+
+class HostAccelerator(CpuAccelerator):
+    """The host as the one device, called "cuda" because ZeRO asserts a device of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._name = "cuda"
+
+    def get_rng_state(self, device: Any = "cpu") -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: Any, device: Any = "cpu") -> None:
+        torch.set_rng_state(new_state)
+
+    def manual_seed(self, seed: int) -> None:
+        torch.manual_seed(seed)
+
+    def set_device(self, device: Any = None) -> None:
+        """There is only one."""
+
+    def current_device(self) -> int:
+        return 0
+
+    def synchronize(self, device: Any = None) -> None:
+        """The host computes in order."""
+
+    def empty_cache(self) -> None:
+        """The host allocator keeps no cache of ours."""
+
+    def Stream(self, device: Any = None, priority: int = 0, **_: Any) -> None:  # noqa: N802
+        return None
+
+    def current_stream(self, device: Any = None) -> None:
+        return None
+
+    def stream(self, stream_: Any) -> Any:
+        return nullcontext()
+
+
+class _Adam:
+    """ColossalAI's CPUAdamOptimizer in torch operations."""
+
+    def __init__(self, *settings: float) -> None:
+        self._adamw = bool(settings[-1])
+
+    def step(
+        self,
+        step: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        bias_correction: bool,
+        param: Tensor,
+        grad: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        div_scale: float = -1,
+    ) -> None:
+        """One step of Adam (AdamW if set), in place; gradients are divided by div_scale if > 0."""
+        grad = grad.to(param.dtype) if div_scale <= 0 else grad.to(param.dtype) / div_scale
+        if weight_decay and self._adamw:
+            param.mul_(1 - lr * weight_decay)
+        elif weight_decay:
+            grad = grad.add(param, alpha=weight_decay)
+        exp_avg.lerp_(grad, 1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        first, second = (1 - b**step if bias_correction else 1.0 for b in (beta1, beta2))
+        denominator = (exp_avg_sq.sqrt() / math.sqrt(second)).add_(eps)
+        param.addcdiv_(exp_avg, denominator, value=-lr / first)
+
+
+class _AdamExtension(_Extension):
+    """What HybridAdam and Gemini load in place of a compiled kernel."""
+
+    CPUAdamOptimizer = _Adam
+
+    def __init__(self) -> None:
+        super().__init__(name="wallfacer_cpu_adam", support_aot=False, support_jit=False)
+
+    def is_available(self) -> bool:
+        return True
+
+    def assert_compatible(self) -> None:
+        """Torch runs everywhere."""
+
+    def build_aot(self) -> None:
+        raise NotImplementedError("nothing to build")
+
+    def build_jit(self) -> None:
+        raise NotImplementedError("nothing to build")
+
+    def load(self) -> Any:
+        return self
+
+
+@contextmanager
+def cpu_accelerator() -> Iterator[None]:
+    """Inside, ColossalAI takes the host for its device.
+
+    Give plugins `overlap_communication=False`: there are no streams to overlap on.
+
+    Raises:
+        RuntimeError: if there is a GPU; nothing of this is meant for one.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("cpu_accelerator() is for machines without a GPU; leave it out")
+    with ExitStack() as undo:
+        undo.callback(setattr, api, "_ACCELERATOR", api._ACCELERATOR)
+        api.set_accelerator(HostAccelerator())
+        extension: Any = _AdamExtension  # a class, whatever the annotation there says
+        CPUAdamLoader.register_extension(extension)
+        undo.callback(CPUAdamLoader.REGISTRY.remove, extension)
+        undo.enter_context(_answer(dist, "is_hccl_available", lambda: False))
+        undo.enter_context(_answer(torch.cuda, "set_device", lambda device: None))
+        yield
+
+
+@contextmanager
+def _answer(module: Any, name: str, function: Any) -> Iterator[None]:
+    """Inside, module.name is `function`; ColossalAI calls it without asking an accelerator."""
+    missing = object()
+    before = getattr(module, name, missing)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        delattr(module, name) if before is missing else setattr(module, name, before)

@@ -1,0 +1,113 @@
+"""The booster plugin: ColossalAI's hybrid parallelism with our sequence parallelism in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from colossalai.booster.plugin import HybridParallelPlugin
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from wf_backends import SequenceParallelConfig
+from wf_colossalai.config import load, sequence_parallel_words
+from wf_colossalai.policy import KEY, WallFacerPolicy
+from wf_colossalai.sequence import PlainSequenceParallel
+
+WORDS = tuple(field.name for field in fields(SequenceParallelConfig))
+OURS = {
+    "sp_size": "sequence_parallel_size",
+    "inner_ring_size": 'route={"name": "double_ring", "inner": ...}',
+    "enable_sequence_parallelism": "sequence_parallel_size=1 to switch it off",
+    "sequence_parallelism_mode": "route and ulysses_degree",
+    "enable_flash_attention": "kernel",
+}
+
+
+class WallFacerPlugin(HybridParallelPlugin):
+    """Data x sequence x tensor x pipeline parallelism, ZeRO 1 and 2, exact in every sequence.
+
+        plugin = WallFacerPlugin(sequence_parallel_size=4, route="ring", zero_stage=1)
+        model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
+        loss = model(**batch).loss         # a whole batch with "labels", the same on all 4 ranks
+        booster.backward(loss, optimizer)  # loss is the mean over all valid tokens, float32
+
+    In training, `logits` hold this rank's rows; after `model.eval()` they hold all of them.
+
+    Args:
+        tp_size, pp_size: ranks of tensor parallelism, stages of the pipeline.
+        words: those of `SequenceParallelConfig` (sequence_parallel_size, route, backward_route,
+            backward_moves, ulysses_degree, layout, kernel), and those of ColossalAI's
+            HybridParallelPlugin (zero_stage, cpu_offload, precision, num_microbatches, max_norm,
+            custom_policy, ...). precision is "fp32" unless given.
+
+    Raises:
+        ValueError: for a word of either that is wrong, or one of ColossalAI's that a word of ours
+            stands for, or a world that is no multiple of all sizes.
+        NotImplementedError: for ZeRO in fp32, which ColossalAI does not have in this plugin.
+    """
+
+    def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **words: Any) -> None:
+        for name, instead in OURS.items():
+            if name in words:
+                raise ValueError(f"{name}={words[name]!r}: say it with {instead}")
+        config = SequenceParallelConfig.from_dict({k: words.pop(k) for k in WORDS if k in words})
+        options: dict[str, Any] = {"precision": "fp32"} | words
+        if options.get("zero_stage") and options["precision"] == "fp32":
+            raise NotImplementedError(
+                f'zero_stage={options["zero_stage"]} with precision="fp32" is not in ColossalAI\'s '
+                'HybridParallelPlugin; use "bf16", or LowLevelZeroPlugin(precision="fp32") with '
+                "wf_colossalai.apply"
+            )
+        _check_world(config.sequence_parallel_size, tp_size, pp_size)
+        super().__init__(
+            tp_size=tp_size,
+            pp_size=pp_size,
+            sp_size=config.sequence_parallel_size,
+            enable_sequence_parallelism=True,
+            sequence_parallelism_mode="ring_attn",
+            **options,
+        )
+        self.sp = PlainSequenceParallel(config, self.sp_group, owner=self)
+        """The sequence parallelism of this rank: `plugin.sp.report()` has the bytes it sent."""
+        self.shard_config.extra_kwargs[KEY] = self.sp
+
+    @classmethod
+    def from_config(cls, path: str | Path) -> WallFacerPlugin:
+        """The plugin of a JSON file: blocks "wallfacer" (as in a DeepSpeed JSON) and "colossalai".
+
+        Raises:
+            ValueError: for an unknown or wrong key, by its name.
+        """
+        config = load(path)
+        return cls(**sequence_parallel_words(config), **config.get("colossalai", {}))
+
+    def configure(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., Any] | None = None,
+        dataloader: DataLoader[Any] | None = None,
+        lr_scheduler: Any = None,
+    ) -> Any:
+        """As ColossalAI's, with the policy for the model's class unless you gave one."""
+        given = self.custom_policy
+        if given is None:
+            self.custom_policy = WallFacerPolicy()
+        try:
+            return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
+        finally:
+            self.custom_policy = given
+
+
+def _check_world(sequence: int, tensor: int, pipeline: int) -> None:
+    world = dist.get_world_size()
+    if world % (sequence * tensor * pipeline):
+        raise ValueError(
+            f"sequence_parallel_size {sequence} x tp_size {tensor} x pp_size {pipeline} must "
+            f"divide the {world} ranks of the world"
+        )

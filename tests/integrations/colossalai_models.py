@@ -1,0 +1,112 @@
+"""Tiny random models of every family, their batches, and training without sequence parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor, nn
+
+VOCABULARY, SEQLEN = 256, 24
+NARROW: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+HEADS: dict[str, Any] = {"num_attention_heads": 4}
+WORDS: dict[str, Any] = {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+GROUPED: dict[str, Any] = {"num_key_value_heads": 2}
+GPT: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+LLAMA = {**NARROW, **HEADS, **WORDS, **GROUPED}
+OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
+BERT_UNDROPPED = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": 7}  # 17 tokens: padded by us
+
+FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "llama": (tf.LlamaForCausalLM, tf.LlamaConfig, LLAMA),
+    "qwen2": (tf.Qwen2ForCausalLM, tf.Qwen2Config, LLAMA),
+    "mistral": (tf.MistralForCausalLM, tf.MistralConfig, {**LLAMA, "sliding_window": 5}),
+    "gpt2": (tf.GPT2LMHeadModel, tf.GPT2Config, {**GPT, **UNDROPPED, "vocab_size": VOCABULARY}),
+    "gptj": (
+        tf.GPTJForCausalLM,
+        tf.GPTJConfig,
+        {**GPT, **UNDROPPED, "vocab_size": VOCABULARY, "rotary_dim": 4},
+    ),
+    "opt": (tf.OPTForCausalLM, tf.OPTConfig, {**OPT, **HEADS, **WORDS, "dropout": 0.0}),
+    "bert": (tf.BertForMaskedLM, tf.BertConfig, {**NARROW, **HEADS, **WORDS, **BERT_UNDROPPED}),
+    "vit": (tf.ViTForImageClassification, tf.ViTConfig, {**NARROW, **HEADS, **IMAGES}),
+}
+Batch = dict[str, Any]
+
+
+def build(family: str) -> Any:
+    """The same weights in every process; large enough that attention matters."""
+    torch.manual_seed(0)
+    make, make_config, words = FAMILIES[family]
+    config = make_config(**words, initializer_range=0.2, use_cache=False)
+    if family in ("opt", "gptj"):
+        config._attn_implementation = "eager"  # all that ColossalAI takes for these
+    return make(config).train()
+
+
+def batch(family: str, kind: str, seed: int) -> Batch:
+    """One sample. Kinds: plain, ragged (23 tokens), padded, unequal (two samples), unmasked."""
+    generator = torch.Generator().manual_seed(seed)
+    if family == "vit":
+        pixels = torch.randn(2, 3, 16, 16, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.tensor([seed % 7, (seed + 3) % 7])}
+    samples = {"unequal": 2, "microbatches": 2}.get(kind, 1)
+    seqlen = SEQLEN - 1 if kind == "ragged" else SEQLEN
+    ids = torch.randint(1, VOCABULARY, (samples, seqlen), generator=generator)
+    out = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    if family == "bert":
+        hidden = torch.rand(ids.shape, generator=generator) < 0.5
+        out["labels"] = ids.masked_fill(~hidden, -100)
+    for row, length in {"padded": [(0, 17)], "unequal": [(0, 17), (1, 21)]}.get(kind, []):
+        out["attention_mask"][row, length:] = 0
+        out["labels"][row, length:] = -100
+        out["input_ids"][row, length:] = 0
+    if kind == "unmasked":
+        del out["attention_mask"]
+    return out
+
+
+def alone(
+    model: nn.Module, steps: Sequence[Sequence[Batch]], optimizer: Callable[..., Any]
+) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """(losses, gradients of the first step, final weights) of one process on all batches.
+
+    A step's loss is the mean over its batches, as data parallelism has it.
+    """
+    update = optimizer(model.parameters())
+    losses, first = [], {}
+    for batches in steps:
+        update.zero_grad()
+        loss = torch.stack([model(**one).loss for one in batches]).mean()
+        loss.backward()
+        first = first or {
+            n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
+        }
+        update.step()
+        losses.append(loss.item())
+    return losses, first, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def alone_in_bf16(
+    model: nn.Module, steps: Sequence[Sequence[Batch]], optimizer: Callable[..., Any]
+) -> list[float]:
+    """Losses with bfloat16 weights and float32 master weights, as ZeRO keeps them."""
+    master = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    model.bfloat16()
+    update = optimizer(master)
+    losses = []
+    for batches in steps:
+        model.zero_grad()
+        loss = torch.stack([model(**one).loss.float() for one in batches]).mean()
+        loss.backward()
+        for wide, narrow in zip(master, model.parameters(), strict=True):
+            wide.grad = None if narrow.grad is None else narrow.grad.float()
+        update.step()
+        for wide, narrow in zip(master, model.parameters(), strict=True):
+            narrow.data.copy_(wide.data)
+        losses.append(loss.item())
+    return losses

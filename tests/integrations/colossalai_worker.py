@@ -1,0 +1,222 @@
+"""A job of several ranks: `python colossalai_worker.py FOLDER RANKS` runs FOLDER/cases.json.
+
+Everything is imported once, then the ranks are forked. A case's result is in FOLDER/NAME.pt.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import sys
+import traceback
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDPPlugin
+from colossalai.lazy import LazyInitContext
+from colossalai.logging import disable_existing_loggers
+from colossalai.nn.optimizer import HybridAdam
+
+import wf_colossalai
+from tests.integrations import colossalai_faults as faults
+from tests.integrations.colossalai_models import alone, alone_in_bf16, batch, build
+from wf_colossalai.cpu import cpu_accelerator
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": partial(torch.optim.SGD, lr=0.1),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "hybrid_adam": partial(HybridAdam, lr=1e-3, weight_decay=0.01),
+}
+ALONE = OPTIMIZERS | {"hybrid_adam": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)}
+OTHER_PLUGINS: dict[str, Any] = {
+    "ddp": TorchDDPPlugin,
+    "zero": LowLevelZeroPlugin,
+    "gemini": GeminiPlugin,
+}
+
+
+class Run:
+    """One case: a booster with its plugin, and what the test compares."""
+
+    def __init__(self, case: dict[str, Any], folder: Path) -> None:
+        self.case, self.folder = case, folder
+        self.family, self.kind = case.get("family", "llama"), case.get("kind", "plain")
+        self.size = case["words"].get("sequence_parallel_size", 1)
+        self.optimizer = case.get("optimizer", "sgd")
+        with LazyInitContext() if case.get("lazy") else torch.enable_grad():
+            model = build(self.family)
+        if case.get("checkpointing") == "before":
+            model.gradient_checkpointing_enable()
+        self.plugin, self.sp = self._plugin(model)
+        self.booster = Booster(plugin=self.plugin)
+        optimizer = OPTIMIZERS[self.optimizer](model.parameters())
+        self.model, self.update, *_ = self.booster.boost(model, optimizer)
+        if case.get("checkpointing") == "after":
+            self.model.unwrap().gradient_checkpointing_enable()
+
+    def _plugin(self, model: Any) -> tuple[Any, Any]:
+        words, options = self.case["words"], self.case.get("options", {})
+        kind = self.case.get("plugin", "hybrid")
+        if kind == "hybrid":
+            plugin = wf_colossalai.WallFacerPlugin(**words, **options)
+            return plugin, plugin.sp
+        applied = wf_colossalai.apply(model, words)
+        return OTHER_PLUGINS[kind](**options), applied.sp
+
+    @property
+    def data_parallel(self) -> tuple[int, int]:
+        """(rank, size)."""
+        options = self.case.get("options", {})
+        others = self.size * options.get("tp_size", 1) * options.get("pp_size", 1)
+        size = dist.get_world_size() // others
+        inner = self.size * options.get("tp_size", 1) * options.get("pp_size", 1)
+        return dist.get_rank() // inner, size
+
+    def steps(self) -> list[list[dict[str, Any]]]:
+        """The batches of every step, one for each data-parallel rank."""
+        size = self.data_parallel[1]
+        count = self.case.get("steps", 20)
+        return [
+            [batch(self.family, self.kind, 100 * step + part) for part in range(size)]
+            for step in range(count)
+        ]
+
+    def train(self, first: int = 0, last: int | None = None) -> list[float]:
+        """Losses of steps first..last on the ranks that have them."""
+        losses = []
+        for step, batches in enumerate(self.steps()[first:last]):
+            loss = self._backward(copy.deepcopy(batches[self.data_parallel[0]]))
+            if step == 0:
+                self.gradients = self._gradients()
+            self.update.step()
+            self.update.zero_grad()
+            losses += [] if loss is None else [loss.item()]
+        return losses
+
+    def _backward(self, mine: dict[str, Any]) -> Any:
+        if getattr(self.plugin, "stage_manager", None) is None:
+            loss = self.model(**mine).loss
+            self.booster.backward(loss, self.update)
+            return loss
+        done = self.booster.execute_pipeline(
+            iter([mine]), self.model, lambda out, _: out.loss, self.update, return_loss=True
+        )
+        return done["loss"]
+
+    def _gradients(self) -> dict[str, Any]:
+        parameters = self.model.unwrap().named_parameters()
+        return {n: p.grad.clone() for n, p in parameters if p.grad is not None}
+
+    def mean_over_data(self, losses: list[float]) -> list[float]:
+        """The whole step's loss: the mean over data parallelism (ranks without losses add none)."""
+        count = self.case.get("steps", 20)
+        total = torch.tensor([sum(losses[i : i + 1], 0.0) for i in range(count)])
+        ranks = torch.tensor(float(bool(losses)))
+        dist.all_reduce(total)
+        dist.all_reduce(ranks)
+        return (total / ranks).tolist()
+
+    def weights(self, name: str) -> dict[str, Any]:
+        """The whole model, gathered by ColossalAI's own saving."""
+        if self.case.get("no_weights"):
+            return {}
+        path = self.folder / f"{self.case['name']}_{name}.bin"
+        self.booster.save_model(self.model, str(path), shard=False)
+        dist.barrier()
+        return torch.load(path) if dist.get_rank() == 0 else {}
+
+
+def compared(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train the case, and the same without sequence parallelism on rank 0."""
+    run = Run(case, folder)
+    start = run.weights("start") if case.get("lazy") else {}  # lazily drawn in another order
+    losses = run.mean_over_data(run.train())
+    result = {"losses": losses, "gradients": run.gradients, "bytes": run.sp.report()}
+    result["weights"] = run.weights("end")
+    if dist.get_rank() == 0:
+        optimizer, steps, model = ALONE[run.optimizer], run.steps(), build(run.family)
+        model.load_state_dict(start or model.state_dict())
+        expected = alone(model, steps, optimizer)
+        keys = ("losses", "gradients", "weights")
+        result["expected"] = dict(zip(keys, expected, strict=True))
+        if case.get("options", {}).get("precision") == "bf16":
+            result["bf16"] = alone_in_bf16(build(run.family), steps, optimizer)
+    return result
+
+
+def resumed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Ten steps at one sequence-parallel size, saved, and ten more at another."""
+    first = Run(case, folder)
+    losses = first.train(0, 10)
+    path = folder / case["name"]
+    first.booster.save_model(first.model, str(path / "model"), shard=True)
+    first.booster.save_optimizer(first.update, str(path / "optimizer"), shard=True)
+    dist.barrier()
+    second = Run(case | {"words": case["then"]}, folder)
+    second.booster.load_model(second.model, str(path / "model"))
+    second.booster.load_optimizer(second.update, str(path / "optimizer"))
+    losses += second.train(10, 20)
+    expected = alone(build(second.family), second.steps(), ALONE[second.optimizer])
+    keys = ("losses", "gradients", "weights")
+    result = {"losses": losses, "weights": second.weights("end")}
+    return result | {"expected": dict(zip(keys, expected, strict=True))}
+
+
+KINDS = {"compared": compared, "resumed": resumed} | faults.KINDS
+
+
+def rank_main(rank: int, ranks: int, folder: Path) -> None:
+    """One rank: all cases, one after the other."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store{ranks}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )
+    disable_existing_loggers()
+    cases = json.loads((folder / "cases.json").read_text())
+    with cpu_accelerator():
+        for case in cases:
+            result = KINDS[case.get("run", "compared")](case, folder)
+            if rank == 0:
+                torch.save(result, folder / f"{case['name']}.pt")
+            dist.barrier()
+
+
+def rank_or_traceback(rank: int, ranks: int, folder: Path) -> None:
+    try:
+        rank_main(rank, ranks, folder)
+    except BaseException:
+        (folder / f"rank{rank}.error").write_text(traceback.format_exc())
+        raise
+
+
+def main(folder: Path, ranks: int) -> None:
+    """Fork the ranks and wait; exit code 1 if one failed."""
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=rank_or_traceback, args=(rank, ranks, folder))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    while any(p.is_alive() for p in processes) and not any(p.exitcode for p in processes):
+        for process in processes:
+            process.join(0.1)
+    for process in processes:
+        process.join(1.0)
+        process.kill()
+        process.join()
+    sys.exit(any(process.exitcode for process in processes))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

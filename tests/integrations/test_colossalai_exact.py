@@ -1,0 +1,130 @@
+"""The real ColossalAI with WallFacer trains as one process without sequence parallelism does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.colossalai_jobs import (
+    Results,
+    assert_gradients,
+    assert_losses,
+    assert_weights,
+    needs_colossalai,
+    relative,
+    run_cases,
+)
+
+pytestmark = [needs_colossalai, pytest.mark.processes]
+
+SP2, SP4 = {"sequence_parallel_size": 2}, {"sequence_parallel_size": 4}
+RING2, RING4 = SP2 | {"route": "ring"}, SP4 | {"route": "ring"}
+PIPELINE = {"kind": "microbatches", "options": {"pp_size": 2, "num_microbatches": 2}}
+BF16: dict[str, Any] = {"precision": "bf16"}
+NO_OVERLAP: dict[str, Any] = {"overlap_communication": False}  # there are no streams on a CPU
+FEW = {"steps": 4}
+
+HYBRID: dict[str, dict[str, Any]] = {
+    "sp4": {"words": SP4},
+    "dp2_sp2": {"words": RING2},
+    "tp2_sp2": {"words": RING2, "options": {"tp_size": 2}},
+    "pp2_sp2": {"words": RING2} | PIPELINE,
+    "checkpointed": {"words": RING4, "checkpointing": "before"},
+    "checkpointed_ragged": {"words": RING4, "checkpointing": "after", "kind": "ragged"} | FEW,
+    "padded": {"words": RING4, "kind": "padded"},
+    "unequal": {"words": RING4, "kind": "unequal"} | FEW,
+    "unmasked": {"words": RING4, "kind": "unmasked"} | FEW,
+    "ragged": {"words": RING4, "kind": "ragged"} | FEW,
+    "lazy": {"words": RING4, "lazy": True} | FEW,
+    "concentric": {"words": SP4 | {"route": {"name": "concentric", "team_size": 2}}} | FEW,
+    "mesh": {"words": SP4 | {"route": {"name": "mesh", "rows": 2, "cols": 2}}} | FEW,
+    "ulysses": {"words": RING4 | {"ulysses_degree": 2, "layout": "contiguous"}} | FEW,
+    "adamw": {"words": RING4, "optimizer": "adamw"} | FEW,
+}
+FAMILIES = ("qwen2", "mistral", "gpt2", "gptj", "opt", "bert", "vit")
+MODELS: dict[str, dict[str, Any]] = {
+    name: {"words": RING4, "family": name, "kind": "ragged"} | FEW for name in FAMILIES
+} | {
+    "tp_qwen2": {"words": RING2, "family": "qwen2", "options": {"tp_size": 2}} | FEW,
+    "tp_bert": {"words": RING2, "family": "bert", "options": {"tp_size": 2}} | FEW,
+    "tp_mistral": {"words": RING2, "family": "mistral", "options": {"tp_size": 2}} | FEW,
+    "pp_mistral": {"words": RING2, "family": "mistral"} | PIPELINE | FEW,
+    # ColossalAI gathers GPT-2's fused weights with .cuda(): they cannot be saved here
+    "tp_gpt2": {"words": RING2, "family": "gpt2", "options": {"tp_size": 2}, "no_weights": True}
+    | FEW,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "ddp": {"words": RING4, "plugin": "ddp"},
+    "ddp_vit": {"words": RING4, "plugin": "ddp", "family": "vit"} | FEW,
+    "zero1": {
+        "words": RING4,
+        "plugin": "zero",
+        "options": {"stage": 1, "precision": "fp32"} | NO_OVERLAP,
+    },
+    "zero2_offload": {
+        "words": RING2,
+        "plugin": "zero",
+        "optimizer": "hybrid_adam",
+        "options": {"stage": 2, "precision": "fp32", "cpu_offload": True} | NO_OVERLAP,
+    },
+}
+HALF: dict[str, dict[str, Any]] = {
+    "hybrid_zero1": {"words": RING4, "options": {"zero_stage": 1} | BF16 | NO_OVERLAP},
+    "hybrid_zero2_offload": {
+        "words": SP4,
+        "optimizer": "hybrid_adam",
+        "options": {"zero_stage": 2, "cpu_offload": True} | BF16 | NO_OVERLAP,
+    },
+    "gemini_offload": {
+        "words": RING4,
+        "plugin": "gemini",
+        "optimizer": "hybrid_adam",
+        "options": {
+            "placement_policy": "static",
+            "offload_optim_frac": 1.0,
+            "offload_param_frac": 1.0,
+            "enable_async_reduce": False,
+        }
+        | BF16,
+    },
+}
+EXACT = HYBRID | MODELS | OTHERS
+RESUMED: dict[str, dict[str, Any]] = {
+    "resumed_4_to_2": {"run": "resumed", "words": RING4, "then": RING2, "optimizer": "adamw"},
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """One job of 4 ranks over everything."""
+    folder: Path = tmp_path_factory.mktemp("colossalai")
+    cases = EXACT | HALF | RESUMED
+    return run_cases([{"name": name} | case for name, case in cases.items()], 4, folder)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_and_weights_are_those_of_one_process(results: Results, name: str) -> None:
+    assert_losses(results[name])
+    if not EXACT[name].get("no_weights"):
+        assert_weights(results[name])
+
+
+@pytest.mark.parametrize("name", [n for n, case in EXACT.items() if case.get("plugin") != "zero"])
+def test_gradients_are_those_of_one_process(results: Results, name: str) -> None:
+    if not EXACT[name].get("lazy"):
+        assert_gradients(results[name])
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_bfloat16_stays_within_the_error_of_bfloat16(results: Results, name: str) -> None:
+    wide, narrow = results[name]["expected"]["losses"], results[name]["bf16"]
+    error = max(map(relative, narrow, wide))
+    assert error > 1e-4, "bfloat16 without sequence parallelism has no error to compare with"
+    assert_losses(results[name], 2 * error)
+
+
+def test_training_goes_on_at_another_sequence_parallel_size(results: Results) -> None:
+    assert_losses(results["resumed_4_to_2"])
+    assert_weights(results["resumed_4_to_2"])
