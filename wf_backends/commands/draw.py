@@ -41,7 +41,8 @@ def _meetings(axes: Any, schedule: Schedule) -> None:
                     if n <= 16:
                         axes.text(key, query, rank, ha="center", va="center", fontsize=8)
     image = axes.imshow(steps, cmap="Pastel1" if schedule.num_steps <= 9 else "viridis")
-    axes.figure.colorbar(image, ax=axes, label="step", shrink=0.8)
+    ticks = range(schedule.num_steps) if schedule.num_steps <= 16 else None
+    axes.figure.colorbar(image, ax=axes, label="step", shrink=0.8, ticks=ticks)
     axes.set(xlabel="key shard", ylabel="query shard", title="who meets whom (number: rank)")
 
 

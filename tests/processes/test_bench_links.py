@@ -1,0 +1,54 @@
+"""The topology of a real job: measured in seconds, the same on every rank, kept by host list."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import run_processes
+from wf_backends.bench_links import job_hosts, measured
+from wf_backends.comm import Communicator
+
+pytestmark = pytest.mark.processes
+
+
+def measure_twice(comm: Communicator, hosts: list[str], folder: str) -> tuple[Any, Any, float]:
+    torch.set_num_threads(1)
+    assert job_hosts(hosts[comm.rank]) == hosts
+    start = time.perf_counter()
+    first = measured(comm, hosts, torch.device("cpu"), Path(folder))
+    took = time.perf_counter() - start
+    return first, measured(comm, hosts, torch.device("cpu"), Path(folder)), took
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host"), [(["a", "a"], 2), (["a", "b"], 1), (["a", "a", "b", "b"], 2)]
+)
+def test_a_job_is_measured_once(hosts: list[str], per_host: int, tmp_path: Path) -> None:
+    results = run_processes(len(hosts), measure_twice, hosts, str(tmp_path))
+    (topology, known), (again, kept), took = results[0]
+    assert not known and kept
+    assert all(
+        first == (topology, False) and second == (again, True) for first, second, _ in results
+    )
+    assert topology == again
+    assert took < 10
+    assert (topology.hosts, topology.ranks_per_host) == (len(set(hosts)), per_host)
+    assert 0 < topology.inside.latency_s < 0.1 and topology.inside.bytes_per_s > 1e6
+    assert topology.kernels[0][0] == "sdpa" and topology.rate().forward_flops_per_s > 1e8
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def refused(comm: Communicator, hosts: list[str], folder: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        measured(comm, hosts, torch.device("cpu"), Path(folder))
+    return str(caught.value)
+
+
+def test_hosts_in_turn_are_refused(tmp_path: Path) -> None:
+    told = run_processes(4, refused, ["a", "b", "a", "b"], str(tmp_path))
+    assert all("ranks 0 and 1 should share host 0" in message for message in told)

@@ -1,0 +1,180 @@
+"""The console script: what it prints, its exit codes, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from wf_backends import SequenceParallelConfig
+from wf_backends.bench_links import nearest_divisor
+from wf_backends.cli import main
+from wf_backends.schedule import concentric, render
+from wf_backends.topology import from_dict
+
+pytest.importorskip("typer", reason="the cli extra is not installed")
+
+SMALL = ["--heads", "8", "--kv-heads", "2", "--head-dim", "64", "--seqlen", "8192"]
+TWO_HOSTS = str(Path(__file__).parents[2] / "configs/topologies/two_hosts.toml")
+
+
+def run(
+    args: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `wallfacer ARGS`."""
+    monkeypatch.setattr(sys, "argv", ["wallfacer", *args])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as caught:
+        main()
+    out, err = capfd.readouterr()
+    return int(caught.value.code or 0), out, err
+
+
+@pytest.fixture(name="wallfacer")
+def _wallfacer(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    return lambda *args: run(list(args), monkeypatch, capfd)
+
+
+def test_plan_prints_the_candidates_and_the_reason(wallfacer) -> None:
+    code, out, _ = wallfacer("plan", *SMALL, "--topology", TWO_HOSTS, "--top", "4")
+    assert code == 0
+    assert "two hosts: 2 hosts x 4 ranks" in out
+    reason = " ".join(out[out.index("Chosen") :].split())
+    assert reason.startswith("Chosen: ulysses_degree") and "x the ring's speed" in reason
+    assert "busiest NIC" in reason and "counted message by message" in reason
+
+
+def test_plan_as_json_gives_configs_that_work(wallfacer) -> None:
+    code, out, _ = wallfacer("plan", *SMALL, "--topology", TWO_HOSTS, "--top", "3", "--json")
+    told = json.loads(out)
+    assert code == 0 and len(told["plans"]) == 3
+    times = [plan["predicted_s"] for plan in told["plans"]]
+    assert times == pytest.approx(sorted(times), rel=0.01)
+    assert from_dict(told["topology"]).name == "two hosts"
+    for plan in told["plans"]:
+        assert SequenceParallelConfig.from_dict(plan["config"]).sequence_parallel_size == 8
+        assert plan["predicted_s"] == pytest.approx(plan["compute_s"] + plan["exposed_s"])
+
+
+def test_plan_keeps_to_one_head_split(wallfacer) -> None:
+    told = json.loads(wallfacer("plan", *SMALL, "--ulysses-degree", "2", "--json")[1])
+    assert {plan["config"]["ulysses_degree"] for plan in told["plans"]} == {2}
+
+
+def test_explain_prints_the_grid_and_the_timeline(wallfacer) -> None:
+    code, out, _ = wallfacer("explain", "concentric:team_size=2", *SMALL, "--ranks", "8")
+    assert code == 0
+    assert render(concentric(8, 2)) in out
+    assert "forward step 1" in out and "backward home" in out
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_explain_draws(wallfacer, tmp_path: Path, ending: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"picture.{ending}"
+    code, out, _ = wallfacer(
+        "explain", "mesh:rows=2,cols=4", "--topology", TWO_HOSTS, "--picture", str(path)
+    )
+    assert code == 0 and "drawn" in out
+    magic = {"png": b"\x89PNG", "svg": b"<?xml"}[ending]
+    assert path.read_bytes().startswith(magic)
+
+
+def test_doctor_finds_the_core_working(wallfacer) -> None:
+    code, out, _ = wallfacer("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(out)}
+    assert code == 0
+    for name in ("torch", "kernel reference", "threads", "gloo"):
+        assert findings[name]["works"], findings[name]
+    assert all(f["what"] for f in findings.values())
+    assert wallfacer("doctor")[0] == 0
+
+
+def test_doctor_says_no_with_its_exit_code(wallfacer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wf_backends.commands import doctor
+
+    def broken() -> str:
+        raise RuntimeError("no threads today")
+
+    monkeypatch.setattr(doctor, "_threads", broken)
+    code, out, _ = wallfacer("doctor")
+    assert code == 1 and "NO" in out and "RuntimeError: no threads today" in out
+
+
+def test_bench_runs_candidates_and_keeps_the_topology(wallfacer, tmp_path: Path) -> None:
+    """One process alone: no links, but kernels, the cache and the table."""
+    args = ["--cache-dir", str(tmp_path), "--seqlen", "512", "--repeats", "1", "--json"]
+    code, out, _ = wallfacer("bench", *args)
+    told = json.loads(out)
+    assert code == 0
+    assert [plan["config"]["sequence_parallel_size"] for plan in told["plans"]] == [1]
+    assert all(plan["measured_s"] > 0 for plan in told["plans"])
+    (kept,) = tmp_path.iterdir()
+    assert json.loads(kept.read_text()) == told["topology"]
+    assert json.loads(wallfacer("bench", *args)[1])["topology"] == told["topology"]
+
+
+def test_bench_links_says_where_its_answer_is_from(wallfacer, tmp_path: Path) -> None:
+    args = ["bench-links", "--cache-dir", str(tmp_path / "cache")]
+    code, out, err = wallfacer(*args)
+    assert code == 0 and from_dict(json.loads(out)).size == 1 and "measured in" in err
+    code, _, err = wallfacer(*args, "--out", str(tmp_path / "mine.json"))
+    assert code == 0 and "from" in err
+    assert json.loads((tmp_path / "mine.json").read_text()) == json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["plan", "--topology", "h100-8x400"], "did you mean 'h100-8x400g'?"),
+        (["plan", "--topology", "a100-4x-100gbe", "--ranks", "6"], "6 ranks do not fill hosts"),
+        (["plan", "--memory-gib", "0.001"], "the closest, ulysses_degree"),
+        (["plan", "--ulysses-degree", "3"], "no ulysses_degree of (3,)"),
+        (["plan", "--kv-heads", "5"], "--kv-heads must divide --heads 32, got 5"),
+        (["plan", "--seqlen", "0"], "--seqlen must be positive"),
+        (["plan", "--dtype", "bfloat"], "--dtype must be one of"),
+        (["plan", "--layout", "zigzak"], "did you mean 'zigzag'?"),
+        (["plan", "--kernel", "sdpa"], "has rates for ['flash'], got kernel 'sdpa'"),
+        (["explain", "concentric:team_size=3"], "team_size must have a square that divides"),
+        (["explain", "mesh:rows=two"], "--route must look like"),
+        (["explain", "rong"], "did you mean 'ring'?"),
+        (["explain", "ring", "--moves", "both"], "--moves must be one of"),
+        (["explain", "ring", "--picture", "a.bmp"], "--picture must end in one of"),
+        (["bench", "--topology", TWO_HOSTS], "contradicts the job: it has 2 hosts x 4 ranks"),
+    ],
+)
+def test_bad_input_is_named_and_exits_with_2(wallfacer, args: list[str], message: str) -> None:
+    code, _, err = wallfacer(*args)
+    assert code == 2 and message in err
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "bench", "bench-links", "doctor"])
+def test_every_command_helps_with_an_example(wallfacer, command: str) -> None:
+    code, out, _ = wallfacer(command, "--help")
+    assert (
+        code == 0
+        and "Example" in out
+        and f"wallfacer {command}" in out.replace("wf_backends.cli", "wallfacer")
+    )
+
+
+def test_no_command_shows_the_help(wallfacer) -> None:
+    assert "bench-links" in wallfacer("--help")[1]
+
+
+def test_a_missing_extra_is_named(wallfacer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.startswith("wf_backends.commands")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(sys, "argv", ["wallfacer", "plan"])
+    with pytest.raises(SystemExit, match=r"needs typer.*pip install 'wallfacer\[cli\]'"):
+        main()
+
+
+@pytest.mark.parametrize(
+    ("value", "nics"), [(1.1, 1), (1.9, 2), (3.2, 4), (7.5, 8), (0.0, 1), (100, 8)]
+)
+def test_the_number_of_nics_is_a_divisor(value: float, nics: int) -> None:
+    assert nearest_divisor(8, value) == nics
