@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
+from typing import Literal
 
 from wf_backends.mask import CAUSAL, FULL, Band, Bound, Mask
 from wf_backends.ranges import Range, Ranges, globalize, join, locate, size
@@ -142,32 +143,23 @@ def _moved(tile: Tile, row_at: int, key_at: int) -> Tile:
 
 def _join_full(found: list[Tile]) -> list[Tile]:
     """Join neighbouring full tiles, first along the keys, then along the rows."""
-    along_keys: list[Tile] = []
-    for tile in sorted(found, key=lambda t: (t.rows, t.keys)):
-        last = along_keys[-1] if along_keys else None
-        if (
-            last
-            and _both_full(last, tile)
-            and last.rows == tile.rows
-            and last.keys[1] == tile.keys[0]
-        ):
-            along_keys[-1] = replace(last, keys=(last.keys[0], tile.keys[1]))
-        else:
-            along_keys.append(tile)
-    along_rows: list[Tile] = []
-    for tile in sorted(along_keys, key=lambda t: (t.keys, t.rows)):
-        last = along_rows[-1] if along_rows else None
-        if (
-            last
-            and _both_full(last, tile)
-            and last.keys == tile.keys
-            and last.rows[1] == tile.rows[0]
-        ):
-            along_rows[-1] = replace(last, rows=(last.rows[0], tile.rows[1]))
-        else:
-            along_rows.append(tile)
-    return along_rows
+    return _join_along("rows", _join_along("keys", found))
 
 
-def _both_full(a: Tile, b: Tile) -> bool:
-    return a.band == FULL and b.band == FULL
+def _join_along(axis: Literal["rows", "keys"], found: list[Tile]) -> list[Tile]:
+    """Join full tiles that continue one another along `axis` and agree in the other one."""
+    other = "keys" if axis == "rows" else "rows"
+
+    def place(tile: Tile) -> tuple[Range, Range]:
+        return getattr(tile, other), getattr(tile, axis)
+
+    joined: list[Tile] = []
+    for tile in sorted(found, key=place):
+        across, (start, stop) = place(tile)
+        if joined and joined[-1].band == tile.band == FULL:
+            last_across, (first, upto) = place(joined[-1])
+            if last_across == across and upto == start:
+                joined[-1] = replace(joined[-1], **{axis: (first, stop)})
+                continue
+        joined.append(tile)
+    return joined
