@@ -1,0 +1,121 @@
+"""What one step costs on every rank of a job: time, messages, bytes, memory."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from wf_backends.comm.protocol import Communicator, Message, Pending
+
+Step = Callable[[], float]  # forward and backward; the sum of the squares of this rank's output
+
+
+class Counting(Communicator):
+    """Another communicator, with the collectives of a step counted by label."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self.inner, self.rank, self.size, self.on_host = comm, comm.rank, comm.size, comm.on_host
+        self.posts: Counter[str] = Counter()
+
+    def post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        self.posts[label] += 1
+        return super().post(label, sends, recvs)
+
+    def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        return self.inner._post(label, sends, recvs)
+
+    def take(self) -> tuple[int, int]:
+        """(collectives, bytes sent) since the last call."""
+        found = sum(self.posts.values()), sum(self.sent.values())
+        self.posts.clear()
+        self.sent.clear()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The slowest rank's seconds, the largest rank's bytes and memory, of one step."""
+
+    seconds: float
+    collectives: int
+    bytes_sent: int
+    peak_bytes: int
+
+
+def measure(comm: Counting, steps: Sequence[Callable[[], object]], repeats: int) -> list[Measured]:
+    """Each step's best time of several; the steps take turns, so that all meet the same machine."""
+    best = [float("inf")] * len(steps)
+    rest = [(0, 0, 0)] * len(steps)
+    for _ in range(repeats + 1):
+        for index, step in enumerate(steps):
+            before = reset_peak()
+            comm.take()
+            dist.barrier()
+            start = time.perf_counter()
+            step()
+            best[index] = min(best[index], worst(time.perf_counter() - start))
+            rest[index] = (*comm.take(), peak() - before)
+    return [
+        Measured(seconds, *(int(worst(value)) for value in values))
+        for seconds, values in zip(best, rest, strict=True)
+    ]
+
+
+def check_same(steps: Sequence[Step]) -> None:
+    """Run every step once; all must return the same, summed over the ranks.
+
+    Raises:
+        RuntimeError: if they differ by more than float32's rounding.
+    """
+    totals = torch.tensor([step() for step in steps], dtype=torch.float64)
+    dist.all_reduce(totals)
+    if (totals / totals[0] - 1).abs().max() > 1e-4:
+        raise RuntimeError(f"the schemes do not compute the same: {totals.tolist()}")
+
+
+def worst(value: float) -> float:
+    """The largest over all ranks."""
+    held = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(held, dist.ReduceOp.MAX)
+    return held.item()
+
+
+def reset_peak() -> int:
+    """Give freed memory back, start a new peak (Linux); bytes held now."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak() -> int:
+    """The most bytes that this process held since `reset_peak`."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def machine(num_ranks: int) -> str:
+    """torch's version, the CPU, and how the ranks share it."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    cores = len(os.sched_getaffinity(0))
+    cpu = names[0] if names else platform.processor()
+    return (
+        f"torch {torch.__version__}, {cpu}; {num_ranks} ranks over {dist.get_backend()} on "
+        f"{cores} cores, load before {os.getloadavg()[0]:.1f}"
+    )
