@@ -23,9 +23,10 @@ class DeepSpeedEngine:
             self._engine, *_ = wf_deepspeed.initialize(
                 model=model, model_parameters=list(model.parameters()), config=config
             )
-        if not hasattr(self._engine, "wallfacer"):
+        wallfacer = getattr(self._engine, "wallfacer", None)
+        if not isinstance(wallfacer, wf_deepspeed.WallFacer):
             raise ValueError(f'{config} has no enabled "wallfacer" block')
-        self._wallfacer = self._engine.wallfacer
+        self._wallfacer = wallfacer
         self.rank = dist.get_rank()
         self.data_parallel_rank = self._wallfacer.data_parallel_rank
         self.data_parallel_size = self._wallfacer.data_parallel_size
@@ -38,7 +39,7 @@ class DeepSpeedEngine:
         valid = self._wallfacer.count_valid(shards) if token else None
         losses = []
         for shard in shards:
-            loss = self._loss(shard, valid)
+            loss = self._wallfacer.loss(self._logits(shard), shard["labels"], valid)
             self._engine.backward(loss)
             self._engine.step()
             losses.append(loss.detach())
@@ -51,10 +52,10 @@ class DeepSpeedEngine:
     def evaluate(self, batch: Batch) -> float:
         """As in `engine.Engine`."""
         self._engine.eval()
-        shard = self._shard(batch)
-        loss = self._wallfacer.mean(self._loss(shard, self._wallfacer.count_valid([shard])))
+        shard, sp = self._shard(batch), self._wallfacer.sp
+        loss = sp.loss(self._logits(shard), shard["labels"]) * sp.size
         self._engine.train()
-        return float(loss)
+        return float(self._wallfacer.mean(loss))
 
     def save(self, folder: Path, progress: dict[str, int]) -> None:
         """As in `engine.Engine`."""
@@ -79,6 +80,5 @@ class DeepSpeedEngine:
         device = self._engine.device
         return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in local.items()}
 
-    def _loss(self, shard: dict[str, Any], valid: int | None) -> Tensor:
-        logits = self._engine(**wf_transformers.forward_kwargs(self._engine, shard)).logits
-        return self._wallfacer.loss(logits, shard["labels"], valid)
+    def _logits(self, shard: dict[str, Any]) -> Tensor:
+        return self._engine(**wf_transformers.forward_kwargs(self._engine, shard)).logits

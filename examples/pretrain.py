@@ -36,34 +36,49 @@ def main() -> None:
     launch.init()
     share_cores()
     training, held_out = split(find_files(args.data))
-    engine = open_engine(
-        args.engine, args.deepspeed_config, build_model(VOCABULARY, args.seq_len, args.seed)
-    )
-    checkpoints = args.out / "checkpoints"
+    model = build_model(VOCABULARY, args.seq_len, args.seed)
+    engine = open_engine(args.engine, args.deepspeed_config, model)
     progress = {"step": 0, "sequences": 0}
     if args.resume is not None:
-        progress = engine.load(Path(args.resume) if args.resume else checkpoints)
-    rows = read_csv(args.out / "loss.csv")[: progress["step"]]
-    batches = full_batches(engine, training, args, skip=progress["sequences"])
+        progress = engine.load(Path(args.resume) if args.resume else args.out / "checkpoints")
     with Display(progress["step"], args.steps, visible=engine.rank == 0) as display:
         display.say(f"{len(training)} files to train on, {len(held_out)} held out")
-        for step in range(progress["step"] + 1, args.steps + 1):
-            rows.append(train_one(engine, batches, step, args.seq_len))
-            display.show(rows[-1])
-            progress = {"step": step, "sequences": progress["sequences"] + per_step(engine)}
-            if args.save_every and step % args.save_every == 0:
-                engine.save(checkpoints, progress)
+        rows = train(engine, training, progress, args, display)
         loss = evaluate(engine, full_batches(engine, held_out, args))
         if engine.rank == 0:
             report(rows, loss, args, display)
     engine.close()
 
 
+def train(
+    engine: Engine,
+    files: list[Path],
+    progress: dict[str, int],
+    args: argparse.Namespace,
+    display: Display,
+) -> list[Row]:
+    """Go on from `progress` to the last step; the rows of the curve from step 1 on."""
+    table = args.out / "loss.csv"
+    rows = [row for row in read_csv(table) if row.step <= progress["step"]]
+    batches = full_batches(engine, files, args, skip=progress["sequences"])
+    for step in range(progress["step"] + 1, args.steps + 1):
+        rows.append(train_one(engine, batches, step, args.seq_len))
+        display.show(rows[-1])
+        progress = {"step": step, "sequences": progress["sequences"] + per_step(engine)}
+        if args.save_every and step % args.save_every == 0:
+            engine.save(args.out / "checkpoints", progress)
+            if engine.rank == 0:
+                write_csv(rows, table)
+    return rows
+
+
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--engine", default="deepspeed", choices=["deepspeed"])
-    parser.add_argument("--deepspeed_config", default="configs/deepspeed/zero2_concentric.json")
+    parser.add_argument("--engine", default="deepspeed", choices=["deepspeed", "colossalai"])
+    parser.add_argument(
+        "--deepspeed_config", "--config", default="configs/deepspeed/zero2_concentric.json"
+    )
     parser.add_argument(
         "--data", nargs="*", default=[], help="files or globs; default: Python's own sources"
     )

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -67,24 +66,24 @@ class WholeBatchHooks:
         fields = dict(output)
         logits = fields["logits"]
         if call.labels is not None:
-            fields["loss"] = self._loss(logits, call.labels, call.num_items, model.training)
+            loss = self._training_loss if model.training else self._evaluation_loss
+            fields["loss"] = loss(logits, call.labels, call.num_items)
         if not model.training:
             fields["logits"] = self._component.sp.unshard(logits, dim=1)[:, : call.seqlen]
         return type(output)(**fields)
 
-    def _loss(
-        self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None, training: bool
+    def _training_loss(
+        self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None
     ) -> Tensor:
-        component = self._component
+        """This rank's share x size: DeepSpeed's mean over the world makes the loss of it."""
         if num_items is None:
-            loss = component.loss(logits, labels)
-        else:
-            loss = token_loss(logits, labels, num_items) * component.sp.size
-        if training:
-            return loss
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=component.groups.sequence)
-        return total / component.sp.size
+            return self._component.loss(logits, labels)
+        return token_loss(logits, labels, num_items) * self._component.sp.size
+
+    def _evaluation_loss(self, logits: Tensor, labels: Tensor, _: object) -> Tensor:
+        """The loss of the batch, the same on every rank of the group."""
+        sp = self._component.sp
+        return sp.sum_over_ranks(sp.loss(logits, labels))
 
 
 def _seqlen(given: dict[str, Any]) -> int:

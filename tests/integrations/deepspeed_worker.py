@@ -1,7 +1,7 @@
 """One rank of a job: runs the cases of FOLDER/cases.json one after the other.
 
 A case: name, config (DeepSpeed JSON), steps, sequences (per step, over all ranks), and optionally
-average, checkpointing, save, load.
+average, checkpointing, save, load, tag.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     )
     first = 0
     if case.get("load"):
-        _, client = engine.load_checkpoint(case["load"])
+        _, client = engine.load_checkpoint(case["load"], tag=case.get("tag"))
         first = client["step"]
     losses, norms = [], []
     for step in range(first, case["steps"]):

@@ -11,11 +11,12 @@ import torch
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
-from tests.integrations.deepspeed_jobs import run_cases  # noqa: E402
+from tests.integrations.deepspeed_jobs import run_cases, run_ranks  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
-STEPS, STAGES = 20, (0, 1, 2, 3)
+STAGES = (0, 1, 2, 3)
+STEPS, FEW = 20, 8
 Results = dict[str, dict[str, Any]]
 
 RING = {"route": {"name": "ring"}}
@@ -51,14 +52,14 @@ def case(name: str, wallfacer: dict | None, stage: int = 0, **more: Any) -> dict
     if wallfacer is not None:
         config["wallfacer"] = {"enabled": True, **wallfacer}
     config |= more.pop("config", {})
-    return {"name": name, "config": config, "steps": STEPS, "sequences": 1} | more
+    return {"name": name, "config": config, "steps": FEW, "sequences": 1} | more
 
 
 def matrix(ranks: int) -> list[dict[str, Any]]:
     """Every route at every stage with AdamW, and one route per stage with SGD."""
     size, routes = {"sequence_parallel_size": ranks}, ROUTES[ranks]
     adam = [
-        case(f"adam_{name}_{stage}", size | route, stage)
+        case(f"adam_{name}_{stage}", size | route, stage, steps=STEPS)
         for name, route in routes.items()
         for stage in STAGES
     ]
@@ -94,8 +95,8 @@ def extras(folder: Path) -> list[dict[str, Any]]:
         case("recompute_3", four | MESH, 3, checkpointing="transformers"),
         case("deepspeed_recompute_1", four | CONCENTRIC, 1, checkpointing="deepspeed"),
         accumulated("saved_4", 4, 1, steps=STEPS // 2, save=saved),
-        accumulated("resumed_2", 2, 1, load=saved),
-        accumulated("resumed_1", 1, 1, load=saved),
+        accumulated("resumed_2", 2, 1, load=saved, steps=STEPS),
+        accumulated("resumed_1", 1, 1, load=saved, steps=STEPS),
     ]
 
 
@@ -103,9 +104,10 @@ def extras(folder: Path) -> list[dict[str, Any]]:
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """One rank, plain DeepSpeed, dense attention."""
     cases = [
-        case("adam", None),
+        case("adam", None, steps=STEPS),
+        case("few", None),
         case("sgd", None, optimizer=SGD),
-        case("adam_4", None, sequences=4, accumulation=4),
+        case("adam_4", None, sequences=4, accumulation=4, steps=STEPS),
         case("sgd_4", None, sequences=4, accumulation=4, optimizer=SGD),
         case("token_4", None, sequences=4, accumulation=4, optimizer=SGD, average="token"),
     ]
@@ -118,8 +120,12 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder = tmp_path_factory.mktemp("four")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("four")
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path) -> Results:
     return run_cases(matrix(4) + extras(folder), 4, folder)
 
 
@@ -168,17 +174,17 @@ def test_every_valid_token_of_a_step_weighs_the_same(
 
 @pytest.mark.parametrize("name", ["offload_2", "offload_3"])
 def test_offload_to_cpu(name: str, four: Results, reference: Results) -> None:
-    assert_same(four[name], reference["adam"])
+    assert_same(four[name], reference["few"])
 
 
 @pytest.mark.parametrize("name", ["recompute_0", "recompute_3", "deepspeed_recompute_1"])
 def test_activation_checkpointing(name: str, four: Results, reference: Results) -> None:
-    assert_same(four[name], reference["adam"])
+    assert_same(four[name], reference["few"])
 
 
 @pytest.mark.parametrize("name", ["bf16_2", "bf16_3"])
 def test_bf16_follows_the_float32_curve(name: str, four: Results, reference: Results) -> None:
-    found, wanted = (torch.tensor(r["losses"]) for r in (four[name], reference["adam"]))
+    found, wanted = (torch.tensor(r["losses"]) for r in (four[name], reference["few"]))
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=0)
 
 
@@ -188,6 +194,22 @@ def test_resume_at_another_sequence_parallel_size(
 ) -> None:
     assert four[name]["first"] == STEPS // 2
     assert_same(four[name], reference["adam_4"])
+
+
+def test_resume_at_another_world_size(
+    folder: Path, four: Results, reference: Results, tmp_path: Path
+) -> None:
+    saved = folder / "saved"
+    paths = ["--input_folder", str(saved / "saved"), "--output_folder", str(saved / "universal")]
+    convert = ["-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state", *paths]
+    run_ranks(convert, 1)
+    more = {"load": str(saved), "tag": "universal", "sequences": 4, "accumulation": 4}
+    config = {"checkpoint": {"load_universal": True}}
+    block = {"sequence_parallel_size": 2, **RING}
+    resumed = case("resumed", block, 1, steps=STEPS, config=config, **more)
+    found = run_cases([resumed], 2, tmp_path)["resumed"]
+    assert found["first"] == STEPS // 2
+    assert_same(found, reference["adam_4"])
 
 
 def test_the_model_learns(reference: Results) -> None:
