@@ -1,0 +1,165 @@
+"""The paper's experiment re-derived: training throughput that the planner's model predicts.
+
+    python benchmarks/paper.py --out benchmarks/results/paper.md
+
+Nothing here is measured. Links and kernels are the nominal figures of the presets (topology.py);
+every scheme is priced by the same model (cost.py), as our executor would run it: partial results
+in float32, needed rows only, a hop behind the step before it. Percentages are over the ring.
+StarTrail walks back with the queries, as the paper does. Ranks of a named scheme stand in the order
+of their numbers; `auto` may place them. Clusters and models: arXiv 2407.00611, section 4. What it
+leaves open is assumed: 16, 32 and 36 layers, linear layers at 60 % of peak, NVLink inside the A100
+hosts, no optimizer and no gradient reduction. "-": the heads do not divide.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from wf_backends.cost import Workload
+from wf_backends.mask import CAUSAL, Mask
+from wf_backends.placement import divisors
+from wf_backends.planner import best_plan, in_rank_order, legal_degrees, price_plan
+from wf_backends.plans import Plan, Request
+from wf_backends.topology import PRESETS, Topology
+from wf_backends.traffic import Shape
+
+LENGTHS = (65536, 131072, 262144, 524288)
+HEADLINE = MappingProxyType({"GPT": 0.7712, "DiT": 1.1433})
+LINEAR_FLOPS = 72  # 6 FLOPs for each of the 12 h^2 weights of a layer, per token
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of the paper; what it does not say is assumed: layers that make its size."""
+
+    name: str
+    heads: int
+    hidden: int
+    layers: int
+    causal: bool
+
+    @property
+    def mask(self) -> Mask:
+        return Mask(CAUSAL) if self.causal else Mask()
+
+    def workload(self, seqlen: int) -> Workload:
+        shape = Shape(1, self.heads, self.heads, self.hidden // self.heads, itemsize=2)
+        return Workload(shape, seqlen, self.mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on a cluster; `linear_flops_per_s`: of a rank, outside attention (60 % of peak)."""
+
+    model: Model
+    cluster: Topology
+    linear_flops_per_s: float
+
+    def tokens_per_s(self, plan: Plan, seqlen: int) -> float:
+        """Throughput of forward and backward, without the optimizer and gradient reduction."""
+        weights = LINEAR_FLOPS * self.model.hidden**2
+        linear_s = weights * seqlen / self.cluster.size / self.linear_flops_per_s
+        return seqlen / (self.model.layers * (plan.cost.seconds + linear_s))
+
+
+def cases() -> list[Case]:
+    """The paper's clusters with their models."""
+    h100, a100 = PRESETS["h100-8x400g"], PRESETS["a100-4x-100gbe"]
+    gpts = (Model("GPT-3B", 12, 4096, 16, True), Model("GPT-7B", 32, 4096, 32, True))
+    dit = Model("DiT-1B", 24, 1536, 36, False)
+    found = [Case(gpt, h100, 0.6 * 989e12) for gpt in gpts]
+    for hosts, ranks in ((16, 2), (8, 4), (4, 8)):
+        cluster = replace(a100, name="A100 + 100 GbE", hosts=hosts, ranks_per_host=ranks)
+        found.append(Case(dit, cluster, 0.6 * 312e12))
+    return found
+
+
+def schemes(request: Request) -> Mapping[str, Plan | None]:
+    """Every scheme with a name, and what the planner picks; None where it does not fit."""
+    size, per_host = request.topology.size, request.topology.ranks_per_host
+
+    def plan(degree: int, moves: str = "keys", **route: Any) -> Plan | None:
+        if degree not in legal_degrees(request):
+            return None
+        placed = in_rank_order(route, size // degree)
+        return price_plan(request, degree, placed, placed, moves)
+
+    def teams(size: int) -> Plan | None:
+        return plan(1, "queries", name="concentric", team_size=size)
+
+    usp = max(d for d in legal_degrees(request) if d <= per_host)
+    square = min((d for d in divisors(size)), key=lambda d: abs(d - size**0.5))
+    chosen = best_plan(replace(request, exact_up_to=0))  # sorted by formulas, priced exactly
+    auto = price_plan(
+        request, chosen.degree, chosen.forward.placed, chosen.backward.placed, chosen.moves
+    )
+    return {
+        "Ring": plan(1, name="ring"),
+        "StarTrail C=2": teams(2),
+        "StarTrail C=4": teams(4),
+        "double ring": plan(1, name="double_ring", inner=per_host),
+        f"USP u={usp}": plan(usp, name="ring"),
+        "Ulysses": plan(size, name="ring"),
+        f"mesh {square} x {size // square}": plan(1, name="mesh", rows=square, cols=size // square),
+        "auto": auto,
+    }
+
+
+def rows(case: Case) -> list[list[str]]:
+    """One row for each length: tokens/s of the ring, and every scheme over it."""
+    table: list[list[str]] = []
+    for seqlen in LENGTHS:
+        request = Request(case.cluster, case.model.workload(seqlen), exact_up_to=case.cluster.size)
+        plans = schemes(request)
+        speed = {n: case.tokens_per_s(p, seqlen) if p else None for n, p in plans.items()}
+        if not table:
+            table.append(["tokens", "Ring, tokens/s", *list(speed)[1:], "auto is"])
+        ring, auto = speed["Ring"], plans["auto"]
+        assert ring is not None and auto is not None
+        others = [f"{s / ring - 1:+.1%}" if s else "-" for s in list(speed.values())[1:]]
+        table.append([f"{seqlen // 1024}k", f"{ring:,.0f}", *others, describe(auto)])
+    return table
+
+
+def describe(plan: Plan) -> str:
+    """The plan in a cell."""
+    forward, backward = plan.forward.placed, plan.backward.placed
+    return f"u={plan.degree}; {forward}; back: {backward}, {plan.moves} walk"
+
+
+def markdown(table: list[list[str]]) -> str:
+    head, *body = table
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def report() -> str:
+    parts = [f"{(__doc__ or '').strip()}\n"]
+    for case in cases():
+        cluster = case.cluster
+        shape = f"{cluster.hosts} x {cluster.ranks_per_host}, {cluster.nics_per_host} NICs a host"
+        headline = HEADLINE[case.model.name[:3]]
+        title = f"## {case.model.name} on {cluster.name} ({shape})\n"
+        parts += [title, markdown(rows(case)), f"\nThe paper's headline: up to {headline:+.2%}.\n"]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, help="write here; else print")
+    out = parser.parse_args().out
+    text = report()
+    if out is None:
+        print(text)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
