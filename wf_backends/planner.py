@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from math import inf
 from typing import Any
 
 from wf_backends.config import AUTO, Route, SequenceParallelConfig
@@ -80,8 +81,24 @@ def best_plan(request: Request) -> Plan:
         found.append(whole(best_of(candidates, lambda one: order(whole(one)), rest)))  # noqa: B023
     best = min(found, key=order)
     if best.cost.memory_bytes > request.memory_limit:
-        raise ValueError(_closest(request))
-    return best
+        best = all_plans(request)[0]
+    return check_memory(best, request)
+
+
+def check_memory(first: Plan, request: Request) -> Plan:
+    """The first of `all_plans` itself, once it is known to fit the memory.
+
+    Raises:
+        ValueError: if it does not, and so none does, saying what it needs.
+    """
+    needs, limit = first.cost.memory_bytes / 2**30, request.memory_limit / 2**30
+    if needs > limit:
+        raise ValueError(
+            f"no plan fits the memory limit of {limit:.3g} GiB a rank; the closest, ulysses_degree "
+            f"{first.degree}, forward {first.forward.placed}, backward {first.backward.placed}, "
+            f"needs {needs:.3g} GiB. Use more ranks, a shorter sequence or a smaller batch"
+        )
+    return first
 
 
 def plan_call(
@@ -99,23 +116,29 @@ def plan_call(
 
     Args:
         shape: batch, heads and kv_heads before the Ulysses exchange.
-        topology: of the sequence-parallel ranks, or of more of the same hosts; None = one host.
+        topology: of the sequence-parallel ranks, or of more of the same hosts; None = one host,
+            of whose memory nothing is known.
 
     Raises:
         ValueError: if no plan fits the topology's memory or the heads.
     """
-    band = Mask(mask.band)
-    return _plan_call(config, shape, seqlen, band, topology or _one_host(config))
+    return _plan_call(config, shape, seqlen, Mask(mask.band), topology)
 
 
 @lru_cache(maxsize=64)
 def _plan_call(
-    config: SequenceParallelConfig, shape: Shape, seqlen: int, mask: Mask, topology: Topology
+    config: SequenceParallelConfig,
+    shape: Shape,
+    seqlen: int,
+    mask: Mask,
+    topology: Topology | None,
 ) -> Plan:
+    size = config.sequence_parallel_size
+    one_host = replace(PRESETS["one-host"], ranks_per_host=size, memory_bytes=inf)
     forward = _named(config.route, config.route_size)
     named = config.route if config.backward_route is None else config.backward_route
     request = Request(
-        topology.with_ranks(config.sequence_parallel_size),
+        (topology or one_host).with_ranks(size),
         Workload(shape, seqlen, mask, config.layout),
         degrees=(config.ulysses_degree,),
         forward=forward,
@@ -123,11 +146,6 @@ def _plan_call(
         moves=(config.backward_moves,),
     )
     return best_plan(request)
-
-
-def _one_host(config: SequenceParallelConfig) -> Topology:
-    size = config.sequence_parallel_size
-    return replace(PRESETS["one-host"], ranks_per_host=size)
 
 
 def _named(route: Route, size: int) -> tuple[Placed, ...] | None:
@@ -173,16 +191,6 @@ def _around(job: Job) -> Cost:
     """Trading heads for tokens, in both passes."""
     once = ulysses_cost(job)
     return once + once
-
-
-def _closest(request: Request) -> str:
-    plan = all_plans(request)[0]
-    needs, limit = (x / 2**30 for x in (plan.cost.memory_bytes, request.memory_limit))
-    return (
-        f"no plan fits the memory limit of {limit:.3g} GiB a rank; the closest, ulysses_degree "
-        f"{plan.degree}, forward {plan.forward.placed}, backward {plan.backward.placed}, needs "
-        f"{needs:.3g} GiB. Use more ranks, a shorter sequence or a smaller batch"
-    )
 
 
 def units_sent(rows: int, cols: int, kv: float, gamma: float = 1.0) -> float:

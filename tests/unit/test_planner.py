@@ -224,3 +224,8 @@ def test_a_call_chooses_the_same_for_every_batch_of_documents() -> None:
 def test_a_call_on_part_of_a_cluster() -> None:
     plan = plan_call(config(), SHAPE, 240, Mask(), cluster(8, 4))
     assert plan == plan_call(config(), SHAPE, 240, Mask(), cluster(2, 4))
+
+
+def test_a_call_on_hosts_nobody_described_is_never_short_of_memory() -> None:
+    plan = plan_call(config(), replace(SHAPE, heads=64, head_dim=256), 1 << 24, Mask(CAUSAL))
+    assert plan.cost.memory_bytes > PRESETS["one-host"].memory_bytes

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wf_backends.commands import options as o
-from wf_backends.planner import all_plans, best_plan, in_rank_order, price_plan
+from wf_backends.planner import all_plans, check_memory, in_rank_order, price_plan
 from wf_backends.plans import Plan, Request
 
 
@@ -53,7 +53,8 @@ def plan(
         degrees=(ulysses_degree,) if ulysses_degree else None,
         exact_up_to=exact_up_to,
     )
-    best, plans = best_plan(request), all_plans(request)
+    plans = all_plans(request)
+    best = check_memory(plans[0], request)
     ring = in_rank_order({"name": "ring"}, request.topology.size)
     baseline = price_plan(request, 1, ring, ring)
     reason = why(best, baseline, request)
