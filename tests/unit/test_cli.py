@@ -11,6 +11,7 @@ import pytest
 from wf_backends import SequenceParallelConfig
 from wf_backends.bench_links import nearest_divisor
 from wf_backends.cli import main
+from wf_backends.plans import Request
 from wf_backends.schedule import concentric, render
 from wf_backends.topology import from_dict
 
@@ -114,6 +115,20 @@ def test_bench_runs_candidates_and_keeps_the_topology(wallfacer, tmp_path: Path)
     (kept,) = tmp_path.iterdir()
     assert json.loads(kept.read_text()) == told["topology"]
     assert json.loads(wallfacer("bench", *args)[1])["topology"] == told["topology"]
+
+
+def test_bench_compares_with_the_ring() -> None:
+    from wf_backends.commands.bench import nameable, with_ring
+    from wf_backends.commands.options import Model, cluster
+
+    request = Request(cluster(TWO_HOSTS, 0), Model(8, 2, 64, 8192).workload())
+    plans = nameable(request)
+    assert all(plan.in_rank_order for plan in plans)
+    assert [plan.cost.seconds for plan in plans] == sorted(plan.cost.seconds for plan in plans)
+    chosen = with_ring(plans, 2)
+    assert chosen[:2] == plans[:2] and len(chosen) == 3
+    assert (chosen[2].degree, str(chosen[2].forward.placed)) == (1, "ring")
+    assert with_ring(plans, len(plans)) == plans
 
 
 def test_bench_links_says_where_its_answer_is_from(wallfacer, tmp_path: Path) -> None:

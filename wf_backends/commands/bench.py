@@ -41,7 +41,7 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Run the candidates that a config can name on this job, and see whether the prediction holds.
+    """Run the best candidates that a config can name on this job, and the ring beside them.
 
     Examples:
 
@@ -64,7 +64,7 @@ def bench(
             else measured(comm, hosts, launch.device, cache_dir)[0]
         )
         request = Request(cluster, workload, exact_up_to=32)
-        plans = nameable(request)[:top]
+        plans = with_ring(nameable(request), top)
         rows = track(plans, "running", disable=launch.rank > 0, console=Console(stderr=True))
         times = [run(plan, model, comm, launch.device, repeats) for plan in rows]
     finally:
@@ -87,6 +87,12 @@ def nameable(request: Request) -> list[Plan]:
         ordered = tuple(placed for placed in every if placed.in_rank_order)
         plans += all_plans(replace(request, degrees=(degree,), forward=ordered, backward=ordered))
     return sorted(plans, key=lambda plan: plan.cost.seconds)
+
+
+def with_ring(plans: list[Plan], top: int) -> list[Plan]:
+    """The first of the plans, and the plain ring to compare with if it is not among them."""
+    rings = [plan for plan in plans if plan.degree == 1 and str(plan.forward.placed) == "ring"]
+    return plans[:top] + [plan for plan in rings if plan not in plans[:top]]
 
 
 def run(plan: Plan, model: o.Model, comm: Any, device: Any, repeats: int) -> float:
