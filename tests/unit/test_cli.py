@@ -151,6 +151,7 @@ def test_bench_links_says_where_its_answer_is_from(wallfacer, tmp_path: Path) ->
         (["plan", "--seqlen", "0"], "--seqlen must be positive"),
         (["plan", "--dtype", "bfloat"], "--dtype must be one of"),
         (["plan", "--layout", "zigzak"], "did you mean 'zigzag'?"),
+        (["plan", "--layout", "document_zigzag"], "needs documents, which no option gives"),
         (["plan", "--kernel", "sdpa"], "has rates for ['flash'], got kernel 'sdpa'"),
         (["explain", "concentric:team_size=3"], "team_size must have a square that divides"),
         (["explain", "mesh:rows=two"], "--route must look like"),

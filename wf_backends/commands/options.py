@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from wf_backends.cost import Workload
-from wf_backends.layout import check_layout_name
+from wf_backends.layout import LAYOUTS, check_layout_name
 from wf_backends.mask import make_mask
 from wf_backends.schedule import ROUTES, make_schedule
 from wf_backends.suggest import nearest
@@ -69,10 +69,12 @@ class Model:
             raise ValueError(
                 f"--dtype must be one of {known}, got {self.dtype!r}{nearest(self.dtype, known)}"
             )
+        if LAYOUTS[check_layout_name(self.layout)].needs_documents:
+            raise ValueError(f"--layout {self.layout} needs documents, which no option gives")
         itemsize = ITEMSIZES[self.dtype]
         shape = Shape(self.batch, self.heads, kv_heads, self.head_dim, itemsize, max(4, itemsize))
         mask = make_mask(self.causal, (self.window, -1))
-        return Workload(shape, self.seqlen, mask, check_layout_name(self.layout), self.kernel)
+        return Workload(shape, self.seqlen, mask, self.layout, self.kernel)
 
 
 def cluster(name: str, ranks: int) -> Topology:
