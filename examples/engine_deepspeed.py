@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ class DeepSpeedEngine:
     """`wf_deepspeed.initialize` behind the methods of `engine.Engine`."""
 
     def __init__(self, config: str, model: nn.Module) -> None:
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+        # DeepSpeed 0.19 calls collectives by names that torch 2.13 is about to drop.
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         with wf_deepspeed.without_shared_memory_op():
             self._engine, *_ = wf_deepspeed.initialize(
                 model=model, model_parameters=list(model.parameters()), config=config

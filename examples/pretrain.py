@@ -9,7 +9,6 @@ Writes the loss curve as PNG and CSV under --out, and checkpoints there with --s
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -32,7 +31,6 @@ HELD_OUT_BATCHES = 4
 def main() -> None:
     """Train, evaluate on held-out text, write the curve."""
     args = parse_arguments()
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     launch.init()
     share_cores()
     training, held_out = split(find_files(args.data))
