@@ -70,10 +70,10 @@ def main() -> None:
         comm = Counting(make_comm())
         video = Video(args.frames, args.places, args.dim, args.heads)
         schemes = make_schemes(video, comm)
-        check_same([scheme.step for scheme in schemes])
+        check_same(comm, [scheme.step for scheme in schemes])
         results = measure(comm, [scheme.step for scheme in schemes], args.repeats)
         if comm.rank == 0:
-            print(machine(comm.size))
+            print(machine(comm))
             show(video, comm.size, schemes, results)
     finally:
         job.close()

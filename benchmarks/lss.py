@@ -59,7 +59,7 @@ def parse() -> argparse.Namespace:
 
 def compare(args: argparse.Namespace, comm: Counting) -> None:
     schemes = make_schemes(args, comm)
-    check_same([scheme.step for scheme in schemes])
+    check_same(comm, [scheme.step for scheme in schemes])
     results = measure(comm, [scheme.step for scheme in schemes], args.repeats)
     unit = args.tokens * args.dim * 4 // comm.size
     layer = Layer(args.dim, args.heads)
@@ -68,7 +68,7 @@ def compare(args: argparse.Namespace, comm: Counting) -> None:
     mean = GradientMean(comm)
     (average,) = measure(comm, [lambda: mean(layer.parameters())], args.repeats)
     if comm.rank == 0:
-        print(machine(comm.size))
+        print(machine(comm))
         show(args, comm.size, schemes, results, unit)
         print(
             f"averaging the layer's gradients, once a step: {average.bytes_sent / 1e6:.2f} MB, "

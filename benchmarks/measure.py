@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from wf_backends.comm.protocol import Communicator, Message, Pending
+from wf_backends.switch import all_to_all
 
 Step = Callable[[], float]  # forward and backward; the sum of the squares of this rank's output
 
@@ -60,34 +61,34 @@ def measure(comm: Counting, steps: Sequence[Callable[[], object]], repeats: int)
         for index, step in enumerate(steps):
             before = reset_peak()
             comm.take()
-            dist.barrier()
+            everyones(comm, 0)  # all start together
             start = time.perf_counter()
             step()
-            best[index] = min(best[index], worst(time.perf_counter() - start))
+            seconds = time.perf_counter() - start
             rest[index] = (*comm.take(), peak() - before)
+            best[index] = min(best[index], everyones(comm, seconds).max().item())
     return [
-        Measured(seconds, *(int(worst(value)) for value in values))
+        Measured(seconds, *(int(everyones(comm, value).max()) for value in values))
         for seconds, values in zip(best, rest, strict=True)
     ]
 
 
-def check_same(steps: Sequence[Step]) -> None:
+def check_same(comm: Counting, steps: Sequence[Step]) -> None:
     """Run every step once; all must return the same, summed over the ranks.
 
     Raises:
         RuntimeError: if they differ by more than float32's rounding.
     """
-    totals = torch.tensor([step() for step in steps], dtype=torch.float64)
-    dist.all_reduce(totals)
+    totals = torch.stack([everyones(comm, step()).sum() for step in steps])
     if (totals / totals[0] - 1).abs().max() > 1e-4:
         raise RuntimeError(f"the schemes do not compute the same: {totals.tolist()}")
 
 
-def worst(value: float) -> float:
-    """The largest over all ranks."""
-    held = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(held, dist.ReduceOp.MAX)
-    return held.item()
+def everyones(comm: Counting, value: float) -> Tensor:
+    """(P,) float64: the values of all ranks."""
+    own = torch.tensor([value], dtype=torch.float64)
+    parts = all_to_all(comm.inner, "figures", [own] * comm.size, [own.shape] * comm.size)
+    return torch.cat(parts)
 
 
 def reset_peak() -> int:
@@ -109,13 +110,12 @@ def _status(name: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
-def machine(num_ranks: int) -> str:
+def machine(comm: Counting) -> str:
     """torch's version, the CPU, and how the ranks share it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    cores = len(os.sched_getaffinity(0))
-    cpu = names[0] if names else platform.processor()
+    cpu, cores = names[0] if names else platform.processor(), os.cpu_count()
     return (
-        f"torch {torch.__version__}, {cpu}; {num_ranks} ranks over {dist.get_backend()} on "
-        f"{cores} cores, load before {os.getloadavg()[0]:.1f}"
+        f"torch {torch.__version__}, {cpu}; {comm.size} ranks, {type(comm.inner).__name__}, "
+        f"{cores} cores, load {os.getloadavg()[0]:.1f}"
     )
