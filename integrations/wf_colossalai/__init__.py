@@ -1,6 +1,12 @@
 """WallFacer for ColossalAI: a booster plugin, a shardformer policy, `apply` for other plugins."""
 
+# ruff: noqa: E402  (the check comes before what would fail to import with a worse message)
+from wf_colossalai.doctor import check
+
+check()
+
 from wf_colossalai.apply import Applied, apply
+from wf_colossalai.door import Opened, from_config
 from wf_colossalai.plugin import WallFacerPlugin
 from wf_colossalai.policy import WallFacerPolicy
 from wf_colossalai.table import TABLE, AttentionModule
@@ -9,7 +15,9 @@ __all__ = [
     "TABLE",
     "Applied",
     "AttentionModule",
+    "Opened",
     "WallFacerPlugin",
     "WallFacerPolicy",
     "apply",
+    "from_config",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from wf_backends import SequenceParallelConfig
+from wf_backends.suggest import nearest
 from wf_colossalai.config import load, sequence_parallel_words
 from wf_colossalai.policy import KEY, WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
@@ -52,9 +54,7 @@ class WallFacerPlugin(HybridParallelPlugin):
     """
 
     def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **words: Any) -> None:
-        for name, instead in OURS.items():
-            if name in words:
-                raise ValueError(f"{name}={words[name]!r}: say it with {instead}")
+        _check_words(words)
         config = SequenceParallelConfig.from_dict({k: words.pop(k) for k in WORDS if k in words})
         options: dict[str, Any] = {"precision": "fp32"} | words
         if options.get("zero_stage") and options["precision"] == "fp32":
@@ -84,7 +84,17 @@ class WallFacerPlugin(HybridParallelPlugin):
             ValueError: for an unknown or wrong key, by its name.
         """
         config = load(path)
-        return cls(**sequence_parallel_words(config), **config.get("colossalai", {}))
+        options = dict(config.get("colossalai", {}))
+        if options.pop("plugin", "hybrid") != "hybrid":
+            raise ValueError(
+                f'{path}: "colossalai.plugin" is {config["colossalai"]["plugin"]!r}; use '
+                "wf_colossalai.from_config(path, model), which makes that plugin"
+            )
+        return cls(**sequence_parallel_words(config), **options)
+
+    def __del__(self) -> None:
+        if hasattr(self, "pg_mesh"):  # else a wrong word was refused before there were groups
+            super().__del__()
 
     def configure(
         self,
@@ -102,6 +112,16 @@ class WallFacerPlugin(HybridParallelPlugin):
             return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         finally:
             self.custom_policy = given
+
+
+def _check_words(words: dict[str, Any]) -> None:
+    theirs = inspect.signature(HybridParallelPlugin.__init__).parameters
+    known = [*WORDS, *(name for name in theirs if name != "self" and name not in OURS)]
+    for name, value in words.items():
+        if name in OURS:
+            raise ValueError(f"{name}={value!r}: say it with {OURS[name]}")
+        if name not in known:
+            raise ValueError(f"unknown word {name!r}{nearest(name, known)} Known: {known}")
 
 
 def _check_world(sequence: int, tensor: int, pipeline: int) -> None:

@@ -71,11 +71,15 @@ def batch(family: str, kind: str, seed: int) -> Batch:
 
 
 def alone(
-    model: nn.Module, steps: Sequence[Sequence[Batch]], optimizer: Callable[..., Any]
+    model: nn.Module,
+    steps: Sequence[Sequence[Batch]],
+    optimizer: Callable[..., Any],
+    max_norm: float = 0.0,
 ) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """(losses, gradients of the first step, final weights) of one process on all batches.
 
-    A step's loss is the mean over its batches, as data parallelism has it.
+    A step's loss is the mean over its batches, as data parallelism has it. Gradients are clipped to
+    max_norm if it is not 0.
     """
     update = optimizer(model.parameters())
     losses, first = [], {}
@@ -86,6 +90,8 @@ def alone(
         first = first or {
             n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
         }
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         update.step()
         losses.append(loss.item())
     return losses, first, {name: value.clone() for name, value in model.state_dict().items()}

@@ -61,6 +61,9 @@ class Run:
             self.model.unwrap().gradient_checkpointing_enable()
 
     def _plugin(self, model: Any) -> tuple[Any, Any]:
+        if "config" in self.case:
+            opened = wf_colossalai.from_config(self.case["config"], model)
+            return opened.plugin, opened.sp
         words, options = self.case["words"], self.case.get("options", {})
         kind = self.case.get("plugin", "hybrid")
         if kind == "hybrid":
@@ -73,10 +76,8 @@ class Run:
     def data_parallel(self) -> tuple[int, int]:
         """(rank, size)."""
         options = self.case.get("options", {})
-        others = self.size * options.get("tp_size", 1) * options.get("pp_size", 1)
-        size = dist.get_world_size() // others
         inner = self.size * options.get("tp_size", 1) * options.get("pp_size", 1)
-        return dist.get_rank() // inner, size
+        return dist.get_rank() // inner, dist.get_world_size() // inner
 
     def steps(self) -> list[list[dict[str, Any]]]:
         """The batches of every step, one for each data-parallel rank."""
@@ -142,7 +143,7 @@ def compared(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     if dist.get_rank() == 0:
         optimizer, steps, model = ALONE[run.optimizer], run.steps(), build(run.family)
         model.load_state_dict(start or model.state_dict())
-        expected = alone(model, steps, optimizer)
+        expected = alone(model, steps, optimizer, case.get("options", {}).get("max_norm", 0.0))
         keys = ("losses", "gradients", "weights")
         result["expected"] = dict(zip(keys, expected, strict=True))
         if case.get("options", {}).get("precision") == "bf16":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.helpers import ROOT
 from tests.integrations.colossalai_jobs import (
     Results,
     assert_gradients,
@@ -91,6 +93,16 @@ HALF: dict[str, dict[str, Any]] = {
     },
 }
 EXACT = HYBRID | MODELS | OTHERS
+PUBLISHED: dict[str, dict[str, Any]] = {
+    path.stem: {
+        "config": str(path),
+        "words": json.loads(path.read_text())["wallfacer"],
+        "options": json.loads(path.read_text())["colossalai"],
+        "optimizer": "hybrid_adam",
+    }
+    | FEW
+    for path in sorted((ROOT / "configs" / "colossalai").glob("*.json"))
+}
 RESUMED: dict[str, dict[str, Any]] = {
     "resumed_4_to_2": {"run": "resumed", "words": RING4, "then": RING2, "optimizer": "adamw"},
 }
@@ -100,7 +112,7 @@ RESUMED: dict[str, dict[str, Any]] = {
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """One job of 4 ranks over everything."""
     folder: Path = tmp_path_factory.mktemp("colossalai")
-    cases = EXACT | HALF | RESUMED
+    cases = EXACT | HALF | RESUMED | PUBLISHED
     return run_cases([{"name": name} | case for name, case in cases.items()], 4, folder)
 
 
@@ -123,6 +135,12 @@ def test_bfloat16_stays_within_the_error_of_bfloat16(results: Results, name: str
     error = max(map(relative, narrow, wide))
     assert error > 1e-4, "bfloat16 without sequence parallelism has no error to compare with"
     assert_losses(results[name], 2 * error)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_settings_train(results: Results, name: str) -> None:
+    half = PUBLISHED[name]["options"].get("precision") == "bf16"
+    assert_losses(results[name], 2e-2 if half else 1e-5)
 
 
 def test_training_goes_on_at_another_sequence_parallel_size(results: Results) -> None:

@@ -1,0 +1,112 @@
+"""ColossalAI with WallFacer as the engine of the example."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai.booster import Booster
+from engine import Batch, StepResult
+from torch import Tensor, nn
+
+import wf_colossalai
+from wf_colossalai.cpu import cpu_accelerator
+
+
+class ColossalAIEngine:
+    """`wf_colossalai.from_config` and a Booster behind the methods of `engine.Engine`."""
+
+    def __init__(self, config: str, model: nn.Module) -> None:
+        self._stack = ExitStack()
+        if not torch.cuda.is_available():
+            self._stack.enter_context(cpu_accelerator())
+        opened = wf_colossalai.from_config(config, model)
+        self._sp = opened.sp
+        self.rank = dist.get_rank()
+        self.data_parallel_rank = opened.data_parallel_rank
+        self.data_parallel_size = opened.data_parallel_size
+        self.accumulation = opened.config.get("gradient_accumulation_steps", 1)
+        optimizer = _make_optimizer(model, opened.config.get("optimizer", {}))
+        self._booster = Booster(plugin=opened.plugin)
+        boosted: Any = self._booster.boost(model, optimizer)
+        self._model, self._optimizer = boosted[:2]
+
+    def step(self, batches: Sequence[Batch]) -> StepResult:
+        """As in `engine.Engine`."""
+        losses = []
+        for batch in batches:
+            loss = self._model(**self._to_device(batch)).loss
+            self._booster.backward(loss / len(batches), self._optimizer)
+            losses.append(loss.detach())
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        sent = sum(self._sp.report().values())
+        return StepResult(self._mean(torch.stack(losses).mean()), self._grad_norm(), sent)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> float:
+        """As in `engine.Engine`."""
+        self._model.eval()
+        loss = self._model(**self._to_device(batch)).loss
+        self._model.train()
+        return self._mean(loss)
+
+    def save(self, folder: Path, progress: dict[str, int]) -> None:
+        """As in `engine.Engine`."""
+        tag = folder / f"step{progress['step']}"
+        self._booster.save_model(self._model, str(tag / "model"), shard=True)
+        self._booster.save_optimizer(self._optimizer, str(tag / "optimizer"), shard=True)
+        dist.barrier()
+        if self.rank == 0:
+            (tag / "progress.json").write_text(json.dumps(progress))
+            (folder / "latest").write_text(tag.name)
+        dist.barrier()
+
+    def load(self, folder: Path) -> dict[str, int]:
+        """As in `engine.Engine`."""
+        if not (folder / "latest").exists():
+            raise ValueError(f"--resume: no checkpoint in {folder}")
+        tag = folder / (folder / "latest").read_text()
+        self._booster.load_model(self._model, str(tag / "model"))
+        self._booster.load_optimizer(self._optimizer, str(tag / "optimizer"))
+        return json.loads((tag / "progress.json").read_text())
+
+    def close(self) -> None:
+        """As in `engine.Engine`."""
+        self._stack.close()
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def _to_device(self, batch: Batch) -> dict[str, Any]:
+        device = next(self._model.parameters()).device
+        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
+
+    def _mean(self, loss: Tensor) -> float:
+        """Over data parallelism; all ranks of a sequence have the same loss already."""
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return float(total) / dist.get_world_size()
+
+    def _grad_norm(self) -> float:
+        """Nan where the plugin does not tell."""
+        try:
+            norm = self._optimizer.get_grad_norm()
+        except NotImplementedError:
+            norm = None
+        return float("nan") if norm is None else float(norm)
+
+
+def _make_optimizer(model: nn.Module, words: dict[str, Any]) -> torch.optim.Optimizer:
+    """The optimizer of the JSON: {"type": "AdamW" | "HybridAdam" | "SGD", "params": {...}}."""
+    from colossalai.nn.optimizer import HybridAdam
+
+    kinds = {"AdamW": torch.optim.AdamW, "HybridAdam": HybridAdam, "SGD": torch.optim.SGD}
+    kind = words.get("type", "AdamW")
+    if kind not in kinds:
+        raise ValueError(f'"optimizer.type" must be one of {", ".join(kinds)}, got {kind!r}')
+    return kinds[kind](model.parameters(), **words.get("params", {}))
