@@ -68,4 +68,8 @@ def open_engine(name: str, config: str, model: nn.Module) -> Engine:
         from engine_deepspeed import DeepSpeedEngine
 
         return DeepSpeedEngine(config, model)
-    raise ValueError(f"--engine must be 'deepspeed', got {name!r}")
+    if name == "colossalai":
+        from engine_colossalai import ColossalAIEngine
+
+        return ColossalAIEngine(config, model)
+    raise ValueError(f"--engine must be 'deepspeed' or 'colossalai', got {name!r}")
