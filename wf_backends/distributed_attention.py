@@ -5,10 +5,10 @@ Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-import torch
 from torch import Tensor
 
 from wf_backends.agree import Agreement, fingerprint
@@ -16,10 +16,12 @@ from wf_backends.comm.protocol import Communicator
 from wf_backends.config import AUTO, Route, SequenceParallelConfig
 from wf_backends.executor import Attention, Call, accumulator_dtype
 from wf_backends.kernels import KernelSpec, Selection, select
-from wf_backends.layout import Layout, layout_of, merge_shards
+from wf_backends.layout import Layout, layout_of, lengths, merge_shards
 from wf_backends.mask import Mask
-from wf_backends.planner import cheapest_route
+from wf_backends.planner import plan_call
 from wf_backends.schedule import Schedule, check, make_schedule
+from wf_backends.topology import Topology
+from wf_backends.traffic import Shape
 from wf_backends.ulysses import Exchange, heads_for_tokens, make_exchange, tokens_for_heads
 from wf_backends.walk import Problem, RankPlan, plan_rank
 
@@ -38,15 +40,16 @@ class AttentionPlan:
 class DistributedAttention:
     """Attention over one sequence-parallel group, by one configuration."""
 
-    def __init__(self, config: SequenceParallelConfig, comm: Communicator) -> None:
-        self.config, self.comm = config, comm
+    def __init__(
+        self, config: SequenceParallelConfig, comm: Communicator, topology: Topology | None = None
+    ) -> None:
+        self.config, self.comm, self.topology = config, comm, topology
         degree = config.ulysses_degree
         first = comm.rank // degree * degree
         self._pool = comm.view(range(first, first + degree))
         self._route = comm.view(range(comm.rank - first, comm.size, degree))
         self._agreement = Agreement(comm)
         self._plan = lru_cache(maxsize=64)(self._make_plan)
-        self._schedules = lru_cache(maxsize=8)(self._make_schedules)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
@@ -74,7 +77,7 @@ class DistributedAttention:
             "dtype": fingerprint(q.dtype),
             "mask": fingerprint(mask),
             "softmax_scale": fingerprint(scale),
-            "config": fingerprint(self.config),
+            "config": fingerprint((self.config, self.topology)),
             "seqlen": -1 if seqlen is None else seqlen,
         }
         told = self._agreement.check(same, {"q rows": s, "key rows": keys}, q)
@@ -83,16 +86,19 @@ class DistributedAttention:
             layout_of(self.config.layout, rows, mask.cu_seqlens, name)
             for name, rows in told.items()
         )
-        return self._plan(q_layout, kv_layout, mask, KernelSpec(q.device.type, q.dtype, d, h, g))
+        spec = KernelSpec(q.device.type, q.dtype, d, h, g)
+        return self._plan(q_layout, kv_layout, mask, spec, b)
 
     def _make_plan(
-        self, q_layout: Layout, kv_layout: Layout, mask: Mask, spec: KernelSpec
+        self, q_layout: Layout, kv_layout: Layout, mask: Mask, spec: KernelSpec, batch: int
     ) -> AttentionPlan:
         degree, rank = self.config.ulysses_degree, self.comm.rank
         first = rank // degree * degree
         queries = make_exchange(q_layout[first : first + degree], spec.heads, spec.heads)
         keys = make_exchange(kv_layout[first : first + degree], spec.kv_heads, spec.heads)
-        forward, backward = self._schedules(queries.share, keys.share, spec.dtype)
+        sizes = spec.dtype.itemsize, accumulator_dtype(spec.dtype).itemsize
+        shape = Shape(batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes)
+        forward, backward = self._schedules(shape, sum(lengths(q_layout)), mask)
         pooled = merge_shards(q_layout, degree), merge_shards(kv_layout, degree)
         turn = self.config.backward_moves == "queries"
         there, back = Problem(forward, *pooled, mask), Problem(backward, *pooled, mask, turn)
@@ -101,22 +107,20 @@ class DistributedAttention:
         selection = select(self.config.kernel, tile)
         return AttentionPlan(queries, keys, plan_rank(there, at), plan_rank(back, at), selection)
 
-    def _make_schedules(
-        self, heads: int, kv_heads: int, dtype: torch.dtype
-    ) -> tuple[Schedule, Schedule]:
-        """(forward, backward) for a rank that computes `heads` with `kv_heads`."""
-        gamma = accumulator_dtype(dtype).itemsize / dtype.itemsize
+    def _schedules(self, shape: Shape, seqlen: int, mask: Mask) -> tuple[Schedule, Schedule]:
+        """(forward, backward): what the config names, or what the planner picks for "auto"."""
+        config, size = self.config, self.config.route_size
+        back = config.route if config.backward_route is None else config.backward_route
+        if AUTO in (config.route, back):
+            plan = plan_call(config, shape, seqlen, mask, self.topology)
+            return plan.forward.schedule(size), plan.backward.schedule(size)
+        forward, backward = (check(make_schedule(_words(r), size)) for r in (config.route, back))
+        return forward, backward
 
-        def schedule(route: Route) -> Schedule:
-            size = self.config.route_size
-            words = cheapest_route(size, kv_heads / heads, gamma) if route == AUTO else route
-            assert words is not None and not isinstance(words, str)
-            return check(make_schedule(words, size))
 
-        forward = schedule(self.config.route)
-        if self.config.backward_route is None:
-            return forward, forward
-        return forward, schedule(self.config.backward_route)
+def _words(route: Route) -> Mapping[str, object]:
+    assert isinstance(route, Mapping), "the config spells routes out"
+    return route
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -24,6 +24,7 @@ from wf_backends.layout import layout_of, make_layout, padding_multiple
 from wf_backends.loss import count_valid, token_loss
 from wf_backends.mask import make_mask
 from wf_backends.shards import gather_shards, positions, take_shard
+from wf_backends.topology import Topology
 
 
 class SequenceParallel:
@@ -34,12 +35,15 @@ class SequenceParallel:
         group: None (the default group), a torch ProcessGroup, an mpi4py communicator, or one of
             our communicators. A group of several times `sequence_parallel_size` ranks is cut
             into blocks of consecutive ranks, one sequence each (data x sequence parallel).
+        topology: hosts and links of the ranks, for the route "auto"; None = one host.
 
     Raises:
         ValueError: if sequence_parallel_size does not divide the size of the group.
     """
 
-    def __init__(self, config: SequenceParallelConfig, group: Any = None) -> None:
+    def __init__(
+        self, config: SequenceParallelConfig, group: Any = None, topology: Topology | None = None
+    ) -> None:
         everyone, size = make_comm(group), config.sequence_parallel_size
         if everyone.size % size:
             alone = ": call launch.init(), or give a group" if everyone.size == 1 else ""
@@ -52,7 +56,7 @@ class SequenceParallel:
         self.comm = everyone.view(range(first, first + size))
         self.rank, self.size = self.comm.rank, size
         self._agreement = Agreement(self.comm)
-        self._attention = DistributedAttention(config, self.comm)
+        self._attention = DistributedAttention(config, self.comm, topology)
 
     def shard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:
         """This rank's rows of a tensor that every rank holds whole, in layout order.

@@ -21,6 +21,7 @@ from wf_backends.cost import (
     Workload,
     ulysses_cost,
 )
+from wf_backends.layout import LAYOUTS
 from wf_backends.mask import Mask
 from wf_backends.placement import Placed, digits, divisors
 from wf_backends.plans import BACKWARDS, PassPlan, Plan, Request, pass_order, plan_order
@@ -112,7 +113,8 @@ def plan_call(
 
     The head split, the layout and the side that walks in the backward are the config's. Where
     route is "auto" and backward_route is not named, both are chosen apart. Documents are left out
-    of the prediction, so that the choice is the same for every batch.
+    of the prediction, so that the choice is the same for every batch; a layout that follows from
+    them is as even as a zigzag.
 
     Args:
         shape: batch, heads and kv_heads before the Ulysses exchange.
@@ -134,12 +136,13 @@ def _plan_call(
     topology: Topology | None,
 ) -> Plan:
     size = config.sequence_parallel_size
+    layout = "zigzag" if LAYOUTS[config.layout].needs_documents else config.layout
     one_host = replace(PRESETS["one-host"], ranks_per_host=size, memory_bytes=inf)
     forward = _named(config.route, config.route_size)
     named = config.route if config.backward_route is None else config.backward_route
     request = Request(
         (topology or one_host).with_ranks(size),
-        Workload(shape, seqlen, mask, config.layout),
+        Workload(shape, seqlen, mask, layout),
         degrees=(config.ulysses_degree,),
         forward=forward,
         backward=_named(named, config.route_size),
@@ -191,28 +194,3 @@ def _around(job: Job) -> Cost:
     """Trading heads for tokens, in both passes."""
     once = ulysses_cost(job)
     return once + once
-
-
-def units_sent(rows: int, cols: int, kv: float, gamma: float = 1.0) -> float:
-    """Units (bytes of one rank's Q) that a rank sends, forward and backward, for a full mask.
-
-        forward (a - 1)(1 + gamma) + 2 kv (b - 1)
-        backward (a - 1)(2 + gamma) + 2 kv (b - 1)(1 + gamma)
-
-    Args:
-        rows, cols: a query shards and b key shards meet on a rank.
-        kv: key heads / query heads.
-        gamma: bytes of a partial result on the wire / bytes of an activation.
-
-    Source: DeepSpeed-Ulysses, StarTrail and Mesh-Attention count the same way.
-    """
-    forward = (rows - 1) * (1 + gamma) + 2 * kv * (cols - 1)
-    backward = (rows - 1) * (2 + gamma) + 2 * kv * (cols - 1) * (1 + gamma)
-    return forward + backward
-
-
-def cheapest_route(size: int, kv: float, gamma: float = 1.0) -> dict[str, Any]:
-    """The route for `size` ranks that sends the fewest bytes; the ring where it is as cheap."""
-    shapes = [(rows, size // rows) for rows in range(1, size + 1) if size % rows == 0]
-    rows, cols = min(shapes, key=lambda shape: units_sent(*shape, kv, gamma))
-    return {"name": "ring"} if rows == 1 else {"name": "mesh", "rows": rows, "cols": cols}

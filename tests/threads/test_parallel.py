@@ -10,6 +10,7 @@ from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.mask import make_mask
+from wf_backends.topology import from_dict
 
 SEQLEN = 45
 ROUTES = {
@@ -83,6 +84,34 @@ def test_heads_that_do_not_divide_are_refused_with_both_numbers(degree, heads, k
     words = {"sequence_parallel_size": degree, "ulysses_degree": degree, "route": "ring"}
     with pytest.raises(ValueError, match=says):
         run_threads(degree, attend, words, heads, kv_heads, {})
+
+
+SLOW = {
+    "name": "two hosts",
+    "hosts": 2,
+    "ranks_per_host": 2,
+    "nics_per_host": 1,
+    "memory_gib": 16,
+    "inside": {"latency_us": 20, "gigabits_per_s": 80},
+    "between": {"latency_us": 50, "gigabits_per_s": 0.01},
+    "kernels": {"sdpa": {"forward_tflops": 0.02, "backward_tflops": 0.04, "call_us": 50}},
+}
+
+
+def bytes_on_auto(comm, topology):
+    """Steps that a rank of the first host takes, full mask, many heads, and the exactness."""
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=4), comm, topology)
+    q, k, v, _ = tensors(8, 8)
+    out = sp.unshard(sp.attention(sp.shard(q), sp.shard(k), sp.shard(v)))
+    right = dense_attention(q, k, v, make_mask(), 8**-0.5)
+    return (out - right).abs().max().item(), {label for label in sp.report() if "step" in label}
+
+
+def test_auto_follows_the_topology():
+    alone = run_threads(4, bytes_on_auto, None)
+    apart = run_threads(4, bytes_on_auto, from_dict(SLOW))
+    assert max(error for error, _ in (*alone, *apart)) < 1e-10
+    assert alone[0][1] != apart[0][1]
 
 
 def report_of(comm, words):
