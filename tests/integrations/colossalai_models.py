@@ -26,6 +26,11 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (tf.Qwen2ForCausalLM, tf.Qwen2Config, LLAMA),
     "mistral": (tf.MistralForCausalLM, tf.MistralConfig, {**LLAMA, "sliding_window": 5}),
     "gpt2": (tf.GPT2LMHeadModel, tf.GPT2Config, {**GPT, **UNDROPPED, "vocab_size": VOCABULARY}),
+    "gpt2_full": (  # no position left for padding
+        tf.GPT2LMHeadModel,
+        tf.GPT2Config,
+        {**GPT, **UNDROPPED, "vocab_size": VOCABULARY, "n_positions": SEQLEN - 1},
+    ),
     "gptj": (
         tf.GPTJForCausalLM,
         tf.GPTJConfig,

@@ -45,7 +45,7 @@ HYBRID: dict[str, dict[str, Any]] = {
     "ulysses": {"words": RING4 | {"ulysses_degree": 2, "layout": "contiguous"}} | FEW,
     "adamw": {"words": RING4, "optimizer": "adamw"} | FEW,
 }
-FAMILIES = ("qwen2", "mistral", "gpt2", "gptj", "opt", "bert", "vit")
+FAMILIES = ("qwen2", "mistral", "gpt2", "gpt2_full", "gptj", "opt", "bert", "vit")
 MODELS: dict[str, dict[str, Any]] = {
     name: {"words": RING4, "family": name, "kind": "ragged"} | FEW for name in FAMILIES
 } | {
