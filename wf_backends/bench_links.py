@@ -27,6 +27,7 @@ HEADS, HEAD_DIM = 8, 64
 TILES = (256, 1024)  # rows and keys of the two tiles that a kernel's rate is fitted to
 GPU_TILES = (1024, 8192)
 SMALLEST, LARGEST = 1 << 16, 1 << 24  # bytes of one message
+GROWTH = 4
 ENOUGH_S = 0.05  # a message that takes this long is long enough to measure a rate by
 REPEATS = 5
 
@@ -70,14 +71,18 @@ class Meter:
         return self.seconds(lambda: self.comm.post_control("bench", sends, recvs).wait())
 
     def link(self, target: int | None, source: int | None) -> Link:
-        """Latency of a few bytes, and the rate of messages that are long enough to time."""
+        """Latency of a few bytes; the rate from the last two of ever larger messages.
+
+        What a longer message takes more is free of latency, and of bursts that a shaped link lets
+        through at once.
+        """
         latency = self.exchange(target, source, 4)
-        num_bytes, took = SMALLEST, 0.0
-        while True:
-            took = self.exchange(target, source, num_bytes)
-            if took > ENOUGH_S or num_bytes >= LARGEST:
-                return Link(latency, num_bytes / max(took - latency, took / 10))
-            num_bytes *= 4
+        num_bytes, before, took = SMALLEST, latency, self.exchange(target, source, SMALLEST)
+        while num_bytes == SMALLEST or (took < ENOUGH_S and num_bytes < LARGEST):
+            num_bytes *= GROWTH
+            before, took = took, self.exchange(target, source, num_bytes)
+        more = num_bytes - num_bytes // GROWTH
+        return Link(latency, more / max(took - before, took / 10))
 
 
 def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> Topology:
