@@ -16,7 +16,7 @@ with pytest.MonkeyPatch.context() as patch:
     import train_video
     import video_data
     from video_model import VideoDiT, VideoDiTConfig, from_patches, to_patches
-    from video_parallel import ParallelVideo
+    from video_parallel import ParallelVideo, stages
 
 SMALL = {"frames": 5, "height": 12, "width": 28, "patch": 4, "dim": 16, "heads": 4}
 CONFIGS = sorted((ROOT / "configs" / "video_dit").glob("*.json"))
@@ -148,6 +148,19 @@ def test_frames_of_a_folder_are_clips(tmp_path: Path):
 def test_bad_models_are_refused(words, says):
     with pytest.raises(ValueError, match=says):
         VideoDiTConfig(**{**SMALL, **words})
+
+
+def test_attention_over_everything_refuses_a_cut_that_does_not_divide():
+    words = small(("time", "full"), {"switch": True, "wallfacer": RING})
+    with pytest.raises(ValueError, match="contiguous"):
+        run_threads(2, gradients, words)
+
+
+@pytest.mark.parametrize(("first", "cut"), [("space", "time"), ("time", "space")])
+def test_the_first_stage_finds_what_it_needs_whole(first, cut):
+    model = VideoDiT(VideoDiTConfig(**SMALL, stages=(first, "full")))
+    assert stages(model, switch=True).starts_along == cut
+    assert stages(model, switch=False).needs == {}
 
 
 def test_an_unknown_parallel_key_is_refused():
