@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
 from torch import nn
 
 from tests.dense import dense_attention
-from tests.helpers import run_threads
+from tests.helpers import ROOT, run_threads
 from wf_backends import SequenceParallelConfig
-from wf_backends.comm.protocol import Communicator
 from wf_backends.gradients import DoubleAverage, GradientMean
 from wf_backends.lss import LssParallel
 from wf_backends.mask import make_mask
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(ROOT / "benchmarks")
+    from measure import Counting
 
 SIZES = (1, 2, 3, 4, 6, 8)
 SEQLEN = 37
@@ -26,22 +27,6 @@ MASKS = [
     {"cu_seqlens": [0, 11, 12, SEQLEN]},
     {"causal": True, "cu_seqlens": [0, 3, 4, 20, SEQLEN]},
 ]
-
-
-class Counting(Communicator):
-    """Another communicator, and how often messages were posted by label."""
-
-    def __init__(self, comm):
-        super().__init__()
-        self.inner, self.rank, self.size, self.on_host = comm, comm.rank, comm.size, comm.on_host
-        self.posts = Counter()
-
-    def post(self, label, sends, recvs):
-        self.posts[label] += 1
-        return super().post(label, sends, recvs)
-
-    def _post(self, label, sends, recvs):
-        return self.inner._post(label, sends, recvs)
 
 
 def lss(size, group, layout="zigzag"):
