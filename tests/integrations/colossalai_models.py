@@ -19,7 +19,7 @@ UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LLAMA = {**NARROW, **HEADS, **WORDS, **GROUPED}
 OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
 BERT_UNDROPPED = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
-IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": 7}  # 17 tokens: padded by us
+IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": 8}  # 17 tokens: padded by us
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "llama": (tf.LlamaForCausalLM, tf.LlamaConfig, LLAMA),

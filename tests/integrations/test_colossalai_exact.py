@@ -46,17 +46,19 @@ HYBRID: dict[str, dict[str, Any]] = {
     "adamw": {"words": RING4, "optimizer": "adamw"} | FEW,
 }
 FAMILIES = ("qwen2", "mistral", "gpt2", "gpt2_full", "gptj", "opt", "bert", "vit")
-MODELS: dict[str, dict[str, Any]] = {
-    name: {"words": RING4, "family": name, "kind": "ragged"} | FEW for name in FAMILIES
-} | {
-    "tp_qwen2": {"words": RING2, "family": "qwen2", "options": {"tp_size": 2}} | FEW,
-    "tp_bert": {"words": RING2, "family": "bert", "options": {"tp_size": 2}} | FEW,
-    "tp_mistral": {"words": RING2, "family": "mistral", "options": {"tp_size": 2}} | FEW,
-    "pp_mistral": {"words": RING2, "family": "mistral"} | PIPELINE | FEW,
-    # ColossalAI gathers GPT-2's fused weights with .cuda(): they cannot be saved here
-    "tp_gpt2": {"words": RING2, "family": "gpt2", "options": {"tp_size": 2}, "no_weights": True}
-    | FEW,
-}
+MODELS: dict[str, dict[str, Any]] = (
+    {name: {"words": RING4, "family": name, "kind": "ragged"} | FEW for name in FAMILIES}
+    | {
+        f"tp_{name}": {"words": RING2, "family": name, "options": {"tp_size": 2}} | FEW
+        for name in ("qwen2", "mistral", "gptj", "opt", "bert", "vit")
+    }
+    | {
+        "pp_mistral": {"words": RING2, "family": "mistral"} | PIPELINE | FEW,
+        # ColossalAI gathers GPT-2's fused weights with .cuda(): they cannot be saved here
+        "tp_gpt2": {"words": RING2, "family": "gpt2", "options": {"tp_size": 2}, "no_weights": True}
+        | FEW,
+    }
+)
 OTHERS: dict[str, dict[str, Any]] = {
     "ddp": {"words": RING4, "plugin": "ddp"},
     "ddp_vit": {"words": RING4, "plugin": "ddp", "family": "vit"} | FEW,
