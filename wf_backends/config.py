@@ -40,7 +40,7 @@ class SequenceParallelConfig:
     "concentric", "team_size": 2}, {"name": "mesh", "rows": 2, "cols": 4}, or "auto". A name alone
     may be given as a string where the route takes no other key."""
     backward_route: Route = None
-    """The same forms; None = the forward's."""
+    """The same forms; None = the forward's, or the planner's choice where route is "auto"."""
     backward_moves: str = "keys"
     """Which side walks in the backward: "keys" or "queries"."""
     ulysses_degree: int = 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import inf
 
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from wf_backends.schedule import Schedule, check, make_schedule
 from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 from wf_backends.ulysses import Exchange, heads_for_tokens, make_exchange, tokens_for_heads
-from wf_backends.walk import Problem, RankPlan, plan_rank
+from wf_backends.walk import Problem, RankPlan, plan_rank, turning_well
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,8 @@ class DistributedAttention:
         pooled = merge_shards(q_layout, degree), merge_shards(kv_layout, degree)
         turn = self.config.backward_moves == "queries"
         there, back = Problem(forward, *pooled, mask), Problem(backward, *pooled, mask, turn)
+        if mask.band.left < inf:
+            there, back = turning_well(there), turning_well(back)
         at = rank // degree
         tile = replace(spec, heads=queries.share, kv_heads=keys.share)
         selection = select(self.config.kernel, tile)

@@ -69,6 +69,17 @@ class Schedule:
         return Schedule(self.kv, self.q, tuple(hops))
 
 
+def mirrored(schedule: Schedule) -> Schedule:
+    """The same route turning the other way: rank r plays the part of rank n - 1 - r."""
+    last = schedule.num_ranks - 1
+
+    def flip(shards: tuple[Shards, ...]) -> tuple[Shards, ...]:
+        return tuple(tuple(sorted(last - shard for shard in own)) for own in reversed(shards))
+
+    hops = tuple(tuple(last - rank for rank in reversed(hop)) for hop in schedule.hops)
+    return Schedule(flip(schedule.q), flip(schedule.kv), hops)
+
+
 def check(schedule: Schedule) -> Schedule:
     """The schedule itself, once it is proved that every pair meets exactly once.
 

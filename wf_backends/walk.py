@@ -9,13 +9,13 @@ for home after the last step that adds to it, and what the home rank itself adds
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from wf_backends.layout import Layout
 from wf_backends.mask import Mask
 from wf_backends.ranges import Ranges, intersect, join, locate, size, subtract
-from wf_backends.schedule import Schedule
+from wf_backends.schedule import Schedule, mirrored
 from wf_backends.tiles import Tile, seen_keys, seen_rows, tiles
 
 
@@ -86,6 +86,15 @@ class Problem:
     kv_layout: Layout
     mask: Mask
     queries_walk: bool = False
+
+
+def turning_well(problem: Problem) -> Problem:
+    """The problem with its schedule mirrored where fewer rows then have to walk.
+
+    Keys of a sliding window are needed by later tokens only; walking there, they can stop early.
+    """
+    other = replace(problem, schedule=mirrored(problem.schedule))
+    return min(problem, other, key=lambda one: _derive(one).rows_walked())
 
 
 @lru_cache(maxsize=512)
@@ -167,6 +176,10 @@ class _Derivation:
             self.carried.append(carried)
             self.moved.append(moved)
             self.left.append(left)
+
+    def rows_walked(self) -> int:
+        """Rows that all walkers together carry from step to step."""
+        return sum(size(rows) for carried in self.carried for rows in carried[1:])
 
     def plan(self, rank: int) -> RankPlan:
         return RankPlan(

@@ -17,6 +17,7 @@ from wf_backends.schedule import (
     double_ring,
     make_schedule,
     mesh,
+    mirrored,
     render,
     ring,
 )
@@ -64,6 +65,16 @@ def test_concentric_is_the_papers_placement(n, team):
             following = ((t + 1) % length + length * (t // length)) * team + a
             assert all(hop[t * team + a] == following for hop in schedule.hops)
     assert len(schedule.hops) == length - 1
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+def test_a_mirrored_schedule_is_a_schedule_and_its_own_mirror(schedule: Schedule):
+    assert check(mirrored(schedule)) is not None
+    assert mirrored(mirrored(schedule)) == schedule
+
+
+def test_a_mirrored_ring_turns_towards_higher_ranks():
+    assert mirrored(ring(4)).hops == ((1, 2, 3, 0),) * 3
 
 
 def test_named_points_coincide_where_they_should():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.cases import schedules
 from wf_backends.layout import contiguous, make_layout, zigzag
 from wf_backends.mask import CAUSAL, FULL, Band, Mask
-from wf_backends.schedule import concentric, double_ring, mesh, ring
+from wf_backends.schedule import concentric, double_ring, mesh, mirrored, ring
 from wf_backends.traffic import Shape, backward_row_bytes, bytes_sent, forward_row_bytes, total
-from wf_backends.walk import Problem, plan_rank
+from wf_backends.walk import Problem, plan_rank, turning_well
 
 ROWS = 8  # tokens of one rank
 KV = 0.25
@@ -66,12 +68,17 @@ def test_a_causal_zigzag_ring_saves_a_quarter(n, least):
 @pytest.mark.parametrize("window", (1, 8, 9, 20))
 def test_a_window_stops_walking_after_the_shards_it_reaches(window):
     where = contiguous(8, 8 * ROWS)
-    towards_later = tuple((r + 1) % 8 for r in range(8))
-    forth = type(ring(8))(ring(8).q, ring(8).kv, (towards_later,) * 7)
-    problem = Problem(forth, where, where, Mask(Band(window, 0)))
+    problem = turning_well(Problem(ring(8), where, where, Mask(Band(window, 0))))
     for rank in range(8):
         hops = [s for s in plan_rank(problem, rank).steps if s.pass_out]
         assert len(hops) <= -(-window // ROWS)
+
+
+def test_a_route_turns_the_way_on_which_fewer_rows_walk():
+    where = zigzag(8, 8 * ROWS)
+    causal = Problem(ring(8), where, where, Mask(CAUSAL))
+    assert turning_well(causal) == causal
+    assert turning_well(replace(causal, schedule=mirrored(ring(8)))) == causal
 
 
 def test_documents_never_leave_the_ranks_that_hold_them():
