@@ -23,7 +23,6 @@ from torch import Tensor
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 from wf_backends.comm import make_comm
 from wf_backends.gradients import GradientMean
-from wf_backends.lss import LssParallel
 from wf_backends.switch import chunk_sizes
 
 
@@ -89,7 +88,7 @@ def make_schemes(args: argparse.Namespace, comm: Counting) -> list[Scheme]:
         return local, lambda q, k, v: sp.attention(q, k, v, causal=causal)
 
     words = {"sequence_parallel_size": size, "layout": layout, "kernel": "sdpa"}
-    lss = LssParallel(SequenceParallelConfig.from_dict({**words, "strategy": "lss"}), comm)
+    lss = SequenceParallel(SequenceParallelConfig.from_dict({**words, "strategy": "lss"}), comm)
     ring = SequenceParallel(SequenceParallelConfig.from_dict({**words, "route": "ring"}), comm)
     alone = SequenceParallel(
         SequenceParallelConfig(kernel="sdpa", layout=layout), comm.view([comm.rank])

@@ -56,7 +56,7 @@ class DistributedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
-        _check_tensors(q, k, v)
+        check_tensors(q, k, v)
         plan = self.plan(q, k, mask, scale, seqlen)
         q = heads_for_tokens(q, plan.queries, self._pool, "ulysses q")
         k = heads_for_tokens(k, plan.keys, self._pool, "ulysses k")
@@ -126,7 +126,8 @@ def _words(route: Route) -> Mapping[str, object]:
     return route
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse tensors that do not belong together; ValueError with their shapes, dtypes, devices."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if any(x.dim() != 4 for x in (q, k, v)):
         raise ValueError(f"q, k, v must be (batch, seqlen, heads, head_dim), got {shapes}")

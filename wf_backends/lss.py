@@ -12,34 +12,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from wf_backends.adjoint import move
 from wf_backends.comm.protocol import Communicator
-from wf_backends.config import LSS, SequenceParallelConfig
-from wf_backends.distributed_attention import DistributedAttention, _check_tensors
+from wf_backends.distributed_attention import DistributedAttention, check_tensors
 from wf_backends.executor import Attention, Call
 from wf_backends.mail import Home, Mail, Tensors, add, bring_together, send_home
 from wf_backends.mask import Mask
-from wf_backends.parallel import SequenceParallel
 from wf_backends.walk import Gather, Parcel, Parcels, RankPlan, Step
-
-
-class LssParallel(SequenceParallel):
-    """A SequenceParallel whose config says "strategy": "lss".
-
-    Raises:
-        ValueError: if it does not, or as SequenceParallel does.
-    """
-
-    def __init__(self, config: SequenceParallelConfig, group: Any = None) -> None:
-        if config.strategy != LSS:
-            raise ValueError(f'strategy must be "{LSS}", got {config.strategy!r}')
-        super().__init__(config, group)
-        self._attention = LssAttention(config, self.comm)
 
 
 class LssAttention(DistributedAttention):
@@ -49,7 +32,7 @@ class LssAttention(DistributedAttention):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
-        _check_tensors(q, k, v)
+        check_tensors(q, k, v)
         plan = self.plan(q, k, mask, scale, seqlen)
         gather, local = plan.forward.walk, _local(plan.forward)
         there, back = partial(_fetch, self.comm, gather), partial(_return, self.comm, gather)

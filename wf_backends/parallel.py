@@ -17,11 +17,12 @@ from torch import Tensor
 from wf_backends.adjoint import move
 from wf_backends.agree import Agreement, fingerprint, sum_over_ranks
 from wf_backends.comm import make_comm
-from wf_backends.config import SequenceParallelConfig
+from wf_backends.config import LSS, SequenceParallelConfig
 from wf_backends.data import prepare_batch
 from wf_backends.distributed_attention import DistributedAttention
 from wf_backends.layout import layout_of, make_layout, padding_multiple
 from wf_backends.loss import count_valid, token_loss
+from wf_backends.lss import LssAttention
 from wf_backends.mask import make_mask
 from wf_backends.shards import gather_shards, positions, take_shard
 from wf_backends.topology import Topology
@@ -56,7 +57,8 @@ class SequenceParallel:
         self.comm = everyone.view(range(first, first + size))
         self.rank, self.size = self.comm.rank, size
         self._agreement = Agreement(self.comm)
-        self._attention = DistributedAttention(config, self.comm, topology)
+        attention = LssAttention if config.strategy == LSS else DistributedAttention
+        self._attention = attention(config, self.comm, topology)
 
     def shard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:
         """This rank's rows of a tensor that every rank holds whole, in layout order.

@@ -22,11 +22,10 @@ import torch
 from lss_model import LanguageModel, LanguageModelConfig
 from torch import Tensor, nn
 
-from wf_backends import SequenceParallelConfig, launch
+from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 from wf_backends.comm import make_comm
 from wf_backends.comm.protocol import Communicator
 from wf_backends.gradients import DoubleAverage
-from wf_backends.lss import LssParallel
 
 
 def main() -> None:
@@ -60,7 +59,7 @@ def train(comm: Communicator, words: Mapping[str, Any], text: bytes, steps: int)
     """
     block = dict(words["wallfacer"])
     block["sequence_parallel_size"] = block.get("sequence_parallel_size") or comm.size
-    sp = LssParallel(SequenceParallelConfig.from_dict(block), comm)
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(block), comm)
     model = initialise(LanguageModel(LanguageModelConfig(**words["model"]), sp))
     average = DoubleAverage(sp, comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=words["training"]["lr"])

@@ -8,9 +8,8 @@ from torch import nn
 
 from tests.dense import dense_attention
 from tests.helpers import ROOT, run_threads
-from wf_backends import SequenceParallelConfig
+from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.gradients import DoubleAverage, GradientMean
-from wf_backends.lss import LssParallel
 from wf_backends.mask import make_mask
 
 with pytest.MonkeyPatch.context() as patch:
@@ -31,7 +30,7 @@ MASKS = [
 
 def lss(size, group, layout="zigzag"):
     words = {"sequence_parallel_size": size, "strategy": "lss", "layout": layout}
-    return LssParallel(SequenceParallelConfig.from_dict(words), group)
+    return SequenceParallel(SequenceParallelConfig.from_dict(words), group)
 
 
 def draw(dtype=torch.float64, heads=4, kv_heads=2, head_dim=8):
@@ -197,8 +196,6 @@ def test_ranks_with_different_parameters_are_told():
 def test_bad_input():
     with pytest.raises(ValueError, match="bucket_bytes must be at least 1, got 0"):
         GradientMean(bucket_bytes=0)
-    with pytest.raises(ValueError, match='strategy must be "lss", got None'):
-        LssParallel(SequenceParallelConfig())
     with pytest.raises(ValueError, match="a multiple of the 2 ranks of a sequence, got 1"):
         run_threads(2, lambda comm: DoubleAverage(lss(2, comm), comm.view([comm.rank])))
 
