@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import sqrt
+from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
@@ -26,6 +27,11 @@ from wf_backends.lss import LssAttention
 from wf_backends.mask import make_mask
 from wf_backends.shards import gather_shards, positions, take_shard
 from wf_backends.topology import Topology
+
+
+STRATEGIES: Mapping[str | None, type[DistributedAttention]] = MappingProxyType(
+    {None: DistributedAttention, LSS: LssAttention}
+)
 
 
 class SequenceParallel:
@@ -57,8 +63,7 @@ class SequenceParallel:
         self.comm = everyone.view(range(first, first + size))
         self.rank, self.size = self.comm.rank, size
         self._agreement = Agreement(self.comm)
-        attention = LssAttention if config.strategy == LSS else DistributedAttention
-        self._attention = attention(config, self.comm, topology)
+        self._attention = STRATEGIES[config.strategy](config, self.comm, topology)
 
     def shard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:
         """This rank's rows of a tensor that every rank holds whole, in layout order.
