@@ -28,7 +28,6 @@ from wf_backends.mask import make_mask
 from wf_backends.shards import gather_shards, positions, take_shard
 from wf_backends.topology import Topology
 
-
 STRATEGIES: Mapping[str | None, type[DistributedAttention]] = MappingProxyType(
     {None: DistributedAttention, LSS: LssAttention}
 )
