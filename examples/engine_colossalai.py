@@ -26,6 +26,8 @@ class ColossalAIEngine:
         if not torch.cuda.is_available():
             self._stack.enter_context(cpu_accelerator())
         opened = wf_colossalai.from_config(config, model)
+        if getattr(opened.plugin, "stage_manager", None) is not None:
+            raise ValueError(f"{config}: pp_size must be 1, the example runs no pipeline")
         self._sp = opened.sp
         self.rank = dist.get_rank()
         self.data_parallel_rank = opened.data_parallel_rank

@@ -165,7 +165,9 @@ def resumed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     steps = first.steps()[:10] + second.steps()[10:]  # more data parallelism reads more
     expected = alone(build(second.family), steps, ALONE[second.optimizer])
     keys = ("losses", "gradients", "weights")
-    result = {"losses": losses, "weights": second.weights("end")}
+    result: dict[str, Any] = {"losses": losses, "weights": second.weights("end")}
+    if case.get("options", {}).get("precision") == "bf16":
+        result["bf16"] = alone_in_bf16(build(second.family), steps, ALONE[second.optimizer])
     return result | {"expected": dict(zip(keys, expected, strict=True))}
 
 

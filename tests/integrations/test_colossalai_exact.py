@@ -107,6 +107,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 }
 RESUMED: dict[str, dict[str, Any]] = {
     "resumed_4_to_2": {"run": "resumed", "words": RING4, "then": RING2, "optimizer": "adamw"},
+    "resumed_zero1": {
+        "run": "resumed",
+        "words": RING4,
+        "then": RING2,
+        "optimizer": "adamw",
+        "options": {"zero_stage": 1} | BF16 | NO_OVERLAP,
+    },
 }
 
 
@@ -131,7 +138,7 @@ def test_gradients_are_those_of_one_process(results: Results, name: str) -> None
         assert_gradients(results[name])
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", [*HALF, "resumed_zero1"])
 def test_bfloat16_stays_within_the_error_of_bfloat16(results: Results, name: str) -> None:
     wide, narrow = results[name]["expected"]["losses"], results[name]["bf16"]
     error = max(map(relative, narrow, wide))
