@@ -63,6 +63,13 @@ class WallFacerPlugin(HybridParallelPlugin):
                 'HybridParallelPlugin; use "bf16", or LowLevelZeroPlugin(precision="fp32") with '
                 "wf_colossalai.apply"
             )
+        policy = options.get("custom_policy")
+        if policy is not None and not isinstance(policy, WallFacerPolicy):
+            raise ValueError(
+                f"custom_policy must be a WallFacerPolicy, got a {type(policy).__name__}, which "
+                "would bring ColossalAI's own sequence parallelism; give it as "
+                "WallFacerPolicy(native=...)"
+            )
         _check_world(config.sequence_parallel_size, tp_size, pp_size)
         super().__init__(
             tp_size=tp_size,

@@ -142,8 +142,14 @@ class WallFacerPolicy(Policy):
             return words
         if isinstance(words, SequenceParallelConfig):
             words = words.to_dict()
-        size = {"sequence_parallel_size": self._config.sequence_parallel_size}
-        config = SequenceParallelConfig.from_dict(size | dict(words or {}))
+        size = self._config.sequence_parallel_size
+        words = {"sequence_parallel_size": size} | dict(words or {})
+        if words["sequence_parallel_size"] != size:
+            raise ValueError(
+                f"sequence_parallel_size {words['sequence_parallel_size']} of the policy must be "
+                f"the plugin's sp_size {size}; leave it out"
+            )
+        config = SequenceParallelConfig.from_dict(words)
         return PlainSequenceParallel(config, self._config.sequence_parallel_process_group)
 
     def get_held_layers(self) -> list[nn.Module]:

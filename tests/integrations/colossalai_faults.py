@@ -131,17 +131,22 @@ def attention_alone(case: Case, folder: Path) -> dict[str, Any]:
     }
 
 
-def their_form(case: Case, folder: Path) -> dict[str, Any]:
-    """In the form of test_shard_llama.py: HybridParallelPlugin, with custom_policy= added."""
-    plugin = HybridParallelPlugin(
-        tp_size=case["tp_size"],
+def hybrid(mode: str, tensor: int, policy: WallFacerPolicy) -> HybridParallelPlugin:
+    """ColossalAI's own plugin, sequence parallel size 2."""
+    return HybridParallelPlugin(
+        tp_size=tensor,
         pp_size=1,
         sp_size=2,
         enable_sequence_parallelism=True,
-        sequence_parallelism_mode=case["mode"],
+        sequence_parallelism_mode=mode,
         precision="fp32",
-        custom_policy=WallFacerPolicy(case["words"]),
+        custom_policy=policy,  # type: ignore[arg-type]
     )
+
+
+def their_form(case: Case, folder: Path) -> dict[str, Any]:
+    """In the form of test_shard_llama.py: HybridParallelPlugin, with custom_policy= added."""
+    plugin = hybrid(case["mode"], case["tp_size"], WallFacerPolicy(case["words"]))
     return once(build("llama"), plugin, batch("llama", "plain", 0))
 
 
@@ -222,15 +227,10 @@ def refused(case: Case, folder: Path) -> dict[str, Any]:
     _, image, _ = boosted(image, TorchDDPPlugin())
     pipelined = WallFacerPlugin(**words, pp_size=2, num_microbatches=1)
     scores = batch("llama", "plain", 0)
-    ring = HybridParallelPlugin(
-        tp_size=2,
-        pp_size=1,
-        precision="fp32",
-        enable_sequence_parallelism=True,
-        sequence_parallelism_mode="split_gather",
-        custom_policy=WallFacerPolicy(),
-    )
+    ring = hybrid("split_gather", 2, WallFacerPolicy())
+    other_size = hybrid("ring_attn", 1, WallFacerPolicy({"sequence_parallel_size": 4}))
     return {
+        "other size": message(lambda: boosted(build("llama"), other_size)),
         "other batches": message(lambda: model(**mine)),
         "other images": message(lambda: image(**batch("vit", "plain", dist.get_rank()))),
         "world": message(lambda: WallFacerPlugin(sequence_parallel_size=3)),

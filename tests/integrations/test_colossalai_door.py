@@ -22,6 +22,7 @@ from tests.integrations.colossalai_jobs import needs_colossalai, relative
 INSTALLED = importlib.util.find_spec("colossalai") is not None
 if INSTALLED:
     import transformers
+    from colossalai.shardformer.policies.llama import LlamaForCausalLMPolicy
     from transformers import T5Config, T5ForConditionalGeneration
 
     from tests.integrations.colossalai_models import alone, batch, build
@@ -159,6 +160,11 @@ def test_a_head_without_a_row_per_token_is_refused() -> None:
 def test_a_wrong_word_is_named(words: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         WallFacerPlugin(**words)
+
+
+def test_a_policy_without_wallfacer_is_refused() -> None:
+    with pytest.raises(ValueError, match="custom_policy.*LlamaForCausalLMPolicy.*native="):
+        WallFacerPlugin(sequence_parallel_size=2, custom_policy=LlamaForCausalLMPolicy())
 
 
 def test_zero_in_float32_is_said_to_be_elsewhere() -> None:
