@@ -11,6 +11,7 @@ from functools import lru_cache
 from math import inf
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from wf_backends.agree import Agreement, fingerprint
 from wf_backends.comm.protocol import Communicator
@@ -128,6 +129,12 @@ def _words(route: Route) -> Mapping[str, object]:
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse tensors that do not belong together; ValueError with their shapes, dtypes, devices."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if type(x) not in (Tensor, Parameter):  # others need not write into views, nor travel
+            raise ValueError(
+                f"{name} must be a plain torch.Tensor, got a {type(x).__name__}: pass the local "
+                "tensor, such as x.to_local() or x.as_subclass(torch.Tensor)"
+            )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if any(x.dim() != 4 for x in (q, k, v)):
         raise ValueError(f"q, k, v must be (batch, seqlen, heads, head_dim), got {shapes}")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from types import MethodType
 from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
 
 import wf_transformers
 from wf_backends import SequenceParallel
@@ -41,7 +40,7 @@ def connect(
     """
     row = find(model, table)
     pretrained = isinstance(model, PreTrainedModel)
-    application = _apply_pretrained(model, sp) if pretrained else _apply_plain(model, sp)
+    application = wf_transformers.connect(model, sp) if pretrained else _apply_plain(model, sp)
     for module in model.modules():
         if any(table.get(base.__name__) is row for base in type(module).__mro__):
             _replace_methods(module, row, application)
@@ -50,29 +49,6 @@ def connect(
     else:
         _check_inputs(model, application)
     return application
-
-
-def _apply_pretrained(model: Any, sp: SequenceParallel) -> Application:
-    registration = wf_transformers.register(sp, _free_name())
-    with ExitStack() as undo:
-        undo.callback(registration.remove)
-        # GPT-2 of transformers 4 keeps a copy of its config's choice
-        copies = (m for m in model.modules() if "_attn_implementation" in vars(m))
-        for holder in (model.config, *copies):
-            undo.callback(setattr, holder, "_attn_implementation", holder._attn_implementation)
-            holder._attn_implementation = registration.name
-        application = wf_transformers.apply(model, sp)
-        application.undo.push(undo.pop_all())
-    return application
-
-
-def _free_name() -> str:
-    """ "wallfacer", or with a number if another model of this process has it."""
-    name, number = "wallfacer", 1
-    while name in ALL_ATTENTION_FUNCTIONS:
-        number += 1
-        name = f"wallfacer_{number}"
-    return name
 
 
 def _apply_plain(model: nn.Module, sp: SequenceParallel) -> Application:

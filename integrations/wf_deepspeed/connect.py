@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -42,7 +42,12 @@ def connect(model: nn.Module, sp: SequenceParallel) -> Connection:
         getattr(receiver, RECEIVER)(sp)
     pretrained = find_pretrained(model)
     if pretrained is not None:
-        return _apply(pretrained, sp)
+        import wf_transformers
+
+        application = wf_transformers.connect(pretrained, sp)
+        connection = Connection(application)
+        connection.undo.callback(application.remove)
+        return connection
     if sp.size > 1 and not receivers:
         raise ValueError(
             f"nothing in {type(model).__name__} attends over ranks: it holds no Hugging Face "
@@ -58,35 +63,3 @@ def find_pretrained(model: nn.Module) -> PreTrainedModel | None:
     from transformers.modeling_utils import PreTrainedModel
 
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-
-
-def _apply(model: PreTrainedModel, sp: SequenceParallel) -> Connection:
-    import wf_transformers
-
-    connection = Connection()
-    registration = wf_transformers.register(sp, _free_name())
-    connection.undo.callback(registration.remove)
-    connection.undo.callback(_set_attention, model, model.config._attn_implementation)
-    _set_attention(model, registration.name)
-    connection.application = wf_transformers.apply(model, sp)
-    connection.undo.callback(connection.application.remove)
-    return connection
-
-
-def _free_name() -> str:
-    """ "wallfacer", or with a number if another engine of this process has it."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    name, number = "wallfacer", 1
-    while name in ALL_ATTENTION_FUNCTIONS:
-        number += 1
-        name = f"wallfacer_{number}"
-    return name
-
-
-def _set_attention(model: Any, name: str) -> None:
-    """transformers 4.51 has no method for it."""
-    if hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation(name)
-    else:
-        model.config._attn_implementation = name

@@ -9,12 +9,14 @@ loss = sp.loss(logits, local["labels"])
 
 from wf_transformers.apply import Application, apply, shard_between
 from wf_transformers.batch import forward_kwargs
+from wf_transformers.connect import connect
 from wf_transformers.registry import Registration, register
 
 __all__ = [
     "Application",
     "Registration",
     "apply",
+    "connect",
     "forward_kwargs",
     "register",
     "shard_between",

@@ -46,6 +46,14 @@ def test_tensors_that_do_not_fit_are_refused():
     refused(lambda q, k, v: (q.long(), k.long(), v.long()), "floating point dtype, got torch.int64")
 
 
+class Wrapped(torch.Tensor):
+    """A subclass, as frameworks have them for distributed or managed tensors."""
+
+
+def test_tensor_subclasses_are_refused_not_given_zero_gradients():
+    refused(lambda q, k, v: (q, k.as_subclass(Wrapped), v), "k must be a plain.*got a Wrapped")
+
+
 def test_masks_that_do_not_fit_are_refused():
     refused(same, "end at the sequence length 8, got 6", cu_seqlens=[0, 3, 6])
     refused(same, "host integers", cu_seqlens=torch.tensor([0, 8]))
