@@ -16,8 +16,19 @@ from torch import Tensor
 
 from wf_backends.comm.protocol import Communicator
 from wf_backends.kernels.protocol import Kernel
-from wf_backends.mail import Combine, Home, Mail, Tensors, add, bring_together, scatter, send_home
+from wf_backends.mail import (
+    Combine,
+    Home,
+    Mail,
+    Tensors,
+    add,
+    bring_together,
+    copy,
+    scatter,
+    send_home,
+)
 from wf_backends.merge import merge_
+from wf_backends.ranges import Ranges
 from wf_backends.tiles import Tile
 from wf_backends.walk import RankPlan, Step
 
@@ -33,14 +44,33 @@ class Call:
     scale: float
 
 
+@dataclass(frozen=True, slots=True)
+class Accumulators:
+    """What one side collects: tensors like `like` beyond the rows, each from its own start."""
+
+    like: tuple[Tensor, ...]
+    starts: tuple[float, ...]
+    dtype: torch.dtype
+
+    def blank(self, num_rows: int) -> Tensors:
+        """Buffers of rows to which nothing was added yet."""
+        return self.prepare(num_rows, ((0, num_rows),))
+
+    def prepare(self, num_rows: int, blank: Ranges) -> Tensors:
+        """Buffers whose rows in `blank` are ready to be added to; the others will be written."""
+        buffers = tuple(x.new_empty((num_rows, *x.shape[1:]), dtype=self.dtype) for x in self.like)
+        for buffer, start in zip(buffers, self.starts, strict=True):
+            for rows in blank:
+                buffer[slice(*rows)] = start
+        return buffers
+
+
 class Work(Protocol):
     """What a pass computes. Sides are tuples of rows-first tensors, partials likewise."""
 
+    stay: Accumulators
+    walk: Accumulators
     combine_stay: Combine
-
-    def blank_stay(self, num_rows: int) -> Tensors: ...
-
-    def blank_walk(self, num_rows: int) -> Tensors: ...
 
     def compute(
         self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
@@ -80,16 +110,10 @@ class ForwardWork:
     """Queries stay and collect (out, lse); keys walk and collect nothing."""
 
     def __init__(self, kernel: Kernel, scale: float, queries: Tensor) -> None:
-        self.kernel, self.scale, self.like = kernel, scale, queries
-        self.dtype = accumulator_dtype(queries.dtype)
-
-    def blank_stay(self, num_rows: int) -> Tensors:
-        shape = (num_rows, *self.like.shape[1:])
-        out = self.like.new_zeros(shape, dtype=self.dtype)
-        return out, self.like.new_full(shape[:-1], -inf, dtype=self.dtype)
-
-    def blank_walk(self, num_rows: int) -> Tensors:
-        return ()
+        self.kernel, self.scale = kernel, scale
+        dtype = accumulator_dtype(queries.dtype)
+        self.stay = Accumulators((queries, queries[..., 0]), (0.0, -inf), dtype)
+        self.walk = Accumulators((), (), dtype)
 
     def combine_stay(self, targets: Tensors, values: Tensors) -> None:
         merge_(*targets, *values)
@@ -100,7 +124,8 @@ class ForwardWork:
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         q, k, v = map(_batch_first, (stay[0][rows], *held[0][keys].unbind(1)))
         out, lse = self.kernel.forward(q, k, v, self.scale, tile.band)
-        merge_(partial[0][rows], partial[1][rows], _rows_first(out), lse.permute(2, 0, 1))
+        combine = copy if tile.first_on_rows else self.combine_stay
+        combine(tuple(x[rows] for x in partial), (_rows_first(out), lse.permute(2, 0, 1)))
 
 
 class BackwardWork:
@@ -110,19 +135,14 @@ class BackwardWork:
         self, kernel: Kernel, scale: float, queries_walk: bool, queries: Tensors, keys: Tensors
     ) -> None:
         self.kernel, self.scale, self.queries_walk = kernel, scale, queries_walk
-        self.dtype = accumulator_dtype(queries[0].dtype)
-        self.like_stay, self.like_walk = self.ordered(queries[0], keys[0])
+        dtype = accumulator_dtype(queries[0].dtype)
+        sides = self.ordered(queries[:1], keys)
+        self.stay, self.walk = (Accumulators(like, (0.0,), dtype) for like in sides)
         self.combine_stay: Combine = add
 
     def ordered(self, a: Any, b: Any) -> tuple[Any, Any]:
         """(stay, walk) from (queries, keys); and back, since it is its own inverse."""
         return (b, a) if self.queries_walk else (a, b)
-
-    def blank_stay(self, num_rows: int) -> Tensors:
-        return (_zeros(num_rows, self.like_stay, self.dtype),)
-
-    def blank_walk(self, num_rows: int) -> Tensors:
-        return (_zeros(num_rows, self.like_walk, self.dtype),)
 
     def compute(
         self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
@@ -135,8 +155,9 @@ class BackwardWork:
         k, v = map(_batch_first, keys[0][met].unbind(1))
         out = stand_in(dout, delta)
         grads = self.kernel.backward(dout, q, k, v, out, lse, delta, self.scale, tile.band)
-        for target, grad in zip((dq[at], *dkv[met].unbind(1)), grads, strict=True):
-            target.add_(_rows_first(grad))
+        grads = tuple(map(_rows_first, grads))
+        (copy if tile.first_on_rows else add)((dq[at],), grads[:1])
+        (copy if tile.first_on_keys else add)(dkv[met].unbind(1), grads[1:])
 
 
 def run(
@@ -154,8 +175,8 @@ def run(
     brought = [bring_together(mail, plan.stay, stay), bring_together(mail, plan.walk, walk)]
     mail.deliver()
     stay, held = (finish() for finish in brought)
-    partial = work.blank_stay(plan.stay.num_rows)
-    home = Home(plan.walk.shard_rows, work.blank_walk, add)
+    partial = work.stay.prepare(plan.stay.num_rows, plan.blank)
+    home = Home(plan.walk.shard_rows, work.walk.blank, add)
     moving: Tensors = ()
     before: Step | None = None
     for index, step in enumerate(plan.steps):
@@ -164,7 +185,7 @@ def run(
         arriving = mail.receive(step.pass_in, held)
         land = _part(mail, before, step, moving, home)
         mail.post()
-        moving = work.blank_walk(step.num_rows)
+        moving = work.walk.prepare(step.num_rows, step.blank)
         for tile in step.tiles:  # hides what the mail carries
             work.compute(tile, stay, held, partial, moving)
             mail.poll()
@@ -173,9 +194,8 @@ def run(
         held, before = arriving, step
     mail = Mail(comm, f"{name} home")
     land = _part(mail, before, None, moving, home)
-    finish = send_home(
-        mail, plan.stay, partial, Home(plan.stay.shard_rows, work.blank_stay, work.combine_stay)
-    )
+    collected = Home(plan.stay.shard_rows, work.stay.blank, work.combine_stay)
+    finish = send_home(mail, plan.stay, partial, collected)
     mail.deliver()
     land(())
     return finish(), home.total()
@@ -229,10 +249,6 @@ def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
     norm = (unit * unit).sum(-1, keepdim=True)
     norm = norm.where(norm > 0, 1)
     return (unit * (delta.transpose(1, 2).unsqueeze(-1) / peak / norm)).to(dout.dtype)
-
-
-def _zeros(num_rows: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    return like.new_zeros((num_rows, *like.shape[1:]), dtype=dtype)
 
 
 def _rows_first(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from wf_backends.distributed_attention import DistributedAttention, check_tensor
 from wf_backends.executor import Attention, Call
 from wf_backends.mail import Home, Mail, Tensors, add, bring_together, send_home
 from wf_backends.mask import Mask
-from wf_backends.walk import Gather, Parcel, Parcels, RankPlan, Step
+from wf_backends.walk import Gather, Parcel, Parcels, RankPlan
 
 
 class LssAttention(DistributedAttention):
@@ -49,8 +49,8 @@ def _local(plan: RankPlan) -> RankPlan:
     stay = replace(plan.stay, give=_to_self(plan.stay.give), take=_to_self(plan.stay.take))
     held = (Parcel(0, ((0, step.num_rows),)),)
     walk = Gather(step.num_rows, step.num_rows, held, held)
-    only = Step(step.num_rows, step.tiles, None, None, None, None, held, held)
-    return RankPlan(0, False, stay, walk, (only,))
+    only = replace(step, home_out=held, home_in=held)
+    return replace(plan, rank=0, stay=stay, walk=walk, steps=(only,))
 
 
 def _to_self(parcels: Parcels) -> Parcels:

@@ -25,6 +25,10 @@ class Tile:
     rows: Range
     keys: Range
     band: Band
+    first_on_rows: bool = False
+    """Whether nothing was added to the results of these rows before: they may be overwritten."""
+    first_on_keys: bool = False
+    """The same for the results (gradients) of these keys."""
 
 
 def tiles(q: Ranges, kv: Ranges, mask: Mask) -> tuple[Tile, ...]:

@@ -52,12 +52,14 @@ class Gather:
 class Step:
     """One step: compute `tiles` on the held walkers while the next ones arrive.
 
+    `blank` are the held rows whose partial results start from nothing; a tile overwrites the rest.
     Slices of `pass_out`, `partial_*` and `home_out` are in this step's buffer of held rows,
     those of `pass_in` in the next step's, those of `home_in` in this rank's own shard.
     """
 
     num_rows: int
     tiles: tuple[Tile, ...]
+    blank: Ranges
     pass_out: Parcel | None
     pass_in: Parcel | None
     partial_in: Parcel | None
@@ -75,6 +77,8 @@ class RankPlan:
     stay: Gather
     walk: Gather
     steps: tuple[Step, ...]
+    blank: Ranges
+    """As in Step, of the side that stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +186,43 @@ class _Derivation:
         return sum(size(rows) for carried in self.carried for rows in carried[1:])
 
     def plan(self, rank: int) -> RankPlan:
+        steps: list[Step] = []
+        written: Ranges = ()
+        added: Ranges = ()
+        for step in range(self.num_steps):
+            found = self._step(step, rank)
+            marked, written, added = self._mark(found.tiles, written, added, stay=True)
+            steps.append(replace(found, tiles=marked))
         return RankPlan(
             rank=rank,
             queries_walk=self.queries_walk,
             stay=self._gather(rank, self.roles.q, self.stay_home, self.stay_rows),
             walk=self._gather(rank, self.roles.kv, self.walk_home, [c[0] for c in self.carried]),
-            steps=tuple(self._step(step, rank) for step in range(self.num_steps)),
+            steps=tuple(steps),
+            blank=subtract(((0, size(self.stay_rows[rank])),), written),
         )
+
+    def _mark(
+        self, found: tuple[Tile, ...], written: Ranges, added: Ranges, stay: bool
+    ) -> tuple[tuple[Tile, ...], Ranges, Ranges]:
+        """Tell tiles that are the first on all of their rows, on the side that stays or walks.
+
+        Args:
+            written: buffer rows that an earlier tile has overwritten. added: that any has touched.
+
+        Returns:
+            The tiles, and `written` and `added` after them.
+        """
+        on_keys = stay == self.queries_walk
+        marked: list[Tile] = []
+        for tile in found:
+            rows = (tile.keys if on_keys else tile.rows,)
+            first = not intersect(rows, added)
+            name = "first_on_keys" if on_keys else "first_on_rows"
+            marked.append(replace(tile, **{name: first}))
+            written = join((*written, *rows)) if first else written
+            added = join((*added, *rows))
+        return tuple(marked), written, added
 
     def _gather(
         self, rank: int, shards: tuple[tuple[int, ...], ...], home: Layout, rows: list[Ranges]
@@ -216,9 +250,12 @@ class _Derivation:
         came = None if step == 0 else self.paths[origin][step - 1]
         coming = () if comes is None else self.carried[comes][step + 1]
         past = () if step == 0 else self.moved[origin][step - 1]
+        found = tiles(*self._ordered(self.stay_rows[rank], held), self.mask)
+        marked, written, _ = self._mark(found, (), (), stay=False)
         return Step(
             num_rows=size(held),
-            tiles=tiles(*self._ordered(self.stay_rows[rank], held), self.mask),
+            tiles=marked,
+            blank=subtract(((0, size(held)),), written),
             pass_out=_parcel(after, self.carried[origin][step + 1], held),
             pass_in=_parcel(self.paths[comes][step] if comes is not None else None, coming, coming),
             partial_in=_parcel(came, past, held),
