@@ -169,12 +169,22 @@ class SequenceParallel:
             pad_token_id=pad_token_id,
             labels_are_shifted=labels_are_shifted,
         )
-        tensors = {key: value for key, value in whole.items() if isinstance(value, Tensor)}
-        same = {key: _checksum(value) for key, value in sorted(tensors.items())}
-        same["cu_seqlens"] = fingerprint(whole.get("cu_seqlens"))
-        self._agreement.check(same, {}, next(iter(tensors.values())), remember=False)
+        tensors = self.check_same(whole)
         borders = whole.get("cu_seqlens")
         return whole | {key: self.shard(x, 1, borders) for key, x in tensors.items()}
+
+    def check_same(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a batch, once it is known to be the same on every rank.
+
+        Raises:
+            ValueError: on every rank, naming what differs.
+        """
+        tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
+        same = {key: _checksum(value) for key, value in sorted(tensors.items())}
+        same["cu_seqlens"] = fingerprint(batch.get("cu_seqlens"))
+        like = next(iter(tensors.values()), torch.empty(0))
+        self._agreement.check(same, {}, like, remember=False)
+        return tensors
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """This rank's share of the mean cross entropy over all valid labels of the sequence.

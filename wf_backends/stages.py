@@ -9,7 +9,7 @@ and the new cut is kept until the next stage that needs it: one switch, not two.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from fnmatch import fnmatchcase
 from types import TracebackType
 from typing import Any
@@ -37,7 +37,34 @@ class Stages:
     leaves: str
     needs: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def from_dict(cls, words: Mapping[str, Any]) -> Stages:
+        """The stages of a JSON object.
+
+        Raises:
+            ValueError: for an unknown, missing or wrong key; names it and what would be right.
+        """
+        if not isinstance(words, Mapping):
+            raise ValueError(f"must be an object with the keys of Stages, got {words!r}")
+        known = {f.name: f for f in fields(cls)}
+        for key in words:
+            if key not in known:
+                raise ValueError(
+                    f"unknown key {key!r}{nearest(key, known)} Known keys: {list(known)}"
+                )
+        for key, word in known.items():
+            if key not in words and word.default_factory is MISSING:
+                raise ValueError(f"{key!r} is missing. Known keys: {list(known)}")
+        return cls(**words)
+
     def __post_init__(self) -> None:
+        for key, kind, what in (
+            ("dims", int, '{"time": 1, "space": 2}'),
+            ("needs", str, '{"blocks.*.temporal": "time"}'),
+        ):
+            value = getattr(self, key)
+            if not isinstance(value, Mapping) or not all(type(v) is kind for v in value.values()):
+                raise ValueError(f"{key} must be an object such as {what}, got {value!r}")
         if self.needs and len(self.dims) < 2:
             raise ValueError(f"dims must name at least two dimensions to switch, got {self.dims}")
         named = {"starts_along": self.starts_along}

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wf_backends import SequenceParallel
+
 MIXES = ("space", "time", "full")
 TEXT_TOKENS = 256  # bytes
 
@@ -76,6 +78,14 @@ class Attention(nn.Module):
         return out.transpose(1, 2) if self.mixes == "time" else out
 
 
+class FullAttention(Attention):
+    """Self attention over both dimensions."""
+
+    def set_sequence_parallel(self, sp: SequenceParallel) -> None:
+        """Attend over the ranks of `sp`; wf_deepspeed and wf_colossalai call it."""
+        self.attend = sp.attention
+
+
 class CrossAttention(nn.Module):
     """Every token looks at the text: local, however the tokens are spread."""
 
@@ -102,7 +112,8 @@ class Block(nn.Module):
         dim = config.dim
         self.mixes = mixes
         self.norms = nn.ModuleList(nn.LayerNorm(dim, elementwise_affine=False) for _ in range(2))
-        self.attention = Attention(dim, config.heads, mixes)
+        kind = FullAttention if mixes == "full" else Attention
+        self.attention = kind(dim, config.heads, mixes)
         self.cross = CrossAttention(dim, config.heads)
         self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU("tanh"), nn.Linear(4 * dim, dim))
         self.modulation = _zero(nn.Linear(dim, 6 * dim))

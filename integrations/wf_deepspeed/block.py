@@ -16,7 +16,8 @@ from typing import Any, Literal, get_args
 
 import hjson
 
-from wf_backends import SequenceParallelConfig
+from wf_backends import SequenceParallelConfig, dsp
+from wf_backends.stages import Stages
 from wf_backends.suggest import nearest
 
 KEY = "wallfacer"
@@ -35,10 +36,13 @@ class Block:
     `loss_average` "sequence": every micro-batch of every sequence-parallel group weighs the same,
     as data parallelism has it. "token": every valid token of an optimizer step weighs the same,
     over data parallelism and gradient accumulation.
+
+    `dsp`, if any: the model's stages, between which its hidden state is switched.
     """
 
     sequence_parallel: SequenceParallelConfig
     loss_average: LossAverage = "sequence"
+    dsp: Stages | None = None
 
 
 def load_config(config: Any) -> dict[str, Any]:
@@ -73,7 +77,9 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
     if not isinstance(block, Mapping):
         raise ValueError(f'"{KEY}" must be a block {{...}}, got {json.dumps(block)}')
     own = ("enabled", "loss_average")
-    _refuse_unknown(block, (*own, *(field.name for field in fields(SequenceParallelConfig))))
+    _refuse_unknown(
+        block, (*own, dsp.KEY, *(field.name for field in fields(SequenceParallelConfig)))
+    )
     enabled = block.get("enabled", True)
     if not isinstance(enabled, bool):
         raise ValueError(f'"{KEY}.enabled" must be true or false, got {json.dumps(enabled)}')
@@ -82,8 +88,13 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
         raise ValueError(f'"{KEY}.loss_average" must be "sequence" or "token", got {average!r}')
     if not enabled:
         return None
-    rest = {key: value for key, value in block.items() if key not in own}
-    return Block(SequenceParallelConfig.from_dict(rest), average)
+    ours, stages = dsp.read_words({k: v for k, v in block.items() if k not in own})
+    if stages is not None and average != "sequence":
+        raise ValueError(
+            f'"{KEY}.loss_average": "{average}" contradicts "{KEY}.{dsp.KEY}", under which the '
+            f"loss is the model's own; leave it out"
+        )
+    return Block(ours, average, stages)
 
 
 def _refuse_unknown(block: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -53,11 +53,16 @@ class WallFacer:
     def shard_batch(self, batch: Mapping[str, Any], pad_token_id: int = 0) -> dict[str, Any]:
         """`sp.shard_batch` of a full batch that every rank of the group must hold alike.
 
+        Under "dsp" the batch itself, once that is known: the model takes it whole.
+
         Raises:
             ValueError: for a malformed batch, and on every rank of the group if they hold
                 different batches.
         """
         try:
+            if self.block.dsp is not None:
+                self.sp.check_same(batch)
+                return dict(batch)
             return self.sp.shard_batch(batch, pad_token_id=pad_token_id)
         except ValueError as error:
             error.add_note(
@@ -70,7 +75,8 @@ class WallFacer:
     def loss(self, logits: Tensor, labels: Tensor, valid: Tensor | int | None = None) -> Tensor:
         """The loss of this rank's tokens, scaled so that DeepSpeed's mean over the world is exact.
 
-        Its mean over all ranks is the loss of the whole batch; see `mean`.
+        Its mean over all ranks is the loss of the whole batch; see `mean`. Under "dsp", for whole
+        logits and labels, it is their mean cross entropy, and a loss of the model's own does too.
 
         Args:
             logits: (b, s_local, vocabulary). labels: (b, s_local), already shifted.

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from wf_backends import SequenceParallel
+from wf_backends.dsp import RECEIVER, receivers
 
 if TYPE_CHECKING:
     from transformers.modeling_utils import PreTrainedModel
 
     from wf_transformers import Application
-
-RECEIVER = "set_sequence_parallel"
 
 
 @dataclass(slots=True)
@@ -37,8 +36,8 @@ def connect(model: nn.Module, sp: SequenceParallel) -> Connection:
     Raises:
         ValueError: if nothing in the model can attend over ranks, and there are several.
     """
-    receivers = [m for m in model.modules() if callable(getattr(m, RECEIVER, None))]
-    for receiver in receivers:
+    attending = receivers(model)
+    for receiver in attending:
         getattr(receiver, RECEIVER)(sp)
     pretrained = find_pretrained(model)
     if pretrained is not None:
@@ -48,7 +47,7 @@ def connect(model: nn.Module, sp: SequenceParallel) -> Connection:
         connection = Connection(application)
         connection.undo.callback(application.remove)
         return connection
-    if sp.size > 1 and not receivers:
+    if sp.size > 1 and not attending:
         raise ValueError(
             f"nothing in {type(model).__name__} attends over ranks: it holds no Hugging Face "
             f"model and no module with a method {RECEIVER}(sp) to give the SequenceParallel to"

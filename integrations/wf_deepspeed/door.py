@@ -13,10 +13,12 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from wf_backends import SequenceParallel
+from wf_backends.dsp import spread
+from wf_backends.switch import DynamicSequenceParallel
 from wf_deepspeed import block as blocks
 from wf_deepspeed import cpu
 from wf_deepspeed.component import WallFacer
-from wf_deepspeed.connect import connect
+from wf_deepspeed.connect import Connection, connect
 from wf_deepspeed.mpu import Groups, NeutralMpu
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
@@ -52,13 +54,21 @@ def initialize_through(
     blocks.check_batch(config, blocks.data_parallel_size(block, dist.get_world_size()))
     groups = Groups.build(block.sequence_parallel.sequence_parallel_size)
     sp = SequenceParallel(block.sequence_parallel, group=groups.sequence)
-    connection = connect(call.arguments["model"], sp)
+    connection = _connect(call.arguments["model"], sp, block)
     call.arguments["mpu"] = NeutralMpu(groups)
     engine, optimizer, loader, scheduler = original(*call.args, **call.kwargs)
     engine.wallfacer = WallFacer(
         sp, block, groups, connection, engine.device, engine.gradient_accumulation_steps
     )
     return engine, optimizer, loader, scheduler
+
+
+def _connect(model: nn.Module, sp: SequenceParallel, block: blocks.Block) -> Connection:
+    if block.dsp is None:
+        return connect(model, sp)
+    connection, dsp = Connection(), DynamicSequenceParallel(sp.comm, gradients="averaged")
+    connection.undo.callback(spread(model, sp, dsp, block.dsp).remove)
+    return connection
 
 
 def given_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -57,7 +57,7 @@ def _initialize(
     """deepspeed.initialize with the component, and a model that takes whole batches."""
     kwargs = kwargs | _corrected(kwargs)
     engine, optimizer, loader, scheduler = initialize_through(original, args, kwargs)
-    if hasattr(engine, "wallfacer"):
+    if hasattr(engine, "wallfacer") and engine.wallfacer.block.dsp is None:
         hooks = WholeBatchHooks(engine.module, engine.wallfacer)
         engine.wallfacer.connection.undo.callback(hooks.remove)
     return engine, optimizer, loader, scheduler
