@@ -1,0 +1,53 @@
+"""Milliseconds that a rank needs to derive its plan for a mask that it has not seen before.
+
+python benchmarks/planning.py
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import time
+from itertools import accumulate
+
+from wf_backends.layout import zigzag
+from wf_backends.mask import CAUSAL, Mask
+from wf_backends.schedule import Schedule, concentric, mesh, ring
+from wf_backends.walk import Problem, plan_rank
+
+SEQLEN = 1 << 20
+
+
+def packed(length: int) -> tuple[int, ...]:
+    """Borders of documents of `length` tokens on average."""
+    source, lengths = random.Random(0), []
+    while sum(lengths) < SEQLEN:
+        lengths.append(min(source.randint(1, 2 * length), SEQLEN - sum(lengths)))
+    return (0, *accumulate(lengths))
+
+
+def milliseconds(schedule: Schedule, mask: Mask) -> float:
+    """Time of one plan of a rank in the middle, nothing cached."""
+    layout = zigzag(schedule.num_ranks, SEQLEN)
+    start = time.perf_counter()
+    plan_rank(Problem(schedule, layout, layout, mask), schedule.num_ranks // 2)
+    return (time.perf_counter() - start) * 1e3
+
+
+def main() -> None:
+    """Print the table."""
+    print(f"{SEQLEN} tokens, zigzag, causal; Python {platform.python_version()}, one core, ms")
+    print("| route | ranks | one document | documents of 8,192 tokens |")
+    print("|---|---|---|---|")
+    documents = packed(8192)
+    for num_ranks in (8, 64, 256):
+        routes = {"ring": ring(num_ranks), "mesh 8": mesh(8, num_ranks // 8)}
+        if num_ranks % 16 == 0:
+            routes["concentric 4"] = concentric(num_ranks, 4)
+        for name, schedule in routes.items():
+            times = [milliseconds(schedule, Mask(CAUSAL, cu)) for cu in (None, documents)]
+            print(f"| {name} | {num_ranks} | " + " | ".join(f"{t:,.0f}" for t in times) + " |")
+
+
+if __name__ == "__main__":
+    main()
