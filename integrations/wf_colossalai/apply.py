@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from wf_backends import SequenceParallelConfig
-from wf_colossalai.connect import connect
+from wf_backends import SequenceParallelConfig, dsp
+from wf_colossalai.connect import connect, connect_stages
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule
 from wf_transformers import Application
@@ -71,7 +71,8 @@ def apply(
 
     Args:
         model: a model whose attention is in `table`. It is changed in place.
-        config: the configuration or its words.
+        config: the configuration or its words; with "dsp" among them (the words of
+            `wf_backends.stages.Stages`) any model whose modules they name, `table` aside.
         group: the ranks that the plugin averages gradients over. None: the world. It is cut into
             blocks of sequence_parallel_size consecutive ranks.
         table: the attention modules that are known.
@@ -79,7 +80,10 @@ def apply(
     Raises:
         ValueError: for a wrong word, an unknown model, or a size that does not divide the group.
     """
+    stages = None
     if not isinstance(config, SequenceParallelConfig):
-        config = SequenceParallelConfig.from_dict(config)
+        config, stages = dsp.read_words(config)
     sp = PlainSequenceParallel(config, group)
+    if stages is not None:
+        return Applied(connect_stages(model, sp, stages), group)
     return Applied(connect(model, sp, table), group)

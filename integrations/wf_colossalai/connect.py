@@ -12,6 +12,9 @@ from transformers.modeling_utils import PreTrainedModel
 
 import wf_transformers
 from wf_backends import SequenceParallel
+from wf_backends.dsp import spread
+from wf_backends.stages import Stages
+from wf_backends.switch import DynamicSequenceParallel
 from wf_colossalai.hooks import TokenHooks, same_inputs
 from wf_colossalai.table import AttentionModule, find
 from wf_transformers import Application
@@ -48,6 +51,19 @@ def connect(
         TokenHooks(model, application, row.causal, tensor_parallel)
     else:
         _check_inputs(model, application)
+    return application
+
+
+def connect_stages(model: nn.Module, sp: SequenceParallel, stages: Stages) -> Application:
+    """Let `model` switch its hidden state over the ranks of `sp` (DSP); it takes whole inputs.
+
+    Raises:
+        ValueError: if the stages do not fit the model.
+    """
+    application = Application(Attention(sp))
+    dsp = DynamicSequenceParallel(sp.comm, gradients="averaged")
+    application.undo.callback(spread(model, sp, dsp, stages).remove)
+    _check_inputs(model, application)
     return application
 
 

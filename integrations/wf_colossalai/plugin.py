@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from wf_backends import SequenceParallelConfig
+from wf_backends import SequenceParallelConfig, dsp
 from wf_backends.suggest import nearest
 from wf_colossalai.config import load, sequence_parallel_words
 from wf_colossalai.policy import KEY, WallFacerPolicy
@@ -43,14 +43,15 @@ class WallFacerPlugin(HybridParallelPlugin):
     Args:
         tp_size, pp_size: ranks of tensor parallelism, stages of the pipeline.
         words: those of `SequenceParallelConfig` (sequence_parallel_size, route, backward_route,
-            backward_moves, ulysses_degree, layout, kernel), and those of ColossalAI's
+            backward_moves, ulysses_degree, layout, kernel, strategy), and those of ColossalAI's
             HybridParallelPlugin (zero_stage, cpu_offload, precision, num_microbatches, max_norm,
             custom_policy, ...). precision is "fp32" unless given.
 
     Raises:
         ValueError: for a word of either that is wrong, or one of ColossalAI's that a word of ours
             stands for, or a world that is no multiple of all sizes.
-        NotImplementedError: for ZeRO in fp32, which ColossalAI does not have in this plugin.
+        NotImplementedError: for ZeRO in fp32, which ColossalAI does not have in this plugin, and
+            for "dsp", which is for the other plugins.
     """
 
     def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **words: Any) -> None:
@@ -124,6 +125,11 @@ class WallFacerPlugin(HybridParallelPlugin):
 def _check_words(words: dict[str, Any]) -> None:
     theirs = inspect.signature(HybridParallelPlugin.__init__).parameters
     known = [*WORDS, *(name for name in theirs if name != "self" and name not in OURS)]
+    if dsp.KEY in words:
+        raise NotImplementedError(
+            f'"{dsp.KEY}" is not supported by the hybrid plugin; use wf_colossalai.apply, or '
+            '"plugin": "torch_ddp", "low_level_zero" or "gemini" in the file'
+        )
     for name, value in words.items():
         if name in OURS:
             raise ValueError(f"{name}={value!r}: say it with {OURS[name]}")

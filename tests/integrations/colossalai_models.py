@@ -9,6 +9,8 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
+from tests.threads.test_video_dit import VideoDiT, VideoDiTConfig
+
 VOCABULARY, SEQLEN = 256, 24
 NARROW: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 HEADS: dict[str, Any] = {"num_attention_heads": 4}
@@ -19,6 +21,8 @@ UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LLAMA = {**NARROW, **HEADS, **WORDS, **GROUPED}
 OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
 BERT_UNDROPPED = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+VIDEO = {"frames": 4, "height": 12, "width": 32, "dim": 16, "text_length": 9}
+STAGES = ("space", "full", "time", "space")
 IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": 8}  # 17 tokens: padded by us
 
 FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -43,9 +47,27 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 Batch = dict[str, Any]
 
 
+class VideoFlow(nn.Module):
+    """The video transformer with the loss of flow matching, as a Hugging Face model gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dit = VideoDiT(VideoDiTConfig(**VIDEO, stages=STAGES))
+        for p in self.parameters():
+            nn.init.normal_(p, std=0.1)  # also where adaLN-zero has zeros
+
+    def forward(self, video: Tensor, times: Tensor, text: Tensor, target: Tensor) -> Any:
+        dtype = self.dit.patches.weight.dtype
+        found = self.dit(video.to(dtype), times.to(dtype), text)
+        loss = (found.float() - target).square().mean()
+        return tf.utils.ModelOutput(loss=loss)
+
+
 def build(family: str) -> Any:
     """The same weights in every process; large enough that attention matters."""
     torch.manual_seed(0)
+    if family == "video":
+        return VideoFlow().train()
     make, make_config, words = FAMILIES[family]
     config = make_config(**words, initializer_range=0.2, use_cache=False)
     if family in ("opt", "gptj"):
@@ -59,6 +81,11 @@ def batch(family: str, kind: str, seed: int) -> Batch:
     if family == "vit":
         pixels = torch.randn(2, 3, 16, 16, generator=generator)
         return {"pixel_values": pixels, "labels": torch.tensor([seed % 7, (seed + 3) % 7])}
+    if family == "video":
+        video, target = torch.randn(2, 2, 4, 12, 32, 3, generator=generator)
+        text = torch.randint(256, (2, 9), generator=generator)
+        times = torch.rand(2, generator=generator)
+        return {"video": video, "times": times, "text": text, "target": target}
     samples = {"unequal": 2, "microbatches": 2}.get(kind, 1)
     seqlen = SEQLEN - 1 if kind == "ragged" else SEQLEN
     ids = torch.randint(1, VOCABULARY, (samples, seqlen), generator=generator)
