@@ -62,7 +62,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         engine.save_checkpoint(case["save"], tag="saved", client_state={"step": case["steps"]})
     sent = engine.wallfacer.report() if hasattr(engine, "wallfacer") else {}
     result = {"first": first, "losses": losses, "norms": norms, "sent": sum(sent.values())}
-    result["weights"] = weights(engine)
+    result |= {"labels": sorted(sent), "weights": weights(engine)}
     if hasattr(engine, "wallfacer"):
         engine.wallfacer.connection.undo.close()
     engine.destroy()
