@@ -171,7 +171,17 @@ def resumed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     return result | {"expected": dict(zip(keys, expected, strict=True))}
 
 
-KINDS = {"compared": compared, "resumed": resumed} | faults.KINDS
+def differing(case: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The error where every rank brings a batch of its own."""
+    run = Run(case, folder)
+    try:
+        run.model(**batch(run.family, run.kind, dist.get_rank()))
+    except ValueError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+KINDS = {"compared": compared, "resumed": resumed, "differing": differing} | faults.KINDS
 
 
 def rank_main(rank: int, ranks: int, folder: Path) -> None:

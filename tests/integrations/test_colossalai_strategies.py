@@ -74,6 +74,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     cases = [{"name": name} | case for name, case in (EXACT | HALF).items()]
     file = folder / "config.json"
     file.write_text(json.dumps({"colossalai": {"plugin": "torch_ddp"}, "wallfacer": DSP4}))
+    cases.append(DSP["dsp_ddp"] | {"name": "dsp_differing", "run": "differing"})
     cases.append({"name": "dsp_file", "words": DSP4, "config": str(file)} | VIDEO)
     return run_cases(cases, 4, folder)
 
@@ -109,6 +110,10 @@ def test_dsp_switches_and_full_attention_meets(results: Results, name: str) -> N
     sent = results[name]["bytes"]
     assert sent["forward switch"] == sent["backward switch"] > 0
     assert ("forward lss" in sent) == ("strategy" in (DSP | HALF)[name]["words"])
+
+
+def test_ranks_with_batches_of_their_own_are_told(results: Results) -> None:
+    assert "differs from rank 0's on ranks [1, 2, 3]" in results["dsp_differing"]["error"]
 
 
 def test_dsp_in_the_hybrid_plugin_is_refused() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
-from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
+from tests.integrations.deepspeed_jobs import ROOT, run_ranks  # noqa: E402
 from wf_backends import SequenceParallel  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
 from wf_backends.dsp import spread  # noqa: E402
@@ -47,6 +47,7 @@ JOBS = {
     ],
     2: [
         *(case(f"zero {zero}", BLOCK, zero) for zero in ZERO),
+        case("unmodified", BLOCK, 1),
         *(
             case(f"mix {name}", {**BLOCK, **words, "dsp": MIX_STAGES}, 2, MIX)
             for name, words in MIXES.items()
@@ -70,6 +71,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 PAIRS = [
     *((f"zero {zero}", "alone") for zero in ZERO),
+    ("unmodified", "alone"),
     *((f"mix {name}", "mix alone") for name in MIXES),
     ("two groups", "two samples"),
 ]
@@ -101,6 +103,13 @@ def test_the_component_takes_whole_batches(found: dict[str, dict[str, Any]]) -> 
         assert found[ours]["loss_error"] < 1e-6
         assert "do not agree (values by rank): video" in found[ours]["refused"]
         assert "data_parallel_rank" in found[ours]["refused"]
+
+
+def test_the_documented_json_is_that_of_the_tests() -> None:
+    page = (ROOT / "docs" / "dsp.md").read_text()
+    config = json.loads(page.split("```json")[1].split("```")[0])
+    assert config["wallfacer"] == BLOCK
+    assert read_block(config) is not None
 
 
 def without(key: str) -> dict[str, Any]:
