@@ -90,7 +90,7 @@ class LayoutTracker:
 
     The model is called as on one device: with whole inputs, the same on every rank, and with a
     whole output. Average the gradients of its parameters over the ranks
-    (`wf_backends.lss.average_gradients`, or a data-parallel wrapper over these ranks).
+    (`wf_backends.gradients.GradientMean`, or a data-parallel wrapper over these ranks).
 
     Works under activation checkpointing: a stage that is run again in the backward pass finds
     its input as it came in the forward pass.
