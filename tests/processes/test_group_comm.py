@@ -76,7 +76,9 @@ def refuse_device(comm: Communicator) -> str:
 
 
 def die(comm: Communicator) -> str:
-    """Rank 1 dies before it sends; rank 0 must hear of it long before the timeout."""
+    """Rank 1 dies before it sends again; rank 0 must hear of it long before the timeout."""
+    other = 1 - comm.rank
+    comm.post("hop 6", [(other, torch.ones(2))], [(other, torch.empty(2))]).wait()  # both are there
     if comm.rank == 1:
         os._exit(7)
     start = time.monotonic()
