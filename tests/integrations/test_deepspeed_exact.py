@@ -23,7 +23,11 @@ RING = {"route": {"name": "ring"}}
 CONCENTRIC = {"route": {"name": "concentric", "team_size": 2}}
 MESH = {"route": {"name": "mesh", "rows": 2, "cols": 2}}
 ROUTES = {
-    2: {"ring": RING, "ulysses": RING | {"ulysses_degree": 2, "layout": "contiguous"}},
+    2: {
+        "ring": RING,
+        "mesh": {"route": {"name": "mesh", "rows": 2, "cols": 1}},
+        "ulysses": RING | {"ulysses_degree": 2, "layout": "contiguous"},
+    },
     4: {
         "ring": RING,
         "concentric": CONCENTRIC,
