@@ -15,6 +15,7 @@ from wf_backends.kernels import Kernel
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.layout import Layout
 from wf_backends.mask import Mask
+from wf_backends.rankplan import RankPlan
 from wf_backends.schedule import (
     Schedule,
     all_gather,
@@ -25,7 +26,7 @@ from wf_backends.schedule import (
 )
 from wf_backends.shards import positions
 from wf_backends.traffic import Shape, backward_row_bytes, bytes_sent, forward_row_bytes
-from wf_backends.walk import Problem, RankPlan, plan_rank
+from wf_backends.walk import Problem, plan_rank
 
 
 def schedules(n: int) -> dict[str, Schedule]:

@@ -1,8 +1,6 @@
-"""What a pass costs: predicted seconds, bytes over every link, memory; derived from the plans.
+"""What a pass costs, message by message: bytes over every link and memory, from the plans.
 
-Pure: standard library only. A pass is a row of phases. In each, some messages travel while some
-tiles are computed, and it lasts as long as the longer of the two. Gathering and going home hide
-behind nothing.
+Pure: standard library only. What the phases found here take is told by timeline.py.
 """
 
 from __future__ import annotations
@@ -14,11 +12,13 @@ from math import gcd
 
 from wf_backends.layout import make_layout, merge_shards
 from wf_backends.mask import Mask
+from wf_backends.rankplan import Parcel, RankPlan, Step
 from wf_backends.schedule import Schedule
 from wf_backends.tiles import Tile
+from wf_backends.timeline import Chunk, Cost, Phase, Transfer, transfer
 from wf_backends.topology import KernelRate, Topology
 from wf_backends.traffic import RowBytes, Shape, backward_row_bytes, forward_row_bytes
-from wf_backends.walk import Parcel, Problem, RankPlan, Step, plan_rank
+from wf_backends.walk import Problem, plan_rank
 
 BACKWARD_FLOPS = 2.5  # five matrix products for the forward's two (FlashAttention-2)
 
@@ -87,56 +87,6 @@ BACKWARD_KEYS = Walk("backward")
 BACKWARD_QUERIES = Walk("backward", queries_walk=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Messages that travel while tiles are computed; figures of the busiest rank and link."""
-
-    label: str
-    compute_s: float
-    transfer_s: float
-    times: int = 1
-    """How many phases in a row are like this one."""
-
-    @property
-    def seconds(self) -> float:
-        return self.times * max(self.compute_s, self.transfer_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What one or several passes cost."""
-
-    phases: tuple[Phase, ...]
-    nic_bytes: float
-    """Through the busiest NIC, one way."""
-    inside_bytes: float
-    """Through the busiest rank's connection inside its host, one way."""
-    memory_bytes: float
-    """Of buffers beyond what the caller holds, at their peak, on the rank with the most."""
-
-    @property
-    def seconds(self) -> float:
-        return sum(phase.seconds for phase in self.phases)
-
-    @property
-    def compute_s(self) -> float:
-        return sum(phase.times * phase.compute_s for phase in self.phases)
-
-    @property
-    def exposed_s(self) -> float:
-        """Transfers that nothing hides."""
-        return self.seconds - self.compute_s
-
-    def __add__(self, other: Cost) -> Cost:
-        """One after the other."""
-        return Cost(
-            self.phases + other.phases,
-            self.nic_bytes + other.nic_bytes,
-            self.inside_bytes + other.inside_bytes,
-            max(self.memory_bytes, other.memory_bytes),
-        )
-
-
 class Loads:
     """Bytes that cross every link, both ways; several phases may be added up."""
 
@@ -168,38 +118,53 @@ class Loads:
         return max(self.inside.values(), default=0)
 
     @property
-    def seconds(self) -> float:
+    def transfer(self) -> Transfer:
         """Until the busiest link is done."""
-        inside = self.topology.inside.seconds(self.inside_bytes)
-        return max(inside, self.topology.between.seconds(self.nic_bytes))
+        return transfer(self.topology, self.inside_bytes, self.nic_bytes)
 
 
-def rank_phases(
-    plan: RankPlan, rows: RowBytes, name: str
-) -> Iterator[tuple[str, tuple[Tile, ...], list[tuple[int, int]]]]:
-    """(label, tiles, [(peer, bytes)]) of everything that one rank does in a pass, in order.
+Messages = list[tuple[int, int]]  # (peer, bytes)
 
-    The labels and bytes are those of `traffic.bytes_sent`, and of the executor.
+
+@dataclass(frozen=True, slots=True)
+class RankPhase:
+    """What one rank does in a phase: the messages and tiles of the rounds, and the hop."""
+
+    label: str
+    hop: Messages
+    fetches: tuple[Messages, ...] = ()
+    tiles: tuple[tuple[Tile, ...], ...] = ()
+    leaves: tuple[Messages, ...] = ()
+
+
+def rank_phases(plan: RankPlan, rows: RowBytes, name: str) -> Iterator[RankPhase]:
+    """Everything that one rank does in a pass, in order.
+
+    The bytes are those of `traffic.bytes_sent`, and of the executor; fetches count there as
+    gathering, and what leaves as going home.
     """
 
-    def messages(parcels: Iterable[Parcel | None], row: int) -> list[tuple[int, int]]:
+    def messages(parcels: Iterable[Parcel | None], row: int) -> Messages:
         sent = ((parcel.peer, parcel.num_rows * row) for parcel in parcels if parcel)
         return [(peer, num_bytes) for peer, num_bytes in sent if peer != plan.rank and num_bytes]
 
-    def partials(step: Step | None) -> list[tuple[int, int]]:
+    def partials(step: Step | None) -> Messages:
         if step is None:
             return []
         return messages((step.partial_out, *step.home_out), rows.walk_partial)
 
-    gather = messages(plan.stay.give, rows.stay) + messages(plan.walk.give, rows.walk)
-    yield f"{name} gather", (), gather
+    yield RankPhase(f"{name} gather", messages(plan.walk.give, rows.walk))
     before: Step | None = None
     for index, step in enumerate(plan.steps):
-        sent = messages((step.pass_out,), rows.walk) + partials(before)
-        yield f"{name} step {index}", step.tiles, sent
+        yield RankPhase(
+            f"{name} step {index}",
+            hop=messages((step.pass_out,), rows.walk) + partials(before),
+            fetches=tuple(messages(one.fetch.send, rows.stay) for one in step.rounds),
+            tiles=tuple(one.tiles for one in step.rounds),
+            leaves=tuple(messages(one.home.send, rows.stay_partial) for one in step.rounds),
+        )
         before = step
-    home = messages(plan.stay.take, rows.stay_partial) + partials(before)
-    yield f"{name} home", (), home
+    yield RankPhase(f"{name} home", partials(before))
 
 
 def pass_cost(job: Job, schedule: Schedule, walk: Walk) -> Cost:
@@ -213,18 +178,45 @@ def pass_cost(job: Job, schedule: Schedule, walk: Walk) -> Cost:
     problem = make_problem(job, schedule, walk)
     plans = [plan_rank(problem, rank) for rank in range(size)]
     each = [list(rank_phases(plan, rows, walk.name)) for plan in plans]
-    total, phases = Loads(job.topology), list[Phase]()
-    for at, (label, _, _) in enumerate(each[0]):
-        loads = Loads(job.topology)
-        for rank in range(size):
-            for peer, num_bytes in each[rank][at][2]:
-                for member in range(job.degree):
-                    loads.add(rank * job.degree + member, peer * job.degree + member, num_bytes)
-        busiest = max(tile_seconds(job, walk, each[rank][at][1]) for rank in range(size))
-        phases.append(Phase(label, busiest, loads.seconds))
-        total.update(loads)
+    total, left = Loads(job.topology), Loads(job.topology)
+    phases = tuple(_phase(job, walk, ranks, total, left) for ranks in zip(*each, strict=True))
+    total.update(left)
     memory = max(buffer_bytes(*_rows(plan), rows) for plan in plans)
-    return Cost(tuple(phases), total.nic_bytes, total.inside_bytes, memory)
+    return Cost(phases, total.nic_bytes, total.inside_bytes, memory)
+
+
+def _phase(job: Job, walk: Walk, ranks: tuple[RankPhase, ...], total: Loads, left: Loads) -> Phase:
+    """One phase of all ranks; its bytes are added to the total, or to what has left so far.
+
+    Nobody waits for what leaves before the end, so one rank's may be late and another's early.
+    """
+    fetched, chunks = Loads(job.topology), list[Chunk]()
+    for at in range(len(ranks[0].tiles)):
+        fetch = _more(job, fetched, [rank.fetches[at] for rank in ranks])
+        leave = _more(job, left, [rank.leaves[at] for rank in ranks])
+        busiest = max(tile_seconds(job, walk, rank.tiles[at]) for rank in ranks)
+        chunks.append(Chunk(busiest, fetch, leave))
+    hop = _loads(job, [rank.hop for rank in ranks])
+    total.update(hop)
+    total.update(fetched)
+    return Phase(ranks[0].label, hop.transfer, tuple(chunks))
+
+
+def _more(job: Job, loads: Loads, sent: Sequence[Messages]) -> Transfer:
+    """What the messages of one round add to those of the rounds before it."""
+    before = loads.transfer
+    loads.update(_loads(job, sent))
+    return loads.transfer.beyond(before)
+
+
+def _loads(job: Job, sent: Sequence[Messages]) -> Loads:
+    """What crosses every link, if rank i of the route sends sent[i]."""
+    loads = Loads(job.topology)
+    for rank, messages in enumerate(sent):
+        for peer, num_bytes in messages:
+            for member in range(job.degree):
+                loads.add(rank * job.degree + member, peer * job.degree + member, num_bytes)
+    return loads
 
 
 def make_problem(job: Job, schedule: Schedule, walk: Walk) -> Problem:
@@ -302,7 +294,7 @@ def ulysses_cost(job: Job) -> Cost:
         each, loads = shard * row * count, Loads(topology)
         loads.inside["out", 0] = (near - 1) * each
         loads.nics["out", 0] = (degree - near) * each * topology.ranks_per_nic
-        phases.append(Phase(f"ulysses {name}", 0.0, loads.seconds))
+        phases.append(Phase(f"ulysses {name}", loads.transfer))
         total.update(loads)
     held = shard * row * degree * sum(heads.values())
     return Cost(tuple(phases), total.nic_bytes, total.inside_bytes, held)

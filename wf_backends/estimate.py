@@ -9,13 +9,15 @@ layout ends the walk early.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import ceil, inf
 
-from wf_backends.cost import Cost, Job, Phase, Walk, buffer_bytes, mask_area
+from wf_backends.cost import Job, Walk, buffer_bytes, mask_area
 from wf_backends.mask import FULL
 from wf_backends.placement import Placed, digits, strides
+from wf_backends.rounds import bundles
+from wf_backends.timeline import Chunk, Cost, Phase, Transfer, transfer
 from wf_backends.topology import Topology
 
 
@@ -37,9 +39,8 @@ class Load:
     def __add__(self, other: Load) -> Load:
         return Load(self.nic + other.nic, self.inside + other.inside)
 
-    def seconds(self, topology: Topology) -> float:
-        inside = topology.inside.seconds(self.inside)
-        return max(inside, topology.between.seconds(self.nic))
+    def transfer(self, topology: Topology) -> Transfer:
+        return transfer(topology, self.inside, self.nic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,23 @@ def shape_of(placed: Placed, size: int, degree: int, queries_walk: bool = False)
     return Shape(keys, queries, hops) if queries_walk else Shape(queries, keys, hops)
 
 
+@dataclass(frozen=True, slots=True)
+class Travel:
+    """What travels in one phase, or in `times` phases in a row."""
+
+    label: str
+    times: int
+    computes: bool
+    load: Load
+    first: bool = False
+    """Whether the rows that stay are gathered in this step."""
+    last: bool = False
+    """Whether their results go home in this step."""
+
+
+NOTHING = Transfer()
+
+
 class Links:
     """Closed forms of who crosses which link."""
 
@@ -111,17 +129,28 @@ class Links:
         leaving = min(self.on_nic, axis.stride) if near < axis.size else 0
         return Load(leaving * num_bytes, num_bytes if near > 1 else 0)
 
-    def exchange(self, side: Side, each: float) -> Load:
-        """Every rank sends `each` bytes to each rank that it shares this side with."""
-        count = side.foreign
+    def exchange(self, side: Side, each: float, upto: int | None = None) -> Load:
+        """Every rank sends `each` bytes to the ranks that it shares this side with.
+
+        Args:
+            upto: in so many rounds, in round i to the i-th rank after it along the axis; None =
+                to all of them.
+        """
+        count = side.foreign if upto is None else upto
         if not count or not each:
             return Load()
         if side.axis is not None:
-            near = self.near(side.axis)
-            return Load(self.on_nic * (side.axis.size - near) * each, (near - 1) * each)
+            return self._rounds(side.axis, each, count)
         if self.one_host:
             return Load(0.0, count * each)
         return Load(self.on_nic * count * each, 0.0)
+
+    def _rounds(self, axis: Axis, each: float, count: int) -> Load:
+        """Of the ranks on a host the last leave it from the first round on; the first stay."""
+        near = self.near(axis)
+        neighbours = max(1, round(self.on_nic / axis.stride))  # of one group on one NIC
+        leaving = sum(min(max(0, count - k), axis.size - near) for k in range(neighbours))
+        return Load(self.on_nic / neighbours * leaving * each, min(count, near - 1) * each)
 
 
 class Estimator:
@@ -146,19 +175,15 @@ class Estimator:
     def cost(self, placed: Placed) -> Cost:
         """What the pass costs on a route."""
         shape = self.shape(placed)
-        phases, nic, inside = list[Phase](), 0.0, 0.0
         live = self._live_hops(placed, shape)
-        calls = (2 if self.masked else 1) * self.job.rate.call_s
-        step_s = self.busiest_s / (live + 1) + calls
-        for label, times, computes, load in self._phases(shape, live):
-            transfer = load.seconds(self.topology)
-            name = f"{self.walk.name} {label}"
-            phases.append(Phase(name, step_s if computes else 0.0, transfer, times))
-            nic += times * load.nic
-            inside += times * load.inside
+        loads = list(self._loads(shape, live))
+        phases = tuple(self._phase(one, shape, live) for one in loads)
+        whole = [one.load for one in loads for _ in range(one.times)]
+        whole += [self._gathered(shape), self._returned(shape)]
+        nic, inside = sum(one.nic for one in whole), sum(one.inside for one in whole)
         stay, walk = shape.stay.shards * self.shard, shape.walk.shards * self.shard
         memory = buffer_bytes(self.shard, stay, walk, self.rows)
-        return Cost(tuple(phases), nic, inside, memory)
+        return Cost(phases, nic, inside, memory)
 
     def bound(self, placed: Placed) -> float:
         """Seconds that the pass takes at least: even work, and rows that must be gathered.
@@ -171,18 +196,56 @@ class Estimator:
         gathered = self.shape(placed).stay.shards - 1
         fewest = workload.seqlen // self.topology.size * self.job.degree * gathered
         both = self.topology.inside.bytes_per_s + self.topology.between.bytes_per_s
-        return self.even_s + fewest * (rows.stay + rows.stay_partial) / both
+        return max(self.even_s, fewest * (rows.stay + rows.stay_partial) / both)
 
-    def _phases(self, shape: Shape, live: int) -> Iterator[tuple[str, int, bool, Load]]:
-        """(label, times, whether tiles are computed, what travels)."""
+    def _gathered(self, shape: Shape, upto: int | None = None) -> Load:
+        return self.links.exchange(shape.stay, self.shard * self.rows.stay, upto)
+
+    def _returned(self, shape: Shape, upto: int | None = None) -> Load:
+        return self.links.exchange(shape.stay, self.shard * self.rows.stay_partial, upto)
+
+    def _phase(self, one: Travel, shape: Shape, live: int) -> Phase:
+        """The phase of what travels, with the tiles that are computed meanwhile."""
+        hop = one.load.transfer(self.topology)
+        chunks = tuple(self._chunks(one, shape, live)) if one.computes else ()
+        return Phase(f"{self.walk.name} {one.label}", hop, chunks, one.times)
+
+    def _chunks(self, one: Travel, shape: Shape, live: int) -> Iterator[Chunk]:
+        """A step's tiles: all at once, or a few owners at a time where rows come or go."""
+        stay = shape.stay
+        calls = (2 if self.masked else 1) * self.job.rate.call_s
+        step_s, done = self.busiest_s / (live + 1), 0
+        owners = bundles(stay.foreign) if one.first or one.last else []
+        parts = [(size, True) for size in owners]
+        if own := stay.shards - sum(owners):
+            parts.insert(0 if one.first else len(parts), (own, False))
+        for size, foreign in parts:
+            fetch = (
+                self._beyond(self._gathered, shape, done, size)
+                if foreign and one.first
+                else NOTHING
+            )
+            leave = (
+                self._beyond(self._returned, shape, done, size) if foreign and one.last else NOTHING
+            )
+            done += size if foreign else 0
+            yield Chunk(step_s * size / stay.shards + calls, fetch, leave)
+
+    def _beyond(
+        self, upto: Callable[[Shape, int | None], Load], shape: Shape, done: int, more: int
+    ) -> Transfer:
+        """What `more` owners add to those that are done."""
+        before = upto(shape, done).transfer(self.topology)
+        return upto(shape, done + more).transfer(self.topology).beyond(before)
+
+    def _loads(self, shape: Shape, live: int) -> Iterator[Travel]:
+        """The hops of a pass, with the walkers' gathering and their way home."""
         shard, rows, links = self.shard, self.rows, self.links
-        gather = links.exchange(shape.stay, shard * rows.stay)
-        yield "gather", 1, False, gather + links.exchange(shape.walk, shard * rows.walk)
+        yield Travel("gather", 1, False, links.exchange(shape.walk, shard * rows.walk))
         hop, partial = shard * shape.walk.shards * rows.walk, shard * rows.walk_partial
         moved = (0.0, shape.walk.foreign * partial, shape.walk.shards * partial)
         yield from _steps(shape, links, live, hop, moved)
-        home = links.exchange(shape.stay, shard * rows.stay_partial)
-        yield "home", 1, False, home + _homeward(shape, links, partial)
+        yield Travel("home", 1, False, _homeward(shape, links, partial))
 
     def _live_hops(self, placed: Placed, shape: Shape) -> int:
         """How many hops carry anything: in a causal window all readers of a key are near.
@@ -203,7 +266,7 @@ def ends_early(job: Job) -> bool:
 
 def _steps(
     shape: Shape, links: Links, live: int, hop: float, moved: tuple[float, float, float]
-) -> Iterator[tuple[str, int, bool, Load]]:
+) -> Iterator[Travel]:
     """The steps: a hop of `hop` bytes behind each but the last, partial results one step later.
 
     Args:
@@ -215,10 +278,12 @@ def _steps(
         for first, stop, partial in zip((0, 1, 2), (1, 2, live), moved, strict=True):
             count = min(done + times, stop, live) - max(done, first)
             if count > 0:
-                yield "steps", count, True, links.shift(axis, hop + partial)
+                load = links.shift(axis, hop + partial)
+                yield Travel("steps", count, True, load, first=not first and not done)
         done += times
     last = moved[min(live, 2)]
-    yield "last step", 1, True, links.shift(shape.hops[0][1], last) if last else Load()
+    load = links.shift(shape.hops[0][1], last) if last else Load()
+    yield Travel("last step", 1, True, load, first=not live, last=True)
 
 
 def _homeward(shape: Shape, links: Links, each: float) -> Load:

@@ -6,31 +6,20 @@ rows-first, so that a message is a contiguous slice: q (s, b, h, d), kv = [K|V] 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wf_backends.comm.protocol import Communicator
 from wf_backends.kernels.protocol import Kernel
-from wf_backends.mail import (
-    Combine,
-    Home,
-    Mail,
-    Tensors,
-    add,
-    bring_together,
-    copy,
-    scatter,
-    send_home,
-)
+from wf_backends.mail import Combine, Tensors, add, copy
 from wf_backends.merge import merge_
-from wf_backends.ranges import Ranges
+from wf_backends.passes import Accumulators, Pass
+from wf_backends.rankplan import RankPlan
 from wf_backends.tiles import Tile
-from wf_backends.walk import RankPlan, Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,39 +33,6 @@ class Call:
     scale: float
 
 
-@dataclass(frozen=True, slots=True)
-class Accumulators:
-    """What one side collects: tensors like `like` beyond the rows, each from its own start."""
-
-    like: tuple[Tensor, ...]
-    starts: tuple[float, ...]
-    dtype: torch.dtype
-
-    def blank(self, num_rows: int) -> Tensors:
-        """Buffers of rows to which nothing was added yet."""
-        return self.prepare(num_rows, ((0, num_rows),))
-
-    def prepare(self, num_rows: int, blank: Ranges) -> Tensors:
-        """Buffers whose rows in `blank` are ready to be added to; the others will be written."""
-        buffers = tuple(x.new_empty((num_rows, *x.shape[1:]), dtype=self.dtype) for x in self.like)
-        for buffer, start in zip(buffers, self.starts, strict=True):
-            for rows in blank:
-                buffer[slice(*rows)] = start
-        return buffers
-
-
-class Work(Protocol):
-    """What a pass computes. Sides are tuples of rows-first tensors, partials likewise."""
-
-    stay: Accumulators
-    walk: Accumulators
-    combine_stay: Combine
-
-    def compute(
-        self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
-    ) -> None: ...
-
-
 class Attention(torch.autograd.Function):
     """attention(q, k, v) of this rank's rows; q (b, s, h, d), k and v (b, s, g, d)."""
 
@@ -84,7 +40,7 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         queries, kv = _rows_first(q), _fuse(k, v)
         work = ForwardWork(call.kernel, call.scale, queries)
-        (out, lse), _ = run(call.forward, call.comm, "forward", (queries,), (kv,), work)
+        (out, lse), _ = Pass(call.forward, call.comm, "forward", (queries,), (kv,), work).run()
         out = _batch_first(out).to(q.dtype)
         ctx.call = call
         ctx.save_for_backward(q, k, v, out, lse)
@@ -100,7 +56,7 @@ class Attention(torch.autograd.Function):
         queries, keys = (_rows_first(q), _rows_first(dout), stats), (_fuse(k, v),)
         work = BackwardWork(call.kernel, call.scale, call.backward.queries_walk, queries, keys)
         sides = work.ordered(queries, keys)
-        grads = run(call.backward, call.comm, "backward", *sides, work)
+        grads = Pass(call.backward, call.comm, "backward", *sides, work).run()
         (dq,), (dkv,) = work.ordered(*grads)
         dk, dv = dkv.unbind(1)
         return (*(_batch_first(g).to(q.dtype) for g in (dq, dk, dv)), None)
@@ -158,72 +114,6 @@ class BackwardWork:
         grads = tuple(map(_rows_first, grads))
         (copy if tile.first_on_rows else add)((dq[at],), grads[:1])
         (copy if tile.first_on_keys else add)(dkv[met].unbind(1), grads[1:])
-
-
-def run(
-    plan: RankPlan, comm: Communicator, name: str, stay: Tensors, walk: Tensors, work: Work
-) -> tuple[Tensors, Tensors]:
-    """Run one pass of a plan.
-
-    Args:
-        stay, walk: this rank's shard of the side that stays and of the side that walks.
-
-    Returns:
-        The finished results of this rank's rows of either side.
-    """
-    mail = Mail(comm, f"{name} gather")
-    brought = [bring_together(mail, plan.stay, stay), bring_together(mail, plan.walk, walk)]
-    mail.deliver()
-    stay, held = (finish() for finish in brought)
-    partial = work.stay.prepare(plan.stay.num_rows, plan.blank)
-    home = Home(plan.walk.shard_rows, work.walk.blank, add)
-    moving: Tensors = ()
-    before: Step | None = None
-    for index, step in enumerate(plan.steps):
-        mail = Mail(comm, f"{name} step {index}")
-        mail.send(step.pass_out, held)
-        arriving = mail.receive(step.pass_in, held)
-        land = _part(mail, before, step, moving, home)
-        mail.post()
-        moving = work.walk.prepare(step.num_rows, step.blank)
-        for tile in step.tiles:  # hides what the mail carries
-            work.compute(tile, stay, held, partial, moving)
-            mail.poll()
-        mail.wait()
-        land(moving)
-        held, before = arriving, step
-    mail = Mail(comm, f"{name} home")
-    land = _part(mail, before, None, moving, home)
-    collected = Home(plan.stay.shard_rows, work.stay.blank, work.combine_stay)
-    finish = send_home(mail, plan.stay, partial, collected)
-    mail.deliver()
-    land(())
-    return finish(), home.total()
-
-
-def _part(
-    mail: Mail, before: Step | None, step: Step | None, moving: Tensors, home: Home
-) -> Callable[[Tensors], None]:
-    """Part with the partial results of the step before: on to the next rank, or home.
-
-    The result adds what the others sent: to this step's own partial results, or to home.
-    """
-    if before is None or not moving:
-        return lambda _: None
-    mail.send(before.partial_out, moving)
-    onward = step.partial_in if step else None
-    incoming = mail.receive(onward, moving)
-    for parcel in before.home_out:
-        mail.send(parcel, moving)
-    returned = [(parcel, mail.receive(parcel, moving)) for parcel in before.home_in]
-
-    def land(mine: Tensors) -> None:
-        if onward is not None:
-            scatter(mine, onward.rows, incoming, add)
-        for parcel, values in returned:
-            home.add(parcel, values)
-
-    return land
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -22,7 +22,7 @@ from wf_backends.distributed_attention import DistributedAttention, check_tensor
 from wf_backends.executor import Attention, Call
 from wf_backends.mail import Home, Mail, Tensors, add, bring_together, send_home
 from wf_backends.mask import Mask
-from wf_backends.walk import Gather, Parcel, Parcels, RankPlan
+from wf_backends.rankplan import Gather, Parcel, RankPlan
 
 
 class LssAttention(DistributedAttention):
@@ -46,15 +46,10 @@ class LssAttention(DistributedAttention):
 def _local(plan: RankPlan) -> RankPlan:
     """The plan of a rank that has all rows of its one step already."""
     (step,) = plan.steps
-    stay = replace(plan.stay, give=_to_self(plan.stay.give), take=_to_self(plan.stay.take))
     held = (Parcel(0, ((0, step.num_rows),)),)
     walk = Gather(step.num_rows, step.num_rows, held, held)
     only = replace(step, home_out=held, home_in=held)
-    return replace(plan, rank=0, stay=stay, walk=walk, steps=(only,))
-
-
-def _to_self(parcels: Parcels) -> Parcels:
-    return tuple(Parcel(0, parcel.rows) for parcel in parcels)
+    return replace(plan, rank=0, walk=walk, steps=(only,))
 
 
 def _fetch(comm: Communicator, gather: Gather, kv: Tensor, label: str) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from wf_backends.comm.protocol import Communicator, Message, Pending
 from wf_backends.ranges import Ranges
-from wf_backends.walk import Gather, Parcel
+from wf_backends.rankplan import Gather, Parcel
 
 Tensors = tuple[Tensor, ...]
 Combine = Callable[[Tensors, Tensors], None]
@@ -49,10 +49,11 @@ class Mail:
         self._recvs += [(parcel.peer, tensor) for tensor in arriving]
         return arriving
 
-    def post(self) -> None:
-        """Start everything."""
+    def post(self) -> bool:
+        """Start everything; whether there was anything to start."""
         if self._sends or self._recvs:
             self._pending = self.comm.post(self.label, self._sends, self._recvs)
+        return self._pending is not None
 
     def poll(self) -> None:
         """Let messages make headway, where the library moves them only inside its calls."""

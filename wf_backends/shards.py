@@ -9,7 +9,7 @@ from wf_backends.comm.protocol import Communicator
 from wf_backends.layout import Layout
 from wf_backends.mail import Mail, copy, pack, scatter
 from wf_backends.ranges import size
-from wf_backends.walk import Parcel
+from wf_backends.rankplan import Parcel
 
 
 def take_shard(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:

@@ -6,10 +6,10 @@ communicator counted can be compared one by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from wf_backends.walk import Parcel, Parcels, RankPlan
+from wf_backends.rankplan import Parcel, RankPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,18 @@ def backward_row_bytes(shape: Shape, queries_walk: bool = False) -> RowBytes:
 def bytes_sent(plan: RankPlan, rows: RowBytes, name: str) -> dict[str, int]:
     """Bytes that the plan's rank sends in the pass called `name`, by message label."""
 
-    def count(parcels: Parcels | tuple[Parcel | None, ...]) -> int:
+    def count(parcels: Iterable[Parcel | None]) -> int:
         return sum(p.num_rows for p in parcels if p and p.peer != plan.rank)
 
-    sent = {f"{name} gather": count(plan.stay.give) * rows.stay + count(plan.walk.give) * rows.walk}
+    rounds = [one for step in plan.steps for one in step.rounds]
+    fetched = (parcel for one in rounds for parcel in one.fetch.send)
+    returned = (parcel for one in rounds for parcel in one.home.send)
+    sent = {f"{name} gather": count(plan.walk.give) * rows.walk + count(fetched) * rows.stay}
     leaving = 0
     for index, step in enumerate(plan.steps):
         sent[f"{name} step {index}"] = count((step.pass_out,)) * rows.walk + leaving
         leaving = count((step.partial_out, *step.home_out)) * rows.walk_partial
-    sent[f"{name} home"] = count(plan.stay.take) * rows.stay_partial + leaving
+    sent[f"{name} home"] = count(returned) * rows.stay_partial + leaving
     return {label: num_bytes for label, num_bytes in sent.items() if num_bytes}
 
 

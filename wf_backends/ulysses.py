@@ -20,7 +20,7 @@ from wf_backends.comm.protocol import Communicator
 from wf_backends.layout import Layout
 from wf_backends.mail import Mail, add, copy, scatter
 from wf_backends.ranges import Range, Ranges, join, locate, size
-from wf_backends.walk import Parcel
+from wf_backends.rankplan import Parcel
 
 
 @dataclass(frozen=True, slots=True)

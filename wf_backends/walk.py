@@ -11,74 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 from wf_backends.layout import Layout
 from wf_backends.mask import Mask
-from wf_backends.ranges import Ranges, intersect, join, locate, size, subtract
+from wf_backends.ranges import Range, Ranges, globalize, intersect, join, locate, size, subtract
+from wf_backends.rankplan import Gather, Parcel, Parcels, RankPlan, Round, Step
+from wf_backends.rounds import Sharing
 from wf_backends.schedule import Schedule, mirrored
 from wf_backends.tiles import Tile, seen_keys, seen_rows, tiles
 
-
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """Rows that one message carries: slices of this rank's buffer, and who is at the far end."""
-
-    peer: int
-    rows: Ranges
-
-    @property
-    def num_rows(self) -> int:
-        return size(self.rows)
-
-
-Parcels = tuple[Parcel, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Gather:
-    """Rows of shards brought together in one buffer; read backwards, the way home.
-
-    `give` slices this rank's own shard of `shard_rows` rows, `take` slices the buffer of
-    `num_rows` rows. A parcel to oneself is no message.
-    """
-
-    shard_rows: int
-    num_rows: int
-    give: Parcels
-    take: Parcels
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One step: compute `tiles` on the held walkers while the next ones arrive.
-
-    `blank` are the held rows whose partial results start from nothing; a tile overwrites the rest.
-    Slices of `pass_out`, `partial_*` and `home_out` are in this step's buffer of held rows,
-    those of `pass_in` in the next step's, those of `home_in` in this rank's own shard.
-    """
-
-    num_rows: int
-    tiles: tuple[Tile, ...]
-    blank: Ranges
-    pass_out: Parcel | None
-    pass_in: Parcel | None
-    partial_in: Parcel | None
-    partial_out: Parcel | None
-    home_out: Parcels
-    home_in: Parcels
-
-
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """Everything that one rank does in one pass."""
-
-    rank: int
-    queries_walk: bool
-    stay: Gather
-    walk: Gather
-    steps: tuple[Step, ...]
-    blank: Ranges
-    """As in Step, of the side that stays."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,11 +72,14 @@ class _Derivation:
                 self.origin[step][rank] = origin
         self._see()
         self._carry()
+        self.sharing = Sharing(roles.q, self.stay_home, self.stay_rows, self.met)
 
     def _see(self) -> None:
-        """stay_rows[rank], and wanted[origin][step]: the walkers' rows that some tile uses."""
+        """The rows that some tile uses: of walkers wanted[origin][step], of what stays
+        met[rank][step], and in any step stay_rows[rank]."""
         self.wanted: list[list[Ranges]] = [[()] * self.num_steps for _ in range(self.num_ranks)]
-        self.stay_rows: list[Ranges] = [()] * self.num_ranks
+        self.met: list[list[Ranges]] = []
+        self.stay_rows: list[Ranges] = []
         for rank in range(self.num_ranks):
             whole = _rows_of(self.roles.q[rank], self.stay_home)
             used: list[Ranges] = []
@@ -142,7 +88,8 @@ class _Derivation:
                 met, wanted = self._meet(whole, _rows_of(self.roles.kv[origin], self.walk_home))
                 self.wanted[origin][step] = wanted
                 used.append(met)
-            self.stay_rows[rank] = join(piece for ranges in used for piece in ranges)
+            self.met.append(used)
+            self.stay_rows.append(join(piece for ranges in used for piece in ranges))
 
     def _meet(self, stay: Ranges, walk: Ranges) -> tuple[Ranges, Ranges]:
         """The rows of either side that the tiles between them use."""
@@ -150,7 +97,7 @@ class _Derivation:
         found = tiles(q, kv, self.mask)
         return self._ordered(seen_rows(found, q), seen_keys(found, kv))
 
-    def _ordered(self, stay: Ranges, walk: Ranges) -> tuple[Ranges, Ranges]:
+    def _ordered(self, stay: T, walk: T) -> tuple[T, T]:
         """(queries, keys) from (stay, walk); and back, since it is its own inverse."""
         return (walk, stay) if self.queries_walk else (stay, walk)
 
@@ -186,48 +133,21 @@ class _Derivation:
         return sum(size(rows) for carried in self.carried for rows in carried[1:])
 
     def plan(self, rank: int) -> RankPlan:
-        steps: list[Step] = []
-        written: Ranges = ()
-        added: Ranges = ()
-        for step in range(self.num_steps):
-            found = self._step(step, rank)
-            marked, written, added = self._mark(found.tiles, written, added, stay=True)
-            steps.append(replace(found, tiles=marked))
+        stay = _Touched()
+        steps = tuple(self._step(step, rank, stay) for step in range(self.num_steps))
         return RankPlan(
             rank=rank,
             queries_walk=self.queries_walk,
-            stay=self._gather(rank, self.roles.q, self.stay_home, self.stay_rows),
-            walk=self._gather(rank, self.roles.kv, self.walk_home, [c[0] for c in self.carried]),
-            steps=tuple(steps),
-            blank=subtract(((0, size(self.stay_rows[rank])),), written),
+            stay=self.sharing.stay(rank),
+            walk=self._gather(rank),
+            steps=steps,
+            blank=subtract(((0, size(self.stay_rows[rank])),), stay.written),
         )
 
-    def _mark(
-        self, found: tuple[Tile, ...], written: Ranges, added: Ranges, stay: bool
-    ) -> tuple[tuple[Tile, ...], Ranges, Ranges]:
-        """Tell tiles that are the first on all of their rows, on the side that stays or walks.
-
-        Args:
-            written: buffer rows that an earlier tile has overwritten. added: that any has touched.
-
-        Returns:
-            The tiles, and `written` and `added` after them.
-        """
-        on_keys = stay == self.queries_walk
-        marked: list[Tile] = []
-        for tile in found:
-            rows = (tile.keys if on_keys else tile.rows,)
-            first = not intersect(rows, added)
-            name = "first_on_keys" if on_keys else "first_on_rows"
-            marked.append(replace(tile, **{name: first}))
-            written = join((*written, *rows)) if first else written
-            added = join((*added, *rows))
-        return tuple(marked), written, added
-
-    def _gather(
-        self, rank: int, shards: tuple[tuple[int, ...], ...], home: Layout, rows: list[Ranges]
-    ) -> Gather:
-        """How `rows[r]` of the shards that rank r brings together get there from their homes."""
+    def _gather(self, rank: int) -> Gather:
+        """How the walkers that a rank first holds get there from their homes."""
+        shards, home = self.roles.kv, self.walk_home
+        rows = [carried[0] for carried in self.carried]
         give = (
             (other, intersect(rows[other], home[rank]))
             for other in range(self.num_ranks)
@@ -241,7 +161,37 @@ class _Derivation:
             take=_parcels(take, rows[rank]),
         )
 
-    def _step(self, step: int, rank: int) -> Step:
+    def _rounds(
+        self, step: int, rank: int, held: Ranges, stay: _Touched, walk: _Touched
+    ) -> Iterator[Round]:
+        """The rounds of a step, each tile told whether it is the first on its rows and keys."""
+        for rows, fetch, home in self.sharing.rounds(step, rank):
+            found = self._tiles(rows, self.stay_rows[rank], held)
+            marked = tuple(self._marked(tile, stay, walk) for tile in found)
+            yield Round(marked, fetch, home)
+
+    def _tiles(self, rows: Ranges, stay: Ranges, held: Ranges) -> Iterator[Tile]:
+        """The tiles of some of the rows that stay: of each slice of the buffer on its own."""
+        if rows == stay:
+            yield from tiles(*self._ordered(stay, held), self.mask)
+            return
+        for part in locate(rows, stay):
+            for tile in tiles(*self._ordered(globalize(part, stay), held), self.mask):
+                yield self._shifted(tile, part[0])
+
+    def _shifted(self, tile: Tile, by: int) -> Tile:
+        """The tile of a slice of the buffer that stays, in rows of the buffer."""
+        name = "keys" if self.queries_walk else "rows"
+        start, stop = getattr(tile, name)
+        return replace(tile, **{name: (start + by, stop + by)})
+
+    def _marked(self, tile: Tile, stay: _Touched, walk: _Touched) -> Tile:
+        rows, keys = self._ordered(stay, walk)
+        return replace(
+            tile, first_on_rows=rows.first(tile.rows), first_on_keys=keys.first(tile.keys)
+        )
+
+    def _step(self, step: int, rank: int, stay: _Touched) -> Step:
         origin = self.origin[step][rank]
         held = self.carried[origin][step]
         last = step == self.num_steps - 1
@@ -250,12 +200,12 @@ class _Derivation:
         came = None if step == 0 else self.paths[origin][step - 1]
         coming = () if comes is None else self.carried[comes][step + 1]
         past = () if step == 0 else self.moved[origin][step - 1]
-        found = tiles(*self._ordered(self.stay_rows[rank], held), self.mask)
-        marked, written, _ = self._mark(found, (), (), stay=False)
+        walk = _Touched()
+        rounds = tuple(self._rounds(step, rank, held, stay, walk))
         return Step(
             num_rows=size(held),
-            tiles=marked,
-            blank=subtract(((0, size(held)),), written),
+            rounds=rounds,
+            blank=subtract(((0, size(held)),), walk.written),
             pass_out=_parcel(after, self.carried[origin][step + 1], held),
             pass_in=_parcel(self.paths[comes][step] if comes is not None else None, coming, coming),
             partial_in=_parcel(came, past, held),
@@ -273,6 +223,22 @@ class _Derivation:
             origin = self.origin[step][holder]
             if rank in self.roles.kv[origin]:
                 yield holder, intersect(self.left[origin][step], self.walk_home[rank])
+
+
+class _Touched:
+    """Rows of a buffer that some tile has overwritten, and rows that some tile has added to."""
+
+    def __init__(self) -> None:
+        self.written: Ranges = ()
+        self.added: Ranges = ()
+
+    def first(self, rows: Range) -> bool:
+        """Whether a tile is the first on all of these rows, and so may overwrite them."""
+        first = not intersect((rows,), self.added)
+        self.added = join((*self.added, rows))
+        if first:
+            self.written = join((*self.written, rows))
+        return first
 
 
 def _rows_of(shards: tuple[int, ...], home: Layout) -> Ranges:

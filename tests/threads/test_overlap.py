@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.cases import Case
@@ -9,9 +10,10 @@ from tests.helpers import run_threads
 from wf_backends.comm import Communicator
 from wf_backends.executor import Attention, Call
 from wf_backends.kernels.reference import ReferenceKernel
-from wf_backends.layout import zigzag
+from wf_backends.layout import contiguous, zigzag
 from wf_backends.mask import CAUSAL, Mask
-from wf_backends.schedule import concentric, ring
+from wf_backends.schedule import concentric, mesh, ring
+from wf_backends.walk import Problem, plan_rank
 
 
 class Recorder(Communicator):
@@ -73,13 +75,51 @@ def test_the_next_hop_is_in_flight_while_a_step_computes():
                 assert events[start + 1 : stop] == ["compute"], events
 
 
+def test_a_rank_computes_its_own_queries_while_those_of_others_are_on_their_way():
+    """And last those whose results stay, while the other results go home."""
+    case = Case(mesh(2, 2), mesh(2, 2), zigzag(4, 32), Mask())
+    for events in run_threads(4, events_of, case):
+        for name in ("forward", "backward"):
+            gather, home = (f"{name} gather", f"{name} home")
+            asked, came = events.index(f"post {gather}"), events.index(f"wait {gather}")
+            first, second = (events.index(f"{way} {name} step 0") for way in ("post", "wait"))
+            assert asked < first < came < second  # the hop is posted with the queries
+            assert set(events[first + 1 : came]) == {"compute"}
+            assert set(events[came + 1 : second]) == {"compute"}
+            left, back = events.index(f"post {home}"), events.index(f"wait {home}")
+            assert "compute" in events[left + 1 : back]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_results_leave_after_the_last_step_that_adds_to_them(rank):
+    """In a causal mask the first rows are finished before the last: they do not wait for these."""
+    layout = contiguous(4, 32)
+    plan = plan_rank(Problem(mesh(2, 2), layout, layout, Mask(CAUSAL)), rank)
+    rounds = [(at, one) for at, step in enumerate(plan.steps) for one in step.rounds]
+    for step, one in rounds:
+        for parcel in one.home.send:
+            later = [t for after in plan.steps[step + 1 :] for t in after.tiles]
+            ((start, stop),) = parcel.rows
+            assert all(t.rows[1] <= start or stop <= t.rows[0] for t in later)
+            assert any(start <= t.rows[0] and t.rows[1] <= stop for t in one.tiles)
+
+
+def test_many_owners_share_rounds():
+    layout = zigzag(16, 64)
+    plan = plan_rank(Problem(mesh(16, 1), layout, layout, Mask()), 3)
+    (step,) = plan.steps
+    assert [len(one.fetch.receive) for one in step.rounds] == [0, 3, 2, 2, 2, 2, 2, 2]
+    assert [len(one.home.send) for one in step.rounds] == [0, 3, 2, 2, 2, 2, 2, 2]
+
+
 def test_a_call_makes_the_messages_of_its_schedule_and_no_more():
     """Moments at which messages are posted, as in PyTorch's counts of collectives."""
     ring_case = Case(ring(4), ring(4), zigzag(4, 32), Mask())
     team_case = Case(concentric(4, 2), concentric(4, 2), zigzag(4, 32), Mask())
     ring_posts = 3 + 4 + 1  # forward hops; backward hops with gradients behind; the last way home
-    team_posts = 2 + 2  # gather and home, forward and backward
+    team_posts = 3 + 3  # keys gathered, queries gathered, results home; the same backward ...
+    team_posts += 1  # ... and the keys' gradients home
     for case, posts in ((ring_case, ring_posts), (team_case, team_posts)):
         for events in run_threads(4, events_of, case):
             posted = [event for event in events if event.startswith("post")]
-            assert len(posted) == len(set(posted)) == posts, posted
+            assert len(posted) == posts, posted

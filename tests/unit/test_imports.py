@@ -21,8 +21,8 @@ PURE = tuple(
     f"wf_backends.{name}"
     for name in (
         (
-            "schedule layout mask ranges tiles walk traffic topology placement cost estimate "
-            "plans search planner config suggest documents launchers"
+            "schedule layout mask ranges tiles rankplan rounds walk timeline traffic topology "
+            "placement cost estimate plans search planner config suggest documents launchers"
         ).split()
     )
 )

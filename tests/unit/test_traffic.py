@@ -111,25 +111,26 @@ def test_every_send_has_its_receive(n, queries_walk, mask):
 
 
 def _sent(plan, peer):
-    gathered = [*plan.stay.give, *plan.walk.give]
-    passed, moved, home = [], [], []
-    for number, step in enumerate(plan.steps):
-        passed.append((number, 0, step.pass_out))
-        moved.append((number + 1, 1, step.partial_out))
-        home += [(number + 1, 2, parcel) for parcel in step.home_out]
-    return _in_order(gathered, [*passed, *moved, *home], plan.stay.take, peer)
+    return _in_order(plan, peer, "send")
 
 
 def _received(plan, peer):
-    gathered = [*plan.stay.take, *plan.walk.take]
-    passed, moved, home = [], [], []
-    for number, step in enumerate(plan.steps):
-        passed.append((number, 0, step.pass_in))
-        moved.append((number, 1, step.partial_in))
-        home += [(number + 1, 2, parcel) for parcel in step.home_in]
-    return _in_order(gathered, [*passed, *moved, *home], plan.stay.give, peer)
+    return _in_order(plan, peer, "receive")
 
 
-def _in_order(gathered, steps, home, peer):
-    ordered = [parcel for *_, parcel in sorted(steps, key=lambda found: found[:2])]
-    return [p.num_rows for p in (*gathered, *ordered, *home) if p and p.peer == peer]
+def _in_order(plan, peer, way):
+    """Rows of the messages from or to a peer, in the order in which a rank posts them."""
+    sends = way == "send"
+    parcels = [*(plan.walk.give if sends else plan.walk.take)]
+    parcels += [p for one in plan.steps[0].rounds for p in getattr(one.fetch, way)]
+    last = None
+    for step in (*plan.steps, None):
+        if step:
+            parcels.append(step.pass_out if sends else step.pass_in)
+        if last:
+            onward = last.partial_out if sends else step and step.partial_in
+            parcels += [onward, *(last.home_out if sends else last.home_in)]
+        if step:
+            parcels += [p for one in step.rounds for p in getattr(one.home, way)]
+        last = step
+    return [p.num_rows for p in parcels if p and p.peer == peer]

@@ -1,0 +1,225 @@
+"""One pass of a plan: its messages, with the tiles computed while they travel.
+
+Buffers are rows-first, as in the executor. Every message is posted as soon as what it carries is
+there, and waited for when what it brings is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from wf_backends.comm.protocol import Communicator
+from wf_backends.mail import (
+    Combine,
+    Home,
+    Mail,
+    Tensors,
+    add,
+    bring_together,
+    copy,
+    pack,
+    scatter,
+)
+from wf_backends.ranges import Ranges
+from wf_backends.rankplan import Exchange, Parcel, RankPlan, Round, Stay, Step
+from wf_backends.tiles import Tile
+
+SPAN = "wallfacer "
+"""What the names of a pass's spans in a profile of torch.profiler begin with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulators:
+    """What one side collects: tensors like `like` beyond the rows, each from its own start."""
+
+    like: tuple[Tensor, ...]
+    starts: tuple[float, ...]
+    dtype: torch.dtype
+
+    def blank(self, num_rows: int) -> Tensors:
+        """Buffers of rows to which nothing was added yet."""
+        return self.prepare(num_rows, ((0, num_rows),))
+
+    def prepare(self, num_rows: int, blank: Ranges) -> Tensors:
+        """Buffers whose rows in `blank` are ready to be added to; the others will be written."""
+        buffers = tuple(x.new_empty((num_rows, *x.shape[1:]), dtype=self.dtype) for x in self.like)
+        for buffer, start in zip(buffers, self.starts, strict=True):
+            for rows in blank:
+                buffer[slice(*rows)] = start
+        return buffers
+
+
+class Work(Protocol):
+    """What a pass computes. Sides are tuples of rows-first tensors, partials likewise."""
+
+    stay: Accumulators
+    walk: Accumulators
+    combine_stay: Combine
+
+    def compute(
+        self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
+    ) -> None: ...
+
+
+class Pass:
+    """One pass of a plan on one rank.
+
+    Args:
+        name: of the pass, in labels of messages, spans and errors.
+        stay, walk: this rank's shard of the side that stays and of the side that walks.
+    """
+
+    def __init__(
+        self,
+        plan: RankPlan,
+        comm: Communicator,
+        name: str,
+        stay: Tensors,
+        walk: Tensors,
+        work: Work,
+    ) -> None:
+        self.plan, self.comm, self.name, self.work = plan, comm, name, work
+        self.shard, self.walkers = stay, walk
+        self.stay = _room(plan.stay, stay)
+        self.partial = work.stay.prepare(plan.stay.num_rows, plan.blank)
+        self.home = Home(plan.walk.shard_rows, work.walk.blank, add)
+        self.moving: Tensors = ()
+        self.flying: list[Mail] = []
+        self.returning: list[tuple[Mail, Parcel, Tensors]] = []
+
+    def run(self) -> tuple[Tensors, Tensors]:
+        """The finished results of this rank's rows of either side."""
+        mail = Mail(self.comm, f"{self.name} gather")
+        finish = bring_together(mail, self.plan.walk, self.walkers)
+        self._post(mail)
+        self._wait(mail)
+        held = finish()
+        fetched = [self._fetch(one.fetch) for one in self.plan.steps[0].rounds]
+        before: Step | None = None
+        for index, step in enumerate(self.plan.steps):
+            held = self._step(index, step, before, held, fetched if index == 0 else [])
+            before = step
+        mail = Mail(self.comm, f"{self.name} home")
+        land = self._part(mail, before, None)
+        self._post(mail)
+        self._wait(mail)
+        land(())
+        return self._collect(), self.home.total()
+
+    def _step(
+        self, index: int, step: Step, before: Step | None, held: Tensors, fetched: list[Fetched]
+    ) -> Tensors:
+        """Compute on what is held while the next walkers arrive; they are what it returns."""
+        mail = Mail(self.comm, f"{self.name} step {index}")
+        mail.send(step.pass_out, held)
+        arriving = mail.receive(step.pass_in, held)
+        land = self._part(mail, before, step)
+        self._post(mail)
+        self.moving = self.work.walk.prepare(step.num_rows, step.blank)
+        for at, one in enumerate(step.rounds):
+            if fetched:
+                self._place(fetched[at])
+            with record_function(f"{SPAN}compute {self.name} step {index}"):
+                self._compute(one, held)
+            self._return(one.home)
+        self._wait(mail)
+        land(self.moving)
+        return arriving
+
+    def _compute(self, one: Round, held: Tensors) -> None:
+        for tile in one.tiles:  # hides what the mail carries
+            self.work.compute(tile, self.stay, held, self.partial, self.moving)
+            for mail in self.flying:
+                mail.poll()
+
+    def _fetch(self, exchange: Exchange) -> Fetched:
+        """Ask for the rows of another owner, and give it this rank's own."""
+        mail = Mail(self.comm, f"{self.name} gather")
+        for parcel in exchange.send:
+            mail.send(parcel, self.shard)
+        arriving = [(parcel, mail.receive(parcel, self.shard)) for parcel in exchange.receive]
+        self._post(mail)
+        return mail, arriving
+
+    def _place(self, fetched: Fetched) -> None:
+        """Put fetched rows where they belong in the buffer, once they are there."""
+        mail, arriving = fetched
+        self._wait(mail)
+        for parcel, values in arriving:
+            scatter(self.stay, parcel.rows, values, copy)
+
+    def _return(self, exchange: Exchange) -> None:
+        """Send home the finished results of another owner's rows; those of one's own come back."""
+        mail = Mail(self.comm, f"{self.name} home")
+        for parcel in exchange.send:
+            mail.send(parcel, self.partial)
+        self.returning += [(mail, p, mail.receive(p, self.partial)) for p in exchange.receive]
+        self._post(mail)
+
+    def _part(
+        self, mail: Mail, before: Step | None, step: Step | None
+    ) -> Callable[[Tensors], None]:
+        """Part with the partial results of the step before: on to the next rank, or home.
+
+        The result adds what the others sent: to this step's own partial results, or to home.
+        """
+        moving = self.moving
+        if before is None or not moving:
+            return lambda _: None
+        mail.send(before.partial_out, moving)
+        onward = step.partial_in if step else None
+        incoming = mail.receive(onward, moving)
+        for parcel in before.home_out:
+            mail.send(parcel, moving)
+        returned = [(parcel, mail.receive(parcel, moving)) for parcel in before.home_in]
+
+        def land(mine: Tensors) -> None:
+            if onward is not None:
+                scatter(mine, onward.rows, incoming, add)
+            for parcel, values in returned:
+                self.home.add(parcel, values)
+
+        return land
+
+    def _collect(self) -> Tensors:
+        """This rank's own results of the side that stays, with what came home."""
+        stay = self.plan.stay
+        home = Home(stay.shard_rows, self.work.stay.blank, self.work.combine_stay)
+        if stay.mine:
+            mine = tuple(pack(buffer, stay.at) for buffer in self.partial)
+            home.add(Parcel(self.comm.rank, stay.mine), mine)
+        for mail, parcel, values in self.returning:
+            self._wait(mail)
+            home.add(parcel, values)
+        for mail in self.flying:  # those that only sent
+            mail.wait()
+        return home.total()
+
+    def _post(self, mail: Mail) -> None:
+        if mail.post():
+            self.flying.append(mail)
+
+    def _wait(self, mail: Mail) -> None:
+        if mail in self.flying:
+            with record_function(f"{SPAN}wait {mail.label}"):
+                mail.wait()
+            self.flying.remove(mail)
+
+
+Fetched = tuple[Mail, list[tuple[Parcel, Tensors]]]
+
+
+def _room(stay: Stay, shard: Tensors) -> Tensors:
+    """The buffer of the rows that stay, this rank's own in place; the shard itself if it is all."""
+    if stay.mine == ((0, stay.num_rows),) and stay.num_rows == stay.shard_rows:
+        return shard
+    buffers = tuple(x.new_empty((stay.num_rows, *x.shape[1:])) for x in shard)
+    for buffer, own in zip(buffers, shard, strict=True):
+        scatter((buffer,), stay.at, (pack(own, stay.mine),), copy) if stay.mine else None
+    return buffers

@@ -1,0 +1,116 @@
+"""What one rank does in one pass, as plain data: buffers, tiles and messages.
+
+Pure: standard library only. Rows of a buffer are in sequence order; slices are local to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wf_backends.ranges import Ranges, size
+from wf_backends.tiles import Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Rows that one message carries: slices of this rank's buffer, and who is at the far end."""
+
+    peer: int
+    rows: Ranges
+
+    @property
+    def num_rows(self) -> int:
+        return size(self.rows)
+
+
+Parcels = tuple[Parcel, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Rows of shards brought together in one buffer; read backwards, the way home.
+
+    `give` slices this rank's own shard of `shard_rows` rows, `take` slices the buffer of
+    `num_rows` rows. A parcel to oneself is no message.
+    """
+
+    shard_rows: int
+    num_rows: int
+    give: Parcels
+    take: Parcels
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """The buffer of the side that stays: rows of this rank's own shard, and of other owners'."""
+
+    shard_rows: int
+    num_rows: int
+    mine: Ranges
+    """Slices of this rank's own shard that the buffer holds."""
+    at: Ranges
+    """Where they lie in the buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What this rank sends and receives in one round."""
+
+    send: Parcels = ()
+    receive: Parcels = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Tiles on the rows of one owner, or of all.
+
+    Before them `fetch` must have arrived (sent: slices of this rank's own shard; received: of the
+    buffer that stays). After them the owner's results are finished and leave by `home` (sent:
+    slices of the buffer; received: of this rank's own shard).
+    """
+
+    tiles: tuple[Tile, ...]
+    fetch: Exchange = Exchange()
+    home: Exchange = Exchange()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: compute on the held walkers, round by round, while the next ones arrive.
+
+    `blank` are the held rows whose partial results start from nothing; a tile overwrites the rest.
+    Slices of `pass_out`, `partial_*` and `home_out` are in this step's buffer of held rows,
+    those of `pass_in` in the next step's, those of `home_in` in this rank's own shard.
+    """
+
+    num_rows: int
+    rounds: tuple[Round, ...]
+    blank: Ranges
+    pass_out: Parcel | None
+    pass_in: Parcel | None
+    partial_in: Parcel | None
+    partial_out: Parcel | None
+    home_out: Parcels
+    home_in: Parcels
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Those of all rounds, in order."""
+        return tuple(tile for one in self.rounds for tile in one.tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """Everything that one rank does in one pass.
+
+    All ranks post their messages in one order: those of `walk`, the fetches of the first step's
+    rounds, and then for each step its hop and, round by round, what goes home.
+    """
+
+    rank: int
+    queries_walk: bool
+    stay: Stay
+    walk: Gather
+    steps: tuple[Step, ...]
+    blank: Ranges
+    """As in Step, of the side that stays."""

@@ -1,0 +1,131 @@
+"""In which order a rank computes the rows that stay with it, and what travels in between.
+
+Pure: standard library only. A rank's own rows need not come from anywhere: they are computed first,
+while those of other owners are on their way, and last, while the results of others go home. The
+results of an owner's rows leave after the last step that uses one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from wf_backends.layout import Layout
+from wf_backends.ranges import Ranges, intersect, join, locate, size, subtract
+from wf_backends.rankplan import Exchange, Parcel, Parcels, Stay
+
+MOST = 7
+"""Rounds of one step beside that of a rank's own rows: more owners share rounds, so that kernels
+still have something to do."""
+
+
+def bundles(count: int) -> list[int]:
+    """How many of `count` owners share each round."""
+    rounds = min(count, MOST)
+    return [count // rounds + (at < count % rounds) for at in range(rounds)] if count else []
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Rows (positions) that one round computes; those of `owners` come from them and go back."""
+
+    rows: Ranges
+    owners: tuple[int, ...] = ()
+
+
+class Sharing:
+    """The rounds of all ranks.
+
+    Args:
+        shards: whose rows each rank brings together. home: the rows that each rank owns.
+        rows: those that each rank brings together. met: those that it uses in each step.
+    """
+
+    def __init__(
+        self,
+        shards: tuple[tuple[int, ...], ...],
+        home: Layout,
+        rows: list[Ranges],
+        met: list[list[Ranges]],
+    ) -> None:
+        self.home, self.rows, self.num_ranks = home, rows, len(rows)
+        self.foreign = [tuple(self._foreign(rank, shards[rank])) for rank in range(len(rows))]
+        self.last = [
+            {owner: self._last(owner, met[rank]) for owner in self.foreign[rank]}
+            for rank in range(len(rows))
+        ]
+        num_steps = len(met[0])
+        self.groups = [
+            [self._groups(step, rank) for rank in range(len(rows))] for step in range(num_steps)
+        ]
+
+    def stay(self, rank: int) -> Stay:
+        """The buffer of the rows that a rank brings together."""
+        mine = intersect(self.rows[rank], self.home[rank])
+        return Stay(
+            shard_rows=size(self.home[rank]),
+            num_rows=size(self.rows[rank]),
+            mine=locate(mine, self.home[rank]),
+            at=locate(mine, self.rows[rank]),
+        )
+
+    def rounds(self, step: int, rank: int) -> Iterator[tuple[Ranges, Exchange, Exchange]]:
+        """(rows, fetch, home) of every round, as many as the rank with the most has."""
+        for index in range(max(map(len, self.groups[step]))):
+            group = self._group(step, rank, index)
+            takers = [
+                other
+                for other in range(self.num_ranks)
+                if other != rank and rank in self._group(step, other, index).owners
+            ]
+            fetch = Exchange()
+            if step == 0:
+                fetch = Exchange(self._given(rank, takers), self._held(rank, group.owners))
+            gone = [owner for owner in group.owners if self.last[rank][owner] == step]
+            back = [other for other in takers if self.last[other][rank] == step]
+            yield group.rows, fetch, Exchange(self._held(rank, gone), self._given(rank, back))
+
+    def _foreign(self, rank: int, owners: tuple[int, ...]) -> Iterator[int]:
+        """The other owners of a rank's rows, those with higher numbers first.
+
+        So in each round a team of ranks exchanges in pairs, and nobody sends twice.
+        """
+        after = sorted(owners, key=lambda owner: (owner < rank, owner))
+        for owner in after:
+            if owner != rank and intersect(self.rows[rank], self.home[owner]):
+                yield owner
+
+    def _last(self, owner: int, met: list[Ranges]) -> int:
+        """The last step that uses a row of the owner."""
+        return max(step for step, rows in enumerate(met) if intersect(rows, self.home[owner]))
+
+    def _groups(self, step: int, rank: int) -> list[Group]:
+        rows, foreign = self.rows[rank], self.foreign[rank]
+        if not foreign:
+            return [Group(rows)]
+        finished = [owner for owner in foreign if self.last[rank][owner] == step]
+        alone = foreign if step == 0 else finished
+        groups, sizes = list[Group](), accumulate(bundles(len(alone)), initial=0)
+        for first, stop in pairwise(sizes):
+            owners = tuple(alone[first:stop])
+            held = join(piece for owner in owners for piece in self.home[owner])
+            groups.append(Group(intersect(rows, held), owners))
+        rest = Group(subtract(rows, join(piece for group in groups for piece in group.rows)))
+        if not rest.rows:
+            return groups
+        return [rest, *groups] if step == 0 else [*groups, rest]
+
+    def _group(self, step: int, rank: int, index: int) -> Group:
+        groups = self.groups[step][rank]
+        return groups[index] if index < len(groups) else Group(())
+
+    def _given(self, rank: int, takers: Sequence[int]) -> Parcels:
+        """This rank's own rows that others hold, in its own shard."""
+        home = self.home[rank]
+        return tuple(Parcel(to, locate(intersect(self.rows[to], home), home)) for to in takers)
+
+    def _held(self, rank: int, owners: Sequence[int]) -> Parcels:
+        """The rows of other owners, in this rank's buffer."""
+        rows = self.rows[rank]
+        return tuple(Parcel(of, locate(intersect(rows, self.home[of]), rows)) for of in owners)

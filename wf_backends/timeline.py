@@ -1,0 +1,174 @@
+"""When a pass computes and when its messages travel: two queues, of one rank and of its links.
+
+Pure: standard library only. All figures are those of the busiest rank and of the busiest link.
+Messages travel one after another in the order in which they are posted; the latency of one does
+not hold up the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from wf_backends.topology import Link, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Messages that are posted together: how long they keep the link busy, and the latency."""
+
+    busy_s: float = 0.0
+    latency_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From the first byte to the arrival of the last."""
+        return self.busy_s + self.latency_s
+
+    def beyond(self, other: Transfer) -> Transfer:
+        """What is left of this one once the other is through."""
+        return Transfer(max(0.0, self.busy_s - other.busy_s), self.latency_s)
+
+
+def transfer(topology: Topology, inside_bytes: float, nic_bytes: float) -> Transfer:
+    """Bytes through the busiest rank's connection in its host and through the busiest NIC."""
+
+    def over(link: Link, num_bytes: float) -> Transfer:
+        return Transfer(num_bytes / link.bytes_per_s, link.latency_s) if num_bytes else Transfer()
+
+    near, far = over(topology.inside, inside_bytes), over(topology.between, nic_bytes)
+    return near if near.seconds > far.seconds else far
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tiles that wait for a fetch, and whose results leave."""
+
+    compute_s: float
+    fetch: Transfer = Transfer()
+    leave: Transfer = Transfer()
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A step: fetches and then a hop are posted, the chunks are computed, the hop has landed."""
+
+    label: str
+    hop: Transfer = Transfer()
+    chunks: tuple[Chunk, ...] = ()
+    times: int = 1
+    """How many phases in a row are like this one."""
+
+    @property
+    def compute_s(self) -> float:
+        return sum(chunk.compute_s for chunk in self.chunks)
+
+    @property
+    def transfer_s(self) -> float:
+        """Everything that is posted in the phase, one after another."""
+        around = sum(chunk.fetch.seconds + chunk.leave.seconds for chunk in self.chunks)
+        return self.hop.seconds + around
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that goes on from `start` to `stop`, in seconds from the start of the pass."""
+
+    label: str
+    kind: str
+    """compute or transfer."""
+    start: float
+    stop: float
+
+
+class Clock:
+    """Runs phases: `now` is the rank's time, `free` when the link has sent what was posted."""
+
+    def __init__(self) -> None:
+        self.now = self.free = self.done = 0.0
+        self.spans: list[Span] = []
+
+    def run(self, phase: Phase) -> None:
+        """One phase, once."""
+        fetched = [self._post(f"{phase.label} fetch", chunk.fetch) for chunk in phase.chunks]
+        landed = self._post(phase.label, phase.hop)
+        for chunk, arrived in zip(phase.chunks, fetched, strict=True):
+            start = self.now = max(self.now, arrived)
+            self.now += chunk.compute_s
+            if chunk.compute_s:
+                self.spans.append(Span(phase.label, "compute", start, self.now))
+            self.done = max(self.done, self._post(f"{phase.label} home", chunk.leave))
+        self.now = max(self.now, landed)
+
+    def repeat(self, phase: Phase) -> None:
+        """A phase as many times as it says; from the second on each takes as long as that one."""
+        before = self.now
+        for _ in range(min(2, phase.times)):
+            before = self.now
+            self.run(phase)
+        rest = max(0, phase.times - 2) * (self.now - before)
+        self.now, self.free = self.now + rest, self.free + rest
+
+    def _post(self, label: str, what: Transfer) -> float:
+        """When it has arrived."""
+        if not what.busy_s:
+            return self.now
+        start = max(self.now, self.free)
+        self.free = start + what.busy_s
+        self.spans.append(Span(label, "transfer", start, self.free + what.latency_s))
+        return self.free + what.latency_s
+
+
+def seconds(phases: Iterable[Phase]) -> float:
+    """How long the phases take in a row."""
+    clock = Clock()
+    for phase in phases:
+        clock.repeat(phase)
+    return max(clock.now, clock.done)
+
+
+def spans(phases: Iterable[Phase]) -> list[Span]:
+    """Everything that goes on, phase by phase, repeated ones too."""
+    clock = Clock()
+    for phase in phases:
+        for _ in range(phase.times):
+            clock.run(phase)
+    return clock.spans
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one or several passes cost."""
+
+    phases: tuple[Phase, ...]
+    nic_bytes: float
+    """Through the busiest NIC, one way."""
+    inside_bytes: float
+    """Through the busiest rank's connection inside its host, one way."""
+    memory_bytes: float
+    """Of buffers beyond what the caller holds, at their peak, on the rank with the most."""
+    seconds: float = field(default=-1.0)
+    """Worked out from the phases where it is not given."""
+
+    def __post_init__(self) -> None:
+        if self.seconds < 0:
+            object.__setattr__(self, "seconds", seconds(self.phases))
+
+    @property
+    def compute_s(self) -> float:
+        return sum(phase.times * phase.compute_s for phase in self.phases)
+
+    @property
+    def exposed_s(self) -> float:
+        """Transfers that nothing hides."""
+        return self.seconds - self.compute_s
+
+    def __add__(self, other: Cost) -> Cost:
+        """One after the other."""
+        return Cost(
+            self.phases + other.phases,
+            self.nic_bytes + other.nic_bytes,
+            self.inside_bytes + other.inside_bytes,
+            max(self.memory_bytes, other.memory_bytes),
+            self.seconds + other.seconds,
+        )
