@@ -1,8 +1,9 @@
-"""flash-attn's functions, dense and on any device, with the signatures and rules of the real ones.
+"""flash-attn's and cuDNN's functions on any device, dense: the real ones' signatures and rules.
 
-They check what our kernels say to flash-attn where no GPU is at hand: every argument is named as
-in its release, window_size counts from the bottom right, long windows are forgotten or filled in
-as flash_api.cpp does it, and lse must be contiguous.
+They check what our kernels say to these libraries where no GPU is at hand: every argument is named
+as in its release, flash-attn's window_size counts from the bottom right, long windows are forgotten
+or filled in as flash_api.cpp does it, and lse must be contiguous; cuDNN is causal from the top left
+and wants out, dout and lse laid out as torch's MHA.cpp allocates them.
 
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim.
 """
@@ -47,8 +48,15 @@ def probabilities(
     else:
         left = right = rows + keys
     offset = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
+    return softmax(q, k, scale, (-left <= offset) & (offset <= right), lse)
+
+
+def softmax(
+    q: Tensor, k: Tensor, scale: float, seen: Tensor, lse: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """exp(scores - lse) (b, h, i, j) and lse (b, h, i), where `seen` (i, j) is True."""
     scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
-    scores = (scores * scale).masked_fill(~((-left <= offset) & (offset <= right)), -torch.inf)
+    scores = (scores * scale).masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1) if lse is None else lse
     return torch.exp(scores - lse[..., None]), lse
 
@@ -57,8 +65,13 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     p, lse = probabilities(q.float(), k.float(), scale, window)
-    v_all = v.float().repeat_interleave(q.shape[2] // k.shape[2], 2)
-    return torch.einsum("bhij,bjhd->bihd", p, v_all).to(q.dtype), lse
+    return weigh(p, v).to(q.dtype), lse
+
+
+def weigh(p: Tensor, v: Tensor) -> Tensor:
+    """(b, i, h, d) from p (b, h, i, j) and v (b, j, g, d)."""
+    group = p.shape[1] // v.shape[2]
+    return torch.einsum("bhij,bjhd->bihd", p, v.float().repeat_interleave(group, 2))
 
 
 def backward(
@@ -72,10 +85,17 @@ def backward(
     window: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert lse.is_contiguous(), "flash-attn reads lse as contiguous memory"
+    p, _ = probabilities(q.float(), k.float(), scale, window, lse)
+    return gradients(p, dout, q, k, v, out, scale)
+
+
+def gradients(
+    p: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv of flash-attn's backward, which computes delta from dout and out."""
     assert dout.dtype == out.dtype == q.dtype
     g, group = k.shape[2], q.shape[2] // k.shape[2]
     dtype, (dout, q, k, v, out) = q.dtype, (x.float() for x in (dout, q, k, v, out))
-    p, _ = probabilities(q, k, scale, window, lse)
     dp = torch.einsum("bihd,bjhd->bhij", dout, v.repeat_interleave(group, 2))
     ds = p * (dp - (dout * out).sum(-1).transpose(1, 2)[..., None]) * scale
     dq = torch.einsum("bhij,bjhd->bihd", ds, k.repeat_interleave(group, 2))
@@ -197,3 +217,45 @@ def register_torch_flash(library: torch.library.Library) -> None:
 
     library.impl("_flash_attention_forward", fwd, "CPU")
     library.impl("_flash_attention_backward", bwd, "CPU")
+
+
+def register_torch_cudnn(library: torch.library.Library, calls: list[str]) -> None:
+    """torch's `_scaled_dot_product_cudnn_attention` and `_backward`, for the CPU and any dtype.
+
+    As in MHA.cpp: rows and keys are more than one, `is_causal` counts from the top left, out has
+    q's memory order, lse is (b, h, i, 1) and packed, and a compiled graph that is used again reads
+    out, dout and lse as if they lay as the first ones did. `calls` gets "forward" and "backward".
+    """
+
+    def seen(q, k, causal):
+        assert q.shape[2] > 1 and k.shape[2] > 1, "sequence length 1"
+        assert all(x.stride(3) == 1 for x in (q, k)), "the last stride must be 1"
+        every = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+        return every.tril() if causal else every
+
+    def fwd(q, k, v, bias, with_lse, dropout=0.0, causal=False, debug=False, *, scale=None):
+        assert (bias, with_lse, dropout, debug) == (None, True, 0.0, False)
+        calls.append("forward")
+        mask, (rows, cols, values) = seen(q, k, causal), (x.transpose(1, 2) for x in (q, k, v))
+        p, lse = softmax(rows.float(), cols.float(), scale, mask)
+        out = torch.empty_like(q).copy_(weigh(p, values).transpose(1, 2))
+        seed = torch.empty((), dtype=torch.int64)
+        return out, lse[..., None], None, None, q.shape[2], k.shape[2], seed, seed, None
+
+    def bwd(dout, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, *rest, scale):
+        assert (bias, cum_q, cum_k, max_q, max_k) == (None, None, None, q.shape[2], k.shape[2])
+        assert seed.dtype == offset.dtype == torch.int64 and rest[0] == 0.0
+        laid_out = torch.empty_like(q).stride()
+        assert out.stride() == dout.stride() == laid_out, "read as if it lay like q"
+        packed = (*q.shape[:3], 1)
+        assert lse.shape == packed and lse.stride() == torch.empty(packed).stride()
+        calls.append("backward")
+        mask = seen(q, k, rest[1])
+        dout, rows, cols, values, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+        p, _ = softmax(rows.float(), cols.float(), scale, mask, lse[..., 0])
+        grads = gradients(p, dout, rows, cols, values, out, scale)
+        pairs = zip((q, k, v), grads, strict=True)
+        return tuple(torch.empty_like(x).copy_(grad.transpose(1, 2)) for x, grad in pairs)
+
+    library.impl("_scaled_dot_product_cudnn_attention", fwd, "CPU")
+    library.impl("_scaled_dot_product_cudnn_attention_backward", bwd, "CPU")

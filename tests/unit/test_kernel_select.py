@@ -54,13 +54,17 @@ def test_auto_is_reference_where_torch_has_no_flash_kernel(device, dtype):
 def test_auto_is_flash_on_cuda_where_it_is_installed(version, flash_attn_version):
     flash_attn_version(version)
     for dtype in (torch.bfloat16, torch.float16):
-        assert select("auto", replace(CUDA, dtype=dtype)).kernel.name == "flash"
+        choice = select("auto", replace(CUDA, dtype=dtype))
+        assert choice.kernel.name == "flash"
+        assert choice.reason.endswith("; it runs flash-attn 2")
 
 
 @pytest.mark.parametrize("version", [None, "2.6.3", "1.0.9"])
 def test_auto_is_sdpa_on_cuda_without_a_recent_flash_attn(version, flash_attn_version):
     flash_attn_version(version)
-    assert select("auto", CUDA).kernel.name == "sdpa"
+    choice = select("auto", CUDA)
+    assert choice.kernel.name == "sdpa"
+    assert "; it runs torch's operators for full tiles: " in choice.reason
 
 
 @pytest.mark.parametrize("head_dim", [20, 264])
@@ -75,7 +79,8 @@ def test_auto_is_reference_on_cuda_for_head_dims_that_flash_lacks(head_dim, flas
 def test_a_kernel_can_be_asked_for_by_name(name):
     choice = select(name, CPU)
     assert choice.kernel.name == name
-    assert choice.reason == f"{name} was asked for by name"
+    runs = {"reference": "einsums that hold all", "sdpa": "torch's flash operators for cpu"}
+    assert choice.reason.startswith(f"{name} was asked for by name; it runs {runs[name]}")
 
 
 @pytest.mark.parametrize(

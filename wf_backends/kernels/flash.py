@@ -135,6 +135,10 @@ class FlashKernel:
             return f"head_dim must be a multiple of 8 up to {_HEAD_DIM}, got {spec.head_dim}"
         return None if _has_flash_3() else missing_flash_2()
 
+    def runs(self, spec: KernelSpec) -> str:
+        """See Kernel.runs."""
+        return "flash-attn 3" if _has_flash_3() else "flash-attn 2"
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
     ) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,13 @@ def whole(rows: int, keys: int, band: Band) -> tuple[Piece, ...]:
     return (Piece(slice(0, rows), slice(0, keys), band),)
 
 
+def effective(rows: int, keys: int, band: Band) -> Band:
+    """`band` without the bounds that hide nothing in a tile."""
+    left = inf if band.left >= rows - 1 else band.left
+    right = inf if band.right >= keys - 1 else band.right
+    return Band(left, right)
+
+
 def cut_causal(rows: int, keys: int, band: Band) -> tuple[Piece, ...]:
     """A trimmed tile for a kernel that knows no window.
 

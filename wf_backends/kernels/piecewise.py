@@ -6,12 +6,13 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_di
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.pieces import Piece
+from wf_backends.kernels.pieces import Cut, Piece
 from wf_backends.mask import Band
 from wf_backends.merge import merge_
 
@@ -19,6 +20,16 @@ Forward = Callable[[Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor]]
 Backward = Callable[
     [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor, Tensor]
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Operators:
+    """A library's forward and backward, and the cut that makes pieces which they take."""
+
+    name: str
+    cut: Cut
+    forward: Forward
+    backward: Backward
 
 
 def piecewise_forward(

@@ -39,6 +39,10 @@ class Kernel(Protocol):
         """Why this kernel cannot run `spec` here, in words for the user; None if it can."""
         ...
 
+    def runs(self, spec: KernelSpec) -> str:
+        """What computes the tiles of a `spec` that is not refused, in words for the user."""
+        ...
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
     ) -> tuple[Tensor, Tensor]:

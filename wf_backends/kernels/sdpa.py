@@ -1,4 +1,4 @@
-"""torch's own flash kernels, through the aten operators that return lse.
+"""torch's own flash and cuDNN kernels, through the aten operators that return lse.
 
 The public F.scaled_dot_product_attention returns no lse, and its backward knows only its own rows'.
 
@@ -7,21 +7,30 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_di
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.pieces import Piece, cut_causal, cut_window
-from wf_backends.kernels.piecewise import piecewise_backward, piecewise_forward
+from wf_backends.kernels.pieces import cut_causal
+from wf_backends.kernels.piecewise import Operators, piecewise_backward, piecewise_forward
 from wf_backends.kernels.protocol import KernelSpec
+from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, Question, choose, machine, question
 from wf_backends.kernels.sdpa_cpu import additive_mask, cpu_backward, cpu_forward
-from wf_backends.kernels.sdpa_cuda import cuda_backward, cuda_forward
-from wf_backends.mask import Band
+from wf_backends.mask import FULL, Band
 
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CUDA_HEAD_DIM = 256
+
+
+def operators_for(q: Tensor, k: Tensor, band: Band) -> Operators:
+    """What computes the tile of q (b, i, h, d) and k (b, j, g, d) under `band`."""
+    if q.is_cuda:
+        return choose(question(machine(q.device), q, k, band)).operators
+    masks = cache(additive_mask)
+    return Operators("cpu", cut_causal, partial(cpu_forward, masks), partial(cpu_backward, masks))
 
 
 class SdpaKernel:
@@ -31,6 +40,11 @@ class SdpaKernel:
     """
 
     name = "sdpa"
+
+    def __init__(
+        self, operators_for: Callable[[Tensor, Tensor, Band], Operators] = operators_for
+    ) -> None:
+        self._operators_for = operators_for
 
     def refuses(self, spec: KernelSpec) -> str | None:
         """What torch's flash kernels lack; see Kernel.refuses."""
@@ -44,12 +58,20 @@ class SdpaKernel:
             return f"head_dim must be a multiple of 8 up to {_CUDA_HEAD_DIM}, got {spec.head_dim}"
         return None
 
+    def runs(self, spec: KernelSpec) -> str:
+        """See Kernel.runs; on CUDA the choice is made for each tile."""
+        if spec.device != "cuda":
+            return f"torch's flash operators for {spec.device}"
+        best = Question(machine(), spec.dtype, spec.head_dim, CUDNN_MULTIPLE, CUDNN_MULTIPLE, FULL)
+        return f"torch's operators for full tiles: {choose(best).reason}"
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
     ) -> tuple[Tensor, Tensor]:
         """See Kernel.forward."""
-        run = cuda_forward if q.is_cuda else partial(cpu_forward, cache(additive_mask))
-        return piecewise_forward(run, _pieces(q, k, band), q, k, v, scale)
+        run = self._operators_for(q, k, band)
+        pieces = run.cut(q.shape[1], k.shape[1], band)
+        return piecewise_forward(run.forward, pieces, q, k, v, scale)
 
     def backward(
         self,
@@ -64,15 +86,11 @@ class SdpaKernel:
         band: Band,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See Kernel.backward; the operators compute delta again, from dout and out."""
-        run = cuda_backward if q.is_cuda else partial(cpu_backward, cache(additive_mask))
-        return piecewise_backward(run, _pieces(q, k, band), dout, q, k, v, out, lse, scale)
+        run = self._operators_for(q, k, band)
+        pieces = run.cut(q.shape[1], k.shape[1], band)
+        return piecewise_backward(run.backward, pieces, dout, q, k, v, out, lse, scale)
 
 
 def _takes(dtypes: tuple[torch.dtype, ...], spec: KernelSpec) -> str:
     names = ", ".join(str(dtype) for dtype in dtypes)
     return f"torch's flash kernels on {spec.device} take {names}, got {spec.dtype}"
-
-
-def _pieces(q: Tensor, k: Tensor, band: Band) -> tuple[Piece, ...]:
-    cut = cut_window if q.is_cuda else cut_causal
-    return cut(q.shape[1], k.shape[1], band)

@@ -42,7 +42,7 @@ def select(name: str, spec: KernelSpec) -> Selection:
     refusal = kernel.refuses(spec)
     if refusal is not None:
         raise ValueError(f'kernel "{name}" cannot be used here: {refusal}')
-    return Selection(kernel, f"{name} was asked for by name")
+    return Selection(kernel, f"{name} was asked for by name; it runs {kernel.runs(spec)}")
 
 
 def _fastest(spec: KernelSpec) -> Selection:
@@ -50,7 +50,8 @@ def _fastest(spec: KernelSpec) -> Selection:
     for kernel in (make() for make in KERNELS.values()):
         refusal = kernel.refuses(spec)
         if refusal is None:
-            return Selection(kernel, _reason(kernel.name, spec, refusals))
+            why = _reason(kernel.name, spec, refusals)
+            return Selection(kernel, f"{why}; it runs {kernel.runs(spec)}")
         refusals.append(f"{kernel.name}: {refusal}")
     raise ValueError(f"no kernel can run {spec}; " + "; ".join(refusals))
 
