@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import ceil, inf
 
 from wf_backends.cost import Job, Walk, buffer_bytes, mask_area
@@ -178,9 +179,9 @@ class Estimator:
         live = self._live_hops(placed, shape)
         loads = list(self._loads(shape, live))
         phases = tuple(self._phase(one, shape, live) for one in loads)
-        whole = [one.load for one in loads for _ in range(one.times)]
-        whole += [self._gathered(shape), self._returned(shape)]
-        nic, inside = sum(one.nic for one in whole), sum(one.inside for one in whole)
+        around = self._gathered(shape) + self._returned(shape)
+        nic = around.nic + sum(one.times * one.load.nic for one in loads)
+        inside = around.inside + sum(one.times * one.load.inside for one in loads)
         stay, walk = shape.stay.shards * self.shard, shape.walk.shards * self.shard
         memory = buffer_bytes(self.shard, stay, walk, self.rows)
         return Cost(phases, nic, inside, memory)
@@ -210,33 +211,30 @@ class Estimator:
         chunks = tuple(self._chunks(one, shape, live)) if one.computes else ()
         return Phase(f"{self.walk.name} {one.label}", hop, chunks, one.times)
 
-    def _chunks(self, one: Travel, shape: Shape, live: int) -> Iterator[Chunk]:
+    def _chunks(self, one: Travel, shape: Shape, live: int) -> list[Chunk]:
         """A step's tiles: all at once, or a few owners at a time where rows come or go."""
         stay = shape.stay
         calls = (2 if self.masked else 1) * self.job.rate.call_s
-        step_s, done = self.busiest_s / (live + 1), 0
+        step_s = self.busiest_s / (live + 1)
         owners = bundles(stay.foreign) if one.first or one.last else []
-        parts = [(size, True) for size in owners]
+        none = [NOTHING] * len(owners)
+        fetches = self._shares(self._gathered, shape, owners) if one.first else none
+        leaves = self._shares(self._returned, shape, owners) if one.last else none
+        chunks = [
+            Chunk(step_s * size / stay.shards + calls, fetch, leave)
+            for size, fetch, leave in zip(owners, fetches, leaves, strict=True)
+        ]
         if own := stay.shards - sum(owners):
-            parts.insert(0 if one.first else len(parts), (own, False))
-        for size, foreign in parts:
-            fetch = (
-                self._beyond(self._gathered, shape, done, size)
-                if foreign and one.first
-                else NOTHING
-            )
-            leave = (
-                self._beyond(self._returned, shape, done, size) if foreign and one.last else NOTHING
-            )
-            done += size if foreign else 0
-            yield Chunk(step_s * size / stay.shards + calls, fetch, leave)
+            alone = Chunk(step_s * own / stay.shards + calls)
+            return [alone, *chunks] if one.first else [*chunks, alone]
+        return chunks
 
-    def _beyond(
-        self, upto: Callable[[Shape, int | None], Load], shape: Shape, done: int, more: int
-    ) -> Transfer:
-        """What `more` owners add to those that are done."""
-        before = upto(shape, done).transfer(self.topology)
-        return upto(shape, done + more).transfer(self.topology).beyond(before)
+    def _shares(
+        self, upto: Callable[[Shape, int | None], Load], shape: Shape, owners: list[int]
+    ) -> list[Transfer]:
+        """What every few owners add to those before them."""
+        sums = [upto(shape, done).transfer(self.topology) for done in accumulate(owners)]
+        return [after.beyond(before) for before, after in pairwise((NOTHING, *sums))]
 
     def _loads(self, shape: Shape, live: int) -> Iterator[Travel]:
         """The hops of a pass, with the walkers' gathering and their way home."""

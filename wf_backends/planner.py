@@ -74,8 +74,10 @@ def best_plan(request: Request) -> Plan:
         limit = request.memory_limit - both.memory_bytes
         backward = best_of(candidates_of(request, job, _backwards(request)), pass_order(limit), 0.0)
 
-        def whole(forward: PassPlan, job: Job = job, rest: PassPlan = backward) -> Plan:
-            return Plan(job.degree, forward, rest, _around(job))
+        def whole(
+            forward: PassPlan, job: Job = job, rest: PassPlan = backward, both: Cost = both
+        ) -> Plan:
+            return Plan(job.degree, forward, rest, both)
 
         rest = both.seconds + backward.cost.seconds
         candidates = candidates_of(request, job, (FORWARD,))

@@ -20,7 +20,6 @@ BACKWARDS: Mapping[str, Walk] = MappingProxyType(
     {"keys": BACKWARD_KEYS, "queries": BACKWARD_QUERIES}
 )
 DIGITS = 3  # of predicted seconds that count; what is as fast is told apart by other merits
-ROUNDING = 1e-2  # more than a time loses when it is rounded to so many digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +98,18 @@ class Plan:
         }
 
 
+def rounded(seconds: float) -> float:
+    """A time to the digits that count."""
+    return float(f"{seconds:.{DIGITS}g}")
+
+
 Order = tuple[float, ...]  # bytes over the limit, seconds, and what else tells plans apart
 
 
 def _order(cost: Cost, in_rank_order: bool, limit: float) -> Order:
     """Sorts costs: over the limit last, by memory; then by time, plainness and bytes."""
     over = cost.memory_bytes if cost.memory_bytes > limit else 0.0
-    seconds = float(f"{cost.seconds:.{DIGITS}g}")
-    return over, seconds, float(not in_rank_order), cost.nic_bytes, cost.inside_bytes
+    return over, rounded(cost.seconds), float(not in_rank_order), cost.nic_bytes, cost.inside_bytes
 
 
 def pass_order(limit: float) -> Callable[[PassPlan], Order]:

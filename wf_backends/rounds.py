@@ -15,7 +15,7 @@ from wf_backends.layout import Layout
 from wf_backends.ranges import Ranges, intersect, join, locate, size, subtract
 from wf_backends.rankplan import Exchange, Parcel, Parcels, Stay
 
-MOST = 7
+MOST = 3
 """Rounds of one step beside that of a rank's own rows: more owners share rounds, so that kernels
 still have something to do."""
 

@@ -12,7 +12,7 @@ from wf_backends.cost import FORWARD, Job, Walk, pass_cost
 from wf_backends.estimate import Estimator, ends_early
 from wf_backends.mask import FULL
 from wf_backends.placement import Placed, place, placements
-from wf_backends.plans import ROUNDING, Order, PassPlan, Request
+from wf_backends.plans import Order, PassPlan, Request, rounded
 
 
 class Pricing:
@@ -64,15 +64,17 @@ def passes(request: Request, job: Job, walks: Sequence[Walk]) -> Iterator[PassPl
 def best_of(
     candidates: Sequence[Candidate], order: Callable[[PassPlan], Order], rest: float
 ) -> PassPlan:
-    """The first by `order`, then by place; those whose bound is too high are not priced.
+    """The first by `order`, then by place; those that cannot win are not priced.
 
     Args:
         rest: seconds that `order` counts beside the pass itself.
     """
-    bounds = [candidate.bound + rest for candidate in candidates]
+    least = [
+        (0.0, rounded(one.bound + rest), float(not one.placed.in_rank_order)) for one in candidates
+    ]
     best: tuple[Order, int, PassPlan] | None = None
-    for at in sorted(range(len(candidates)), key=bounds.__getitem__):
-        if best is not None and not best[0][0] and bounds[at] > best[0][1] * (1 + ROUNDING):
+    for at in sorted(range(len(candidates)), key=least.__getitem__):
+        if best is not None and best[0][:3] < least[at]:
             break
         one = candidates[at].price()
         found = (order(one), at, one)

@@ -82,22 +82,27 @@ class Span:
 
 
 class Clock:
-    """Runs phases: `now` is the rank's time, `free` when the link has sent what was posted."""
+    """Runs phases: `now` is the rank's time, `free` when the link has sent what was posted.
 
-    def __init__(self) -> None:
+    Args:
+        spans: where to note everything that goes on; None = nowhere.
+    """
+
+    def __init__(self, spans: list[Span] | None = None) -> None:
         self.now = self.free = self.done = 0.0
-        self.spans: list[Span] = []
+        self.spans = spans
 
     def run(self, phase: Phase) -> None:
         """One phase, once."""
-        fetched = [self._post(f"{phase.label} fetch", chunk.fetch) for chunk in phase.chunks]
+        chunks = phase.chunks
+        fetched = [self._post(f"{phase.label} fetch", chunk.fetch) for chunk in chunks]
         landed = self._post(phase.label, phase.hop)
-        for chunk, arrived in zip(phase.chunks, fetched, strict=True):
+        for chunk, arrived in zip(chunks, fetched, strict=True):
             start = self.now = max(self.now, arrived)
             self.now += chunk.compute_s
-            if chunk.compute_s:
-                self.spans.append(Span(phase.label, "compute", start, self.now))
-            self.done = max(self.done, self._post(f"{phase.label} home", chunk.leave))
+            self._note(phase.label, "compute", start, self.now)
+            if chunk.leave.busy_s:
+                self.done = max(self.done, self._post(f"{phase.label} home", chunk.leave))
         self.now = max(self.now, landed)
 
     def repeat(self, phase: Phase) -> None:
@@ -115,8 +120,13 @@ class Clock:
             return self.now
         start = max(self.now, self.free)
         self.free = start + what.busy_s
-        self.spans.append(Span(label, "transfer", start, self.free + what.latency_s))
-        return self.free + what.latency_s
+        arrived = self.free + what.latency_s
+        self._note(label, "transfer", start, arrived)
+        return arrived
+
+    def _note(self, label: str, kind: str, start: float, stop: float) -> None:
+        if self.spans is not None and stop > start:
+            self.spans.append(Span(label, kind, start, stop))
 
 
 def seconds(phases: Iterable[Phase]) -> float:
@@ -129,11 +139,11 @@ def seconds(phases: Iterable[Phase]) -> float:
 
 def spans(phases: Iterable[Phase]) -> list[Span]:
     """Everything that goes on, phase by phase, repeated ones too."""
-    clock = Clock()
+    clock = Clock(found := [])
     for phase in phases:
         for _ in range(phase.times):
             clock.run(phase)
-    return clock.spans
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from wf_backends.planner import (
     plan_call,
     price_plan,
 )
-from wf_backends.plans import DIGITS, Request
+from wf_backends.plans import Request, rounded
 from wf_backends.schedule import check
 from wf_backends.topology import PRESETS, KernelRate, Link, Topology
 from wf_backends.traffic import Shape
@@ -87,7 +87,7 @@ def test_better_links_and_faster_kernels_never_slow_a_plan(mask: Mask) -> None:
 
     def seconds(topology: Topology) -> float:
         """To the digits that count: of plans as fast as that, other merits choose."""
-        return float(f"{best_plan(Request(topology, workload)).cost.seconds:.{DIGITS}g}")
+        return rounded(best_plan(Request(topology, workload)).cost.seconds)
 
     now = seconds(base)
     assert seconds(replace(base, between=Link(1e-4, 1e10))) <= now
