@@ -10,10 +10,14 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 
 from wf_backends.comm.protocol import Communicator, Message, Pending
 from wf_backends.ranges import Ranges
 from wf_backends.rankplan import Gather, Parcel
+
+SPAN = "wallfacer "
+"""What the names of our spans in a profile of torch.profiler begin with."""
 
 Tensors = tuple[Tensor, ...]
 Combine = Callable[[Tensors, Tensors], None]
@@ -63,7 +67,8 @@ class Mail:
     def wait(self) -> None:
         """Return when everything has landed."""
         if self._pending is not None:
-            self._pending.wait()
+            with record_function(f"{SPAN}wait {self.label}"):
+                self._pending.wait()
 
     def deliver(self) -> None:
         """Start everything and return when it has landed."""

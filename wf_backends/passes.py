@@ -16,6 +16,7 @@ from torch.autograd.profiler import record_function
 
 from wf_backends.comm.protocol import Communicator
 from wf_backends.mail import (
+    SPAN,
     Combine,
     Home,
     Mail,
@@ -29,9 +30,6 @@ from wf_backends.mail import (
 from wf_backends.ranges import Ranges
 from wf_backends.rankplan import Exchange, Parcel, RankPlan, Round, Stay, Step
 from wf_backends.tiles import Tile
-
-SPAN = "wallfacer "
-"""What the names of a pass's spans in a profile of torch.profiler begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +205,7 @@ class Pass:
 
     def _wait(self, mail: Mail) -> None:
         if mail in self.flying:
-            with record_function(f"{SPAN}wait {mail.label}"):
-                mail.wait()
+            mail.wait()
             self.flying.remove(mail)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,12 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 from wf_backends.commands import options as o
-from wf_backends.cost import FORWARD, Cost, Job, pass_cost
+from wf_backends.cost import FORWARD, Job, pass_cost
 from wf_backends.planner import in_rank_order
 from wf_backends.plans import BACKWARDS
 from wf_backends.schedule import make_schedule, render
+from wf_backends.timeline import Clock, Cost, Span
 
 PICTURES = (".png", ".svg", ".pdf")
+WIDTH = 48  # characters of the time axis
 
 
 def explain(
@@ -71,17 +74,32 @@ def explain(
 
 
 def timeline(cost: Cost, name: str) -> Table:
-    """Every phase of a pass, with a bar for what computing hides and for what it does not."""
+    """Every phase of a pass on one time axis: what computes, what travels, and both at once."""
     total = max(cost.seconds, 1e-12)
     found = Table(title=f"{name}: {1e3 * cost.seconds:.4g} ms predicted")
     found.add_column("phase")
     for column in ("compute ms", "transfer ms"):
         found.add_column(column, justify="right")
-    found.add_column("compute #  transfer that waits -")
+    found.add_column("compute #  transfer -  both +", min_width=WIDTH, no_wrap=True)
+    clock = Clock(spans := [])
     for phase in cost.phases:
-        waits = max(0.0, phase.transfer_s - phase.compute_s)
-        bar = "#" * round(40 * phase.compute_s / total) + "-" * round(40 * waits / total)
+        first = len(spans)
+        clock.run(phase)
         found.add_row(
-            phase.label, f"{1e3 * phase.compute_s:.4g}", f"{1e3 * phase.transfer_s:.4g}", bar
+            phase.label,
+            f"{1e3 * phase.compute_s:.4g}",
+            f"{1e3 * phase.transfer_s:.4g}",
+            bar(spans[first:], total),
         )
     return found
+
+
+def bar(spans: Sequence[Span], total: float) -> str:
+    """When something of a phase goes on, as one line of characters."""
+    seen = [set[str]() for _ in range(WIDTH)]
+    for span in spans:
+        first, stop = (round(WIDTH * at / total) for at in (span.start, span.stop))
+        for column in seen[first:stop]:
+            column.add(span.kind)
+    marks = {(): " ", ("compute",): "#", ("transfer",): "-", ("compute", "transfer"): "+"}
+    return "".join(marks[tuple(sorted(kinds))] for kinds in seen).rstrip()
