@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from wf_backends.layout import check_layout_name
-from wf_backends.schedule import make_schedule
+from wf_backends.placement import ORDER, read_placed
 from wf_backends.suggest import nearest
 
 AUTO = "auto"
@@ -38,7 +38,8 @@ class SequenceParallelConfig:
     route: Route = AUTO
     """{"name": "ring" | "all_gather"}, {"name": "double_ring", "inner": 4}, {"name":
     "concentric", "team_size": 2}, {"name": "mesh", "rows": 2, "cols": 4}, or "auto". A name alone
-    may be given as a string where the route takes no other key."""
+    may be given as a string where the route takes no other key. Every route also takes a placement,
+    "order": [1, 0] and "reverse": true (see `placement.read_placed`); without, rank order."""
     backward_route: Route = None
     """The same forms; None = the forward's, or the planner's choice where route is "auto"."""
     backward_moves: str = "keys"
@@ -90,7 +91,7 @@ class SequenceParallelConfig:
         if self.strategy is None:
             del words["strategy"]
         return {
-            key: dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
+            key: _plain(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
             for key, value in words.items()
         }
 
@@ -131,12 +132,19 @@ class SequenceParallelConfig:
             )
         words = {"name": route} if isinstance(route, str) else dict(cast(Mapping[str, Any], route))
         try:
-            make_schedule(words, self.route_size)
+            words = read_placed(words, self.route_size).to_words()
         except ValueError as error:
             size, degree = self.sequence_parallel_size, self.ulysses_degree
             ranks = f"sequence_parallel_size {size} / ulysses_degree {degree} = {self.route_size}"
             raise ValueError(f"{key}: {error} ({ranks})") from None
+        if ORDER in words:
+            words[ORDER] = tuple(words[ORDER])
         return MappingProxyType(dict(sorted(words.items())))
+
+
+def _plain(route: Mapping[str, Any]) -> dict[str, Any]:
+    """A route as a JSON has it."""
+    return {key: list(value) if key == ORDER else value for key, value in route.items()}
 
 
 def _positive(name: str, value: object) -> None:

@@ -20,8 +20,9 @@ from wf_backends.executor import Attention, Call, accumulator_dtype
 from wf_backends.kernels import KernelSpec, Selection, select
 from wf_backends.layout import Layout, layout_of, lengths, merge_shards
 from wf_backends.mask import Mask
+from wf_backends.placement import place, read_placed
 from wf_backends.planner import plan_call
-from wf_backends.schedule import Schedule, check, make_schedule
+from wf_backends.schedule import Schedule, check
 from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 from wf_backends.ulysses import Exchange, heads_for_tokens, make_exchange, tokens_for_heads
@@ -118,7 +119,8 @@ class DistributedAttention:
         if AUTO in (config.route, back):
             plan = plan_call(config, shape, seqlen, mask, self.topology)
             return plan.forward.schedule(size), plan.backward.schedule(size)
-        forward, backward = (check(make_schedule(_words(r), size)) for r in (config.route, back))
+        placed = (read_placed(_words(route), size) for route in (config.route, back))
+        forward, backward = (check(place(one, size)) for one in placed)
         return forward, backward
 
 

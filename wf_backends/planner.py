@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
-from typing import Any
 
 from wf_backends.config import AUTO, Route, SequenceParallelConfig
 from wf_backends.cost import (
@@ -23,7 +22,7 @@ from wf_backends.cost import (
 )
 from wf_backends.layout import LAYOUTS
 from wf_backends.mask import Mask
-from wf_backends.placement import Placed, digits, divisors
+from wf_backends.placement import Placed, divisors, read_placed
 from wf_backends.plans import BACKWARDS, PassPlan, Plan, Request, pass_order, plan_order
 from wf_backends.search import Pricing, best_of, candidates_of, passes
 from wf_backends.topology import PRESETS, Topology
@@ -152,16 +151,10 @@ def _plan_call(
 
 
 def _named(route: Route, size: int) -> tuple[Placed, ...] | None:
-    """The one route that a config names, in rank order; None for "auto"."""
+    """The one route that a config names, as it places it; None for "auto"."""
     if route == AUTO or route is None or isinstance(route, str):
         return None
-    return (in_rank_order(dict(route), size),)
-
-
-def in_rank_order(route: dict[str, Any], size: int) -> Placed:
-    """A route as a config names it: part r is played by rank r."""
-    order = tuple(range(len(digits(route, size))))
-    return Placed(tuple(sorted(route.items())), order)
+    return (read_placed(route, size),)
 
 
 def price_plan(

@@ -84,15 +84,15 @@ class Plan:
 
     @property
     def in_rank_order(self) -> bool:
-        """Whether a config can say it: every part is played by the rank of its number."""
+        """Whether every part is played by the rank of its number."""
         return self.forward.placed.in_rank_order and self.backward.placed.in_rank_order
 
     def to_config(self, size: int, layout: str) -> dict[str, Any]:
-        """The words of a config for this plan; the placement is not among them."""
+        """The words of the config that runs this plan and no other."""
         return {
             "sequence_parallel_size": size,
-            "route": self.forward.placed.route,
-            "backward_route": self.backward.placed.route,
+            "route": self.forward.placed.to_words(),
+            "backward_route": self.backward.placed.to_words(),
             "backward_moves": self.moves,
             "ulysses_degree": self.degree,
             "layout": layout,

@@ -73,6 +73,51 @@ def test_backward_route_and_direction(moves):
     assert max(run_threads(8, attend, words, 4, 2, {"causal": True})) < 1e-10
 
 
+MOVES = ("keys", "queries") * 3
+PLACED = (
+    {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True},
+    {"name": "concentric", "team_size": 2, "order": [1, 2, 0]},
+    {"name": "ring", "reverse": True},
+    {"name": "double_ring", "inner": 2, "order": [1, 0]},
+    {"name": "mesh", "rows": 2, "cols": 2, "order": [1, 0], "reverse": True},
+    {"name": "mesh", "rows": 4, "cols": 2, "order": [1, 0]},
+)
+
+
+@pytest.mark.parametrize("size", (4, 8))
+@pytest.mark.parametrize("mask", range(len(MASKS)))
+def test_placed_routes_are_exact(size, mask):
+    """In forward and backward, each with another placement, keys and queries walking."""
+    fits = [r for r in PLACED if "rows" not in r or r["rows"] * r["cols"] == size]
+    for route, other, moves in zip(fits, fits[1:] + fits[:1], MOVES[: len(fits)], strict=True):
+        words = {"sequence_parallel_size": size, "route": route, "backward_route": other}
+        words |= {"backward_moves": moves, "kernel": "reference"}
+        assert max(run_threads(size, attend, words, 4, 2, MASKS[mask])) < 1e-10, words
+
+
+def peers_of(comm, words):
+    """To which ranks this rank sends in the forward."""
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+    q, k, v, _ = (sp.shard(x) for x in tensors(4, 4))
+    peers, post = set(), comm._post
+
+    def noted(label, sends, recvs):
+        if label.startswith("forward"):
+            peers.update(peer for peer, tensor in sends if tensor.numel())
+        return post(label, sends, recvs)
+
+    comm._post = noted
+    sp.attention(q, k, v)
+    return peers
+
+
+def test_a_placement_sends_where_it_says():
+    words = {"sequence_parallel_size": 4, "route": {"name": "ring"}}
+    assert run_threads(4, peers_of, words) == [{3}, {0}, {1}, {2}]
+    words["route"] = {"name": "ring", "reverse": True}
+    assert run_threads(4, peers_of, words) == [{1}, {2}, {3}, {0}]
+
+
 @pytest.mark.parametrize(
     ("degree", "heads", "kv_heads", "says"),
     (

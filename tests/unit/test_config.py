@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from dataclasses import FrozenInstanceError
 
@@ -42,6 +43,22 @@ def test_the_order_of_a_routes_keys_means_nothing():
     assert repr(configs[0]) == repr(configs[1])
 
 
+def test_a_placement_goes_in_and_comes_out_as_a_json_has_it():
+    placed = {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True}
+    words = {**DESIGN, "route": placed, "backward_route": {"name": "ring", "reverse": True}}
+    config = SequenceParallelConfig.from_dict(json.loads(json.dumps(words)))
+    assert config.to_dict() == words
+    assert pickle.loads(pickle.dumps(config)) == config != SequenceParallelConfig.from_dict(DESIGN)
+    assert hash(config) == hash(SequenceParallelConfig.from_dict(words))
+    placed["order"][0] = 7
+    assert config.route["order"] == (2, 0, 1)  # pyright: ignore
+
+
+def test_rank_order_said_is_the_same_as_unsaid():
+    said = {**DESIGN["route"], "order": [0, 1, 2], "reverse": False}
+    assert SequenceParallelConfig.from_dict({**DESIGN, "route": said}).to_dict() == DESIGN
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     (
@@ -67,6 +84,12 @@ def test_the_order_of_a_routes_keys_means_nothing():
             {"backward_route": {"name": "mesh", "rows": 3, "cols": 2}},
             "backward_route: .*multiply to",
         ),
+        (
+            {"route": {"name": "concentric", "team_size": 2, "order": [0, 1]}},
+            r"route: order must list every digit .*0 = block \(of 2\), 1 = place \(of 2\), "
+            r"2 = member \(of 2\); got \[0, 1\]",
+        ),
+        ({"backward_route": {"name": "ring", "reverse": "yes"}}, "backward_route: reverse must be"),
         (
             {"ulysses_degree": 4, "route": {"name": "concentric", "team_size": 2}},
             "sequence_parallel_size 8 / ulysses_degree 4 = 2",

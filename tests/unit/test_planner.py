@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 
@@ -13,11 +14,10 @@ from wf_backends.config import SequenceParallelConfig
 from wf_backends.cost import Workload
 from wf_backends.estimate import Estimator
 from wf_backends.mask import CAUSAL, Band, Mask
-from wf_backends.placement import divisors
+from wf_backends.placement import divisors, in_rank_order
 from wf_backends.planner import (
     all_plans,
     best_plan,
-    in_rank_order,
     legal_degrees,
     plan_call,
     price_plan,
@@ -77,7 +77,11 @@ def test_every_plan_can_run() -> None:
     for plan in all_plans(Request(cluster(2, 4), Workload(SHAPE, 240, Mask(CAUSAL)))):
         for one in (plan.forward, plan.backward):
             check(one.schedule(8 // plan.degree))
-        SequenceParallelConfig.from_dict(plan.to_config(8, "zigzag"))
+        words = json.loads(json.dumps(plan.to_config(8, "zigzag")))
+        again = plan_call(SequenceParallelConfig.from_dict(words), SHAPE, 240, Mask(CAUSAL))
+        for one, other in ((plan.forward, again.forward), (plan.backward, again.backward)):
+            assert one.placed == other.placed
+        assert (again.degree, again.moves) == (plan.degree, plan.moves)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -200,6 +204,10 @@ def test_a_call_keeps_what_the_config_names() -> None:
         assert one.placed.route == {"name": "concentric", "team_size": 2}
         assert one.placed.in_rank_order
     assert plan.moves == "queries"
+    placed = {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True}
+    plan = plan_call(config(route=placed), SHAPE, 240, Mask())
+    assert plan.forward.placed == plan.backward.placed
+    assert plan.forward.placed.to_words() == placed
     half = plan_call(config(route="ring", backward_route="auto"), SHAPE, 240, Mask())
     assert half.forward.placed.route == {"name": "ring"}
 
