@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 
 from wf_backends.cost import Workload
 from wf_backends.mask import CAUSAL, Mask
-from wf_backends.placement import divisors
-from wf_backends.planner import best_plan, in_rank_order, legal_degrees, price_plan
+from wf_backends.placement import divisors, in_rank_order
+from wf_backends.planner import best_plan, legal_degrees, price_plan
 from wf_backends.plans import Plan, Request
 from wf_backends.topology import KernelRate, Link, Topology
 from wf_backends.traffic import Shape

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from wf_backends.layout import check_layout_name
-from wf_backends.schedule import make_schedule
+from wf_backends.placement import ORDER, divisors, read_placed
 from wf_backends.suggest import nearest
 
 AUTO = "auto"
@@ -38,13 +38,16 @@ class SequenceParallelConfig:
     route: Route = AUTO
     """{"name": "ring" | "all_gather"}, {"name": "double_ring", "inner": 4}, {"name":
     "concentric", "team_size": 2}, {"name": "mesh", "rows": 2, "cols": 4}, or "auto". A name alone
-    may be given as a string where the route takes no other key."""
+    may be given as a string where the route takes no other key. Every route also takes a placement,
+    "order": [1, 0] and "reverse": true (see `placement.read_placed`); without, rank order."""
     backward_route: Route = None
     """The same forms; None = the forward's, or the planner's choice where route is "auto"."""
-    backward_moves: str = "keys"
-    """Which side walks in the backward: "keys" or "queries"."""
-    ulysses_degree: int = 1
-    """Ranks that trade heads for tokens, consecutive; it divides sequence_parallel_size."""
+    backward_moves: str | None = None
+    """Which side walks in the backward: "keys", "queries", or "auto". None = "keys" where the
+    backward's route is named, else "auto"."""
+    ulysses_degree: int | str | None = None
+    """Ranks that trade heads for tokens, consecutive; it divides sequence_parallel_size. Or "auto":
+    chosen for each call by its heads. None = 1 where a route is named, else "auto"."""
     layout: str = "zigzag"
     """"zigzag", "contiguous" or "document_zigzag" (packed documents of any length, balanced): which
     tokens a rank owns."""
@@ -56,24 +59,39 @@ class SequenceParallelConfig:
 
     def __post_init__(self) -> None:
         _positive("sequence_parallel_size", self.sequence_parallel_size)
-        _positive("ulysses_degree", self.ulysses_degree)
-        if self.sequence_parallel_size % self.ulysses_degree:
-            raise ValueError(
-                f"ulysses_degree must divide sequence_parallel_size {self.sequence_parallel_size}, "
-                f"got {self.ulysses_degree}"
-            )
         check_layout_name(self.layout)
         _one_of("kernel", self.kernel, KERNEL_NAMES)
-        _one_of("backward_moves", self.backward_moves, MOVES)
         if self.strategy is not None:
             self._check_strategy()
+        self._fill_in()
+        _one_of("backward_moves", self.backward_moves, (AUTO, *MOVES))
+        self._check_degree()
         for name in ("route", "backward_route"):
             object.__setattr__(self, name, self._checked_route(name))
+        if not self.degrees:
+            raise ValueError(
+                f"no ulysses_degree of sequence_parallel_size {self.sequence_parallel_size} fits "
+                f"both route {self.to_dict()['route']} and backward_route "
+                f"{self.to_dict()['backward_route']}"
+            )
 
     @property
-    def route_size(self) -> int:
-        """Ranks of the route, around which Ulysses groups stand."""
-        return self.sequence_parallel_size // self.ulysses_degree
+    def degrees(self) -> tuple[int, ...]:
+        """The ulysses degrees that may be used: the one given, or all that the routes fit."""
+        if self.ulysses_degree != AUTO:
+            return (cast(int, self.ulysses_degree),)
+        routes = [r for r in (self.route, self.backward_route) if isinstance(r, Mapping)]
+        sizes = divisors(self.sequence_parallel_size)
+        return tuple(
+            degree
+            for degree in sizes
+            if all(_fits(route, self.sequence_parallel_size // degree) for route in routes)
+        )
+
+    @property
+    def leaves_open(self) -> bool:
+        """Whether something is "auto", so that a plan has to be chosen."""
+        return AUTO in (self.route, self.backward_route, self.ulysses_degree, self.backward_moves)
 
     @classmethod
     def from_dict(cls, words: Mapping[str, Any]) -> SequenceParallelConfig:
@@ -90,7 +108,7 @@ class SequenceParallelConfig:
         if self.strategy is None:
             del words["strategy"]
         return {
-            key: dict(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
+            key: _plain(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
             for key, value in words.items()
         }
 
@@ -108,8 +126,8 @@ class SequenceParallelConfig:
         right = {
             "route": (LSS_ROUTE["name"], LSS_ROUTE),
             "backward_route": (None, LSS_ROUTE["name"], LSS_ROUTE),
-            "backward_moves": ("keys",),
-            "ulysses_degree": (1,),
+            "backward_moves": (None, "keys"),
+            "ulysses_degree": (None, 1),
         }
         for key, values in right.items():
             if (value := getattr(self, key)) not in values:
@@ -117,6 +135,29 @@ class SequenceParallelConfig:
                     f'{key} {value!r} contradicts strategy "{LSS}", which gathers all keys; '
                     f"leave {key} out"
                 )
+
+    def _fill_in(self) -> None:
+        """What follows from the routes where it is not given."""
+        back = self.route if self.backward_route is None else self.backward_route
+        if self.backward_moves is None:
+            object.__setattr__(self, "backward_moves", AUTO if back == AUTO else MOVES[0])
+        if self.ulysses_degree is None:
+            named = self.route != AUTO or back != AUTO
+            object.__setattr__(self, "ulysses_degree", 1 if named else AUTO)
+
+    def _check_degree(self) -> None:
+        degree, size = self.ulysses_degree, self.sequence_parallel_size
+        if degree == AUTO:
+            return
+        if isinstance(degree, str):
+            raise ValueError(
+                f'ulysses_degree must be a positive integer or "{AUTO}", got {degree!r}'
+            )
+        _positive("ulysses_degree", degree)
+        if size % cast(int, degree):
+            raise ValueError(
+                f"ulysses_degree must divide sequence_parallel_size {size}, got {degree}"
+            )
 
     def _checked_route(self, key: str) -> Route:
         """The route with its name spelled out, once it is known to fit."""
@@ -130,13 +171,31 @@ class SequenceParallelConfig:
                 f'{key} must be "auto" or an object such as {{"name": "ring"}}, got {route!r}'
             )
         words = {"name": route} if isinstance(route, str) else dict(cast(Mapping[str, Any], route))
+        size, degree = self.sequence_parallel_size, self.ulysses_degree
+        known = divisors(size) if degree == AUTO else [cast(int, degree)]
+        fits = next((d for d in known if _fits(words, size // d)), known[0])
         try:
-            make_schedule(words, self.route_size)
+            words = read_placed(words, size // fits).to_words()
         except ValueError as error:
-            size, degree = self.sequence_parallel_size, self.ulysses_degree
-            ranks = f"sequence_parallel_size {size} / ulysses_degree {degree} = {self.route_size}"
+            ranks = f"sequence_parallel_size {size} / ulysses_degree {degree} = {size // fits}"
+            ranks = f"and fits no ulysses_degree of {known}" if degree == AUTO else ranks
             raise ValueError(f"{key}: {error} ({ranks})") from None
+        if ORDER in words:
+            words[ORDER] = tuple(words[ORDER])
         return MappingProxyType(dict(sorted(words.items())))
+
+
+def _fits(route: Mapping[str, Any], size: int) -> bool:
+    try:
+        read_placed(route, size)
+    except ValueError:
+        return False
+    return True
+
+
+def _plain(route: Mapping[str, Any]) -> dict[str, Any]:
+    """A route as a JSON has it."""
+    return {key: list(value) if key == ORDER else value for key, value in route.items()}
 
 
 def _positive(name: str, value: object) -> None:

@@ -5,7 +5,6 @@ Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -15,13 +14,13 @@ from torch.nn import Parameter
 
 from wf_backends.agree import Agreement, fingerprint
 from wf_backends.comm.protocol import Communicator
-from wf_backends.config import AUTO, Route, SequenceParallelConfig
+from wf_backends.config import SequenceParallelConfig
 from wf_backends.executor import Attention, Call, accumulator_dtype
 from wf_backends.kernels import KernelSpec, Selection, select
 from wf_backends.layout import Layout, layout_of, lengths, merge_shards
 from wf_backends.mask import Mask
-from wf_backends.planner import plan_call
-from wf_backends.schedule import Schedule, check, make_schedule
+from wf_backends.planner import choose
+from wf_backends.schedule import check
 from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 from wf_backends.ulysses import Exchange, heads_for_tokens, make_exchange, tokens_for_heads
@@ -32,6 +31,10 @@ from wf_backends.walk import Problem, RankPlan, plan_rank, turning_well
 class AttentionPlan:
     """Everything that this rank does for one kind of call."""
 
+    pool: Communicator
+    """Ranks that trade heads for tokens."""
+    route: Communicator
+    """Ranks that the keys (or queries) go around."""
     queries: Exchange
     keys: Exchange
     forward: RankPlan
@@ -46,10 +49,6 @@ class DistributedAttention:
         self, config: SequenceParallelConfig, comm: Communicator, topology: Topology | None = None
     ) -> None:
         self.config, self.comm, self.topology = config, comm, topology
-        degree = config.ulysses_degree
-        first = comm.rank // degree * degree
-        self._pool = comm.view(range(first, first + degree))
-        self._route = comm.view(range(comm.rank - first, comm.size, degree))
         self._agreement = Agreement(comm)
         self._plan = lru_cache(maxsize=64)(self._make_plan)
 
@@ -59,12 +58,12 @@ class DistributedAttention:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
         check_tensors(q, k, v)
         plan = self.plan(q, k, mask, scale, seqlen)
-        q = heads_for_tokens(q, plan.queries, self._pool, "ulysses q")
-        k = heads_for_tokens(k, plan.keys, self._pool, "ulysses k")
-        v = heads_for_tokens(v, plan.keys, self._pool, "ulysses v")
-        call = Call(plan.forward, plan.backward, self._route, plan.selection.kernel, scale)
+        q = heads_for_tokens(q, plan.queries, plan.pool, "ulysses q")
+        k = heads_for_tokens(k, plan.keys, plan.pool, "ulysses k")
+        v = heads_for_tokens(v, plan.keys, plan.pool, "ulysses v")
+        call = Call(plan.forward, plan.backward, plan.route, plan.selection.kernel, scale)
         out = Attention.apply(q, k, v, call)
-        return tokens_for_heads(out, plan.queries, self._pool, "ulysses out")
+        return tokens_for_heads(out, plan.queries, plan.pool, "ulysses out")
 
     def plan(
         self, q: Tensor, k: Tensor, mask: Mask, scale: float, seqlen: int | None
@@ -94,37 +93,30 @@ class DistributedAttention:
     def _make_plan(
         self, q_layout: Layout, kv_layout: Layout, mask: Mask, spec: KernelSpec, batch: int
     ) -> AttentionPlan:
-        degree, rank = self.config.ulysses_degree, self.comm.rank
-        first = rank // degree * degree
-        queries = make_exchange(q_layout[first : first + degree], spec.heads, spec.heads)
-        keys = make_exchange(kv_layout[first : first + degree], spec.kv_heads, spec.heads)
         sizes = spec.dtype.itemsize, accumulator_dtype(spec.dtype).itemsize
         shape = Shape(batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes)
-        forward, backward = self._schedules(shape, sum(lengths(q_layout)), mask)
+        choice = choose(self.config, shape, sum(lengths(q_layout)), mask, self.topology)
+        degree = choice.degree
+        at, member = divmod(self.comm.rank, degree)
+        pool = range(at * degree, (at + 1) * degree)
+        queries = make_exchange(q_layout[pool.start : pool.stop], spec.heads, spec.heads)
+        keys = make_exchange(kv_layout[pool.start : pool.stop], spec.kv_heads, spec.heads)
         pooled = merge_shards(q_layout, degree), merge_shards(kv_layout, degree)
-        turn = self.config.backward_moves == "queries"
+        forward, backward = (check(one) for one in choice.schedules(self.comm.size))
+        turn = choice.moves == "queries"
         there, back = Problem(forward, *pooled, mask), Problem(backward, *pooled, mask, turn)
         if mask.band.left < inf:
             there, back = turning_well(there), turning_well(back)
-        at = rank // degree
         tile = replace(spec, heads=queries.share, kv_heads=keys.share)
-        selection = select(self.config.kernel, tile)
-        return AttentionPlan(queries, keys, plan_rank(there, at), plan_rank(back, at), selection)
-
-    def _schedules(self, shape: Shape, seqlen: int, mask: Mask) -> tuple[Schedule, Schedule]:
-        """(forward, backward): what the config names, or what the planner picks for "auto"."""
-        config, size = self.config, self.config.route_size
-        back = config.route if config.backward_route is None else config.backward_route
-        if AUTO in (config.route, back):
-            plan = plan_call(config, shape, seqlen, mask, self.topology)
-            return plan.forward.schedule(size), plan.backward.schedule(size)
-        forward, backward = (check(make_schedule(_words(r), size)) for r in (config.route, back))
-        return forward, backward
-
-
-def _words(route: Route) -> Mapping[str, object]:
-    assert isinstance(route, Mapping), "the config spells routes out"
-    return route
+        return AttentionPlan(
+            self.comm.view(pool),
+            self.comm.view(range(member, self.comm.size, degree)),
+            queries,
+            keys,
+            plan_rank(there, at),
+            plan_rank(back, at),
+            select(self.config.kernel, tile),
+        )
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

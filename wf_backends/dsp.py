@@ -76,8 +76,9 @@ def spread(
 def _refuse_idle_words(model: str, config: SequenceParallelConfig) -> None:
     size = config.sequence_parallel_size
     idle = SequenceParallelConfig(sequence_parallel_size=size, layout=LAYOUT).to_dict()
-    for key, value in reversed(config.to_dict().items()):  # a strategy before its route
-        if value != idle.get(key):
+    words = config.to_dict()
+    for key in sorted(words, key=lambda key: key != "strategy"):  # before the route it names
+        if (value := words[key]) != idle.get(key):
             raise ValueError(
                 f'"{key}": {value!r} beside "{KEY}" says how attention meets over ranks, but no '
                 f"module of {model} attends over ranks, by a method {RECEIVER}(sp); leave it out"

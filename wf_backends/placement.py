@@ -1,3 +1,4 @@
+# pyright: reportUnnecessaryIsInstance=false
 """Which rank plays which part of a schedule.
 
 Pure: standard library only. The ranks of a route are numbers with digits: of a mesh (column, row),
@@ -12,11 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import permutations
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 from wf_backends.schedule import Hop, Schedule, make_schedule
+from wf_backends.suggest import nearest
 
-Words = tuple[tuple[str, Any], ...]  # a route as in the config, sorted and hashable
+Words = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
+ORDER, REVERSE = "order", "reverse"  # a placement, as words of a route
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,20 @@ class Placed:
 
     @property
     def route(self) -> dict[str, Any]:
-        """The route as in the config."""
+        """The route as in the config, without its placement."""
         return dict(self.words)
 
     @property
     def in_rank_order(self) -> bool:
-        """Whether part r is played by rank r, as where a config names the route."""
+        """Whether part r is played by rank r, as where a route says nothing of placement."""
         return self.order == tuple(range(len(self.order))) and not self.reverse
+
+    def to_words(self) -> dict[str, Any]:
+        """What `read_placed` takes, as a JSON has it; rank order goes without saying."""
+        placement: dict[str, Any] = {}
+        if self.order != tuple(range(len(self.order))):
+            placement[ORDER] = list(self.order)
+        return self.route | placement | ({REVERSE: True} if self.reverse else {})
 
     def __str__(self) -> str:
         route = self.route
@@ -50,18 +60,60 @@ class Placed:
         return f"{text}, reversed" if self.reverse else text
 
 
-def digits(route: Mapping[str, Any], n: int) -> tuple[int, ...]:
-    """The sizes of the digits of a route's parts, the most worthy first."""
+def named_digits(route: Mapping[str, Any], n: int) -> dict[str, int]:
+    """The digits of a route's parts, the most worthy first: what they count, and their sizes."""
     match route["name"]:
         case "double_ring":
-            return n // route["inner"], route["inner"]
+            return {"outer": n // route["inner"], "inner": route["inner"]}
         case "mesh":
-            return route["cols"], route["rows"]
+            return {"column": route["cols"], "row": route["rows"]}
         case "concentric":
             team = route["team_size"]
-            return team, n // team**2, team
+            return {"block": team, "place": n // team**2, "member": team}
         case _:
-            return (n,)
+            return {"rank": n}
+
+
+def digits(route: Mapping[str, Any], n: int) -> tuple[int, ...]:
+    """The sizes of the digits of a route's parts, the most worthy first."""
+    return tuple(named_digits(route, n).values())
+
+
+def in_rank_order(route: Mapping[str, Any], n: int) -> Placed:
+    """A route whose part r is played by rank r."""
+    return Placed(tuple(sorted(route.items())), tuple(range(len(digits(route, n)))))
+
+
+def read_placed(route: Mapping[str, Any], n: int) -> Placed:
+    """A route for n ranks and its placement, in the words of a config.
+
+    Args:
+        route: such as {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": true}.
+            "order" (default: rank order) lists the digits as they stand in a rank's number, the
+            most worthy first; "reverse" (default: false) counts the ranks backwards.
+
+    Raises:
+        ValueError: if the route does not fit n ranks, or naming its digits and their sizes if the
+            order is none of them.
+    """
+    words = {key: value for key, value in route.items() if key not in (ORDER, REVERSE)}
+    for key in words:
+        if meant := nearest(key, (ORDER, REVERSE)):
+            raise ValueError(f"no route takes {key!r}{meant}")
+    make_schedule(words, n)
+    plain, reverse = in_rank_order(words, n), route.get(REVERSE, False)
+    if not isinstance(reverse, bool):
+        raise ValueError(f"{REVERSE} must be true or false, got {reverse!r}")
+    order = route.get(ORDER, plain.order)
+    listed = tuple(cast(tuple[Any, ...], order)) if isinstance(order, list | tuple) else ()
+    if any(type(at) is not int for at in listed) or sorted(listed) != list(plain.order):
+        sizes = enumerate(named_digits(words, n).items())
+        told = ", ".join(f"{at} = {name} (of {size})" for at, (name, size) in sizes)
+        raise ValueError(
+            f"{ORDER} must list every digit of route {words['name']!r} once, here {told}; "
+            f"got {order!r}"
+        )
+    return Placed(plain.words, listed, reverse)
 
 
 def orders(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:

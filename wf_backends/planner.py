@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
-from typing import Any
 
-from wf_backends.config import AUTO, Route, SequenceParallelConfig
+from wf_backends.config import AUTO, MOVES, Route, SequenceParallelConfig
 from wf_backends.cost import (
     FORWARD,
     Cost,
@@ -23,8 +22,8 @@ from wf_backends.cost import (
 )
 from wf_backends.layout import LAYOUTS
 from wf_backends.mask import Mask
-from wf_backends.placement import Placed, digits, divisors
-from wf_backends.plans import BACKWARDS, PassPlan, Plan, Request, pass_order, plan_order
+from wf_backends.placement import Placed, divisors, read_placed
+from wf_backends.plans import BACKWARDS, Choice, PassPlan, Plan, Request, pass_order, plan_order
 from wf_backends.search import Pricing, best_of, candidates_of, passes
 from wf_backends.topology import PRESETS, Topology
 from wf_backends.traffic import Shape
@@ -104,6 +103,21 @@ def check_memory(first: Plan, request: Request) -> Plan:
     return first
 
 
+def choose(
+    config: SequenceParallelConfig,
+    shape: Shape,
+    seqlen: int,
+    mask: Mask,
+    topology: Topology | None = None,
+) -> Choice:
+    """What an attention call runs: what the config names, and `plan_call` for what is "auto"."""
+    if config.leaves_open:
+        return plan_call(config, shape, seqlen, mask, topology).choice
+    named = (_named(route, config) or () for route in _both_routes(config))
+    forward, backward = (placed for one in named for placed in one)
+    return Choice(config.degrees[0], forward, backward, str(config.backward_moves))
+
+
 def plan_call(
     config: SequenceParallelConfig,
     shape: Shape,
@@ -113,10 +127,10 @@ def plan_call(
 ) -> Plan:
     """The plan of an attention call, for what a config leaves to "auto".
 
-    The head split, the layout and the side that walks in the backward are the config's. Where
-    route is "auto" and backward_route is not named, both are chosen apart. Documents are left out
-    of the prediction, so that the choice is the same for every batch; a layout that follows from
-    them is as even as a zigzag.
+    The layout is the config's. Where route is "auto" and backward_route is not named, both are
+    chosen apart. So that the choice does not change from batch to batch, documents are left out
+    of the prediction (a layout that follows from them is as even as a zigzag), and the sequence is
+    taken to be up to an eighth longer than it is (see `_similar`).
 
     Args:
         shape: batch, heads and kv_heads before the Ulysses exchange.
@@ -126,7 +140,7 @@ def plan_call(
     Raises:
         ValueError: if no plan fits the topology's memory or the heads.
     """
-    return _plan_call(config, shape, seqlen, Mask(mask.band), topology)
+    return _plan_call(config, shape, _similar(seqlen), Mask(mask.band), topology)
 
 
 @lru_cache(maxsize=64)
@@ -137,33 +151,37 @@ def _plan_call(
     mask: Mask,
     topology: Topology | None,
 ) -> Plan:
-    size = config.sequence_parallel_size
+    size, moves = config.sequence_parallel_size, config.backward_moves
     layout = "zigzag" if LAYOUTS[config.layout].needs_documents else config.layout
     one_host = replace(PRESETS["one-host"], ranks_per_host=size, memory_bytes=inf)
-    forward = _named(config.route, config.route_size)
-    named = config.route if config.backward_route is None else config.backward_route
+    forward, backward = (_named(route, config) for route in _both_routes(config))
     request = Request(
         (topology or one_host).with_ranks(size),
         Workload(shape, seqlen, mask, layout),
-        degrees=(config.ulysses_degree,),
+        degrees=config.degrees,
         forward=forward,
-        backward=_named(named, config.route_size),
-        moves=(config.backward_moves,),
+        backward=backward,
+        moves=MOVES if moves == AUTO else (str(moves),),
     )
     return best_plan(request)
 
 
-def _named(route: Route, size: int) -> tuple[Placed, ...] | None:
-    """The one route that a config names, in rank order; None for "auto"."""
+def _similar(seqlen: int) -> int:
+    """The next of 8 lengths an octave: lengths that differ little are planned as one."""
+    step = 1 << max(0, seqlen.bit_length() - 4)
+    return -(-seqlen // step) * step
+
+
+def _both_routes(config: SequenceParallelConfig) -> tuple[Route, Route]:
+    back = config.route if config.backward_route is None else config.backward_route
+    return config.route, back
+
+
+def _named(route: Route, config: SequenceParallelConfig) -> tuple[Placed, ...] | None:
+    """The one route that a config names, as it places it; None for "auto"."""
     if route == AUTO or route is None or isinstance(route, str):
         return None
-    return (in_rank_order(dict(route), size),)
-
-
-def in_rank_order(route: dict[str, Any], size: int) -> Placed:
-    """A route as a config names it: part r is played by rank r."""
-    order = tuple(range(len(digits(route, size))))
-    return Placed(tuple(sorted(route.items())), order)
+    return (read_placed(route, config.sequence_parallel_size // config.degrees[0]),)
 
 
 def price_plan(

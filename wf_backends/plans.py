@@ -59,6 +59,32 @@ class PassPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Choice:
+    """What is run: the head split, both routes as they are placed, and which side walks back."""
+
+    degree: int
+    forward: Placed
+    backward: Placed
+    moves: str
+
+    def schedules(self, size: int) -> tuple[Schedule, Schedule]:
+        """(forward, backward) for `size` ranks, each of the route's being `degree` of them."""
+        size //= self.degree
+        return place(self.forward, size), place(self.backward, size)
+
+    def to_config(self, size: int, layout: str) -> dict[str, Any]:
+        """The words of the config that runs this and nothing else."""
+        return {
+            "sequence_parallel_size": size,
+            "route": self.forward.to_words(),
+            "backward_route": self.backward.to_words(),
+            "backward_moves": self.moves,
+            "ulysses_degree": self.degree,
+            "layout": layout,
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A whole way to run attention, forward and backward."""
 
@@ -82,20 +108,18 @@ class Plan:
         return "queries" if self.backward.walk.queries_walk else "keys"
 
     @property
+    def choice(self) -> Choice:
+        """The plan without its price."""
+        return Choice(self.degree, self.forward.placed, self.backward.placed, self.moves)
+
+    @property
     def in_rank_order(self) -> bool:
-        """Whether a config can say it: every part is played by the rank of its number."""
+        """Whether every part is played by the rank of its number."""
         return self.forward.placed.in_rank_order and self.backward.placed.in_rank_order
 
     def to_config(self, size: int, layout: str) -> dict[str, Any]:
-        """The words of a config for this plan; the placement is not among them."""
-        return {
-            "sequence_parallel_size": size,
-            "route": self.forward.placed.route,
-            "backward_route": self.backward.placed.route,
-            "backward_moves": self.moves,
-            "ulysses_degree": self.degree,
-            "layout": layout,
-        }
+        """The words of the config that runs this plan and no other."""
+        return self.choice.to_config(size, layout)
 
 
 def rounded(seconds: float) -> float:

@@ -24,11 +24,13 @@ CONCENTRIC = {"route": {"name": "concentric", "team_size": 2}}
 MESH = {"route": {"name": "mesh", "rows": 2, "cols": 2}}
 ROUTES = {
     2: {
+        "auto": {},
         "ring": RING,
         "mesh": {"route": {"name": "mesh", "rows": 2, "cols": 1}},
         "ulysses": RING | {"ulysses_degree": 2, "layout": "contiguous"},
     },
     4: {
+        "auto": {},
         "ring": RING,
         "concentric": CONCENTRIC,
         "mesh": MESH,

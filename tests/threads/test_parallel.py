@@ -26,6 +26,26 @@ MASKS = (
 )
 
 
+SLOW = {
+    "name": "two hosts",
+    "hosts": 2,
+    "ranks_per_host": 2,
+    "nics_per_host": 1,
+    "memory_gib": 16,
+    "inside": {"latency_us": 20, "gigabits_per_s": 80},
+    "between": {"latency_us": 50, "gigabits_per_s": 0.01},
+    "kernels": {"sdpa": {"forward_tflops": 0.02, "backward_tflops": 0.04, "call_us": 50}},
+}
+
+
+def bytes_count(gigabits_per_s):
+    """As SLOW without latencies, so that even tiny tensors are told apart by their bytes."""
+    rates = {"forward_tflops": 0.02, "backward_tflops": 0.04, "call_us": 1e-3}
+    inside = {"latency_us": 1e-3, "gigabits_per_s": 80}
+    between = {"latency_us": 1e-3, "gigabits_per_s": gigabits_per_s}
+    return SLOW | {"inside": inside, "between": between, "kernels": {"sdpa": rates}}
+
+
 def tensors(heads, kv_heads, dtype=torch.float64, seqlen=SEQLEN):
     random = torch.Generator().manual_seed(0)
     shapes = [(2, seqlen, n, 8) for n in (heads, kv_heads, kv_heads, heads)]
@@ -73,6 +93,108 @@ def test_backward_route_and_direction(moves):
     assert max(run_threads(8, attend, words, 4, 2, {"causal": True})) < 1e-10
 
 
+MOVES = ("keys", "queries") * 3
+PLACED = (
+    {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True},
+    {"name": "concentric", "team_size": 2, "order": [1, 2, 0]},
+    {"name": "ring", "reverse": True},
+    {"name": "double_ring", "inner": 2, "order": [1, 0]},
+    {"name": "mesh", "rows": 2, "cols": 2, "order": [1, 0], "reverse": True},
+    {"name": "mesh", "rows": 4, "cols": 2, "order": [1, 0]},
+)
+
+
+@pytest.mark.parametrize("size", (4, 8))
+@pytest.mark.parametrize("mask", range(len(MASKS)))
+def test_placed_routes_are_exact(size, mask):
+    """In forward and backward, each with another placement, keys and queries walking."""
+    fits = [r for r in PLACED if "rows" not in r or r["rows"] * r["cols"] == size]
+    for route, other, moves in zip(fits, fits[1:] + fits[:1], MOVES[: len(fits)], strict=True):
+        words = {"sequence_parallel_size": size, "route": route, "backward_route": other}
+        words |= {"backward_moves": moves, "kernel": "reference"}
+        assert max(run_threads(size, attend, words, 4, 2, MASKS[mask])) < 1e-10, words
+
+
+def peers_of(comm, words):
+    """To which ranks this rank sends in the forward."""
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+    q, k, v, _ = (sp.shard(x) for x in tensors(4, 4))
+    peers, post = set(), comm._post
+
+    def noted(label, sends, recvs):
+        if label.startswith("forward"):
+            peers.update(peer for peer, tensor in sends if tensor.numel())
+        return post(label, sends, recvs)
+
+    comm._post = noted
+    sp.attention(q, k, v)
+    return peers
+
+
+def test_a_placement_sends_where_it_says():
+    words = {"sequence_parallel_size": 4, "route": {"name": "ring"}}
+    assert run_threads(4, peers_of, words) == [{3}, {0}, {1}, {2}]
+    words["route"] = {"name": "ring", "reverse": True}
+    assert run_threads(4, peers_of, words) == [{1}, {2}, {3}, {0}]
+
+
+def attend_on(comm, words, topology, heads, kv_heads, mask):
+    """As `attend`, on a topology; and what was sent: "ulysses", "gather", "step", "home"."""
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm, topology)
+    q, k, v, dout = tensors(heads, kv_heads)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = sp.unshard(sp.attention(sp.shard(q), sp.shard(k), sp.shard(v), **mask))
+    right = dense_attention(q, k, v, make_mask(**mask), 8**-0.5)
+    found = [out, *torch.autograd.grad((out * dout).sum(), (q, k, v))]
+    wanted = [right, *torch.autograd.grad((right * dout).sum(), (q, k, v))]
+    worst = max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+    return worst, frozenset(label.split()[1] for label in sp.report() if "shard" not in label)
+
+
+@pytest.mark.parametrize("size", (4, 8))
+@pytest.mark.parametrize("mask", range(len(MASKS)))
+def test_a_size_alone_is_exact_whatever_is_chosen(size, mask):
+    """Heads that allow every degree, some, and none beyond 1; links that hide nothing and all."""
+    seen = set()
+    for heads, kv_heads in ((8, 8), (8, 2), (6, 3), (1, 1)):
+        for gbit in (0.01, 100):
+            words = {"sequence_parallel_size": size, "kernel": "reference"}
+            topology = from_dict(bytes_count(gbit)).with_ranks(size)
+            args = words, topology, heads, kv_heads, MASKS[mask]
+            results = run_threads(size, attend_on, *args)
+            assert max(error for error, _ in results) < 1e-10, (heads, kv_heads, gbit)
+            seen.add(frozenset.union(*(labels for _, labels in results)))
+    around, alone = ([s for s in seen if ("ulysses" in s) == traded] for traded in (True, False))
+    assert alone and (around or "window_size" in MASKS[mask]), seen
+
+
+def test_an_auto_degree_around_a_named_route():
+    route = {"name": "concentric", "team_size": 2}
+    words = {"sequence_parallel_size": 8, "route": route, "ulysses_degree": "auto"}
+    args = words, from_dict(bytes_count(0.01)).with_ranks(8), 8, 4, {"causal": True}
+    results = run_threads(8, attend_on, *args)
+    assert max(error for error, _ in results) < 1e-10
+    assert all("ulysses" in labels for _, labels in results)
+
+
+def attend_across(comm):
+    """Cross attention with everything left open: 45 queries, 64 keys."""
+    topology = from_dict(bytes_count(0.01))
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=4), comm, topology)
+    q, k, v = tensors(8, 4)[0], *tensors(8, 4, seqlen=64)[1:3]
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    out = sp.unshard(sp.attention(sp.shard(q), sp.shard(k), sp.shard(v)))
+    right = dense_attention(q, k, v, make_mask(), 8**-0.5)
+    found = [out, *torch.autograd.grad((out * out).sum(), (q, k, v))]
+    wanted = [right, *torch.autograd.grad((right * right).sum(), (q, k, v))]
+    assert any("ulysses" in label for label in sp.report())
+    return max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+
+
+def test_cross_attention_with_a_chosen_degree_is_exact():
+    assert max(run_threads(4, attend_across)) < 1e-10
+
+
 @pytest.mark.parametrize(
     ("degree", "heads", "kv_heads", "says"),
     (
@@ -86,30 +208,18 @@ def test_heads_that_do_not_divide_are_refused_with_both_numbers(degree, heads, k
         run_threads(degree, attend, words, heads, kv_heads, {})
 
 
-SLOW = {
-    "name": "two hosts",
-    "hosts": 2,
-    "ranks_per_host": 2,
-    "nics_per_host": 1,
-    "memory_gib": 16,
-    "inside": {"latency_us": 20, "gigabits_per_s": 80},
-    "between": {"latency_us": 50, "gigabits_per_s": 0.01},
-    "kernels": {"sdpa": {"forward_tflops": 0.02, "backward_tflops": 0.04, "call_us": 50}},
-}
-
-
 def bytes_on_auto(comm, topology):
-    """Steps that a rank of the first host takes, full mask, many heads, and the exactness."""
+    """The error of the output, full mask, many heads, and what a rank sends."""
     sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=4), comm, topology)
     q, k, v, _ = tensors(8, 8)
     out = sp.unshard(sp.attention(sp.shard(q), sp.shard(k), sp.shard(v)))
     right = dense_attention(q, k, v, make_mask(), 8**-0.5)
-    return (out - right).abs().max().item(), {label for label in sp.report() if "step" in label}
+    return (out - right).abs().max().item(), set(sp.report()) - {"unshard"}
 
 
 def test_auto_follows_the_topology():
     alone = run_threads(4, bytes_on_auto, None)
-    apart = run_threads(4, bytes_on_auto, from_dict(SLOW))
+    apart = run_threads(4, bytes_on_auto, from_dict(bytes_count(100)))
     assert max(error for error, _ in (*alone, *apart)) < 1e-10
     assert alone[0][1] != apart[0][1]
 

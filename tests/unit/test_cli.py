@@ -11,6 +11,7 @@ import pytest
 from wf_backends import SequenceParallelConfig
 from wf_backends.bench_links import nearest_divisor
 from wf_backends.cli import main
+from wf_backends.placement import place, read_placed
 from wf_backends.plans import Request
 from wf_backends.schedule import concentric, render
 from wf_backends.topology import from_dict
@@ -69,6 +70,14 @@ def test_explain_prints_the_grid_and_the_timeline(wallfacer) -> None:
     assert code == 0
     assert render(concentric(8, 2)) in out
     assert "forward step 1" in out and "backward home" in out
+
+
+def test_explain_takes_a_placement(wallfacer) -> None:
+    route = "mesh:rows=2,cols=4,order=1-0,reverse=true"
+    code, out, _ = wallfacer("explain", route, *SMALL, "--ranks", "8")
+    words = {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": True}
+    assert code == 0 and "mesh cols=4 rows=2, digits 1-0, reversed on 8 ranks" in out
+    assert render(place(read_placed(words, 8), 8)) in out
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -155,6 +164,8 @@ def test_bench_links_says_where_its_answer_is_from(wallfacer, tmp_path: Path) ->
         (["plan", "--kernel", "sdpa"], "has rates for ['flash'], got kernel 'sdpa'"),
         (["explain", "concentric:team_size=3"], "team_size must have a square that divides"),
         (["explain", "mesh:rows=two"], "--route must look like"),
+        (["explain", "mesh:rows=2,cols=4,order=10"], "order must list every digit"),
+        (["explain", "ring:reverse=yes"], "order=1-0,reverse=true, got 'ring:reverse=yes'"),
         (["explain", "rong"], "did you mean 'ring'?"),
         (["explain", "ring", "--moves", "both"], "--moves must be one of"),
         (["explain", "ring", "--picture", "a.bmp"], "--picture must end in one of"),

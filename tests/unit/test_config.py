@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 from dataclasses import FrozenInstanceError
 
@@ -28,6 +29,36 @@ def test_a_dict_goes_in_and_comes_out():
     assert hash(SequenceParallelConfig.from_dict(DESIGN)) == hash(config)
 
 
+@pytest.mark.parametrize(
+    ("words", "degree", "moves", "degrees"),
+    (
+        ({}, "auto", "auto", (1, 2, 4, 8)),
+        ({"route": "auto", "ulysses_degree": 1}, 1, "auto", (1,)),
+        ({"ulysses_degree": 4, "backward_moves": "keys"}, 4, "keys", (4,)),
+        ({"route": "ring"}, 1, "keys", (1,)),
+        ({"route": "ring", "backward_route": "auto"}, 1, "auto", (1,)),
+        ({"backward_route": "ring"}, 1, "keys", (1,)),
+        ({"route": "ring", "ulysses_degree": "auto"}, "auto", "keys", (1, 2, 4, 8)),
+        (
+            {"route": {"name": "concentric", "team_size": 2}, "ulysses_degree": "auto"},
+            "auto",
+            "keys",
+            (1, 2),
+        ),
+        ({"strategy": "lss"}, 1, "keys", (1,)),
+    ),
+)
+def test_what_is_not_said_follows_from_the_routes(words, degree, moves, degrees):
+    config = SequenceParallelConfig(sequence_parallel_size=8, **words)
+    assert (config.ulysses_degree, config.backward_moves, config.degrees) == (
+        degree,
+        moves,
+        degrees,
+    )
+    assert config.leaves_open == ("auto" in (config.route, config.backward_route, degree, moves))
+    assert SequenceParallelConfig.from_dict(config.to_dict()) == config
+
+
 def test_it_is_frozen_all_the_way_down():
     config = SequenceParallelConfig.from_dict(DESIGN)
     with pytest.raises(FrozenInstanceError):
@@ -42,6 +73,22 @@ def test_the_order_of_a_routes_keys_means_nothing():
     assert repr(configs[0]) == repr(configs[1])
 
 
+def test_a_placement_goes_in_and_comes_out_as_a_json_has_it():
+    placed = {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True}
+    words = {**DESIGN, "route": placed, "backward_route": {"name": "ring", "reverse": True}}
+    config = SequenceParallelConfig.from_dict(json.loads(json.dumps(words)))
+    assert config.to_dict() == words
+    assert pickle.loads(pickle.dumps(config)) == config != SequenceParallelConfig.from_dict(DESIGN)
+    assert hash(config) == hash(SequenceParallelConfig.from_dict(words))
+    placed["order"][0] = 7
+    assert config.route["order"] == (2, 0, 1)  # pyright: ignore
+
+
+def test_rank_order_said_is_the_same_as_unsaid():
+    said = {**DESIGN["route"], "order": [0, 1, 2], "reverse": False}
+    assert SequenceParallelConfig.from_dict({**DESIGN, "route": said}).to_dict() == DESIGN
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     (
@@ -53,6 +100,21 @@ def test_the_order_of_a_routes_keys_means_nothing():
         ({"sequence_parallel_size": 2.0}, "positive integer, got 2.0"),
         ({"sequence_parallel_size": True}, "positive integer, got True"),
         ({"ulysses_degree": 3}, "ulysses_degree must divide sequence_parallel_size 8, got 3"),
+        ({"ulysses_degree": 0}, "ulysses_degree must be a positive integer, got 0"),
+        ({"ulysses_degree": True}, "ulysses_degree must be a positive integer, got True"),
+        ({"ulysses_degree": "Auto"}, 'ulysses_degree must be a positive integer or "auto", got'),
+        (
+            {"ulysses_degree": "auto", "route": {"name": "mesh", "rows": 3, "cols": 2}},
+            r"route: rows and cols.*fits no ulysses_degree of \[1, 2, 4, 8\]",
+        ),
+        (
+            {
+                "ulysses_degree": "auto",
+                "route": {"name": "mesh", "rows": 2, "cols": 2},
+                "backward_route": {"name": "mesh", "rows": 2, "cols": 4},
+            },
+            "no ulysses_degree of sequence_parallel_size 8 fits both route .* and backward_route",
+        ),
         (
             {"layout": "zig"},
             r"layout must be one of \['contiguous', 'zigzag', .* got 'zig'; did you mean 'zigzag'",
@@ -67,6 +129,12 @@ def test_the_order_of_a_routes_keys_means_nothing():
             {"backward_route": {"name": "mesh", "rows": 3, "cols": 2}},
             "backward_route: .*multiply to",
         ),
+        (
+            {"route": {"name": "concentric", "team_size": 2, "order": [0, 1]}},
+            r"route: order must list every digit .*0 = block \(of 2\), 1 = place \(of 2\), "
+            r"2 = member \(of 2\); got \[0, 1\]",
+        ),
+        ({"backward_route": {"name": "ring", "reverse": "yes"}}, "backward_route: reverse must be"),
         (
             {"ulysses_degree": 4, "route": {"name": "concentric", "team_size": 2}},
             "sequence_parallel_size 8 / ulysses_degree 4 = 2",

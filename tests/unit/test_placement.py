@@ -13,6 +13,7 @@ from wf_backends.placement import (
     permutation,
     place,
     placements,
+    read_placed,
     relabel,
     routes,
 )
@@ -50,6 +51,38 @@ def test_a_ring_backwards_walks_the_other_way() -> None:
     assert place(backwards, 4).hops[0] == (1, 2, 3, 0)
     assert ring(4).hops[0] == (3, 0, 1, 2)
     assert not backwards.in_rank_order
+
+
+@pytest.mark.parametrize("size", (1, 4, 8, 12, 16))
+def test_every_placement_can_be_said_in_words(size: int) -> None:
+    for placed in placements(size, directed=True):
+        assert read_placed(placed.to_words(), size) == placed
+
+
+def test_rank_order_goes_without_saying() -> None:
+    said = {"name": "concentric", "team_size": 2, "order": [0, 1, 2], "reverse": False}
+    assert read_placed(said, 8).to_words() == {"name": "concentric", "team_size": 2}
+    assert read_placed({**said, "order": (2, 0, 1)}, 8).order == (2, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    (
+        ({"order": [0, 0]}, "here 0 = column \\(of 4\\), 1 = row \\(of 2\\); got \\[0, 0\\]"),
+        ({"order": [1]}, "must list every digit of route 'mesh' once.*got \\[1\\]"),
+        ({"order": [0, 1, 2]}, "must list every digit"),
+        ({"order": [True, 0]}, "must list every digit"),
+        ({"order": ["1", "0"]}, "got \\['1', '0'\\]"),
+        ({"order": "10"}, "got '10'"),
+        ({"order": None}, "got None"),
+        ({"reverse": 1}, "reverse must be true or false, got 1"),
+        ({"revers": True}, "no route takes 'revers'; did you mean 'reverse'"),
+        ({"rows": 3}, "multiply to"),
+    ),
+)
+def test_a_wrong_placement_is_refused_by_digits_and_sizes(words: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        read_placed({"name": "mesh", "rows": 2, "cols": 4, **words}, 8)
 
 
 @given(st.permutations(range(8)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 
@@ -13,11 +14,11 @@ from wf_backends.config import SequenceParallelConfig
 from wf_backends.cost import Workload
 from wf_backends.estimate import Estimator
 from wf_backends.mask import CAUSAL, Band, Mask
-from wf_backends.placement import divisors
+from wf_backends.placement import divisors, in_rank_order
 from wf_backends.planner import (
     all_plans,
     best_plan,
-    in_rank_order,
+    choose,
     legal_degrees,
     plan_call,
     price_plan,
@@ -77,7 +78,11 @@ def test_every_plan_can_run() -> None:
     for plan in all_plans(Request(cluster(2, 4), Workload(SHAPE, 240, Mask(CAUSAL)))):
         for one in (plan.forward, plan.backward):
             check(one.schedule(8 // plan.degree))
-        SequenceParallelConfig.from_dict(plan.to_config(8, "zigzag"))
+        words = json.loads(json.dumps(plan.to_config(8, "zigzag")))
+        again = plan_call(SequenceParallelConfig.from_dict(words), SHAPE, 240, Mask(CAUSAL))
+        for one, other in ((plan.forward, again.forward), (plan.backward, again.backward)):
+            assert one.placed == other.placed
+        assert (again.degree, again.moves) == (plan.degree, plan.moves)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -201,17 +206,75 @@ def test_a_call_keeps_what_the_config_names() -> None:
         assert one.placed.route == {"name": "concentric", "team_size": 2}
         assert one.placed.in_rank_order
     assert plan.moves == "queries"
+    placed = {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True}
+    plan = plan_call(config(route=placed), SHAPE, 240, Mask())
+    assert plan.forward.placed == plan.backward.placed
+    assert plan.forward.placed.to_words() == placed
     half = plan_call(config(route="ring", backward_route="auto"), SHAPE, 240, Mask())
     assert half.forward.placed.route == {"name": "ring"}
 
 
 def test_a_call_chooses_what_the_config_leaves_open() -> None:
-    plan = plan_call(config(ulysses_degree=2), SHAPE, 240, Mask(CAUSAL))
+    plan = plan_call(config(ulysses_degree=2, backward_moves="keys"), SHAPE, 240, Mask(CAUSAL))
     assert plan.degree == 2 and plan.moves == "keys"
     check(plan.forward.schedule(4))
     slow = cluster(8, 1, gbit=0.001)
     alone = replace(SHAPE, heads=1, kv_heads=1, itemsize=4)
     assert plan_call(config(), alone, 8192, Mask(), slow).forward.placed.route["name"] != "ring"
+
+
+@settings(max_examples=25)
+@given(
+    size=st.sampled_from([1, 2, 4, 6, 8, 12, 64]),
+    heads=st.sampled_from([(8, 8), (8, 2), (6, 3), (12, 1), (1, 1)]),
+    gbit=st.floats(0.001, 100),
+    mask=st.sampled_from(MASKS),
+)
+def test_a_size_alone_gives_the_best_of_all(
+    size: int, heads: tuple[int, int], gbit: float, mask: Mask
+) -> None:
+    shape = replace(SHAPE, heads=heads[0], kv_heads=heads[1])
+    topology = cluster(1, size) if size < 4 else cluster(size // 2, 2, gbit=gbit)
+    alone = SequenceParallelConfig(sequence_parallel_size=size)
+    plan = plan_call(alone, shape, 2048, mask, topology)
+    assert plan == best_plan(Request(topology, Workload(shape, 2048, mask)))
+    assert choose(alone, shape, 2048, mask, topology) == plan.choice
+    said = SequenceParallelConfig.from_dict(plan.to_config(size, "zigzag"))
+    assert not said.leaves_open and choose(said, shape, 2048, mask) == plan.choice
+
+
+def test_auto_degrees_keep_to_what_heads_and_named_routes_allow() -> None:
+    fast = cluster(4, 2, gbit=0.01)
+    many = replace(SHAPE, heads=8, kv_heads=8)
+    assert plan_call(config(), many, 8192, Mask(), fast).degree == 8
+    six = replace(SHAPE, heads=6, kv_heads=6)  # of 8 ranks only 1 and 2 divide them
+    assert plan_call(config(), six, 8192, Mask(), fast).degree == 2
+    teams = config(route={"name": "concentric", "team_size": 2}, ulysses_degree="auto")
+    plan = plan_call(teams, many, 8192, Mask(), fast)
+    assert plan.degree == 2 and plan.forward.placed.route["team_size"] == 2
+    mesh = config(route={"name": "mesh", "rows": 2, "cols": 1}, ulysses_degree="auto")
+    with pytest.raises(ValueError, match=r"no ulysses_degree of \(4,\) divides.*6 heads"):
+        plan_call(mesh, six, 240, Mask())
+
+
+def test_queries_walk_back_where_that_is_faster() -> None:
+    """A mesh of one column has no hops with keys walking; a named side stays the side."""
+    shape = Shape(batch=1, heads=1, kv_heads=1, head_dim=64, itemsize=2)
+    links = cluster(8, 1, gbit=0.05)
+    plans = {
+        moves: plan_call(config(backward_moves=moves), shape, 8192, Mask(), links)
+        for moves in ("keys", "queries", "auto")
+    }
+    assert plans["keys"].moves == "keys" and plans["queries"].moves == "queries"
+    best = min(plans["keys"].cost.seconds, plans["queries"].cost.seconds)
+    assert plans["auto"].cost.seconds == pytest.approx(best, rel=0.01)
+
+
+def test_lengths_that_differ_little_are_planned_as_one() -> None:
+    lengths = (8192, 8193, 9000, 9216)
+    plans = [plan_call(config(), SHAPE, length, Mask(CAUSAL)) for length in lengths]
+    assert plans[0] != plans[1] == plans[2] == plans[3]
+    assert all(plan_call(config(), SHAPE, n, Mask()).cost.seconds for n in (16, 17, 31))
 
 
 def test_a_call_chooses_the_same_for_every_batch_of_documents() -> None:

@@ -12,9 +12,9 @@ from rich.table import Table
 
 from wf_backends.commands import options as o
 from wf_backends.cost import FORWARD, Job, pass_cost
-from wf_backends.planner import in_rank_order
+from wf_backends.placement import place
 from wf_backends.plans import BACKWARDS
-from wf_backends.schedule import make_schedule, render
+from wf_backends.schedule import render
 from wf_backends.timeline import Clock, Cost, Span
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -25,7 +25,8 @@ def explain(
     route: Annotated[
         str,
         typer.Argument(
-            help="ring, all_gather, double_ring:inner=4, concentric:team_size=2, mesh:rows=2,cols=4"
+            help="ring, all_gather, double_ring:inner=4, concentric:team_size=2, "
+            "mesh:rows=2,cols=4; placed with ,order=1-0 and ,reverse=true"
         ),
     ],
     heads: o.Heads = 32,
@@ -51,7 +52,7 @@ def explain(
 
         wallfacer explain concentric:team_size=2 --ranks 8
 
-        wallfacer explain mesh:rows=2,cols=4 --ranks 8 --picture mesh.png
+        wallfacer explain mesh:rows=2,cols=4,order=1-0 --ranks 8 --picture mesh.png
     """
     if moves not in BACKWARDS:
         raise ValueError(f"--moves must be one of {list(BACKWARDS)}, got {moves!r}")
@@ -59,10 +60,10 @@ def explain(
         raise ValueError(f"--picture must end in one of {list(PICTURES)}, got {str(picture)!r}")
     model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
     cluster = o.cluster(topology, ranks)
-    words = o.parse_route(route, cluster.size)
-    schedule, job = make_schedule(words, cluster.size), Job(model.workload(), cluster)
+    placed = o.parse_route(route, cluster.size)
+    schedule, job = place(placed, cluster.size), Job(model.workload(), cluster)
     console = Console()
-    console.print(f"[bold]{in_rank_order(words, cluster.size)}[/bold] on {cluster.size} ranks\n")
+    console.print(f"[bold]{placed}[/bold] on {cluster.size} ranks\n")
     typer.echo(render(schedule))
     for walk in (FORWARD, BACKWARDS[moves]):
         console.print(timeline(pass_cost(job, schedule, walk), walk.name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,8 @@ import typer
 from wf_backends.cost import Workload
 from wf_backends.layout import LAYOUTS, check_layout_name
 from wf_backends.mask import make_mask
-from wf_backends.schedule import ROUTES, make_schedule
+from wf_backends.placement import ORDER, REVERSE, Placed, read_placed
+from wf_backends.schedule import ROUTES
 from wf_backends.suggest import nearest
 from wf_backends.topology import Topology, load
 from wf_backends.traffic import Shape
@@ -83,8 +85,8 @@ def cluster(name: str, ranks: int) -> Topology:
     return topology.with_ranks(ranks) if ranks else topology
 
 
-def parse_route(text: str, size: int) -> dict[str, Any]:
-    """A route from "mesh:rows=2,cols=4" or "ring", once it is known to fit `size` ranks.
+def parse_route(text: str, size: int) -> Placed:
+    """A route from "ring" or "mesh:rows=2,cols=4,order=1-0,reverse=true", if it fits `size` ranks.
 
     Raises:
         ValueError: if it is no such text, or the route does not fit.
@@ -92,12 +94,16 @@ def parse_route(text: str, size: int) -> dict[str, Any]:
     name, _, rest = text.partition(":")
     route: dict[str, Any] = {"name": name}
     for pair in filter(None, rest.split(",")):
-        key, _, value = pair.partition("=")
-        if not value.strip().isdigit():
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if re.fullmatch(r"\d+", value) and key != ORDER:
+            route[key] = int(value)
+        elif re.fullmatch(r"\d+(-\d+)*", value) and key == ORDER:
+            route[key] = [int(digit) for digit in value.split("-")]
+        elif value in ("true", "false") and key == REVERSE:
+            route[key] = value == "true"
+        else:
             raise ValueError(
-                f"--route must look like ring or mesh:rows=2,cols=4, got {text!r}; "
-                f"routes: {list(ROUTES)}"
+                f"--route must look like ring, mesh:rows=2,cols=4 or "
+                f"mesh:rows=2,cols=4,order=1-0,reverse=true, got {text!r}; routes: {list(ROUTES)}"
             )
-        route[key.strip()] = int(value)
-    make_schedule(route, size)
-    return route
+    return read_placed(route, size)

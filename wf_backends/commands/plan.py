@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from wf_backends.commands import options as o
-from wf_backends.planner import all_plans, check_memory, in_rank_order, price_plan
+from wf_backends.placement import in_rank_order
+from wf_backends.planner import all_plans, check_memory, price_plan
 from wf_backends.plans import Plan, Request
 
 
