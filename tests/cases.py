@@ -57,6 +57,8 @@ class Case:
     kv_layout: Layout | None = None
     dtype: torch.dtype = torch.float64
     kernel: Kernel = field(default_factory=ReferenceKernel)
+    keep: bool = False
+    """What the forward gathers is kept for the backward."""
 
     @property
     def num_ranks(self) -> int:
@@ -76,7 +78,7 @@ class Case:
             self.batch, self.heads, self.kv_heads, self.head_dim, self.dtype.itemsize, size
         )
         there, back = self.plans(rank)
-        rows = forward_row_bytes(shape), backward_row_bytes(shape, self.queries_walk)
+        rows = forward_row_bytes(shape), backward_row_bytes(shape, self.queries_walk, self.keep)
         return bytes_sent(there, rows[0], "forward") | bytes_sent(back, rows[1], "backward")
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -119,7 +121,8 @@ def run_case(case: Case) -> Outcome:
     def one_rank(comm: Communicator) -> tuple[list[Tensor], dict[str, int]]:
         r = comm.rank
         mine = [x[:, at[r]].clone().requires_grad_() for x, at in ((q, rows), (k, keys), (v, keys))]
-        call = Call(*case.plans(r), comm, case.kernel, case.scale)
+        keep = case.forward.gathers() if case.keep else (False, False)
+        call = Call(*case.plans(r), comm, case.kernel, case.scale, keep)
         out = Attention.apply(*mine, call)
         out.backward(dout[:, rows[r]])
         return [out.detach(), *(x.grad for x in mine)], dict(comm.sent)

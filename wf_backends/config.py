@@ -53,6 +53,9 @@ class SequenceParallelConfig:
     tokens a rank owns."""
     kernel: str = AUTO
     """"auto", "reference", "sdpa" or "flash"."""
+    keep_gathered: bool = False
+    """Keep the queries and keys that the forward gathered for the backward, in memory, instead of
+    gathering them again. Both passes then take one route."""
     strategy: str | None = None
     """None: the route decides. "lss": LSS Transformer, which is the route "all_gather" with all
     gathered keys kept for the backward."""
@@ -63,6 +66,7 @@ class SequenceParallelConfig:
         _one_of("kernel", self.kernel, KERNEL_NAMES)
         if self.strategy is not None:
             self._check_strategy()
+        self._check_keep()
         self._fill_in()
         _one_of("backward_moves", self.backward_moves, (AUTO, *MOVES))
         self._check_degree()
@@ -103,10 +107,11 @@ class SequenceParallelConfig:
         return cls(**words)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` takes; a strategy is only there if there is one."""
+        """What `from_dict` takes; strategy and keep_gathered only where they are set."""
         words = {f.name: getattr(self, f.name) for f in fields(self)}
-        if self.strategy is None:
-            del words["strategy"]
+        for key in ("strategy", "keep_gathered"):
+            if not words[key]:
+                del words[key]
         return {
             key: _plain(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
             for key, value in words.items()
@@ -128,6 +133,7 @@ class SequenceParallelConfig:
             "backward_route": (None, LSS_ROUTE["name"], LSS_ROUTE),
             "backward_moves": (None, "keys"),
             "ulysses_degree": (None, 1),
+            "keep_gathered": (False,),
         }
         for key, values in right.items():
             if (value := getattr(self, key)) not in values:
@@ -135,6 +141,15 @@ class SequenceParallelConfig:
                     f'{key} {value!r} contradicts strategy "{LSS}", which gathers all keys; '
                     f"leave {key} out"
                 )
+
+    def _check_keep(self) -> None:
+        if not isinstance(self.keep_gathered, bool):
+            raise ValueError(f"keep_gathered must be true or false, got {self.keep_gathered!r}")
+        if self.keep_gathered and self.backward_route not in (None, self.route):
+            raise ValueError(
+                f"keep_gathered keeps what the forward's route {self.route!r} gathers, which "
+                f"backward_route {self.backward_route!r} has no use for: leave one of them out"
+            )
 
     def _fill_in(self) -> None:
         """What follows from the routes where it is not given."""

@@ -67,11 +67,13 @@ class Walk:
 
     name: str
     queries_walk: bool = False
+    keep: bool = False
+    """Whether the backward finds what the forward gathered still there."""
 
     def row_bytes(self, shape: Shape) -> RowBytes:
         if self.name == "forward":
             return forward_row_bytes(shape)
-        return backward_row_bytes(shape, self.queries_walk)
+        return backward_row_bytes(shape, self.queries_walk, self.keep)
 
     def seconds_per_score(self, job: Job) -> float:
         """Seconds that one (query, key) pair takes, all heads of a rank."""
@@ -153,13 +155,13 @@ def rank_phases(plan: RankPlan, rows: RowBytes, name: str) -> Iterator[RankPhase
             return []
         return messages((step.partial_out, *step.home_out), rows.walk_partial)
 
-    yield RankPhase(f"{name} gather", messages(plan.walk.give, rows.walk))
+    yield RankPhase(f"{name} gather", messages(plan.walk.give, rows.walk_gathered))
     before: Step | None = None
     for index, step in enumerate(plan.steps):
         yield RankPhase(
             f"{name} step {index}",
             hop=messages((step.pass_out,), rows.walk) + partials(before),
-            fetches=tuple(messages(one.fetch.send, rows.stay) for one in step.rounds),
+            fetches=tuple(messages(one.fetch.send, rows.stay_gathered) for one in step.rounds),
             tiles=tuple(one.tiles for one in step.rounds),
             leaves=tuple(messages(one.home.send, rows.stay_partial) for one in step.rounds),
         )
@@ -182,7 +184,8 @@ def pass_cost(job: Job, schedule: Schedule, walk: Walk) -> Cost:
     phases = tuple(_phase(job, walk, ranks, total, left) for ranks in zip(*each, strict=True))
     total.update(left)
     memory = max(buffer_bytes(*_rows(plan), rows) for plan in plans)
-    return Cost(phases, total.nic_bytes, total.inside_bytes, memory)
+    gathered = max(_gathered_bytes(plan, schedule, rows) for plan in plans)
+    return Cost(phases, total.nic_bytes, total.inside_bytes, memory, gathered)
 
 
 def _phase(job: Job, walk: Walk, ranks: tuple[RankPhase, ...], total: Loads, left: Loads) -> Phase:
@@ -277,6 +280,13 @@ def buffer_bytes(shard: float, stay: float, walk: float, rows: RowBytes) -> floa
 def _rows(plan: RankPlan) -> tuple[int, int, int]:
     walk = max(step.num_rows for step in plan.steps)
     return plan.stay.shard_rows, plan.stay.num_rows, walk
+
+
+def _gathered_bytes(plan: RankPlan, schedule: Schedule, rows: RowBytes) -> int:
+    """The forward's buffers of queries and keys, if they hold more than the rank's own."""
+    queries, keys = schedule.gathers()
+    stay, walk = plan.stay.num_rows * rows.stay, plan.walk.num_rows * rows.walk
+    return queries * stay + keys * walk
 
 
 def ulysses_cost(job: Job) -> Cost:

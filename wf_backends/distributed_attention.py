@@ -40,6 +40,8 @@ class AttentionPlan:
     forward: RankPlan
     backward: RankPlan
     selection: Selection
+    keep: tuple[bool, bool]
+    """Whether gathered (queries, keys) stay in memory until the backward."""
 
 
 class DistributedAttention:
@@ -61,7 +63,8 @@ class DistributedAttention:
         q = heads_for_tokens(q, plan.queries, plan.pool, "ulysses q")
         k = heads_for_tokens(k, plan.keys, plan.pool, "ulysses k")
         v = heads_for_tokens(v, plan.keys, plan.pool, "ulysses v")
-        call = Call(plan.forward, plan.backward, plan.route, plan.selection.kernel, scale)
+        kernel = plan.selection.kernel
+        call = Call(plan.forward, plan.backward, plan.route, kernel, scale, plan.keep)
         out = Attention.apply(q, k, v, call)
         return tokens_for_heads(out, plan.queries, plan.pool, "ulysses out")
 
@@ -107,6 +110,9 @@ class DistributedAttention:
         there, back = Problem(forward, *pooled, mask), Problem(backward, *pooled, mask, turn)
         if mask.band.left < inf:
             there, back = turning_well(there), turning_well(back)
+        keep = (False, False)
+        if self.config.keep_gathered:
+            back, keep = replace(back, schedule=there.schedule), there.schedule.gathers()
         tile = replace(spec, heads=queries.share, kv_heads=keys.share)
         return AttentionPlan(
             self.comm.view(pool),
@@ -116,6 +122,7 @@ class DistributedAttention:
             plan_rank(there, at),
             plan_rank(back, at),
             select(self.config.kernel, tile),
+            keep,
         )
 
 

@@ -184,7 +184,9 @@ class Estimator:
         inside = around.inside + sum(one.times * one.load.inside for one in loads)
         stay, walk = shape.stay.shards * self.shard, shape.walk.shards * self.shard
         memory = buffer_bytes(self.shard, stay, walk, self.rows)
-        return Cost(phases, nic, inside, memory)
+        gathered = stay * self.rows.stay if shape.stay.foreign else 0.0
+        gathered += walk * self.rows.walk if shape.walk.foreign else 0.0
+        return Cost(phases, nic, inside, memory, gathered)
 
     def bound(self, placed: Placed) -> float:
         """Seconds that the pass takes at least: even work, and rows that must be gathered.
@@ -197,10 +199,10 @@ class Estimator:
         gathered = self.shape(placed).stay.shards - 1
         fewest = workload.seqlen // self.topology.size * self.job.degree * gathered
         both = self.topology.inside.bytes_per_s + self.topology.between.bytes_per_s
-        return max(self.even_s, fewest * (rows.stay + rows.stay_partial) / both)
+        return max(self.even_s, fewest * (rows.stay_gathered + rows.stay_partial) / both)
 
     def _gathered(self, shape: Shape, upto: int | None = None) -> Load:
-        return self.links.exchange(shape.stay, self.shard * self.rows.stay, upto)
+        return self.links.exchange(shape.stay, self.shard * self.rows.stay_gathered, upto)
 
     def _returned(self, shape: Shape, upto: int | None = None) -> Load:
         return self.links.exchange(shape.stay, self.shard * self.rows.stay_partial, upto)
@@ -239,7 +241,7 @@ class Estimator:
     def _loads(self, shape: Shape, live: int) -> Iterator[Travel]:
         """The hops of a pass, with the walkers' gathering and their way home."""
         shard, rows, links = self.shard, self.rows, self.links
-        yield Travel("gather", 1, False, links.exchange(shape.walk, shard * rows.walk))
+        yield Travel("gather", 1, False, links.exchange(shape.walk, shard * rows.walk_gathered))
         hop, partial = shard * shape.walk.shards * rows.walk, shard * rows.walk_partial
         moved = (0.0, shape.walk.foreign * partial, shape.walk.shards * partial)
         yield from _steps(shape, links, live, hop, moved)

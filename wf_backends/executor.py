@@ -31,6 +31,8 @@ class Call:
     comm: Communicator
     kernel: Kernel
     scale: float
+    keep: tuple[bool, bool] = (False, False)
+    """Whether gathered (queries, keys) are kept for the backward instead of gathered again."""
 
 
 class Attention(torch.autograd.Function):
@@ -40,23 +42,27 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         queries, kv = _rows_first(q), _fuse(k, v)
         work = ForwardWork(call.kernel, call.scale, queries)
-        (out, lse), _ = Pass(call.forward, call.comm, "forward", (queries,), (kv,), work).run()
+        there = Pass(call.forward, call.comm, "forward", (queries,), (kv,), work)
+        (out, lse), _ = there.run()
         out = _batch_first(out).to(q.dtype)
+        gathered = zip(call.keep, (*there.stay, *there.held), strict=True)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.save_for_backward(q, k, v, out, lse, *(x for keep, x in gathered if keep))
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *gathered = ctx.saved_tensors
         call: Call = ctx.call
+        kept = tuple((gathered.pop(0),) if keep else () for keep in call.keep)
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         stats = torch.stack((lse, _rows_first(delta)), dim=1)
         queries, keys = (_rows_first(q), _rows_first(dout), stats), (_fuse(k, v),)
         work = BackwardWork(call.kernel, call.scale, call.backward.queries_walk, queries, keys)
         sides = work.ordered(queries, keys)
-        grads = Pass(call.backward, call.comm, "backward", *sides, work).run()
+        kept = work.ordered(*kept)
+        grads = Pass(call.backward, call.comm, "backward", *sides, work, kept).run()
         (dq,), (dkv,) = work.ordered(*grads)
         dk, dv = dkv.unbind(1)
         return (*(_batch_first(g).to(q.dtype) for g in (dq, dk, dv)), None)

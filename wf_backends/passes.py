@@ -71,6 +71,7 @@ class Pass:
     Args:
         name: of the pass, in labels of messages, spans and errors.
         stay, walk: this rank's shard of the side that stays and of the side that walks.
+        kept: the first tensors of (stay, walk), already gathered; they are not gathered again.
     """
 
     def __init__(
@@ -81,10 +82,12 @@ class Pass:
         stay: Tensors,
         walk: Tensors,
         work: Work,
+        kept: tuple[Tensors, Tensors] = ((), ()),
     ) -> None:
         self.plan, self.comm, self.name, self.work = plan, comm, name, work
-        self.shard, self.walkers = stay, walk
-        self.stay = _room(plan.stay, stay)
+        self.shard, self.walkers = stay[len(kept[0]) :], walk[len(kept[1]) :]
+        self.room = _room(plan.stay, self.shard)
+        self.stay, self.held = (*kept[0], *self.room), kept[1]
         self.partial = work.stay.prepare(plan.stay.num_rows, plan.blank)
         self.home = Home(plan.walk.shard_rows, work.walk.blank, add)
         self.moving: Tensors = ()
@@ -97,7 +100,7 @@ class Pass:
         finish = bring_together(mail, self.plan.walk, self.walkers)
         self._post(mail)
         self._wait(mail)
-        held = finish()
+        held = self.held = (*self.held, *finish())
         fetched = [self._fetch(one.fetch) for one in self.plan.steps[0].rounds]
         before: Step | None = None
         for index, step in enumerate(self.plan.steps):
@@ -150,7 +153,7 @@ class Pass:
         mail, arriving = fetched
         self._wait(mail)
         for parcel, values in arriving:
-            scatter(self.stay, parcel.rows, values, copy)
+            scatter(self.room, parcel.rows, values, copy)
 
     def _return(self, exchange: Exchange) -> None:
         """Send home the finished results of another owner's rows; those of one's own come back."""

@@ -24,7 +24,7 @@ from wf_backends.layout import LAYOUTS
 from wf_backends.mask import Mask
 from wf_backends.placement import Placed, divisors, read_placed
 from wf_backends.plans import BACKWARDS, Choice, PassPlan, Plan, Request, pass_order, plan_order
-from wf_backends.search import Pricing, best_of, candidates_of, passes
+from wf_backends.search import Pricing, best_of, candidates_of, kept_plans, passes
 from wf_backends.topology import PRESETS, Topology
 from wf_backends.traffic import Shape
 
@@ -52,6 +52,9 @@ def all_plans(request: Request) -> list[Plan]:
     plans: list[Plan] = []
     for job in _jobs(request):
         both = _around(job)
+        plans += kept_plans(request, job, both)
+        if False not in request.keeps:
+            continue
         limit = request.memory_limit - both.memory_bytes
         backward = min(passes(request, job, _backwards(request)), key=pass_order(limit))
         forward = passes(request, job, (FORWARD,))
@@ -70,6 +73,9 @@ def best_plan(request: Request) -> Plan:
     order = plan_order(request.memory_limit)
     for job in _jobs(request):
         both = _around(job)
+        found += kept_plans(request, job, both)
+        if False not in request.keeps:
+            continue
         limit = request.memory_limit - both.memory_bytes
         backward = best_of(candidates_of(request, job, _backwards(request)), pass_order(limit), 0.0)
 
@@ -115,7 +121,8 @@ def choose(
         return plan_call(config, shape, seqlen, mask, topology).choice
     named = (_named(route, config) or () for route in _both_routes(config))
     forward, backward = (placed for one in named for placed in one)
-    return Choice(config.degrees[0], forward, backward, str(config.backward_moves))
+    moves, keep = str(config.backward_moves), config.keep_gathered
+    return Choice(config.degrees[0], forward, backward, moves, keep)
 
 
 def plan_call(
@@ -162,6 +169,7 @@ def _plan_call(
         forward=forward,
         backward=backward,
         moves=MOVES if moves == AUTO else (str(moves),),
+        keeps=(config.keep_gathered,),
     )
     return best_plan(request)
 

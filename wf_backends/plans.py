@@ -37,6 +37,10 @@ class Request:
     backward: tuple[Placed, ...] | None = None
     moves: tuple[str, ...] = MOVES
     """Which sides may walk in the backward."""
+    keeps: tuple[bool, ...] = (False,)
+    """Whether what the forward gathers may be kept for the backward: then both take one route."""
+    layers: int = 1
+    """Attention layers that keep it at the same time."""
     exact_up_to: int = 8
     """Ranks up to which every message is counted."""
 
@@ -66,6 +70,7 @@ class Choice:
     forward: Placed
     backward: Placed
     moves: str
+    keep: bool = False
 
     def schedules(self, size: int) -> tuple[Schedule, Schedule]:
         """(forward, backward) for `size` ranks, each of the route's being `degree` of them."""
@@ -74,7 +79,7 @@ class Choice:
 
     def to_config(self, size: int, layout: str) -> dict[str, Any]:
         """The words of the config that runs this and nothing else."""
-        return {
+        words = {
             "sequence_parallel_size": size,
             "route": self.forward.to_words(),
             "backward_route": self.backward.to_words(),
@@ -82,6 +87,7 @@ class Choice:
             "ulysses_degree": self.degree,
             "layout": layout,
         }
+        return words | {"keep_gathered": True} if self.keep else words
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,13 @@ class Plan:
     backward: PassPlan
     ulysses: Cost
     """Trading heads for tokens, both passes."""
+    layers: int = 1
+    """How many keep what the forward gathers, if the backward uses it."""
+
+    @property
+    def keep(self) -> bool:
+        """Whether what the forward gathers is kept for the backward."""
+        return self.backward.walk.keep
 
     @property
     def cost(self) -> Cost:
@@ -100,6 +113,7 @@ class Plan:
         total = self.ulysses + self.forward.cost + self.backward.cost
         memory = self.ulysses.memory_bytes
         memory += max(self.forward.cost.memory_bytes, self.backward.cost.memory_bytes)
+        memory += self.layers * self.forward.cost.gathered_bytes if self.keep else 0.0
         return replace(total, memory_bytes=memory)
 
     @property
@@ -110,7 +124,8 @@ class Plan:
     @property
     def choice(self) -> Choice:
         """The plan without its price."""
-        return Choice(self.degree, self.forward.placed, self.backward.placed, self.moves)
+        placed = self.forward.placed, self.backward.placed
+        return Choice(self.degree, *placed, self.moves, self.keep)
 
     @property
     def in_rank_order(self) -> bool:

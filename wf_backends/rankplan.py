@@ -114,3 +114,13 @@ class RankPlan:
     steps: tuple[Step, ...]
     blank: Ranges
     """As in Step, of the side that stays."""
+    stay_rows: Ranges
+    """Positions of the rows that stay."""
+    walk_rows: Ranges
+    """Positions of the walkers that are held first."""
+
+    @property
+    def gathered(self) -> tuple[Ranges, Ranges]:
+        """(queries, keys) that are brought together before the walk."""
+        stay, walk = self.stay_rows, self.walk_rows
+        return (walk, stay) if self.queries_walk else (stay, walk)

@@ -52,6 +52,11 @@ class Schedule:
                 held[step][rank] = self.kv[origin]
         return tuple(map(tuple, held))
 
+    def gathers(self) -> tuple[bool, bool]:
+        """Whether any rank brings (queries, keys) together that are not its own."""
+        own = tuple((rank,) for rank in range(self.num_ranks))
+        return self.q != own, self.kv != own
+
     def turned(self) -> Schedule:
         """The same meetings with the keys staying and the queries walking.
 

@@ -6,13 +6,14 @@ Pure: standard library only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wf_backends.cost import FORWARD, Job, Walk, pass_cost
 from wf_backends.estimate import Estimator, ends_early
 from wf_backends.mask import FULL
 from wf_backends.placement import Placed, place, placements
-from wf_backends.plans import Order, PassPlan, Request, rounded
+from wf_backends.plans import BACKWARDS, Order, PassPlan, Plan, Request, rounded
+from wf_backends.timeline import Cost
 
 
 class Pricing:
@@ -59,6 +60,27 @@ def candidates_of(request: Request, job: Job, walks: Sequence[Walk]) -> list[Can
 
 def passes(request: Request, job: Job, walks: Sequence[Walk]) -> Iterator[PassPlan]:
     return (candidate.price() for candidate in candidates_of(request, job, walks))
+
+
+def kept_plans(request: Request, job: Job, around: Cost) -> Iterator[Plan]:
+    """The plans whose backward takes the forward's route and finds its gathered rows in memory.
+
+    Args:
+        around: what trading heads for tokens costs.
+    """
+    if True not in request.keeps:
+        return
+    forward = Pricing(request, job, FORWARD)
+    prices = (forward.price(placed) for placed in forward.candidates)
+    there = {
+        one.placed: one for one in prices if one.cost.gathered_bytes or False not in request.keeps
+    }
+    for side in request.moves:
+        backward = Pricing(request, job, replace(BACKWARDS[side], keep=True))
+        for placed in backward.candidates:
+            if placed in there:
+                back = backward.price(placed)
+                yield Plan(job.degree, there[placed], back, around, request.layers)
 
 
 def best_of(

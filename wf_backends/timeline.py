@@ -157,6 +157,8 @@ class Cost:
     """Through the busiest rank's connection inside its host, one way."""
     memory_bytes: float
     """Of buffers beyond what the caller holds, at their peak, on the rank with the most."""
+    gathered_bytes: float = 0.0
+    """Of those, queries and keys that a forward gathered, which may be kept for the backward."""
     seconds: float = field(default=-1.0)
     """Worked out from the phases where it is not given."""
 
@@ -180,5 +182,6 @@ class Cost:
             self.nic_bytes + other.nic_bytes,
             self.inside_bytes + other.inside_bytes,
             max(self.memory_bytes, other.memory_bytes),
+            self.gathered_bytes + other.gathered_bytes,
             self.seconds + other.seconds,
         )

@@ -32,6 +32,17 @@ class RowBytes:
     walk: int
     stay_partial: int
     walk_partial: int
+    stay_kept: int = 0
+    """The part of `stay` that the forward left in the buffer: it is not gathered."""
+    walk_kept: int = 0
+
+    @property
+    def stay_gathered(self) -> int:
+        return self.stay - self.stay_kept
+
+    @property
+    def walk_gathered(self) -> int:
+        return self.walk - self.walk_kept
 
 
 def forward_row_bytes(shape: Shape) -> RowBytes:
@@ -45,17 +56,22 @@ def forward_row_bytes(shape: Shape) -> RowBytes:
     )
 
 
-def backward_row_bytes(shape: Shape, queries_walk: bool = False) -> RowBytes:
-    """Backward: queries are (q, dout, lse, delta) and dq, keys are [K|V] and [dK|dV]."""
+def backward_row_bytes(shape: Shape, queries_walk: bool = False, keep: bool = False) -> RowBytes:
+    """Backward: queries are (q, dout, lse, delta) and dq, keys are [K|V] and [dK|dV].
+
+    Args:
+        keep: q and [K|V], where the forward gathered them, are still there.
+    """
     heads = shape.batch * shape.heads
     stats = 2 * heads * shape.accumulator_size
     queries = 2 * heads * shape.head_dim * shape.itemsize + stats
     query_grad = heads * shape.head_dim * shape.accumulator_size
     keys = _keys(shape) * shape.itemsize
     key_grad = _keys(shape) * shape.accumulator_size
+    kept = (heads * shape.head_dim * shape.itemsize, keys) if keep else (0, 0)
     if queries_walk:
-        return RowBytes(keys, queries, key_grad, query_grad)
-    return RowBytes(queries, keys, query_grad, key_grad)
+        return RowBytes(keys, queries, key_grad, query_grad, *kept[::-1])
+    return RowBytes(queries, keys, query_grad, key_grad, *kept)
 
 
 def bytes_sent(plan: RankPlan, rows: RowBytes, name: str) -> dict[str, int]:
@@ -67,7 +83,8 @@ def bytes_sent(plan: RankPlan, rows: RowBytes, name: str) -> dict[str, int]:
     rounds = [one for step in plan.steps for one in step.rounds]
     fetched = (parcel for one in rounds for parcel in one.fetch.send)
     returned = (parcel for one in rounds for parcel in one.home.send)
-    sent = {f"{name} gather": count(plan.walk.give) * rows.walk + count(fetched) * rows.stay}
+    sent = {f"{name} gather": count(plan.walk.give) * rows.walk_gathered}
+    sent[f"{name} gather"] += count(fetched) * rows.stay_gathered
     leaving = 0
     for index, step in enumerate(plan.steps):
         sent[f"{name} step {index}"] = count((step.pass_out,)) * rows.walk + leaving

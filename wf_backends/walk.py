@@ -142,6 +142,8 @@ class _Derivation:
             walk=self._gather(rank),
             steps=steps,
             blank=subtract(((0, size(self.stay_rows[rank])),), stay.written),
+            stay_rows=self.stay_rows[rank],
+            walk_rows=self.carried[rank][0],
         )
 
     def _gather(self, rank: int) -> Gather:

@@ -50,6 +50,31 @@ def test_keys_or_queries_walk_on_zigzag(schedule, mask):
         assert_exact(replace(case, queries_walk=not walks))
 
 
+GATHERING = [
+    pytest.param(schedule, mask, id=f"{name}({n})-{mask_name}")
+    for n in (2, 4, 6, 8)
+    for name, schedule in schedules(n).items()
+    for mask_name, mask in MASKS.items()
+    if any(schedule.gathers())
+]
+
+
+@pytest.mark.parametrize(("schedule", "mask"), GATHERING)
+@pytest.mark.parametrize("queries_walk", (False, True))
+def test_what_the_forward_gathered_may_be_kept(schedule, mask, queries_walk):
+    layout = zigzag(schedule.num_ranks, SEQLEN)
+    again = Case(schedule, schedule, layout, mask, queries_walk)
+    kept = replace(again, keep=True)
+    assert_exact(kept)
+    if mask == MASKS["full"]:
+        assert bytes_gathered(kept) < bytes_gathered(again)
+
+
+def bytes_gathered(case):
+    """By all ranks before the backward."""
+    return sum(case.derived_bytes(r).get("backward gather", 0) for r in range(case.num_ranks))
+
+
 @pytest.mark.parametrize("n", (2, 4, 8))
 @pytest.mark.parametrize("mask", MASKS)
 def test_contiguous(n, mask):

@@ -168,6 +168,14 @@ def test_a_size_alone_is_exact_whatever_is_chosen(size, mask):
     assert alone and (around or "window_size" in MASKS[mask]), seen
 
 
+@pytest.mark.parametrize("route", ({"name": "mesh", "rows": 4, "cols": 2}, "auto"))
+def test_what_was_gathered_may_be_kept(route):
+    words = {"sequence_parallel_size": 8, "route": route, "keep_gathered": True}
+    args = words, from_dict(bytes_count(0.01)).with_ranks(8), 8, 4, {"window_size": (20, 0)}
+    results = run_threads(8, attend_on, *args)
+    assert max(error for error, _ in results) < 1e-10
+
+
 def test_an_auto_degree_around_a_named_route():
     route = {"name": "concentric", "team_size": 2}
     words = {"sequence_parallel_size": 8, "route": route, "ulysses_degree": "auto"}

@@ -96,6 +96,15 @@ def test_rank_order_said_is_the_same_as_unsaid():
             {"sequence_paralel_size": 2},
             "'sequence_paralel_size'; did you mean 'sequence_parallel_size'",
         ),
+        ({"keep_gathered": "yes"}, "keep_gathered must be true or false, got 'yes'"),
+        (
+            {"keep_gathered": True, "backward_route": {"name": "ring"}},
+            "keep_gathered keeps what the forward's route .* leave one of them out",
+        ),
+        (
+            {"keep_gathered": True, "strategy": "lss", "route": "auto"},
+            "keep_gathered True contradicts strategy",
+        ),
         ({"sequence_parallel_size": 0}, "sequence_parallel_size must be a positive integer, got 0"),
         ({"sequence_parallel_size": 2.0}, "positive integer, got 2.0"),
         ({"sequence_parallel_size": True}, "positive integer, got True"),

@@ -126,6 +126,23 @@ def test_a_memory_limit_that_nobody_meets_names_the_closest() -> None:
     assert "more ranks" in str(caught.value)
 
 
+def test_gathered_rows_are_kept_where_memory_allows() -> None:
+    shape = Shape(batch=1, heads=4, kv_heads=4, head_dim=64, itemsize=4)
+    request = Request(cluster(4, 2, gbit=0.025), Workload(shape, 8192), degrees=(1,))
+    again = best_plan(request)
+    kept = best_plan(replace(request, keeps=(False, True), layers=8))
+    assert not again.keep and kept.keep
+    assert kept.cost.seconds < again.cost.seconds
+    assert kept.forward.placed == kept.backward.placed
+    assert SequenceParallelConfig.from_dict(kept.to_config(8, "zigzag")).keep_gathered
+    held = 8 * kept.forward.cost.gathered_bytes
+    assert kept.cost.memory_bytes > held > 0
+    least = replace(request, keeps=(False, True), layers=8, memory_bytes=again.cost.memory_bytes)
+    assert not best_plan(least).keep
+    found = all_plans(replace(request, keeps=(False, True), layers=8))
+    assert found[0] == kept and any(not plan.keep for plan in found)
+
+
 def test_degrees_that_fit_nothing_are_refused() -> None:
     request = Request(cluster(2, 4), Workload(SHAPE, 2400), degrees=(3,))
     with pytest.raises(ValueError, match=r"no ulysses_degree of \(3,\) divides the 8 ranks"):
