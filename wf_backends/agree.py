@@ -21,6 +21,11 @@ def sum_over_ranks(comm: Communicator, x: Tensor) -> Tensor:
     return _everyones(comm, x.to(_home(comm, x)), "sum").sum(0).to(x.device)
 
 
+def gather_small(comm: Communicator, x: Tensor) -> Tensor:
+    """The small tensors of all ranks, stacked by rank. Not counted as traffic."""
+    return _everyones(comm, x.to(_home(comm, x)), "gather").to(x.device)
+
+
 def _everyones(comm: Communicator, mine: Tensor, label: str) -> Tensor:
     """The tensors of all ranks, stacked by rank."""
     theirs = [mine if peer == comm.rank else torch.empty_like(mine) for peer in range(comm.size)]

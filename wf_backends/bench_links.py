@@ -5,23 +5,19 @@ A few seconds on every rank together; the result is the same on all ranks.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from hashlib import sha256
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from wf_backends.agree import sum_over_ranks
 from wf_backends.comm.protocol import Communicator
 from wf_backends.kernels import Kernel, KernelSpec, select
 from wf_backends.mask import FULL
-from wf_backends.topology import PRESETS, KernelRate, Link, Topology, check_job, from_dict
+from wf_backends.topology import PRESETS, KernelRate, Link, Topology, check_job
 
 HEADS, HEAD_DIM = 8, 64
 TILES = (256, 1024)  # rows and keys of the two tiles that a kernel's rate is fitted to
@@ -164,7 +160,10 @@ def _tile_seconds(
 ) -> tuple[float, float]:
     """(forward, backward) seconds of one full tile of size x size, all ranks at once."""
     shape = (1, size, HEADS, HEAD_DIM)
-    q, k, v, dout = (torch.randn(shape, device=meter.device).to(dtype) for _ in range(4))
+    source = torch.Generator(meter.device).manual_seed(0)  # the program's own is left alone
+    q, k, v, dout = (
+        torch.randn(shape, device=meter.device, generator=source).to(dtype) for _ in range(4)
+    )
     scale = HEAD_DIM**-0.5
     out, lse = kernel.forward(q, k, v, scale, FULL)
     lse = lse.contiguous()
@@ -182,38 +181,3 @@ def _memory(device: torch.device, per_host: int) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / per_host
-
-
-def job_hosts(host: str) -> list[str]:
-    """The host of every rank of the default group, by rank."""
-    hosts = [""] * dist.get_world_size()
-    dist.all_gather_object(hosts, host)
-    return hosts
-
-
-def measured(
-    comm: Communicator, hosts: Sequence[str], device: torch.device, cache_dir: Path
-) -> tuple[Topology, bool]:
-    """(topology, whether it came from the cache), of the default group's job.
-
-    Rank 0 alone reads and writes the cache, and tells the others.
-
-    Args:
-        cache_dir: one file for every list of hosts, and kind of device, is kept here.
-    """
-    key = sha256(repr((list(hosts), device.type)).encode()).hexdigest()[:16]
-    path = cache_dir / f"topology-{key}.json"
-    told: list[str | None] = [None]
-    if comm.rank == 0 and path.is_file():
-        told = [path.read_text()]
-    dist.broadcast_object_list(told, src=0)
-    if told[0] is not None:
-        return from_dict(json.loads(told[0])), True
-    found = measure(comm, hosts, device)
-    told = [json.dumps(found.to_dict(), indent=2)]  # rank 0's: memory is the rank's own
-    dist.broadcast_object_list(told, src=0)
-    assert told[0] is not None
-    if comm.rank == 0:
-        cache_dir.mkdir(parents=True, exist_ok=True)
-        path.write_text(told[0] + "\n")
-    return from_dict(json.loads(told[0])), False

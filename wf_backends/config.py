@@ -14,10 +14,12 @@ from typing import Any, cast
 from wf_backends.layout import check_layout_name
 from wf_backends.placement import ORDER, divisors, read_placed
 from wf_backends.suggest import nearest
+from wf_backends.topology import PRESETS, READERS
 
 AUTO = "auto"
 KERNEL_NAMES = (AUTO, "reference", "sdpa", "flash")
 MOVES = ("keys", "queries")
+MEASURE = "measure"
 LSS = "lss"
 STRATEGIES = (LSS,)
 LSS_ROUTE: Mapping[str, Any] = MappingProxyType({"name": "all_gather"})
@@ -60,6 +62,10 @@ class SequenceParallelConfig:
     """None: the route decides. "lss": LSS Transformer, which is the route "all_gather" with all
     gathered keys kept for the backward."""
 
+    topology: str | None = None
+    """What "auto" goes by: the name of a preset, a .json or .toml file, "measure" (the job's links,
+    at first use), or None = the one-host preset where all ranks are on one host, else measured."""
+
     def __post_init__(self) -> None:
         _positive("sequence_parallel_size", self.sequence_parallel_size)
         check_layout_name(self.layout)
@@ -78,6 +84,8 @@ class SequenceParallelConfig:
                 f"both route {self.to_dict()['route']} and backward_route "
                 f"{self.to_dict()['backward_route']}"
             )
+        if self.topology is not None:
+            self._check_topology()
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -107,9 +115,9 @@ class SequenceParallelConfig:
         return cls(**words)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` takes; strategy and keep_gathered only where they are set."""
+        """What `from_dict` takes; strategy, topology and keep_gathered only where they are set."""
         words = {f.name: getattr(self, f.name) for f in fields(self)}
-        for key in ("strategy", "keep_gathered"):
+        for key in ("strategy", "topology", "keep_gathered"):
             if not words[key]:
                 del words[key]
         return {
@@ -172,6 +180,20 @@ class SequenceParallelConfig:
         if size % cast(int, degree):
             raise ValueError(
                 f"ulysses_degree must divide sequence_parallel_size {size}, got {degree}"
+            )
+
+    def _check_topology(self) -> None:
+        """Whether there is such a file is for those who read it to say."""
+        known = (*PRESETS, MEASURE)
+        if self.topology not in known and not str(self.topology).endswith(tuple(READERS)):
+            raise ValueError(
+                f"topology must be one of {list(known)}, or a {' or '.join(READERS)} file, got "
+                f"{self.topology!r}{nearest(self.topology, known)}"
+            )
+        if not self.leaves_open:
+            raise ValueError(
+                f'topology {self.topology!r} is what "{AUTO}" goes by, but nothing is "{AUTO}": '
+                "leave it out"
             )
 
     def _checked_route(self, key: str) -> Route:

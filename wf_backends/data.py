@@ -1,5 +1,17 @@
 """A full batch made ready for sharding: labels shifted, positions added, padded and masked.
 
+Beside its ids or embeddings a batch may hold
+    "labels" (b, S), as Hugging Face has them: the token itself, not the next one;
+    "attention_mask" (b, S), 1 = valid, padding on the right only;
+    "position_ids" (b, S) or (1, S);
+    "cu_seqlens": host integers 0 = c0 < ... = S, the documents of every sample;
+    anything else: tensors (b, S, ...).
+
+Padding is never seen by a valid token: under causal attention because it comes last, under full
+attention because `cu_seqlens` makes it a document of its own. One exception: samples of different
+lengths have no documents in common; their "attention_mask" comes back without "cu_seqlens", and
+only causal attention is right on them.
+
 Shapes: b batch, S sequence length as given, S' the same rounded up to the multiple.
 """
 
@@ -29,26 +41,17 @@ def prepare_batch(
 ) -> dict[str, Any]:
     """Shift, number and pad a full batch, so that equal shards of it can be cut along dim 1.
 
-    Padding is never seen by a valid token: under causal attention because it comes last, under
-    full attention because `cu_seqlens` makes it a document of its own.
-
     Args:
-        batch: "input_ids" (b, S) or "inputs_embeds" (b, S, width), and optionally
-            "labels" (b, S), as Hugging Face has them: the token itself, not the next one;
-            "attention_mask" (b, S), 1 = valid, padding on the right only;
-            "position_ids" (b, S) or (1, S);
-            "cu_seqlens": host integers 0 = c0 < ... = S, the documents of every sample;
-            anything else: tensors (b, S, ...).
+        batch: "input_ids" (b, S) or "inputs_embeds" (b, S, width), and what else a batch may hold
+            (see the head of this module).
         multiple: S' is the next multiple of this, in tokens.
         pad_token_id: fills "input_ids"; other tensors are filled with 0.
         labels_are_shifted: labels already stand where they are predicted (also: masked models).
 
     Returns:
         A new dict of the same keys, and "position_ids" counting from 0 in every document (going on
-        counting through the padding). "cu_seqlens" is there if documents or an attention_mask
-        were given or padding was needed. One exception: samples of different lengths have no
-        documents in common; their "attention_mask" comes back without "cu_seqlens", and only
-        causal attention is right on them.
+        counting through the padding). "cu_seqlens" is there if documents or an attention_mask were
+        given or padding was needed, unless samples differ in length.
 
     Raises:
         ValueError: for a tensor that is not (b, S, ...), a mask with holes or padding on the
@@ -60,24 +63,20 @@ def prepare_batch(
     size, seqlen = _shape(tensors)
     valid = _valid(tensors.get("attention_mask"))
     documents = make_mask(cu_seqlens=batch.get("cu_seqlens"), seqlen=seqlen).cu_seqlens
+    borders = documents or (0, seqlen)
     if "position_ids" not in tensors:
         device = next(iter(tensors.values())).device
-        tensors["position_ids"] = _positions(documents or (0, seqlen), device).expand(size, -1)
+        tensors["position_ids"] = _positions(borders, device).expand(size, -1)
     if "labels" in tensors:
         labels = tensors["labels"]
         labels = labels if valid is None else labels.masked_fill(~valid, ignore_index)
-        ends = (documents or (0, seqlen))[1:]
-        tensors["labels"] = labels if labels_are_shifted else _shift(labels, ends, ignore_index)
+        tensors["labels"] = (
+            labels if labels_are_shifted else _shift(labels, borders[1:], ignore_index)
+        )
     padded = -(-seqlen // multiple) * multiple
-    fill = {"input_ids": pad_token_id, "labels": ignore_index}
-    out: dict[str, Any] = {
-        key: _continue(tensor, padded)
-        if key == "position_ids"
-        else _pad(tensor, padded, fill.get(key, 0))
-        for key, tensor in tensors.items()
-    }
-    borders = _pad_borders(documents, valid, seqlen, padded)
-    return out if borders is None else out | {"cu_seqlens": borders}
+    out = _padded(tensors, padded, {"input_ids": pad_token_id, "labels": ignore_index})
+    closed = _pad_borders(documents, valid, seqlen, padded)
+    return out if closed is None else out | {"cu_seqlens": closed}
 
 
 def _shape(tensors: Mapping[str, Any]) -> tuple[int, int]:
@@ -130,6 +129,14 @@ def _shift(labels: Tensor, ends: Borders, ignore_index: int) -> Tensor:
     shifted = _pad(labels[:, 1:], labels.shape[1], ignore_index)
     shifted[:, torch.tensor(ends, device=labels.device) - 1] = ignore_index
     return shifted
+
+
+def _padded(tensors: Mapping[str, Tensor], length: int, fill: Mapping[str, int]) -> dict[str, Any]:
+    """The tensors of a batch, padded to `length` with what `fill` says, or 0; positions go on."""
+    return {
+        key: _continue(x, length) if key == "position_ids" else _pad(x, length, fill.get(key, 0))
+        for key, x in tensors.items()
+    }
 
 
 def _pad(tensor: Tensor, length: int, value: int) -> Tensor:

@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from wf_backends.agree import Agreement, fingerprint
+from wf_backends.cluster import Cluster
 from wf_backends.comm.protocol import Communicator
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.executor import Attention, Call, accumulator_dtype
@@ -21,7 +23,6 @@ from wf_backends.layout import Layout, layout_of, lengths, merge_shards
 from wf_backends.mask import Mask
 from wf_backends.planner import choose
 from wf_backends.schedule import check
-from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 from wf_backends.ulysses import Exchange, heads_for_tokens, make_exchange, tokens_for_heads
 from wf_backends.walk import Problem, RankPlan, plan_rank, turning_well
@@ -45,12 +46,16 @@ class AttentionPlan:
 
 
 class DistributedAttention:
-    """Attention over one sequence-parallel group, by one configuration."""
+    """Attention over one sequence-parallel group, by one configuration.
+
+    Args:
+        cluster: what the planner goes by where the config leaves something to it.
+    """
 
     def __init__(
-        self, config: SequenceParallelConfig, comm: Communicator, topology: Topology | None = None
+        self, config: SequenceParallelConfig, comm: Communicator, cluster: Cluster
     ) -> None:
-        self.config, self.comm, self.topology = config, comm, topology
+        self.config, self.comm, self.cluster = config, comm, cluster
         self._agreement = Agreement(comm)
         self._plan = lru_cache(maxsize=64)(self._make_plan)
 
@@ -81,7 +86,7 @@ class DistributedAttention:
             "dtype": fingerprint(q.dtype),
             "mask": fingerprint(mask),
             "softmax_scale": fingerprint(scale),
-            "config": fingerprint((self.config, self.topology)),
+            "config": fingerprint((self.config, self.cluster.known)),
             "seqlen": -1 if seqlen is None else seqlen,
         }
         told = self._agreement.check(same, {"q rows": s, "key rows": keys}, q)
@@ -98,7 +103,10 @@ class DistributedAttention:
     ) -> AttentionPlan:
         sizes = spec.dtype.itemsize, accumulator_dtype(spec.dtype).itemsize
         shape = Shape(batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes)
-        choice = choose(self.config, shape, sum(lengths(q_layout)), mask, self.topology)
+        topology = None
+        if self.config.leaves_open and self.comm.size > 1:
+            topology = self.cluster.topology(torch.device(spec.device))
+        choice = choose(self.config, shape, sum(lengths(q_layout)), mask, topology)
         degree = choice.degree
         at, member = divmod(self.comm.rank, degree)
         pool = range(at * degree, (at + 1) * degree)

@@ -5,6 +5,7 @@ Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import sqrt
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from wf_backends.adjoint import move
 from wf_backends.agree import Agreement, fingerprint, sum_over_ranks
+from wf_backends.cluster import Cluster, cache_folder
 from wf_backends.comm import make_comm
 from wf_backends.config import LSS, SequenceParallelConfig
 from wf_backends.data import prepare_batch
@@ -41,10 +43,12 @@ class SequenceParallel:
         group: None (the default group), a torch ProcessGroup, an mpi4py communicator, or one of
             our communicators. A group of several times `sequence_parallel_size` ranks is cut
             into blocks of consecutive ranks, one sequence each (data x sequence parallel).
-        topology: hosts and links of the ranks, for the route "auto"; None = one host.
+        topology: hosts and links of the ranks, for what is "auto"; None = what the config's
+            "topology" says.
 
     Raises:
-        ValueError: if sequence_parallel_size does not divide the size of the group.
+        ValueError: if sequence_parallel_size does not divide the size of the group, or for a
+            topology file that cannot be read.
     """
 
     def __init__(
@@ -62,7 +66,8 @@ class SequenceParallel:
         self.comm = everyone.view(range(first, first + size))
         self.rank, self.size = self.comm.rank, size
         self._agreement = Agreement(self.comm)
-        self._attention = STRATEGIES[config.strategy](config, self.comm, topology)
+        cluster = Cluster(self.comm, config.topology, topology, cache_folder(os.environ))
+        self._attention = STRATEGIES[config.strategy](config, self.comm, cluster)
 
     def shard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:
         """This rank's rows of a tensor that every rank holds whole, in layout order.

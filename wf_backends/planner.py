@@ -7,9 +7,7 @@ that by closed forms (estimate.py).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
-from math import inf
 
 from wf_backends.config import AUTO, MOVES, Route, SequenceParallelConfig
 from wf_backends.cost import (
@@ -25,7 +23,7 @@ from wf_backends.mask import Mask
 from wf_backends.placement import Placed, divisors, read_placed
 from wf_backends.plans import BACKWARDS, Choice, PassPlan, Plan, Request, pass_order, plan_order
 from wf_backends.search import Pricing, best_of, candidates_of, kept_plans, passes
-from wf_backends.topology import PRESETS, Topology
+from wf_backends.topology import Topology, one_host
 from wf_backends.traffic import Shape
 
 
@@ -160,10 +158,9 @@ def _plan_call(
 ) -> Plan:
     size, moves = config.sequence_parallel_size, config.backward_moves
     layout = "zigzag" if LAYOUTS[config.layout].needs_documents else config.layout
-    one_host = replace(PRESETS["one-host"], ranks_per_host=size, memory_bytes=inf)
     forward, backward = (_named(route, config) for route in _both_routes(config))
     request = Request(
-        (topology or one_host).with_ranks(size),
+        (topology or one_host(size)).with_ranks(size),
         Workload(shape, seqlen, mask, layout),
         degrees=config.degrees,
         forward=forward,

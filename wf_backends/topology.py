@@ -11,6 +11,7 @@ import json
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
@@ -138,6 +139,7 @@ class Topology:
         }
 
 
+READERS = MappingProxyType({".json": json.loads, ".toml": tomllib.loads})
 LINK_KEYS = ("latency_us", "gigabits_per_s")
 RATE_KEYS = ("forward_tflops", "backward_tflops", "call_us")
 
@@ -169,25 +171,49 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
     )
 
 
-def load(source: str) -> Topology:
+def load(source: str, size: int | None = None) -> Topology:
     """The topology of a preset's name or of a .json or .toml file.
 
+    Args:
+        size: ranks that are meant; a preset has as many, and a file at least as many.
+
     Raises:
-        ValueError: if there is no such preset or file, or naming the key that is wrong in it.
+        ValueError: if there is no such preset or file, naming the key that is wrong in it, or if
+            it has not so many ranks.
     """
     if source in PRESETS:
-        return PRESETS[source]
+        preset = PRESETS[source]
+        if size is None:
+            return preset
+        return one_host(size) if preset.hosts == 1 else preset.with_ranks(size)
     path = Path(source)
-    readers = {".json": json.loads, ".toml": tomllib.loads}
-    if path.suffix not in readers or not path.is_file():
+    if path.suffix not in READERS or not path.is_file():
         raise ValueError(
-            f"topology must be one of {list(PRESETS)}, or a .json or .toml file that exists; got "
-            f"{source!r}{nearest(source, PRESETS)}"
+            f"topology must be one of {list(PRESETS)}, or a {' or '.join(READERS)} file that "
+            f"exists; got {source!r}{nearest(source, PRESETS)}"
         )
     try:
-        return from_dict(readers[path.suffix](path.read_text()))
+        topology = from_dict(READERS[path.suffix](path.read_text()))
+        if size is not None and size > topology.size:
+            raise ValueError(f"it has {topology.size} ranks, but {size} share a sequence")
+        return topology if size is None else topology.with_ranks(size)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def one_host(size: int) -> Topology:
+    """The one-host preset for `size` ranks, of whose memory nothing is known."""
+    return replace(PRESETS["one-host"], ranks_per_host=size, memory_bytes=inf)
+
+
+def is_host_by_host(hosts: Sequence[str]) -> bool:
+    """Whether every host has as many ranks, numbered side by side.
+
+    Args:
+        hosts: the host name of every rank, by rank.
+    """
+    each, uneven = divmod(len(hosts), len(set(hosts)))
+    return not uneven and all(host == hosts[rank // each * each] for rank, host in enumerate(hosts))
 
 
 def check_job(topology: Topology, hosts: Sequence[str]) -> Topology:
@@ -200,7 +226,10 @@ def check_job(topology: Topology, hosts: Sequence[str]) -> Topology:
         ValueError: if the job has other ranks, other hosts, or is not numbered host by host.
     """
     wrong = f"topology {topology.name!r} contradicts the job"
-    way_out = "Correct the file, or measure one: wallfacer bench-links --out topology.json"
+    way_out = (
+        "Correct the file, or measure one: wallfacer bench-links --out topology.json, or "
+        '"topology": "measure" in a config'
+    )
     if len(hosts) != topology.size:
         raise ValueError(
             f"{wrong}: it has {topology.hosts} hosts x {topology.ranks_per_host} ranks = "

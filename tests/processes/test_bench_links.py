@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import run_processes
-from wf_backends.bench_links import job_hosts, measured
+from wf_backends.cluster import job_hosts, measured
 from wf_backends.comm import Communicator
 
 pytestmark = pytest.mark.processes
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.processes
 
 def measure_twice(comm: Communicator, hosts: list[str], folder: str) -> tuple[Any, Any, float]:
     torch.set_num_threads(1)
-    assert job_hosts(hosts[comm.rank]) == hosts
+    assert job_hosts(comm, hosts[comm.rank]) == hosts
     start = time.perf_counter()
     first = measured(comm, hosts, torch.device("cpu"), Path(folder))
     took = time.perf_counter() - start

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -10,7 +12,7 @@ from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.mask import make_mask
-from wf_backends.topology import from_dict
+from wf_backends.topology import from_dict, one_host
 
 SEQLEN = 45
 ROUTES = {
@@ -230,6 +232,35 @@ def test_auto_follows_the_topology():
     apart = run_threads(4, bytes_on_auto, from_dict(bytes_count(100)))
     assert max(error for error, _ in (*alone, *apart)) < 1e-10
     assert alone[0][1] != apart[0][1]
+
+
+def topology_of(comm, words, topology=None):
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm, topology)
+    q, k, v, _ = tensors(8, 8)
+    sp.attention(sp.shard(q), sp.shard(k), sp.shard(v))
+    return sp._attention.cluster.topology(torch.device("cpu"))
+
+
+def test_where_the_topology_comes_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    words = {"sequence_parallel_size": 4}
+    assert run_threads(4, topology_of, words) == 4 * [one_host(4)]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(SLOW | {"hosts": 1, "ranks_per_host": 8, "name": "mine"}))
+    read = run_threads(4, topology_of, words | {"topology": str(path)})
+    assert {(t.name, t.size) for t in read} == {("mine", 4)}
+    given = from_dict(SLOW)
+    assert run_threads(4, topology_of, words | {"topology": str(path)}, given) == 4 * [given]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["mine.json"]
+    measured = run_threads(4, topology_of, words | {"topology": "measure"})
+    assert measured == 4 * measured[:1] and measured[0].name.startswith("measured on")
+    assert len(list((tmp_path / "wallfacer").iterdir())) == 1
+
+
+def test_a_topology_that_is_not_there_is_refused_before_a_call():
+    config = SequenceParallelConfig(sequence_parallel_size=2, topology="nowhere.json")
+    with pytest.raises(ValueError, match="a .json or .toml file that exists; got 'nowhere.json'"):
+        run_threads(2, lambda comm: SequenceParallel(config, comm))
 
 
 def report_of(comm, words):

@@ -29,6 +29,14 @@ def test_a_dict_goes_in_and_comes_out():
     assert hash(SequenceParallelConfig.from_dict(DESIGN)) == hash(config)
 
 
+@pytest.mark.parametrize("source", ("measure", "h100-8x400g", "mine.json", "a/b.toml"))
+def test_a_topology_goes_in_and_comes_out(source):
+    config = SequenceParallelConfig(sequence_parallel_size=4, topology=source)
+    assert config.to_dict()["topology"] == source
+    assert SequenceParallelConfig.from_dict(config.to_dict()) == config
+    assert "topology" not in SequenceParallelConfig().to_dict()
+
+
 @pytest.mark.parametrize(
     ("words", "degree", "moves", "degrees"),
     (
@@ -109,6 +117,12 @@ def test_rank_order_said_is_the_same_as_unsaid():
         ({"sequence_parallel_size": 2.0}, "positive integer, got 2.0"),
         ({"sequence_parallel_size": True}, "positive integer, got True"),
         ({"ulysses_degree": 3}, "ulysses_degree must divide sequence_parallel_size 8, got 3"),
+        (
+            {"topology": "measur"},
+            "topology must be one of .*or a .json or .toml file.*did you mean 'measure'",
+        ),
+        ({"topology": 8}, "topology must be one of .*got 8"),
+        ({"topology": "measure"}, "topology 'measure' is what \"auto\" goes by, but nothing is"),
         ({"ulysses_degree": 0}, "ulysses_degree must be a positive integer, got 0"),
         ({"ulysses_degree": True}, "ulysses_degree must be a positive integer, got True"),
         ({"ulysses_degree": "Auto"}, 'ulysses_degree must be a positive integer or "auto", got'),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from wf_backends.topology import PRESETS, check_job, from_dict, load
+from wf_backends.topology import PRESETS, check_job, from_dict, is_host_by_host, load
 
 FILES = sorted((Path(__file__).parents[2] / "configs/topologies").iterdir())
 
@@ -35,6 +35,34 @@ def numbers(words: dict[str, Any], prefix: str = "") -> dict[str, float]:
         elif not isinstance(value, str):
             found[prefix + key] = value
     return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "regular"),
+    [
+        ("a", 1),
+        ("aa", 1),
+        ("aabb", 1),
+        ("ab", 1),
+        ("aab", 0),
+        ("abab", 0),
+        ("aabbaa", 0),
+        ("abb", 0),
+    ],
+)
+def test_hosts_are_regular_or_not(hosts: str, regular: int) -> None:
+    assert is_host_by_host(list(hosts)) == bool(regular)
+
+
+def test_presets_and_files_for_a_number_of_ranks(tmp_path: Path) -> None:
+    assert load("h100-8x400g", 128).hosts == 16 and load("one-host", 12).hosts == 1
+    with pytest.raises(ValueError, match="12 ranks do not fill hosts of 8"):
+        load("h100-8x400g", 12)
+    path = tmp_path / "four.json"
+    path.write_text(json.dumps(load("a100-4x-100gbe", 4).to_dict()))
+    assert load(str(path), 2).size == 2
+    with pytest.raises(ValueError, match="four.json: it has 4 ranks, but 8 share a sequence"):
+        load(str(path), 8)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,6 @@ from rich.progress import track
 from rich.table import Table
 
 from wf_backends.commands import options as o
-from wf_backends.commands.links import CACHE
 from wf_backends.commands.plan import plan_words
 from wf_backends.placement import placements
 from wf_backends.planner import all_plans, legal_degrees
@@ -36,7 +36,7 @@ def bench(
     topology: Annotated[
         str, typer.Option(help="A preset's name or a file; empty = measured on this job.")
     ] = "",
-    cache_dir: o.CacheDir = CACHE,
+    cache_dir: o.CacheDir = None,
     top: Annotated[int, typer.Option(help="How many candidates to run.")] = 5,
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -49,7 +49,7 @@ def bench(
 
         torchrun --nproc-per-node 4 -m wf_backends.cli bench --topology cluster.json --json
     """
-    from wf_backends.bench_links import job_hosts, measured
+    from wf_backends.cluster import cache_folder, job_hosts, measured
     from wf_backends.comm import make_comm
     from wf_backends.launch import init
 
@@ -57,11 +57,12 @@ def bench(
     workload = replace(model.workload(), kernel="auto")
     launch = init()
     try:
-        comm, hosts = make_comm(), job_hosts(socket.gethostname())
+        comm = make_comm()
+        hosts = job_hosts(comm, socket.gethostname())
         cluster = (
             check_job(load(topology), hosts)
             if topology
-            else measured(comm, hosts, launch.device, cache_dir)[0]
+            else measured(comm, hosts, launch.device, cache_dir or cache_folder(os.environ))[0]
         )
         request = Request(cluster, workload, exact_up_to=32)
         plans = with_ring(nameable(request), top)

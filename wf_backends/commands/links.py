@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -13,14 +14,12 @@ from rich.console import Console
 
 from wf_backends.commands import options as o
 
-CACHE = Path(typer.get_app_dir("wallfacer"))
-
 
 def bench_links(
     out: Annotated[
         Path | None, typer.Option(help="Write the topology here, as JSON; else print it.")
     ] = None,
-    cache_dir: o.CacheDir = CACHE,
+    cache_dir: o.CacheDir = None,
     fresh: Annotated[bool, typer.Option(help="Measure again, and keep nothing.")] = False,
 ) -> None:
     """Measure links, NICs, kernel rates and memory of the running job.
@@ -31,18 +30,20 @@ def bench_links(
 
         torchrun --nproc-per-node 4 -m wf_backends.cli bench-links
     """
-    from wf_backends.bench_links import job_hosts, measure, measured
+    from wf_backends.bench_links import measure
+    from wf_backends.cluster import cache_folder, job_hosts, measured
     from wf_backends.comm import make_comm
     from wf_backends.launch import init
 
-    launch = init()
+    launch, folder = init(), cache_dir or cache_folder(os.environ)
     try:
         start = time.perf_counter()
-        comm, hosts = make_comm(), job_hosts(socket.gethostname())
+        comm = make_comm()
+        hosts = job_hosts(comm, socket.gethostname())
         if fresh:
             topology, known = measure(comm, hosts, launch.device), False
         else:
-            topology, known = measured(comm, hosts, launch.device, cache_dir)
+            topology, known = measured(comm, hosts, launch.device, folder)
         took = time.perf_counter() - start
     finally:
         launch.close()
@@ -53,5 +54,5 @@ def bench_links(
         typer.echo(text)
     else:
         out.write_text(text + "\n")
-    source = f"from {cache_dir}" if known else f"measured in {took:.1f} s"
+    source = f"from {folder}" if known else f"measured in {took:.1f} s"
     Console(stderr=True).print(f"{topology.name}, {launch.world_size} ranks: {source}")

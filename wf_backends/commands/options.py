@@ -36,7 +36,10 @@ Layout = Annotated[str, typer.Option(help="zigzag or contiguous.")]
 Kernel = Annotated[str, typer.Option(help="Whose rate counts; auto = the topology's first.")]
 Cluster = Annotated[str, typer.Option(help="A preset's name, or a .json or .toml file.")]
 Ranks = Annotated[int, typer.Option(help="Ranks of one sequence; 0 = all of the topology.")]
-CacheDir = Annotated[Path, typer.Option(help="Where measured topologies are kept, by host list.")]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option(help="Where measured topologies are kept, by host list; ~/.cache/wallfacer."),
+]
 
 
 @dataclass(frozen=True, slots=True)
