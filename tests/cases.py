@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -26,7 +27,7 @@ from wf_backends.schedule import (
 )
 from wf_backends.shards import positions
 from wf_backends.traffic import Shape, backward_row_bytes, bytes_sent, forward_row_bytes
-from wf_backends.walk import Problem, plan_rank
+from wf_backends.walk import Problem, plan_rank, strands
 
 
 def schedules(n: int) -> dict[str, Schedule]:
@@ -64,12 +65,17 @@ class Case:
     def num_ranks(self) -> int:
         return self.forward.num_ranks
 
-    def plans(self, rank: int) -> tuple[RankPlan, RankPlan]:
+    two_way: bool = False
+    """Shards walk in two halves that go opposite ways."""
+
+    def plans(self, rank: int) -> tuple[tuple[RankPlan, ...], tuple[RankPlan, ...]]:
         """(forward, backward) of one rank."""
         layouts = self.layout, self.kv_layout or self.layout
         there = Problem(self.forward, *layouts, self.mask)
         back = Problem(self.backward, *layouts, self.mask, self.queries_walk)
-        return plan_rank(there, rank), plan_rank(back, rank)
+        parts = (strands(one, self.two_way) for one in (there, back))
+        first, second = (tuple(plan_rank(one, rank) for one in part) for part in parts)
+        return first, second
 
     def derived_bytes(self, rank: int) -> dict[str, int]:
         """What `traffic` says that one rank sends."""
@@ -79,7 +85,11 @@ class Case:
         )
         there, back = self.plans(rank)
         rows = forward_row_bytes(shape), backward_row_bytes(shape, self.queries_walk, self.keep)
-        return bytes_sent(there, rows[0], "forward") | bytes_sent(back, rows[1], "backward")
+        sent = Counter[str]()
+        for name, plans, row in zip(("forward", "backward"), (there, back), rows, strict=True):
+            for plan in plans:
+                sent.update(bytes_sent(plan, row, name))
+        return dict(sent)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Whole q, k, v and dout, the same for the same case."""

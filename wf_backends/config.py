@@ -41,7 +41,8 @@ class SequenceParallelConfig:
     """{"name": "ring" | "all_gather"}, {"name": "double_ring", "inner": 4}, {"name":
     "concentric", "team_size": 2}, {"name": "mesh", "rows": 2, "cols": 4}, or "auto". A name alone
     may be given as a string where the route takes no other key. Every route also takes a placement,
-    "order": [1, 0] and "reverse": true (see `placement.read_placed`); without, rank order."""
+    "order": [1, 0] and "reverse": true (see `placement.read_placed`); without, rank order. Rings
+    take "two_way": true: each shard walks in two halves that go opposite ways."""
     backward_route: Route = None
     """The same forms; None = the forward's, or the planner's choice where route is "auto"."""
     backward_moves: str | None = None

@@ -5,20 +5,21 @@ Pure: standard library only. What the phases found here take is told by timeline
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
+from wf_backends.areas import tile_area
 from wf_backends.layout import make_layout, merge_shards
+from wf_backends.loads import Loads
 from wf_backends.mask import Mask
 from wf_backends.rankplan import Parcel, RankPlan, Step
 from wf_backends.schedule import Schedule
 from wf_backends.tiles import Tile
-from wf_backends.timeline import Chunk, Cost, Phase, Transfer, transfer
+from wf_backends.timeline import Chunk, Cost, Phase, Transfer
 from wf_backends.topology import KernelRate, Topology
 from wf_backends.traffic import RowBytes, Shape, backward_row_bytes, forward_row_bytes
-from wf_backends.walk import Problem, plan_rank
+from wf_backends.walk import Problem, plan_rank, strands
 
 BACKWARD_FLOPS = 2.5  # five matrix products for the forward's two (FlashAttention-2)
 
@@ -89,42 +90,6 @@ BACKWARD_KEYS = Walk("backward")
 BACKWARD_QUERIES = Walk("backward", queries_walk=True)
 
 
-class Loads:
-    """Bytes that cross every link, both ways; several phases may be added up."""
-
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
-        self.inside: Counter[tuple[str, int]] = Counter()
-        self.nics: Counter[tuple[str, int]] = Counter()
-
-    def add(self, source: int, target: int, num_bytes: int) -> None:
-        """A message from rank `source` to rank `target`."""
-        at = self.topology
-        if at.host(source) == at.host(target):
-            self.inside["out", source] += num_bytes
-            self.inside["in", target] += num_bytes
-        else:
-            self.nics["out", at.nic(source)] += num_bytes
-            self.nics["in", at.nic(target)] += num_bytes
-
-    def update(self, other: Loads) -> None:
-        self.inside.update(other.inside)
-        self.nics.update(other.nics)
-
-    @property
-    def nic_bytes(self) -> int:
-        return max(self.nics.values(), default=0)
-
-    @property
-    def inside_bytes(self) -> int:
-        return max(self.inside.values(), default=0)
-
-    @property
-    def transfer(self) -> Transfer:
-        """Until the busiest link is done."""
-        return transfer(self.topology, self.inside_bytes, self.nic_bytes)
-
-
 Messages = list[tuple[int, int]]  # (peer, bytes)
 
 
@@ -169,7 +134,7 @@ def rank_phases(plan: RankPlan, rows: RowBytes, name: str) -> Iterator[RankPhase
     yield RankPhase(f"{name} home", partials(before))
 
 
-def pass_cost(job: Job, schedule: Schedule, walk: Walk) -> Cost:
+def pass_cost(job: Job, schedule: Schedule, walk: Walk, two_way: bool = False) -> Cost:
     """What a pass of a schedule costs, message by message, all ranks.
 
     Args:
@@ -177,15 +142,29 @@ def pass_cost(job: Job, schedule: Schedule, walk: Walk) -> Cost:
             cluster from i * degree, which all do the same with other heads.
     """
     size, rows = job.route_size, walk.row_bytes(job.shape)
-    problem = make_problem(job, schedule, walk)
-    plans = [plan_rank(problem, rank) for rank in range(size)]
-    each = [list(rank_phases(plan, rows, walk.name)) for plan in plans]
+    problems = strands(make_problem(job, schedule, walk), two_way)
+    plans = [[plan_rank(problem, rank) for problem in problems] for rank in range(size)]
+    each = [_side_by_side([rank_phases(p, rows, walk.name) for p in own]) for own in plans]
     total, left = Loads(job.topology), Loads(job.topology)
     phases = tuple(_phase(job, walk, ranks, total, left) for ranks in zip(*each, strict=True))
     total.update(left)
-    memory = max(buffer_bytes(*_rows(plan), rows) for plan in plans)
-    gathered = max(_gathered_bytes(plan, schedule, rows) for plan in plans)
+    memory = max(sum(buffer_bytes(*_rows(plan), rows) for plan in own) for own in plans)
+    gathered = max(_gathered_bytes(own[0], schedule, rows) for own in plans)
     return Cost(phases, total.nic_bytes, total.inside_bytes, memory, gathered)
+
+
+def _side_by_side(strands: Sequence[Iterable[RankPhase]]) -> list[RankPhase]:
+    """Phases that go on at the same time as one: their messages, and their tiles in a row."""
+    return [
+        RankPhase(
+            ones[0].label,
+            hop=[message for one in ones for message in one.hop],
+            fetches=tuple(fetch for one in ones for fetch in one.fetches),
+            tiles=tuple(found for one in ones for found in one.tiles),
+            leaves=tuple(leave for one in ones for leave in one.leaves),
+        )
+        for ones in zip(*strands, strict=True)
+    ]
 
 
 def _phase(job: Job, walk: Walk, ranks: tuple[RankPhase, ...], total: Loads, left: Loads) -> Phase:
@@ -237,35 +216,6 @@ def tile_seconds(job: Job, walk: Walk, found: Sequence[Tile]) -> float:
     return scores * walk.seconds_per_score(job) + len(found) * job.rate.call_s
 
 
-def tile_area(tile: Tile) -> int:
-    """How many (row, key) pairs the tile's band lets through."""
-    num_rows, num_keys = tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0]
-    return band_area(num_rows, num_keys, tile.band.left, tile.band.right)
-
-
-def band_area(num_rows: int, num_keys: int, left: float, right: float) -> int:
-    """The pairs with -left <= key - row <= right, without a loop over rows."""
-    upto = _keys_before(num_rows, num_keys, right + 1)
-    return upto - _keys_before(num_rows, num_keys, -left)
-
-
-def _keys_before(num_rows: int, num_keys: int, offset: float) -> int:
-    """The sum over rows of the keys before row + offset: 0, then rising by one, then all."""
-    first = int(min(max(-offset, 0), num_rows))  # rows below see none
-    full = int(min(max(num_keys - offset, first), num_rows))  # rows from here on see all
-    if full == first:
-        return (num_rows - full) * num_keys
-    low, high = first + int(offset), full - 1 + int(offset)
-    return (low + high) * (full - first) // 2 + (num_rows - full) * num_keys
-
-
-def mask_area(mask: Mask, seqlen: int) -> int:
-    """The (query, key) pairs that a mask lets through."""
-    band = mask.band
-    sizes = (stop - start for start, stop in mask.documents(seqlen))
-    return sum(band_area(size, size, band.left, band.right) for size in sizes)
-
-
 def buffer_bytes(shard: float, stay: float, walk: float, rows: RowBytes) -> float:
     """Buffers of a pass at their peak: what stays and its results, and walkers held and arriving.
 
@@ -302,7 +252,7 @@ def ulysses_cost(job: Job) -> Cost:
     total, phases = Loads(topology), list[Phase]()
     for name, count in heads.items():
         each, loads = shard * row * count, Loads(topology)
-        loads.inside["out", 0] = (near - 1) * each
+        loads.inside["out", 0, -1] = min(near - 1, 1 if topology.direct_links else near) * each
         loads.nics["out", 0] = (degree - near) * each * topology.ranks_per_nic
         phases.append(Phase(f"ulysses {name}", loads.transfer))
         total.update(loads)

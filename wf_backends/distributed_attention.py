@@ -25,7 +25,7 @@ from wf_backends.planner import choose
 from wf_backends.schedule import check
 from wf_backends.traffic import Shape
 from wf_backends.ulysses import Exchange, heads_for_tokens, make_exchange, tokens_for_heads
-from wf_backends.walk import Problem, RankPlan, plan_rank, turning_well
+from wf_backends.walk import Problem, RankPlan, plan_rank, strands, turning_well
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class AttentionPlan:
     """Ranks that the keys (or queries) go around."""
     queries: Exchange
     keys: Exchange
-    forward: RankPlan
-    backward: RankPlan
+    forward: tuple[RankPlan, ...]
+    backward: tuple[RankPlan, ...]
     selection: Selection
     keep: tuple[bool, bool]
     """Whether gathered (queries, keys) stay in memory until the backward."""
@@ -127,8 +127,8 @@ class DistributedAttention:
             self.comm.view(range(member, self.comm.size, degree)),
             queries,
             keys,
-            plan_rank(there, at),
-            plan_rank(back, at),
+            tuple(plan_rank(one, at) for one in strands(there, choice.forward.two_way)),
+            tuple(plan_rank(one, at) for one in strands(back, choice.backward.two_way)),
             select(self.config.kernel, tile),
             keep,
         )

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil, inf
 
-from wf_backends.cost import Job, Walk, buffer_bytes, mask_area
+from wf_backends.areas import mask_area
+from wf_backends.cost import Job, Walk, buffer_bytes
 from wf_backends.mask import FULL
 from wf_backends.placement import Placed, digits, strides
 from wf_backends.rounds import bundles
@@ -66,6 +67,7 @@ class Shape:
     stay: Side
     walk: Side
     hops: tuple[tuple[int, Axis], ...]
+    two_way: bool = False
 
     @property
     def num_hops(self) -> int:
@@ -93,7 +95,8 @@ def shape_of(placed: Placed, size: int, degree: int, queries_walk: bool = False)
             team, place, member = axes
             queries, keys = Side(member.size, member), Side(team.size, own=0)
             hops = ((place.size - 1, place),)
-    return Shape(keys, queries, hops) if queries_walk else Shape(queries, keys, hops)
+    sides = (keys, queries) if queries_walk else (queries, keys)
+    return Shape(*sides, hops, placed.two_way)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +121,18 @@ class Links:
 
     def __init__(self, topology: Topology) -> None:
         self.on_host, self.on_nic = topology.ranks_per_host, topology.ranks_per_nic
-        self.one_host = topology.hosts == 1
+        self.one_host, self.direct = topology.hosts == 1, topology.direct_links
 
     def near(self, axis: Axis) -> float:
         """How many ranks of an axis one host holds."""
         return max(1.0, min(axis.size, self.on_host / axis.stride))
 
-    def shift(self, axis: Axis, num_bytes: float) -> Load:
-        """Every rank sends to the next one along the axis."""
+    def shift(self, axis: Axis, num_bytes: float, two_way: bool = False) -> Load:
+        """Every rank sends to the next one along the axis, or half of it to the one before."""
         near = self.near(axis)
         leaving = min(self.on_nic, axis.stride) if near < axis.size else 0
-        return Load(leaving * num_bytes, num_bytes if near > 1 else 0)
+        inside = num_bytes / 2 if two_way and self.direct and axis.size > 2 else num_bytes
+        return Load(leaving * num_bytes, inside if near > 1 else 0)
 
     def exchange(self, side: Side, each: float, upto: int | None = None) -> Load:
         """Every rank sends `each` bytes to the ranks that it shares this side with.
@@ -151,7 +155,8 @@ class Links:
         near = self.near(axis)
         neighbours = max(1, round(self.on_nic / axis.stride))  # of one group on one NIC
         leaving = sum(min(max(0, count - k), axis.size - near) for k in range(neighbours))
-        return Load(self.on_nic / neighbours * leaving * each, min(count, near - 1) * each)
+        inside = min(count, near - 1, 1 if self.direct else near)
+        return Load(self.on_nic / neighbours * leaving * each, inside * each)
 
 
 class Estimator:
@@ -216,7 +221,7 @@ class Estimator:
     def _chunks(self, one: Travel, shape: Shape, live: int) -> list[Chunk]:
         """A step's tiles: all at once, or a few owners at a time where rows come or go."""
         stay = shape.stay
-        calls = (2 if self.masked else 1) * self.job.rate.call_s
+        calls = (2 if self.masked else 1) * (1 + shape.two_way) * self.job.rate.call_s
         step_s = self.busiest_s / (live + 1)
         owners = bundles(stay.foreign) if one.first or one.last else []
         none = [NOTHING] * len(owners)
@@ -278,11 +283,11 @@ def _steps(
         for first, stop, partial in zip((0, 1, 2), (1, 2, live), moved, strict=True):
             count = min(done + times, stop, live) - max(done, first)
             if count > 0:
-                load = links.shift(axis, hop + partial)
+                load = links.shift(axis, hop + partial, shape.two_way)
                 yield Travel("steps", count, True, load, first=not first and not done)
         done += times
     last = moved[min(live, 2)]
-    load = links.shift(shape.hops[0][1], last) if last else Load()
+    load = links.shift(shape.hops[0][1], last, shape.two_way) if last else Load()
     yield Travel("last step", 1, True, load, first=not live, last=True)
 
 
@@ -291,5 +296,5 @@ def _homeward(shape: Shape, links: Links, each: float) -> Load:
     if not shape.num_hops:
         return links.exchange(shape.walk, each)
     if shape.walk.shards == 1:
-        return links.shift(shape.hops[-1][1], each)
+        return links.shift(shape.hops[-1][1], each, shape.two_way)
     return links.exchange(Side(shape.walk.shards, own=0), each)

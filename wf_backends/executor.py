@@ -17,17 +17,20 @@ from wf_backends.comm.protocol import Communicator
 from wf_backends.kernels.protocol import Kernel
 from wf_backends.mail import Combine, Tensors, add, copy
 from wf_backends.merge import merge_
-from wf_backends.passes import Accumulators, Pass
+from wf_backends.passes import Accumulators, Pass, run
 from wf_backends.rankplan import RankPlan
 from wf_backends.tiles import Tile
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Everything about one attention call that is not a tensor. Plans are of the same rank."""
+    """Everything about one attention call that is not a tensor.
 
-    forward: RankPlan
-    backward: RankPlan
+    Plans are of the same rank; several plans of a pass share its work.
+    """
+
+    forward: tuple[RankPlan, ...]
+    backward: tuple[RankPlan, ...]
     comm: Communicator
     kernel: Kernel
     scale: float
@@ -42,10 +45,11 @@ class Attention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         queries, kv = _rows_first(q), _fuse(k, v)
         work = ForwardWork(call.kernel, call.scale, queries)
-        there = Pass(call.forward, call.comm, "forward", (queries,), (kv,), work)
-        (out, lse), _ = there.run()
+        sides = (queries,), (kv,)
+        passes = [Pass(plan, call.comm, "forward", *sides, work) for plan in call.forward]
+        (out, lse), _ = run(passes)
         out = _batch_first(out).to(q.dtype)
-        gathered = zip(call.keep, (*there.stay, *there.held), strict=True)
+        gathered = zip(call.keep, (*passes[0].stay, *passes[0].gathered), strict=True)
         ctx.call = call
         ctx.save_for_backward(q, k, v, out, lse, *(x for keep, x in gathered if keep))
         return out
@@ -59,10 +63,10 @@ class Attention(torch.autograd.Function):
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         stats = torch.stack((lse, _rows_first(delta)), dim=1)
         queries, keys = (_rows_first(q), _rows_first(dout), stats), (_fuse(k, v),)
-        work = BackwardWork(call.kernel, call.scale, call.backward.queries_walk, queries, keys)
+        work = BackwardWork(call.kernel, call.scale, call.backward[0].queries_walk, queries, keys)
         sides = work.ordered(queries, keys)
         kept = work.ordered(*kept)
-        grads = Pass(call.backward, call.comm, "backward", *sides, work, kept).run()
+        grads = run([Pass(p, call.comm, "backward", *sides, work, kept) for p in call.backward])
         (dq,), (dkv,) = work.ordered(*grads)
         dk, dv = dkv.unbind(1)
         return (*(_batch_first(g).to(q.dtype) for g in (dq, dk, dv)), None)

@@ -34,13 +34,14 @@ class LssAttention(DistributedAttention):
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
         check_tensors(q, k, v)
         plan = self.plan(q, k, mask, scale, seqlen)
-        gather, local = plan.forward.walk, _local(plan.forward)
+        gather, local = plan.forward[0].walk, _local(plan.forward[0])
         there, back = partial(_fetch, self.comm, gather), partial(_return, self.comm, gather)
         fused = torch.stack((k.transpose(0, 1), v.transpose(0, 1)), dim=1)  # (s, 2, b, g, d)
         held = move(fused, there, back, "lss")  # (n, 2, b, g, d)
         k, v = (x.transpose(0, 1) for x in held.unbind(1))
         alone = self.comm.view([self.comm.rank])
-        return Attention.apply(q, k, v, Call(local, local, alone, plan.selection.kernel, scale))
+        call = Call((local,), (local,), alone, plan.selection.kernel, scale)
+        return Attention.apply(q, k, v, call)
 
 
 def _local(plan: RankPlan) -> RankPlan:
@@ -49,7 +50,7 @@ def _local(plan: RankPlan) -> RankPlan:
     held = (Parcel(0, ((0, step.num_rows),)),)
     walk = Gather(step.num_rows, step.num_rows, held, held)
     only = replace(step, home_out=held, home_in=held)
-    return replace(plan, rank=0, walk=walk, steps=(only,))
+    return replace(plan, rank=0, walk=walk, steps=(only,), part=held[0].rows)
 
 
 def _fetch(comm: Communicator, gather: Gather, kv: Tensor, label: str) -> Tensor:

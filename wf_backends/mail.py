@@ -98,8 +98,10 @@ class Home:
 
 
 def pack(buffer: Tensor, rows: Ranges) -> Tensor:
-    """The rows in the slices, one after another; a view where there is one slice."""
+    """The rows in the slices, one after another; a view where there is at most one slice."""
     pieces = [buffer[start:stop] for start, stop in rows]
+    if not pieces:
+        return buffer[:0]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 

@@ -6,7 +6,7 @@ there, and waited for when what it brings is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,7 +85,8 @@ class Pass:
         kept: tuple[Tensors, Tensors] = ((), ()),
     ) -> None:
         self.plan, self.comm, self.name, self.work = plan, comm, name, work
-        self.shard, self.walkers = stay[len(kept[0]) :], walk[len(kept[1]) :]
+        self.shard = stay[len(kept[0]) :]
+        self.walkers = tuple(pack(x, plan.part) for x in walk[len(kept[1]) :])
         self.room = _room(plan.stay, self.shard)
         self.stay, self.held = (*kept[0], *self.room), kept[1]
         self.partial = work.stay.prepare(plan.stay.num_rows, plan.blank)
@@ -94,44 +95,48 @@ class Pass:
         self.flying: list[Mail] = []
         self.returning: list[tuple[Mail, Parcel, Tensors]] = []
 
-    def run(self) -> tuple[Tensors, Tensors]:
-        """The finished results of this rank's rows of either side."""
+    def start(self) -> None:
+        """Bring the walkers together and ask for what stays."""
         mail = Mail(self.comm, f"{self.name} gather")
         finish = bring_together(mail, self.plan.walk, self.walkers)
         self._post(mail)
         self._wait(mail)
-        held = self.held = (*self.held, *finish())
-        fetched = [self._fetch(one.fetch) for one in self.plan.steps[0].rounds]
-        before: Step | None = None
-        for index, step in enumerate(self.plan.steps):
-            held = self._step(index, step, before, held, fetched if index == 0 else [])
-            before = step
+        self.gathered = self.walking = (*self.held, *finish())
+        self.fetched = [self._fetch(one.fetch) for one in self.plan.steps[0].rounds]
+
+    def begin(self, index: int) -> None:
+        """Hand on what is held, and ask for what comes next."""
+        step = self.plan.steps[index]
+        self.mail = Mail(self.comm, f"{self.name} step {index}")
+        self.mail.send(step.pass_out, self.walking)
+        self.arriving = self.mail.receive(step.pass_in, self.walking)
+        self.land = self._part(self.mail, index - 1, step)
+        self._post(self.mail)
+        self.moving = self.work.walk.prepare(step.num_rows, step.blank)
+
+    def compute(self, index: int) -> None:
+        """The tiles of a step, round by round; what is finished leaves."""
+        for at, one in enumerate(self.plan.steps[index].rounds):
+            if index == 0:
+                self._place(self.fetched[at])
+            with record_function(f"{SPAN}compute {self.name} step {index}"):
+                self._compute(one, self.walking)
+            self._return(one.home)
+
+    def end(self) -> None:
+        """Wait until what comes next is there."""
+        self._wait(self.mail)
+        self.land(self.moving)
+        self.walking = self.arriving
+
+    def finish(self) -> tuple[Tensors, Tensors]:
+        """The finished results of this rank's rows of either side."""
         mail = Mail(self.comm, f"{self.name} home")
-        land = self._part(mail, before, None)
+        land = self._part(mail, len(self.plan.steps) - 1, None)
         self._post(mail)
         self._wait(mail)
         land(())
         return self._collect(), self.home.total()
-
-    def _step(
-        self, index: int, step: Step, before: Step | None, held: Tensors, fetched: list[Fetched]
-    ) -> Tensors:
-        """Compute on what is held while the next walkers arrive; they are what it returns."""
-        mail = Mail(self.comm, f"{self.name} step {index}")
-        mail.send(step.pass_out, held)
-        arriving = mail.receive(step.pass_in, held)
-        land = self._part(mail, before, step)
-        self._post(mail)
-        self.moving = self.work.walk.prepare(step.num_rows, step.blank)
-        for at, one in enumerate(step.rounds):
-            if fetched:
-                self._place(fetched[at])
-            with record_function(f"{SPAN}compute {self.name} step {index}"):
-                self._compute(one, held)
-            self._return(one.home)
-        self._wait(mail)
-        land(self.moving)
-        return arriving
 
     def _compute(self, one: Round, held: Tensors) -> None:
         for tile in one.tiles:  # hides what the mail carries
@@ -163,16 +168,15 @@ class Pass:
         self.returning += [(mail, p, mail.receive(p, self.partial)) for p in exchange.receive]
         self._post(mail)
 
-    def _part(
-        self, mail: Mail, before: Step | None, step: Step | None
-    ) -> Callable[[Tensors], None]:
-        """Part with the partial results of the step before: on to the next rank, or home.
+    def _part(self, mail: Mail, last: int, step: Step | None) -> Callable[[Tensors], None]:
+        """Part with the partial results of the last step: on to the next rank, or home.
 
         The result adds what the others sent: to this step's own partial results, or to home.
         """
         moving = self.moving
-        if before is None or not moving:
+        if last < 0 or not moving:
             return lambda _: None
+        before = self.plan.steps[last]
         mail.send(before.partial_out, moving)
         onward = step.partial_in if step else None
         incoming = mail.receive(onward, moving)
@@ -210,6 +214,39 @@ class Pass:
         if mail in self.flying:
             mail.wait()
             self.flying.remove(mail)
+
+
+def run(passes: Sequence[Pass]) -> tuple[Tensors, Tensors]:
+    """The finished results of this rank's rows of either side, of passes that share the work.
+
+    They go step by step together, so that all their messages are in flight while any computes.
+    """
+    for one in passes:
+        one.start()
+    for index in range(len(passes[0].plan.steps)):
+        for one in passes:
+            one.begin(index)
+        for one in passes:
+            one.compute(index)
+        for one in passes:
+            one.end()
+    results = [one.finish() for one in passes]
+    if len(results) == 1:
+        return results[0]
+    return _together(passes, results)
+
+
+def _together(
+    passes: Sequence[Pass], results: list[tuple[Tensors, Tensors]]
+) -> tuple[Tensors, Tensors]:
+    """One result of several: of the same rows that stay, and of different rows that walk."""
+    work, (stay, _) = passes[0].work, results[0]
+    walk = work.walk.prepare(sum(one.plan.walk.shard_rows for one in passes), ())
+    for one, (other, part) in zip(passes, results, strict=True):
+        scatter(walk, one.plan.part, part, copy)
+        if other is not stay:
+            work.combine_stay(stay, other)
+    return stay, walk
 
 
 Fetched = tuple[Mail, list[tuple[Parcel, Tensors]]]

@@ -10,7 +10,7 @@ renumbered is a schedule.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
 from typing import Any, cast
@@ -20,6 +20,7 @@ from wf_backends.suggest import nearest
 
 Words = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
 ORDER, REVERSE = "order", "reverse"  # a placement, as words of a route
+TWO_WAY = "two_way"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,8 @@ class Placed:
     words: Words
     order: tuple[int, ...]
     reverse: bool = False
+    two_way: bool = False
+    """Whether each shard walks in two halves that go opposite ways."""
 
     @property
     def route(self) -> dict[str, Any]:
@@ -49,7 +52,8 @@ class Placed:
         placement: dict[str, Any] = {}
         if self.order != tuple(range(len(self.order))):
             placement[ORDER] = list(self.order)
-        return self.route | placement | ({REVERSE: True} if self.reverse else {})
+        flags = {REVERSE: self.reverse, TWO_WAY: self.two_way}
+        return self.route | placement | {name: True for name, is_set in flags.items() if is_set}
 
     def __str__(self) -> str:
         route = self.route
@@ -57,7 +61,8 @@ class Placed:
         text = f"{route['name']} {keys}".strip()
         if self.order != tuple(range(len(self.order))):
             text += f", digits {'-'.join(map(str, self.order))}"
-        return f"{text}, reversed" if self.reverse else text
+        text += ", reversed" if self.reverse else ""
+        return f"{text}, two ways" if self.two_way else text
 
 
 def named_digits(route: Mapping[str, Any], n: int) -> dict[str, int]:
@@ -90,20 +95,27 @@ def read_placed(route: Mapping[str, Any], n: int) -> Placed:
     Args:
         route: such as {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": true}.
             "order" (default: rank order) lists the digits as they stand in a rank's number, the
-            most worthy first; "reverse" (default: false) counts the ranks backwards.
+            most worthy first; "reverse" (default: false) counts the ranks backwards. "two_way"
+            (default: false) lets each shard walk in two halves, in opposite directions.
 
     Raises:
-        ValueError: if the route does not fit n ranks, or naming its digits and their sizes if the
-            order is none of them.
+        ValueError: if the route does not fit n ranks, naming its digits and their sizes if the
+            order is none of them, or if it cannot go two ways.
     """
-    words = {key: value for key, value in route.items() if key not in (ORDER, REVERSE)}
+    words = {key: value for key, value in route.items() if key not in (ORDER, REVERSE, TWO_WAY)}
     for key in words:
-        if meant := nearest(key, (ORDER, REVERSE)):
+        if meant := nearest(key, (ORDER, REVERSE, TWO_WAY)):
             raise ValueError(f"no route takes {key!r}{meant}")
-    make_schedule(words, n)
-    plain, reverse = in_rank_order(words, n), route.get(REVERSE, False)
-    if not isinstance(reverse, bool):
-        raise ValueError(f"{REVERSE} must be true or false, got {reverse!r}")
+    schedule, plain = make_schedule(words, n), in_rank_order(words, n)
+    flags = {name: route.get(name, False) for name in (REVERSE, TWO_WAY)}
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+    if flags[TWO_WAY] and any(schedule.gathers()):
+        raise ValueError(
+            f"{TWO_WAY} needs a route that walks with nothing gathered, ring or double_ring; "
+            f"got {words['name']!r}"
+        )
     order = route.get(ORDER, plain.order)
     listed = tuple(cast(tuple[Any, ...], order)) if isinstance(order, list | tuple) else ()
     if any(type(at) is not int for at in listed) or sorted(listed) != list(plain.order):
@@ -113,7 +125,7 @@ def read_placed(route: Mapping[str, Any], n: int) -> Placed:
             f"{ORDER} must list every digit of route {words['name']!r} once, here {told}; "
             f"got {order!r}"
         )
-    return Placed(plain.words, listed, reverse)
+    return Placed(plain.words, listed, **flags)
 
 
 def orders(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -189,12 +201,14 @@ def routes(n: int) -> list[dict[str, Any]]:
     return found + [{"name": "concentric", "team_size": c} for c in teams]
 
 
-def placements(n: int, directed: bool) -> list[Placed]:
+def placements(n: int, directed: bool, two_way: bool = False) -> list[Placed]:
     """Every route for n ranks with every order of its digits.
 
     Args:
         directed: also count the ranks backwards, which changes nothing unless the mask tells
             earlier from later.
+        two_way: also in halves that go opposite ways, which changes nothing unless a rank's links
+            to the next rank and to the one before are two.
     """
     found: list[Placed] = []
     for route in routes(n):
@@ -203,4 +217,10 @@ def placements(n: int, directed: bool) -> list[Placed]:
             found += [
                 Placed(words, order, back) for back in ((False, True) if directed else (False,))
             ]
+    if two_way:
+        found += [
+            replace(one, two_way=True)
+            for one in found
+            if one.route["name"] in ("ring", "double_ring") and not one.reverse
+        ]
     return found

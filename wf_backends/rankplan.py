@@ -118,6 +118,8 @@ class RankPlan:
     """Positions of the rows that stay."""
     walk_rows: Ranges
     """Positions of the walkers that are held first."""
+    part: Ranges
+    """Slices of this rank's shard of the side that walks which this plan is about."""
 
     @property
     def gathered(self) -> tuple[Ranges, Ranges]:

@@ -29,12 +29,13 @@ class Pricing:
     def _all(self) -> list[Placed]:
         masked = self.job.workload.mask.band != FULL
         directed = masked if self.exact else ends_early(self.job)
-        return placements(self.job.route_size, directed)
+        return placements(self.job.route_size, directed, self.job.topology.direct_links)
 
     def price(self, placed: Placed) -> PassPlan:
         if self.exact:
             schedule = place(placed, self.job.route_size)
-            return PassPlan(placed, self.walk, pass_cost(self.job, schedule, self.walk))
+            cost = pass_cost(self.job, schedule, self.walk, placed.two_way)
+            return PassPlan(placed, self.walk, cost)
         return PassPlan(placed, self.walk, self.estimator.cost(placed))
 
 

@@ -61,6 +61,9 @@ class Topology:
     kernels: tuple[tuple[str, KernelRate], ...]
     memory_bytes: float
     """What one rank has."""
+    direct_links: bool = False
+    """Whether every two ranks of a host have a link of their own, which `inside` then describes
+    (NVLink without a switch)."""
 
     def __post_init__(self) -> None:
         for name in ("hosts", "ranks_per_host", "nics_per_host"):
@@ -136,7 +139,7 @@ class Topology:
             "between": _link_words(self.between),
             "kernels": {name: _rate_words(rate) for name, rate in self.kernels},
             "memory_gib": self.memory_bytes / 2**30,
-        }
+        } | ({"direct_links": True} if self.direct_links else {})
 
 
 READERS = MappingProxyType({".json": json.loads, ".toml": tomllib.loads})
@@ -150,13 +153,18 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
     Args:
         words: name, hosts, ranks_per_host, nics_per_host, memory_gib; inside and between as
             {latency_us, gigabits_per_s}; kernels as {kernel: {forward_tflops, backward_tflops,
-            call_us}}.
+            call_us}}; direct_links (default: false).
 
     Raises:
         ValueError: naming the key that is unknown, missing or no positive number.
     """
     counts = ("hosts", "ranks_per_host", "nics_per_host")
-    _check_keys("topology", words, ("name", *counts, "inside", "between", "kernels", "memory_gib"))
+    keys = ("name", *counts, "inside", "between", "kernels", "memory_gib", "direct_links")
+    words = _check_keys("topology", {"direct_links": False, **words}, keys)
+    if not isinstance(words["direct_links"], bool):
+        raise ValueError(
+            f"topology key 'direct_links' must be true or false, got {words['direct_links']!r}"
+        )
     kernels = words["kernels"]
     if not isinstance(kernels, Mapping):
         raise ValueError(f"topology key 'kernels' must be an object of kernels, got {kernels!r}")
@@ -168,6 +176,7 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
         between=_link("between", words["between"]),
         kernels=tuple((name, _rate(f"kernels.{name}", rates[name])) for name in rates),
         memory_bytes=_number("memory_gib", words["memory_gib"]) * 2**30,
+        direct_links=words["direct_links"],
     )
 
 

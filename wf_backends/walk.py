@@ -33,6 +33,16 @@ class Problem:
     kv_layout: Layout
     mask: Mask
     queries_walk: bool = False
+    half: int | None = None
+    """0 or 1: of every range of a shard only the first or the second half walks."""
+
+
+def strands(problem: Problem, two_way: bool) -> tuple[Problem, ...]:
+    """The problem itself, or two that together are it: half of each shard, opposite ways."""
+    if not two_way:
+        return (problem,)
+    back = replace(problem, schedule=mirrored(problem.schedule), half=1)
+    return replace(problem, half=0), back
 
 
 def turning_well(problem: Problem) -> Problem:
@@ -63,7 +73,8 @@ class _Derivation:
         layouts = (problem.q_layout, problem.kv_layout)
         roles = problem.schedule.turned() if problem.queries_walk else problem.schedule
         self.roles = roles
-        self.stay_home, self.walk_home = layouts[::-1] if problem.queries_walk else layouts
+        self.stay_home, self.walkers = layouts[::-1] if problem.queries_walk else layouts
+        self.walk_home = _halves(self.walkers, problem.half)
         self.num_ranks, self.num_steps = roles.num_ranks, roles.num_steps
         self.paths = roles.paths()
         self.origin = [[0] * self.num_ranks for _ in range(self.num_steps)]
@@ -144,6 +155,7 @@ class _Derivation:
             blank=subtract(((0, size(self.stay_rows[rank])),), stay.written),
             stay_rows=self.stay_rows[rank],
             walk_rows=self.carried[rank][0],
+            part=locate(self.walk_home[rank], self.walkers[rank]),
         )
 
     def _gather(self, rank: int) -> Gather:
@@ -241,6 +253,18 @@ class _Touched:
         if first:
             self.written = join((*self.written, rows))
         return first
+
+
+def _halves(layout: Layout, half: int | None) -> Layout:
+    """The first or second half of every range of every shard; None = all of it."""
+    if half is None:
+        return layout
+
+    def cut(start: int, stop: int) -> Range:
+        middle = (start + stop + 1) // 2
+        return (middle, stop) if half else (start, middle)
+
+    return tuple(tuple(r for r in (cut(*piece) for piece in s) if r[0] < r[1]) for s in layout)
 
 
 def _rows_of(shards: tuple[int, ...], home: Layout) -> Ranges:

@@ -70,6 +70,22 @@ def test_what_the_forward_gathered_may_be_kept(schedule, mask, queries_walk):
         assert bytes_gathered(kept) < bytes_gathered(again)
 
 
+WALKING = [
+    pytest.param(schedule, mask, id=f"{name}({n})-{mask_name}")
+    for n in (1, 2, 3, 4, 8)
+    for name, schedule in schedules(n).items()
+    for mask_name, mask in MASKS.items()
+    if "ring" in name
+]
+
+
+@pytest.mark.parametrize(("schedule", "mask"), WALKING)
+@pytest.mark.parametrize("queries_walk", (False, True))
+def test_shards_may_walk_in_two_halves_that_go_opposite_ways(schedule, mask, queries_walk):
+    layout = zigzag(schedule.num_ranks, SEQLEN)
+    assert_exact(Case(schedule, schedule, layout, mask, queries_walk, two_way=True))
+
+
 def bytes_gathered(case):
     """By all ranks before the backward."""
     return sum(case.derived_bytes(r).get("backward gather", 0) for r in range(case.num_ranks))

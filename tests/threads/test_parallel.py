@@ -170,6 +170,13 @@ def test_a_size_alone_is_exact_whatever_is_chosen(size, mask):
     assert alone and (around or "window_size" in MASKS[mask]), seen
 
 
+def test_shards_may_go_two_ways():
+    words = {"sequence_parallel_size": 4, "route": {"name": "ring", "two_way": True}}
+    args = words, from_dict(bytes_count(0.01)).with_ranks(4), 4, 2, {"causal": True}
+    results = run_threads(4, attend_on, *args)
+    assert max(error for error, _ in results) < 1e-10
+
+
 @pytest.mark.parametrize("route", ({"name": "mesh", "rows": 4, "cols": 2}, "auto"))
 def test_what_was_gathered_may_be_kept(route):
     words = {"sequence_parallel_size": 8, "route": route, "keep_gathered": True}

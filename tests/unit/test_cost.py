@@ -11,24 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wf_backends.areas import band_area, mask_area, tile_area
 from wf_backends.cost import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     FORWARD,
     Job,
-    Loads,
     Walk,
     Workload,
-    band_area,
     make_problem,
-    mask_area,
     pass_cost,
     rank_phases,
-    tile_area,
     ulysses_cost,
 )
 from wf_backends.estimate import Estimator
 from wf_backends.layout import lengths, make_layout
+from wf_backends.loads import Loads
 from wf_backends.mask import CAUSAL, Band, Mask
 from wf_backends.placement import Placed, digits, orders, place, placements
 from wf_backends.rankplan import RankPlan
@@ -97,7 +95,7 @@ def test_every_byte_crosses_one_link_out_and_one_in() -> None:
                 loads.add(rank, peer, num_bytes)
     for way in ("out", "in"):
         links = (*loads.inside.items(), *loads.nics.items())
-        assert sum(num_bytes for (at, _), num_bytes in links if at == way) == told
+        assert sum(num_bytes for (at, *_), num_bytes in links if at == way) == told
 
 
 def neighbouring_teams(n: int, team: int) -> Schedule:
@@ -207,6 +205,23 @@ def test_the_bound_is_never_above_the_cost(
     for placed in placements(size, directed=True):
         cost = pass_cost(job, place(placed, size), walk)
         assert Estimator(job, walk).bound(placed) <= cost.seconds * (1 + 1e-9), placed
+
+
+@pytest.mark.parametrize("walk", (FORWARD, BACKWARD_KEYS), ids=lambda w: w.name)
+def test_halves_that_go_opposite_ways_take_half_as_long_where_links_are_two(walk: Walk) -> None:
+    """Four GPUs, each with a link to every other one; through a switch nothing is gained."""
+    shared = replace(cluster(1, 4, 1), inside=Link(0.0, 1e6))
+    seconds: dict[tuple[bool, bool], float] = {}
+    for direct in (False, True):
+        job = Job(Workload(SHAPE, 1024), replace(shared, direct_links=direct))
+        for two_way in (False, True):
+            placed = replace(named(4, name="ring"), two_way=two_way)
+            cost = pass_cost(job, place(placed, 4), walk, two_way)
+            if walk is FORWARD:
+                assert Estimator(job, walk).cost(placed).seconds == pytest.approx(cost.seconds)
+            seconds[direct, two_way] = cost.exposed_s
+    assert seconds[True, True] == pytest.approx(seconds[True, False] / 2, rel=0.05)
+    assert seconds[False, True] == pytest.approx(seconds[False, False])
 
 
 def test_a_window_ends_the_walk_towards_its_readers() -> None:

@@ -22,7 +22,8 @@ PURE = tuple(
     for name in (
         (
             "schedule layout mask ranges tiles rankplan rounds walk timeline traffic topology "
-            "placement cost estimate plans search planner config suggest documents launchers"
+            "areas loads placement cost estimate plans search planner config suggest documents "
+            "launchers"
         ).split()
     )
 )

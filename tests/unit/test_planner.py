@@ -143,6 +143,19 @@ def test_gathered_rows_are_kept_where_memory_allows() -> None:
     assert found[0] == kept and any(not plan.keep for plan in found)
 
 
+def test_rings_go_two_ways_where_ranks_have_links_of_their_own() -> None:
+    topology = replace(cluster(1, 4), direct_links=True)
+    request = Request(topology, Workload(SHAPE, 2400), degrees=(1,))
+    named = {str(plan.forward.placed) for plan in all_plans(request)}
+    assert {"ring", "ring, two ways", "double_ring inner=2, two ways"} <= named
+    plan = next(p for p in all_plans(request) if p.forward.placed.two_way)
+    words = plan.to_config(4, "zigzag")
+    assert words["route"]["two_way"] is True
+    assert SequenceParallelConfig.from_dict(words).to_dict()["route"] == words["route"]
+    plain = {str(p.forward.placed) for p in all_plans(replace(request, topology=cluster(1, 4)))}
+    assert not any("two ways" in name for name in plain)
+
+
 def test_degrees_that_fit_nothing_are_refused() -> None:
     request = Request(cluster(2, 4), Workload(SHAPE, 2400), degrees=(3,))
     with pytest.raises(ValueError, match=r"no ulysses_degree of \(3,\) divides the 8 ranks"):

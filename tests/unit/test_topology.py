@@ -124,6 +124,7 @@ def test_ranks_that_do_not_fill_hosts_are_refused() -> None:
         ({"kernels": {}}, "kernels must name at least one"),
         ({"kernels": 3}, "'kernels' must be an object of kernels, got 3"),
         ({"kernels": {"sdpa": {"forward_tflop": 1}}}, "forward_tflop'; did you mean 'forward_tfl"),
+        ({"direct_links": "yes"}, "'direct_links' must be true or false, got 'yes'"),
         ({"host": 2}, "unknown key 'host'; did you mean 'hosts'"),
     ],
 )

@@ -14,7 +14,7 @@ import typer
 from wf_backends.cost import Workload
 from wf_backends.layout import LAYOUTS, check_layout_name
 from wf_backends.mask import make_mask
-from wf_backends.placement import ORDER, REVERSE, Placed, read_placed
+from wf_backends.placement import ORDER, REVERSE, TWO_WAY, Placed, read_placed
 from wf_backends.schedule import ROUTES
 from wf_backends.suggest import nearest
 from wf_backends.topology import Topology, load
@@ -102,7 +102,7 @@ def parse_route(text: str, size: int) -> Placed:
             route[key] = int(value)
         elif re.fullmatch(r"\d+(-\d+)*", value) and key == ORDER:
             route[key] = [int(digit) for digit in value.split("-")]
-        elif value in ("true", "false") and key == REVERSE:
+        elif value in ("true", "false") and key in (REVERSE, TWO_WAY):
             route[key] = value == "true"
         else:
             raise ValueError(

@@ -1,0 +1,38 @@
+"""How many (query, key) pairs a tile, a band or a mask lets through, without a loop over rows.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from wf_backends.mask import Mask
+from wf_backends.tiles import Tile
+
+
+def tile_area(tile: Tile) -> int:
+    """How many (row, key) pairs the tile's band lets through."""
+    num_rows, num_keys = tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0]
+    return band_area(num_rows, num_keys, tile.band.left, tile.band.right)
+
+
+def band_area(num_rows: int, num_keys: int, left: float, right: float) -> int:
+    """The pairs with -left <= key - row <= right, without a loop over rows."""
+    upto = _keys_before(num_rows, num_keys, right + 1)
+    return upto - _keys_before(num_rows, num_keys, -left)
+
+
+def _keys_before(num_rows: int, num_keys: int, offset: float) -> int:
+    """The sum over rows of the keys before row + offset: 0, then rising by one, then all."""
+    first = int(min(max(-offset, 0), num_rows))  # rows below see none
+    full = int(min(max(num_keys - offset, first), num_rows))  # rows from here on see all
+    if full == first:
+        return (num_rows - full) * num_keys
+    low, high = first + int(offset), full - 1 + int(offset)
+    return (low + high) * (full - first) // 2 + (num_rows - full) * num_keys
+
+
+def mask_area(mask: Mask, seqlen: int) -> int:
+    """The (query, key) pairs that a mask lets through."""
+    band = mask.band
+    sizes = (stop - start for start, stop in mask.documents(seqlen))
+    return sum(band_area(size, size, band.left, band.right) for size in sizes)
