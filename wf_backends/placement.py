@@ -200,7 +200,6 @@ def placements(n: int, directed: bool) -> list[Placed]:
     for route in routes(n):
         words = tuple(sorted(route.items()))
         for order in orders(digits(route, n)):
-            found += [
-                Placed(words, order, back) for back in ((False, True) if directed else (False,))
-            ]
+            ways = (False, True) if directed and n > 1 else (False,)
+            found += [Placed(words, order, back) for back in ways]
     return found
