@@ -1,4 +1,4 @@
-"""Milliseconds that a rank needs to derive its plan for a mask that it has not seen before.
+"""Milliseconds that a rank needs to derive, and to choose, a plan that it has not seen before.
 
 python benchmarks/planning.py
 """
@@ -10,9 +10,13 @@ import random
 import time
 from itertools import accumulate
 
+from wf_backends.config import SequenceParallelConfig
 from wf_backends.layout import zigzag
 from wf_backends.mask import CAUSAL, Mask
+from wf_backends.planner import plan_call
 from wf_backends.schedule import Schedule, concentric, mesh, ring
+from wf_backends.topology import PRESETS
+from wf_backends.traffic import Shape
 from wf_backends.walk import Problem, plan_rank
 
 SEQLEN = 1 << 20
@@ -34,8 +38,18 @@ def milliseconds(schedule: Schedule, mask: Mask) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def choosing(num_ranks: int, seqlen: int) -> float:
+    """Time of the planner's choice where nothing but the number of ranks is given."""
+    config = SequenceParallelConfig(sequence_parallel_size=num_ranks)
+    topology = PRESETS["h100-8x400g"].with_ranks(num_ranks)
+    shape = Shape(batch=1, heads=32, kv_heads=8, head_dim=128, itemsize=2)
+    start = time.perf_counter()
+    plan_call(config, shape, seqlen, Mask(CAUSAL), topology)
+    return (time.perf_counter() - start) * 1e3
+
+
 def main() -> None:
-    """Print the table."""
+    """Print the tables."""
     print(f"{SEQLEN} tokens, zigzag, causal; Python {platform.python_version()}, one core, ms")
     print("| route | ranks | one document | documents of 8,192 tokens |")
     print("|---|---|---|---|")
@@ -47,6 +61,12 @@ def main() -> None:
         for name, schedule in routes.items():
             times = [milliseconds(schedule, Mask(CAUSAL, cu)) for cu in (None, documents)]
             print(f"| {name} | {num_ranks} | " + " | ".join(f"{t:,.0f}" for t in times) + " |")
+    print("\nchoosing a plan, everything left open, 32 heads on 8 key heads, h100-8x400g, ms")
+    print("| ranks | first length | another length |")
+    print("|---|---|---|")
+    for num_ranks in (2, 4, 8, 16, 64, 256):
+        times = [choosing(num_ranks, seqlen) for seqlen in (SEQLEN, SEQLEN // 2)]
+        print(f"| {num_ranks} | " + " | ".join(f"{t:,.0f}" for t in times) + " |")
 
 
 if __name__ == "__main__":

@@ -65,14 +65,10 @@ def prepare_batch(
     documents = make_mask(cu_seqlens=batch.get("cu_seqlens"), seqlen=seqlen).cu_seqlens
     borders = documents or (0, seqlen)
     if "position_ids" not in tensors:
-        device = next(iter(tensors.values())).device
-        tensors["position_ids"] = _positions(borders, device).expand(size, -1)
+        tensors["position_ids"] = _positions(borders, tensors).expand(size, -1)
     if "labels" in tensors:
-        labels = tensors["labels"]
-        labels = labels if valid is None else labels.masked_fill(~valid, ignore_index)
-        tensors["labels"] = (
-            labels if labels_are_shifted else _shift(labels, borders[1:], ignore_index)
-        )
+        ends = () if labels_are_shifted else borders[1:]
+        tensors["labels"] = _targets(tensors["labels"], valid, ends, ignore_index)
     padded = -(-seqlen // multiple) * multiple
     out = _padded(tensors, padded, {"input_ids": pad_token_id, "labels": ignore_index})
     closed = _pad_borders(documents, valid, seqlen, padded)
@@ -117,11 +113,18 @@ def _valid(mask: Tensor | None) -> Tensor | None:
     return valid
 
 
-def _positions(borders: Borders, device: torch.device) -> Tensor:
-    """(1, S) int64: 0, 1, 2, ... in each document."""
+def _positions(borders: Borders, tensors: Mapping[str, Tensor]) -> Tensor:
+    """(1, S) int64, where the batch is: 0, 1, 2, ... in each document."""
+    device = next(iter(tensors.values())).device
     starts = zip(borders, borders[1:], strict=False)
     parts = [torch.arange(stop - start, device=device) for start, stop in starts]
     return torch.cat(parts)[None]
+
+
+def _targets(labels: Tensor, valid: Tensor | None, ends: Borders, ignore_index: int) -> Tensor:
+    """What every token has to predict; labels stay where they are if there are no `ends`."""
+    labels = labels if valid is None else labels.masked_fill(~valid, ignore_index)
+    return _shift(labels, ends, ignore_index) if ends else labels
 
 
 def _shift(labels: Tensor, ends: Borders, ignore_index: int) -> Tensor:

@@ -214,9 +214,8 @@ def placements(n: int, directed: bool, two_way: bool = False) -> list[Placed]:
     for route in routes(n):
         words = tuple(sorted(route.items()))
         for order in orders(digits(route, n)):
-            found += [
-                Placed(words, order, back) for back in ((False, True) if directed else (False,))
-            ]
+            ways = (False, True) if directed and n > 1 else (False,)
+            found += [Placed(words, order, back) for back in ways]
     if two_way:
         found += [
             replace(one, two_way=True)

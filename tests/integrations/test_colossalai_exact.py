@@ -32,6 +32,7 @@ HYBRID: dict[str, dict[str, Any]] = {
     "sp4": {"words": SP4},
     "dp2_sp2": {"words": RING2},
     "tp2_sp2": {"words": RING2, "options": {"tp_size": 2}},
+    "tp2_sp2_auto": {"words": SP2, "options": {"tp_size": 2}} | FEW,
     "pp2_sp2": {"words": RING2} | PIPELINE,
     "checkpointed": {"words": RING4, "checkpointing": "before"},
     "checkpointed_ragged": {"words": RING4, "checkpointing": "after", "kind": "ragged"} | FEW,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import World
+from wf_backends.topology import one_host
 
 
 def alone(**words):
@@ -26,6 +29,18 @@ def refused(change, says, error=ValueError, **options):
 
 def same(*tensors):
     return tensors
+
+
+def test_ranks_with_different_topologies_are_told(tmp_path):
+    def attend(comm):
+        path = tmp_path / f"{comm.rank}.json"
+        path.write_text(json.dumps(one_host(2).to_dict() | {"memory_gib": 1 + comm.rank}))
+        words = {"sequence_parallel_size": 2, "topology": str(path)}
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+        sp.attention(*3 * [torch.zeros(1, 8, 2, 8)])
+
+    with pytest.raises(ValueError, match=r"the ranks do not agree .*config: \["):
+        run_threads(2, attend)
 
 
 def test_sequence_parallel_size_must_divide_the_world():

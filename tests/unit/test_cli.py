@@ -7,14 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.helpers import run_threads
 from wf_backends import SequenceParallelConfig
 from wf_backends.bench_links import nearest_divisor
 from wf_backends.cli import main
+from wf_backends.comm import Communicator
 from wf_backends.placement import place, read_placed
+from wf_backends.planner import all_plans
 from wf_backends.plans import Request
 from wf_backends.schedule import concentric, render
-from wf_backends.topology import from_dict
+from wf_backends.topology import from_dict, load
 
 pytest.importorskip("typer", reason="the cli extra is not installed")
 
@@ -46,6 +50,12 @@ def test_plan_prints_the_candidates_and_the_reason(wallfacer) -> None:
     reason = " ".join(out[out.index("Chosen") :].split())
     assert reason.startswith("Chosen: ulysses_degree") and "x the ring's speed" in reason
     assert "busiest NIC" in reason and "counted message by message" in reason
+    best = json.loads(wallfacer("plan", *SMALL, "--topology", TWO_HOSTS, "--json")[1])["plans"][0]
+    words = json.loads(out[out.index("{") :])
+    assert words == best["config"]
+    block = {"wallfacer": words}  # as in a DeepSpeed JSON
+    config = SequenceParallelConfig.from_dict(block["wallfacer"])
+    assert not config.leaves_open and config.to_dict() == words | {"kernel": "auto"}
 
 
 def test_plan_as_json_gives_configs_that_work(wallfacer) -> None:
@@ -127,17 +137,52 @@ def test_bench_runs_candidates_and_keeps_the_topology(wallfacer, tmp_path: Path)
 
 
 def test_bench_compares_with_the_ring() -> None:
-    from wf_backends.commands.bench import nameable, with_ring
+    from wf_backends.commands.bench import with_ring
     from wf_backends.commands.options import Model, cluster
 
     request = Request(cluster(TWO_HOSTS, 0), Model(8, 2, 64, 8192).workload())
-    plans = nameable(request)
-    assert all(plan.in_rank_order for plan in plans)
-    assert [plan.cost.seconds for plan in plans] == sorted(plan.cost.seconds for plan in plans)
-    chosen = with_ring(plans, 2)
+    plans = all_plans(request)
+    chosen = with_ring(plans, request, 2)
     assert chosen[:2] == plans[:2] and len(chosen) == 3
     assert (chosen[2].degree, str(chosen[2].forward.placed)) == (1, "ring")
-    assert with_ring(plans, len(plans)) == plans
+    assert str(chosen[2].backward.placed) == "ring" and chosen[2].moves == "keys"
+    assert with_ring(chosen[2:], request, 1) == chosen[2:]
+
+
+def run_on(comm: Communicator, topology: dict) -> list[tuple[float, frozenset[str]]]:
+    """Seconds of the plans of `bench` on ranks as threads, and what each sends in the forward."""
+    from wf_backends.commands.bench import run
+    from wf_backends.commands.options import Model
+
+    model, found = Model(8, 8, 8, 256, dtype="float32"), []
+    request = Request(from_dict(topology), model.workload())
+    for plan in [p for p in all_plans(request) if not p.in_rank_order or p.degree > 1][:6]:
+        comm.sent.clear()
+        took = run(plan, model, comm, torch.device("cpu"), 1)
+        found.append((took, frozenset(label for label in comm.sent if "ulysses" in label)))
+        assert bool(found[-1][1]) == (plan.degree > 1)
+    return found
+
+
+def test_bench_runs_placements_and_degrees_through_the_config() -> None:
+    topology = load("a100-4x-100gbe", 4).to_dict()
+    for results in run_threads(4, run_on, topology):
+        assert len(results) == 6 and all(took > 0 for took, _ in results)
+
+
+def test_bench_says_what_was_fastest(capsys: pytest.CaptureFixture[str]) -> None:
+    from wf_backends.commands.bench import show
+    from wf_backends.commands.options import Model, cluster
+
+    request = Request(cluster(TWO_HOSTS, 0), Model(8, 2, 64, 8192).workload())
+    plans = all_plans(request)[:3]
+    show(plans, [0.3, 0.1, 0.2], request, as_json=False)
+    said = capsys.readouterr().out
+    words = json.loads(said[said.index("{") :])
+    assert words == plans[1].to_config(8, "zigzag")
+    assert not SequenceParallelConfig.from_dict(words).leaves_open
+    show(plans, [0.3, 0.1, 0.2], request, as_json=True)
+    assert json.loads(capsys.readouterr().out)["fastest"] == words
 
 
 def test_bench_links_says_where_its_answer_is_from(wallfacer, tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,11 +16,16 @@ from rich.progress import track
 from rich.table import Table
 
 from wf_backends.commands import options as o
-from wf_backends.commands.plan import plan_words
-from wf_backends.placement import placements
-from wf_backends.planner import all_plans, legal_degrees
+from wf_backends.commands.plan import block, plan_words
+from wf_backends.placement import in_rank_order
+from wf_backends.planner import all_plans, price_plan
 from wf_backends.plans import Plan, Request
 from wf_backends.topology import Topology, check_job, load
+
+if TYPE_CHECKING:
+    from wf_backends.launch import Launch
+
+EXACT_UP_TO = 16  # ranks; beyond, pricing every candidate message by message takes long
 
 
 def bench(
@@ -41,7 +47,7 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Run the best candidates that a config can name on this job, and the ring beside them.
+    """Run the best candidates on this job, and the plain ring beside them.
 
     Examples:
 
@@ -49,51 +55,68 @@ def bench(
 
         torchrun --nproc-per-node 4 -m wf_backends.cli bench --topology cluster.json --json
     """
-    from wf_backends.cluster import cache_folder, job_hosts, measured
-    from wf_backends.comm import make_comm
     from wf_backends.launch import init
 
     model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
     workload = replace(model.workload(), kernel="auto")
     launch = init()
     try:
-        comm = make_comm()
-        hosts = job_hosts(comm, socket.gethostname())
-        cluster = (
-            check_job(load(topology), hosts)
-            if topology
-            else measured(comm, hosts, launch.device, cache_dir or cache_folder(os.environ))[0]
-        )
-        request = Request(cluster, workload, exact_up_to=32)
-        plans = with_ring(nameable(request), top)
-        rows = track(plans, "running", disable=launch.rank > 0, console=Console(stderr=True))
-        times = [run(plan, model, comm, launch.device, repeats) for plan in rows]
+        job = Job(launch, cache_dir)
+        request = Request(job.cluster(topology), workload, exact_up_to=EXACT_UP_TO)
+        plans = with_ring(all_plans(request), request, top)
+        times = job.run(plans, model, repeats)
     finally:
         launch.close()
-    if launch.rank == 0 and as_json:
-        words = [
-            plan_words(plan, request) | {"measured_s": took}
-            for plan, took in zip(plans, times, strict=True)
-        ]
-        typer.echo(json.dumps({"topology": cluster.to_dict(), "plans": words}, indent=2))
-    elif launch.rank == 0:
-        Console().print(table(plans, times, cluster))
+    if launch.rank == 0:
+        show(plans, times, request, as_json)
 
 
-def nameable(request: Request) -> list[Plan]:
-    """The plans that a config can name, their parts played in rank order, fastest first."""
-    plans: list[Plan] = []
-    for degree in legal_degrees(request):
-        every = placements(request.topology.size // degree, directed=False)
-        ordered = tuple(placed for placed in every if placed.in_rank_order)
-        plans += all_plans(replace(request, degrees=(degree,), forward=ordered, backward=ordered))
-    return sorted(plans, key=lambda plan: plan.cost.seconds)
+class Job:
+    """The running job: its ranks and hosts, and its topology once that is asked for."""
+
+    def __init__(self, launch: Launch, cache_dir: Path | None) -> None:
+        from wf_backends.cluster import cache_folder, job_hosts
+        from wf_backends.comm import make_comm
+
+        self.device, self.comm = launch.device, make_comm()
+        self.hosts = job_hosts(self.comm, socket.gethostname())
+        self.folder = cache_dir or cache_folder(os.environ)
+
+    def cluster(self, source: str) -> Topology:
+        """The topology that is named, if it describes the job; without a name, measured."""
+        from wf_backends.cluster import measured
+
+        if source:
+            return check_job(load(source), self.hosts)
+        return measured(self.comm, self.hosts, self.device, self.folder)[0]
+
+    def run(self, plans: list[Plan], model: o.Model, repeats: int) -> list[float]:
+        """Median seconds of each plan."""
+        shown = Console(stderr=True)
+        rows = track(plans, "running", disable=self.comm.rank > 0, console=shown)
+        return [run(plan, model, self.comm, self.device, repeats) for plan in rows]
 
 
-def with_ring(plans: list[Plan], top: int) -> list[Plan]:
+def show(plans: list[Plan], times: list[float], request: Request, as_json: bool) -> None:
+    """Predicted beside measured, and the config of what was fastest."""
+    both = list(zip(plans, times, strict=True))
+    fastest, _ = min(both, key=lambda one: one[1])
+    if as_json:
+        words = [plan_words(plan, request) | {"measured_s": took} for plan, took in both]
+        config = plan_words(fastest, request)["config"]
+        told = {"topology": request.topology.to_dict(), "fastest": config, "plans": words}
+        typer.echo(json.dumps(told, indent=2))
+        return
+    Console().print(table(plans, times, request.topology))
+    typer.echo(f"Fastest here: {fastest.forward.placed}. {block(fastest, request)}")
+
+
+def with_ring(plans: list[Plan], request: Request, top: int) -> list[Plan]:
     """The first of the plans, and the plain ring to compare with if it is not among them."""
-    rings = [plan for plan in plans if plan.degree == 1 and str(plan.forward.placed) == "ring"]
-    return plans[:top] + [plan for plan in rings if plan not in plans[:top]]
+    placed = in_rank_order({"name": "ring"}, request.topology.size)
+    ring = price_plan(request, 1, placed, placed)
+    first = plans[:top]
+    return first if ring.choice in [plan.choice for plan in first] else [*first, ring]
 
 
 def run(plan: Plan, model: o.Model, comm: Any, device: Any, repeats: int) -> float:

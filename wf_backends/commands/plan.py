@@ -65,6 +65,16 @@ def plan(
     console = Console()
     console.print(table(plans[:top], baseline, request))
     console.print(f"[bold]Chosen:[/bold] {reason}")
+    typer.echo(block(best, request))
+
+
+def block(plan: Plan, request: Request) -> str:
+    """The config of a plan, to be pasted."""
+    words = plan.to_config(request.topology.size, request.workload.layout)
+    return (
+        'The "wallfacer" block of a DeepSpeed JSON, or SequenceParallelConfig.from_dict:\n'
+        + json.dumps(words, indent=2)
+    )
 
 
 def why(best: Plan, baseline: Plan, request: Request) -> str:
