@@ -1,0 +1,161 @@
+"""Our schemes beside other packages', the same causal attention in the same processes, in one run.
+
+    pip install ".[deepspeed,bench]"
+    torchrun --nproc-per-node 4 benchmarks/peers.py
+    torchrun --nproc-per-node 4 benchmarks/peers.py --tokens 8192 --out benchmarks/results/peers.md
+
+One attention call, forward + backward, float32, gloo on CPUs, one thread a rank. Every scheme gets
+the same q, k, v, dout, and they take turns. What is not installed or does not run is named below
+the table with its error. flash-attn, which two packages import, has a stand-in on torch's CPU
+operator (flash_attn_stand_in/) where it is not installed; it is lent to this benchmark alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from functools import partial
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import mean, median
+
+import torch
+from measure import cores_and_load, cpu_name
+from peer_adapters import ADAPTERS, Make, Place, Scheme, schemes_of
+from peer_trial import Figures, Run, Work, agree, errors_of, measure, one_process, run_of
+
+from wf_backends import launch
+
+STAND_IN = Path(__file__).parent / "flash_attn_stand_in"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A scheme that ran: who made it, its name, how wrong it was, what it takes."""
+
+    package: str
+    run: Run
+    errors: tuple[float, ...]
+
+
+def main() -> None:
+    """Measure every scheme that runs, and print the table."""
+    args = parse()
+    torch.set_num_threads(1)
+    lend_flash_attn()
+    job = launch.init("gloo", timeout=120)
+    try:
+        place = Place(job.rank, job.world_size, args.tokens)
+        work = Work.draw(place, args.heads, args.head_dim, getattr(torch, args.dtype))
+        rows, refused = prepare(place, work, args.only.split(",") if args.only else list(ADAPTERS))
+        baselines = [one_process(work, place, alone) for alone in (True, False)]
+        figures = measure([*baselines, *(row.run for row in rows)], args.repeats)
+        if place.rank == 0:
+            text = "\n".join([*heading(args, place), *table(place, work, rows, figures), *refused])
+            print(text)
+            if args.out:
+                args.out.write_text(text + "\n")
+    finally:
+        job.close()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=4096, help="of the whole sequence")
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
+    parser.add_argument("--repeats", type=int, default=5, help="after a warm-up")
+    parser.add_argument("--only", help=f"some of {','.join(ADAPTERS)}, separated by commas")
+    parser.add_argument("--out", type=Path, help="write the table to this file too")
+    return parser.parse_args()
+
+
+def lend_flash_attn() -> None:
+    """Let `import flash_attn` find the stand-in, unless the real one is installed."""
+    if find_spec("flash_attn") is None:
+        sys.path.append(str(STAND_IN))
+
+
+def prepare(place: Place, work: Work, packages: list[str]) -> tuple[list[Row], list[str]]:
+    """Make and run every scheme once; the rows that ran, and a line for each that did not."""
+    rows: list[Row] = []
+    refused: list[str] = []
+    for package in packages:
+        makes, trouble = agree(partial(schemes_of, package, place))
+        for name, make in (makes or {}).items():
+            row, error = agree(partial(first_run, package, name, make, place, work))
+            rows += [row] if row else []
+            refused += [f"- {package}, {name}: {error}"] if error else []
+        refused += [f"- {package}: {trouble}"] if trouble else []
+    return rows, ["", "Did not run:", "", *refused] if refused else []
+
+
+def first_run(package: str, name: str, make: Make, place: Place, work: Work) -> Row:
+    """Warm up, and compare with the reference."""
+    scheme: Scheme = make()
+    run = run_of(f"{package}: {name}", scheme, work)
+    return Row(package, run, errors_of(run.step(), work, scheme.positions))
+
+
+def heading(args: argparse.Namespace, place: Place) -> list[str]:
+    """The command, the machine and the versions."""
+    flash = "the stand-in" if str(STAND_IN) in sys.path else metadata.version("flash-attn")
+    names = ("deepspeed", "yunchang", "ring-flash-attn", "ring-attention-pytorch", "transformers")
+    versions = ", ".join(f"{name} {version(name)}" for name in names)
+    command = f"torchrun --nproc-per-node {place.size} benchmarks/peers.py --tokens {args.tokens}"
+    command += "" if args.dtype == "float32" else f" --dtype {args.dtype}"
+    return [
+        f"`{command}`: torch {torch.__version__}, {cpu_name()}, {cores_and_load()} before; "
+        f"{place.size} ranks, gloo, one thread a rank.",
+        f"{versions}; flash_attn is {flash}. Causal, {args.heads} heads of {args.head_dim}, "
+        f"{args.dtype}, {args.tokens} tokens, forward + backward; {args.repeats} repeats in turns.",
+        "",
+    ]
+
+
+def version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def table(place: Place, work: Work, rows: list[Row], figures: list[list[Figures]]) -> list[str]:
+    """What one process takes, then one line per scheme."""
+    alone = median(max(one.cpu) for one in figures[0])
+    busy = median(mean(one.cpu) for one in figures[1])
+    unit = work.q.nbytes / place.size
+    lines = [
+        f"torch's attention of the whole sequence in one process: {alone:.3f} s of CPU time while "
+        f"the other ranks wait, {busy:.3f} s while all ranks do the same.",
+        "`x ideal`: the largest rank's CPU time over that time / the number of ranks, median "
+        "(least to most). A unit is one rank's Q;",
+        "units sent are the TCP payload that the kernel counted, mean and largest rank. Errors are "
+        "relative norms beside float64.",
+        "",
+        "| scheme | x ideal, alone | x ideal, busy | CPU s | wall s | units sent, mean / largest "
+        "| own count, largest | error out / dq / dk / dv |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    ideals = [alone / place.size, busy / place.size]
+    return lines + [
+        line(row, found, ideals, unit) for row, found in zip(rows, figures[2:], strict=True)
+    ]
+
+
+def line(row: Row, found: list[Figures], ideals: list[float], unit: float) -> str:
+    cpu, wall = ([max(getattr(one, name)) for one in found] for name in ("cpu", "wall"))
+    over = [f"{median(cpu) / x:.2f} ({min(cpu) / x:.2f} to {max(cpu) / x:.2f})" for x in ideals]
+    sent, own = found[-1].sent, max(found[-1].reported)
+    cells = [row.run.name, *over, f"{median(cpu):.3f}", f"{median(wall):.3f}"]
+    cells += [f"{mean(sent) / unit:.2f} / {max(sent) / unit:.2f}"]
+    cells += [f"{own / unit:.2f}" if own else "-"]
+    cells += [" / ".join(f"{error:.0e}" for error in row.errors)]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
