@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,10 @@ from torch import Tensor
 
 T = TypeVar("T")
 Step = Callable[[], "tuple[Tensor, ...]"]  # out, dq, dk, dv, this rank's rows
+
+
+class RefusedError(Exception):
+    """A scheme does not run, on any rank; the error of the first rank on which it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +129,12 @@ def errors_of(found: Sequence[Tensor], work: Work, positions: Tensor) -> tuple[f
     return tuple((sums[:, 0] / sums[:, 1]).sqrt().tolist())
 
 
-def agree(work: Callable[[], T]) -> tuple[T | None, str]:
-    """What `work` returns, or what the first rank on which it failed says, on every rank."""
+def agree(work: Callable[[], T]) -> T:
+    """What `work` returns.
+
+    Raises:
+        RefusedError: on every rank, if it failed on any; what the first of them says.
+    """
     result, error = None, ""
     try:
         result = work()
@@ -136,17 +144,15 @@ def agree(work: Callable[[], T]) -> tuple[T | None, str]:
     errors: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     failed = next(filter(None, errors), "")
-    return (None if failed else result), failed
+    if failed:
+        raise RefusedError(failed)
+    return cast(T, result)
 
 
 def measure(runs: Sequence[Run], repeats: int) -> list[list[Figures]]:
-    """Every run's figures, repeat by repeat; runs take turns after a round that is thrown away."""
-    found: list[list[Figures]] = [[] for _ in runs]
-    for repeat in range(repeats + 1):
-        for run, figures in zip(runs, found, strict=True):
-            one = measure_once(run)
-            figures += [one] if repeat else []
-    return found
+    """Every run's figures, repeat by repeat; the runs take turns."""
+    rounds = [[measure_once(run) for run in runs] for _ in range(repeats)]
+    return [list(figures) for figures in zip(*rounds, strict=True)]
 
 
 def measure_once(run: Run) -> Figures:

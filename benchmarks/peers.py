@@ -2,7 +2,7 @@
 
     pip install ".[deepspeed,bench]"
     torchrun --nproc-per-node 4 benchmarks/peers.py
-    torchrun --nproc-per-node 4 benchmarks/peers.py --tokens 8192 --out benchmarks/results/peers.md
+    torchrun --nproc-per-node 4 benchmarks/peers.py --tokens 8192 --only ours,DeepSpeed,torch
 
 One attention call, forward + backward, float32, gloo on CPUs, one thread a rank. Every scheme gets
 the same q, k, v, dout, and they take turns. What is not installed or does not run is named below
@@ -23,19 +23,29 @@ from statistics import mean, median
 
 import torch
 from measure import cores_and_load, cpu_name
-from peer_adapters import ADAPTERS, Make, Place, Scheme, schemes_of
-from peer_trial import Figures, Run, Work, agree, errors_of, measure, one_process, run_of
+from peer_adapters import ADAPTERS, Make, Place, schemes_of
+from peer_trial import (
+    Figures,
+    RefusedError,
+    Run,
+    Work,
+    agree,
+    errors_of,
+    measure,
+    one_process,
+    run_of,
+)
 
 from wf_backends import launch
 
 STAND_IN = Path(__file__).parent / "flash_attn_stand_in"
+WRONG = 30  # times the rounding of the dtype
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A scheme that ran: who made it, its name, how wrong it was, what it takes."""
+    """A scheme that ran, and how wrong it was: out, dq, dk, dv."""
 
-    package: str
     run: Run
     errors: tuple[float, ...]
 
@@ -49,14 +59,16 @@ def main() -> None:
     try:
         place = Place(job.rank, job.world_size, args.tokens)
         work = Work.draw(place, args.heads, args.head_dim, getattr(torch, args.dtype))
-        rows, refused = prepare(place, work, args.only.split(",") if args.only else list(ADAPTERS))
+        rows, refused = prepare(place, work, args.only.split(","))
         baselines = [one_process(work, place, alone) for alone in (True, False)]
+        measure(baselines, 1)  # a warm-up; the schemes have had theirs
         figures = measure([*baselines, *(row.run for row in rows)], args.repeats)
         if place.rank == 0:
             text = "\n".join([*heading(args, place), *table(place, work, rows, figures), *refused])
             print(text)
             if args.out:
-                args.out.write_text(text + "\n")
+                with args.out.open("a") as file:
+                    file.write(text + "\n\n")
     finally:
         job.close()
 
@@ -68,9 +80,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
     parser.add_argument("--repeats", type=int, default=5, help="after a warm-up")
-    parser.add_argument("--only", help=f"some of {','.join(ADAPTERS)}, separated by commas")
-    parser.add_argument("--out", type=Path, help="write the table to this file too")
-    return parser.parse_args()
+    parser.add_argument("--only", default=",".join(ADAPTERS), help="packages, of %(default)s")
+    parser.add_argument("--out", type=Path, help="append the table to this file too")
+    args = parser.parse_args()
+    unknown = sorted(set(args.only.split(",")) - set(ADAPTERS))
+    if unknown:
+        parser.error(f"--only takes {', '.join(ADAPTERS)}, separated by commas, got {unknown}")
+    return args
 
 
 def lend_flash_attn() -> None:
@@ -84,28 +100,32 @@ def prepare(place: Place, work: Work, packages: list[str]) -> tuple[list[Row], l
     rows: list[Row] = []
     refused: list[str] = []
     for package in packages:
-        makes, trouble = agree(partial(schemes_of, package, place))
-        for name, make in (makes or {}).items():
-            row, error = agree(partial(first_run, package, name, make, place, work))
-            rows += [row] if row else []
-            refused += [f"- {package}, {name}: {error}"] if error else []
-        refused += [f"- {package}: {trouble}"] if trouble else []
+        try:
+            for name, make in agree(partial(schemes_of, package, place)).items():
+                try:
+                    rows.append(first_run(f"{package}: {name}", make, work))
+                except RefusedError as error:
+                    refused.append(f"- {package}, {name}: {error}")
+        except RefusedError as error:
+            refused.append(f"- {package}: {error}")
     return rows, ["", "Did not run:", "", *refused] if refused else []
 
 
-def first_run(package: str, name: str, make: Make, place: Place, work: Work) -> Row:
-    """Warm up, and compare with the reference."""
-    scheme: Scheme = make()
-    run = run_of(f"{package}: {name}", scheme, work)
-    return Row(package, run, errors_of(run.step(), work, scheme.positions))
+def first_run(name: str, make: Make, work: Work) -> Row:
+    """Warm up, and compare with the reference; ranks agree before they meet in a collective."""
+    scheme = agree(make)
+    run = run_of(name, scheme, work)
+    found = agree(run.step)
+    return Row(run, agree(partial(errors_of, found, work, scheme.positions)))
 
 
 def heading(args: argparse.Namespace, place: Place) -> list[str]:
     """The command, the machine and the versions."""
-    flash = "the stand-in" if str(STAND_IN) in sys.path else metadata.version("flash-attn")
+    flash = "the stand-in" if str(STAND_IN) in sys.path else version("flash-attn")
     names = ("deepspeed", "yunchang", "ring-flash-attn", "ring-attention-pytorch", "transformers")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
     command = f"torchrun --nproc-per-node {place.size} benchmarks/peers.py --tokens {args.tokens}"
+    command += "" if args.only == ",".join(ADAPTERS) else f" --only {args.only}"
     command += "" if args.dtype == "float32" else f" --dtype {args.dtype}"
     return [
         f"`{command}`: torch {torch.__version__}, {cpu_name()}, {cores_and_load()} before; "
@@ -127,14 +147,13 @@ def table(place: Place, work: Work, rows: list[Row], figures: list[list[Figures]
     """What one process takes, then one line per scheme."""
     alone = median(max(one.cpu) for one in figures[0])
     busy = median(mean(one.cpu) for one in figures[1])
-    unit = work.q.nbytes / place.size
     lines = [
         f"torch's attention of the whole sequence in one process: {alone:.3f} s of CPU time while "
         f"the other ranks wait, {busy:.3f} s while all ranks do the same.",
         "`x ideal`: the largest rank's CPU time over that time / the number of ranks, median "
         "(least to most). A unit is one rank's Q;",
         "units sent are the TCP payload that the kernel counted, mean and largest rank. Errors are "
-        "relative norms beside float64.",
+        f"relative norms beside float64, in bold beyond {WRONG} roundings of the dtype.",
         "",
         "| scheme | x ideal, alone | x ideal, busy | CPU s | wall s | units sent, mean / largest "
         "| own count, largest | error out / dq / dk / dv |",
@@ -142,19 +161,27 @@ def table(place: Place, work: Work, rows: list[Row], figures: list[list[Figures]
     ]
     ideals = [alone / place.size, busy / place.size]
     return lines + [
-        line(row, found, ideals, unit) for row, found in zip(rows, figures[2:], strict=True)
+        line(row, found, ideals, work) for row, found in zip(rows, figures[2:], strict=True)
     ]
 
 
-def line(row: Row, found: list[Figures], ideals: list[float], unit: float) -> str:
+def line(row: Row, found: list[Figures], ideals: list[float], work: Work) -> str:
+    """A row of the table."""
+    unit = work.q.nbytes / len(found[0].cpu)
     cpu, wall = ([max(getattr(one, name)) for one in found] for name in ("cpu", "wall"))
     over = [f"{median(cpu) / x:.2f} ({min(cpu) / x:.2f} to {max(cpu) / x:.2f})" for x in ideals]
     sent, own = found[-1].sent, max(found[-1].reported)
     cells = [row.run.name, *over, f"{median(cpu):.3f}", f"{median(wall):.3f}"]
     cells += [f"{mean(sent) / unit:.2f} / {max(sent) / unit:.2f}"]
     cells += [f"{own / unit:.2f}" if own else "-"]
-    cells += [" / ".join(f"{error:.0e}" for error in row.errors)]
+    cells += [" / ".join(shown(error, work.q.dtype) for error in row.errors)]
     return f"| {' | '.join(cells)} |"
+
+
+def shown(error: float, dtype: torch.dtype) -> str:
+    """In bold where it is no rounding error."""
+    wrong = not error < WRONG * torch.finfo(dtype).eps
+    return f"**{error:.0e}**" if wrong else f"{error:.0e}"
 
 
 if __name__ == "__main__":
