@@ -150,9 +150,13 @@ def agree(work: Callable[[], T]) -> T:
 
 
 def measure(runs: Sequence[Run], repeats: int) -> list[list[Figures]]:
-    """Every run's figures, repeat by repeat; the runs take turns."""
-    rounds = [[measure_once(run) for run in runs] for _ in range(repeats)]
-    return [list(figures) for figures in zip(*rounds, strict=True)]
+    """Every run's figures, repeat by repeat; runs take turns, each round begins with another."""
+    found: list[list[Figures]] = [[] for _ in runs]
+    for repeat in range(repeats):
+        first = repeat * len(runs) // repeats
+        for index in (*range(first, len(runs)), *range(first)):
+            found[index].append(measure_once(runs[index]))
+    return found
 
 
 def measure_once(run: Run) -> Figures:

@@ -3,6 +3,7 @@
     pip install ".[deepspeed,bench]"
     torchrun --nproc-per-node 4 benchmarks/peers.py
     torchrun --nproc-per-node 4 benchmarks/peers.py --tokens 8192 --only ours,DeepSpeed,torch
+    torchrun --nproc-per-node 4 benchmarks/peers.py --dtype bfloat16
 
 One attention call, forward + backward, float32, gloo on CPUs, one thread a rank. Every scheme gets
 the same q, k, v, dout, and they take turns. What is not installed or does not run is named below
@@ -57,6 +58,7 @@ def main() -> None:
     lend_flash_attn()
     job = launch.init("gloo", timeout=120)
     try:
+        head = heading(args, job.world_size)  # now, for the load that there is without us
         place = Place(job.rank, job.world_size, args.tokens)
         work = Work.draw(place, args.heads, args.head_dim, getattr(torch, args.dtype))
         rows, refused = prepare(place, work, args.only.split(","))
@@ -64,7 +66,7 @@ def main() -> None:
         measure(baselines, 1)  # a warm-up; the schemes have had theirs
         figures = measure([*baselines, *(row.run for row in rows)], args.repeats)
         if place.rank == 0:
-            text = "\n".join([*heading(args, place), *table(place, work, rows, figures), *refused])
+            text = "\n".join([*head, *table(place, work, rows, figures), *refused])
             print(text)
             if args.out:
                 with args.out.open("a") as file:
@@ -119,17 +121,17 @@ def first_run(name: str, make: Make, work: Work) -> Row:
     return Row(run, agree(partial(errors_of, found, work, scheme.positions)))
 
 
-def heading(args: argparse.Namespace, place: Place) -> list[str]:
+def heading(args: argparse.Namespace, num_ranks: int) -> list[str]:
     """The command, the machine and the versions."""
     flash = "the stand-in" if str(STAND_IN) in sys.path else version("flash-attn")
     names = ("deepspeed", "yunchang", "ring-flash-attn", "ring-attention-pytorch", "transformers")
     versions = ", ".join(f"{name} {version(name)}" for name in names)
-    command = f"torchrun --nproc-per-node {place.size} benchmarks/peers.py --tokens {args.tokens}"
+    command = f"torchrun --nproc-per-node {num_ranks} benchmarks/peers.py --tokens {args.tokens}"
     command += "" if args.only == ",".join(ADAPTERS) else f" --only {args.only}"
     command += "" if args.dtype == "float32" else f" --dtype {args.dtype}"
     return [
         f"`{command}`: torch {torch.__version__}, {cpu_name()}, {cores_and_load()} before; "
-        f"{place.size} ranks, gloo, one thread a rank.",
+        f"{num_ranks} ranks, gloo, one thread a rank.",
         f"{versions}; flash_attn is {flash}. Causal, {args.heads} heads of {args.head_dim}, "
         f"{args.dtype}, {args.tokens} tokens, forward + backward; {args.repeats} repeats in turns.",
         "",
@@ -150,10 +152,11 @@ def table(place: Place, work: Work, rows: list[Row], figures: list[list[Figures]
     lines = [
         f"torch's attention of the whole sequence in one process: {alone:.3f} s of CPU time while "
         f"the other ranks wait, {busy:.3f} s while all ranks do the same.",
-        "`x ideal`: the largest rank's CPU time over that time / the number of ranks, median "
-        "(least to most). A unit is one rank's Q;",
-        "units sent are the TCP payload that the kernel counted, mean and largest rank. Errors are "
-        f"relative norms beside float64, in bold beyond {WRONG} roundings of the dtype.",
+        "`x ideal`: the largest rank's CPU time over that time / the number of ranks. Median and, "
+        "in brackets, least to most of the repeats.",
+        "A unit is one rank's Q; units sent are the TCP payload that the kernel counted, mean and "
+        "largest rank; beside it what the scheme says itself.",
+        f"Errors are relative norms beside float64, bold beyond {WRONG} roundings of the dtype.",
         "",
         "| scheme | x ideal, alone | x ideal, busy | CPU s | wall s | units sent, mean / largest "
         "| own count, largest | error out / dq / dk / dv |",
@@ -169,13 +172,18 @@ def line(row: Row, found: list[Figures], ideals: list[float], work: Work) -> str
     """A row of the table."""
     unit = work.q.nbytes / len(found[0].cpu)
     cpu, wall = ([max(getattr(one, name)) for one in found] for name in ("cpu", "wall"))
-    over = [f"{median(cpu) / x:.2f} ({min(cpu) / x:.2f} to {max(cpu) / x:.2f})" for x in ideals]
     sent, own = found[-1].sent, max(found[-1].reported)
-    cells = [row.run.name, *over, f"{median(cpu):.3f}", f"{median(wall):.3f}"]
+    alone, busy = ([seconds / ideal for seconds in cpu] for ideal in ideals)
+    cells = [row.run.name, spread(alone), f"{median(busy):.2f}", f"{median(cpu):.3f}", spread(wall)]
     cells += [f"{mean(sent) / unit:.2f} / {max(sent) / unit:.2f}"]
     cells += [f"{own / unit:.2f}" if own else "-"]
     cells += [" / ".join(shown(error, work.q.dtype) for error in row.errors)]
     return f"| {' | '.join(cells)} |"
+
+
+def spread(values: list[float]) -> str:
+    """Median (least to most)."""
+    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def shown(error: float, dtype: torch.dtype) -> str:
