@@ -112,10 +112,17 @@ def _status(name: str) -> int:
 
 def machine(comm: Counting) -> str:
     """torch's version, the CPU, and how the ranks share it."""
+    ranks = f"{comm.size} ranks, {type(comm.inner).__name__}"
+    return f"torch {torch.__version__}, {cpu_name()}; {ranks}, {cores_and_load()}"
+
+
+def cpu_name() -> str:
+    """The maker's name of the CPU (Linux), or what Python knows of it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    cpu, cores = names[0] if names else platform.processor(), os.cpu_count()
-    return (
-        f"torch {torch.__version__}, {cpu}; {comm.size} ranks, {type(comm.inner).__name__}, "
-        f"{cores} cores, load {os.getloadavg()[0]:.1f}"
-    )
+    return names[0] if names else platform.processor()
+
+
+def cores_and_load() -> str:
+    """How many cores there are, and how many processes wanted one in the last minute."""
+    return f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"

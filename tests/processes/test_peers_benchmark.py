@@ -1,0 +1,71 @@
+"""benchmarks/peers.py on 2 ranks: our own schemes; packages that are absent, wrong or broken."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, run_command
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+SMALL = ["--tokens", "256", "--heads", "4", "--head-dim", "16", "--repeats", "2"]
+
+# Answers to `import ring_flash_attn`: one function is wrong, the other fails on one rank alone.
+WRONG = """
+import torch.distributed as dist
+
+def zigzag_ring_flash_attn_func(q, k, v, causal):
+    return q + k + v
+
+def ring_flash_attn_func(q, k, v, causal):
+    if dist.get_rank() == 1:
+        raise RuntimeError("no ring today")
+    return q + k + v
+"""
+
+pytestmark = pytest.mark.processes
+
+
+def run_peers(packages: str, *folders: Path) -> list[str]:
+    """The lines that the benchmark prints; in `folders` are packages that come before others."""
+    paths = os.pathsep.join(str(path) for path in (*folders, ROOT, ROOT / "integrations"))
+    command = [*TORCHRUN, str(ROOT / "benchmarks" / "peers.py"), *SMALL, "--only", packages]
+    done = run_command(command, environ={"PYTHONPATH": paths})
+    assert done.returncode == 0, done.stdout
+    return done.stdout.splitlines()
+
+
+def rows_of(lines: list[str]) -> dict[str, list[str]]:
+    """The table's cells by the scheme's name."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
+    return {row[0]: row[1:] for row in rows[2:]}
+
+
+def test_our_schemes_are_right_and_their_bytes_are_those_counted():
+    rows = rows_of(run_peers("ours"))
+    assert {"ours: Ring Attention", "ours: Ulysses", "ours: route auto"} <= rows.keys()
+    for name, (*_, sent, own, errors) in rows.items():
+        assert all(float(error) < 2e-6 for error in errors.split("/")), (name, errors)
+        most = float(sent.split("/")[1])
+        assert most == pytest.approx(float(own), rel=0.05), (name, sent, own)  # gloo's headers
+    units = {name: float(row[-2]) for name, row in rows.items()}
+    assert units["ours: Ulysses"] == 4.0  # (P-1)/P of 4 tensors there and 4 back
+
+
+def test_packages_that_are_absent_wrong_or_broken_are_named(tmp_path: Path):
+    (tmp_path / "ring_flash_attn.py").write_text(WRONG)
+    (tmp_path / "yunchang.py").write_text('raise ImportError("it is not here")\n')
+    lines = run_peers("yunchang,ring-flash-attn", tmp_path)
+    errors = rows_of(lines)["ring-flash-attn: zigzag ring"][-1].split(" / ")
+    assert all(error.startswith("**") for error in errors), errors
+    assert "- yunchang: ImportError: it is not here" in lines
+    assert "- ring-flash-attn, contiguous ring: RuntimeError: no ring today" in lines
+
+
+def test_a_package_that_there_is_not_is_refused():
+    done = run_command([sys.executable, "benchmarks/peers.py", "--only", "ours,fsdp"])
+    assert done.returncode != 0
+    assert "got ['fsdp']" in done.stdout
