@@ -45,6 +45,10 @@ def bench(
     cache_dir: o.CacheDir = None,
     top: Annotated[int, typer.Option(help="How many candidates to run.")] = 5,
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
+    layers: o.Layers = 0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace of every candidate here: .json.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Run the best candidates on this job, and the plain ring beside them.
@@ -54,17 +58,25 @@ def bench(
         mpirun -n 4 wallfacer bench --seqlen 8192
 
         torchrun --nproc-per-node 4 -m wf_backends.cli bench --topology cluster.json --json
+
+        mpirun -n 4 wallfacer bench --top 2 --trace trace.json
     """
     from wf_backends.launch import init
 
+    if trace is not None and trace.suffix != ".json":
+        raise ValueError(f"--trace must end in .json, got {str(trace)!r}")
     model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
     workload = replace(model.workload(), kernel="auto")
     launch = init()
     try:
         job = Job(launch, cache_dir)
-        request = Request(job.cluster(topology), workload, exact_up_to=EXACT_UP_TO)
+        request = Request(
+            job.cluster(topology), workload, exact_up_to=EXACT_UP_TO, **o.keeping(layers)
+        )
         plans = with_ring(all_plans(request), request, top)
         times = job.run(plans, model, repeats)
+        if trace is not None:
+            job.trace(plans, model, trace)
     finally:
         launch.close()
     if launch.rank == 0:
@@ -94,7 +106,29 @@ class Job:
         """Median seconds of each plan."""
         shown = Console(stderr=True)
         rows = track(plans, "running", disable=self.comm.rank > 0, console=shown)
-        return [run(plan, model, self.comm, self.device, repeats) for plan in rows]
+        return [self._median(self.work(plan, model), repeats) for plan in rows]
+
+    def work(self, plan: Plan, model: o.Model) -> Callable[[], None]:
+        """Forward and backward of a plan, done once already: plans and buffers are there."""
+        work = prepare(plan, model, self.comm, self.device)
+        work()
+        return work
+
+    def trace(self, plans: list[Plan], model: o.Model, path: Path) -> None:
+        """Write what every rank does in one run of each plan, beside what is predicted."""
+        from wf_backends.commands.trace import from_all_ranks, record, write
+
+        spans = [from_all_ranks(record(self.work(plan, model))) for plan in plans]
+        if self.comm.rank == 0:
+            write(path, plans, spans)
+
+    def _median(self, work: Callable[[], None], repeats: int) -> float:
+        """The median of several times, each until the slowest rank is done."""
+        from wf_backends.bench_links import Meter
+
+        meter = Meter(self.comm, self.device)
+        times = sorted(meter.seconds(work, repeats=1) for _ in range(max(1, repeats)))
+        return times[len(times) // 2]
 
 
 def show(plans: list[Plan], times: list[float], request: Request, as_json: bool) -> None:
@@ -119,12 +153,11 @@ def with_ring(plans: list[Plan], request: Request, top: int) -> list[Plan]:
     return first if ring.choice in [plan.choice for plan in first] else [*first, ring]
 
 
-def run(plan: Plan, model: o.Model, comm: Any, device: Any, repeats: int) -> float:
-    """Median seconds of forward and backward of a plan, each until the slowest rank is done."""
+def prepare(plan: Plan, model: o.Model, comm: Any, device: Any) -> Callable[[], None]:
+    """Forward and backward of a plan on random inputs."""
     import torch
 
     from wf_backends import SequenceParallel, SequenceParallelConfig
-    from wf_backends.bench_links import Meter
 
     words = plan.to_config(comm.size, model.layout) | {"kernel": model.kernel}
     sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
@@ -143,14 +176,7 @@ def run(plan: Plan, model: o.Model, comm: Any, device: Any, repeats: int) -> flo
         out = sp.attention(q, k, v, model.causal, (model.window, -1), seqlen=model.seqlen)
         torch.autograd.grad(out, (q, k, v), dout)
 
-    once()  # plans and buffers are made here
-    return median(Meter(comm, device), once, repeats)
-
-
-def median(meter: Any, work: Callable[[], None], repeats: int) -> float:
-    """The median of several times."""
-    times = sorted(meter.seconds(work, repeats=1) for _ in range(max(1, repeats)))
-    return times[len(times) // 2]
+    return once
 
 
 def table(plans: list[Plan], times: list[float], cluster: Topology) -> Table:
@@ -169,6 +195,6 @@ def table(plans: list[Plan], times: list[float], cluster: Topology) -> Table:
             str(plan.degree),
             str(plan.forward.placed),
             str(plan.backward.placed),
-            plan.moves,
+            plan.moves + (", kept" if plan.keep else ""),
         )
     return found

@@ -36,6 +36,10 @@ Layout = Annotated[str, typer.Option(help="zigzag or contiguous.")]
 Kernel = Annotated[str, typer.Option(help="Whose rate counts; auto = the topology's first.")]
 Cluster = Annotated[str, typer.Option(help="A preset's name, or a .json or .toml file.")]
 Ranks = Annotated[int, typer.Option(help="Ranks of one sequence; 0 = all of the topology.")]
+Layers = Annotated[
+    int,
+    typer.Option(help="Attention layers; with it, also plans that keep what the forward gathers."),
+]
 CacheDir = Annotated[
     Path | None,
     typer.Option(help="Where measured topologies are kept, by host list; ~/.cache/wallfacer."),
@@ -86,6 +90,17 @@ def cluster(name: str, ranks: int) -> Topology:
     """The topology called `name` for `ranks` ranks (0: as it is)."""
     topology = load(name)
     return topology.with_ranks(ranks) if ranks else topology
+
+
+def keeping(layers: int) -> dict[str, Any]:
+    """What a Request says of `layers`; 0 = everything is gathered again.
+
+    Raises:
+        ValueError: if it is negative.
+    """
+    if layers < 0:
+        raise ValueError(f"--layers must not be negative, got {layers}")
+    return {"keeps": (False, True), "layers": layers} if layers else {}
 
 
 def parse_route(text: str, size: int) -> Placed:

@@ -35,6 +35,7 @@ def plan(
     exact_up_to: Annotated[
         int, typer.Option(help="Ranks up to which every message is counted.")
     ] = 16,
+    layers: o.Layers = 0,
     top: Annotated[int, typer.Option(help="Rows of the table.")] = 12,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -53,6 +54,7 @@ def plan(
         memory_bytes=memory_gib * 2**30 or None,
         degrees=(ulysses_degree,) if ulysses_degree else None,
         exact_up_to=exact_up_to,
+        **o.keeping(layers),
     )
     plans = all_plans(request)
     best = check_memory(plans[0], request)
@@ -81,6 +83,7 @@ def why(best: Plan, baseline: Plan, request: Request) -> str:
     """The choice in one sentence, beside the plain ring."""
     cost, ring = best.cost, baseline.cost
     hidden = 1 - cost.exposed_s / max(cost.exposed_s, sum(transfers(best)), 1e-12)
+    kept = f", {best.layers} layers keeping what they gather" if best.keep else ""
     order = "" if best.in_rank_order else ", ranks placed in another order than their numbers"
     exact = request.topology.size <= request.exact_up_to
     counted = "message by message" if exact else "by formulas"
@@ -89,9 +92,10 @@ def why(best: Plan, baseline: Plan, request: Request) -> str:
         link, sent, rings = "rank's link", cost.inside_bytes, ring.inside_bytes
     return (
         f"ulysses_degree {best.degree}, forward {best.forward.placed}, backward "
-        f"{best.backward.placed} with the {best.moves} walking{order}: {1e3 * cost.seconds:.4g} ms "
-        f"predicted, {ring.seconds / cost.seconds:.2f} x the ring's speed; "
-        f"{sent / 1e9:.3g} GB through the busiest {link} against {rings / 1e9:.3g}, "
+        f"{best.backward.placed} with the {best.moves} walking{order}{kept}: "
+        f"{1e3 * cost.seconds:.4g} ms predicted, "
+        f"{ring.seconds / cost.seconds:.2f} x the ring's speed; {sent / 1e9:.3g} GB through the busiest {link} "
+        f"against {rings / 1e9:.3g}, "
         f"{hidden:.0%} of the transfer time hidden behind computing (counted {counted})"
     )
 
@@ -125,7 +129,7 @@ def table(plans: list[Plan], baseline: Plan, request: Request) -> Table:
             str(plan.degree),
             str(plan.forward.placed),
             str(plan.backward.placed),
-            plan.moves,
+            plan.moves + (", kept" if plan.keep else ""),
             style="dim" if over else None,
         )
     return found
