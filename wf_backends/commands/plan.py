@@ -94,8 +94,8 @@ def why(best: Plan, baseline: Plan, request: Request) -> str:
         f"ulysses_degree {best.degree}, forward {best.forward.placed}, backward "
         f"{best.backward.placed} with the {best.moves} walking{order}{kept}: "
         f"{1e3 * cost.seconds:.4g} ms predicted, "
-        f"{ring.seconds / cost.seconds:.2f} x the ring's speed; {sent / 1e9:.3g} GB through the busiest {link} "
-        f"against {rings / 1e9:.3g}, "
+        f"{ring.seconds / cost.seconds:.2f} x the ring's speed; "
+        f"{sent / 1e9:.3g} GB through the busiest {link} against {rings / 1e9:.3g}, "
         f"{hidden:.0%} of the transfer time hidden behind computing (counted {counted})"
     )
 
