@@ -25,7 +25,8 @@ from wf_backends.mask import CAUSAL, Mask
 from wf_backends.placement import divisors, in_rank_order
 from wf_backends.planner import best_plan, legal_degrees, price_plan
 from wf_backends.plans import Plan, Request
-from wf_backends.topology import PRESETS, Topology
+from wf_backends.presets import PRESETS
+from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 
 LENGTHS = (65536, 131072, 262144, 524288)

@@ -17,7 +17,8 @@ from wf_backends.agree import sum_over_ranks
 from wf_backends.comm.protocol import Communicator
 from wf_backends.kernels import Kernel, KernelSpec, select
 from wf_backends.mask import FULL
-from wf_backends.topology import PRESETS, KernelRate, Link, Topology, check_job
+from wf_backends.presets import PRESETS
+from wf_backends.topology import KernelRate, Link, Topology, check_job
 
 HEADS, HEAD_DIM = 8, 64
 TILES = (256, 1024)  # rows and keys of the two tiles that a kernel's rate is fitted to

@@ -13,8 +13,8 @@ from typing import Any, cast
 
 from wf_backends.layout import check_layout_name
 from wf_backends.placement import ORDER, divisors, read_placed
+from wf_backends.presets import PRESETS, READERS
 from wf_backends.suggest import nearest
-from wf_backends.topology import PRESETS, READERS
 
 AUTO = "auto"
 KERNEL_NAMES = (AUTO, "reference", "sdpa", "flash")

@@ -22,8 +22,9 @@ from wf_backends.layout import LAYOUTS
 from wf_backends.mask import Mask
 from wf_backends.placement import Placed, divisors, read_placed
 from wf_backends.plans import BACKWARDS, Choice, PassPlan, Plan, Request, pass_order, plan_order
+from wf_backends.presets import one_host
 from wf_backends.search import Pricing, best_of, candidates_of, kept_plans, passes
-from wf_backends.topology import Topology, one_host
+from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 
 

@@ -17,7 +17,8 @@ from tests.dense import dense_attention
 from tests.helpers import run_mpi, run_processes
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.mask import make_mask
-from wf_backends.topology import Topology, one_host
+from wf_backends.presets import one_host
+from wf_backends.topology import Topology
 
 pytestmark = pytest.mark.processes
 CPU = torch.device("cpu")

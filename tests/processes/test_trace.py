@@ -17,7 +17,7 @@ from wf_backends.commands.trace import from_all_ranks, record, write
 from wf_backends.placement import in_rank_order
 from wf_backends.planner import price_plan
 from wf_backends.plans import Request
-from wf_backends.topology import PRESETS
+from wf_backends.presets import PRESETS
 
 pytestmark = pytest.mark.processes
 

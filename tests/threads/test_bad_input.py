@@ -10,7 +10,7 @@ import torch
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import World
-from wf_backends.topology import one_host
+from wf_backends.presets import one_host
 
 
 def alone(**words):

@@ -12,7 +12,8 @@ from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.mask import make_mask
-from wf_backends.topology import from_dict, one_host
+from wf_backends.presets import one_host
+from wf_backends.topology import from_dict
 
 SEQLEN = 45
 ROUTES = {

@@ -17,8 +17,9 @@ from wf_backends.comm import Communicator
 from wf_backends.placement import place, read_placed
 from wf_backends.planner import all_plans
 from wf_backends.plans import Request
+from wf_backends.presets import load
 from wf_backends.schedule import concentric, render
-from wf_backends.topology import from_dict, load
+from wf_backends.topology import from_dict
 
 pytest.importorskip("typer", reason="the cli extra is not installed")
 

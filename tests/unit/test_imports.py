@@ -22,8 +22,8 @@ PURE = tuple(
     for name in (
         (
             "schedule layout mask ranges tiles rankplan rounds walk timeline traffic topology "
-            "areas loads placement cost estimate plans search planner config suggest documents "
-            "launchers"
+            "presets areas loads placement cost estimate plans search planner config suggest "
+            "documents launchers"
         ).split()
     )
 )

@@ -24,8 +24,9 @@ from wf_backends.planner import (
     price_plan,
 )
 from wf_backends.plans import Request, rounded
+from wf_backends.presets import PRESETS
 from wf_backends.schedule import check
-from wf_backends.topology import PRESETS, KernelRate, Link, Topology
+from wf_backends.topology import KernelRate, Link, Topology
 from wf_backends.traffic import Shape
 
 SHAPE = Shape(batch=1, heads=8, kv_heads=2, head_dim=16, itemsize=2)

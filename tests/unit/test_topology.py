@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from wf_backends.topology import PRESETS, check_job, from_dict, is_host_by_host, load
+from wf_backends.presets import PRESETS, load
+from wf_backends.topology import check_job, from_dict, is_host_by_host
 
 FILES = sorted((Path(__file__).parents[2] / "configs/topologies").iterdir())
 

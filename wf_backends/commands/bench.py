@@ -20,7 +20,8 @@ from wf_backends.commands.plan import block, plan_words
 from wf_backends.placement import in_rank_order
 from wf_backends.planner import all_plans, price_plan
 from wf_backends.plans import Plan, Request
-from wf_backends.topology import Topology, check_job, load
+from wf_backends.presets import load
+from wf_backends.topology import Topology, check_job
 
 if TYPE_CHECKING:
     from wf_backends.launch import Launch

@@ -15,9 +15,10 @@ from wf_backends.cost import Workload
 from wf_backends.layout import LAYOUTS, check_layout_name
 from wf_backends.mask import make_mask
 from wf_backends.placement import ORDER, REVERSE, TWO_WAY, Placed, read_placed
+from wf_backends.presets import load
 from wf_backends.schedule import ROUTES
 from wf_backends.suggest import nearest
-from wf_backends.topology import Topology, load
+from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 
 ITEMSIZES: Mapping[str, int] = MappingProxyType(
