@@ -96,8 +96,15 @@ def test_the_executor_on_cudnn_is_exact(calls, route, batch, queries_walk, mask)
     assert (len(calls) > 0) == (mask != "window")
 
 
-@pytest.mark.parametrize("route", [ring(2), ring(4), concentric(4, 2)], ids=["2", "4", "4, C=2"])
-@pytest.mark.parametrize("mask", ["full", "causal"])
+ZIGZAG = [
+    pytest.param(route, mask, id=f"{name}, {mask}")
+    for name, route in {"2": ring(2), "4": ring(4), "4, C=2": concentric(4, 2)}.items()
+    for mask in ("full", "causal")
+    if mask == "full" or "C" not in name  # an owner's rows against joined keys: no square
+]
+
+
+@pytest.mark.parametrize(("route", "mask"), ZIGZAG)
 def test_all_tiles_of_zigzag_go_to_cudnn(calls, route, mask):
     asked: list[str] = []
 
