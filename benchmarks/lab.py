@@ -1,7 +1,7 @@
 """The network lab: every scheme on every case, predicted beside measured, and the targets.
 
     python benchmarks/lab.py                      # all cases, then benchmarks/results/lab.md
-    python benchmarks/lab.py --case 4x2-rank      # one case; the report keeps the others
+    python benchmarks/lab.py --case 4x2-rank-4h   # one case; the report keeps the others
 
 Needs root and iproute2 (see lab_hosts.sh). Figures of every case are kept as JSON in --keep, and
 the report is made from what lies there; --phases prints a case's phases, --report runs nothing.
@@ -45,10 +45,12 @@ class Case:
         return [*lab, self.rate, *program, *model, *rest]
 
 
-CASES = tuple(
-    Case(hosts, per_host, nics, heads)
-    for hosts, per_host, heads in ((4, 2, 4), (2, 4, 4), (4, 4, 4), (4, 2, 2), (4, 2, 8))
-    for nics in ("host", "rank")
+SIZES = (4, 2), (2, 4), (4, 4)  # hosts x ranks
+CASES = (
+    *(Case(*size, "rank", heads=4) for size in SIZES),
+    *(Case(*size, "host", heads=4, rate="60mbit") for size in SIZES),
+    Case(4, 2, "rank", heads=2),
+    Case(4, 2, "rank", heads=8, seqlen=2048),  # as many as ranks: Ulysses can run
 )
 
 
@@ -64,7 +66,7 @@ def main() -> None:
     found = {case.name: found for case in CASES if (found := kept(args.keep, case))}
     for case in wanted if args.phases else []:
         print(*phase_lines(case.name, found[case.name]), sep="\n")
-    args.out.write_text(report(found, (__doc__ or "").splitlines()[2].strip()) + "\n")
+    args.out.write_text(report(found) + "\n")
 
 
 def parse() -> argparse.Namespace:

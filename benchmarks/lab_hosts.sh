@@ -8,7 +8,11 @@
 # rank: one NIC a rank. A namespace is a rank: eth0 is its NIC; `fast`, unshaped, leads to the other
 #       ranks of its host, by routes to their addresses.
 # Every NIC is shaped both ways by tc tbf: on eth0 what leaves, on the switch's port what comes in.
-# Frames of 9,000 bytes, no added delay, queues that drop nothing, TCP Reno. Needs root and iproute2.
+# Frames of 9,000 bytes, no added delay, queues that drop nothing, TCP Reno. At a thousandth of a real
+# network's rate some buffers must be small, too: a socket keeps 128 KiB, so that a send ends when
+# nearly all of it has left, and a rank that is ahead does not crowd the NIC with its next messages
+# while its last ones are on the way; and 32 KiB of it stand in the NIC's queue, so that messages to
+# several ranks share the NIC evenly. Needs root and iproute2.
 # All traffic stays on this machine. The output of rank 0 is printed, that of the others if one
 # fails. Names begin with LAB_NAME (default wflab): two labs at once need two names.
 set -euo pipefail
@@ -40,6 +44,8 @@ shape() { # namespace, device
 settings() { # namespace
     ip netns exec "$1" sh -c '
         echo reno >/proc/sys/net/ipv4/tcp_congestion_control
+        echo 32768 >/proc/sys/net/ipv4/tcp_limit_output_bytes
+        echo 4096 65536 131072 >/proc/sys/net/ipv4/tcp_wmem
         echo 1 >/proc/sys/net/ipv6/conf/all/disable_ipv6'
 }
 
@@ -62,6 +68,7 @@ for ((i = 0; i < spaces; i++)); do
     settings "$name$i"
     ip -n "$name$i" link set lo up
     plug "$name$i" eth0 "port$i" between 9000
+    ip -n "$name$i" link set eth0 gso_max_segs 2
     ip -n "$name$i" address add "10.78.0.$((i + 1))/24" dev eth0
     shape "$name$i" eth0
     shape "$switch" "port$i"

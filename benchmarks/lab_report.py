@@ -14,30 +14,30 @@ OVER_RING, OVER_BASELINES = 2.0, 1.2  # how much faster auto should be, at least
 HEAD = """\
 # The network lab: predicted beside measured
 
-Hosts that are network namespaces of one machine, NICs shaped to {rate} both ways by `tc tbf`
-(`benchmarks/lab_hosts.sh`), no added delay, gloo. One NIC a host: its ranks share it, and reach each other over the
-loopback. One NIC a rank: a rank's traffic to other hosts goes through a NIC of its own, to its own host over an
-unshaped link. A step is forward + backward, float32, causal, zigzag, head_dim 64. Named schemes are as a config names
-them: rank order, the same route in both passes, keys walking. `auto` is the planner's choice of head split, routes,
-placements and walking side. The topology of each case is what `bench-links` measured right before it, and all that
-predictions know.
+    python benchmarks/lab.py
 
-Seconds are the slowest rank's, median of {repeats} after one run that is not counted, schemes taking turns; the spread is
-(largest - smallest) / median. MB are those through the busiest NIC, one way; measured ones are the NIC's own counters,
-so they hold frames' headers and acknowledgements.
+Hosts are network namespaces of one machine, NICs are shaped by `tc tbf` (`benchmarks/lab_hosts.sh`
+says how, `benchmarks/lab_links.py` checks it); no added delay, gloo. One NIC a host: its ranks
+share it, and reach each other over the loopback. One NIC a rank: a rank's traffic to other hosts
+goes through its own NIC, that to its own host over an unshaped link. A step is forward + backward,
+float32, causal, zigzag, head_dim 64.
 
-    {command}"""
+Named schemes are as a config names them: rank order, the same route in both passes, keys walking.
+`auto` is the planner's choice of head split, routes, placements and walking side. Predictions know
+the topology that `bench-links` measures at the start of a case, and nothing else.
+
+Seconds are the slowest rank's, median of {repeats} after one step that is not counted, schemes
+taking turns; spread is (largest - smallest) / median, ratio measured / predicted. MB go through the
+busiest NIC, one way; measured ones are the NICs' counters, with headers and acknowledgements."""
 
 
-def report(cases: Mapping[str, dict[str, Any]], command: str) -> str:
+def report(cases: Mapping[str, dict[str, Any]]) -> str:
     """All cases, then the targets."""
     if not cases:
         return "# The network lab\n\nNothing has run."
     first = next(iter(cases.values()))
     repeats = len(first["schemes"][0]["runs"])
-    rates = ", ".join(sorted({case["rate"] for case in cases.values()}))
-    parts = [HEAD.format(rate=rates, repeats=repeats, command=command)]
-    parts += ["## Targets\n\n" + "\n".join(target_lines(cases))]
+    parts = [HEAD.format(repeats=repeats), "## Targets\n\n" + "\n".join(target_lines(cases))]
     parts += ["\n".join(case_lines(name, case)) for name, case in cases.items()]
     return "\n\n".join(parts)
 
@@ -50,14 +50,17 @@ def case_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
     yield f"## {name}\n"
     yield (
         f"{case['hosts']} hosts x {case['ranks_per_host']} ranks, one NIC a {case['nics']} at "
-        f"{case['rate']}, {model['seqlen']} tokens, {model['heads']} heads. {case['machine']}, load "
-        f"{case['load']:.1f} before. Measured topology: {words['nics_per_host']} NICs a host, "
+        f"{case['rate']}, {model['seqlen']} tokens, {model['heads']} heads. {case['machine']}, "
+        f"load {case['load']:.1f} before. Measured topology: {words['nics_per_host']} NICs a host, "
         f"{1e3 * between['gigabits_per_s']:.1f} Mbit/s and {between['latency_us']:.0f} us between "
         f"hosts, {inside['gigabits_per_s']:.1f} Gbit/s and {inside['latency_us']:.0f} us inside, "
         f"{kernel} {1e3 * rate['forward_tflops']:.1f} and {1e3 * rate['backward_tflops']:.1f} "
         f"GFLOP/s a rank.\n"
     )
-    yield "| scheme | predicted s | of it computing | measured s | spread | ratio | MB predicted | MB |"
+    yield (
+        "| scheme | predicted s | of it computing | measured s | spread | ratio | "
+        "MB predicted | MB measured |"
+    )
     yield "|---|---|---|---|---|---|---|---|"
     schemes = sorted(case["schemes"], key=seconds)
     for scheme in schemes:
@@ -76,11 +79,14 @@ def target_lines(cases: Mapping[str, dict[str, Any]]) -> Iterator[str]:
     """A table of what each target's figure is in each case, and whether it holds."""
     yield (
         f"1. Every prediction within {100 * CLOSE:.0f} % of the measured time. 2. `auto` within "
-        f"{100 * NEAR_BEST - 100:.0f} % of the fastest scheme.\n3. Where heads are fewer than ranks "
-        f"and every rank has a NIC, `auto` at least {OVER_RING} x as fast as the ring, and\n4. "
+        f"{100 * NEAR_BEST - 100:.0f} % of the fastest scheme. Where heads are fewer than ranks "
+        f"and every rank has a NIC:\n3. `auto` at least {OVER_RING} x as fast as the ring, and 4. "
         f"{OVER_BASELINES} x as fast as the best of USP and the double ring.\n"
     )
-    yield "| case | 1. furthest ratio | rows within | 2. auto / fastest | 3. over the ring | 4. over USP, double ring |"
+    yield (
+        "| case | 1. furthest ratio | rows within | 2. auto / fastest | 3. over the ring | "
+        "4. over USP, double ring |"
+    )
     yield "|---|---|---|---|---|---|"
     for name, case in cases.items():
         if AUTO in by_name(case) and RING in by_name(case):
@@ -120,9 +126,9 @@ def phase_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
         median = sorted(scheme["runs"], key=lambda run: run["seconds"])[len(scheme["runs"]) // 2]
         took, total = median["phases"], median["seconds"]
         yield f"{scheme['name']}: {scheme['plan']}"
-        yield f"    {'':24}{scheme['predicted_s']:9.3f}{total:9.3f}{total - scheme['predicted_s']:9.3f}"
-        for label, expected, seconds in together(scheme["predicted_phases"], took):
-            yield f"    {label:24}{expected:9.3f}{seconds:9.3f}{seconds - expected:9.3f}"
+        rows = together(scheme["predicted_phases"], took)
+        for label, expected, spent in [("all", scheme["predicted_s"], total), *rows]:
+            yield f"    {label:24}{expected:9.3f}{spent:9.3f}{spent - expected:9.3f}"
 
 
 def together(

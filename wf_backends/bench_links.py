@@ -28,7 +28,7 @@ TILES = (256, 1024)  # rows and keys of the two tiles that a kernel's rate is fi
 GPU_TILES = (1024, 8192)
 SMALLEST, LARGEST = 1 << 16, 1 << 24  # bytes of one message
 GROWTH = 4
-ENOUGH_S = 0.05  # a message that takes this long is long enough to measure a rate by
+ENOUGH_S = 0.2  # a message that takes this long is long enough to measure a rate by
 REPEATS = 5
 
 
