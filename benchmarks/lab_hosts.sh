@@ -26,10 +26,9 @@ rank) spaces=$((hosts * per)) ;;
 *) echo "the third argument must be host or rank, got $nics" >&2; exit 2 ;;
 esac
 logs=$(mktemp -d)
-pids=()
 
 down() {
-    for pid in "${pids[@]}"; do kill "$pid" 2>/dev/null || true; done
+    for pid in $(jobs -pr); do kill "$pid" 2>/dev/null || true; done
     for ((i = 0; i < spaces; i++)); do ip netns delete "$name$i" 2>/dev/null || true; done
     ip netns delete "$switch" 2>/dev/null || true
     rm -rf "$logs"
@@ -96,7 +95,6 @@ start() { # rank
 command=("$@")
 for ((rank = 0; rank < WORLD_SIZE; rank++)); do
     if [ "$rank" = 0 ]; then start 0 & else start "$rank" >"$logs/$rank" 2>&1 & fi
-    pids+=($!)
 done
 failed=0
 for ((left = WORLD_SIZE; left > 0; left--)); do
