@@ -25,8 +25,9 @@ TILES = (256, 1024)  # rows and keys of the two tiles that a kernel's rate is fi
 GPU_TILES = (1024, 8192)
 SMALLEST, LARGEST = 1 << 16, 1 << 24  # bytes of one message
 GROWTH = 4
-ENOUGH_S = 0.05  # a message that takes this long is long enough to measure a rate by
+ENOUGH_S = 0.2  # a message that takes this long is long enough to measure a rate by
 REPEATS = 5
+ROUNDS = 20  # exchanges in a row, of which one's latency is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +60,31 @@ class Meter:
         times[self.comm.rank] = mine
         return float(sum_over_ranks(self.comm, times).max())
 
-    def exchange(self, target: int | None, source: int | None, num_bytes: int) -> float:
+    def exchange(
+        self, target: int | None, source: int | None, num_bytes: int, rounds: int = 1
+    ) -> float:
         """Seconds until every rank has sent to its target and received from its source."""
         size = max(1, num_bytes // 4)
         out, into = (torch.zeros(size, device=self.device) for _ in range(2))
         sends = [] if target is None else [(target, out)]
         recvs = [] if source is None else [(source, into)]
-        return self.seconds(lambda: self.comm.post_control("bench", sends, recvs).wait())
+
+        def work() -> None:
+            for _ in range(rounds):
+                self.comm.post_control("bench", sends, recvs).wait()
+
+        return self.seconds(work)
 
     def link(self, target: int | None, source: int | None) -> Link:
         """Latency of a few bytes; the rate from the last two of ever larger messages.
 
-        What a longer message takes more is free of latency, and of bursts that a shaped link lets
-        through at once.
+        The latency is that of one more exchange in a row, as the hops of a pass are: the ranks do
+        not start together, which must not count each time. What a longer message takes more is
+        free of latency, and of bursts that a shaped link lets through at once.
         """
-        latency = self.exchange(target, source, 4)
-        num_bytes, before, took = SMALLEST, latency, self.exchange(target, source, SMALLEST)
+        first, row = (self.exchange(target, source, 4, rounds) for rounds in (1, 1 + ROUNDS))
+        latency = max(row - first, first / ROUNDS) / ROUNDS
+        num_bytes, before, took = SMALLEST, first, self.exchange(target, source, SMALLEST)
         while num_bytes == SMALLEST or (took < ENOUGH_S and num_bytes < LARGEST):
             num_bytes *= GROWTH
             before, took = took, self.exchange(target, source, num_bytes)

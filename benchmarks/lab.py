@@ -1,0 +1,91 @@
+"""The network lab: every scheme on every case, predicted beside measured, and the targets.
+
+    python benchmarks/lab.py                      # all cases, then benchmarks/results/lab.md
+    python benchmarks/lab.py --case 4x2-rank-4h   # one case; the report keeps the others
+
+Needs root and iproute2 (see lab_hosts.sh). Figures of every case are kept as JSON in --keep, and
+the report is made from what lies there; --phases prints a case's phases, --report runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lab_report import phase_lines, report
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results" / "lab.md"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Hosts x ranks, one NIC a "host" or a "rank", and what is computed on them."""
+
+    hosts: int
+    per_host: int
+    nics: str
+    heads: int
+    rate: str = "40mbit"
+    seqlen: int = 4096
+
+    @property
+    def name(self) -> str:
+        return f"{self.hosts}x{self.per_host}-{self.nics}-{self.heads}h"
+
+    def command(self, out: Path, rest: list[str]) -> list[str]:
+        lab = [str(HERE / "lab_hosts.sh"), str(self.hosts), str(self.per_host), self.nics]
+        program = [sys.executable, str(HERE / "lab_rank.py"), "--out", str(out)]
+        model = ["--heads", str(self.heads), "--seqlen", str(self.seqlen)]
+        return [*lab, self.rate, *program, *model, *rest]
+
+
+SIZES = (4, 2), (2, 4), (4, 4)  # hosts x ranks
+CASES = (
+    *(Case(*size, "rank", heads=4) for size in SIZES),
+    *(Case(*size, "host", heads=4, rate="60mbit") for size in SIZES),
+    Case(4, 2, "rank", heads=2),
+    Case(4, 2, "rank", heads=8, seqlen=2048),  # as many as ranks: Ulysses can run
+)
+
+
+def main() -> None:
+    args = parse()
+    args.keep.mkdir(parents=True, exist_ok=True)
+    wanted = [case for case in CASES if not args.case or case.name in args.case]
+    for case in [] if args.report else wanted:
+        print(f"{case.name}: {case.rate}, {case.seqlen} tokens", file=sys.stderr, flush=True)
+        subprocess.run(
+            case.command(args.keep.resolve() / f"{case.name}.json", args.rest), check=True
+        )
+    found = {case.name: found for case in CASES if (found := kept(args.keep, case))}
+    for case in wanted if args.phases else []:
+        print(*phase_lines(case.name, found[case.name]), sep="\n")
+    args.out.write_text(report(found) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    names = [case.name for case in CASES]
+    parser.add_argument("--case", action="append", choices=names, help="may be given several times")
+    parser.add_argument("--keep", type=Path, default=Path("build/lab"), help="folder of figures")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="the report")
+    parser.add_argument("--report", action="store_true", help="only report what is kept")
+    parser.add_argument("--phases", action="store_true", help="print phases, too")
+    parser.add_argument("rest", nargs="*", help="options of lab_rank.py, after --")
+    return parser.parse_args()
+
+
+def kept(folder: Path, case: Case) -> dict[str, Any] | None:
+    """The figures of a case, if it has run."""
+    path = folder / f"{case.name}.json"
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+if __name__ == "__main__":
+    main()

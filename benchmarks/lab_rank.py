@@ -1,0 +1,199 @@
+"""One rank of the lab: measure the cluster, predict every scheme, run every scheme.
+
+    benchmarks/lab_hosts.sh 4 2 rank 40mbit python benchmarks/lab_rank.py --out case.json
+
+Every rank runs it; rank 0 writes the figures. lab.py starts it for every case. A step is a forward
+and a backward. Schemes take turns, all ranks start a step together, and its time is the slowest
+rank's. Bytes are those of the NIC's own counters, headers and acknowledgements included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lab_schemes import PlannedAttention, Scheme, schemes
+from lab_timeline import Timeline, phases, predicted
+from torch import Tensor
+
+from wf_backends import launch
+from wf_backends.agree import sum_over_ranks
+from wf_backends.bench_links import measure
+from wf_backends.comm import make_comm
+from wf_backends.commands.options import Model
+from wf_backends.layout import make_layout
+from wf_backends.mask import make_mask
+from wf_backends.plans import Request
+from wf_backends.shards import positions
+from wf_backends.topology import Topology
+
+Step = Callable[[], tuple[Tensor, ...]]  # returns out, dq, dk, dv of this rank's rows
+TOLERANCE = 1e-4  # of float32, relative to the largest value
+EXACT_UP_TO = 64  # every prediction counts every message
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One step: the slowest rank's seconds, the busiest NIC's bytes one way, seconds by phase."""
+
+    seconds: float
+    nic_bytes: int
+    phases: dict[str, float]
+
+
+def main() -> None:
+    args = parse()
+    torch.set_num_threads(1)
+    job = launch.init()
+    try:
+        found = case(args, Timeline(make_comm()))
+        if job.rank == 0:
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+    finally:
+        job.close()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--kv-heads", type=int, default=0, help="0 = as many as heads")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--seqlen", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=3, help="after one that is not counted")
+    parser.add_argument("--only", nargs="*", help="names of schemes; all if none is given")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file that rank 0 writes")
+    return parser.parse_args()
+
+
+def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
+    """The figures of one case, as JSON."""
+    model = Model(args.heads, args.kv_heads, args.head_dim, args.seqlen, dtype="float32")
+    per_host = int(os.environ["LOCAL_WORLD_SIZE"])
+    hosts = [f"host {rank // per_host}" for rank in range(comm.size)]
+    cluster = measure(comm, hosts, torch.device("cpu"))
+    found = [schemes_of(model, cluster) if comm.rank == 0 else None]
+    dist.broadcast_object_list(found, src=0)
+    assert found[0] is not None
+    compared = [s for s in found[0] if not args.only or s.name in args.only]
+    steps = [step_of(scheme, model, comm) for scheme in compared]
+    check_same(comm, steps)
+    runs = take_turns(comm, steps, args.repeats)
+    return {
+        "hosts": int(os.environ["LAB_HOSTS"]),
+        "ranks_per_host": per_host,
+        "nics": os.environ["LAB_NICS"],
+        "rate": os.environ["LAB_RATE"],
+        "model": asdict(model),
+        "machine": machine(),
+        "load": os.getloadavg()[0],
+        "topology": cluster.to_dict(),
+        "schemes": [figures(*both) for both in zip(compared, runs, strict=True)],
+    }
+
+
+def schemes_of(model: Model, cluster: Topology) -> list[Scheme]:
+    request = Request(cluster, model.workload())
+    return schemes(replace(request, exact_up_to=EXACT_UP_TO), request)
+
+
+def figures(scheme: Scheme, runs: list[Run]) -> dict[str, Any]:
+    """A scheme's predicted and measured figures, as JSON."""
+    cost = scheme.plan.cost
+    return {
+        "name": scheme.name,
+        "plan": scheme.words,
+        "predicted_s": cost.seconds,
+        "predicted_compute_s": cost.compute_s,
+        "predicted_nic_bytes": cost.nic_bytes,
+        "predicted_phases": predicted(scheme.plan),
+        "runs": [asdict(run) for run in runs],
+    }
+
+
+def step_of(scheme: Scheme, model: Model, comm: Timeline) -> Step:
+    """A forward and a backward on rows that are the same in every scheme."""
+    attention = PlannedAttention(scheme.plan, model.layout, comm)
+    rows = positions(make_layout(model.layout, comm.size, model.seqlen, None)[comm.rank])
+    generator = torch.Generator().manual_seed(comm.rank)
+    heads = [model.heads, *2 * [model.kv_heads or model.heads], model.heads]
+    shapes = [(model.batch, len(rows), count, model.head_dim) for count in heads]
+    q, k, v, dout = (torch.randn(shape, generator=generator) for shape in shapes)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    mask = make_mask(model.causal, (model.window, -1), None, model.seqlen)
+
+    def step() -> tuple[Tensor, ...]:
+        out = attention(q, k, v, mask, model.head_dim**-0.5, model.seqlen)
+        return (out.detach(), *torch.autograd.grad(out, inputs, dout))
+
+    return step
+
+
+def check_same(comm: Timeline, steps: list[Step]) -> None:
+    """Run every step once, which also makes plans and buffers; all must give the same.
+
+    Raises:
+        RuntimeError: if they differ by more than float32's rounding.
+    """
+    first = steps[0]()
+    for step in steps[1:]:
+        for a, b in zip(first, step(), strict=True):
+            off = float((a - b).abs().max() / a.abs().max())
+            if off > TOLERANCE:
+                raise RuntimeError(f"rank {comm.rank}: schemes differ by {off:.1e}")
+    sum_over_ranks(comm, torch.zeros(1))
+
+
+def take_turns(comm: Timeline, steps: list[Step], repeats: int) -> list[list[Run]]:
+    """Runs of every step; a round runs each step once."""
+    runs: list[list[Run]] = [[] for _ in steps]
+    for _ in range(repeats):
+        for found, step in zip(runs, steps, strict=True):
+            found.append(run(comm, step))
+    return runs
+
+
+def run(comm: Timeline, step: Step) -> Run:
+    """One step on all ranks."""
+    sum_over_ranks(comm, torch.zeros(1))
+    before = nic_counters()
+    sum_over_ranks(comm, torch.zeros(1))  # all start together
+    comm.start()
+    step()
+    comm.stop()
+    seconds = everyones(comm, comm.seconds).max().item()
+    moved = [after - at for after, at in zip(nic_counters(), before, strict=True)]
+    busiest = everyones(comm, max(moved)).max().item()
+    return Run(seconds, int(busiest), phases(comm))
+
+
+def nic_counters() -> tuple[int, int]:
+    """Bytes that this rank's NIC has sent, and received."""
+    folder = Path("/sys/class/net/eth0/statistics")
+    sent, received = ((folder / f"{way}_bytes").read_text() for way in ("tx", "rx"))
+    return int(sent), int(received)
+
+
+def everyones(comm: Timeline, value: float) -> Tensor:
+    """(P,) float64: the values of all ranks."""
+    values = torch.zeros(comm.size, dtype=torch.float64)
+    values[comm.rank] = value
+    return sum_over_ranks(comm, values)
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    name = names[0] if names else platform.processor()
+    return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""The lab's figures as Markdown, and whether the targets hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lab_schemes import AUTO, BASELINES, RING
+
+CLOSE = 0.10  # how far a prediction may be from the measured time
+NEAR_BEST = 1.05  # auto's time over that of the fastest scheme, at most
+OVER_RING, OVER_BASELINES = 2.0, 1.2  # how much faster auto should be, at least
+
+HEAD = """\
+# The network lab: predicted beside measured
+
+    python benchmarks/lab.py
+
+Hosts are network namespaces of one machine, NICs are shaped by `tc tbf` (`benchmarks/lab_hosts.sh`
+says how, `benchmarks/lab_links.py` checks it); no added delay, gloo. One NIC a host: its ranks
+share it, and reach each other over the loopback. One NIC a rank: a rank's traffic to other hosts
+goes through its own NIC, that to its own host over an unshaped link. A step is forward + backward,
+float32, causal, zigzag, head_dim 64.
+
+Named schemes are as a config names them: rank order, the same route in both passes, keys walking.
+`auto` is the planner's choice of head split, routes, placements and walking side. Predictions know
+the topology that `bench-links` measures at the start of a case, and nothing else.
+
+Seconds are the slowest rank's, median of {repeats} after one step that is not counted, schemes
+taking turns; spread is (largest - smallest) / median, ratio measured / predicted. MB go through the
+busiest NIC, one way; measured ones are the NICs' counters, with headers and acknowledgements."""
+
+
+def report(cases: Mapping[str, dict[str, Any]]) -> str:
+    """All cases, then the targets."""
+    if not cases:
+        return "# The network lab\n\nNothing has run."
+    first = next(iter(cases.values()))
+    repeats = len(first["schemes"][0]["runs"])
+    parts = [HEAD.format(repeats=repeats), "## Targets\n\n" + "\n".join(target_lines(cases))]
+    parts += ["\n".join(case_lines(name, case)) for name, case in cases.items()]
+    return "\n\n".join(parts)
+
+
+def case_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
+    """One case: what it is, and a row for each scheme, fastest first."""
+    model, words = case["model"], case["topology"]
+    between, inside = words["between"], words["inside"]
+    (kernel, rate), *_ = words["kernels"].items()
+    yield f"## {name}\n"
+    yield (
+        f"{case['hosts']} hosts x {case['ranks_per_host']} ranks, one NIC a {case['nics']} at "
+        f"{case['rate']}, {model['seqlen']} tokens, {model['heads']} heads. {case['machine']}, "
+        f"load {case['load']:.1f} before. Measured topology: {words['nics_per_host']} NICs a host, "
+        f"{1e3 * between['gigabits_per_s']:.1f} Mbit/s and {between['latency_us']:.0f} us between "
+        f"hosts, {inside['gigabits_per_s']:.1f} Gbit/s and {inside['latency_us']:.0f} us inside, "
+        f"{kernel} {1e3 * rate['forward_tflops']:.1f} and {1e3 * rate['backward_tflops']:.1f} "
+        f"GFLOP/s a rank.\n"
+    )
+    yield (
+        "| scheme | predicted s | of it computing | measured s | spread | ratio | "
+        "MB predicted | MB measured |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    schemes = sorted(case["schemes"], key=seconds)
+    for scheme in schemes:
+        took, expected = seconds(scheme), scheme["predicted_s"]
+        yield (
+            f"| {scheme['name']} | {expected:.2f} | {scheme['predicted_compute_s']:.2f} | "
+            f"{took:.2f} | {100 * spread(scheme):.0f} % | {took / expected:.2f} | "
+            f"{scheme['predicted_nic_bytes'] / 1e6:.1f} | {megabytes(scheme):.1f} |"
+        )
+    automatic = by_name(case)[AUTO] if AUTO in by_name(case) else None
+    if automatic:
+        yield f"\n`auto`: {automatic['plan']}"
+
+
+def target_lines(cases: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """A table of what each target's figure is in each case, and whether it holds."""
+    yield (
+        f"1. Every prediction within {100 * CLOSE:.0f} % of the measured time. 2. `auto` within "
+        f"{100 * NEAR_BEST - 100:.0f} % of the fastest scheme. Where heads are fewer than ranks "
+        f"and every rank has a NIC:\n3. `auto` at least {OVER_RING} x as fast as the ring, and 4. "
+        f"{OVER_BASELINES} x as fast as the best of USP and the double ring.\n"
+    )
+    yield (
+        "| case | 1. furthest ratio | rows within | 2. auto / fastest | 3. over the ring | "
+        "4. over USP, double ring |"
+    )
+    yield "|---|---|---|---|---|---|"
+    for name, case in cases.items():
+        if AUTO in by_name(case) and RING in by_name(case):
+            yield f"| {name} | " + " | ".join(verdicts(case)) + " |"
+
+
+def verdicts(case: Mapping[str, Any]) -> list[str]:
+    """The figures of a case's targets."""
+    found = by_name(case)
+    times = {name: seconds(scheme) for name, scheme in found.items()}
+    ratios = {name: times[name] / found[name]["predicted_s"] for name in found}
+    off = max(ratios, key=lambda name: abs(ratios[name] - 1))
+    inside = sum(abs(ratio - 1) <= CLOSE for ratio in ratios.values())
+    best = min(times, key=times.__getitem__)
+    behind = times[AUTO] / times[best]
+    ring = times[RING] / times[AUTO]
+    others = {name: t for name, t in times.items() if name.startswith(BASELINES)}
+    nearest = min(others, key=others.__getitem__)
+    gain = others[nearest] / times[AUTO]
+    counts = case["nics"] == "rank" and case["model"]["heads"] < len(ranks(case))
+    return [
+        f"{ratios[off]:.2f} ({off}): {holds(inside == len(ratios))}",
+        f"{inside} of {len(ratios)}",
+        f"{behind:.2f} ({best}): {holds(behind <= NEAR_BEST)}",
+        f"{ring:.2f}" + (f": {holds(ring >= OVER_RING)}" if counts else ""),
+        f"{gain:.2f} ({nearest})" + (f": {holds(gain >= OVER_BASELINES)}" if counts else ""),
+    ]
+
+
+def phase_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
+    """Where a prediction goes wrong: seconds of every phase, predicted beside measured.
+
+    What no message ends, such as the last step's tiles, is counted with the phase after it.
+    """
+    yield f"# {name}"
+    for scheme in case["schemes"]:
+        median = sorted(scheme["runs"], key=lambda run: run["seconds"])[len(scheme["runs"]) // 2]
+        took, total = median["phases"], median["seconds"]
+        yield f"{scheme['name']}: {scheme['plan']}"
+        rows = together(scheme["predicted_phases"], took)
+        for label, expected, spent in [("all", scheme["predicted_s"], total), *rows]:
+            yield f"    {label:24}{expected:9.3f}{spent:9.3f}{spent - expected:9.3f}"
+
+
+def together(
+    expected: Mapping[str, float], took: Mapping[str, float]
+) -> Iterator[tuple[str, float, float]]:
+    """(label, predicted, measured) of the measured phases."""
+    order, waiting = iter(sorted(expected, key=in_time)), 0.0
+    left = dict(expected)
+    for label, seconds in took.items():
+        if label not in expected and label != "rest":
+            yield label, 0.0, seconds
+            continue
+        for name in order:
+            waiting += left.pop(name)
+            if name == label:
+                break
+        yield label, waiting, seconds
+        waiting = 0.0
+
+
+def in_time(label: str) -> tuple[int, int, int]:
+    """Where a phase stands in a step."""
+    way, *_, last = label.split()
+    if "ulysses" in label:
+        order = ("q", "k", "v", "out") if way == "forward" else ("out", "v", "k", "q")
+        late = (last == "out") == (way == "forward")
+        return way == "backward", 9 if late else 0, order.index(last)
+    return (
+        way == "backward",
+        {"gather": 1, "home": 3}.get(last, 2),
+        int(last) if last.isdigit() else 0,
+    )
+
+
+def by_name(case: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {scheme["name"]: scheme for scheme in case["schemes"]}
+
+
+def ranks(case: Mapping[str, Any]) -> range:
+    """The case's ranks."""
+    return range(case["hosts"] * case["ranks_per_host"])
+
+
+def seconds(scheme: Mapping[str, Any]) -> float:
+    """The median of the measured times."""
+    return _median([run["seconds"] for run in scheme["runs"]])
+
+
+def megabytes(scheme: Mapping[str, Any]) -> float:
+    return _median([run["nic_bytes"] for run in scheme["runs"]]) / 1e6
+
+
+def spread(scheme: Mapping[str, Any]) -> float:
+    """Largest time less smallest, over the median."""
+    times = [run["seconds"] for run in scheme["runs"]]
+    return (max(times) - min(times)) / seconds(scheme)
+
+
+def holds(yes: bool) -> str:
+    return "holds" if yes else "does not hold"
+
+
+def _median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
