@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lab_schemes import PlannedAttention, Scheme, schemes
+from lab_schemes import Scheme, attention_of, schemes
 from lab_timeline import Timeline, phases, predicted
 from torch import Tensor
 
@@ -30,7 +30,6 @@ from wf_backends.bench_links import measure
 from wf_backends.comm import make_comm
 from wf_backends.commands.options import Model
 from wf_backends.layout import make_layout
-from wf_backends.mask import make_mask
 from wf_backends.plans import Request
 from wf_backends.shards import positions
 from wf_backends.topology import Topology
@@ -120,17 +119,17 @@ def figures(scheme: Scheme, runs: list[Run]) -> dict[str, Any]:
 
 def step_of(scheme: Scheme, model: Model, comm: Timeline) -> Step:
     """A forward and a backward on rows that are the same in every scheme."""
-    attention = PlannedAttention(scheme.plan, model.layout, comm)
+    sp = attention_of(scheme.plan, model.layout, comm)
     rows = positions(make_layout(model.layout, comm.size, model.seqlen, None)[comm.rank])
     generator = torch.Generator().manual_seed(comm.rank)
     heads = [model.heads, *2 * [model.kv_heads or model.heads], model.heads]
     shapes = [(model.batch, len(rows), count, model.head_dim) for count in heads]
     q, k, v, dout = (torch.randn(shape, generator=generator) for shape in shapes)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    mask = make_mask(model.causal, (model.window, -1), None, model.seqlen)
+    window = (model.window, -1)
 
     def step() -> tuple[Tensor, ...]:
-        out = attention(q, k, v, mask, model.head_dim**-0.5, model.seqlen)
+        out = sp.attention(q, k, v, model.causal, window, seqlen=model.seqlen)
         return (out.detach(), *torch.autograd.grad(out, inputs, dout))
 
     return step

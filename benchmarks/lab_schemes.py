@@ -1,27 +1,27 @@
 """The schemes that the lab compares, as plans with their prices, and how a plan is run.
 
 A named scheme is what a config names: its parts in rank order, the same route forward and
-backward, keys walking. `auto` is the planner's own choice for the same call.
+backward, keys walking. `auto` is the planner's own choice for the same call; it gathers again in
+the backward, unless it may keep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from wf_backends import SequenceParallelConfig
+from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
-from wf_backends.distributed_attention import DistributedAttention
-from wf_backends.mask import Mask
-from wf_backends.placement import divisors
-from wf_backends.planner import best_plan, in_rank_order, legal_degrees, price_plan
+from wf_backends.cost import Job
+from wf_backends.placement import divisors, in_rank_order
+from wf_backends.planner import best_plan, legal_degrees, price_plan
 from wf_backends.plans import Plan, Request
-from wf_backends.schedule import Schedule
-from wf_backends.traffic import Shape
+from wf_backends.search import Pricing
 
 RING = "ring"
 AUTO = "auto"
+KEPT = "auto, may keep"  # what the forward gathered, for the backward
 BASELINES = ("USP", "double ring")  # schemes whose names begin so
 
 
@@ -38,7 +38,8 @@ class Scheme:
         plan = self.plan
         degree = f"u={plan.degree} x " if plan.degree > 1 else ""
         walk = ", queries walk" if plan.moves == "queries" else ""
-        return f"{degree}{plan.forward.placed} | {plan.backward.placed}{walk}"
+        kept = ", kept" if plan.keep else ""
+        return f"{degree}{plan.forward.placed} | {plan.backward.placed}{walk}{kept}"
 
 
 def schemes(request: Request, automatic: Request) -> list[Scheme]:
@@ -48,13 +49,24 @@ def schemes(request: Request, automatic: Request) -> list[Scheme]:
         request: by which all are priced.
         automatic: what the planner is asked for.
     """
-    found = [
-        Scheme(name, price_plan(request, degree, *2 * [in_rank_order(route, size)]))
-        for name, degree, size, route in named(request)
-    ]
-    best = best_plan(automatic)
-    both = best.forward.placed, best.backward.placed
-    return [*found, Scheme(AUTO, price_plan(request, best.degree, *both, best.moves))]
+    found: list[Scheme] = []
+    for name, degree, size, route in named(request):
+        placed = in_rank_order(route, size)
+        found.append(Scheme(name, price_plan(request, degree, placed, placed)))
+    for name, keeps in ((AUTO, (False,)), (KEPT, (False, True))):
+        best = best_plan(replace(automatic, keeps=keeps))
+        found.append(Scheme(name, priced_alike(request, best)))
+    return found
+
+
+def priced_alike(request: Request, plan: Plan) -> Plan:
+    """The plan with the price that the request's way of counting gives it."""
+    placed, job = plan.choice, Job(request.workload, request.topology, plan.degree)
+    forward, backward = (
+        Pricing(request, job, one.walk).price(at)
+        for one, at in ((plan.forward, placed.forward), (plan.backward, placed.backward))
+    )
+    return replace(plan, forward=forward, backward=backward)
 
 
 def named(request: Request) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
@@ -78,14 +90,8 @@ def named(request: Request) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
             yield "Ulysses", degree, 1, {"name": "ring"}
 
 
-class PlannedAttention(DistributedAttention):
-    """Attention by a plan, placements and all, which a config cannot name."""
-
-    def __init__(self, plan: Plan, layout: str, comm: Communicator) -> None:
-        words = plan.to_config(comm.size, layout)
-        super().__init__(SequenceParallelConfig.from_dict(words), comm)
-        self._passes = plan.forward, plan.backward
-
-    def _schedules(self, shape: Shape, seqlen: int, mask: Mask) -> tuple[Schedule, Schedule]:
-        forward, backward = (one.schedule(self.config.route_size) for one in self._passes)
-        return forward, backward
+def attention_of(plan: Plan, layout: str, comm: Communicator) -> SequenceParallel:
+    """Attention by the config that names the plan."""
+    return SequenceParallel(
+        SequenceParallelConfig.from_dict(plan.to_config(comm.size, layout)), comm
+    )

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from wf_backends.comm import Communicator, Message, Pending
 from wf_backends.plans import Plan
+from wf_backends.timeline import Clock
 
 
 class Timeline(Communicator):
@@ -75,10 +76,15 @@ def predicted(plan: Plan) -> dict[str, float]:
     """A plan's phases by the labels of their messages."""
     found: dict[str, float] = {}
     for one in (plan.ulysses, plan.forward.cost, plan.backward.cost):
+        clock = Clock()
         for phase in one.phases:
+            before = clock.now
+            clock.repeat(phase)
             label = phase.label
             if label.startswith("ulysses"):  # priced for both passes, the forward's first
                 label = f"forward {label}"
                 label = label if label not in found else label.replace("forward", "backward")
-            found[label] = found.get(label, 0.0) + phase.seconds
+            found[label] = found.get(label, 0.0) + clock.now - before
+        if one.phases:
+            found[one.phases[-1].label] += max(0.0, clock.done - clock.now)
     return found
