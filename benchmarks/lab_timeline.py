@@ -76,7 +76,7 @@ def predicted(plan: Plan) -> dict[str, float]:
     """A plan's phases by the labels of their messages."""
     found: dict[str, float] = {}
     for one in (plan.ulysses, plan.forward.cost, plan.backward.cost):
-        clock = Clock()
+        clock, label = Clock(), ""
         for phase in one.phases:
             before = clock.now
             clock.repeat(phase)
@@ -85,6 +85,6 @@ def predicted(plan: Plan) -> dict[str, float]:
                 label = f"forward {label}"
                 label = label if label not in found else label.replace("forward", "backward")
             found[label] = found.get(label, 0.0) + clock.now - before
-        if one.phases:
-            found[one.phases[-1].label] += max(0.0, clock.done - clock.now)
+        if label:  # results that are still on their way home
+            found[label] += max(0.0, clock.done - clock.now)
     return found
