@@ -138,8 +138,7 @@ class Links:
         """Every rank sends `each` bytes to the ranks that it shares this side with.
 
         Args:
-            upto: in so many rounds, in round i to the i-th rank after it along the axis; None =
-                to all of them.
+            upto: in so many rounds; None = to all of them.
         """
         count = side.foreign if upto is None else upto
         if not count or not each:
@@ -151,12 +150,11 @@ class Links:
         return Load(self.on_nic * count * each, 0.0)
 
     def _rounds(self, axis: Axis, each: float, count: int) -> Load:
-        """Of the ranks on a host the last leave it from the first round on; the first stay."""
+        """Neighbours exchange first, in pairs (see rounds.pairs), so hosts are left last."""
         near = self.near(axis)
-        neighbours = max(1, round(self.on_nic / axis.stride))  # of one group on one NIC
-        leaving = sum(min(max(0, count - k), axis.size - near) for k in range(neighbours))
-        inside = min(count, near - 1, 1 if self.direct else near)
-        return Load(self.on_nic / neighbours * leaving * each, inside * each)
+        staying = min(count, near - 1)
+        inside = min(staying, 1 if self.direct else staying)
+        return Load(self.on_nic * (count - staying) * each, inside * each)
 
 
 class Estimator:

@@ -26,6 +26,29 @@ def bundles(count: int) -> list[int]:
     return [count // rounds + (at < count % rounds) for at in range(rounds)] if count else []
 
 
+Slots = tuple[int | None, ...]
+
+
+def pairs(size: int, member: int) -> Slots:
+    """Whom a member of a team meets in each round, when every two meet once, all in pairs.
+
+    None: nobody, which happens once to each if the team is odd. Where the size is a power of two,
+    neighbours meet first; else the circle method of tournaments.
+    """
+    if size & (size - 1) == 0:
+        return tuple(member ^ turn for turn in range(1, size))
+    odd = size - 1 + size % 2  # an even team's last member meets whoever would meet itself
+    found: list[int | None] = []
+    for turn in range(odd):
+        if member == odd:
+            found.append(turn * (odd + 1) // 2 % odd)
+            continue
+        other = (turn - member) % odd
+        alone = odd if odd < size else None
+        found.append(alone if other == member else other)
+    return tuple(found)
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """Rows (positions) that one round computes; those of `owners` come from them and go back."""
@@ -50,10 +73,10 @@ class Sharing:
         met: list[list[Ranges]],
     ) -> None:
         self.home, self.rows, self.num_ranks = home, rows, len(rows)
-        self.foreign = [tuple(self._foreign(rank, shards[rank])) for rank in range(len(rows))]
+        self.slots = [self._slots(rank, shards) for rank in range(len(rows))]
         self.last = [
-            {owner: self._last(owner, met[rank]) for owner in self.foreign[rank]}
-            for rank in range(len(rows))
+            {owner: self._last(owner, met[rank]) for owner in slots if owner is not None}
+            for rank, slots in enumerate(self.slots)
         ]
         num_steps = len(met[0])
         self.groups = [
@@ -86,34 +109,42 @@ class Sharing:
             back = [other for other in takers if self.last[other][rank] == step]
             yield group.rows, fetch, Exchange(self._held(rank, gone), self._given(rank, back))
 
-    def _foreign(self, rank: int, owners: tuple[int, ...]) -> Iterator[int]:
-        """The other owners of a rank's rows, those with higher numbers first.
+    def _slots(self, rank: int, shards: tuple[tuple[int, ...], ...]) -> Slots:
+        """The other owners of a rank's rows, in the order in which their rounds are taken.
 
-        So in each round a team of ranks exchanges in pairs, and nobody sends twice.
+        In a team, where all bring the same together, members exchange in pairs: a link then
+        carries one message each way, and gloo, which is slow if a send is posted before the
+        receive from the same peer, finds both together.
         """
-        after = sorted(owners, key=lambda owner: (owner < rank, owner))
-        for owner in after:
-            if owner != rank and intersect(self.rows[rank], self.home[owner]):
-                yield owner
+        team = shards[rank]
+        if rank in team and all(shards[member] == team for member in team):
+            met = pairs(len(team), team.index(rank))
+            slots = tuple(None if at is None else team[at] for at in met)
+        else:
+            slots = tuple(sorted(team, key=lambda owner: (owner < rank, owner)))
+        return tuple(owner if self._shares(rank, owner) else None for owner in slots)
+
+    def _shares(self, rank: int, owner: int | None) -> bool:
+        """Whether the rank holds rows of this other owner."""
+        return owner not in (None, rank) and bool(intersect(self.rows[rank], self.home[owner]))
 
     def _last(self, owner: int, met: list[Ranges]) -> int:
         """The last step that uses a row of the owner."""
         return max(step for step, rows in enumerate(met) if intersect(rows, self.home[owner]))
 
     def _groups(self, step: int, rank: int) -> list[Group]:
-        rows, foreign = self.rows[rank], self.foreign[rank]
-        if not foreign:
+        """Own rows first in step 0, and last in later ones; a place for every bundle of slots."""
+        rows, slots = self.rows[rank], self.slots[rank]
+        here = [owner for owner in slots if owner is not None]
+        alone = [owner for owner in here if step == 0 or self.last[rank][owner] == step]
+        if not alone:
             return [Group(rows)]
-        finished = [owner for owner in foreign if self.last[rank][owner] == step]
-        alone = foreign if step == 0 else finished
-        groups, sizes = list[Group](), accumulate(bundles(len(alone)), initial=0)
-        for first, stop in pairwise(sizes):
-            owners = tuple(alone[first:stop])
+        groups, edges = list[Group](), accumulate(bundles(len(slots)), initial=0)
+        for first, stop in pairwise(edges):
+            owners = tuple(owner for owner in slots[first:stop] if owner in alone)
             held = join(piece for owner in owners for piece in self.home[owner])
             groups.append(Group(intersect(rows, held), owners))
         rest = Group(subtract(rows, join(piece for group in groups for piece in group.rows)))
-        if not rest.rows:
-            return groups
         return [rest, *groups] if step == 0 else [*groups, rest]
 
     def _group(self, step: int, rank: int, index: int) -> Group:

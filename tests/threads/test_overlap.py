@@ -12,6 +12,7 @@ from wf_backends.executor import Attention, Call
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.layout import contiguous, zigzag
 from wf_backends.mask import CAUSAL, Mask
+from wf_backends.rounds import pairs
 from wf_backends.schedule import concentric, mesh, ring
 from wf_backends.walk import Problem, plan_rank
 
@@ -102,6 +103,16 @@ def test_results_leave_after_the_last_step_that_adds_to_them(rank):
             ((start, stop),) = parcel.rows
             assert all(t.rows[1] <= start or stop <= t.rows[0] for t in later)
             assert any(start <= t.rows[0] and t.rows[1] <= stop for t in one.tiles)
+
+
+@pytest.mark.parametrize("size", range(1, 13))
+def test_a_team_meets_in_pairs(size):
+    met = [pairs(size, member) for member in range(size)]
+    for member, partners in enumerate(met):
+        others = [other for other in partners if other is not None]
+        assert sorted(others) == [m for m in range(size) if m != member]
+        for turn, other in enumerate(partners):
+            assert other is None or met[other][turn] == member
 
 
 def test_many_owners_share_rounds():
