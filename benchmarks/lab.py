@@ -31,7 +31,7 @@ class Case:
     per_host: int
     nics: str
     heads: int
-    rate: str = "40mbit"
+    rate: str = "20mbit"
     seqlen: int = 4096
 
     @property
