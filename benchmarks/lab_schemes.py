@@ -1,8 +1,8 @@
 """The schemes that the lab compares, as plans with their prices, and how a plan is run.
 
 A named scheme is what a config names: its parts in rank order, the same route forward and
-backward, keys walking. `auto` is the planner's own choice for the same call; it gathers again in
-the backward, unless it may keep.
+backward, keys walking. `auto` is the planner's own choice for the same call, in which the backward
+may find what the forward gathered still in memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from wf_backends.search import Pricing
 
 RING = "ring"
 AUTO = "auto"
-KEPT = "auto, may keep"  # what the forward gathered, for the backward
+AGAIN = "auto, gathers again"  # in the backward, whatever the memory
 BASELINES = ("USP", "double ring")  # schemes whose names begin so
 
 
@@ -53,7 +53,7 @@ def schemes(request: Request, automatic: Request) -> list[Scheme]:
     for name, degree, size, route in named(request):
         placed = in_rank_order(route, size)
         found.append(Scheme(name, price_plan(request, degree, placed, placed)))
-    for name, keeps in ((AUTO, (False,)), (KEPT, (False, True))):
+    for name, keeps in ((AGAIN, (False,)), (AUTO, (False, True))):
         best = best_plan(replace(automatic, keeps=keeps))
         found.append(Scheme(name, priced_alike(request, best)))
     return found

@@ -56,9 +56,11 @@ class SequenceParallelConfig:
     tokens a rank owns."""
     kernel: str = AUTO
     """"auto", "reference", "sdpa" or "flash"."""
-    keep_gathered: bool = False
+    keep_gathered: bool | str = False
     """Keep the queries and keys that the forward gathered for the backward, in memory, instead of
-    gathering them again. Both passes then take one route."""
+    gathering them again. Both passes then take one route. "auto": where that is faster and one
+    layer's fit the topology's memory; meant for activation checkpointing, where no more are there
+    at a time."""
     strategy: str | None = None
     """None: the route decides. "lss": LSS Transformer, which is the route "all_gather" with all
     gathered keys kept for the backward."""
@@ -104,7 +106,8 @@ class SequenceParallelConfig:
     @property
     def leaves_open(self) -> bool:
         """Whether something is "auto", so that a plan has to be chosen."""
-        return AUTO in (self.route, self.backward_route, self.ulysses_degree, self.backward_moves)
+        keys = ("route", "backward_route", "ulysses_degree", "backward_moves", "keep_gathered")
+        return AUTO in [getattr(self, key) for key in keys]
 
     @classmethod
     def from_dict(cls, words: Mapping[str, Any]) -> SequenceParallelConfig:
@@ -152,9 +155,11 @@ class SequenceParallelConfig:
                 )
 
     def _check_keep(self) -> None:
-        if not isinstance(self.keep_gathered, bool):
-            raise ValueError(f"keep_gathered must be true or false, got {self.keep_gathered!r}")
-        if self.keep_gathered and self.backward_route not in (None, self.route):
+        if not isinstance(self.keep_gathered, bool) and self.keep_gathered != AUTO:
+            raise ValueError(
+                f'keep_gathered must be true, false or "{AUTO}", got {self.keep_gathered!r}'
+            )
+        if self.keep_gathered is True and self.backward_route not in (None, self.route):
             raise ValueError(
                 f"keep_gathered keeps what the forward's route {self.route!r} gathers, which "
                 f"backward_route {self.backward_route!r} has no use for: leave one of them out"

@@ -119,7 +119,7 @@ class DistributedAttention:
         if mask.band.left < inf:
             there, back = turning_well(there), turning_well(back)
         keep = (False, False)
-        if self.config.keep_gathered:
+        if choice.keep:
             back, keep = replace(back, schedule=there.schedule), there.schedule.gathers()
         tile = replace(spec, heads=queries.share, kv_heads=keys.share)
         return AttentionPlan(

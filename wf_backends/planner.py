@@ -120,7 +120,7 @@ def choose(
         return plan_call(config, shape, seqlen, mask, topology).choice
     named = (_named(route, config) or () for route in _both_routes(config))
     forward, backward = (placed for one in named for placed in one)
-    moves, keep = str(config.backward_moves), config.keep_gathered
+    moves, keep = str(config.backward_moves), config.keep_gathered is True
     return Choice(config.degrees[0], forward, backward, moves, keep)
 
 
@@ -167,7 +167,7 @@ def _plan_call(
         forward=forward,
         backward=backward,
         moves=MOVES if moves == AUTO else (str(moves),),
-        keeps=(config.keep_gathered,),
+        keeps=(False, True) if config.keep_gathered == AUTO else (config.keep_gathered is True,),
     )
     return best_plan(request)
 

@@ -179,8 +179,9 @@ def test_shards_may_go_two_ways():
 
 
 @pytest.mark.parametrize("route", ({"name": "mesh", "rows": 4, "cols": 2}, "auto"))
-def test_what_was_gathered_may_be_kept(route):
-    words = {"sequence_parallel_size": 8, "route": route, "keep_gathered": True}
+@pytest.mark.parametrize("keep", (True, "auto"))
+def test_what_was_gathered_may_be_kept(route, keep):
+    words = {"sequence_parallel_size": 8, "route": route, "keep_gathered": keep}
     args = words, from_dict(bytes_count(0.01)).with_ranks(8), 8, 4, {"window_size": (20, 0)}
     results = run_threads(8, attend_on, *args)
     assert max(error for error, _ in results) < 1e-10

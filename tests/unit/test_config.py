@@ -104,7 +104,7 @@ def test_rank_order_said_is_the_same_as_unsaid():
             {"sequence_paralel_size": 2},
             "'sequence_paralel_size'; did you mean 'sequence_parallel_size'",
         ),
-        ({"keep_gathered": "yes"}, "keep_gathered must be true or false, got 'yes'"),
+        ({"keep_gathered": "yes"}, "keep_gathered must be true, false or \"auto\", got 'yes'"),
         (
             {"keep_gathered": True, "backward_route": {"name": "ring"}},
             "keep_gathered keeps what the forward's route .* leave one of them out",
