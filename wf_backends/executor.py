@@ -62,7 +62,7 @@ class Attention(torch.autograd.Function):
         kept = tuple((gathered.pop(0),) if keep else () for keep in call.keep)
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         stats = torch.stack((lse, _rows_first(delta)), dim=1)
-        queries, keys = (_rows_first(q), _rows_first(dout), stats), (_fuse(k, v),)
+        queries, keys = (_rows_first(q), _rows_first(dout), stats), kept[1] or (_fuse(k, v),)
         work = BackwardWork(call.kernel, call.scale, call.backward[0].queries_walk, queries, keys)
         sides = work.ordered(queries, keys)
         kept = work.ordered(*kept)

@@ -257,6 +257,5 @@ def _room(stay: Stay, shard: Tensors) -> Tensors:
     if stay.mine == ((0, stay.num_rows),) and stay.num_rows == stay.shard_rows:
         return shard
     buffers = tuple(x.new_empty((stay.num_rows, *x.shape[1:])) for x in shard)
-    for buffer, own in zip(buffers, shard, strict=True):
-        scatter((buffer,), stay.at, (pack(own, stay.mine),), copy) if stay.mine else None
+    scatter(buffers, stay.at, tuple(pack(own, stay.mine) for own in shard), copy)
     return buffers

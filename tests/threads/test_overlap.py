@@ -91,12 +91,13 @@ def test_a_rank_computes_its_own_queries_while_those_of_others_are_on_their_way(
             assert "compute" in events[left + 1 : back]
 
 
-@pytest.mark.parametrize("rank", range(4))
+@pytest.mark.parametrize("rank", (0, 2, 3))  # rank 1 meets no key that rank 0's rows see
 def test_results_leave_after_the_last_step_that_adds_to_them(rank):
     """In a causal mask the first rows are finished before the last: they do not wait for these."""
     layout = contiguous(4, 32)
     plan = plan_rank(Problem(mesh(2, 2), layout, layout, Mask(CAUSAL)), rank)
     rounds = [(at, one) for at, step in enumerate(plan.steps) for one in step.rounds]
+    assert any(one.home.send for _, one in rounds)
     for step, one in rounds:
         for parcel in one.home.send:
             later = [t for after in plan.steps[step + 1 :] for t in after.tiles]
