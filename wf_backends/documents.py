@@ -9,31 +9,31 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from heapq import heapify, heapreplace
+from heapq import nsmallest
 from itertools import pairwise
+from math import ceil
 
 from wf_backends.ranges import Range, Ranges, join, size
 
-TOLERATED = 0.02  # how far the busiest rank may be above the mean before another document is cut
+TOLERATED = 0.02  # how far the busiest rank may be above the mean before pieces get smaller
+PIECES = tuple(0.5 ** (half / 2) for half in range(17))  # of an even load
 
 
 @lru_cache(maxsize=64)
 def deal_documents(num_ranks: int, cu_seqlens: tuple[int, ...]) -> tuple[Ranges, ...]:
-    """The shards of a packed sequence, as even as they get with as few documents cut as it takes.
+    """The shards of a packed sequence, as even as they get with pieces as large as that takes.
 
-    A document that is cut is a zigzag over all ranks of its own; the others go whole, the largest
-    first, to the rank that has the least. Nothing needs to divide, and shards may differ in length.
+    A document is a zigzag over as many ranks as it takes for pieces of a certain size, which for a
+    short one is one rank. Documents go to the ranks that have the least, the largest document
+    first. Nothing needs to divide, and shards may differ in length.
 
     Args:
         cu_seqlens: the documents' borders 0 = c0 < c1 < ... = S.
     """
     documents = sorted(pairwise(cu_seqlens), key=lambda d: (d[0] - d[1], d))
-    tries = [0]
-    while tries[-1] < len(documents):
-        tries.append(min(len(documents), max(tries[-1] + 1, tries[-1] * 5 // 4)))
     best, least = None, float("inf")
-    for num_cut in tries:
-        shards = _deal(num_ranks, documents, num_cut)
+    for piece in PIECES:
+        shards = _deal(num_ranks, documents, piece)
         uneven = unevenness(shards, cu_seqlens)
         if uneven < least:
             best, least = shards, uneven
@@ -66,36 +66,48 @@ def _area(first_row: int, last_row: int) -> int:
     return (last_row - first_row) * (first_row + last_row + 1) // 2
 
 
-def _deal(num_ranks: int, documents: Sequence[Range], num_cut: int) -> tuple[Ranges, ...]:
-    """Cut the first `num_cut` documents over all ranks, give the others away whole."""
-    shards: list[list[Range]] = [[] for _ in range(num_ranks)]
-    work, tokens = [0] * num_ranks, [0] * num_ranks
+class _Dealer:
+    """Shards as they fill up, and the load of every rank."""
 
-    def give(rank: int, document: Range, piece: Range) -> None:
+    def __init__(self, num_ranks: int, documents: Sequence[Range]) -> None:
+        self.shards: list[list[Range]] = [[] for _ in range(num_ranks)]
+        self.work, self.tokens = [0] * num_ranks, [0] * num_ranks
+        self.loads = [0.0] * num_ranks
+        self.all_work = sum(_area(0, stop - start) for start, stop in documents)
+        self.all_tokens = sum(stop - start for start, stop in documents)
+
+    def share(self, work: int, tokens: int) -> float:
+        """Of the whole, whichever is more."""
+        return max(work / self.all_work, tokens / self.all_tokens)
+
+    def idlest(self, count: int) -> list[int]:
+        """The ranks that have the least, in their order."""
+        return sorted(nsmallest(count, range(len(self.loads)), key=self.loads.__getitem__))
+
+    def give(self, rank: int, document: Range, piece: Range) -> None:
         if piece[0] < piece[1]:
-            shards[rank].append(piece)
-            work[rank] += _area(piece[0] - document[0], piece[1] - document[0])
-            tokens[rank] += piece[1] - piece[0]
+            self.shards[rank].append(piece)
+            self.work[rank] += _area(piece[0] - document[0], piece[1] - document[0])
+            self.tokens[rank] += piece[1] - piece[0]
+            self.loads[rank] = self.share(self.work[rank], self.tokens[rank])
 
-    all_work = sum(_area(0, stop - start) for start, stop in documents)
-    all_tokens = sum(stop - start for start, stop in documents)
-    for number, document in enumerate(documents[:num_cut]):
-        chunks = _chunks(*document, 2 * num_ranks)
-        for place in range(num_ranks):
-            rank = (place + number) % num_ranks  # edges round for one rank's good: take turns
-            give(rank, document, chunks[place])
-            give(rank, document, chunks[-1 - place])
 
-    def load(rank: int) -> tuple[float, int]:
-        return max(work[rank] / all_work, tokens[rank] / all_tokens), rank
-
-    waiting = [load(rank) for rank in range(num_ranks)]
-    heapify(waiting)
-    for document in documents[num_cut:]:
-        rank = waiting[0][1]
-        give(rank, document, document)
-        heapreplace(waiting, load(rank))
-    return tuple(join(shard) for shard in shards)
+def _deal(num_ranks: int, documents: Sequence[Range], piece: float) -> tuple[Ranges, ...]:
+    """Give every document away in pieces of at most `piece` of an even load, if ranks suffice."""
+    dealer = _Dealer(num_ranks, documents)
+    for number, document in enumerate(documents):
+        length = document[1] - document[0]
+        wanted = ceil(dealer.share(_area(0, length), length) * num_ranks / piece)
+        ranks = dealer.idlest(min(num_ranks, max(1, wanted)))
+        if len(ranks) == 1:
+            dealer.give(ranks[0], document, document)
+            continue
+        chunks = _chunks(*document, 2 * len(ranks))
+        for place in range(len(ranks)):
+            rank = ranks[(place + number) % len(ranks)]  # edges round for one rank's good
+            dealer.give(rank, document, chunks[place])
+            dealer.give(rank, document, chunks[-1 - place])
+    return tuple(join(shard) for shard in dealer.shards)
 
 
 def _chunks(start: int, stop: int, num_chunks: int) -> list[Range]:

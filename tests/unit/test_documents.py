@@ -47,6 +47,22 @@ def test_work_and_tokens_are_within_five_percent_of_even(kind, n):
         assert unevenness(layout, packed) <= max(zigzag, 0.02)
 
 
+@pytest.mark.parametrize("kind", ("log-normal", "zipf", "giant", "equal", "tiny"))
+@pytest.mark.parametrize("n", (32, 64))
+def test_few_tokens_on_many_ranks_are_even_too(kind, n):
+    for seed in range(3):
+        packed = borders(drawn(kind, seed, total=256 * n))
+        assert unevenness(document_zigzag(n, packed), packed) <= 0.05
+
+
+def test_a_long_document_is_on_as_few_ranks_as_it_takes():
+    packed = borders([1000] * 4)
+    layout = document_zigzag(8, packed)
+    assert unevenness(layout, packed) == 0
+    for document in pairwise(packed):
+        assert sum(document[0] <= shard[0][0] < document[1] for shard in layout) == 2
+
+
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.sampled_from((1, 2, 3, 4, 8)))
 def test_every_token_has_one_owner(lengths, n):
     packed = borders(lengths)
