@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import TypeVar
 
-from wf_backends.areas import tile_area
-from wf_backends.layout import make_layout, merge_shards
+from wf_backends.areas import mask_area, tile_area
+from wf_backends.layout import Layout, make_layout, merge_shards
 from wf_backends.loads import Loads
 from wf_backends.mask import Mask
 from wf_backends.rankplan import Parcel, RankPlan, Step
@@ -21,6 +22,7 @@ from wf_backends.topology import KernelRate, Topology
 from wf_backends.traffic import RowBytes, Shape, backward_row_bytes, forward_row_bytes
 from wf_backends.walk import Problem, plan_rank, strands
 
+T = TypeVar("T")
 BACKWARD_FLOPS = 2.5  # five matrix products for the forward's two (FlashAttention-2)
 
 
@@ -33,6 +35,19 @@ class Workload:
     mask: Mask = Mask()
     layout: str = "zigzag"
     kernel: str = "auto"
+    keys: int | None = None
+    """Of cross attention, the keys' sequence length; None = that of the queries."""
+
+    @property
+    def num_keys(self) -> int:
+        return self.seqlen if self.keys is None else self.keys
+
+    @property
+    def scores(self) -> int:
+        """The (query, key) pairs that the mask lets through."""
+        if self.num_keys != self.seqlen:
+            return self.seqlen * self.num_keys
+        return mask_area(self.mask, self.seqlen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +91,10 @@ class Walk:
             return forward_row_bytes(shape)
         return backward_row_bytes(shape, self.queries_walk, self.keep)
 
+    def ordered(self, queries: T, keys: T) -> tuple[T, T]:
+        """(what stays, what walks)."""
+        return (keys, queries) if self.queries_walk else (queries, keys)
+
     def seconds_per_score(self, job: Job) -> float:
         """Seconds that one (query, key) pair takes, all heads of a rank."""
         shape, rate = job.shape, job.rate
@@ -91,6 +110,7 @@ BACKWARD_QUERIES = Walk("backward", queries_walk=True)
 
 
 Messages = list[tuple[int, int]]  # (peer, bytes)
+Rows = tuple[float, float]  # of the side that stays, and of the one that walks
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +224,14 @@ def _loads(job: Job, sent: Sequence[Messages]) -> Loads:
 def make_problem(job: Job, schedule: Schedule, walk: Walk) -> Problem:
     """The schedule over the job's sequence."""
     workload = job.workload
-    borders = workload.mask.cu_seqlens or (0, workload.seqlen)
-    layout = make_layout(workload.layout, job.topology.size, workload.seqlen, borders)
-    pooled = merge_shards(layout, job.degree)
-    return Problem(schedule, pooled, pooled, workload.mask, walk.queries_walk)
+
+    def pooled(num_rows: int) -> Layout:
+        borders = workload.mask.cu_seqlens or (0, num_rows)
+        layout = make_layout(workload.layout, job.topology.size, num_rows, borders)
+        return merge_shards(layout, job.degree)
+
+    queries, keys = pooled(workload.seqlen), pooled(workload.num_keys)
+    return Problem(schedule, queries, keys, workload.mask, walk.queries_walk)
 
 
 def tile_seconds(job: Job, walk: Walk, found: Sequence[Tile]) -> float:
@@ -216,20 +240,23 @@ def tile_seconds(job: Job, walk: Walk, found: Sequence[Tile]) -> float:
     return scores * walk.seconds_per_score(job) + len(found) * job.rate.call_s
 
 
-def buffer_bytes(shard: float, stay: float, walk: float, rows: RowBytes) -> float:
+def buffer_bytes(shards: Rows, held: Rows, rows: RowBytes) -> float:
     """Buffers of a pass at their peak: what stays and its results, and walkers held and arriving.
 
     Args:
-        shard: rows of a rank's own shard. stay, walk: rows of the two buffers.
+        shards: rows of a rank's own shards. held: rows of the two buffers. (Stay, walk.)
     """
-    home = (rows.stay_partial if stay > shard else 0) + rows.walk_partial
-    held = stay * (rows.stay + rows.stay_partial) + 2 * walk * (rows.walk + rows.walk_partial)
-    return held + shard * home
+    stay, walk = held
+    home = shards[0] * rows.stay_partial if stay > shards[0] else 0
+    home += shards[1] * rows.walk_partial
+    return (
+        stay * (rows.stay + rows.stay_partial) + 2 * walk * (rows.walk + rows.walk_partial) + home
+    )
 
 
-def _rows(plan: RankPlan) -> tuple[int, int, int]:
+def _rows(plan: RankPlan) -> tuple[Rows, Rows]:
     walk = max(step.num_rows for step in plan.steps)
-    return plan.stay.shard_rows, plan.stay.num_rows, walk
+    return (plan.stay.shard_rows, plan.walk.shard_rows), (plan.stay.num_rows, walk)
 
 
 def _gathered_bytes(plan: RankPlan, schedule: Schedule, rows: RowBytes) -> int:
@@ -245,16 +272,16 @@ def ulysses_cost(job: Job) -> Cost:
     if degree == 1:
         return Cost((), 0, 0, 0)
     row = shape.batch * shape.head_dim * shape.itemsize
-    shard = -(-job.workload.seqlen // topology.size)
-    heads = {"q": job.shape.heads, "k": job.shape.kv_heads, "v": job.shape.kv_heads}
-    heads["out"] = job.shape.heads
+    rows, keys = (-(-n // topology.size) for n in (job.workload.seqlen, job.workload.num_keys))
+    own, shared = rows * job.shape.heads, keys * job.shape.kv_heads
+    parts = {"q": own, "k": shared, "v": shared, "out": own}
     near = gcd(degree, topology.ranks_per_host)  # members on one host, at least
     total, phases = Loads(topology), list[Phase]()
-    for name, count in heads.items():
-        each, loads = shard * row * count, Loads(topology)
+    for name, count in parts.items():
+        each, loads = row * count, Loads(topology)
         loads.inside["out", 0, -1] = min(near - 1, 1 if topology.direct_links else near) * each
         loads.nics["out", 0] = (degree - near) * each * topology.ranks_per_nic
         phases.append(Phase(f"ulysses {name}", loads.transfer))
         total.update(loads)
-    held = shard * row * degree * sum(heads.values())
+    held = row * degree * sum(parts.values())
     return Cost(tuple(phases), total.nic_bytes, total.inside_bytes, held)

@@ -106,7 +106,8 @@ class DistributedAttention:
         topology = None
         if self.config.leaves_open and self.comm.size > 1:
             topology = self.cluster.topology(torch.device(spec.device))
-        choice = choose(self.config, shape, sum(lengths(q_layout)), mask, topology)
+        seqlen, keys = (sum(lengths(layout)) for layout in (q_layout, kv_layout))
+        choice = choose(self.config, shape, seqlen, mask, topology, keys)
         degree = choice.degree
         at, member = divmod(self.comm.rank, degree)
         pool = range(at * degree, (at + 1) * degree)

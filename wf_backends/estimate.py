@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil, inf
 
-from wf_backends.areas import mask_area
 from wf_backends.cost import Job, Walk, buffer_bytes
 from wf_backends.mask import FULL
 from wf_backends.placement import Placed, digits, strides
@@ -163,11 +162,12 @@ class Estimator:
     def __init__(self, job: Job, walk: Walk) -> None:
         self.job, self.walk, self.topology = job, walk, job.topology
         self.rows, self.links = walk.row_bytes(job.shape), Links(job.topology)
-        self.shard = job.workload.seqlen / job.route_size
         mask, seqlen = job.workload.mask, job.workload.seqlen
+        sides = walk.ordered(seqlen / job.route_size, job.workload.num_keys / job.route_size)
+        self.stay_shard, self.walk_shard = self.shards = sides
         self.masked = mask.band != FULL
         self.full = not self.masked and mask.cu_seqlens is None
-        scores = mask_area(mask, seqlen)
+        scores = job.workload.scores
         self.even_s = scores / job.route_size * walk.seconds_per_score(job)
         uneven = self.masked and mask.band.left == inf and job.workload.layout == "contiguous"
         self.busiest_s = self.even_s * (seqlen * seqlen / scores if uneven else 1)
@@ -185,8 +185,8 @@ class Estimator:
         around = self._gathered(shape) + self._returned(shape)
         nic = around.nic + sum(one.times * one.load.nic for one in loads)
         inside = around.inside + sum(one.times * one.load.inside for one in loads)
-        stay, walk = shape.stay.shards * self.shard, shape.walk.shards * self.shard
-        memory = buffer_bytes(self.shard, stay, walk, self.rows)
+        stay, walk = shape.stay.shards * self.stay_shard, shape.walk.shards * self.walk_shard
+        memory = buffer_bytes(self.shards, (stay, walk), self.rows)
         gathered = stay * self.rows.stay if shape.stay.foreign else 0.0
         gathered += walk * self.rows.walk if shape.walk.foreign else 0.0
         return Cost(phases, nic, inside, memory, gathered)
@@ -198,17 +198,16 @@ class Estimator:
         """
         if not self.full:
             return self.even_s  # rows that nobody needs are not brought
-        workload, rows = self.job.workload, self.rows
-        gathered = self.shape(placed).stay.shards - 1
-        fewest = workload.seqlen // self.topology.size * self.job.degree * gathered
+        rows, gathered = self.rows, self.shape(placed).stay.shards - 1
+        fewest = int(self.stay_shard / self.job.degree) * self.job.degree * gathered
         both = self.topology.inside.bytes_per_s + self.topology.between.bytes_per_s
         return max(self.even_s, fewest * (rows.stay_gathered + rows.stay_partial) / both)
 
     def _gathered(self, shape: Shape, upto: int | None = None) -> Load:
-        return self.links.exchange(shape.stay, self.shard * self.rows.stay_gathered, upto)
+        return self.links.exchange(shape.stay, self.stay_shard * self.rows.stay_gathered, upto)
 
     def _returned(self, shape: Shape, upto: int | None = None) -> Load:
-        return self.links.exchange(shape.stay, self.shard * self.rows.stay_partial, upto)
+        return self.links.exchange(shape.stay, self.stay_shard * self.rows.stay_partial, upto)
 
     def _phase(self, one: Travel, shape: Shape, live: int) -> Phase:
         """The phase of what travels, with the tiles that are computed meanwhile."""
@@ -243,7 +242,7 @@ class Estimator:
 
     def _loads(self, shape: Shape, live: int) -> Iterator[Travel]:
         """The hops of a pass, with the walkers' gathering and their way home."""
-        shard, rows, links = self.shard, self.rows, self.links
+        shard, rows, links = self.walk_shard, self.rows, self.links
         yield Travel("gather", 1, False, links.exchange(shape.walk, shard * rows.walk_gathered))
         hop, partial = shard * shape.walk.shards * rows.walk, shard * rows.walk_partial
         moved = (0.0, shape.walk.foreign * partial, shape.walk.shards * partial)
@@ -258,7 +257,7 @@ class Estimator:
         band = self.job.workload.mask.band
         if not (placed.reverse and ends_early(self.job)):
             return shape.num_hops
-        return min(shape.num_hops, ceil(band.left / (shape.stay.shards * self.shard)))
+        return min(shape.num_hops, ceil(band.left / (shape.stay.shards * self.stay_shard)))
 
 
 def ends_early(job: Job) -> bool:

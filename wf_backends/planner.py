@@ -114,10 +114,11 @@ def choose(
     seqlen: int,
     mask: Mask,
     topology: Topology | None = None,
+    keys: int | None = None,
 ) -> Choice:
     """What an attention call runs: what the config names, and `plan_call` for what is "auto"."""
     if config.leaves_open:
-        return plan_call(config, shape, seqlen, mask, topology).choice
+        return plan_call(config, shape, seqlen, mask, topology, keys).choice
     named = (_named(route, config) or () for route in _both_routes(config))
     forward, backward = (placed for one in named for placed in one)
     moves, keep = str(config.backward_moves), config.keep_gathered is True
@@ -130,6 +131,7 @@ def plan_call(
     seqlen: int,
     mask: Mask,
     topology: Topology | None = None,
+    keys: int | None = None,
 ) -> Plan:
     """The plan of an attention call, for what a config leaves to "auto".
 
@@ -142,11 +144,13 @@ def plan_call(
         shape: batch, heads and kv_heads before the Ulysses exchange.
         topology: of the sequence-parallel ranks, or of more of the same hosts; None = one host,
             of whose memory nothing is known.
+        keys: of cross attention, the keys' sequence length; None = seqlen.
 
     Raises:
         ValueError: if no plan fits the topology's memory or the heads.
     """
-    return _plan_call(config, shape, _similar(seqlen), Mask(mask.band), topology)
+    keys = None if keys in (None, seqlen) else _similar(keys)
+    return _plan_call(config, shape, _similar(seqlen), Mask(mask.band), topology, keys)
 
 
 @lru_cache(maxsize=64)
@@ -156,13 +160,14 @@ def _plan_call(
     seqlen: int,
     mask: Mask,
     topology: Topology | None,
+    keys: int | None,
 ) -> Plan:
     size, moves = config.sequence_parallel_size, config.backward_moves
     layout = "zigzag" if LAYOUTS[config.layout].needs_documents else config.layout
     forward, backward = (_named(route, config) for route in _both_routes(config))
     request = Request(
         (topology or one_host(size)).with_ranks(size),
-        Workload(shape, seqlen, mask, layout),
+        Workload(shape, seqlen, mask, layout, keys=keys),
         degrees=config.degrees,
         forward=forward,
         backward=backward,

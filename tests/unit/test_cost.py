@@ -25,7 +25,7 @@ from wf_backends.cost import (
     ulysses_cost,
 )
 from wf_backends.estimate import Estimator
-from wf_backends.layout import lengths, make_layout
+from wf_backends.layout import make_layout
 from wf_backends.loads import Loads
 from wf_backends.mask import CAUSAL, Band, Mask
 from wf_backends.placement import Placed, digits, orders, place, placements
@@ -161,11 +161,12 @@ def test_a_placement_beats_rank_order_where_two_ranks_share_a_nic() -> None:
     ("hosts", "ranks", "nics", "degree"),
     [(2, 4, 1, 1), (2, 4, 4, 1), (4, 2, 2, 1), (4, 4, 2, 1), (4, 4, 4, 2), (2, 8, 4, 4)],
 )
+@pytest.mark.parametrize("keys", [None, 256])
 def test_closed_forms_are_exact_for_a_full_mask(
-    hosts: int, ranks: int, nics: int, degree: int
+    hosts: int, ranks: int, nics: int, degree: int, keys: int | None
 ) -> None:
     """Forward of every route; backward of those whose walkers start at home on one ring."""
-    job = Job(Workload(SHAPE, 1024), cluster(hosts, ranks, nics), degree)
+    job = Job(Workload(SHAPE, 1024, keys=keys), cluster(hosts, ranks, nics), degree)
     for walk, placed in product((FORWARD, BACKWARD_KEYS), placements(job.route_size, False)):
         name = placed.route["name"]
         if name == "concentric" or (walk is not FORWARD and name == "double_ring"):
@@ -252,15 +253,16 @@ def test_the_area_of_a_mask_is_that_of_its_tiles(mask: Mask) -> None:
 
 
 @pytest.mark.parametrize(("degree", "kv_heads"), [(2, 4), (4, 4), (8, 4), (8, 1)])
-def test_ulysses_bytes_are_those_of_the_exchange(degree: int, kv_heads: int) -> None:
+@pytest.mark.parametrize("keys", [96, 32])
+def test_ulysses_bytes_are_those_of_the_exchange(degree: int, kv_heads: int, keys: int) -> None:
     shape = replace(SHAPE, kv_heads=kv_heads)
-    job = Job(Workload(shape, 96), cluster(8, 1, 1), degree)
+    job = Job(Workload(shape, 96, keys=keys), cluster(8, 1, 1), degree)
     layout = make_layout("zigzag", 8, 96)[:degree]
-    row = shape.head_dim * shape.itemsize * lengths(layout)[0]
+    row = shape.head_dim * shape.itemsize
     sent = 0
-    for heads in (8, kv_heads, kv_heads, 8):  # q, k, v there, out back
-        exchange = make_exchange(layout, heads, 8)
-        sent += sum(stop - start for start, stop in exchange.heads[1:]) * row
+    for heads, rows in ((8, 12), (kv_heads, keys // 8), (kv_heads, keys // 8), (8, 12)):
+        exchange = make_exchange(layout, heads, 8)  # q, k, v there, out back
+        sent += sum(stop - start for start, stop in exchange.heads[1:]) * rows * row
     assert ulysses_cost(job).nic_bytes == sent
     assert job.shape.kv_heads == make_exchange(layout, kv_heads, 8).heads[0][1]
 

@@ -288,6 +288,18 @@ def test_auto_degrees_keep_to_what_heads_and_named_routes_allow() -> None:
         plan_call(mesh, six, 240, Mask())
 
 
+def test_cross_attention_moves_the_shorter_side() -> None:
+    """Many queries and few keys: a plan for as many keys would bring queries together."""
+    slow, shape = cluster(8, 1, gbit=0.025), Shape(1, 1, 1, 64, itemsize=2)
+
+    def gathers_queries(keys: int | None) -> list[bool]:
+        plan = plan_call(config(), shape, 65536, Mask(), slow, keys)
+        return [one.schedule(8).gathers()[0] for one in (plan.forward, plan.backward)]
+
+    assert gathers_queries(None) == [True, True]
+    assert gathers_queries(128) == [False, False]
+
+
 def test_queries_walk_back_where_that_is_faster() -> None:
     """A mesh of one column has no hops with keys walking; a named side stays the side."""
     shape = Shape(batch=1, heads=1, kv_heads=1, head_dim=64, itemsize=2)
