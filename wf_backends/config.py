@@ -22,6 +22,7 @@ MOVES = ("keys", "queries")
 MEASURE = "measure"
 LSS = "lss"
 STRATEGIES = (LSS,)
+KEEPS_NOTHING: Mapping[str, Any] = MappingProxyType({"keep_gathered": False, "kept_layers": 1})
 LSS_ROUTE: Mapping[str, Any] = MappingProxyType({"name": "all_gather"})
 
 Route = Mapping[str, Any] | str | None
@@ -58,9 +59,11 @@ class SequenceParallelConfig:
     """"auto", "reference", "sdpa" or "flash"."""
     keep_gathered: bool | str = False
     """Keep the queries and keys that the forward gathered for the backward, in memory, instead of
-    gathering them again. Both passes then take one route. "auto": where that is faster and one
-    layer's fit the topology's memory; meant for activation checkpointing, where no more are there
-    at a time."""
+    gathering them again. Both passes then take one route. "auto": where that is faster and those
+    of `kept_layers` fit the topology's memory."""
+    kept_layers: int = 1
+    """How many attention layers keep them at a time: all of the model's, or 1 under activation
+    checkpointing."""
     strategy: str | None = None
     """None: the route decides. "lss": LSS Transformer, which is the route "all_gather" with all
     gathered keys kept for the backward."""
@@ -119,10 +122,10 @@ class SequenceParallelConfig:
         return cls(**words)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` takes; strategy, topology and keep_gathered only where they are set."""
+        """What `from_dict` takes; keys added later only where they are set."""
         words = {f.name: getattr(self, f.name) for f in fields(self)}
-        for key in ("strategy", "topology", "keep_gathered"):
-            if not words[key]:
+        for key, unset in (("strategy", None), ("topology", None), *KEEPS_NOTHING.items()):
+            if words[key] == unset:
                 del words[key]
         return {
             key: _plain(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
@@ -163,6 +166,12 @@ class SequenceParallelConfig:
             raise ValueError(
                 f"keep_gathered keeps what the forward's route {self.route!r} gathers, which "
                 f"backward_route {self.backward_route!r} has no use for: leave one of them out"
+            )
+        _positive("kept_layers", self.kept_layers)
+        if self.kept_layers > 1 and self.keep_gathered != AUTO:
+            raise ValueError(
+                f'kept_layers {self.kept_layers} is what keep_gathered "{AUTO}" goes by, got '
+                f"keep_gathered {self.keep_gathered!r}: leave kept_layers out"
             )
 
     def _fill_in(self) -> None:

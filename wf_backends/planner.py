@@ -173,6 +173,7 @@ def _plan_call(
         backward=backward,
         moves=MOVES if moves == AUTO else (str(moves),),
         keeps=(False, True) if config.keep_gathered == AUTO else (config.keep_gathered is True,),
+        layers=config.kept_layers,
     )
     return best_plan(request)
 

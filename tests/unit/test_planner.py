@@ -144,6 +144,19 @@ def test_gathered_rows_are_kept_where_memory_allows() -> None:
     assert found[0] == kept and any(not plan.keep for plan in found)
 
 
+def test_a_call_keeps_as_many_layers_as_fit() -> None:
+    shape = Shape(batch=1, heads=4, kv_heads=4, head_dim=64, itemsize=4)
+    links = cluster(4, 2, gbit=0.025)
+    words = {"ulysses_degree": 1, "backward_moves": "auto", "keep_gathered": "auto"}
+    one = plan_call(config(**words), shape, 8192, Mask(), links)
+    room = replace(links, memory_bytes=one.cost.memory_bytes + 3 * one.forward.cost.gathered_bytes)
+    keeps = [
+        plan_call(config(**words, kept_layers=layers), shape, 8192, Mask(), room).keep
+        for layers in (1, 4, 64)
+    ]
+    assert one.keep and keeps == [True, True, False]
+
+
 def test_rings_go_two_ways_where_ranks_have_links_of_their_own() -> None:
     topology = replace(cluster(1, 4), direct_links=True)
     request = Request(topology, Workload(SHAPE, 2400), degrees=(1,))
