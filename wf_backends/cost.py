@@ -240,14 +240,16 @@ def _gathered_bytes(plan: RankPlan, schedule: Schedule, rows: RowBytes) -> int:
 
 
 def ulysses_cost(job: Job) -> Cost:
-    """Heads for tokens and back, around one pass; the backward's gradients weigh the same."""
+    """Heads for tokens and back, around one pass: q, k and v in one exchange, out in another.
+
+    The backward's gradients weigh the same.
+    """
     shape, degree, topology = job.workload.shape, job.degree, job.topology
     if degree == 1:
         return Cost((), 0, 0, 0)
     row = shape.batch * shape.head_dim * shape.itemsize
     shard = -(-job.workload.seqlen // topology.size)
-    heads = {"q": job.shape.heads, "k": job.shape.kv_heads, "v": job.shape.kv_heads}
-    heads["out"] = job.shape.heads
+    heads = {"qkv": job.shape.heads + 2 * job.shape.kv_heads, "out": job.shape.heads}
     near = gcd(degree, topology.ranks_per_host)  # members on one host, at least
     total, phases = Loads(topology), list[Phase]()
     for name, count in heads.items():
