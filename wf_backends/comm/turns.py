@@ -7,9 +7,11 @@ r ^ t at turn t: no two ranks write to one at the same time, and every NIC is fu
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from wf_backends.comm.protocol import Communicator, Message, Pending
 
@@ -40,14 +42,15 @@ def exchange(
     Yields:
         Every rank whose messages are here: this rank, with the first on their way, then the peers.
     """
-    peers = sorted({peer for peer, _ in (*sends, *recvs)}, key=comm.rank.__xor__)
-    window = comm.window(recvs[0][1].device if recvs else sends[0][1].device) if peers else None
-    waiting = deque([peers] if window is None else [[peer] for peer in peers])
+    out, into = _by_peer(sends), _by_peer(recvs)
+    peers = sorted({*out, *into}, key=comm.rank.__xor__)
+    window = comm.window((*sends, *recvs)[0][1].device) if peers else None
+    waiting = deque([peers] if window is None and peers else [[peer] for peer in peers])
     flying: deque[_Flight] = deque()
 
     def fill() -> None:
         while waiting and (len(flying) < TURNS or sum(f.num_bytes for f in flying) < (window or 0)):
-            flying.append(_post(comm, label, waiting.popleft(), sends, recvs))
+            flying.append(_post(comm, label, waiting.popleft(), out, into))
 
     fill()
     yield comm.rank
@@ -58,15 +61,22 @@ def exchange(
         yield from flight.peers
 
 
+def _by_peer(messages: Sequence[Message]) -> dict[int, list[Tensor]]:
+    found: defaultdict[int, list[Tensor]] = defaultdict(list)
+    for peer, tensor in messages:
+        found[peer].append(tensor)
+    return found
+
+
 def _post(
     comm: Communicator,
     label: str,
     peers: list[int],
-    sends: Sequence[Message],
-    recvs: Sequence[Message],
+    out: Mapping[int, list[Tensor]],
+    into: Mapping[int, list[Tensor]],
 ) -> _Flight:
     """Start all messages from and to these peers."""
-    out = [(to, tensor.contiguous()) for peer in peers for to, tensor in sends if to == peer]
-    into = [message for peer in peers for message in recvs if message[0] == peer]
-    num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in out)
-    return _Flight(peers, out, num_bytes, comm.post(label, out, into))
+    sends = [(peer, tensor.contiguous()) for peer in peers for tensor in out.get(peer, ())]
+    recvs = [(peer, tensor) for peer in peers for tensor in into.get(peer, ())]
+    num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
+    return _Flight(peers, sends, num_bytes, comm.post(label, sends, recvs))
