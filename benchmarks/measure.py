@@ -21,7 +21,10 @@ Step = Callable[[], float]  # forward and backward; the sum of the squares of th
 
 
 class Counting(Communicator):
-    """Another communicator, with the collectives of a step counted by label."""
+    """Another communicator, with the collectives of a step counted by label.
+
+    It asks for no turns: an exchange is posted at once, so that it counts once.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         super().__init__()

@@ -267,14 +267,17 @@ def _gathered_bytes(plan: RankPlan, schedule: Schedule, rows: RowBytes) -> int:
 
 
 def ulysses_cost(job: Job) -> Cost:
-    """Heads for tokens and back, around one pass; the backward's gradients weigh the same."""
+    """Heads for tokens and back, around one pass: q, k and v in one exchange, out in another.
+
+    The backward's gradients weigh the same.
+    """
     shape, degree, topology = job.workload.shape, job.degree, job.topology
     if degree == 1:
         return Cost((), 0, 0, 0)
     row = shape.batch * shape.head_dim * shape.itemsize
     rows, keys = (-(-n // topology.size) for n in (job.workload.seqlen, job.workload.num_keys))
-    own, shared = rows * job.shape.heads, keys * job.shape.kv_heads
-    parts = {"q": own, "k": shared, "v": shared, "out": own}
+    own = rows * job.shape.heads
+    parts = {"qkv": own + 2 * keys * job.shape.kv_heads, "out": own}
     near = gcd(degree, topology.ranks_per_host)  # members on one host, at least
     total, phases = Loads(topology), list[Phase]()
     for name, count in parts.items():

@@ -65,13 +65,12 @@ class DistributedAttention:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
         check_tensors(q, k, v)
         plan = self.plan(q, k, mask, scale, seqlen)
-        q = heads_for_tokens(q, plan.queries, plan.pool, "ulysses q")
-        k = heads_for_tokens(k, plan.keys, plan.pool, "ulysses k")
-        v = heads_for_tokens(v, plan.keys, plan.pool, "ulysses v")
+        trades = plan.queries, plan.keys, plan.keys
+        q, k, v = heads_for_tokens((q, k, v), trades, plan.pool, "ulysses qkv")
         kernel = plan.selection.kernel
         call = Call(plan.forward, plan.backward, plan.route, kernel, scale, plan.keep)
         out = Attention.apply(q, k, v, call)
-        return tokens_for_heads(out, plan.queries, plan.pool, "ulysses out")
+        return tokens_for_heads((out,), (plan.queries,), plan.pool, "ulysses out")[0]
 
     def plan(
         self, q: Tensor, k: Tensor, mask: Mask, scale: float, seqlen: int | None

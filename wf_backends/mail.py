@@ -6,13 +6,14 @@ Buffers are rows-first: dimension 0 counts rows, and a message carries whole row
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from wf_backends.comm.protocol import Communicator, Message, Pending
+from wf_backends.comm.turns import exchange
 from wf_backends.ranges import Ranges
 from wf_backends.rankplan import Gather, Parcel
 
@@ -41,7 +42,7 @@ class Mail:
         if parcel.peer == self.comm.rank:
             self._to_self.append(packed)
         else:
-            self._sends += [(parcel.peer, tensor.contiguous()) for tensor in packed]
+            self._sends += [(parcel.peer, tensor) for tensor in packed]
 
     def receive(self, parcel: Parcel | None, like: Tensors) -> Tensors:
         """Tensors that hold the parcel's rows once the mail was waited for."""
@@ -64,7 +65,8 @@ class Mail:
             return message[0] ^ self.comm.rank
 
         if self._sends or self._recvs:
-            sends, recvs = sorted(self._sends, key=turn), sorted(self._recvs, key=turn)
+            sends = [(peer, x.contiguous()) for peer, x in sorted(self._sends, key=turn)]
+            recvs = sorted(self._recvs, key=turn)
             self._pending = self.comm.post(self.label, sends, recvs)
         return self._pending is not None
 
@@ -81,8 +83,21 @@ class Mail:
 
     def deliver(self) -> None:
         """Start everything and return when it has landed."""
-        self.post()
-        self.wait()
+        for _ in self.arrivals():
+            pass
+
+    def arrivals(self) -> Iterator[int]:
+        """Start everything in turns; every rank, as soon as what it sent is here, itself first.
+
+        What is done between two of them is done while others' messages are on their way.
+        """
+        arriving = exchange(self.comm, self.label, self._sends, self._recvs)
+        while True:
+            with record_function(f"{SPAN}wait {self.label}"):
+                rank = next(arriving, None)
+            if rank is None:
+                return
+            yield rank
 
 
 class Home:

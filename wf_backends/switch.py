@@ -23,6 +23,7 @@ from wf_backends.adjoint import move
 from wf_backends.agree import Agreement, fingerprint
 from wf_backends.comm import make_comm
 from wf_backends.comm.protocol import Communicator
+from wf_backends.comm.turns import exchange
 
 GRADIENTS = ("whole", "averaged")
 
@@ -162,10 +163,10 @@ def all_to_all(
     own = parts[comm.rank]
     others = [rank for rank in range(comm.size) if rank != comm.rank]
     arriving = [own if rank == comm.rank else own.new_empty(s) for rank, s in enumerate(shapes)]
-    sends = [(rank, parts[rank].contiguous()) for rank in others if parts[rank].numel()]
+    sends = [(rank, parts[rank]) for rank in others if parts[rank].numel()]
     recvs = [(rank, arriving[rank]) for rank in others if arriving[rank].numel()]
-    if sends or recvs:
-        comm.post(label, sends, recvs).wait()
+    for _ in exchange(comm, label, sends, recvs):
+        pass
     return arriving
 
 

@@ -9,16 +9,17 @@ Shapes: s rows of this rank, n rows of the group (in sequence order), b batch, h
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from wf_backends.adjoint import move
+from wf_backends.adjoint import move_all
 from wf_backends.comm.protocol import Communicator
 from wf_backends.layout import Layout
-from wf_backends.mail import Mail, add, copy, scatter
+from wf_backends.mail import Mail, Tensors, add, copy, scatter
 from wf_backends.ranges import Range, Ranges, join, locate, size
 from wf_backends.rankplan import Parcel
 
@@ -73,46 +74,73 @@ def make_exchange(shards: Layout, num_heads: int, query_heads: int) -> Exchange:
     return Exchange(num_heads, heads, tuple(locate(shard, buffer) for shard in shards))
 
 
-def heads_for_tokens(x: Tensor, exchange: Exchange, comm: Communicator, label: str) -> Tensor:
-    """All heads of my rows (b, s, h, d) -> my heads of the group's rows (b, n, h', d)."""
-    there, back = partial(_pool, exchange, comm), partial(_return, exchange, comm)
-    return x if comm.size == 1 else move(x, there, back, label)
+def heads_for_tokens(
+    xs: Tensors, exchanges: Sequence[Exchange], comm: Communicator, label: str
+) -> Tensors:
+    """All heads of my rows (b, s, h, d) -> my heads of the group's rows (b, n, h', d).
+
+    Args:
+        xs: tensors that travel together, forward and backward. exchanges: one for each.
+    """
+    there, back = partial(_trade, _pool, exchanges, comm), partial(_trade, _return, exchanges, comm)
+    return xs if comm.size == 1 else move_all(xs, there, back, label)
 
 
-def tokens_for_heads(x: Tensor, exchange: Exchange, comm: Communicator, label: str) -> Tensor:
+def tokens_for_heads(
+    xs: Tensors, exchanges: Sequence[Exchange], comm: Communicator, label: str
+) -> Tensors:
     """My heads of the group's rows (b, n, h', d) -> all heads of my rows (b, s, h, d)."""
-    there, back = partial(_return, exchange, comm), partial(_pool, exchange, comm)
-    return x if comm.size == 1 else move(x, there, back, label)
+    there, back = partial(_trade, _return, exchanges, comm), partial(_trade, _pool, exchanges, comm)
+    return xs if comm.size == 1 else move_all(xs, there, back, label)
 
 
-def _pool(exchange: Exchange, comm: Communicator, x: Tensor, label: str) -> Tensor:
-    rows = x.transpose(0, 1)
-    own = ((0, len(rows)),)
+Place = Callable[[int], None]  # puts what a member sent where it belongs
+Register = Callable[[Mail, Exchange, Tensor], tuple[Place, Callable[[], Tensor]]]
+
+
+def _trade(
+    register: Register, exchanges: Sequence[Exchange], comm: Communicator, xs: Tensors, label: str
+) -> Tensors:
+    """One mail for all tensors; what has come is put in its place while the rest is on its way."""
     mail = Mail(comm, label)
+    sides = [register(mail, exchange, x) for exchange, x in zip(exchanges, xs, strict=True)]
+    for member in mail.arrivals():
+        for place, _ in sides:
+            place(member)
+    return tuple(finish() for _, finish in sides)
+
+
+def _pool(mail: Mail, exchange: Exchange, x: Tensor) -> tuple[Place, Callable[[], Tensor]]:
+    """Register x's heads for the members, and theirs for me."""
+    rows, me = x.transpose(0, 1), mail.comm.rank
+    own = ((0, len(rows)),)
     for member, heads in enumerate(exchange.heads):
         mail.send(Parcel(member, own), (rows[:, :, slice(*heads)],))
-    mine = rows[:, :, slice(*exchange.heads[comm.rank])]
-    places = [Parcel(member, at) for member, at in enumerate(exchange.rows)]
-    arriving = [mail.receive(place, (mine,)) for place in places]
-    mail.deliver()
+    mine = rows[:, :, slice(*exchange.heads[me])]
+    parcels = [Parcel(member, at) for member, at in enumerate(exchange.rows)]
+    arriving = [mail.receive(parcel, (mine,)) for parcel in parcels]
     buffer = mine.new_empty((exchange.num_rows, *mine.shape[1:]))
-    for place, values in zip(places, arriving, strict=True):
-        scatter((buffer,), place.rows, values, copy)
-    return buffer.transpose(0, 1)
+
+    def place(member: int) -> None:
+        scatter((buffer,), parcels[member].rows, arriving[member], copy)
+
+    return place, lambda: buffer.transpose(0, 1)
 
 
-def _return(exchange: Exchange, comm: Communicator, x: Tensor, label: str) -> Tensor:
+def _return(mail: Mail, exchange: Exchange, x: Tensor) -> tuple[Place, Callable[[], Tensor]]:
     """The transpose of `_pool`: what several members hold of one head is summed in float32."""
     buffer = x.transpose(0, 1)
-    own = ((0, size(exchange.rows[comm.rank])),)
-    mail = Mail(comm, label)
+    own = ((0, size(exchange.rows[mail.comm.rank])),)
     for member, at in enumerate(exchange.rows):
         mail.send(Parcel(member, at), (buffer,))
-    arriving = [mail.receive(Parcel(member, own), (buffer,)) for member in range(comm.size)]
-    mail.deliver()
+    arriving = [mail.receive(Parcel(member, own), (buffer,)) for member in range(mail.comm.size)]
     shape = (size(own), buffer.shape[1], exchange.num_heads, *buffer.shape[3:])
-    dtype = x.dtype if exchange.copies == 1 else torch.promote_types(x.dtype, torch.float32)
-    total = buffer.new_zeros(shape, dtype=dtype)
-    for heads, values in zip(exchange.heads, arriving, strict=True):
-        add((total[:, :, slice(*heads)],), values)
-    return total.to(x.dtype).transpose(0, 1)
+    alone = exchange.copies == 1
+    dtype = x.dtype if alone else torch.promote_types(x.dtype, torch.float32)
+    total = buffer.new_empty(shape, dtype=dtype) if alone else buffer.new_zeros(shape, dtype=dtype)
+
+    def place(member: int) -> None:
+        combine = copy if alone else add
+        combine((total[:, :, slice(*exchange.heads[member])],), arriving[member])
+
+    return place, lambda: total.to(x.dtype).transpose(0, 1)

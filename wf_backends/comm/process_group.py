@@ -15,6 +15,8 @@ from wf_backends.comm.staging import Staged
 
 T = TypeVar("T")
 
+WINDOW = 1 << 17  # bytes: what fills a link of 10 Gbit/s for 100 us, a round trip
+
 
 class GroupComm(Communicator):
     """A process group; peers are ranks inside the group.
@@ -39,6 +41,10 @@ class GroupComm(Communicator):
         if self._backends.get("cuda") == "nccl":
             # NCCL connects at the first operation, in which every rank must take part
             dist.all_reduce(torch.zeros(1, device="cuda"), group=self.group)
+
+    def window(self, device: torch.device) -> int | None:
+        """NCCL takes everything in one launch; gloo's sockets need turns."""
+        return None if self._backends.get(device.type) == "nccl" else WINDOW
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         # both sides know the sizes, so both leave out what is empty

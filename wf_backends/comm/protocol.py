@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 Message = tuple[int, Tensor]  # (peer rank, contiguous tensor to send or to receive into)
@@ -64,6 +65,16 @@ class Communicator(ABC):
             assert tensor.is_contiguous(), f"{label!r}: a buffer is not contiguous"
         return self._post(label, sends, recvs)
 
+    def window(self, device: torch.device) -> int | None:
+        """Bytes that a rank should have on their way at a time in an exchange all wait for.
+
+        None: the library does best with all messages at once. See `turns.exchange`.
+
+        Args:
+            device: where the messages lie.
+        """
+        return None
+
     @abstractmethod
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending: ...
 
@@ -81,6 +92,9 @@ class View(Communicator):
         self.rank, self.size = self.ranks.index(parent.rank), len(self.ranks)
         self.on_host = parent.on_host
         self.sent = parent.sent
+
+    def window(self, device: torch.device) -> int | None:
+        return self.parent.window(device)
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         return self.parent._post(label, self._renumber(sends), self._renumber(recvs))
