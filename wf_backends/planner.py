@@ -8,6 +8,7 @@ that by closed forms (estimate.py).
 from __future__ import annotations
 
 from functools import lru_cache
+from threading import Lock
 
 from wf_backends.config import AUTO, MOVES, Route, SequenceParallelConfig
 from wf_backends.cost import (
@@ -146,7 +147,11 @@ def plan_call(
     Raises:
         ValueError: if no plan fits the topology's memory or the heads.
     """
-    return _plan_call(config, shape, _similar(seqlen), Mask(mask.band), topology)
+    with _PLANNING:
+        return _plan_call(config, shape, _similar(seqlen), Mask(mask.band), topology)
+
+
+_PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
 
 
 @lru_cache(maxsize=64)
