@@ -31,6 +31,10 @@ FIXED["PYTHONWARNINGS"] = "ignore::FutureWarning"  # DeepSpeed's, thousands of t
 IMPORTED = (
     "tests.integrations.deepspeed_jobs",
     "tests.threads.test_video_dit",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.module_inject.auto_ep_layer",
     "transformers.trainer",
     "wf_deepspeed",
     "wf_transformers",
