@@ -31,6 +31,19 @@ def pytest_configure() -> None:
     settings.load_profile("wallfacer")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With several workers, tests that share jobs of ranks, or what forks those, stay on one."""
+    if not config.pluginmanager.hasplugin("xdist"):
+        return
+    for item in items:
+        folder = item.path.parent.name
+        if folder == "integrations":  # test_deepspeed_door.py: deepspeed
+            item.add_marker(pytest.mark.xdist_group(item.path.stem.split("_")[1]))
+        elif folder == "processes":
+            item.add_marker(pytest.mark.xdist_group(folder))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, (available, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(marker) and not available():
