@@ -31,17 +31,12 @@ def pytest_configure() -> None:
     settings.load_profile("wallfacer")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """With several workers, tests that share jobs of ranks, or what forks those, stay on one."""
-    if not config.pluginmanager.hasplugin("xdist"):
-        return
-    for item in items:
-        folder = item.path.parent.name
-        if folder == "integrations":  # test_deepspeed_door.py: deepspeed
-            item.add_marker(pytest.mark.xdist_group(item.path.stem.split("_")[1]))
-        elif folder == "processes":
-            item.add_marker(pytest.mark.xdist_group(folder))
+    folder = item.path.parent.name
+    if item.config.pluginmanager.hasplugin("xdist") and folder in ("integrations", "processes"):
+        name = item.path.stem.split("_")[1]  # test_deepspeed_door.py: deepspeed
+        item.add_marker(pytest.mark.xdist_group(name if folder == "integrations" else folder))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
