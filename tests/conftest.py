@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,12 +33,19 @@ def pytest_configure() -> None:
     settings.load_profile("wallfacer")
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several workers, tests that share jobs of ranks, or what forks those, stay on one."""
-    folder = item.path.parent.name
-    if item.config.pluginmanager.hasplugin("xdist") and folder in ("integrations", "processes"):
-        name = item.path.stem.split("_")[1]  # test_deepspeed_door.py: deepspeed
-        item.add_marker(pytest.mark.xdist_group(name if folder == "integrations" else folder))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder, file = Path(nodeid.split("::")[0]).parts[-2:]
+            if folder == "integrations":
+                return "_".join(file.split("_")[:2])  # test_deepspeed_door.py: test_deepspeed
+            return folder if folder == "processes" else nodeid
+
+    return Scheduling(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
