@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -66,13 +65,12 @@ def main(path: str, argv: list[str]) -> int:
         server.sendall(message)
         answer = server.recv(8)
     if not answer:
-        raise SystemExit("the fork server has ended: see what it wrote to stderr")
+        sys.exit("the fork server has ended: see what it wrote to stderr")
     return int(answer)
 
 
 if __name__ == "__main__":
     code = main(sys.argv[1], sys.argv[2:])
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
         os.kill(os.getpid(), -code)
     sys.exit(code)

@@ -28,6 +28,8 @@ from wf_backends.search import Pricing, best_of, candidates_of, kept_plans, pass
 from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 
+_PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
+
 
 def legal_degrees(request: Request) -> list[int]:
     """The ulysses degrees that the ranks and heads allow, rising."""
@@ -149,9 +151,6 @@ def plan_call(
     """
     with _PLANNING:
         return _plan_call(config, shape, _similar(seqlen), Mask(mask.band), topology)
-
-
-_PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
 
 
 @lru_cache(maxsize=64)
