@@ -4,6 +4,8 @@
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 STEPS ?= 30
+# Processes that share the tests; some of them start ranks of their own.
+WORKERS ?= 2
 EXTRAS := mpi,transformers,deepspeed,colossalai,demo,dev
 # Runs as root and with more ranks than cores too.
 MPIRUN := mpirun --allow-run-as-root --map-by slot:OVERSUBSCRIBE --bind-to none
@@ -38,7 +40,7 @@ check: setup
 	pyright --pythonpath .venv/bin/python
 
 test: check
-	pytest
+	pytest -n $(WORKERS)
 
 clean:
 	rm -rf .venv build dist *.egg-info

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import shutil
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +31,21 @@ REQUIREMENTS: dict[str, tuple[Callable[[], bool], str]] = {
 def pytest_configure() -> None:
     settings.register_profile("wallfacer", deadline=None, print_blob=True)
     settings.load_profile("wallfacer")
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several workers, tests that share jobs of ranks, or what forks those, stay on one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            folder, file = Path(nodeid.split("::")[0]).parts[-2:]
+            if folder == "integrations":
+                return "_".join(file.split("_")[:2])  # test_deepspeed_door.py: test_deepspeed
+            return folder if folder == "processes" else nodeid
+
+    return Scheduling(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tests import forked
 from wf_backends.comm import Communicator, make_comm, threads
 
 T = TypeVar("T")
@@ -78,7 +79,8 @@ def run_mpi(size: int, fn: Callable[..., T], *args: object, timeout: float = 120
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "work").write_bytes(pickle.dumps((fn, args)))
-        command = [*MPIRUN, "-n", str(size), sys.executable, "-m", "tests.helpers", folder]
+        python = forked.python("tests.helpers")
+        command = [*MPIRUN, "-n", str(size), *python, "-m", "tests.helpers", folder]
         done = run_command(command, timeout=timeout)
         return _collect(folder, [done.returncode] * size, done.stdout)
 

@@ -8,6 +8,7 @@ that by closed forms (estimate.py).
 from __future__ import annotations
 
 from functools import lru_cache
+from threading import Lock
 
 from wf_backends.config import AUTO, MOVES, Route, SequenceParallelConfig
 from wf_backends.cost import (
@@ -26,6 +27,8 @@ from wf_backends.presets import one_host
 from wf_backends.search import Pricing, best_of, candidates_of, kept_plans, passes
 from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
+
+_PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
 
 
 def legal_degrees(request: Request) -> list[int]:
@@ -150,7 +153,8 @@ def plan_call(
         ValueError: if no plan fits the topology's memory or the heads.
     """
     keys = None if keys in (None, seqlen) else _similar(keys)
-    return _plan_call(config, shape, _similar(seqlen), Mask(mask.band), topology, keys)
+    with _PLANNING:
+        return _plan_call(config, shape, _similar(seqlen), Mask(mask.band), topology, keys)
 
 
 @lru_cache(maxsize=64)

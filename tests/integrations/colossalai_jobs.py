@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import forked
 from tests.helpers import run_command
 
 Case = dict[str, Any]
 Results = dict[str, dict[str, Any]]
+FIXED = {"CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+IMPORTED = "tests.integrations.colossalai_worker"
 
 needs_colossalai = pytest.mark.skipif(
     importlib.util.find_spec("colossalai") is None, reason="ColossalAI is not installed"
 )
+
+
+def python() -> tuple[str, ...]:
+    """`python` for a rank: a fork of a process that has imported ColossalAI and transformers."""
+    return forked.python(IMPORTED, **FIXED)
 
 
 def run_cases(cases: list[Case], ranks: int, folder: Path, timeout: float = 200.0) -> Results:
@@ -30,9 +37,8 @@ def run_cases(cases: list[Case], ranks: int, folder: Path, timeout: float = 200.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
-    worker = str(Path(__file__).with_name("colossalai_worker.py"))
-    command = [sys.executable, "-W", "ignore", worker, str(folder), str(ranks)]
-    done = run_command(command, timeout, {"CUDA_VISIBLE_DEVICES": ""})
+    command = [*python(), "-m", IMPORTED, str(folder), str(ranks)]
+    done = run_command(command, timeout, FIXED)
     assert not done.returncode, _first_error(folder) or done.stdout[-4000:]
     return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in cases}
 

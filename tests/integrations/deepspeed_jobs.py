@@ -19,22 +19,47 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests import forked
+
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 32
 SEQLEN = 44  # no multiple of 8: shard_batch pads
 Batch = dict[str, Any]
+FIXED = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+FIXED["PYTHONWARNINGS"] = "ignore::FutureWarning"  # DeepSpeed's, thousands of them
+# What ranks import, once for all of them (tests/forked.py).
+IMPORTED = (
+    "tests.integrations.deepspeed_jobs",
+    "tests.threads.test_video_dit",
+    "deepspeed.runtime.zero.muon.muon_optimizer",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.ops.op_builder.all_ops",
+    "deepspeed.module_inject.auto_ep_layer",
+    "transformers.trainer",
+    "wf_deepspeed",
+    "wf_transformers",
+)
 
 
 def environment(**more: str) -> dict[str, str]:
     """This process's environment, with our packages importable and one thread a rank."""
     path = [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
-    fixed = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    fixed["PYTHONWARNINGS"] = "ignore::FutureWarning"  # DeepSpeed's, thousands of them
-    return os.environ | fixed | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | more
+    return os.environ | FIXED | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | more
 
 
-def run_ranks(command: Sequence[str], ranks: int, timeout: float = 280.0) -> list[str]:
+def python() -> tuple[str, ...]:
+    """`python` for a rank: a fork of a process that has imported DeepSpeed and transformers."""
+    return forked.python(*IMPORTED, **FIXED)
+
+
+def run_ranks(
+    command: Sequence[str], ranks: int, timeout: float = 280.0, fresh: bool = False
+) -> list[str]:
     """`python command...` once per rank as torchrun would start it; what each rank printed.
+
+    Args:
+        fresh: whether each rank is an interpreter of its own, which imports everything itself,
+            and no fork.
 
     Raises:
         AssertionError: with the output of the first rank that failed, or if they did not end in
@@ -45,12 +70,13 @@ def run_ranks(command: Sequence[str], ranks: int, timeout: float = 280.0) -> lis
         port = str(probe.getsockname()[1])
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    start = [sys.executable] if fresh else python()
     with ExitStack() as stack:
         # Files, not pipes: a full pipe would stop a rank that the others wait for.
         logs = [stack.enter_context(TemporaryFile("w+")) for _ in range(ranks)]
         processes = [
             subprocess.Popen(
-                [sys.executable, *command],
+                [*start, *command],
                 env=environment(**shared, RANK=str(rank), LOCAL_RANK=str(rank)),
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import MPIRUN, ROOT, run_command
+from tests.integrations import colossalai_jobs
 from tests.integrations.colossalai_jobs import needs_colossalai, relative
 
 INSTALLED = importlib.util.find_spec("colossalai") is not None
@@ -103,12 +104,15 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
     """The main job through both doors, and through ours once more from a checkpoint in between."""
     if shutil.which("mpirun") is None or importlib.util.find_spec("rich") is None:
         pytest.skip("the example needs mpirun and rich (the extras mpi and demo)")
+    from tests.integrations import deepspeed_jobs
+
+    python = {"colossalai": colossalai_jobs.python(), "deepspeed": deepspeed_jobs.python()}
     folder = tmp_path_factory.mktemp("example")
 
     def start(engine: str, out: str, *more: str) -> list[dict[str, str]]:
         path = str(ROOT / "configs" / engine / "zero2_concentric.json")
         options = ["--engine", engine, "--config", path, "--out", str(folder / out), *more]
-        run([*MPIRUN, "-n", "4", sys.executable, *EXAMPLE, *options])
+        run([*MPIRUN, "-n", "4", *python[engine], *EXAMPLE, *options])
         with (folder / out / "loss.csv").open(newline="") as file:
             return list(csv.DictReader(file))
 

@@ -23,6 +23,7 @@ from tests.integrations.deepspeed_jobs import (  # noqa: E402
     ROOT,
     dense_loss_sum,
     environment,
+    python,
     run_cases,
     text,
     tiny_llama,
@@ -95,13 +96,17 @@ def test_a_published_setting_trains_with_nvme(stem: str, tmp_path: Path) -> None
     assert_trains(found[stem], load(stem))
 
 
-def mpirun(*arguments: str) -> str:
-    """The example on 4 ranks under the mpirun beside this Python; what it printed."""
+def mpirun(start: tuple[str, ...], *arguments: str) -> str:
+    """The example on 4 ranks under the mpirun beside this Python; what it printed.
+
+    Args:
+        start: of a rank's command: an interpreter of its own, or a fork (deepspeed_jobs.python).
+    """
     beside = Path(sys.executable).with_name("mpirun")
     program = str(beside) if beside.exists() else shutil.which("mpirun")
     assert program is not None
     options = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
-    command = [program, *options, "-n", "4", sys.executable, "examples/pretrain.py", *arguments]
+    command = [program, *options, "-n", "4", *start, "examples/pretrain.py", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), timeout=200, capture_output=True, text=True
     )
@@ -116,8 +121,8 @@ def test_the_example_trains_saves_resumes_and_draws(tmp_path: Path) -> None:
         pytest.skip("there is no mpirun")
     config = str(ROOT / "configs" / "deepspeed" / "zero2_concentric.json")
     shared = ["--deepspeed_config", config, "--seq-len", "256", "--out", str(tmp_path)]
-    mpirun(*shared, "--steps", "4", "--save-every", "2")
-    printed = mpirun(*shared, "--steps", "6", "--resume")
+    mpirun((sys.executable,), *shared, "--steps", "4", "--save-every", "2")
+    printed = mpirun(python(), *shared, "--steps", "6", "--resume")
     assert "held-out loss" in printed and str(tmp_path / "loss.png") in printed
     rows = (tmp_path / "loss.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4", "5", "6"]

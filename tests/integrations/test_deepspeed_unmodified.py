@@ -32,7 +32,10 @@ RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
 
 
 def train(folder: Path, ranks: int, accumulation: int, stage: int | None = None) -> dict[str, Any]:
-    """What the Trainer logged; with a stage, through our door with two ranks a sequence."""
+    """What the Trainer logged; with a stage, through our door with two ranks a sequence.
+
+    Two ranks import all for themselves, in the order of the script and the door.
+    """
     out = str(folder / f"{ranks}_{stage}.json")
     if stage is None:
         run_ranks([SCRIPT, out, str(accumulation)], ranks)
@@ -47,7 +50,7 @@ def train(folder: Path, ranks: int, accumulation: int, stage: int | None = None)
     }
     path = folder / f"ds_{ranks}_{stage}.json"
     path.write_text(json.dumps(config))
-    run_ranks(["-c", RUN, SCRIPT, out, str(accumulation), str(path)], ranks)
+    run_ranks(["-c", RUN, SCRIPT, out, str(accumulation), str(path)], ranks, fresh=ranks == 2)
     return json.loads(Path(out).read_text())
 
 

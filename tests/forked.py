@@ -1,0 +1,76 @@
+"""Ranks that are forked from a process which has imported what they need.
+
+A rank that imports torch, transformers and DeepSpeed anew computes 5 to 10 s before its first line.
+`python forked.py SOCKET script.py arguments` stands for `python script.py arguments` under any
+launcher: it hands its environment, folder and open files to the server behind the socket
+(tests/fork_server.py), whose fork runs the script, and ends as that does. Where it is killed, the
+server kills the fork. Standard library only: this process starts in an instant.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@cache
+def python(*modules: str, **environ: str) -> tuple[str, ...]:
+    """The start of a command that runs a script in a fork of a process that imported `modules`.
+
+    The server starts at the first call and ends with this process. `environ` is what it has beside
+    this process's environment while it imports; a rank has that of its launcher.
+    """
+    if not hasattr(os, "pidfd_open"):  # not Linux
+        return (sys.executable,)
+    folder = tempfile.TemporaryDirectory()
+    path = str(Path(folder.name, "socket"))
+    paths = [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
+    extra = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        listener.listen()
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.fork_server", str(listener.fileno()), *modules],
+            stdin=subprocess.PIPE,  # its end tells the server that nobody needs it
+            stdout=subprocess.DEVNULL,
+            pass_fds=[listener.fileno()],
+            cwd=ROOT,
+            env=os.environ | extra | environ,
+        )
+
+    def end() -> None:
+        server.communicate()
+        folder.cleanup()
+
+    atexit.register(end)
+    return (sys.executable, "-I", "-S", __file__, path)
+
+
+def main(path: str, argv: list[str]) -> int:
+    """Have `argv` run by the server's fork; its exit code, negative for a signal."""
+    words = {"argv": argv, "folder": os.getcwd(), "environ": dict(os.environ)}
+    message = json.dumps(words).encode()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(path)
+        socket.send_fds(server, [len(message).to_bytes(8, "little")], [0, 1, 2])
+        server.sendall(message)
+        answer = server.recv(8)
+    if not answer:
+        sys.exit("the fork server has ended: see what it wrote to stderr")
+    return int(answer)
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1], sys.argv[2:])
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
