@@ -35,15 +35,16 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several workers, tests that share jobs of ranks, or what forks those, stay on one."""
+    """Of several workers, one has all jobs of several ranks, whose forks and results are shared.
+
+    Two such jobs at a time would take the cores from each other.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            folder, file = Path(nodeid.split("::")[0]).parts[-2:]
-            if folder == "integrations":
-                return "_".join(file.split("_")[:2])  # test_deepspeed_door.py: test_deepspeed
-            return folder if folder == "processes" else nodeid
+            jobs = Path(nodeid.split("::")[0]).parts[-2] in ("integrations", "processes")
+            return "jobs" if jobs else nodeid
 
     return Scheduling(config, log)
 

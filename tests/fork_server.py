@@ -13,6 +13,7 @@ import os
 import random
 import runpy
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -103,9 +104,11 @@ class Server:
         child.client.close()
 
     def end(self) -> None:
+        """Nobody needs it any more: no fork stays, and no socket's folder."""
         for child in list(self.children):
             os.kill(child.pid, signal.SIGKILL)
             os.waitpid(child.pid, 0)
+        shutil.rmtree(Path(self.listener.getsockname()).parent)
         sys.exit()
 
 

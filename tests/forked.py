@@ -31,8 +31,8 @@ def python(*modules: str, **environ: str) -> tuple[str, ...]:
     """
     if not hasattr(os, "pidfd_open"):  # not Linux
         return (sys.executable,)
-    folder = tempfile.TemporaryDirectory()
-    path = str(Path(folder.name, "socket"))
+    folder = tempfile.mkdtemp()
+    path = str(Path(folder, "socket"))
     paths = [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
     extra = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     with socket.socket(socket.AF_UNIX) as listener:
@@ -47,11 +47,7 @@ def python(*modules: str, **environ: str) -> tuple[str, ...]:
             env=os.environ | extra | environ,
         )
 
-    def end() -> None:
-        server.communicate()
-        folder.cleanup()
-
-    atexit.register(end)
+    atexit.register(server.communicate)
     return (sys.executable, "-I", "-S", __file__, path)
 
 

@@ -29,7 +29,7 @@ def python() -> tuple[str, ...]:
     return forked.python(IMPORTED, **FIXED)
 
 
-def run_cases(cases: list[Case], ranks: int, folder: Path, timeout: float = 200.0) -> Results:
+def run_cases(cases: list[Case], ranks: int, folder: Path, timeout: float = 280.0) -> Results:
     """One job of `ranks` over all cases; what rank 0 returned, by the case's name.
 
     Raises:
