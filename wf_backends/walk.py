@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from threading import Lock
 from typing import TypeVar
 
 from wf_backends.layout import Layout
@@ -22,6 +23,7 @@ from wf_backends.schedule import Schedule, mirrored
 from wf_backends.tiles import Tile, seen_keys, seen_rows, tiles
 
 T = TypeVar("T")
+_DERIVING = Lock()  # ranks that are threads ask together: the first derives, the others read
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +62,13 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
     return _derive(problem).plan(rank)
 
 
-@lru_cache(maxsize=64)
 def _derive(problem: Problem) -> _Derivation:
+    with _DERIVING:
+        return _derived(problem)
+
+
+@lru_cache(maxsize=64)
+def _derived(problem: Problem) -> _Derivation:
     return _Derivation(problem)
 
 

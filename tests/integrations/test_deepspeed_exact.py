@@ -62,10 +62,16 @@ def case(name: str, wallfacer: dict | None, stage: int = 0, **more: Any) -> dict
 
 
 def matrix(ranks: int) -> list[dict[str, Any]]:
-    """Every route at every stage with AdamW, and one route per stage with SGD."""
+    """Every route at every stage with AdamW, and one route per stage with SGD.
+
+    A name begins with that of its reference: what the planner chooses takes fewer steps than the
+    routes by name.
+    """
     size, routes = {"sequence_parallel_size": ranks}, ROUTES[ranks]
     adam = [
         case(f"adam_{name}_{stage}", size | route, stage, steps=STEPS)
+        if route
+        else case(f"few_{name}_{stage}", size, stage)
         for name, route in routes.items()
         for stage in STAGES
     ]

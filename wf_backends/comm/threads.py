@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from threading import Condition, Thread
+from threading import Condition, Lock, Thread
 from typing import TypeVar
 
 import torch
@@ -32,7 +32,8 @@ class World:
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.size, self.timeout = size, timeout
         self.failure: tuple[int, BaseException] | None = None
-        self._changed = Condition()
+        self._lock = Lock()
+        self._changed = [Condition(self._lock) for _ in range(size)]  # for the rank that waits
         self._mail: dict[Ticket, Tensor] = {}
         self._left: set[int] = set()
 
@@ -42,20 +43,21 @@ class World:
 
     def abort(self, rank: int, error: BaseException) -> None:
         """Say that `rank` failed: every wait, running or future, raises. The first error stays."""
-        with self._changed:
+        with self._lock:
             self.failure = self.failure or (rank, error)
-            self._changed.notify_all()
+            self._wake_all()
 
     def leave(self, rank: int) -> None:
         """Say that `rank` sends nothing more: waits for a message it never sent raise at once."""
-        with self._changed:
+        with self._lock:
             self._left.add(rank)
-            self._changed.notify_all()
+            self._wake_all()
 
     def put(self, ticket: Ticket, message: Tensor) -> None:
-        with self._changed:
+        _, receiver, _ = ticket
+        with self._lock:
             self._mail[ticket] = message
-            self._changed.notify_all()
+            self._changed[receiver].notify_all()
 
     def take(self, ticket: Ticket, label: str) -> Tensor:
         """The message with this ticket, as soon as it is there.
@@ -68,8 +70,8 @@ class World:
         def settled() -> bool:
             return ticket in self._mail or self.failure is not None or sender in self._left
 
-        with self._changed:
-            in_time = self._changed.wait_for(settled, self.timeout)
+        with self._lock:
+            in_time = self._changed[receiver].wait_for(settled, self.timeout)
             if ticket in self._mail:
                 return self._mail.pop(ticket)
             what = f"rank {receiver} waits for a message of rank {sender} in {label!r}, but "
@@ -79,6 +81,10 @@ class World:
             if not in_time:
                 raise RuntimeError(f"{what}none came within {self.timeout:g} s")
             raise RuntimeError(f"{what}rank {sender} ended without sending it")
+
+    def _wake_all(self) -> None:
+        for changed in self._changed:
+            changed.notify_all()
 
 
 class ThreadComm(Communicator):
