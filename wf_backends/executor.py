@@ -6,8 +6,7 @@ rows-first, so that a message is a contiguous slice: q (s, b, h, d), kv = [K|V] 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -19,7 +18,6 @@ from wf_backends.kernels.protocol import Kernel
 from wf_backends.mail import Combine, Tensors, add, copy
 from wf_backends.merge import merge_
 from wf_backends.passes import Accumulators, Pass, run
-from wf_backends.ranges import size
 from wf_backends.rankplan import RankPlan
 from wf_backends.tiles import Tile
 
@@ -89,10 +87,6 @@ class ForwardWork:
     def compute(
         self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
     ) -> None:
-        for part in split(self.kernel, tile, stay[0].device):
-            self._compute(part, stay, held, partial)
-
-    def _compute(self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors) -> None:
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         q, k, v = map(_batch_first, (stay[0][rows], *held[0][keys].unbind(1)))
         out, lse = self.kernel.forward(q, k, v, self.scale, tile.band)
@@ -119,12 +113,6 @@ class BackwardWork:
     def compute(
         self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
     ) -> None:
-        for part in split(self.kernel, tile, stay[0].device):
-            self._compute(part, stay, held, partial, moving)
-
-    def _compute(
-        self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
-    ) -> None:
         queries, keys = self.ordered(stay, held)
         (dq,), (dkv,) = self.ordered(partial, moving)
         at, met = slice(*tile.rows), slice(*tile.keys)
@@ -136,15 +124,6 @@ class BackwardWork:
         grads = tuple(map(_rows_first, grads))
         (copy if tile.first_on_rows else add)((dq[at],), grads[:1])
         (copy if tile.first_on_keys else add)(dkv[met].unbind(1), grads[1:])
-
-
-def split(kernel: Kernel, tile: Tile, device: torch.device) -> Iterator[Tile]:
-    """The tile in the pieces in which the kernel is best handed it."""
-    pieces = kernel.split(size([tile.rows]), size([tile.keys]), tile.band, device)
-    for at, piece in enumerate(pieces):
-        keys = tile.keys[0] + piece.keys.start, tile.keys[0] + piece.keys.stop
-        first = tile.first_on_rows and not at  # all have all rows
-        yield replace(tile, keys=keys, band=piece.band, first_on_rows=first)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
