@@ -143,13 +143,12 @@ def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
         (b, i, h, d), dout's dtype: dout's direction, scaled.
     """
     grad = dout.to(delta.dtype)
-    unit = grad.abs()
-    peak = unit.amax(-1, keepdim=True)
+    peak = grad.abs().amax(-1, keepdim=True)
     peak = peak.where(peak > 0, 1)
-    torch.div(grad, peak, out=unit)
-    norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True).square()
+    unit = grad / peak
+    norm = (unit * unit).sum(-1, keepdim=True)
     norm = norm.where(norm > 0, 1)
-    return unit.mul_(delta.transpose(1, 2).unsqueeze(-1) / peak / norm).to(dout.dtype)
+    return (unit * (delta.transpose(1, 2).unsqueeze(-1) / peak / norm)).to(dout.dtype)
 
 
 def _rows_first(x: Tensor) -> Tensor:

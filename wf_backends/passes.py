@@ -149,16 +149,16 @@ class Pass:
         mail = Mail(self.comm, f"{self.name} gather")
         for parcel in exchange.send:
             mail.send(parcel, self.shard)
-        landing = [mail.land(parcel, self.room) for parcel in exchange.receive]
+        arriving = [(parcel, mail.receive(parcel, self.shard)) for parcel in exchange.receive]
         self._post(mail)
-        return mail, landing
+        return mail, arriving
 
     def _place(self, fetched: Fetched) -> None:
-        """Wait until fetched rows are where they belong in the buffer."""
-        mail, landing = fetched
+        """Put fetched rows where they belong in the buffer, once they are there."""
+        mail, arriving = fetched
         self._wait(mail)
-        for land in landing:
-            land()
+        for parcel, values in arriving:
+            scatter(self.room, parcel.rows, values, copy)
 
     def _return(self, exchange: Exchange) -> None:
         """Send home the finished results of another owner's rows; those of one's own come back."""
@@ -183,7 +183,6 @@ class Pass:
         for parcel in before.home_out:
             mail.send(parcel, moving)
         returned = [(parcel, mail.receive(parcel, moving)) for parcel in before.home_in]
-        returned.sort(key=lambda item: item[0].peer != self.comm.rank)  # as in send_home
 
         def land(mine: Tensors) -> None:
             if onward is not None:
@@ -250,7 +249,7 @@ def _together(
     return stay, walk
 
 
-Fetched = tuple[Mail, list[Callable[[], None]]]
+Fetched = tuple[Mail, list[tuple[Parcel, Tensors]]]
 
 
 def _room(stay: Stay, shard: Tensors) -> Tensors:

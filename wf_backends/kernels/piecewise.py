@@ -5,7 +5,7 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -17,8 +17,9 @@ from wf_backends.mask import Band
 from wf_backends.merge import merge_
 
 Forward = Callable[[Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor]]
-Gradients = tuple[Tensor, Tensor, Tensor]
-Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Band], Gradients]
+Backward = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor, Tensor]
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +46,8 @@ def piecewise_forward(
         return next(parts)[1]
     b, i, h, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
-    if pieces[0].rows == slice(0, i):  # nothing to start from but the first piece
-        out, lse = (x.to(dtype) for x in next(parts)[1])
-        lse = lse.transpose(1, 2)
-    else:
-        out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-        lse = torch.full((b, i, h), -inf, dtype=dtype, device=q.device)
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    lse = torch.full((b, i, h), -inf, dtype=dtype, device=q.device)
     for rows, (part, part_lse) in parts:
         merge_(out[:, rows], lse[:, rows], part, part_lse.transpose(1, 2))
     return out, lse.transpose(1, 2)
@@ -82,35 +79,9 @@ def piecewise_backward(
     if len(pieces) == 1:
         return next(parts)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    if pieces[0].rows == slice(0, q.shape[1]) and _in_turn(pieces, k.shape[1]):
-        return _side_by_side(pieces, parts, k, dtype)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for piece, (part_dq, part_dk, part_dv) in zip(pieces, parts, strict=True):
         dq[:, piece.rows] += part_dq
         dk[:, piece.keys] += part_dk
         dv[:, piece.keys] += part_dv
-    return dq, dk, dv
-
-
-def _in_turn(pieces: Sequence[Piece], num_keys: int) -> bool:
-    """Whether every key is in one piece and no more."""
-    keys = sorted((piece.keys.start, piece.keys.stop) for piece in pieces)
-    edges = [0, *(edge for pair in keys for edge in pair), num_keys]
-    return all(stop == start for stop, start in zip(edges[::2], edges[1::2], strict=True))
-
-
-def _side_by_side(
-    pieces: Sequence[Piece], parts: Iterator[Gradients], k: Tensor, dtype: torch.dtype
-) -> Gradients:
-    """The sum of pieces that have every key once; the first of them has all rows."""
-    dk, dv = (torch.empty(k.shape, dtype=dtype, device=k.device) for _ in range(2))
-    dq: Tensor | None = None
-    for piece, (part_dq, part_dk, part_dv) in zip(pieces, parts, strict=True):
-        if dq is None:
-            dq = part_dq.to(dtype)
-        else:
-            dq[:, piece.rows] += part_dq
-        dk[:, piece.keys] = part_dk
-        dv[:, piece.keys] = part_dv
-    assert dq is not None
     return dq, dk, dv
