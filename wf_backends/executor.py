@@ -6,7 +6,8 @@ rows-first, so that a message is a contiguous slice: q (s, b, h, d), kv = [K|V] 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -18,6 +19,7 @@ from wf_backends.kernels.protocol import Kernel
 from wf_backends.mail import Combine, Tensors, add, copy
 from wf_backends.merge import merge_
 from wf_backends.passes import Accumulators, Pass, run
+from wf_backends.ranges import size
 from wf_backends.rankplan import RankPlan
 from wf_backends.tiles import Tile
 
@@ -87,6 +89,10 @@ class ForwardWork:
     def compute(
         self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
     ) -> None:
+        for part in split(self.kernel, tile, stay[0].device):
+            self._compute(part, stay, held, partial)
+
+    def _compute(self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors) -> None:
         rows, keys = slice(*tile.rows), slice(*tile.keys)
         q, k, v = map(_batch_first, (stay[0][rows], *held[0][keys].unbind(1)))
         out, lse = self.kernel.forward(q, k, v, self.scale, tile.band)
@@ -113,6 +119,12 @@ class BackwardWork:
     def compute(
         self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
     ) -> None:
+        for part in split(self.kernel, tile, stay[0].device):
+            self._compute(part, stay, held, partial, moving)
+
+    def _compute(
+        self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
+    ) -> None:
         queries, keys = self.ordered(stay, held)
         (dq,), (dkv,) = self.ordered(partial, moving)
         at, met = slice(*tile.rows), slice(*tile.keys)
@@ -124,6 +136,15 @@ class BackwardWork:
         grads = tuple(map(_rows_first, grads))
         (copy if tile.first_on_rows else add)((dq[at],), grads[:1])
         (copy if tile.first_on_keys else add)(dkv[met].unbind(1), grads[1:])
+
+
+def split(kernel: Kernel, tile: Tile, device: torch.device) -> Iterator[Tile]:
+    """The tile in the pieces in which the kernel is best handed it."""
+    pieces = kernel.split(size([tile.rows]), size([tile.keys]), tile.band, device)
+    for at, piece in enumerate(pieces):
+        keys = tile.keys[0] + piece.keys.start, tile.keys[0] + piece.keys.stop
+        first = tile.first_on_rows and not at  # all have all rows
+        yield replace(tile, keys=keys, band=piece.band, first_on_rows=first)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -143,12 +164,13 @@ def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
         (b, i, h, d), dout's dtype: dout's direction, scaled.
     """
     grad = dout.to(delta.dtype)
-    peak = grad.abs().amax(-1, keepdim=True)
+    unit = grad.abs()
+    peak = unit.amax(-1, keepdim=True)
     peak = peak.where(peak > 0, 1)
-    unit = grad / peak
-    norm = (unit * unit).sum(-1, keepdim=True)
+    torch.div(grad, peak, out=unit)
+    norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True).square()
     norm = norm.where(norm > 0, 1)
-    return (unit * (delta.transpose(1, 2).unsqueeze(-1) / peak / norm)).to(dout.dtype)
+    return unit.mul_(delta.transpose(1, 2).unsqueeze(-1) / peak / norm).to(dout.dtype)
 
 
 def _rows_first(x: Tensor) -> Tensor:

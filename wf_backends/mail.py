@@ -44,6 +44,15 @@ class Mail:
         else:
             self._sends += [(parcel.peer, tensor) for tensor in packed]
 
+    def land(self, parcel: Parcel, buffers: Tensors) -> Callable[[], None]:
+        """Receive into the parcel's rows of the buffers; call the result after the wait."""
+        if parcel.peer != self.comm.rank and len(parcel.rows) == 1:
+            ((start, stop),) = parcel.rows
+            self._recvs += [(parcel.peer, buffer[start:stop]) for buffer in buffers]
+            return lambda: None
+        arriving = self.receive(parcel, buffers)
+        return lambda: scatter(buffers, parcel.rows, arriving, copy)
+
     def receive(self, parcel: Parcel | None, like: Tensors) -> Tensors:
         """Tensors that hold the parcel's rows once the mail was waited for."""
         if parcel is None:
@@ -154,14 +163,15 @@ def bring_together(mail: Mail, gather: Gather, shard: Tensors) -> Callable[[], T
     """Register a gather's messages; the result gives the filled buffers after the wait."""
     for parcel in gather.give:
         mail.send(parcel, shard)
-    arriving = [(parcel, mail.receive(parcel, shard)) for parcel in gather.take]
+    if len(gather.take) == 1:
+        whole = mail.receive(gather.take[0], shard)
+        return lambda: whole
+    buffers = tuple(t.new_empty((gather.num_rows, *t.shape[1:])) for t in shard)
+    landing = [mail.land(parcel, buffers) for parcel in gather.take]
 
     def finish() -> Tensors:
-        if len(arriving) == 1:
-            return arriving[0][1]
-        buffers = tuple(t.new_empty((gather.num_rows, *t.shape[1:])) for t in shard)
-        for parcel, values in arriving:
-            scatter(buffers, parcel.rows, values, copy)
+        for land in landing:
+            land()
         return buffers
 
     return finish

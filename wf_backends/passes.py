@@ -149,16 +149,16 @@ class Pass:
         mail = Mail(self.comm, f"{self.name} gather")
         for parcel in exchange.send:
             mail.send(parcel, self.shard)
-        arriving = [(parcel, mail.receive(parcel, self.shard)) for parcel in exchange.receive]
+        landing = [mail.land(parcel, self.room) for parcel in exchange.receive]
         self._post(mail)
-        return mail, arriving
+        return mail, landing
 
     def _place(self, fetched: Fetched) -> None:
-        """Put fetched rows where they belong in the buffer, once they are there."""
-        mail, arriving = fetched
+        """Wait until fetched rows are where they belong in the buffer."""
+        mail, landing = fetched
         self._wait(mail)
-        for parcel, values in arriving:
-            scatter(self.room, parcel.rows, values, copy)
+        for land in landing:
+            land()
 
     def _return(self, exchange: Exchange) -> None:
         """Send home the finished results of another owner's rows; those of one's own come back."""
@@ -183,6 +183,7 @@ class Pass:
         for parcel in before.home_out:
             mail.send(parcel, moving)
         returned = [(parcel, mail.receive(parcel, moving)) for parcel in before.home_in]
+        returned.sort(key=lambda item: item[0].peer != self.comm.rank)  # as in send_home
 
         def land(mine: Tensors) -> None:
             if onward is not None:
@@ -249,7 +250,7 @@ def _together(
     return stay, walk
 
 
-Fetched = tuple[Mail, list[tuple[Parcel, Tensors]]]
+Fetched = tuple[Mail, list[Callable[[], None]]]
 
 
 def _room(stay: Stay, shard: Tensors) -> Tensors:

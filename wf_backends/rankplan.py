@@ -7,8 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from wf_backends.ranges import Ranges, size
+from wf_backends.ranges import Ranges, locate, size
 from wf_backends.tiles import Tile
+
+LONG = 256
+"""Rows from which a range of positions is a message of its own: then it is neither packed before
+it is sent nor unpacked where it lands. Shorter ones share one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,16 @@ class Parcel:
 
 
 Parcels = tuple[Parcel, ...]
+
+
+def parcels(peer: int, rows: Ranges, held: Ranges) -> Parcels:
+    """What carries the positions `rows` between this rank's buffer of `held` and the peer's.
+
+    Both ends cut alike: a range of positions is one slice of either buffer.
+    """
+    if len(rows) > 1 and min(stop - start for start, stop in rows) >= LONG:
+        return tuple(Parcel(peer, locate((piece,), held)) for piece in rows)
+    return (Parcel(peer, locate(rows, held)),) if rows else ()
 
 
 @dataclass(frozen=True, slots=True)

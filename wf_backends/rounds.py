@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 
 from wf_backends.layout import Layout
 from wf_backends.ranges import Ranges, intersect, join, locate, size, subtract
-from wf_backends.rankplan import Exchange, Parcel, Parcels, Stay
+from wf_backends.rankplan import Exchange, Parcels, Stay, parcels
 
 MOST = 3
 """Rounds of one step beside that of a rank's own rows: more owners share rounds, so that kernels
@@ -154,9 +154,11 @@ class Sharing:
     def _given(self, rank: int, takers: Sequence[int]) -> Parcels:
         """This rank's own rows that others hold, in its own shard."""
         home = self.home[rank]
-        return tuple(Parcel(to, locate(intersect(self.rows[to], home), home)) for to in takers)
+        found = (parcels(to, intersect(self.rows[to], home), home) for to in takers)
+        return tuple(parcel for several in found for parcel in several)
 
     def _held(self, rank: int, owners: Sequence[int]) -> Parcels:
         """The rows of other owners, in this rank's buffer."""
         rows = self.rows[rank]
-        return tuple(Parcel(of, locate(intersect(rows, self.home[of]), rows)) for of in owners)
+        found = (parcels(of, intersect(rows, self.home[of]), rows) for of in owners)
+        return tuple(parcel for several in found for parcel in several)

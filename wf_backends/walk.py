@@ -17,7 +17,7 @@ from typing import TypeVar
 from wf_backends.layout import Layout
 from wf_backends.mask import Mask
 from wf_backends.ranges import Range, Ranges, globalize, intersect, join, locate, size, subtract
-from wf_backends.rankplan import Gather, Parcel, Parcels, RankPlan, Round, Step
+from wf_backends.rankplan import Gather, Parcel, Parcels, RankPlan, Round, Step, parcels
 from wf_backends.rounds import Sharing
 from wf_backends.schedule import Schedule, mirrored
 from wf_backends.tiles import Tile, seen_keys, seen_rows, tiles
@@ -178,8 +178,8 @@ class _Derivation:
         return Gather(
             shard_rows=size(home[rank]),
             num_rows=size(rows[rank]),
-            give=_parcels(give, home[rank]),
-            take=_parcels(take, rows[rank]),
+            give=_parcels(rank, give, home[rank]),
+            take=_parcels(rank, take, rows[rank]),
         )
 
     def _rounds(
@@ -231,8 +231,8 @@ class _Derivation:
             pass_in=_parcel(self.paths[comes][step] if comes is not None else None, coming, coming),
             partial_in=_parcel(came, past, held),
             partial_out=_parcel(after, self.moved[origin][step], held),
-            home_out=_parcels(self._leaving(origin, step), held),
-            home_in=_parcels(self._returning(step, rank), self.walk_home[rank]),
+            home_out=_parcels(rank, self._leaving(origin, step), held),
+            home_in=_parcels(rank, self._returning(step, rank), self.walk_home[rank]),
         )
 
     def _leaving(self, origin: int, step: int) -> Iterator[tuple[int, Ranges]]:
@@ -282,6 +282,10 @@ def _parcel(peer: int | None, rows: Ranges, held: Ranges) -> Parcel | None:
     return None if peer is None or not rows else Parcel(peer, locate(rows, held))
 
 
-def _parcels(found: Iterator[tuple[int, Ranges]], held: Ranges) -> Parcels:
-    parcels = (_parcel(peer, rows, held) for peer, rows in found)
-    return tuple(parcel for parcel in parcels if parcel)
+def _parcels(rank: int, found: Iterator[tuple[int, Ranges]], held: Ranges) -> Parcels:
+    """All parcels of a rank; what it keeps is one."""
+    several = (
+        (_parcel(peer, rows, held),) if peer == rank else parcels(peer, rows, held)
+        for peer, rows in found
+    )
+    return tuple(parcel for ones in several for parcel in ones if parcel)

@@ -17,6 +17,7 @@ from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.layout import LAYOUTS, contiguous, make_layout, zigzag
 from wf_backends.mask import CAUSAL, FULL, Band, Mask
 from wf_backends.ranges import join
+from wf_backends.rankplan import LONG
 from wf_backends.schedule import concentric, mesh, ring
 
 SEQLEN = 37  # divides by nothing
@@ -48,6 +49,17 @@ def test_keys_or_queries_walk_on_zigzag(schedule, mask):
     assert_exact(case)
     if schedule.num_ranks in (4, 8):
         assert_exact(replace(case, queries_walk=not walks))
+
+
+@pytest.mark.parametrize("name", ("all_gather", "concentric/2", "mesh/2x2", "ring"))
+@pytest.mark.parametrize("queries_walk", (False, True))
+def test_long_ranges_are_messages_of_their_own(name, queries_walk):
+    """What is sent as it lies and received where it belongs, beside what is packed."""
+    long = zigzag(4, 8 * LONG)
+    route = schedules(4)[name]
+    case = Case(route, route, long, MASKS["causal"], queries_walk, heads=1, kv_heads=1)
+    assert_exact(case)
+    assert_exact(replace(case, two_way=True) if "ring" in name else replace(case, keep=True))
 
 
 GATHERING = [

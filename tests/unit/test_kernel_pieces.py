@@ -12,8 +12,10 @@ from wf_backends.kernels.pieces import (
     Piece,
     cut_causal,
     cut_window,
+    effective,
     flash_window,
     is_reversed,
+    split_keys,
 )
 from wf_backends.mask import CAUSAL, FULL, Band
 
@@ -48,6 +50,21 @@ def check_cut(pieces: tuple[Piece, ...], rows: int, keys: int, band: Band) -> No
     assert set(covered) == seen(rows, keys, band)
     for piece in pieces:
         assert {i for i, _ in seen_by_piece(piece)} == set(range(piece.rows.start, piece.rows.stop))
+
+
+def test_pieces_to_hand_over_have_all_rows_and_every_key_once():
+    for rows, keys, band in small_tiles():
+        pieces = split_keys(rows, keys, band, most=2)
+        check_cut(pieces, rows, keys, band)
+        assert all(piece.rows == slice(0, rows) for piece in pieces)
+        held = sorted(key for piece in pieces for key in range(keys)[piece.keys])
+        assert held == list(range(keys))
+        one_sided = inf in (effective(rows, keys, band).left, effective(rows, keys, band).right)
+        for piece in pieces:
+            part = rows, piece.keys.stop - piece.keys.start, piece.band
+            assert part[1] <= 2 or piece.band != FULL
+            if one_sided:  # the kernel takes it as it is
+                assert len(cut_causal(*part)) == 1
 
 
 def flash_2_sees(rows: int, keys: int, window: tuple[int, int]) -> Seen:

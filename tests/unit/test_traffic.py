@@ -9,6 +9,7 @@ import pytest
 from tests.cases import schedules
 from wf_backends.layout import contiguous, make_layout, zigzag
 from wf_backends.mask import CAUSAL, FULL, Band, Mask
+from wf_backends.rankplan import LONG
 from wf_backends.schedule import concentric, double_ring, mesh, mirrored, ring
 from wf_backends.traffic import Shape, backward_row_bytes, bytes_sent, forward_row_bytes, total
 from wf_backends.walk import Problem, plan_rank, turning_well
@@ -95,12 +96,15 @@ def test_documents_never_leave_the_ranks_that_hold_them():
 
 @pytest.mark.parametrize("n", (2, 4, 6, 8, 9))
 @pytest.mark.parametrize("queries_walk", (False, True))
+@pytest.mark.parametrize("length", (36, 36 * LONG))  # in which ranges are messages of their own
 @pytest.mark.parametrize(
     "mask", (Mask(FULL), Mask(CAUSAL), Mask(Band(5, 2)), Mask(CAUSAL, (0, 7, 36)))
 )
-def test_every_send_has_its_receive(n, queries_walk, mask):
+def test_every_send_has_its_receive(n, queries_walk, mask, length):
     """Message by message: what a rank sends a peer is what the peer waits for, in that order."""
-    layout = zigzag(n, 36)
+    layout = zigzag(n, length)
+    borders = mask.cu_seqlens and tuple(border * length // 36 for border in mask.cu_seqlens)
+    mask = replace(mask, cu_seqlens=borders)
     for schedule in schedules(n).values():
         plans = [
             plan_rank(Problem(schedule, layout, layout, mask, queries_walk), r) for r in range(n)

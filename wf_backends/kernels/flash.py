@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.pieces import cut_window, flash_window
+from wf_backends.kernels.pieces import Piece, cut_window, flash_window, whole
 from wf_backends.kernels.piecewise import piecewise_backward, piecewise_forward
 from wf_backends.kernels.protocol import KernelSpec
 from wf_backends.mask import Band
@@ -138,6 +138,10 @@ class FlashKernel:
     def runs(self, spec: KernelSpec) -> str:
         """See Kernel.runs."""
         return "flash-attn 3" if _has_flash_3() else "flash-attn 2"
+
+    def split(self, rows: int, keys: int, band: Band, device: torch.device) -> tuple[Piece, ...]:
+        """Uncut; see Kernel.split."""
+        return whole(rows, keys, band)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
 from wf_backends.mask import CAUSAL, FULL, Band
@@ -15,6 +16,10 @@ from wf_backends.mask import CAUSAL, FULL, Band
 BLOCK_ROWS = 192
 """Rows of a masked block. Longer ones compute more scores that the window hides; shorter ones make
 torch's CPU kernel fall back to blocks of 32 rows. Measured in docs/kernels.md."""
+
+MOST_KEYS = 2048
+"""Keys of a full piece for torch's CPU kernel. Its gradients of keys and values are new memory in
+every call: with more keys malloc gives that back, and each call pays for page faults again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,26 @@ def cut_causal(rows: int, keys: int, band: Band) -> tuple[Piece, ...]:
         diagonal = rows - int(band.left)  # keys from here on are seen by every row
         return tuple(_full_and_rest(rows, keys, slice(diagonal, keys), Band(left=band.left)))
     return whole(rows, keys, FULL)
+
+
+def split_keys(rows: int, keys: int, band: Band, most: int = MOST_KEYS) -> tuple[Piece, ...]:
+    """A trimmed tile as pieces that each have all rows, and every key once; see Kernel.split.
+
+    Those of `cut_causal`, the full ones with at most `most` keys; a two-sided window uncut.
+    """
+    shown = effective(rows, keys, band)
+    if shown.left < inf and shown.right < inf:
+        return whole(rows, keys, band)
+    return tuple(part for piece in cut_causal(rows, keys, band) for part in _shorter(piece, most))
+
+
+def _shorter(piece: Piece, most: int) -> Iterator[Piece]:
+    """A full piece in several that are about as long as one another; any other as it is."""
+    start, stop = piece.keys.start, piece.keys.stop
+    count = -(-(stop - start) // most) if piece.band == FULL else 1
+    edges = [start + (stop - start) * at // count for at in range(count + 1)]
+    for first, upto in pairwise(edges):
+        yield Piece(piece.rows, slice(first, upto), piece.band)
 
 
 def is_reversed(band: Band) -> bool:

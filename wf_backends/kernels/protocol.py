@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from wf_backends.kernels.pieces import Piece
 from wf_backends.mask import Band
 
 
@@ -41,6 +42,14 @@ class Kernel(Protocol):
 
     def runs(self, spec: KernelSpec) -> str:
         """What computes the tiles of a `spec` that is not refused, in words for the user."""
+        ...
+
+    def split(self, rows: int, keys: int, band: Band, device: torch.device) -> tuple[Piece, ...]:
+        """The pieces in which a tile of so many rows and keys is best handed over, one by one.
+
+        Each has all rows of the tile, and every key is in one of them: their results go straight
+        to where they are summed.
+        """
         ...
 
     def forward(

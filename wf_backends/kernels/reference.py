@@ -13,6 +13,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from wf_backends.kernels.pieces import Piece, whole
 from wf_backends.kernels.protocol import KernelSpec
 from wf_backends.mask import Band
 
@@ -42,6 +43,10 @@ class ReferenceKernel:
     def runs(self, spec: KernelSpec) -> str:
         """See Kernel.runs."""
         return "einsums that hold all scores of a tile"
+
+    def split(self, rows: int, keys: int, band: Band, device: torch.device) -> tuple[Piece, ...]:
+        """Uncut; see Kernel.split."""
+        return whole(rows, keys, band)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band

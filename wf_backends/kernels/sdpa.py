@@ -13,7 +13,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.pieces import cut_causal
+from wf_backends.kernels.pieces import Piece, cut_causal, split_keys, whole
 from wf_backends.kernels.piecewise import Operators, piecewise_backward, piecewise_forward
 from wf_backends.kernels.protocol import KernelSpec
 from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, Question, choose, machine, question
@@ -64,6 +64,10 @@ class SdpaKernel:
             return f"torch's flash operators for {spec.device}"
         best = Question(machine(), spec.dtype, spec.head_dim, CUDNN_MULTIPLE, CUDNN_MULTIPLE, FULL)
         return f"torch's operators for full tiles: {choose(best).reason}"
+
+    def split(self, rows: int, keys: int, band: Band, device: torch.device) -> tuple[Piece, ...]:
+        """Uncut on CUDA; see Kernel.split."""
+        return (split_keys if device.type == "cpu" else whole)(rows, keys, band)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
