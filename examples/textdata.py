@@ -14,13 +14,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
 BEGIN = 256  # starts a document; 0-255 are the bytes themselves
 VOCABULARY = 264  # 257 tokens, rounded up to a multiple of 8
 HELD_OUT_EVERY = 20  # every 20th file is never trained on
+SHUFFLED = 2**18  # tokens whose sequences are shuffled together, so that steps are alike
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,7 @@ def read_forever(files: Sequence[Path], seed: int) -> Iterator[list[int]]:
         ValueError: if all files are empty.
     """
     for epoch in count():
-        order = list(files)
-        random.Random(seed * 1_000_003 + epoch).shuffle(order)
+        order = _shuffled(files, seed, epoch)
         empty = True
         for path in order:
             if content := path.read_bytes():
@@ -98,6 +100,24 @@ def pack(documents: Iterator[list[int]], seq_len: int) -> Iterator[PackedSequenc
                 tokens, borders = [], [0]
 
 
+def mix(packed: Iterator[PackedSequence], among: int, seed: int) -> Iterator[PackedSequence]:
+    """The same sequences, every `among` of them in a new order.
+
+    A long file fills many sequences: one after the other they would be many steps on nothing else.
+    """
+    for number in count():
+        if not (drawn := list(islice(packed, among))):
+            return
+        yield from _shuffled(drawn, seed, number)
+
+
+def _shuffled(items: Sequence[T], seed: int, number: int) -> list[T]:
+    """A new list in an order that follows from the two numbers."""
+    order = list(items)
+    random.Random(seed * 1_000_003 + number).shuffle(order)
+    return order
+
+
 def sequences(
     files: Sequence[Path], seq_len: int, seed: int, skip: int = 0, part: int = 0, parts: int = 1
 ) -> Iterator[PackedSequence]:
@@ -107,4 +127,6 @@ def sequences(
         skip: sequences that were trained on before (all parts together).
         part, parts: this data-parallel rank and how many there are.
     """
-    return islice(pack(read_forever(files, seed), seq_len), skip + part, None, parts)
+    packed = pack(read_forever(files, seed), seq_len)
+    mixed = mix(packed, max(1, SHUFFLED // seq_len), seed)
+    return islice(mixed, skip + part, None, parts)

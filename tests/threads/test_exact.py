@@ -62,6 +62,16 @@ def test_long_ranges_are_messages_of_their_own(name, queries_walk):
     assert_exact(replace(case, two_way=True) if "ring" in name else replace(case, keep=True))
 
 
+@pytest.mark.parametrize("name", ("all_gather", "concentric/2", "mesh/2x2", "ring"))
+def test_long_documents_on_the_kernel_of_cpus(name):
+    """Tiles that are handed to a kernel in pieces, between ranges that are messages of their own."""
+    tokens, route = 10 * LONG, schedules(4)[name]
+    mask = Mask(CAUSAL, (0, 700, 760, tokens))
+    case = Case(route, route, zigzag(4, tokens), mask, heads=1, kv_heads=1, kernel=SdpaKernel())
+    assert_exact(case)
+    assert_exact(replace(case, queries_walk=True, mask=Mask(CAUSAL)))
+
+
 GATHERING = [
     pytest.param(schedule, mask, id=f"{name}({n})-{mask_name}")
     for n in (2, 4, 6, 8)

@@ -40,6 +40,15 @@ def test_packing_reads_no_further_than_it_must() -> None:
     assert next(textdata.pack(documents(), 4)).borders == (0, 4)
 
 
+def test_mixing_keeps_every_sequence_and_parts_those_of_a_long_file() -> None:
+    packed = list(textdata.pack(iter([list(range(400)), *([i] * 4 for i in range(400, 500))]), 4))
+    mixed = list(textdata.mix(iter(packed), 150, seed=0))
+    assert mixed != packed
+    assert sorted(s.tokens for s in mixed[:150]) == sorted(s.tokens for s in packed[:150])
+    assert sorted(s.tokens for s in mixed[150:]) == sorted(s.tokens for s in packed[150:])
+    assert any(s.tokens[0] >= 400 for s in mixed[:20]), "the long file still comes first"
+
+
 def test_a_batch_is_what_shard_batch_takes() -> None:
     batch = textdata.PackedSequence([1, 2, 3], (0, 1, 3)).batch()
     assert batch["input_ids"].tolist() == batch["labels"].tolist() == [[1, 2, 3]]
