@@ -35,16 +35,17 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of several workers, one has all jobs of several ranks, whose forks and results are shared.
+    """Of several workers, one has all jobs of an integration, and one all others of processes.
 
-    Two such jobs at a time would take the cores from each other.
+    Those of a kind share forks and results; two of one kind at a time would take the cores from
+    each other.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            jobs = Path(nodeid.split("::")[0]).parts[-2] in ("integrations", "processes")
-            return "jobs" if jobs else nodeid
+            kind = Path(nodeid.split("::")[0]).parts[-2]
+            return kind if kind in ("integrations", "processes") else nodeid
 
     return Scheduling(config, log)
 
