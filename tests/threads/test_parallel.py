@@ -55,16 +55,32 @@ def tensors(heads, kv_heads, dtype=torch.float64, seqlen=SEQLEN):
     return [torch.randn(s, generator=random, dtype=torch.float64).to(dtype) for s in shapes]
 
 
-def attend(comm, words, heads, kv_heads, mask):
-    """Errors of the output and of the gradients of whole tensors, through shard and unshard."""
-    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+def gradients(out, dout, q, k, v):
+    """The output and the gradients of q, k and v."""
+    return [out, *torch.autograd.grad((out * dout).sum(), (q, k, v))]
+
+
+def attend(comm, words, heads, kv_heads, mask, wanted, topology=None):
+    """Worst error of what `gradients` gives of whole tensors, through shard and unshard; and what
+    was sent: "ulysses", "gather", "step", "home"."""
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm, topology)
     q, k, v, dout = tensors(heads, kv_heads)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = sp.unshard(sp.attention(sp.shard(q), sp.shard(k), sp.shard(v), **mask))
-    right = dense_attention(q, k, v, make_mask(**mask), 8**-0.5)
-    found = [out, *torch.autograd.grad((out * dout).sum(), (q, k, v))]
-    wanted = [right, *torch.autograd.grad((right * dout).sum(), (q, k, v))]
-    return max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+    found = gradients(out, dout, q, k, v)
+    worst = max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
+    return worst, frozenset(label.split()[1] for label in sp.report() if "shard" not in label)
+
+
+def run_attend(words, heads, kv_heads, mask, topology=None):
+    """(worst error of any rank, what each sent), beside dense attention."""
+    q, k, v, dout = tensors(heads, kv_heads)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    wanted = gradients(dense_attention(q, k, v, make_mask(**mask), 8**-0.5), dout, q, k, v)
+    wanted = [x.detach() for x in wanted]
+    size = words["sequence_parallel_size"]
+    results = run_threads(size, attend, words, heads, kv_heads, mask, wanted, topology)
+    return max(error for error, _ in results), [labels for _, labels in results]
 
 
 @pytest.mark.parametrize("degree", (1, 2, 4))
@@ -81,8 +97,7 @@ def test_ulysses_around_any_route(degree, route_size, mask):
                 "layout": layout,
                 "kernel": "reference",
             }
-            errors = run_threads(degree * route_size, attend, words, 8, kv_heads, MASKS[mask])
-            assert max(errors) < 1e-10, words
+            assert run_attend(words, 8, kv_heads, MASKS[mask])[0] < 1e-10, words
 
 
 @pytest.mark.parametrize("moves", ("keys", "queries"))
@@ -93,7 +108,7 @@ def test_backward_route_and_direction(moves):
         "backward_route": {"name": "mesh", "rows": 4, "cols": 2},
         "backward_moves": moves,
     }
-    assert max(run_threads(8, attend, words, 4, 2, {"causal": True})) < 1e-10
+    assert run_attend(words, 4, 2, {"causal": True})[0] < 1e-10
 
 
 MOVES = ("keys", "queries") * 3
@@ -115,7 +130,7 @@ def test_placed_routes_are_exact(size, mask):
     for route, other, moves in zip(fits, fits[1:] + fits[:1], MOVES[: len(fits)], strict=True):
         words = {"sequence_parallel_size": size, "route": route, "backward_route": other}
         words |= {"backward_moves": moves, "kernel": "reference"}
-        assert max(run_threads(size, attend, words, 4, 2, MASKS[mask])) < 1e-10, words
+        assert run_attend(words, 4, 2, MASKS[mask])[0] < 1e-10, words
 
 
 def peers_of(comm, words):
@@ -141,19 +156,6 @@ def test_a_placement_sends_where_it_says():
     assert run_threads(4, peers_of, words) == [{1}, {2}, {3}, {0}]
 
 
-def attend_on(comm, words, topology, heads, kv_heads, mask):
-    """As `attend`, on a topology; and what was sent: "ulysses", "gather", "step", "home"."""
-    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm, topology)
-    q, k, v, dout = tensors(heads, kv_heads)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = sp.unshard(sp.attention(sp.shard(q), sp.shard(k), sp.shard(v), **mask))
-    right = dense_attention(q, k, v, make_mask(**mask), 8**-0.5)
-    found = [out, *torch.autograd.grad((out * dout).sum(), (q, k, v))]
-    wanted = [right, *torch.autograd.grad((right * dout).sum(), (q, k, v))]
-    worst = max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
-    return worst, frozenset(label.split()[1] for label in sp.report() if "shard" not in label)
-
-
 @pytest.mark.parametrize("size", (4, 8))
 @pytest.mark.parametrize("mask", range(len(MASKS)))
 def test_a_size_alone_is_exact_whatever_is_chosen(size, mask):
@@ -163,37 +165,34 @@ def test_a_size_alone_is_exact_whatever_is_chosen(size, mask):
         for gbit in (0.01, 100):
             words = {"sequence_parallel_size": size, "kernel": "reference"}
             topology = from_dict(bytes_count(gbit)).with_ranks(size)
-            args = words, topology, heads, kv_heads, MASKS[mask]
-            results = run_threads(size, attend_on, *args)
-            assert max(error for error, _ in results) < 1e-10, (heads, kv_heads, gbit)
-            seen.add(frozenset.union(*(labels for _, labels in results)))
+            error, labels = run_attend(words, heads, kv_heads, MASKS[mask], topology)
+            assert error < 1e-10, (heads, kv_heads, gbit)
+            seen.add(frozenset.union(*labels))
     around, alone = ([s for s in seen if ("ulysses" in s) == traded] for traded in (True, False))
     assert alone and (around or "window_size" in MASKS[mask]), seen
 
 
 def test_shards_may_go_two_ways():
     words = {"sequence_parallel_size": 4, "route": {"name": "ring", "two_way": True}}
-    args = words, from_dict(bytes_count(0.01)).with_ranks(4), 4, 2, {"causal": True}
-    results = run_threads(4, attend_on, *args)
-    assert max(error for error, _ in results) < 1e-10
+    topology = from_dict(bytes_count(0.01)).with_ranks(4)
+    assert run_attend(words, 4, 2, {"causal": True}, topology)[0] < 1e-10
 
 
 @pytest.mark.parametrize("route", ({"name": "mesh", "rows": 4, "cols": 2}, "auto"))
 @pytest.mark.parametrize("keep", (True, "auto"))
 def test_what_was_gathered_may_be_kept(route, keep):
     words = {"sequence_parallel_size": 8, "route": route, "keep_gathered": keep}
-    args = words, from_dict(bytes_count(0.01)).with_ranks(8), 8, 4, {"window_size": (20, 0)}
-    results = run_threads(8, attend_on, *args)
-    assert max(error for error, _ in results) < 1e-10
+    topology = from_dict(bytes_count(0.01)).with_ranks(8)
+    assert run_attend(words, 8, 4, {"window_size": (20, 0)}, topology)[0] < 1e-10
 
 
 def test_an_auto_degree_around_a_named_route():
     route = {"name": "concentric", "team_size": 2}
     words = {"sequence_parallel_size": 8, "route": route, "ulysses_degree": "auto"}
-    args = words, from_dict(bytes_count(0.01)).with_ranks(8), 8, 4, {"causal": True}
-    results = run_threads(8, attend_on, *args)
-    assert max(error for error, _ in results) < 1e-10
-    assert all("ulysses" in labels for _, labels in results)
+    topology = from_dict(bytes_count(0.01)).with_ranks(8)
+    error, labels = run_attend(words, 8, 4, {"causal": True}, topology)
+    assert error < 1e-10
+    assert all("ulysses" in one for one in labels)
 
 
 def attend_across(comm):
@@ -204,8 +203,8 @@ def attend_across(comm):
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     out = sp.unshard(sp.attention(sp.shard(q), sp.shard(k), sp.shard(v)))
     right = dense_attention(q, k, v, make_mask(), 8**-0.5)
-    found = [out, *torch.autograd.grad((out * out).sum(), (q, k, v))]
-    wanted = [right, *torch.autograd.grad((right * right).sum(), (q, k, v))]
+    found = gradients(out, out, q, k, v)
+    wanted = gradients(right, right, q, k, v)
     assert any("ulysses" in label for label in sp.report())
     return max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
 
@@ -224,7 +223,7 @@ def test_cross_attention_with_a_chosen_degree_is_exact():
 def test_heads_that_do_not_divide_are_refused_with_both_numbers(degree, heads, kv_heads, says):
     words = {"sequence_parallel_size": degree, "ulysses_degree": degree, "route": "ring"}
     with pytest.raises(ValueError, match=says):
-        run_threads(degree, attend, words, heads, kv_heads, {})
+        run_attend(words, heads, kv_heads, {})
 
 
 def bytes_on_auto(comm, topology):
@@ -354,8 +353,8 @@ def attend_documents(comm, degree):
     local = sp.attention(*mine, causal=True, cu_seqlens=borders)
     out = sp.unshard(local, cu_seqlens=borders)
     right = dense_attention(q, k, v, make_mask(causal=True, cu_seqlens=borders), 8**-0.5)
-    found = [out, *torch.autograd.grad((out * dout).sum(), (q, k, v))]
-    wanted = [right, *torch.autograd.grad((right * dout).sum(), (q, k, v))]
+    found = gradients(out, dout, q, k, v)
+    wanted = gradients(right, dout, q, k, v)
     ids = torch.arange(SEQLEN)[None]
     batch = sp.shard_batch({"input_ids": ids, "labels": ids, "cu_seqlens": borders})
     mine = sp.positions(SEQLEN, cu_seqlens=borders)
