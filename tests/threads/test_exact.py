@@ -64,7 +64,7 @@ def test_long_ranges_are_messages_of_their_own(name, queries_walk):
 
 @pytest.mark.parametrize("name", ("all_gather", "concentric/2", "mesh/2x2", "ring"))
 def test_long_documents_on_the_kernel_of_cpus(name):
-    """Tiles that are handed to a kernel in pieces, between ranges that are messages of their own."""
+    """Tiles handed to a kernel in pieces, between ranges that are messages of their own."""
     tokens, route = 10 * LONG, schedules(4)[name]
     mask = Mask(CAUSAL, (0, 700, 760, tokens))
     case = Case(route, route, zigzag(4, tokens), mask, heads=1, kv_heads=1, kernel=SdpaKernel())
