@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -33,24 +35,36 @@ def pytest_configure() -> None:
     settings.load_profile("wallfacer")
 
 
+def _is_job(nodeid: str) -> bool:
+    """Whether it is a test of several processes, or shares a folder with such tests."""
+    return Path(nodeid.split("::")[0]).parts[-2] in ("integrations", "processes")
+
+
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of several workers, one has all jobs of an integration, and one all others of processes.
+    """Of several workers, one has all jobs of several ranks, whose forks and results are shared.
 
-    Those of a kind share forks and results; two of one kind at a time would take the cores from
-    each other.
+    Two such jobs at a time would take the cores from each other.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            kind = Path(nodeid.split("::")[0]).parts[-2]
-            return kind if kind in ("integrations", "processes") else nodeid
+            return "jobs" if _is_job(nodeid) else nodeid
 
     return Scheduling(config, log)
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector need not go over it again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if hasattr(item.config, "workerinput") and not _is_job(item.nodeid):
+        # The jobs, which come first and take longest, go before what another worker does meanwhile.
+        os.setpriority(os.PRIO_PROCESS, 0, 10)
     for marker, (available, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(marker) and not available():
             pytest.skip(reason)

@@ -142,8 +142,10 @@ def run(argv: list[str]) -> None:
 
 
 def main(listener: int, modules: list[str]) -> None:
+    gc.disable()
     for module in modules:
         import_module(module)
+    gc.enable()
     gc.freeze()  # a fork copies a page that it writes to: no collector goes over what is here
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:

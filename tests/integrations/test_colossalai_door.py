@@ -57,16 +57,16 @@ def run(command: list[str]) -> str:
 
 
 def launcher(name: str) -> list[str]:
-    """The command that starts the program on 2 ranks."""
-    scripts = Path(sys.executable).parent
+    """The command that starts the program on 2 ranks, forks where the launcher starts anything."""
+    scripts, fork = Path(sys.executable).parent, colossalai_jobs.python()
     if name == "torchrun":
-        port = f"--master-port={free_port()}"
-        return [str(scripts / "torchrun"), "--nproc-per-node=2", port, PROGRAM, "torch"]
+        options = ["--nproc-per-node=2", f"--master-port={free_port()}", "--no-python"]
+        return [str(scripts / "torchrun"), *options, *fork, PROGRAM, "torch"]
     if name == "colossalai run":
         port = f"--master_port={free_port()}"
         start = [str(scripts / "colossalai"), "run", "--nproc_per_node=2", port]
         return [*start, "--host=127.0.0.1", PROGRAM, "torch"]
-    return [*MPIRUN, "-n", "2", sys.executable, PROGRAM, "openmpi", free_port()]
+    return [*MPIRUN, "-n", "2", *fork, PROGRAM, "openmpi", free_port()]
 
 
 @pytest.mark.processes

@@ -16,7 +16,7 @@ from tests.integrations.deepspeed_jobs import run_cases, run_ranks  # noqa: E402
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
 STAGES = (0, 1, 2, 3)
-STEPS, FEW = 20, 8
+STEPS, FEW = 20, 5
 Results = dict[str, dict[str, Any]]
 
 RING = {"route": {"name": "ring"}}

@@ -92,7 +92,7 @@ def test_every_small_tile_is_cut_exactly_for_a_causal_kernel():
         check_cut(cut_causal(*tile), *tile)
 
 
-@pytest.mark.parametrize("rows, keys", [(700, 700), (300, 1000), (1000, 300)])
+@pytest.mark.parametrize("rows, keys", [(450, 450), (250, 600), (600, 250)])
 @pytest.mark.parametrize("left, right", [(10, 0), (100, 0), (64, 64), (3, 200), (250, 20), (0, 0)])
 def test_long_windows_are_cut_exactly_into_blocks(rows: int, keys: int, left: int, right: int):
     band = Band(left + max(rows - keys, 0), right + max(keys - rows, 0))
