@@ -23,6 +23,7 @@ from wf_backends.comm import make_comm
 from wf_backends.config import LSS, SequenceParallelConfig
 from wf_backends.data import prepare_batch
 from wf_backends.distributed_attention import DistributedAttention
+from wf_backends.eager import eager
 from wf_backends.layout import layout_of, make_layout, padding_multiple
 from wf_backends.loss import count_valid, token_loss
 from wf_backends.lss import LssAttention
@@ -110,7 +111,7 @@ class SequenceParallel:
         layout = make_layout(self.config.layout, self.size, seqlen, cu_seqlens)
         return positions(layout[self.rank], device)
 
-    @torch.compiler.disable()
+    @eager
     def attention(
         self,
         q: Tensor,

@@ -163,9 +163,11 @@ def resumed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     second.booster.load_optimizer(second.update, str(path / "optimizer"))
     losses += second.mean_over_data(second.train(10, 20), 10)
     steps = first.steps()[:10] + second.steps()[10:]  # more data parallelism reads more
+    result: dict[str, Any] = {"losses": losses, "weights": second.weights("end")}
+    if dist.get_rank():
+        return result
     expected = alone(build(second.family), steps, ALONE[second.optimizer])
     keys = ("losses", "gradients", "weights")
-    result: dict[str, Any] = {"losses": losses, "weights": second.weights("end")}
     if case.get("options", {}).get("precision") == "bf16":
         result["bf16"] = alone_in_bf16(build(second.family), steps, ALONE[second.optimizer])
     return result | {"expected": dict(zip(keys, expected, strict=True))}

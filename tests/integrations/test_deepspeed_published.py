@@ -96,17 +96,13 @@ def test_a_published_setting_trains_with_nvme(stem: str, tmp_path: Path) -> None
     assert_trains(found[stem], load(stem))
 
 
-def mpirun(start: tuple[str, ...], *arguments: str) -> str:
-    """The example on 4 ranks under the mpirun beside this Python; what it printed.
-
-    Args:
-        start: of a rank's command: an interpreter of its own, or a fork (deepspeed_jobs.python).
-    """
+def mpirun(*arguments: str) -> str:
+    """The example on 4 ranks under the mpirun beside this Python; what it printed."""
     beside = Path(sys.executable).with_name("mpirun")
     program = str(beside) if beside.exists() else shutil.which("mpirun")
     assert program is not None
     options = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"]
-    command = [program, *options, "-n", "4", *start, "examples/pretrain.py", *arguments]
+    command = [program, *options, "-n", "4", *python(), "examples/pretrain.py", *arguments]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), timeout=200, capture_output=True, text=True
     )
@@ -121,8 +117,8 @@ def test_the_example_trains_saves_resumes_and_draws(tmp_path: Path) -> None:
         pytest.skip("there is no mpirun")
     config = str(ROOT / "configs" / "deepspeed" / "zero2_concentric.json")
     shared = ["--deepspeed_config", config, "--seq-len", "256", "--out", str(tmp_path)]
-    mpirun((sys.executable,), *shared, "--steps", "4", "--save-every", "2")
-    printed = mpirun(python(), *shared, "--steps", "6", "--resume")
+    mpirun(*shared, "--steps", "4", "--save-every", "2")
+    printed = mpirun(*shared, "--steps", "6", "--resume")
     assert "held-out loss" in printed and str(tmp_path / "loss.png") in printed
     rows = (tmp_path / "loss.csv").read_text().splitlines()
     assert [row.split(",")[0] for row in rows] == ["step", "1", "2", "3", "4", "5", "6"]

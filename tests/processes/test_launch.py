@@ -10,19 +10,27 @@ from typing import Any
 
 import pytest
 
-from tests import comm_contract
+from tests import comm_contract, forked
 from tests.helpers import MPIRUN, run_command, run_processes
 from wf_backends.comm import Communicator
 from wf_backends.launch import Launch, init
 
-PROGRAM = [sys.executable, "-m", "tests.launch_program"]
+PROGRAM = ["-m", "tests.launch_program"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "2"]
 
 
-def run(launcher: list[str], program: str, **environ: str) -> list[dict[str, Any]]:
-    """What each rank of tests/launch_program.py reported, by rank."""
+def run(
+    launcher: list[str], program: str, fresh: bool = False, **environ: str
+) -> list[dict[str, Any]]:
+    """What each rank of tests/launch_program.py reported, by rank.
+
+    Args:
+        fresh: whether each rank is an interpreter of its own, and no fork.
+    """
+    python = [sys.executable] if fresh else forked.python("tests.helpers")
     with TemporaryDirectory() as folder:
-        done = run_command([*launcher, *PROGRAM, folder, program], timeout=240, environ=environ)
+        command = [*launcher, *python, *PROGRAM, folder, program]
+        done = run_command(command, timeout=240, environ=environ)
         reports = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     assert done.returncode == 0, done.stdout
     return sorted(reports, key=lambda found: found.get("rank", 0))
@@ -58,7 +66,7 @@ def check_environ(found: dict[str, Any]) -> None:
 @pytest.mark.mpi
 def test_mpirun_and_then_an_unknown_launcher_through_mpi():
     pytest.importorskip("mpi4py")
-    reports = run([*MPIRUN, "-n", "2"], "twice")
+    reports = run([*MPIRUN, "-n", "2"], "twice", fresh=True)
     check_ranks(reports, "openmpi", 2)
     assert all(found["left"] for found in reports), "close() must undo init()"
     check_ranks([found["hidden"] for found in reports], "mpi4py", 2)

@@ -156,8 +156,7 @@ def test_a_placement_sends_where_it_says():
     assert run_threads(4, peers_of, words) == [{1}, {2}, {3}, {0}]
 
 
-@pytest.mark.parametrize("size", (4, 8))
-@pytest.mark.parametrize("mask", range(len(MASKS)))
+@pytest.mark.parametrize(("size", "mask"), ((4, 0), (4, 1), (4, 2), (8, 1), (8, 3)))
 def test_a_size_alone_is_exact_whatever_is_chosen(size, mask):
     """Heads that allow every degree, some, and none beyond 1; links that hide nothing and all."""
     seen = set()

@@ -163,7 +163,7 @@ def test_every_folder_of_modules_is_a_package() -> None:
 
 
 def test_importing_the_core_loads_no_optional_package() -> None:
-    optional = {*FRAMEWORKS, *INTEGRATIONS, "mpi4py", "flash_attn"}
+    optional = {*FRAMEWORKS, *INTEGRATIONS, "mpi4py", "flash_attn", "torch._dynamo"}
     code = (
         "import json, sys\n"
         "from wf_backends import SequenceParallel, SequenceParallelConfig\n"

@@ -39,7 +39,7 @@ def cluster(hosts: int, ranks: int, nics: int = 1, gbit: float = 1.0) -> Topolog
     return Topology("lab", hosts, ranks, nics, inside, between, rates, 1e12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     size=st.sampled_from([1, 2, 3, 4, 6, 8]),
     mask=st.sampled_from(MASKS),
