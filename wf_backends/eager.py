@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ def eager(fn: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if "torch._dynamo" not in sys.modules:  # then nothing is compiled
             return fn(*args, **kwargs)
-        return torch.compiler.disable(fn)(*args, **kwargs)
+        outside: Any = torch.compiler.disable(fn)
+        return outside(*args, **kwargs)
 
     return call
