@@ -27,13 +27,19 @@ def gather_small(comm: Communicator, x: Tensor) -> Tensor:
 
 
 def _everyones(comm: Communicator, mine: Tensor, label: str) -> Tensor:
-    """The tensors of all ranks, stacked by rank."""
-    theirs = [mine if peer == comm.rank else torch.empty_like(mine) for peer in range(comm.size)]
-    others = [peer for peer in range(comm.size) if peer != comm.rank]
-    sends = [(peer, mine) for peer in others]
-    recvs = [(peer, theirs[peer]) for peer in others]
-    comm.post_control(label, sends, recvs).wait()
-    return torch.stack(theirs)
+    """The tensors of all ranks, stacked by rank.
+
+    Rank r passes what it holds to the rank as far ahead as it holds tensors, so that every round
+    doubles them: ceil(log2 P) messages of a rank, not P - 1 (Bruck et al. 1997, section 3).
+    """
+    held = mine.unsqueeze(0)  # row i is of rank r - i
+    while (ahead := len(held)) < comm.size:
+        out = held[: comm.size - ahead]
+        into = torch.empty_like(out)
+        to, source = (comm.rank + ahead) % comm.size, (comm.rank - ahead) % comm.size
+        comm.post_control(label, [(to, out)], [(source, into)]).wait()
+        held = torch.cat((held, into))
+    return held[[(comm.rank - rank) % comm.size for rank in range(comm.size)]]
 
 
 class Agreement:
