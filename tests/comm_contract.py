@@ -64,6 +64,27 @@ def several_messages_to_one_peer(comm: Communicator) -> None:
         assert torch.equal(got, message(left, comm.rank, index, dtypes[index])), (index, got)
 
 
+def small_ones_among_large_ones(comm: Communicator) -> None:
+    """A backend may send the small ones of a post as one, and must not mix anything up."""
+    sizes = (3, 1 << 17, 0, 5, 1 << 18, 1)
+    dtypes = (torch.bfloat16, torch.float32, torch.int64, torch.int64, torch.float16, torch.bool)
+    kinds = list(zip(sizes, dtypes, strict=True))
+    for index in range(2):
+        sends = [
+            (peer, torch.full((size,), comm.rank + peer + at + index).to(dtype))
+            for at, (size, dtype) in enumerate(kinds)
+            for peer in peers(comm)
+        ]
+        recvs = [
+            (peer, torch.zeros(size, dtype=dtype)) for size, dtype in kinds for peer in peers(comm)
+        ]
+        pending = comm.post("mixed", sends, recvs)
+        pending.wait()
+        pending.wait()
+        for (_, got), (_, sent) in zip(recvs, sends, strict=True):  # both are sums of the ranks
+            assert torch.equal(got, sent)
+
+
 def large_messages(comm: Communicator) -> None:
     """Two-way, above any eager limit: nobody may wait for the other's receive."""
     count = 1 << 20
@@ -142,6 +163,7 @@ CHECKS: tuple[Callable[[Communicator], None], ...] = (
     every_dtype,
     order_is_kept_with_many_in_flight,
     several_messages_to_one_peer,
+    small_ones_among_large_ones,
     large_messages,
     one_way,
     nothing_to_do,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from wf_backends.comm.bundles import post_bundled
 from wf_backends.comm.protocol import Communicator, Message, Pending
 from wf_backends.comm.staging import Staged
 
@@ -61,8 +62,13 @@ class GroupComm(Communicator):
         if self._backends[device] == "nccl":
             return self._post_batch(label, sends, recvs)
         if device != "cpu":
-            return Staged(self._post_each, label, sends, recvs)
-        return self._post_each(label, sends, recvs)
+            return Staged(self._post_on_host, label, sends, recvs)
+        return self._post_on_host(label, sends, recvs)
+
+    def _post_on_host(
+        self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
+    ) -> Pending:
+        return post_bundled(self._post_each, label, sends, recvs)
 
     def _post_each(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Receives first: gloo takes twice as long in the other order."""

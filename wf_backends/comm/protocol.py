@@ -33,7 +33,8 @@ class Communicator(ABC):
     """The ranks of one sequence-parallel group, numbered 0 to size - 1.
 
     A backend implements `rank`, `size`, `on_host` and `_post`; everything else is written once.
-    Messages between one pair of ranks arrive in the order in which both sides posted them.
+    Messages between one pair of ranks arrive in the order in which both sides posted them, and what
+    one post sends to a peer is what one post of that peer receives: a backend may send it as one.
     """
 
     rank: int

@@ -1,14 +1,15 @@
 """Ranks as threads of one process: exact tests and explanations without a launcher.
 
 Stricter than a network on purpose. A buffer that is read before its receive was waited for holds
-NaN, and a buffer that is changed before its send was waited for is reported, so that a program
-that is right here is also right where messages really take time.
+NaN, a buffer that is changed before its send was waited for is reported, and what one post sends to
+a peer must be what one post of that peer receives, so that a program that is right here is also
+right where messages really take time.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Condition, Lock, Thread
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from torch import Tensor
 from wf_backends.comm.protocol import Communicator, Message, Pending
 
 T = TypeVar("T")
-Ticket = tuple[int, int, int]  # sender, receiver, how many messages this pair exchanged before
+Ticket = tuple[int, int, int, int]  # sender, receiver, which of this pair's posts, which message
 
 
 class World:
@@ -54,7 +55,7 @@ class World:
             self._wake_all()
 
     def put(self, ticket: Ticket, message: Tensor) -> None:
-        _, receiver, _ = ticket
+        receiver = ticket[1]
         with self._lock:
             self._mail[ticket] = message
             self._changed[receiver].notify_all()
@@ -65,7 +66,7 @@ class World:
         Raises:
             RuntimeError: if a rank failed, or the sender left or let the timeout pass.
         """
-        sender, receiver, _ = ticket
+        sender, receiver, *_ = ticket
 
         def settled() -> bool:
             return ticket in self._mail or self.failure is not None or sender in self._left
@@ -95,24 +96,30 @@ class ThreadComm(Communicator):
     def __init__(self, world: World, rank: int) -> None:
         super().__init__()
         self.world, self.rank, self.size = world, rank, world.size
-        self._posted: Counter[tuple[int, int]] = Counter()  # (sender, receiver) -> messages
+        self._posts: Counter[tuple[int, int]] = Counter()  # by (sender, receiver)
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        expected = [(self._ticket(peer, self.rank), tensor) for peer, tensor in recvs]
+        landing = self._tickets((peer, self.rank) for peer, _ in recvs)
+        expected = [(ticket, tensor) for ticket, (_, tensor) in zip(landing, recvs, strict=True)]
         for _, tensor in expected:
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
         sent = []
-        for peer, tensor in sends:
+        leaving = self._tickets((self.rank, peer) for peer, _ in sends)
+        for ticket, (peer, tensor) in zip(leaving, sends, strict=True):
             message = tensor.detach().clone()
-            self.world.put(self._ticket(self.rank, peer), message)
+            self.world.put(ticket, message)
             sent.append((peer, tensor, message))
         return _ThreadPending(self, label, sent, expected)
 
-    def _ticket(self, sender: int, receiver: int) -> Ticket:
-        pair = sender, receiver
-        self._posted[pair] += 1
-        return (*pair, self._posted[pair])
+    def _tickets(self, pairs: Iterable[tuple[int, int]]) -> list[Ticket]:
+        """One for each message of a post, given its (sender, receiver)."""
+        found, before = list[Ticket](), Counter[tuple[int, int]]()
+        for pair in pairs:
+            self._posts[pair] += not before[pair]
+            found.append((*pair, self._posts[pair], before[pair]))
+            before[pair] += 1
+        return found
 
 
 class _ThreadPending(Pending):
@@ -140,7 +147,7 @@ class _ThreadPending(Pending):
 
     def _check(self, ticket: Ticket, message: Tensor, buffer: Tensor) -> None:
         if (message.numel(), message.dtype) != (buffer.numel(), buffer.dtype):
-            sender, receiver, _ = ticket
+            sender, receiver, *_ = ticket
             raise RuntimeError(
                 f"in {self.label!r} rank {sender} sent {message.numel()} x {message.dtype} to rank "
                 f"{receiver}, which expects {buffer.numel()} x {buffer.dtype}"
