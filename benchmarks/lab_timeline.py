@@ -79,7 +79,7 @@ def phases(timeline: Timeline) -> dict[str, float]:
 def predicted(plan: Plan) -> dict[str, float]:
     """A plan's phases by the labels of their messages."""
     found: dict[str, float] = {}
-    for one in (plan.ulysses, plan.forward.cost, plan.backward.cost):
+    for one in (plan.around, plan.forward.cost, plan.backward.cost):
         clock, label = Clock(), ""
         for phase in one.phases:
             before = clock.now

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from wf_backends.agree import sum_over_ranks
+from wf_backends.agree import gather_small, sum_over_ranks
 from wf_backends.comm.protocol import Communicator
 from wf_backends.kernels import Kernel, KernelSpec, select
 from wf_backends.mask import FULL
@@ -27,6 +27,7 @@ SMALLEST, LARGEST = 1 << 16, 1 << 24  # bytes of one message
 GROWTH = 4
 ENOUGH_S = 0.2  # a message that takes this long is long enough to measure a rate by
 REPEATS = 5
+HEADER = 11  # integers that an attention call's ranks compare
 ROUNDS = 20  # exchanges in a row, of which one's latency is taken
 
 
@@ -119,7 +120,14 @@ def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> T
         nics_per_host=nics,
         kernels=((kernel, rate),),
         memory_bytes=_memory(device, per_host),
+        agreement_s=_agreement(meter),
     )
+
+
+def _agreement(meter: Meter) -> float:
+    """Seconds until all ranks have a header of each; 0 where it is exchanged once for all calls."""
+    header = torch.zeros(HEADER, dtype=torch.int64)
+    return meter.seconds(lambda: gather_small(meter.comm, header)) if meter.comm.on_host else 0.0
 
 
 def _inside(meter: Meter, per_host: int) -> Link:

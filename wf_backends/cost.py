@@ -266,6 +266,12 @@ def _gathered_bytes(plan: RankPlan, schedule: Schedule, rows: RowBytes) -> int:
     return queries * stay + keys * walk
 
 
+def agreement_cost(topology: Topology) -> Cost:
+    """The ranks' check that all pass the same, once a call."""
+    took = Phase("agreement", Transfer(topology.agreement_s))
+    return Cost((took,) if topology.agreement_s else (), 0, 0, 0)
+
+
 def ulysses_cost(job: Job) -> Cost:
     """Heads for tokens and back, around one pass: q, k and v in one exchange, out in another.
 

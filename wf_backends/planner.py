@@ -17,6 +17,7 @@ from wf_backends.cost import (
     Job,
     Walk,
     Workload,
+    agreement_cost,
     ulysses_cost,
 )
 from wf_backends.layout import LAYOUTS
@@ -227,6 +228,6 @@ def _backwards(request: Request) -> tuple[Walk, ...]:
 
 
 def _around(job: Job) -> Cost:
-    """Trading heads for tokens, in both passes."""
+    """Agreeing once, and trading heads for tokens in both passes."""
     once = ulysses_cost(job)
-    return once + once
+    return agreement_cost(job.topology) + once + once

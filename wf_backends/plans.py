@@ -97,8 +97,8 @@ class Plan:
     degree: int
     forward: PassPlan
     backward: PassPlan
-    ulysses: Cost
-    """Trading heads for tokens, both passes."""
+    around: Cost
+    """The ranks' agreement, and trading heads for tokens in both passes."""
     layers: int = 1
     """How many keep what the forward gathers, if the backward uses it."""
 
@@ -110,8 +110,8 @@ class Plan:
     @property
     def cost(self) -> Cost:
         """Both passes and what is around them."""
-        total = self.ulysses + self.forward.cost + self.backward.cost
-        memory = self.ulysses.memory_bytes
+        total = self.around + self.forward.cost + self.backward.cost
+        memory = self.around.memory_bytes
         memory += max(self.forward.cost.memory_bytes, self.backward.cost.memory_bytes)
         memory += self.layers * self.forward.cost.gathered_bytes if self.keep else 0.0
         return replace(total, memory_bytes=memory)

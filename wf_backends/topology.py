@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, cast
 
 from wf_backends.suggest import nearest
@@ -59,6 +60,8 @@ class Topology:
     direct_links: bool = False
     """Whether every two ranks of a host have a link of their own, which `inside` then describes
     (NVLink without a switch)."""
+    agreement_s: float = 0.0
+    """What the ranks' check that all pass the same takes, once a call; 0 where it is remembered."""
 
     def __post_init__(self) -> None:
         for name in ("hosts", "ranks_per_host", "nics_per_host"):
@@ -134,10 +137,13 @@ class Topology:
             "between": _link_words(self.between),
             "kernels": {name: _rate_words(rate) for name, rate in self.kernels},
             "memory_gib": self.memory_bytes / 2**30,
-        } | ({"direct_links": True} if self.direct_links else {})
+            **({"direct_links": True} if self.direct_links else {}),
+            **({"agreement_us": self.agreement_s * 1e6} if self.agreement_s else {}),
+        }
 
 
 LINK_KEYS = ("latency_us", "gigabits_per_s")
+OPTIONAL: Mapping[str, Any] = MappingProxyType({"direct_links": False, "agreement_us": 0})
 RATE_KEYS = ("forward_tflops", "backward_tflops", "call_us")
 
 
@@ -147,14 +153,14 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
     Args:
         words: name, hosts, ranks_per_host, nics_per_host, memory_gib; inside and between as
             {latency_us, gigabits_per_s}; kernels as {kernel: {forward_tflops, backward_tflops,
-            call_us}}; direct_links (default: false).
+            call_us}}; direct_links (default: false); agreement_us (default: 0).
 
     Raises:
         ValueError: naming the key that is unknown, missing or no positive number.
     """
     counts = ("hosts", "ranks_per_host", "nics_per_host")
-    keys = ("name", *counts, "inside", "between", "kernels", "memory_gib", "direct_links")
-    words = _check_keys("topology", {"direct_links": False, **words}, keys)
+    keys = ("name", *counts, "inside", "between", "kernels", "memory_gib", *OPTIONAL)
+    words = _check_keys("topology", {**OPTIONAL, **words}, keys)
     if not isinstance(words["direct_links"], bool):
         raise ValueError(
             f"topology key 'direct_links' must be true or false, got {words['direct_links']!r}"
@@ -171,6 +177,7 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
         kernels=tuple((name, _rate(f"kernels.{name}", rates[name])) for name in rates),
         memory_bytes=_number("memory_gib", words["memory_gib"]) * 2**30,
         direct_links=words["direct_links"],
+        agreement_s=_number("agreement_us", words["agreement_us"], zero=True) / 1e6,
     )
 
 
@@ -252,13 +259,15 @@ def _check_keys(where: str, words: Any, keys: Sequence[str]) -> Mapping[str, Any
     return given
 
 
-def _number(key: str, value: object) -> float:
+def _number(key: str, value: object, zero: bool = False) -> float:
+    """A number beyond 0, or 0 if that is allowed."""
+    wanted = "a positive number" + zero * " or 0"
     if (
         not isinstance(value, int | float)
         or isinstance(value, bool)
-        or not 0 < value < float("inf")
+        or not (0 < value < float("inf") or (zero and value == 0))
     ):
-        raise ValueError(f"topology key {key!r} must be a positive number, got {value!r}")
+        raise ValueError(f"topology key {key!r} must be {wanted}, got {value!r}")
     return float(value)
 
 

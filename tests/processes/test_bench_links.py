@@ -39,6 +39,7 @@ def test_a_job_is_measured_once(hosts: list[str], per_host: int, tmp_path: Path)
     assert took < 10
     assert (topology.hosts, topology.ranks_per_host) == (len(set(hosts)), per_host)
     assert 0 < topology.inside.latency_s < 0.1 and topology.inside.bytes_per_s > 1e6
+    assert 0 < topology.agreement_s < 0.1
     assert topology.kernels[0][0] == "sdpa" and topology.rate().forward_flops_per_s > 1e8
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -39,6 +39,16 @@ def cluster(hosts: int, ranks: int, nics: int = 1, gbit: float = 1.0) -> Topolog
     return Topology("lab", hosts, ranks, nics, inside, between, rates, 1e12)
 
 
+def test_a_call_begins_with_the_ranks_agreement() -> None:
+    silent = Request(cluster(2, 2), Workload(SHAPE, 240))
+    asking = replace(silent, topology=replace(silent.topology, agreement_s=0.5))
+    before, after = best_plan(silent), best_plan(asking)
+    assert after.choice == before.choice
+    assert after.cost.phases[0].label == "agreement"
+    assert after.cost.seconds == pytest.approx(before.cost.seconds + 0.5)
+    assert after.cost.exposed_s == pytest.approx(before.cost.exposed_s + 0.5)
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     size=st.sampled_from([1, 2, 3, 4, 6, 8]),
@@ -53,7 +63,9 @@ def test_pruned_search_finds_the_best_of_all(
 ) -> None:
     hosts = data.draw(st.sampled_from(divisors(size)))
     shape = replace(SHAPE, heads=heads[0], kv_heads=heads[1])
-    request = Request(cluster(hosts, size // hosts, gbit=gbit), Workload(shape, 240, mask, layout))
+    topology = cluster(hosts, size // hosts, gbit=gbit)
+    topology = replace(topology, agreement_s=data.draw(st.sampled_from([0.0, 1e-2])))
+    request = Request(topology, Workload(shape, 240, mask, layout))
     plans = all_plans(request)
     assert best_plan(request) == plans[0]
     times = [plan.cost.seconds for plan in plans]

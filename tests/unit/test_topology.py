@@ -92,6 +92,14 @@ def test_units_are_seconds_bytes_and_flops() -> None:
     assert topology.memory_bytes == 16 * 2**30
 
 
+def test_what_may_be_left_out_comes_back_from_words() -> None:
+    bare = from_dict(words())
+    assert (bare.direct_links, bare.agreement_s) == (False, 0.0)
+    full = from_dict(words(direct_links=True, agreement_us=250))
+    assert full.direct_links and full.agreement_s == pytest.approx(250e-6)
+    assert from_dict(full.to_dict()) == full and from_dict(bare.to_dict()) == bare
+
+
 def test_neighbours_share_a_nic() -> None:
     topology = from_dict(words())
     assert [topology.host(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
@@ -126,6 +134,7 @@ def test_ranks_that_do_not_fill_hosts_are_refused() -> None:
         ({"kernels": 3}, "'kernels' must be an object of kernels, got 3"),
         ({"kernels": {"sdpa": {"forward_tflop": 1}}}, "forward_tflop'; did you mean 'forward_tfl"),
         ({"direct_links": "yes"}, "'direct_links' must be true or false, got 'yes'"),
+        ({"agreement_us": -1}, "'agreement_us' must be a positive number or 0, got -1"),
         ({"host": 2}, "unknown key 'host'; did you mean 'hosts'"),
     ],
 )

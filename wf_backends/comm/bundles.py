@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wf_backends.comm.protocol import Message, Pending
 
-SMALL = 1 << 18  # bytes: copying as many twice takes a core about as long as a message of gloo
+SMALL = 1 << 17  # bytes: copying as many twice takes a core about as long as a message of gloo
 Post = Callable[[str, Sequence[Message], Sequence[Message]], Pending]
 
 
