@@ -58,6 +58,7 @@ def explain(
         raise ValueError(f"--moves must be one of {list(BACKWARDS)}, got {moves!r}")
     if picture is not None and picture.suffix not in PICTURES:
         raise ValueError(f"--picture must end in one of {list(PICTURES)}, got {str(picture)!r}")
+    o.check_folder("--picture", picture)
     model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
     cluster = o.cluster(topology, ranks)
     placed = o.parse_route(route, cluster.size)
