@@ -18,8 +18,10 @@ from wf_backends.cost import Job, Walk, buffer_bytes
 from wf_backends.mask import FULL
 from wf_backends.placement import Placed, digits, strides
 from wf_backends.rounds import bundles
-from wf_backends.timeline import Chunk, Cost, Phase, Transfer, transfer
+from wf_backends.timeline import NOTHING, Chunk, Cost, Phase, Transfer, transfer
 from wf_backends.topology import Topology
+
+ROUNDING = 1 - 1e-9  # sums in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,10 @@ class Load:
 
     def transfer(self, topology: Topology) -> Transfer:
         return transfer(topology, self.inside, self.nic)
+
+    def seconds(self, topology: Topology) -> float:
+        """Those of the transfer."""
+        return max(topology.inside.seconds(self.inside), topology.between.seconds(self.nic))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +116,6 @@ class Travel:
     """Whether the rows that stay are gathered in this step."""
     last: bool = False
     """Whether their results go home in this step."""
-
-
-NOTHING = Transfer()
 
 
 class Links:
@@ -203,6 +206,28 @@ class Estimator:
         both = self.topology.inside.bytes_per_s + self.topology.between.bytes_per_s
         return max(self.even_s, fewest * (rows.stay_gathered + rows.stay_partial) / both)
 
+    def least(self, placed: Placed) -> float:
+        """Seconds that `cost` finds at least: all that computes, or all that travels, in a row.
+
+        A message is posted after those before it, and the next phase after it has landed; results
+        may leave while the last hop's latency goes by.
+        """
+        shape = self.shape(placed)
+        live = self._live_hops(placed, shape)
+        travel, around = 0.0, 0.0
+        for one in self._loads(shape, live):
+            took = one.times * one.load.seconds(self.topology)
+            travel, around = (travel + took, around) if one.computes else (travel, around + took)
+        latency = max(self.topology.inside.latency_s, self.topology.between.latency_s)
+        travel += self._gathered(shape).transfer(self.topology).busy_s
+        travel += max(0.0, self._returned(shape).transfer(self.topology).busy_s - latency)
+        compute = self.busiest_s + (live + 1) * self._call_s(shape)
+        return (max(compute, travel) + around) * ROUNDING
+
+    def _call_s(self, shape: Shape) -> float:
+        """Of a step's kernel calls, beside their FLOPs."""
+        return (2 if self.masked else 1) * (1 + shape.two_way) * self.job.rate.call_s
+
     def _gathered(self, shape: Shape, upto: int | None = None) -> Load:
         return self.links.exchange(shape.stay, self.stay_shard * self.rows.stay_gathered, upto)
 
@@ -218,7 +243,7 @@ class Estimator:
     def _chunks(self, one: Travel, shape: Shape, live: int) -> list[Chunk]:
         """A step's tiles: all at once, or a few owners at a time where rows come or go."""
         stay = shape.stay
-        calls = (2 if self.masked else 1) * (1 + shape.two_way) * self.job.rate.call_s
+        calls = self._call_s(shape)
         step_s = self.busiest_s / (live + 1)
         owners = bundles(stay.foreign) if one.first or one.last else []
         none = [NOTHING] * len(owners)
