@@ -45,9 +45,12 @@ class Load:
     def transfer(self, topology: Topology) -> Transfer:
         return transfer(topology, self.inside, self.nic)
 
-    def seconds(self, topology: Topology) -> float:
-        """Those of the transfer."""
-        return max(topology.inside.seconds(self.inside), topology.between.seconds(self.nic))
+    def seconds(self, topology: Topology, times: int = 1, scale: float = 1.0) -> float:
+        """How long `times` messages take that together are this load `scale` times."""
+        near, far = topology.inside, topology.between
+        inside = times * near.latency_s + scale * self.inside / near.bytes_per_s
+        outside = times * far.latency_s + scale * self.nic / far.bytes_per_s
+        return max(inside if self.inside else 0.0, outside if self.nic else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,19 +212,24 @@ class Estimator:
     def least(self, placed: Placed) -> float:
         """Seconds that `cost` finds at least: all that computes, or all that travels, in a row.
 
-        A message is posted after those before it, and the next phase after it has landed; results
-        may leave while the last hop's latency goes by.
+        A message is posted after those before it, and the next phase after it has landed. Partial
+        results of walkers are left out of two hops of each axis, and of the last step.
         """
-        shape = self.shape(placed)
-        live = self._live_hops(placed, shape)
-        travel, around = 0.0, 0.0
-        for one in self._loads(shape, live):
-            took = one.times * one.load.seconds(self.topology)
-            travel, around = (travel + took, around) if one.computes else (travel, around + took)
-        latency = max(self.topology.inside.latency_s, self.topology.between.latency_s)
-        travel += self._gathered(shape).transfer(self.topology).busy_s
-        travel += max(0.0, self._returned(shape).transfer(self.topology).busy_s - latency)
+        shape, topology = self.shape(placed), self.topology
+        left = live = self._live_hops(placed, shape)
+        each = self.walk_shard * shape.walk.shards
+        hop, partial = each * self.rows.walk, each * self.rows.walk_partial
+        travel = self._gathered(shape).transfer(topology).busy_s
+        travel += self._returned(shape).transfer(topology).busy_s
+        for times, axis in shape.hops:
+            count = min(times, left)
+            left -= count
+            load = self.links.shift(axis, 1.0, shape.two_way)
+            travel += load.seconds(topology, count, count * hop + max(0, count - 2) * partial)
         compute = self.busiest_s + (live + 1) * self._call_s(shape)
+        gather = self.links.exchange(shape.walk, self.walk_shard * self.rows.walk_gathered)
+        home = _homeward(shape, self.links, self.walk_shard * self.rows.walk_partial)
+        around = gather.seconds(topology) + home.seconds(topology)
         return (max(compute, travel) + around) * ROUNDING
 
     def _call_s(self, shape: Shape) -> float:
