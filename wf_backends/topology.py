@@ -154,7 +154,9 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
     """
     counts = ("hosts", "ranks_per_host", "nics_per_host")
     keys = ("name", *counts, "inside", "between", "kernels", "memory_gib", "direct_links")
-    words = _check_keys("topology", {"direct_links": False, **words}, keys)
+    if isinstance(words, Mapping):
+        words = {"direct_links": False, **words}
+    words = _check_keys("topology", words, keys)
     if not isinstance(words["direct_links"], bool):
         raise ValueError(
             f"topology key 'direct_links' must be true or false, got {words['direct_links']!r}"
