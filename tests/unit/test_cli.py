@@ -143,6 +143,8 @@ def test_bench_writes_a_trace(wallfacer, tmp_path: Path) -> None:
     code, _, _ = wallfacer("bench", *args, "--trace", str(path))
     events = json.loads(path.read_text())["traceEvents"]
     assert code == 0 and {event["ph"] for event in events} == {"M", "X"}
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names and all("keys walk" in name or "queries walk" in name for name in names)
     code, _, said = wallfacer("bench", *args, "--trace", str(tmp_path / "trace.txt"))
     assert code == 2 and "--trace must end in .json" in said
 
