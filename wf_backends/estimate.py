@@ -18,8 +18,10 @@ from wf_backends.cost import Job, Walk, buffer_bytes
 from wf_backends.mask import FULL
 from wf_backends.placement import Placed, digits, strides
 from wf_backends.rounds import bundles
-from wf_backends.timeline import Chunk, Cost, Phase, Transfer, transfer
+from wf_backends.timeline import NOTHING, Chunk, Cost, Phase, Transfer, transfer
 from wf_backends.topology import Topology
+
+ROUNDING = 1 - 1e-9  # sums in another order
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,13 @@ class Load:
 
     def transfer(self, topology: Topology) -> Transfer:
         return transfer(topology, self.inside, self.nic)
+
+    def seconds(self, topology: Topology, times: int = 1, scale: float = 1.0) -> float:
+        """How long `times` messages take that together are this load `scale` times."""
+        near, far = topology.inside, topology.between
+        inside = times * near.latency_s + scale * self.inside / near.bytes_per_s
+        outside = times * far.latency_s + scale * self.nic / far.bytes_per_s
+        return max(inside if self.inside else 0.0, outside if self.nic else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +119,6 @@ class Travel:
     """Whether the rows that stay are gathered in this step."""
     last: bool = False
     """Whether their results go home in this step."""
-
-
-NOTHING = Transfer()
 
 
 class Links:
@@ -203,6 +209,33 @@ class Estimator:
         both = self.topology.inside.bytes_per_s + self.topology.between.bytes_per_s
         return max(self.even_s, fewest * (rows.stay_gathered + rows.stay_partial) / both)
 
+    def least(self, placed: Placed) -> float:
+        """Seconds that `cost` finds at least: all that computes, or all that travels, in a row.
+
+        A message is posted after those before it, and the next phase after it has landed. Partial
+        results of walkers are left out of two hops of each axis, and of the last step.
+        """
+        shape, topology = self.shape(placed), self.topology
+        left = live = self._live_hops(placed, shape)
+        each = self.walk_shard * shape.walk.shards
+        hop, partial = each * self.rows.walk, each * self.rows.walk_partial
+        travel = self._gathered(shape).transfer(topology).busy_s
+        travel += self._returned(shape).transfer(topology).busy_s
+        for times, axis in shape.hops:
+            count = min(times, left)
+            left -= count
+            load = self.links.shift(axis, 1.0, shape.two_way)
+            travel += load.seconds(topology, count, count * hop + max(0, count - 2) * partial)
+        compute = self.busiest_s + (live + 1) * self._call_s(shape)
+        gather = self.links.exchange(shape.walk, self.walk_shard * self.rows.walk_gathered)
+        home = _homeward(shape, self.links, self.walk_shard * self.rows.walk_partial)
+        around = gather.seconds(topology) + home.seconds(topology)
+        return (max(compute, travel) + around) * ROUNDING
+
+    def _call_s(self, shape: Shape) -> float:
+        """Of a step's kernel calls, beside their FLOPs."""
+        return (2 if self.masked else 1) * (1 + shape.two_way) * self.job.rate.call_s
+
     def _gathered(self, shape: Shape, upto: int | None = None) -> Load:
         return self.links.exchange(shape.stay, self.stay_shard * self.rows.stay_gathered, upto)
 
@@ -218,7 +251,7 @@ class Estimator:
     def _chunks(self, one: Travel, shape: Shape, live: int) -> list[Chunk]:
         """A step's tiles: all at once, or a few owners at a time where rows come or go."""
         stay = shape.stay
-        calls = (2 if self.masked else 1) * (1 + shape.two_way) * self.job.rate.call_s
+        calls = self._call_s(shape)
         step_s = self.busiest_s / (live + 1)
         owners = bundles(stay.foreign) if one.first or one.last else []
         none = [NOTHING] * len(owners)

@@ -38,17 +38,18 @@ class Pricing:
             return PassPlan(placed, self.walk, cost)
         return PassPlan(placed, self.walk, self.estimator.cost(placed))
 
+    def bound(self, placed: Placed) -> float:
+        """Seconds that `price` finds at least."""
+        return self.estimator.bound(placed) if self.exact else self.estimator.least(placed)
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A pass that is not priced yet."""
+    """A pass that is not priced yet, and the seconds that it takes at least."""
 
     pricing: Pricing
     placed: Placed
-
-    @property
-    def bound(self) -> float:
-        return self.pricing.estimator.bound(self.placed)
+    bound: float
 
     def price(self) -> PassPlan:
         return self.pricing.price(self.placed)
@@ -56,7 +57,11 @@ class Candidate:
 
 def candidates_of(request: Request, job: Job, walks: Sequence[Walk]) -> list[Candidate]:
     pricings = [Pricing(request, job, walk) for walk in walks]
-    return [Candidate(pricing, one) for pricing in pricings for one in pricing.candidates]
+    return [
+        Candidate(pricing, one, pricing.bound(one))
+        for pricing in pricings
+        for one in pricing.candidates
+    ]
 
 
 def passes(request: Request, job: Job, walks: Sequence[Walk]) -> Iterator[PassPlan]:

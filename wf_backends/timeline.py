@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from wf_backends.topology import Link, Topology
+from wf_backends.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,15 @@ class Transfer:
         return Transfer(max(0.0, self.busy_s - other.busy_s), self.latency_s)
 
 
+NOTHING = Transfer()
+
+
 def transfer(topology: Topology, inside_bytes: float, nic_bytes: float) -> Transfer:
     """Bytes through the busiest rank's connection in its host and through the busiest NIC."""
-
-    def over(link: Link, num_bytes: float) -> Transfer:
-        return Transfer(num_bytes / link.bytes_per_s, link.latency_s) if num_bytes else Transfer()
-
-    near, far = over(topology.inside, inside_bytes), over(topology.between, nic_bytes)
-    return near if near.seconds > far.seconds else far
+    near, far = topology.inside, topology.between
+    longer = near.seconds(inside_bytes) > far.seconds(nic_bytes)
+    link, num_bytes = (near, inside_bytes) if longer else (far, nic_bytes)
+    return Transfer(num_bytes / link.bytes_per_s, link.latency_s) if num_bytes else NOTHING
 
 
 @dataclass(frozen=True, slots=True)

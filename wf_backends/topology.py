@@ -159,8 +159,8 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
         ValueError: naming the key that is unknown, missing or no positive number.
     """
     counts = ("hosts", "ranks_per_host", "nics_per_host")
-    keys = ("name", *counts, "inside", "between", "kernels", "memory_gib", *OPTIONAL)
-    words = _check_keys("topology", {**OPTIONAL, **words}, keys)
+    keys = ("name", *counts, "inside", "between", "kernels", "memory_gib")
+    words = {**OPTIONAL, **_check_keys("topology", words, keys, tuple(OPTIONAL))}
     if not isinstance(words["direct_links"], bool):
         raise ValueError(
             f"topology key 'direct_links' must be true or false, got {words['direct_links']!r}"
@@ -246,16 +246,20 @@ def _rate_words(rate: KernelRate) -> dict[str, float]:
     return dict(zip(RATE_KEYS, values, strict=True))
 
 
-def _check_keys(where: str, words: Any, keys: Sequence[str]) -> Mapping[str, Any]:
+def _check_keys(
+    where: str, words: Any, keys: Sequence[str], optional: Sequence[str] = ()
+) -> Mapping[str, Any]:
+    allowed = [*keys, *optional]
     if not isinstance(words, Mapping):
-        raise ValueError(f"{where} must be an object with the keys {list(keys)}, got {words!r}")
+        raise ValueError(f"{where} must be an object with the keys {allowed}, got {words!r}")
     given = cast(Mapping[str, Any], words)
     for key in given:
-        if key not in keys:
-            raise ValueError(f"{where}: unknown key {key!r}{nearest(key, keys)} Keys: {list(keys)}")
+        if key not in allowed:
+            hint = nearest(key, allowed)
+            raise ValueError(f"{where}: unknown key {key!r}{hint} Keys: {allowed}")
     for key in keys:
         if key not in given:
-            raise ValueError(f"{where}: {key!r} is missing. Keys: {list(keys)}")
+            raise ValueError(f"{where}: {key!r} is missing. Keys: {allowed}")
     return given
 
 

@@ -143,6 +143,8 @@ def test_bench_writes_a_trace(wallfacer, tmp_path: Path) -> None:
     code, _, _ = wallfacer("bench", *args, "--trace", str(path))
     events = json.loads(path.read_text())["traceEvents"]
     assert code == 0 and {event["ph"] for event in events} == {"M", "X"}
+    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert names and all("keys walk" in name or "queries walk" in name for name in names)
     code, _, said = wallfacer("bench", *args, "--trace", str(tmp_path / "trace.txt"))
     assert code == 2 and "--trace must end in .json" in said
 
@@ -214,6 +216,11 @@ def test_bench_links_says_where_its_answer_is_from(wallfacer, tmp_path: Path) ->
         (["plan", "--ulysses-degree", "3"], "no ulysses_degree of (3,)"),
         (["plan", "--kv-heads", "5"], "--kv-heads must divide --heads 32, got 5"),
         (["plan", "--seqlen", "0"], "--seqlen must be positive"),
+        (["plan", "--seqlen", "100"], "too short for the zigzag layout on 64 ranks"),
+        (["plan", "--top", "0"], "--top must be at least 1, got 0"),
+        (["plan", "--memory-gib", "-1"], "--memory-gib must be at least 0, got -1"),
+        (["plan", "--ranks", "-4"], "--ranks must be at least 0, got -4"),
+        (["plan", "--layers", "-1"], "--layers must be at least 0, got -1"),
         (["plan", "--dtype", "bfloat"], "--dtype must be one of"),
         (["plan", "--layout", "zigzak"], "did you mean 'zigzag'?"),
         (["plan", "--layout", "document_zigzag"], "needs documents, which no option gives"),
@@ -225,6 +232,11 @@ def test_bench_links_says_where_its_answer_is_from(wallfacer, tmp_path: Path) ->
         (["explain", "rong"], "did you mean 'ring'?"),
         (["explain", "ring", "--moves", "both"], "--moves must be one of"),
         (["explain", "ring", "--picture", "a.bmp"], "--picture must end in one of"),
+        (["explain", "ring", "--picture", "no/where/a.png"], "there is no folder no/where"),
+        (["bench", "--top", "0"], "--top must be at least 1, got 0"),
+        (["bench", "--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["bench", "--trace", "no/where/a.json"], "there is no folder no/where"),
+        (["bench-links", "--out", "no/where/a.json"], "there is no folder no/where"),
         (["bench", "--topology", TWO_HOSTS], "contradicts the job: it has 2 hosts x 4 ranks"),
     ],
 )

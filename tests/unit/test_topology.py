@@ -143,6 +143,11 @@ def test_a_wrong_key_is_named(changes: dict[str, Any], message: str) -> None:
         from_dict(words(**changes))
 
 
+def test_a_topology_is_an_object() -> None:
+    with pytest.raises(ValueError, match=r"topology must be an object.*got \[1\]"):
+        from_dict([1])  # type: ignore[arg-type]
+
+
 def test_a_missing_key_is_named() -> None:
     incomplete = words()
     del incomplete["between"]

@@ -66,6 +66,9 @@ def bench(
 
     if trace is not None and trace.suffix != ".json":
         raise ValueError(f"--trace must end in .json, got {str(trace)!r}")
+    o.check_folder("--trace", trace)
+    for option, value in (("--top", top), ("--repeats", repeats)):
+        o.check_least(option, value, 1)
     model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
     workload = replace(model.workload(), kernel="auto")
     launch = init()
@@ -128,7 +131,7 @@ class Job:
         from wf_backends.bench_links import Meter
 
         meter = Meter(self.comm, self.device)
-        times = sorted(meter.seconds(work, repeats=1) for _ in range(max(1, repeats)))
+        times = sorted(meter.seconds(work, repeats=1) for _ in range(repeats))
         return times[len(times) // 2]
 
 

@@ -18,7 +18,7 @@ from wf_backends.schedule import render
 from wf_backends.timeline import Clock, Cost, Span
 
 PICTURES = (".png", ".svg", ".pdf")
-WIDTH = 48  # characters of the time axis
+WIDTH = 36  # characters of the time axis: with it the table fits 80 columns
 
 
 def explain(
@@ -58,6 +58,7 @@ def explain(
         raise ValueError(f"--moves must be one of {list(BACKWARDS)}, got {moves!r}")
     if picture is not None and picture.suffix not in PICTURES:
         raise ValueError(f"--picture must end in one of {list(PICTURES)}, got {str(picture)!r}")
+    o.check_folder("--picture", picture)
     model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
     cluster = o.cluster(topology, ranks)
     placed = o.parse_route(route, cluster.size)
@@ -78,7 +79,7 @@ def timeline(cost: Cost, name: str) -> Table:
     """Every phase of a pass on one time axis: what computes, what travels, and both at once."""
     total = max(cost.seconds, 1e-12)
     found = Table(title=f"{name}: {1e3 * cost.seconds:.4g} ms predicted")
-    found.add_column("phase")
+    found.add_column("phase", no_wrap=True)
     for column in ("compute ms", "transfer ms"):
         found.add_column(column, justify="right")
     found.add_column("compute #  transfer -  both +", min_width=WIDTH, no_wrap=True)

@@ -35,6 +35,7 @@ def bench_links(
     from wf_backends.comm import make_comm
     from wf_backends.launch import init
 
+    o.check_folder("--out", out)
     launch, folder = init(), cache_dir or cache_folder(os.environ)
     try:
         start = time.perf_counter()

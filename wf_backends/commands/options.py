@@ -87,8 +87,29 @@ class Model:
         return Workload(shape, self.seqlen, mask, self.layout, self.kernel)
 
 
+def check_least(option: str, value: float, least: int) -> None:
+    """Nothing, if an option's number is at least `least`.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    if value < least:
+        raise ValueError(f"{option} must be at least {least}, got {value:g}")
+
+
+def check_folder(option: str, path: Path | None) -> None:
+    """Nothing, if a file can be written there, or none is wanted.
+
+    Raises:
+        ValueError: if its folder is missing, so that nobody works for nothing first.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
+
+
 def cluster(name: str, ranks: int) -> Topology:
     """The topology called `name` for `ranks` ranks (0: as it is)."""
+    check_least("--ranks", ranks, 0)
     topology = load(name)
     return topology.with_ranks(ranks) if ranks else topology
 
@@ -99,8 +120,7 @@ def keeping(layers: int) -> dict[str, Any]:
     Raises:
         ValueError: if it is negative.
     """
-    if layers < 0:
-        raise ValueError(f"--layers must not be negative, got {layers}")
+    check_least("--layers", layers, 0)
     return {"keeps": (False, True), "layers": layers} if layers else {}
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wf_backends.commands import options as o
+from wf_backends.layout import make_layout
 from wf_backends.placement import in_rank_order
 from wf_backends.planner import all_plans, check_memory, price_plan
 from wf_backends.plans import Plan, Request
@@ -47,6 +48,8 @@ def plan(
 
         wallfacer plan --topology my_cluster.toml --ranks 16 --json
     """
+    for option, value, least in (("--memory-gib", memory_gib, 0), ("--top", top, 1)):
+        o.check_least(option, value, least)
     model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
     request = Request(
         o.cluster(topology, ranks),
@@ -56,6 +59,7 @@ def plan(
         exact_up_to=exact_up_to,
         **o.keeping(layers),
     )
+    make_layout(layout, request.topology.size, seqlen)  # says it if the sequence is too short
     plans = all_plans(request)
     best = check_memory(plans[0], request)
     ring = in_rank_order({"name": "ring"}, request.topology.size)
