@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from wf_backends.comm.protocol import Communicator
+
+HEADER = 16  # integers: headers of different calls have one size, so none overruns another's buffer
+REFUSED = -1  # in place of the names' fingerprint: this rank's own arguments are wrong
 
 
 def fingerprint(value: object) -> int:
@@ -77,17 +81,53 @@ class Agreement:
         key = (*same.items(), *lengths.items())
         headers = self._seen.get(key)
         if headers is None:
-            values = [value for _, value in key]
-            mine = torch.tensor(values, dtype=torch.int64, device=_home(self.comm, like))
-            headers = _everyones(self.comm, mine, "agreement").tolist()
+            names, values = [*same, *lengths], [value for _, value in key]
+            headers = self._exchange([fingerprint(names), *values], like)
+            _check_calls([kind for kind, *_ in headers], names, self.comm.rank)
             if remember and not self.comm.on_host:
                 self._seen[key] = headers
-        columns = dict(zip([*same, *lengths], zip(*headers, strict=True), strict=True))
+        rows = (header[1 : 1 + len(key)] for header in headers)
+        columns = dict(zip([*same, *lengths], zip(*rows, strict=True), strict=True))
         differing = {name: columns[name] for name in same if len(set(columns[name])) > 1}
         if differing:
             told = "; ".join(f"{name}: {list(values)}" for name, values in differing.items())
             raise ValueError(f"the ranks do not agree (values by rank): {told}")
         return {name: list(columns[name]) for name in lengths}
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Around checks of this rank's own arguments: if they fail, the others raise, not wait.
+
+        The others are in `check`, or in `telling` with errors of their own. Only where messages
+        pass through host memory: elsewhere they may have nothing to exchange.
+        """
+        try:
+            yield
+        except (ValueError, NotImplementedError):
+            if self.comm.on_host:
+                with suppress(RuntimeError):  # a dead peer: our own error says more
+                    self._exchange([REFUSED], torch.empty(0))
+            raise
+
+    def _exchange(self, values: list[int], like: Tensor) -> list[list[int]]:
+        """The headers of all ranks, filled up to a multiple of HEADER integers."""
+        filled = values + [0] * (-len(values) % HEADER)
+        mine = torch.tensor(filled, dtype=torch.int64, device=_home(self.comm, like))
+        return _everyones(self.comm, mine, "agreement").tolist()
+
+
+def _check_calls(kinds: list[int], names: list[str], rank: int) -> None:
+    """Refuse to go on if a rank refused its arguments, or makes another kind of call.
+
+    Raises:
+        ValueError: naming the ranks.
+    """
+    if refusing := [peer for peer, kind in enumerate(kinds) if kind == REFUSED]:
+        raise ValueError(f"the ranks do not agree: ranks {refusing} refuse their own arguments")
+    if others := [peer for peer, kind in enumerate(kinds) if kind != kinds[rank]]:
+        raise ValueError(
+            f"the ranks do not agree: rank {rank} compares {names}, ranks {others} something else"
+        )
 
 
 def _home(comm: Communicator, like: Tensor) -> torch.device:

@@ -118,7 +118,7 @@ class SequenceParallelConfig:
         known = [f.name for f in fields(cls)]
         for key in words:
             if key not in known:
-                raise ValueError(f"unknown key {key!r}{nearest(key, known)} Known keys: {known}")
+                raise ValueError(f"unknown key {key!r}{nearest(key, known)} (known keys: {known})")
         return cls(**words)
 
     def to_dict(self) -> dict[str, Any]:

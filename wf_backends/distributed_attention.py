@@ -63,7 +63,8 @@ class DistributedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
-        check_tensors(q, k, v)
+        with self._agreement.telling():
+            check_tensors(q, k, v)
         plan = self.plan(q, k, mask, scale, seqlen)
         trades = plan.queries, plan.keys, plan.keys
         q, k, v = heads_for_tokens((q, k, v), trades, plan.pool, "ulysses qkv")

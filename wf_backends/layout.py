@@ -83,7 +83,7 @@ LAYOUTS: Mapping[str, LayoutKind] = MappingProxyType(
 
 def check_layout_name(name: str) -> str:
     """The name itself; ValueError with the nearest right one if there is no such layout."""
-    if name not in LAYOUTS:
+    if name not in tuple(LAYOUTS):  # a tuple: what cannot be hashed is refused too
         raise ValueError(
             f"layout must be one of {list(LAYOUTS)}, got {name!r}{nearest(name, LAYOUTS)}"
         )

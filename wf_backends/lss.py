@@ -32,7 +32,8 @@ class LssAttention(DistributedAttention):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
-        check_tensors(q, k, v)
+        with self._agreement.telling():
+            check_tensors(q, k, v)
         plan = self.plan(q, k, mask, scale, seqlen)
         gather, local = plan.forward[0].walk, _local(plan.forward[0])
         there, back = partial(_fetch, self.comm, gather), partial(_return, self.comm, gather)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from operator import index
 
 Bound = int | float  # an integer, or math.inf for "no limit"
 
@@ -83,8 +84,8 @@ def make_mask(
 
 
 def _bounds(window_size: tuple[int, int]) -> tuple[Bound, Bound]:
-    good = len(window_size) == 2 and all(isinstance(w, int) and w >= -1 for w in window_size)
-    if not good:
+    pair = isinstance(window_size, Sequence) and len(window_size) == 2
+    if not pair or not all(isinstance(w, int) and w >= -1 for w in window_size):
         raise ValueError(
             f"window_size must be (left, right) in tokens, -1 = unlimited; got {window_size!r}"
         )
@@ -97,7 +98,10 @@ def _borders(cu_seqlens: Sequence[int], seqlen: int | None) -> tuple[int, ...]:
         raise ValueError(
             "cu_seqlens must be host integers; pass cu_seqlens.tolist() once per batch"
         )
-    borders = tuple(int(c) for c in cu_seqlens)
+    try:
+        borders = tuple(index(c) for c in cu_seqlens)
+    except TypeError:
+        raise ValueError(f"cu_seqlens must be host integers, got {cu_seqlens!r}") from None
     rising = all(a < b for a, b in pairwise(borders))
     if len(borders) < 2 or borders[0] != 0 or not rising:
         raise ValueError(f"cu_seqlens must be 0 = c0 < c1 < ... = S, got {borders}")

@@ -145,11 +145,9 @@ class SequenceParallel:
             ValueError: if shapes, dtypes, devices, heads or the mask do not fit, here or between
                 ranks. NotImplementedError: for dropout, and for masked cross attention.
         """
-        if dropout_p:
-            raise NotImplementedError(
-                f"dropout inside attention is not supported, got dropout_p={dropout_p}; set it to 0"
-            )
-        mask = make_mask(causal, window_size, cu_seqlens, seqlen)
+        with self._agreement.telling():
+            _refuse_dropout(dropout_p)
+            mask = make_mask(causal, window_size, cu_seqlens, seqlen)
         scale = 1 / sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
         return self._attention(q, k, v, mask, scale, seqlen)
 
@@ -169,12 +167,13 @@ class SequenceParallel:
         Raises:
             ValueError: for a malformed batch, or one that is not the same on every rank.
         """
-        whole = prepare_batch(
-            batch,
-            multiple=padding_multiple(self.config.layout, self.size),
-            pad_token_id=pad_token_id,
-            labels_are_shifted=labels_are_shifted,
-        )
+        with self._agreement.telling():
+            whole = prepare_batch(
+                batch,
+                multiple=padding_multiple(self.config.layout, self.size),
+                pad_token_id=pad_token_id,
+                labels_are_shifted=labels_are_shifted,
+            )
         tensors = self.check_same(whole)
         borders = whole.get("cu_seqlens")
         return whole | {key: self.shard(x, 1, borders) for key, x in tensors.items()}
@@ -189,6 +188,12 @@ class SequenceParallel:
         same = {key: _checksum(value) for key, value in sorted(tensors.items())}
         same["cu_seqlens"] = fingerprint(batch.get("cu_seqlens"))
         like = next(iter(tensors.values()), torch.empty(0))
+        keys = {"keys of the batch": fingerprint(sorted(same))}
+        try:
+            self._agreement.check(keys, {}, like, remember=False)
+        except ValueError as error:
+            error.add_note(f"keys of the batch on rank {self.rank}: {sorted(same)}")
+            raise
         self._agreement.check(same, {}, like, remember=False)
         return tensors
 
@@ -219,6 +224,13 @@ class SequenceParallel:
         sent = {label: num_bytes for label, num_bytes in self.comm.sent.items() if num_bytes}
         self.comm.sent.clear()
         return sent
+
+
+def _refuse_dropout(dropout_p: float) -> None:
+    if dropout_p:
+        raise NotImplementedError(
+            f"dropout inside attention is not supported, got dropout_p={dropout_p}; set it to 0"
+        )
 
 
 def _checksum(x: Tensor) -> int:

@@ -50,7 +50,7 @@ class Stages:
         for key in words:
             if key not in known:
                 raise ValueError(
-                    f"unknown key {key!r}{nearest(key, known)} Known keys: {list(known)}"
+                    f"unknown key {key!r}{nearest(key, known)} (known keys: {list(known)})"
                 )
         for key, word in known.items():
             if key not in words and word.default_factory is MISSING:

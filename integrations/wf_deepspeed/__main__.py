@@ -22,6 +22,7 @@ def main(arguments: list[str]) -> None:
     Raises:
         SystemExit: with a usage line if there is no script.
     """
+    arguments = script_first(arguments)
     if not arguments or not Path(arguments[0]).is_file():
         named = f"; there is no file {arguments[0]!r}" if arguments else ""
         raise SystemExit(f"usage: python -m wf_deepspeed script.py [arguments]{named}")
@@ -31,6 +32,13 @@ def main(arguments: list[str]) -> None:
     start()
     with opened():
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def script_first(arguments: list[str]) -> list[str]:
+    """The script, then its arguments: `deepspeed --module` puts its --local_rank before both."""
+    given = [word for word in arguments[:1] if word.startswith("--local_rank=")]
+    script = len(given)
+    return [*arguments[script : script + 1], *given, *arguments[script + 1 :]]
 
 
 if __name__ == "__main__":

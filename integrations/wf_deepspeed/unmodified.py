@@ -7,9 +7,11 @@ ranks of a sequence-parallel group read the same samples. docs/limits.md lists b
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -55,29 +57,36 @@ def _initialize(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any, Any, Any]:
     """deepspeed.initialize with the component, and a model that takes whole batches."""
-    kwargs = kwargs | _corrected(kwargs)
-    engine, optimizer, loader, scheduler = initialize_through(original, args, kwargs)
+    call = inspect.signature(original).bind(*args, **kwargs)
+    call.arguments.update(corrected(call.arguments))
+    engine, optimizer, loader, scheduler = initialize_through(original, call.args, call.kwargs)
     if hasattr(engine, "wallfacer") and engine.wallfacer.block.dsp is None:
         hooks = WholeBatchHooks(engine.module, engine.wallfacer)
         engine.wallfacer.connection.undo.callback(hooks.remove)
     return engine, optimizer, loader, scheduler
 
 
-def _corrected(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with train_batch_size counted over groups, where a script counted ranks.
+def corrected(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of deepspeed.initialize with train_batch_size counted over groups, not ranks.
 
-    Trainer and accelerate fill in micro batch x accumulation x world size.
+    Trainer and accelerate fill in micro batch x accumulation x world size. Empty where the
+    configuration does not count so, or has no block.
     """
-    config = given_config(kwargs)
+    config = given_config(arguments)
     block = None if config is None else read_block(config)
     if config is None or block is None or not dist.is_initialized():
         return {}
     train, micro, steps = (config.get(key, 0) for key in BATCH_KEYS)
     if not train or train != micro * steps * dist.get_world_size():
         return {}
-    name = "config" if kwargs.get("config") is not None else "config_params"
     size = block.sequence_parallel.sequence_parallel_size
-    return {name: config | {"train_batch_size": train // size}}
+    right = config | {"train_batch_size": train // size}
+    given = [name for name in ("config", "config_params") if arguments.get(name) is not None]
+    if given:
+        return {given[0]: right}
+    script = copy.copy(arguments["args"])  # DeepSpeed takes one of args.deepspeed_config, config
+    script.deepspeed_config = None
+    return {"args": script, "config": right}
 
 
 def _prepare_data_loader(

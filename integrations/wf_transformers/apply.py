@@ -40,13 +40,13 @@ class Application(Removable):
 def apply(model: PreTrainedModel, sp: SequenceParallel) -> Application:
     """Make `model(..., cu_seqlens=...)` reach every attention layer of this model instance.
 
-    Replaces the self-attention modules of a BERT whose transformers version asks no registry
+    Replaces the self-attention modules of a BERT of transformers 4 that was built with another name
     (parameters and state dict stay the same), and for a ViT shards the embedded patches and
     brings the rows together again before the last norm, on every rank.
 
     Args:
-        model: built with `attn_implementation=` a name registered for `sp` (for BERT of
-            transformers 4: "eager").
+        model: built with `attn_implementation=` a name registered for `sp` (a BERT of
+            transformers 4: or "eager").
         sp: the sequence parallelism of this process.
 
     Raises:

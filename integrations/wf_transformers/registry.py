@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import transformers
 from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.bert import modeling_bert
 
 from wf_backends import SequenceParallel
 from wf_transformers.attention import Attention
+from wf_transformers.bert import BertSelfAttention
 
+# BERT's own registry, of modules: in versions of transformers whose BERT asks no other.
+BERTS: dict[str, Any] | None = getattr(modeling_bert, "BERT_SELF_ATTENTION_CLASSES", None)
 MASKS: Any = getattr(transformers, "AttentionMaskInterface", None)  # from 4.53 on
 
 
@@ -43,12 +48,15 @@ class Registration(Removable):
     def _unregister(self) -> None:
         if ALL_ATTENTION_FUNCTIONS.get(self.name) is self.attention:
             del ALL_ATTENTION_FUNCTIONS[self.name]
+            if BERTS is not None:
+                del BERTS[self.name]
 
 
 def register(sp: SequenceParallel, name: str = "wallfacer") -> Registration:
     """Let models built with `attn_implementation=name` attend over the ranks of `sp`.
 
-    A name of ours may be registered again, for another `sp`: models look it up at every call.
+    A name of ours may be registered again, for another `sp`: models look it up at every call
+    (a BERT of transformers 4 when it is built).
 
     Args:
         sp: the sequence parallelism that this process takes part in.
@@ -58,14 +66,24 @@ def register(sp: SequenceParallel, name: str = "wallfacer") -> Registration:
         ValueError: if the name belongs to somebody else's function, or to transformers itself.
     """
     found = ALL_ATTENTION_FUNCTIONS.get(name)
-    ours = found is None or isinstance(found, Attention)
+    ours = found is None and name not in (BERTS or ()) or isinstance(found, Attention)
     if name == "eager" or not ours or not _mask_name_is_free(name):
         raise ValueError(f"attention implementation {name!r} is taken; choose another name")
     attention = Attention(sp)
     ALL_ATTENTION_FUNCTIONS[name] = attention
+    if BERTS is not None:
+        BERTS[name] = partial(_build_bert, attention)
     if MASKS is not None:
         MASKS.register(name, mask_function)
     return Registration(name, attention)
+
+
+def _build_bert(
+    attention: Attention, config: Any, position_embedding_type: str | None = None
+) -> BertSelfAttention:
+    """What BertAttention of transformers 4 builds for a name."""
+    original = modeling_bert.BertSelfAttention(config, position_embedding_type)
+    return BertSelfAttention(original, attention)
 
 
 def registered(name: Any) -> Attention | None:

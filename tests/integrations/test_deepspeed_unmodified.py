@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ import deepspeed  # noqa: E402
 
 import wf_deepspeed  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
+from wf_deepspeed import unmodified  # noqa: E402
+from wf_deepspeed.__main__ import script_first  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -84,3 +88,31 @@ def test_the_door_puts_back_what_it_swapped() -> None:
 def test_without_a_script_there_is_a_usage_line() -> None:
     with pytest.raises(AssertionError, match=r"usage: python -m wf_deepspeed .* 'nowhere.py'"):
         run_ranks(["-m", "wf_deepspeed", "nowhere.py"], 1)
+
+
+def test_the_deepspeed_launchers_local_rank_goes_to_the_script() -> None:
+    for given in (["--local_rank=3", "train.py", "-x"], ["train.py", "--local_rank=3", "-x"]):
+        assert script_first(given) == ["train.py", "--local_rank=3", "-x"]
+    assert script_first([]) == []
+
+
+@pytest.mark.parametrize("name", ["config", "config_params", "args"])
+def test_batch_sizes_counted_over_ranks_are_counted_over_groups(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Wherever the configuration is given, DeepSpeed gets it once."""
+    world = SimpleNamespace(is_initialized=lambda: True, get_world_size=lambda: 4)
+    monkeypatch.setattr(unmodified, "dist", world)
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    config = {**sizes, "train_batch_size": 24, "wallfacer": RING}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    args = Namespace(deepspeed_config=str(path), local_rank=1)
+    given = {"args": args} if name == "args" else {"args": None, name: config}
+    call = {**given, **unmodified.corrected(given)}
+    assert call["config" if name == "args" else name] == config | {"train_batch_size": 12}
+    if name == "args":
+        assert call["args"] == Namespace(deepspeed_config=None, local_rank=1)
+        assert args.deepspeed_config == str(path)
+    groups = config | {"train_batch_size": 12}
+    assert unmodified.corrected({"config": groups}) == {}

@@ -111,6 +111,12 @@ def test_bert(size: int, documents: tuple[int, ...] | None) -> None:
     assert_equal(Job("bert", size, apply=True), batch(cu_seqlens=documents))
 
 
+@pytest.mark.parametrize("apply", [False, True])
+def test_bert_built_with_the_registered_name(apply: bool) -> None:
+    given = batch(cu_seqlens=DOCUMENTS) if apply else batch(seqlen=24)
+    assert_equal(Job("bert", 2, apply=apply, old_bert=""), given)
+
+
 def test_bert_built_with_sdpa() -> None:
     assert_equal(Job("bert", apply=True, old_bert="sdpa"), batch(cu_seqlens=DOCUMENTS))
 

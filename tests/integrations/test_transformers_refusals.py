@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 pytest.importorskip("transformers")
 
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+from transformers.models.bert import modeling_bert  # noqa: E402
 
 import wf_transformers  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
@@ -225,9 +227,26 @@ def test_apply_needs_a_model_that_uses_us() -> None:
     ],
 )
 def test_berts_that_bias_or_decode(more: dict[str, Any], message: str) -> None:
-    def rank(sp: SequenceParallel, _: str) -> None:
+    def rank(sp: SequenceParallel, name: str) -> None:
         with pytest.raises(NotImplementedError, match=message):
             wf_transformers.apply(build("bert", "eager", more), sp)
+        with pytest.raises(NotImplementedError, match=message):
+            build("bert", name, more)
+
+    call(1, rank)
+
+
+@OLD
+def test_a_name_of_berts_own_registry_is_not_taken() -> None:
+    def rank(sp: SequenceParallel, name: str) -> None:
+        before = dict(modeling_bert.BERT_SELF_ATTENTION_CLASSES)
+        with wf_transformers.register(sp, "another"):
+            assert {**before, "another": ANY} == modeling_bert.BERT_SELF_ATTENTION_CLASSES
+        assert before == modeling_bert.BERT_SELF_ATTENTION_CLASSES
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(modeling_bert.BERT_SELF_ATTENTION_CLASSES, "theirs", object)
+            with pytest.raises(ValueError, match="'theirs' is taken"):
+                wf_transformers.register(sp, "theirs")
 
     call(1, rank)
 

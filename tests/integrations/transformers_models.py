@@ -59,7 +59,7 @@ class Job:
     checkpoint: bool = False
     plain_checkpoint: bool = False
     old_bert: str = "eager"
-    """How a BERT that asks no registry is built before its attention is replaced."""
+    """How a BERT that asks no registry of all models is built; "": by the registered name."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Changes to the model's config."""
 
@@ -123,7 +123,7 @@ def _one_rank(comm: Any, job: Job, given: dict[str, Any], state: Any) -> Any:
     sp = sequence_parallel(comm, job.layout)
     with wf_transformers.register(sp, f"wallfacer-{sp.rank}") as registration:
         old_bert = job.family == "bert" and BERT_ASKS_NO_REGISTRY
-        name = job.old_bert if old_bert else registration.name
+        name = (old_bert and job.old_bert) or registration.name
         model = build(job.family, name, job.more, state)
         application = wf_transformers.apply(model, sp) if job.apply else None
         if job.checkpoint:

@@ -123,3 +123,28 @@ def agree_on_nothing(comm):
 def test_shapes_that_differ_between_processes_are_named_not_waited_for():
     for said in run_processes(2, agree_on_nothing):
         assert "heads: [2, 4]" in said
+
+
+def disagree_in_every_way(comm):
+    """A shape that rank 1 alone refuses, then batches of other keys: never a wait, nor an abort."""
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2, route="ring"), comm)
+    x, ids = torch.zeros(1, 8, 4, 16), torch.zeros(1, 8, dtype=torch.int64)
+    k = x[:, :, : 4 - comm.rank]
+    batch = {"input_ids": ids} | ({"labels": ids, "extra": ids} if comm.rank else {})
+    said = []
+    for call in (lambda: sp.attention(x, k, k), lambda: sp.shard_batch(batch)):
+        try:
+            call()
+        except ValueError as refusal:
+            said.append(" ".join([str(refusal), *getattr(refusal, "__notes__", ())]))
+    sp.attention(x, x, x)
+    return said
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("run", (run_processes, run_mpi))
+def test_what_one_process_alone_refuses_raises_on_all(run):
+    (heads, keys), (own, _) = run(2, disagree_in_every_way)
+    assert "ranks [1] refuse" in heads and "kv heads must divide heads, got 3 and 4" in own
+    assert "keys of the batch: [" in keys
+    assert "on rank 0: ['cu_seqlens', 'input_ids', 'position_ids']" in keys

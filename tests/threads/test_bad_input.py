@@ -72,7 +72,9 @@ def test_tensor_subclasses_are_refused_not_given_zero_gradients():
 def test_masks_that_do_not_fit_are_refused():
     refused(same, "end at the sequence length 8, got 6", cu_seqlens=[0, 3, 6])
     refused(same, "host integers", cu_seqlens=torch.tensor([0, 8]))
-    refused(same, r"window_size must be \(left, right\)", window_size=(-3, 0))
+    refused(same, r"host integers, got \[0, 3.5, 8\]", cu_seqlens=[0, 3.5, 8])
+    for window in ((-3, 0), (1, 2, 3), 3, None):
+        refused(same, r"window_size must be \(left, right\)", window_size=window)
     refused(same, "dropout_p=0.1", NotImplementedError, dropout_p=0.1)
 
     def shorter(q, k, v):
@@ -110,6 +112,39 @@ def test_shapes_that_differ_between_ranks_are_named_by_rank(change, says):
         run_threads(3, attend)
 
 
+@pytest.mark.parametrize("strategy", (None, "lss"))
+@pytest.mark.parametrize("wrong", ("tensors", "mask", "dropout"))
+def test_arguments_that_one_rank_refuses_are_waited_for_by_none(strategy, wrong):
+    words = {"route": "all_gather", "strategy": strategy}
+
+    def attend(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=3, **words), comm)
+        q, k, v = qkv()
+        bad = {
+            "tensors": ((q, k, v[:, :4]), {}),
+            "mask": ((q, k, v), {"cu_seqlens": [0, 9, 3]}),
+            "dropout": ((q, k, v), {"dropout_p": 0.1}),
+        }
+        tensors, options = bad[wrong] if comm.rank == 1 else ((q, k, v), {})
+        with pytest.raises((ValueError, NotImplementedError)) as refusal:
+            sp.attention(*tensors, **options)
+        sp.attention(q, k, v)  # and the group is as good as before
+        return str(refusal.value)
+
+    others, own, _ = told = run_threads(3, attend, timeout=20)
+    assert others == told[2] == "the ranks do not agree: ranks [1] refuse their own arguments"
+    assert {"tensors": "one shape", "mask": "cu_seqlens", "dropout": "0.1"}[wrong] in own
+
+
+def test_different_calls_on_different_ranks_are_named():
+    def call(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
+        sp.attention(*qkv()) if comm.rank else sp.unshard(qkv()[0])
+
+    with pytest.raises(ValueError, match=r"rank . compares \[.*, ranks \[.\] something else"):
+        run_threads(2, call, timeout=20)
+
+
 def test_options_and_configs_that_differ_between_ranks_are_named():
     def attend(comm, differing):
         route = "ring" if comm.rank == 0 or differing != "config" else "all_gather"
@@ -128,6 +163,18 @@ def test_batches_that_differ_between_ranks_are_named():
 
     with pytest.raises(ValueError, match="the ranks do not agree.*input_ids"):
         run_threads(2, prepare)
+
+
+def test_batches_with_different_keys_and_malformed_ones_are_named():
+    def prepare(comm, second):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
+        ids = torch.zeros(1, 8, dtype=torch.int64)
+        sp.shard_batch({"input_ids": ids} | (second if comm.rank else {}))
+
+    with pytest.raises(ValueError, match=r"do not agree.*keys of the batch: \["):
+        run_threads(2, prepare, {"labels": torch.zeros(1, 8, dtype=torch.int64)}, timeout=20)
+    with pytest.raises(ValueError, match=r"ranks \[1\] refuse|labels must be a tensor \(1, 8\)"):
+        run_threads(2, prepare, {"labels": torch.zeros(1, 7, dtype=torch.int64)}, timeout=20)
 
 
 def test_a_tensor_that_is_no_shard_is_not_joined():

@@ -174,3 +174,9 @@ def test_rank_order_said_is_the_same_as_unsaid():
 def test_wrong_words_are_refused_by_name(words, says):
     with pytest.raises(ValueError, match=says):
         SequenceParallelConfig.from_dict({**DESIGN, **words})
+
+
+def test_a_layout_of_another_type_is_refused_by_name():
+    for value in (["zigzag"], {"name": "zigzag"}, None):
+        with pytest.raises(ValueError, match="layout must be one of"):
+            SequenceParallelConfig.from_dict({"layout": value})
