@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from wf_backends.agree import gather_small, sum_over_ranks
+from wf_backends.agree import HEADER, gather_small, sum_over_ranks
 from wf_backends.comm.protocol import Communicator
 from wf_backends.kernels import Kernel, KernelSpec, select
 from wf_backends.mask import FULL
@@ -27,7 +27,6 @@ SMALLEST, LARGEST = 1 << 16, 1 << 24  # bytes of one message
 GROWTH = 4
 ENOUGH_S = 0.2  # a message that takes this long is long enough to measure a rate by
 REPEATS = 5
-HEADER = 11  # integers that an attention call's ranks compare
 ROUNDS = 20  # exchanges in a row, of which one's latency is taken
 
 
