@@ -64,7 +64,7 @@ def main() -> None:
     print("\nchoosing a plan, everything left open, 32 heads on 8 key heads, h100-8x400g, ms")
     print("| ranks | first length | another length |")
     print("|---|---|---|")
-    for num_ranks in (2, 4, 8, 16, 64, 256):
+    for num_ranks in (2, 4, 8, 16, 64, 256, 4096):
         times = [choosing(num_ranks, seqlen) for seqlen in (SEQLEN, SEQLEN // 2)]
         print(f"| {num_ranks} | " + " | ".join(f"{t:,.0f}" for t in times) + " |")
 

@@ -14,22 +14,15 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil, inf
 
+from wf_backends.axes import Axis, Shape, Side, shape_of
 from wf_backends.cost import Job, Walk, buffer_bytes
 from wf_backends.mask import FULL
-from wf_backends.placement import Placed, digits, strides
+from wf_backends.placement import Placed
 from wf_backends.rounds import bundles
 from wf_backends.timeline import NOTHING, Chunk, Cost, Phase, Transfer, transfer
 from wf_backends.topology import Topology
 
 ROUNDING = 1 - 1e-9  # sums in another order
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """Ranks that differ in one digit: how many, and how far apart in rank numbers."""
-
-    size: int
-    stride: int
 
 
 @dataclass(slots=True)
@@ -45,66 +38,19 @@ class Load:
     def transfer(self, topology: Topology) -> Transfer:
         return transfer(topology, self.inside, self.nic)
 
+    def busy_s(self, topology: Topology, scale: float) -> float:
+        """What `transfer` says of this load `scale` times, without its latency."""
+        near, far = topology.inside, topology.between
+        inside, nic = scale * self.inside, scale * self.nic
+        link, sent = (near, inside) if near.seconds(inside) > far.seconds(nic) else (far, nic)
+        return sent / link.bytes_per_s
+
     def seconds(self, topology: Topology, times: int = 1, scale: float = 1.0) -> float:
         """How long `times` messages take that together are this load `scale` times."""
         near, far = topology.inside, topology.between
         inside = times * near.latency_s + scale * self.inside / near.bytes_per_s
         outside = times * far.latency_s + scale * self.nic / far.bytes_per_s
         return max(inside if self.inside else 0.0, outside if self.nic else 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """The shards of one side that a rank brings together at first."""
-
-    shards: int = 1
-    axis: Axis | None = None
-    """Whose ranks they come from; None: from anywhere."""
-    own: int = 1
-    """How many of them are its own."""
-
-    @property
-    def foreign(self) -> int:
-        return self.shards - self.own
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a route brings together and how it walks: `times` hops along each axis, in order."""
-
-    stay: Side
-    walk: Side
-    hops: tuple[tuple[int, Axis], ...]
-    two_way: bool = False
-
-    @property
-    def num_hops(self) -> int:
-        return sum(times for times, _ in self.hops)
-
-
-def shape_of(placed: Placed, size: int, degree: int, queries_walk: bool = False) -> Shape:
-    """The shape of a route for `size` ranks, each of them `degree` neighbours of the cluster."""
-    sizes = digits(placed.route, size)
-    apart = strides(sizes, placed.order)
-    axes = [Axis(count, degree * stride) for count, stride in zip(sizes, apart, strict=True)]
-    queries, keys = Side(), Side()
-    match placed.route["name"]:
-        case "ring":
-            hops = ((size - 1, axes[0]),)
-        case "double_ring":
-            outer, inner = axes
-            hops = (outer.size * (inner.size - 1), inner), (outer.size - 1, outer)
-        case "all_gather":
-            keys, hops = Side(size, axes[0]), ()
-        case "mesh":
-            column, row = axes
-            queries, hops = Side(row.size, row), ((column.size - 1, column),)
-        case _:
-            team, place, member = axes
-            queries, keys = Side(member.size, member), Side(team.size, own=0)
-            hops = ((place.size - 1, place),)
-    sides = (keys, queries) if queries_walk else (queries, keys)
-    return Shape(*sides, hops, placed.two_way)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,17 +165,23 @@ class Estimator:
         left = live = self._live_hops(placed, shape)
         each = self.walk_shard * shape.walk.shards
         hop, partial = each * self.rows.walk, each * self.rows.walk_partial
-        travel = self._gathered(shape).transfer(topology).busy_s
-        travel += self._returned(shape).transfer(topology).busy_s
+        travel, both = 0.0, (self.rows.stay_gathered, self.rows.stay_partial)
+        if shape.stay.foreign:
+            brought = self.links.exchange(shape.stay, self.stay_shard)
+            travel += sum(brought.busy_s(topology, row) for row in both)
         for times, axis in shape.hops:
             count = min(times, left)
             left -= count
             load = self.links.shift(axis, 1.0, shape.two_way)
             travel += load.seconds(topology, count, count * hop + max(0, count - 2) * partial)
         compute = self.busiest_s + (live + 1) * self._call_s(shape)
-        gather = self.links.exchange(shape.walk, self.walk_shard * self.rows.walk_gathered)
-        home = _homeward(shape, self.links, self.walk_shard * self.rows.walk_partial)
-        around = gather.seconds(topology) + home.seconds(topology)
+        around = 0.0
+        if shape.walk.foreign:
+            gather = self.links.exchange(shape.walk, self.walk_shard * self.rows.walk_gathered)
+            around += gather.seconds(topology)
+        if self.rows.walk_partial:
+            home = _homeward(shape, self.links, self.walk_shard * self.rows.walk_partial)
+            around += home.seconds(topology)
         return (max(compute, travel) + around) * ROUNDING
 
     def _call_s(self, shape: Shape) -> float:

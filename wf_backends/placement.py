@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import permutations
-from math import prod
 from typing import Any, cast
 
 from wf_backends.schedule import Hop, Schedule, make_schedule
@@ -138,8 +138,11 @@ def orders(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 def strides(sizes: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
     """How far apart the ranks are that differ by one in digit i, for every i."""
-    apart = {digit: prod(sizes[d] for d in order[at + 1 :]) for at, digit in enumerate(order)}
-    return tuple(apart[digit] for digit in range(len(sizes)))
+    apart, stride = [1] * len(sizes), 1
+    for digit in reversed(order):
+        apart[digit] = stride
+        stride *= sizes[digit]
+    return tuple(apart)
 
 
 def permutation(placed: Placed, n: int) -> tuple[int, ...]:
@@ -201,7 +204,8 @@ def routes(n: int) -> list[dict[str, Any]]:
     return found + [{"name": "concentric", "team_size": c} for c in teams]
 
 
-def placements(n: int, directed: bool, two_way: bool = False) -> list[Placed]:
+@lru_cache(maxsize=64)  # forward and backward have the same
+def placements(n: int, directed: bool, two_way: bool = False) -> tuple[Placed, ...]:
     """Every route for n ranks with every order of its digits.
 
     Args:
@@ -222,4 +226,4 @@ def placements(n: int, directed: bool, two_way: bool = False) -> list[Placed]:
             for one in found
             if one.route["name"] in ("ring", "double_ring") and not one.reverse
         ]
-    return found
+    return tuple(found)

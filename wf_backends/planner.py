@@ -7,6 +7,9 @@ that by closed forms (estimate.py).
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from threading import Lock
 
@@ -23,7 +26,17 @@ from wf_backends.cost import (
 from wf_backends.layout import LAYOUTS
 from wf_backends.mask import Mask
 from wf_backends.placement import Placed, divisors, read_placed
-from wf_backends.plans import BACKWARDS, Choice, PassPlan, Plan, Request, pass_order, plan_order
+from wf_backends.plans import (
+    BACKWARDS,
+    Choice,
+    Order,
+    PassPlan,
+    Plan,
+    Request,
+    pass_order,
+    plan_order,
+    rounded,
+)
 from wf_backends.presets import one_host
 from wf_backends.search import Pricing, best_of, candidates_of, kept_plans, passes
 from wf_backends.topology import Topology
@@ -72,28 +85,65 @@ def best_plan(request: Request) -> Plan:
         ValueError: if no plan fits the memory, naming the one that comes closest, or no ulysses
             degree that may be used fits the ranks and heads.
     """
-    found: list[Plan] = []
+    with _uncollected():
+        plan = _best_of_splits(request)
+    if plan.cost.memory_bytes > request.memory_limit:
+        plan = all_plans(request)[0]
+    return check_memory(plan, request)
+
+
+@contextmanager
+def _uncollected() -> Generator[None]:
+    """No garbage collection: of a process with torch in it one takes longer than the planning."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _best_of_splits(request: Request) -> Plan:
+    """The first of all plans, if one fits the memory, without pricing splits that cannot win."""
     order = plan_order(request.memory_limit)
-    for job in _jobs(request):
-        both = _around(job)
-        found += kept_plans(request, job, both)
-        if False not in request.keeps:
-            continue
-        limit = request.memory_limit - both.memory_bytes
-        backward = best_of(candidates_of(request, job, _backwards(request)), pass_order(limit), 0.0)
+    splits = [_Split(request, job) for job in _jobs(request)]
+    best: tuple[Order, int, Plan] | None = None
+    for at in sorted(range(len(splits)), key=lambda at: splits[at].bound):
+        if best is not None and best[0][:2] < (0.0, rounded(splits[at].bound)):
+            break
+        for plan in splits[at].plans():
+            found = (order(plan), at, plan)
+            best = found if best is None or found[:2] < best[:2] else best
+    assert best is not None, "every head split has a plan"
+    return best[2]
 
-        def whole(
-            forward: PassPlan, job: Job = job, rest: PassPlan = backward, both: Cost = both
-        ) -> Plan:
-            return Plan(job.degree, forward, rest, both)
 
-        rest = both.seconds + backward.cost.seconds
-        candidates = candidates_of(request, job, (FORWARD,))
-        found.append(whole(best_of(candidates, lambda one: order(whole(one)), rest)))  # noqa: B023
-    best = min(found, key=order)
-    if best.cost.memory_bytes > request.memory_limit:
-        best = all_plans(request)[0]
-    return check_memory(best, request)
+class _Split:
+    """One head split of a request: its candidates, and what all its plans take at least."""
+
+    def __init__(self, request: Request, job: Job) -> None:
+        self.request, self.job, self.around = request, job, _around(job)
+        self.backward = candidates_of(request, job, _backwards(request))
+        self.forward = candidates_of(request, job, (FORWARD,))
+        self.bound = self.around.seconds + min(one.bound for one in self.forward)
+        if True not in request.keeps:  # what is kept makes a backward shorter than its bound
+            self.bound += min(one.bound for one in self.backward)
+
+    def plans(self) -> Iterator[Plan]:
+        """Those that keep something, and the best of the others."""
+        yield from kept_plans(self.request, self.job, self.around)
+        if False not in self.request.keeps:
+            return
+        limit, order = self.request.memory_limit, plan_order(self.request.memory_limit)
+        fits = pass_order(limit - self.around.memory_bytes)
+        backward = best_of(self.backward, fits, 0.0)
+
+        def whole(forward: PassPlan) -> Plan:
+            return Plan(self.job.degree, forward, backward, self.around)
+
+        rest = self.around.seconds + backward.cost.seconds
+        yield whole(best_of(self.forward, lambda one: order(whole(one)), rest))
 
 
 def check_memory(first: Plan, request: Request) -> Plan:

@@ -24,9 +24,9 @@ class Pricing:
         self.exact = request.topology.size <= request.exact_up_to
         self.estimator = Estimator(job, walk)
         named = request.forward if walk is FORWARD else request.backward
-        self.candidates = self._all() if named is None else list(named)
+        self.candidates = self._all() if named is None else named
 
-    def _all(self) -> list[Placed]:
+    def _all(self) -> tuple[Placed, ...]:
         masked = self.job.workload.mask.band != FULL
         directed = masked if self.exact else ends_early(self.job)
         return placements(self.job.route_size, directed, self.job.topology.direct_links)

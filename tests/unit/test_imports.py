@@ -22,7 +22,7 @@ PURE = tuple(
     for name in (
         (
             "schedule layout mask ranges tiles rankplan rounds walk timeline traffic topology "
-            "presets areas loads placement cost estimate plans search planner config suggest "
+            "presets areas loads placement cost axes estimate plans search planner config suggest "
             "documents launchers"
         ).split()
     )
