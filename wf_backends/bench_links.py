@@ -38,18 +38,22 @@ class Meter:
     device: torch.device
 
     def seconds(self, work: Callable[[], object], repeats: int = REPEATS) -> float:
-        """The shortest of several times, each until the slowest rank is done.
+        """The shortest of several times: the best case is what a link can do.
 
-        The best case is what a link can do; what else ran on the machine is not its property.
+        What else ran on the machine is not its property.
         """
-        best = float("inf")
+        return min(self.times(work, repeats))
+
+    def times(self, work: Callable[[], object], repeats: int = REPEATS) -> list[float]:
+        """Several times of some work, rising, each until the slowest rank is done."""
+        found: list[float] = []
         for _ in range(repeats):
             sum_over_ranks(self.comm, torch.zeros(1))  # all start together
             start = time.perf_counter()
             work()
             self.synchronize()
-            best = min(best, self._slowest(time.perf_counter() - start))
-        return best
+            found.append(self._slowest(time.perf_counter() - start))
+        return sorted(found)
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -124,9 +128,15 @@ def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> T
 
 
 def _agreement(meter: Meter) -> float:
-    """Seconds until all ranks have a header of each; 0 where it is exchanged once for all calls."""
+    """Seconds until all ranks have a header of each; 0 where it is exchanged once for all calls.
+
+    The median: most of it is how long ranks take to be ready, which is no less in a real call.
+    """
+    if not meter.comm.on_host:
+        return 0.0
     header = torch.zeros(HEADER, dtype=torch.int64)
-    return meter.seconds(lambda: gather_small(meter.comm, header)) if meter.comm.on_host else 0.0
+    times = meter.times(lambda: gather_small(meter.comm, header), 2 * REPEATS + 1)
+    return times[REPEATS]
 
 
 def _inside(meter: Meter, per_host: int) -> Link:

@@ -29,28 +29,24 @@ def post_bundled(
     into, recvs = _bundles(recvs)
     if not out and not into:
         return post(label, sends, recvs)
-    packed = [(peer, torch.cat([_bytes(one) for one in small])) for peer, small in out.items()]
-    landing = [
-        (peer, torch.empty(sum(map(_size, small)), dtype=torch.uint8))
-        for peer, small in into.items()
-    ]
+    packed = [(peer, torch.cat(small)) for peer, small in out.items()]
+    landing = [(peer, _room(small)) for peer, small in into.items()]
     pending = post(label, [*packed, *sends], [*landing, *recvs])
-    arrivals = [(one, into[peer]) for peer, one in landing]
-    return _Bundled(pending, arrivals)
+    return _Bundled(pending, [(room, into[peer]) for peer, room in landing])
 
 
 class _Bundled(Pending):
-    """Bundles in flight, and the tensors that what they carry belongs in."""
+    """Bundles in flight, and what they carry as it lies in the tensors it belongs in."""
 
     def __init__(self, inner: Pending, arrivals: list[tuple[Tensor, list[Tensor]]]) -> None:
         self._inner, self._arrivals = inner, arrivals
 
     def wait(self) -> None:
         self._inner.wait()
-        for bundle, targets in self._arrivals:
-            pieces = bundle.split([_size(target) for target in targets])
+        for room, targets in self._arrivals:
+            pieces = room.split([target.numel() for target in targets])
             for target, piece in zip(targets, pieces, strict=True):
-                _bytes(target).copy_(piece)
+                target.copy_(piece)
         self._arrivals = []
 
     def poll(self) -> None:
@@ -58,20 +54,23 @@ class _Bundled(Pending):
 
 
 def _bundles(messages: Sequence[Message]) -> tuple[dict[int, list[Tensor]], list[Message]]:
-    """The small messages of each peer that has several, and all others as they are."""
+    """The small messages of each peer that has several, flat, and all others as they are."""
     small: defaultdict[int, list[Tensor]] = defaultdict(list)
     for peer, tensor in messages:
-        if _size(tensor) <= SMALL:
+        if tensor.nbytes <= SMALL:
             small[peer].append(tensor)
-    several = {peer: tensors for peer, tensors in small.items() if len(tensors) > 1}
-    rest = [(peer, one) for peer, one in messages if peer not in several or _size(one) > SMALL]
+    several = {peer: _flat(tensors) for peer, tensors in small.items() if len(tensors) > 1}
+    rest = [(peer, one) for peer, one in messages if peer not in several or one.nbytes > SMALL]
     return several, rest
 
 
-def _size(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _flat(tensors: list[Tensor]) -> list[Tensor]:
+    """The memory of contiguous tensors in one dtype: bytes, if theirs differ."""
+    flat = [tensor.detach().view(-1) for tensor in tensors]
+    if len({tensor.dtype for tensor in tensors}) == 1:
+        return flat
+    return [tensor.view(torch.uint8) for tensor in flat]
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor's memory."""
-    return tensor.detach().view(-1).view(torch.uint8)
+def _room(flat: list[Tensor]) -> Tensor:
+    return flat[0].new_empty(sum(tensor.numel() for tensor in flat))

@@ -131,8 +131,7 @@ class Job:
         from wf_backends.bench_links import Meter
 
         meter = Meter(self.comm, self.device)
-        times = sorted(meter.seconds(work, repeats=1) for _ in range(repeats))
-        return times[len(times) // 2]
+        return meter.times(work, repeats)[repeats // 2]
 
 
 def show(plans: list[Plan], times: list[float], request: Request, as_json: bool) -> None:
