@@ -16,9 +16,11 @@ from torch import Tensor
 from wf_backends.agree import HEADER, gather_small, sum_over_ranks
 from wf_backends.comm.protocol import Communicator
 from wf_backends.kernels import Kernel, KernelSpec, select
+from wf_backends.layout import make_layout
 from wf_backends.mask import FULL
 from wf_backends.presets import PRESETS
 from wf_backends.topology import KernelRate, Link, Topology, check_job
+from wf_backends.ulysses import heads_for_tokens, make_exchange
 
 HEADS, HEAD_DIM = 8, 64
 TILES = (256, 1024)  # rows and keys of the two tiles that a kernel's rate is fitted to
@@ -124,7 +126,28 @@ def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> T
         kernels=((kernel, rate),),
         memory_bytes=_memory(device, per_host),
         agreement_s=_agreement(meter),
+        exchange_s=_exchange(meter, per_host) if per_host > 1 else 0.0,
     )
+
+
+def _exchange(meter: Meter, per_host: int) -> float:
+    """Seconds of trading the heads of a few tokens among the ranks of a host, on all hosts at once.
+
+    The median, as for the agreement.
+    """
+    comm = meter.comm
+    counted, first = dict(comm.sent), comm.rank // per_host * per_host
+    host = comm.view(range(first, first + per_host))
+    trade = make_exchange(make_layout("contiguous", per_host, per_host), per_host, per_host)
+    x = torch.zeros(1, 1, per_host, HEAD_DIM, device=meter.device)
+
+    def work() -> object:
+        return heads_for_tokens((x, x, x), (trade, trade, trade), host, "bench")
+
+    times = meter.times(work, 2 * REPEATS + 1)
+    comm.sent.clear()
+    comm.sent.update(counted)  # no traffic of the job's
+    return times[REPEATS]
 
 
 def _agreement(meter: Meter) -> float:

@@ -290,7 +290,9 @@ def ulysses_cost(job: Job) -> Cost:
         each, loads = row * count, Loads(topology)
         loads.inside["out", 0, -1] = min(near - 1, 1 if topology.direct_links else near) * each
         loads.nics["out", 0] = (degree - near) * each * topology.ranks_per_nic
-        phases.append(Phase(f"ulysses {name}", loads.transfer))
+        sent = loads.transfer
+        slowest = Transfer(sent.busy_s, max(sent.latency_s, topology.exchange_s))
+        phases.append(Phase(f"ulysses {name}", slowest))
         total.update(loads)
     held = row * degree * sum(parts.values())
     return Cost(tuple(phases), total.nic_bytes, total.inside_bytes, held)

@@ -62,6 +62,8 @@ class Topology:
     (NVLink without a switch)."""
     agreement_s: float = 0.0
     """What the ranks' check that all pass the same takes, once a call; 0 where it is remembered."""
+    exchange_s: float = 0.0
+    """What trading heads for tokens takes at least, beside its bytes; 0 = a message's latency."""
 
     def __post_init__(self) -> None:
         for name in ("hosts", "ranks_per_host", "nics_per_host"):
@@ -126,6 +128,10 @@ class Topology:
         nics = nics if size % nics == 0 else 1
         return replace(self, hosts=1, ranks_per_host=size, nics_per_host=nics)
 
+    @property
+    def _measured(self) -> dict[str, float]:
+        return {"agreement_us": self.agreement_s * 1e6, "exchange_us": self.exchange_s * 1e6}
+
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` takes."""
         return {
@@ -138,12 +144,14 @@ class Topology:
             "kernels": {name: _rate_words(rate) for name, rate in self.kernels},
             "memory_gib": self.memory_bytes / 2**30,
             **({"direct_links": True} if self.direct_links else {}),
-            **({"agreement_us": self.agreement_s * 1e6} if self.agreement_s else {}),
+            **{key: value for key, value in self._measured.items() if value},
         }
 
 
 LINK_KEYS = ("latency_us", "gigabits_per_s")
-OPTIONAL: Mapping[str, Any] = MappingProxyType({"direct_links": False, "agreement_us": 0})
+OPTIONAL: Mapping[str, Any] = MappingProxyType(
+    {"direct_links": False, "agreement_us": 0, "exchange_us": 0}
+)
 RATE_KEYS = ("forward_tflops", "backward_tflops", "call_us")
 
 
@@ -153,7 +161,7 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
     Args:
         words: name, hosts, ranks_per_host, nics_per_host, memory_gib; inside and between as
             {latency_us, gigabits_per_s}; kernels as {kernel: {forward_tflops, backward_tflops,
-            call_us}}; direct_links (default: false); agreement_us (default: 0).
+            call_us}}; direct_links (default: false); agreement_us and exchange_us (default: 0).
 
     Raises:
         ValueError: naming the key that is unknown, missing or no positive number.
@@ -178,6 +186,7 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
         memory_bytes=_number("memory_gib", words["memory_gib"]) * 2**30,
         direct_links=words["direct_links"],
         agreement_s=_number("agreement_us", words["agreement_us"], zero=True) / 1e6,
+        exchange_s=_number("exchange_us", words["exchange_us"], zero=True) / 1e6,
     )
 
 

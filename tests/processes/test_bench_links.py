@@ -22,6 +22,7 @@ def measure_twice(comm: Communicator, hosts: list[str], folder: str) -> tuple[An
     start = time.process_time()  # of a core: other tests may run beside this one
     first = measured(comm, hosts, torch.device("cpu"), Path(folder))
     took = time.process_time() - start
+    assert not comm.sent  # what is measured is no traffic of the job's
     return first, measured(comm, hosts, torch.device("cpu"), Path(folder)), took
 
 
@@ -40,6 +41,7 @@ def test_a_job_is_measured_once(hosts: list[str], per_host: int, tmp_path: Path)
     assert (topology.hosts, topology.ranks_per_host) == (len(set(hosts)), per_host)
     assert 0 < topology.inside.latency_s < 0.1 and topology.inside.bytes_per_s > 1e6
     assert 0 < topology.agreement_s < 0.1
+    assert (0 < topology.exchange_s < 0.1) == (per_host > 1)
     assert topology.kernels[0][0] == "sdpa" and topology.rate().forward_flops_per_s > 1e8
     assert len(list(tmp_path.iterdir())) == 1
 

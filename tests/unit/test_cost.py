@@ -252,6 +252,17 @@ def test_the_area_of_a_mask_is_that_of_its_tiles(mask: Mask) -> None:
     assert mask_area(mask, 96) == sum(map(area, found)) == sum(map(tile_area, found))
 
 
+def test_an_exchange_takes_at_least_what_was_measured() -> None:
+    job = Job(Workload(SHAPE, 96), cluster(2, 4, 1), 4)
+    slow = replace(job, topology=replace(job.topology, exchange_s=0.5))
+    plain = ulysses_cost(job)
+    for before, after in zip(plain.phases, ulysses_cost(slow).phases, strict=True):
+        assert after.hop.busy_s == before.hop.busy_s
+        assert after.transfer_s == pytest.approx(before.hop.busy_s + 0.5)
+    quick = replace(job, topology=replace(job.topology, exchange_s=1e-12))
+    assert ulysses_cost(quick) == plain
+
+
 @pytest.mark.parametrize(("degree", "kv_heads"), [(2, 4), (4, 4), (8, 4), (8, 1)])
 @pytest.mark.parametrize("keys", [96, 32])
 def test_ulysses_bytes_are_those_of_the_exchange(degree: int, kv_heads: int, keys: int) -> None:

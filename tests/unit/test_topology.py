@@ -95,8 +95,9 @@ def test_units_are_seconds_bytes_and_flops() -> None:
 def test_what_may_be_left_out_comes_back_from_words() -> None:
     bare = from_dict(words())
     assert (bare.direct_links, bare.agreement_s) == (False, 0.0)
-    full = from_dict(words(direct_links=True, agreement_us=250))
-    assert full.direct_links and full.agreement_s == pytest.approx(250e-6)
+    full = from_dict(words(direct_links=True, agreement_us=250, exchange_us=500))
+    assert full.direct_links
+    assert (full.agreement_s, full.exchange_s) == pytest.approx((250e-6, 500e-6))
     assert from_dict(full.to_dict()) == full and from_dict(bare.to_dict()) == bare
 
 
