@@ -196,7 +196,7 @@ def kernel_rate(meter: Meter) -> tuple[str, KernelRate]:
     spec = KernelSpec(meter.device.type, dtype, HEAD_DIM, HEADS, HEADS)
     kernel = select("auto", spec).kernel
     sizes = GPU_TILES if on_gpu else TILES
-    times = [_tile_seconds(meter, kernel, size, dtype) for size in sizes]
+    times = [_tile_seconds(meter, kernel, size, dtype, sizes[-1] // size) for size in sizes]
     flops = [4 * size * size * HEADS * HEAD_DIM for size in sizes]
     forward, backward = (
         factor * (flops[1] - flops[0]) / max(large - small, large / 10)
@@ -207,9 +207,13 @@ def kernel_rate(meter: Meter) -> tuple[str, KernelRate]:
 
 
 def _tile_seconds(
-    meter: Meter, kernel: Kernel, size: int, dtype: torch.dtype
+    meter: Meter, kernel: Kernel, size: int, dtype: torch.dtype, count: int
 ) -> tuple[float, float]:
-    """(forward, backward) seconds of one full tile of size x size, all ranks at once."""
+    """(forward, backward) seconds of a full tile of size x size, all ranks at once.
+
+    Args:
+        count: tiles in a row, so that it matters little that the ranks do not start together.
+    """
     shape = (1, size, HEADS, HEAD_DIM)
     source = torch.Generator(meter.device).manual_seed(0)  # the program's own is left alone
     q, k, v, dout = (
@@ -220,11 +224,15 @@ def _tile_seconds(
     lse = lse.contiguous()
     delta: Tensor = (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
 
-    def backward() -> object:
-        return kernel.backward(dout, q, k, v, out, lse, delta, scale, FULL)
+    def forwards() -> None:
+        for _ in range(count):
+            kernel.forward(q, k, v, scale, FULL)
 
-    forward_s = meter.seconds(lambda: kernel.forward(q, k, v, scale, FULL))
-    return forward_s, meter.seconds(backward)
+    def backwards() -> None:
+        for _ in range(count):
+            kernel.backward(dout, q, k, v, out, lse, delta, scale, FULL)
+
+    return meter.seconds(forwards) / count, meter.seconds(backwards) / count
 
 
 def _memory(device: torch.device, per_host: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -69,6 +70,21 @@ def test_plan_as_json_gives_configs_that_work(wallfacer) -> None:
     for plan in told["plans"]:
         assert SequenceParallelConfig.from_dict(plan["config"]).sequence_parallel_size == 8
         assert plan["predicted_s"] == pytest.approx(plan["compute_s"] + plan["exposed_s"])
+
+
+def test_plan_through_a_pipe_cuts_no_word_off() -> None:
+    command = [sys.executable, "-m", "wf_backends.cli", "plan", *SMALL, "--topology", TWO_HOSTS]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "backward" in told and "…" not in told
+
+
+def test_plan_says_when_a_window_wants_another_layout(wallfacer) -> None:
+    told = [
+        json.loads(wallfacer("plan", *SMALL, *more, "--topology", TWO_HOSTS, "--json")[1])
+        for more in ((), ("--window", "100"), ("--window", "100", "--layout", "contiguous"))
+    ]
+    said = ["add --layout contiguous" in one["reason"] for one in told]
+    assert said == [False, True, False]
 
 
 def test_plan_keeps_to_one_head_split(wallfacer) -> None:

@@ -144,7 +144,8 @@ def show(plans: list[Plan], times: list[float], request: Request, as_json: bool)
         told = {"topology": request.topology.to_dict(), "fastest": config, "plans": words}
         typer.echo(json.dumps(told, indent=2))
         return
-    Console().print(table(plans, times, request.topology))
+    shown = table(plans, times, request.topology)
+    o.console_for(shown).print(shown)
     typer.echo(f"Fastest here: {fastest.forward.placed}. {block(fastest, request)}")
 
 

@@ -10,6 +10,9 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.measure import Measurement
+from rich.table import Table
 
 from wf_backends.cost import Workload
 from wf_backends.layout import LAYOUTS, check_layout_name
@@ -105,6 +108,15 @@ def check_folder(option: str, path: Path | None) -> None:
     """
     if path is not None and not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
+
+
+def console_for(table: Table) -> Console:
+    """The terminal; where there is none (a pipe, a file), one that is wide enough for the table."""
+    console = Console()
+    if console.is_terminal:
+        return console
+    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
+    return Console(width=max(needed, console.width))
 
 
 def cluster(name: str, ranks: int) -> Topology:

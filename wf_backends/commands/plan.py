@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from math import inf
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from wf_backends.commands import options as o
 from wf_backends.layout import make_layout
 from wf_backends.placement import in_rank_order
-from wf_backends.planner import all_plans, check_memory, price_plan
+from wf_backends.planner import all_plans, best_plan, check_memory, price_plan
 from wf_backends.plans import Plan, Request
 
 
@@ -64,12 +65,13 @@ def plan(
     best = check_memory(plans[0], request)
     ring = in_rank_order({"name": "ring"}, request.topology.size)
     baseline = price_plan(request, 1, ring, ring)
-    reason = why(best, baseline, request)
+    reason = why(best, baseline, request) + other_layout(best, request)
     if as_json:
         typer.echo(json.dumps(to_json(plans[:top], reason, request), indent=2))
         return
-    console = Console()
-    console.print(table(plans[:top], baseline, request))
+    shown = table(plans[:top], baseline, request)
+    console = o.console_for(shown)
+    console.print(shown)
     console.print(f"[bold]Chosen:[/bold] {reason}")
     typer.echo(block(best, request))
 
@@ -101,6 +103,20 @@ def why(best: Plan, baseline: Plan, request: Request) -> str:
         f"{ring.seconds / cost.seconds:.2f} x the ring's speed; "
         f"{sent / 1e9:.3g} GB through the busiest {link} against {rings / 1e9:.3g}, "
         f"{hidden:.0%} of the transfer time hidden behind computing (counted {counted})"
+    )
+
+
+def other_layout(best: Plan, request: Request) -> str:
+    """What to say where a sliding window makes contiguous shards the better ones."""
+    work = request.workload
+    if work.mask.band.left == inf or work.layout == "contiguous":
+        return ""
+    plain = best_plan(replace(request, workload=replace(work, layout="contiguous")))
+    if plain.cost.seconds >= best.cost.seconds:
+        return ""
+    return (
+        f'. Under this window "layout": "contiguous" is faster, {1e3 * plain.cost.seconds:.4g} ms '
+        "predicted: add --layout contiguous"
     )
 
 
