@@ -63,9 +63,7 @@ class DistributedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
-        with self._agreement.telling():
-            check_tensors(q, k, v)
-        plan = self.plan(q, k, mask, scale, seqlen)
+        plan = self.plan(q, k, v, mask, scale, seqlen)
         trades = plan.queries, plan.keys, plan.keys
         q, k, v = heads_for_tokens((q, k, v), trades, plan.pool, "ulysses qkv")
         kernel = plan.selection.kernel
@@ -74,9 +72,11 @@ class DistributedAttention:
         return tokens_for_heads((out,), (plan.queries,), plan.pool, "ulysses out")[0]
 
     def plan(
-        self, q: Tensor, k: Tensor, mask: Mask, scale: float, seqlen: int | None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
     ) -> AttentionPlan:
         """The plan of a call, once all ranks are known to ask for the same."""
+        with self._agreement.telling():
+            _check_tensors(q, k, v)
         (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
         same = {
             "batch size": b,
@@ -135,7 +135,7 @@ class DistributedAttention:
         )
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse tensors that do not belong together; ValueError with their shapes, dtypes, devices."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) not in (Tensor, Parameter):  # others need not write into views, nor travel

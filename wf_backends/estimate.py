@@ -38,13 +38,6 @@ class Load:
     def transfer(self, topology: Topology) -> Transfer:
         return transfer(topology, self.inside, self.nic)
 
-    def busy_s(self, topology: Topology, scale: float) -> float:
-        """What `transfer` says of this load `scale` times, without its latency."""
-        near, far = topology.inside, topology.between
-        inside, nic = scale * self.inside, scale * self.nic
-        link, sent = (near, inside) if near.seconds(inside) > far.seconds(nic) else (far, nic)
-        return sent / link.bytes_per_s
-
     def seconds(self, topology: Topology, times: int = 1, scale: float = 1.0) -> float:
         """How long `times` messages take that together are this load `scale` times."""
         near, far = topology.inside, topology.between
@@ -168,7 +161,8 @@ class Estimator:
         travel, both = 0.0, (self.rows.stay_gathered, self.rows.stay_partial)
         if shape.stay.foreign:
             brought = self.links.exchange(shape.stay, self.stay_shard)
-            travel += sum(brought.busy_s(topology, row) for row in both)
+            for row in both:
+                travel += transfer(topology, row * brought.inside, row * brought.nic).busy_s
         for times, axis in shape.hops:
             count = min(times, left)
             left -= count

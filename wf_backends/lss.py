@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wf_backends.adjoint import move
 from wf_backends.comm.protocol import Communicator
-from wf_backends.distributed_attention import DistributedAttention, check_tensors
+from wf_backends.distributed_attention import DistributedAttention
 from wf_backends.executor import Attention, Call
 from wf_backends.mail import Home, Mail, Tensors, add, bring_together, send_home
 from wf_backends.mask import Mask
@@ -32,9 +32,7 @@ class LssAttention(DistributedAttention):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
-        with self._agreement.telling():
-            check_tensors(q, k, v)
-        plan = self.plan(q, k, mask, scale, seqlen)
+        plan = self.plan(q, k, v, mask, scale, seqlen)
         gather, local = plan.forward[0].walk, _local(plan.forward[0])
         there, back = partial(_fetch, self.comm, gather), partial(_return, self.comm, gather)
         fused = torch.stack((k.transpose(0, 1), v.transpose(0, 1)), dim=1)  # (s, 2, b, g, d)
