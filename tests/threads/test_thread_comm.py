@@ -127,3 +127,16 @@ def test_non_contiguous_buffers_are_our_own_mistake(way):
 def test_a_message_to_oneself_is_our_own_mistake():
     with pytest.raises(AssertionError, match="'hop 7'.*itself"):
         World(2).comm(0).post("hop 7", [(0, torch.ones(1))], [])
+
+
+def test_what_one_post_sends_another_must_receive_at_once():
+    def apart(comm):
+        x, y = torch.zeros(2), torch.zeros(2)
+        if comm.rank == 0:
+            comm.post("both", [(1, x), (1, y)], []).wait()
+        else:
+            comm.post("first", [], [(0, x)]).wait()
+            comm.post("second", [], [(0, y)]).wait()
+
+    with pytest.raises(RuntimeError, match="'second'"):
+        run_threads(2, apart, timeout=5)
