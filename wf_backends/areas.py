@@ -6,13 +6,13 @@ Pure: standard library only.
 from __future__ import annotations
 
 from wf_backends.mask import Mask
+from wf_backends.ranges import size
 from wf_backends.tiles import Tile
 
 
 def tile_area(tile: Tile) -> int:
     """How many (row, key) pairs the tile's band lets through."""
-    num_rows, num_keys = tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0]
-    return band_area(num_rows, num_keys, tile.band.left, tile.band.right)
+    return band_area(size(tile.rows), size(tile.keys), tile.band.left, tile.band.right)
 
 
 def band_area(num_rows: int, num_keys: int, left: float, right: float) -> int:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from wf_backends.comm.protocol import Communicator
 from wf_backends.kernels.protocol import Kernel
-from wf_backends.mail import Combine, Tensors, add, copy
+from wf_backends.mail import Combine, Tensors, add, copy, pack, scatter
 from wf_backends.merge import merge_
 from wf_backends.passes import Accumulators, Pass, run
-from wf_backends.ranges import size
+from wf_backends.ranges import globalize, size
 from wf_backends.rankplan import RankPlan
 from wf_backends.tiles import Tile
 
@@ -93,11 +93,11 @@ class ForwardWork:
             self._compute(part, stay, held, partial)
 
     def _compute(self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors) -> None:
-        rows, keys = slice(*tile.rows), slice(*tile.keys)
-        q, k, v = map(_batch_first, (stay[0][rows], *held[0][keys].unbind(1)))
+        kv = pack(held[0], tile.keys)
+        q, k, v = map(_batch_first, (pack(stay[0], tile.rows), *kv.unbind(1)))
         out, lse = self.kernel.forward(q, k, v, self.scale, tile.band)
         combine = copy if tile.first_on_rows else self.combine_stay
-        combine(tuple(x[rows] for x in partial), (_rows_first(out), lse.permute(2, 0, 1)))
+        scatter(partial, tile.rows, (_rows_first(out), lse.permute(2, 0, 1)), combine)
 
 
 class BackwardWork:
@@ -127,22 +127,22 @@ class BackwardWork:
     ) -> None:
         queries, keys = self.ordered(stay, held)
         (dq,), (dkv,) = self.ordered(partial, moving)
-        at, met = slice(*tile.rows), slice(*tile.keys)
-        q, dout = (_batch_first(x[at]) for x in queries[:2])
-        lse, delta = (x.permute(1, 2, 0) for x in queries[2][at].unbind(1))
-        k, v = map(_batch_first, keys[0][met].unbind(1))
+        q, dout, stats = (pack(x, tile.rows) for x in queries)
+        q, dout = _batch_first(q), _batch_first(dout)
+        lse, delta = (x.permute(1, 2, 0) for x in stats.unbind(1))
+        k, v = map(_batch_first, pack(keys[0], tile.keys).unbind(1))
         out = stand_in(dout, delta)
         grads = self.kernel.backward(dout, q, k, v, out, lse, delta, self.scale, tile.band)
         grads = tuple(map(_rows_first, grads))
-        (copy if tile.first_on_rows else add)((dq[at],), grads[:1])
-        (copy if tile.first_on_keys else add)(dkv[met].unbind(1), grads[1:])
+        scatter((dq,), tile.rows, grads[:1], copy if tile.first_on_rows else add)
+        scatter(dkv.unbind(1), tile.keys, grads[1:], copy if tile.first_on_keys else add)
 
 
 def split(kernel: Kernel, tile: Tile, device: torch.device) -> Iterator[Tile]:
     """The tile in the pieces in which the kernel is best handed it."""
-    pieces = kernel.split(size([tile.rows]), size([tile.keys]), tile.band, device)
+    pieces = kernel.split(size(tile.rows), size(tile.keys), tile.band, device)
     for at, piece in enumerate(pieces):
-        keys = tile.keys[0] + piece.keys.start, tile.keys[0] + piece.keys.stop
+        keys = globalize(((piece.keys.start, piece.keys.stop),), tile.keys)
         first = tile.first_on_rows and not at  # all have all rows
         yield replace(tile, keys=keys, band=piece.band, first_on_rows=first)
 

@@ -26,6 +26,16 @@ def join(ranges: Iterable[Range]) -> Ranges:
     return tuple(found)
 
 
+def span(piece: Range) -> int:
+    """How many positions a range holds."""
+    return piece[1] - piece[0]
+
+
+def shift(ranges: Ranges, by: int) -> Ranges:
+    """The ranges, that many positions further on."""
+    return tuple((start + by, stop + by) for start, stop in ranges)
+
+
 def size(ranges: Iterable[Range]) -> int:
     """How many positions the ranges hold."""
     return sum(stop - start for start, stop in ranges)
@@ -71,15 +81,14 @@ def locate(rows: Ranges, held: Ranges) -> Ranges:
     return join(local)
 
 
-def globalize(local: Range, held: Ranges) -> Ranges:
-    """The positions of the local rows [start, stop) of a buffer that holds `held`."""
-    found: list[Range] = []
-    for (start, stop), offset in zip(held, _offsets(held), strict=True):
-        lo = max(local[0], offset)
-        hi = min(local[1], offset + stop - start)
-        if lo < hi:
-            found.append((start + lo - offset, start + hi - offset))
-    return tuple(found)
+def globalize(local: Ranges, held: Ranges) -> Ranges:
+    """The positions of the local slices of a buffer that holds `held`."""
+    shifted = tuple((o, o + span(h)) for o, h in zip(_offsets(held), held, strict=True))
+    return join(
+        (piece[0] - at[0] + have[0], piece[1] - at[0] + have[0])
+        for at, have in zip(shifted, held, strict=True)
+        for piece in intersect(local, (at,))
+    )
 
 
 def _offsets(held: Ranges) -> list[int]:

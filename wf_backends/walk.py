@@ -16,7 +16,15 @@ from typing import TypeVar
 
 from wf_backends.layout import Layout
 from wf_backends.mask import Mask
-from wf_backends.ranges import Range, Ranges, globalize, intersect, join, locate, size, subtract
+from wf_backends.ranges import (
+    Range,
+    Ranges,
+    intersect,
+    join,
+    locate,
+    size,
+    subtract,
+)
 from wf_backends.rankplan import Gather, Parcel, Parcels, RankPlan, Round, Step, parcels
 from wf_backends.rounds import Sharing
 from wf_backends.schedule import Schedule, mirrored
@@ -187,24 +195,10 @@ class _Derivation:
     ) -> Iterator[Round]:
         """The rounds of a step, each tile told whether it is the first on its rows and keys."""
         for rows, fetch, home in self.sharing.rounds(step, rank):
-            found = self._tiles(rows, self.stay_rows[rank], held)
+            buffers = self._ordered(self.stay_rows[rank], held)
+            found = tiles(*self._ordered(rows, held), self.mask, buffers)
             marked = tuple(self._marked(tile, stay, walk) for tile in found)
             yield Round(marked, fetch, home)
-
-    def _tiles(self, rows: Ranges, stay: Ranges, held: Ranges) -> Iterator[Tile]:
-        """The tiles of some of the rows that stay: of each slice of the buffer on its own."""
-        if rows == stay:
-            yield from tiles(*self._ordered(stay, held), self.mask)
-            return
-        for part in locate(rows, stay):
-            for tile in tiles(*self._ordered(globalize(part, stay), held), self.mask):
-                yield self._shifted(tile, part[0])
-
-    def _shifted(self, tile: Tile, by: int) -> Tile:
-        """The tile of a slice of the buffer that stays, in rows of the buffer."""
-        name = "keys" if self.queries_walk else "rows"
-        start, stop = getattr(tile, name)
-        return replace(tile, **{name: (start + by, stop + by)})
 
     def _marked(self, tile: Tile, stay: _Touched, walk: _Touched) -> Tile:
         rows, keys = self._ordered(stay, walk)
@@ -253,12 +247,12 @@ class _Touched:
         self.written: Ranges = ()
         self.added: Ranges = ()
 
-    def first(self, rows: Range) -> bool:
+    def first(self, rows: Ranges) -> bool:
         """Whether a tile is the first on all of these rows, and so may overwrite them."""
-        first = not intersect((rows,), self.added)
-        self.added = join((*self.added, rows))
+        first = not intersect(rows, self.added)
+        self.added = join((*self.added, *rows))
         if first:
-            self.written = join((*self.written, rows))
+            self.written = join((*self.written, *rows))
         return first
 
 

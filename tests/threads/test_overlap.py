@@ -12,6 +12,7 @@ from wf_backends.executor import Attention, Call
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.layout import contiguous, zigzag
 from wf_backends.mask import CAUSAL, Mask
+from wf_backends.ranges import intersect, subtract
 from wf_backends.rounds import pairs
 from wf_backends.schedule import concentric, mesh, ring
 from wf_backends.walk import Problem, plan_rank
@@ -101,9 +102,8 @@ def test_results_leave_after_the_last_step_that_adds_to_them(rank):
     for step, one in rounds:
         for parcel in one.home.send:
             later = [t for after in plan.steps[step + 1 :] for t in after.tiles]
-            ((start, stop),) = parcel.rows
-            assert all(t.rows[1] <= start or stop <= t.rows[0] for t in later)
-            assert any(start <= t.rows[0] and t.rows[1] <= stop for t in one.tiles)
+            assert not any(intersect(tile.rows, parcel.rows) for tile in later)
+            assert any(not subtract(tile.rows, parcel.rows) for tile in one.tiles)
 
 
 @pytest.mark.parametrize("size", range(1, 13))

@@ -13,7 +13,7 @@ from wf_backends.layout import contiguous, zigzag
 from wf_backends.mask import CAUSAL, FULL, Band, Mask, make_mask
 from wf_backends.ranges import join, size
 from wf_backends.schedule import concentric, ring
-from wf_backends.tiles import area, seen_keys, seen_rows, tiles
+from wf_backends.tiles import SHORT, Tile, area, seen_keys, seen_rows, tiles
 from wf_backends.walk import Problem, plan_rank
 
 LENGTH = 24
@@ -41,12 +41,12 @@ def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same):
     for tile in found:
         pairs = [
             (i, j)
-            for i in range(*tile.rows)
-            for j in range(*tile.keys)
-            if tile.band.sees(i - tile.rows[0], j - tile.keys[0])
+            for row, i in enumerate(positions(tile.rows))
+            for key, j in enumerate(positions(tile.keys))
+            if tile.band.sees(row, key)
         ]
-        assert {i for i, _ in pairs} == set(range(*tile.rows)), "a row that sees nothing"
-        assert {j for _, j in pairs} == set(range(*tile.keys)), "a key that nobody sees"
+        assert {i for i, _ in pairs} == set(positions(tile.rows)), "a row that sees nothing"
+        assert {j for _, j in pairs} == set(positions(tile.keys)), "a key that nobody sees"
         assert len(pairs) == area(tile)
         got += pairs
     assert sorted(got) == want
@@ -58,7 +58,7 @@ def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same):
 def test_every_tile_is_a_legal_flash_attention_window(q, kv, mask):
     """flash-attn aligns windows at the bottom right and takes no negative ones."""
     for tile in tiles(q, kv, mask):
-        more_keys = size([tile.keys]) - size([tile.rows])
+        more_keys = size(tile.keys) - size(tile.rows)
         assert tile.band.left + more_keys >= 0
         assert tile.band.right - more_keys >= 0
 
@@ -83,7 +83,22 @@ def test_neighbouring_full_tiles_join():
 def test_a_shard_on_itself_is_one_causal_call():
     shard = zigzag(4, 64)[1]
     (tile,) = tiles(shard, shard, Mask(CAUSAL))
-    assert tile.band == CAUSAL and tile.rows == tile.keys == (0, 16)
+    assert tile.band == CAUSAL and tile.rows == tile.keys == ((0, 16),)
+
+
+def test_rows_that_are_keys_as_well_are_one_causal_call():
+    """A shard beside another's: one diagonal, and what the later of them sees of the other."""
+    own, both = ((0, 4), (12, 16)), ((0, 8), (8, 16))
+    diagonal, rest = tiles(((0, 4), (12, 16)), join(both), Mask(CAUSAL))
+    assert diagonal == Tile(((0, 8),), own, CAUSAL)
+    assert rest == Tile(((4, 8),), ((4, 12),), FULL)
+
+
+def test_long_ranges_are_not_copied_for_one_call():
+    """Their own diagonals hide few scores beside those that they show."""
+    rows = ((0, SHORT + 1), (3 * SHORT, 4 * SHORT))
+    found = tiles(rows, ((0, 4 * SHORT),), Mask(CAUSAL))
+    assert all(len(tile.rows) == len(tile.keys) == 1 for tile in found)
 
 
 def test_bounds_that_cut_nothing_off_are_dropped():
