@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wf_backends.kernels import Kernel, KernelSpec, select
+from wf_backends.kernels.halves import MOST_ROWS, block_rows
 from wf_backends.mask import CAUSAL, FULL, Band
 from wf_backends.merge import merge_
 
@@ -51,6 +52,11 @@ LONG_TILES = {
     "window that only starts to bind": (600, 600, Band(590, 0)),
     "causal": (700, 500, Band(right=100)),
     "anti-causal": (500, 700, Band(left=100)),
+    "causal in halves": (512, 512, CAUSAL),
+    "causal in halves of halves": (1000, 1000, CAUSAL),
+    "anti-causal in halves": (512, 512, Band(left=0)),
+    "causal, shifted, in halves": (512, 600, Band(right=88)),
+    "causal, no halves": (513, 513, CAUSAL),
 }
 HALF_TILES = {name: TILES[name] for name in ("full", "causal", "anti-causal", "window")}
 HALF_TILES |= {f"long: {name}": tile for name, tile in LONG_TILES.items()}
@@ -166,8 +172,17 @@ def test_kernel_is_the_dense_softmax(name, dtype, tolerance, heads, tile):
 @pytest.mark.parametrize("tile", LONG_TILES.values(), ids=LONG_TILES.keys())
 @pytest.mark.parametrize("name, dtype, tolerance", EXACT)
 def test_long_tiles_that_are_cut_into_blocks(name, dtype, tolerance, tile):
-    case = make_case(tile, heads=(2, 1), dtype=dtype, batch=1)
-    assert max(errors(run(name, case), case)) < tolerance
+    for batch in (1, 2):  # rows of one sequence lie evenly apart; those of two do not
+        case = make_case(tile, heads=(2, 1), dtype=dtype, batch=batch)
+        assert max(errors(run(name, case), case)) < tolerance
+
+
+def test_a_causal_square_is_halved_down_to_even_blocks():
+    assert [block_rows(n, n) for n in (256, 257, 512, 1000, 1022, 2048)] == [
+        256, 257, 256, 250, 1022, 256,
+    ]  # fmt: skip
+    assert block_rows(2 * MOST_ROWS, 2 * MOST_ROWS) == 2 * MOST_ROWS
+    assert block_rows(512, 1024) == 512
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128, 256])

@@ -38,7 +38,8 @@ def piecewise_forward(
     """Kernel.forward of a tile that `run` takes piece by piece.
 
     Returns:
-        out (b, i, h, d), in the dtype of q if there is one piece, else float32 or float64;
+        out (b, i, h, d), in the dtype that `run` gives if there is one piece, else float32 or
+        float64;
         lse (b, h, i).
     """
     parts = ((p.rows, run(q[:, p.rows], k[:, p.keys], v[:, p.keys], scale, p.band)) for p in pieces)
@@ -67,8 +68,8 @@ def piecewise_backward(
     """Kernel.backward of a tile that `run` takes piece by piece.
 
     Returns:
-        dq (b, i, h, d), dk and dv (b, j, g, d), in the dtype of q if there is one piece, else
-        float32 or float64.
+        dq (b, i, h, d), dk and dv (b, j, g, d), in the dtype that `run` gives if there is one
+        piece, else float32 or float64.
     """
     dout, out = dout.to(q.dtype), out.to(q.dtype)
     parts = (

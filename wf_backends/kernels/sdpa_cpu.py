@@ -6,11 +6,13 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_di
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import inf
 
 import torch
 from torch import Tensor
 
+from wf_backends.kernels.halves import block_rows, halved_backward, halved_forward
 from wf_backends.kernels.pieces import is_reversed
 from wf_backends.kernels.reference import band_mask
 from wf_backends.mask import CAUSAL, FULL, Band
@@ -26,6 +28,9 @@ def cpu_forward(
     if is_reversed(band):
         out, lse = cpu_forward(mask_of, q.flip(1), k.flip(1), v.flip(1), scale, CAUSAL)
         return out.flip(1), lse.flip(2)
+    block = block_rows(q.shape[1], k.shape[1])
+    if band == CAUSAL and block < q.shape[1]:
+        return halved_forward(partial(cpu_forward, mask_of), q, k, v, scale, block)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         *(x.transpose(1, 2) for x in (q, k, v)), 0.0, **_options(mask_of, q, k, scale, band)
     )
@@ -49,6 +54,10 @@ def cpu_backward(
         grads = cpu_backward(mask_of, dout, q, k, v, out, lse.flip(2), scale, CAUSAL)
         dq, dk, dv = (x.flip(1) for x in grads)
         return dq, dk, dv
+    block = block_rows(q.shape[1], k.shape[1])
+    if band == CAUSAL and block < q.shape[1]:
+        run = partial(cpu_backward, mask_of)
+        return halved_backward(run, dout, q, k, v, out, lse, scale, block)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         *(x.transpose(1, 2) for x in (dout, q, k, v, out)),
         lse,
