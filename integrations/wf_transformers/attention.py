@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from types import FrameType
 from typing import Any
 from weakref import WeakSet
 
+import torch
 from torch import Tensor, nn
 
 from wf_backends import SequenceParallel
@@ -68,6 +71,8 @@ class Attention:
                 attention weights, sinks, soft caps, biases, chunks and two-sided windows.
             ValueError: for a mask that says more than causal or full attention does.
         """
+        if not torch.compiler.is_compiling() and _was_asked_for_weights(module, sys._getframe(1)):
+            kwargs["output_attentions"] = True
         _refuse(module, query, key, dropout, kwargs)
         # GPT-2 of transformers 4 says is_causal=False of a causal layer for one row or any mask.
         inferred = attention_mask is not None or query.shape[2] == 1
@@ -84,6 +89,20 @@ class Attention:
             softmax_scale=_scale(module, scaling, query.shape[-1]),
         )
         return out, None
+
+
+def _was_asked_for_weights(module: nn.Module, caller: FrameType) -> bool:
+    """Whether the layer that calls was asked for attention weights and does not say so.
+
+    GPT-2 and GPT-NeoX of transformers 4 take `output_attentions` and pass it to nobody: it is
+    nowhere but among the arguments of their forward.
+    """
+    code = caller.f_code
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if "output_attentions" not in arguments:
+        return False
+    values = caller.f_locals
+    return values.get("self") is module and bool(values["output_attentions"])
 
 
 def _refuse(

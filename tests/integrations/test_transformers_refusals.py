@@ -94,11 +94,23 @@ def test_masks_that_say_nothing_are_left_out(family: str) -> None:
     with_model(family, fn)
 
 
+@pytest.mark.parametrize("apply", (False, True))
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "mistral"])
-def test_attention_weights(family: str) -> None:
+def test_attention_weights(family: str, apply: bool) -> None:
     words = {"output_attentions": True}
     refused = refuses(NotImplementedError, "output_attentions=True", **words)
-    with_model(family, refused, apply=True)
+    with_model(family, refused, apply=apply)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_neox"])
+def test_attention_weights_under_activation_checkpointing(family: str) -> None:
+    def fn(model: Any) -> None:
+        model.train().gradient_checkpointing_enable()
+        model(IDS, use_cache=False, output_attentions=False).logits.sum().backward()
+        with pytest.raises(NotImplementedError, match="output_attentions=True"):
+            model(IDS, use_cache=False, output_attentions=True)
+
+    with_model(family, fn)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
