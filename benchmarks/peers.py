@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
@@ -58,21 +59,26 @@ def main() -> None:
     lend_flash_attn()
     job = launch.init("gloo", timeout=120)
     try:
-        head = heading(args, job.world_size)  # now, for the load that there is without us
-        place = Place(job.rank, job.world_size, args.tokens)
-        work = Work.draw(place, args.heads, args.head_dim, getattr(torch, args.dtype))
-        rows, refused = prepare(place, work, args.only.split(","))
-        baselines = [one_process(work, place, alone) for alone in (True, False)]
-        measure(baselines, 1)  # a warm-up; the schemes have had theirs
-        figures = measure([*baselines, *(row.run for row in rows)], args.repeats)
-        if place.rank == 0:
-            text = "\n".join([*head, *table(place, work, rows, figures), *refused])
-            print(text)
-            if args.out:
-                with args.out.open("a") as file:
-                    file.write(text + "\n\n")
+        compare(args, job)
     finally:
-        job.close()
+        job.close()  # when nothing refers to the groups any more, so that their threads end here
+
+
+def compare(args: argparse.Namespace, job: launch.Launch) -> None:
+    """The whole benchmark on one rank."""
+    head = heading(args, job.world_size)  # now, for the load that there is without us
+    place = Place(job.rank, job.world_size, args.tokens)
+    work = Work.draw(place, args.heads, args.head_dim, getattr(torch, args.dtype))
+    rows, refused = prepare(place, work, args.only.split(","))
+    baselines = [one_process(work, place, alone) for alone in (True, False)]
+    measure(baselines, 1)  # a warm-up; the schemes have had theirs
+    figures = measure([*baselines, *(row.run for row in rows)], args.repeats)
+    if place.rank == 0:
+        text = "\n".join([*head, *table(place, work, rows, figures), *refused])
+        print(text)
+        if args.out:
+            with args.out.open("a") as file:
+                file.write(text + "\n\n")
 
 
 def parse() -> argparse.Namespace:
@@ -152,8 +158,8 @@ def table(place: Place, work: Work, rows: list[Row], figures: list[list[Figures]
     lines = [
         f"torch's attention of the whole sequence in one process: {alone:.3f} s of CPU time while "
         f"the other ranks wait, {busy:.3f} s while all ranks do the same.",
-        "`x ideal`: the largest rank's CPU time over that time / the number of ranks. Median and, "
-        "in brackets, least to most of the repeats.",
+        "`x ideal`: CPU time of the rank with the largest median over that time / the number of "
+        "ranks. Median and, in brackets, least to most of its repeats.",
         "A unit is one rank's Q; units sent are the TCP payload that the kernel counted, mean and "
         "largest rank; beside it what the scheme says itself.",
         f"Errors are relative norms beside float64, bold beyond {WRONG} roundings of the dtype.",
@@ -171,7 +177,8 @@ def table(place: Place, work: Work, rows: list[Row], figures: list[list[Figures]
 def line(row: Row, found: list[Figures], ideals: list[float], work: Work) -> str:
     """A row of the table."""
     unit = work.q.nbytes / len(found[0].cpu)
-    cpu, wall = ([max(getattr(one, name)) for one in found] for name in ("cpu", "wall"))
+    by_rank = zip(*(one.cpu for one in found), strict=True)
+    cpu, wall = max(by_rank, key=median), [max(one.wall) for one in found]
     sent, own = found[-1].sent, max(found[-1].reported)
     alone, busy = ([seconds / ideal for seconds in cpu] for ideal in ideals)
     cells = [row.run.name, spread(alone), f"{median(busy):.2f}", f"{median(cpu):.3f}", spread(wall)]
@@ -181,7 +188,7 @@ def line(row: Row, found: list[Figures], ideals: list[float], work: Work) -> str
     return f"| {' | '.join(cells)} |"
 
 
-def spread(values: list[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     """Median (least to most)."""
     return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import sys
@@ -52,6 +53,7 @@ class Launch:
         if self._exported is None or not dist.is_initialized():
             return
         dist.destroy_process_group()
+        gc.collect()  # what is left of the group: its threads must end before Python does
         for name in self._exported:
             os.environ.pop(name, None)
 
