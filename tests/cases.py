@@ -26,8 +26,9 @@ from wf_backends.schedule import (
     ring,
 )
 from wf_backends.shards import positions
+from wf_backends.strands import strands
 from wf_backends.traffic import Shape, backward_row_bytes, bytes_sent, forward_row_bytes
-from wf_backends.walk import Problem, plan_rank, strands
+from wf_backends.walk import Problem, plan_rank
 
 
 def schedules(n: int) -> dict[str, Schedule]:

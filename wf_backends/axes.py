@@ -44,6 +44,11 @@ class Shape:
     two_way: bool = False
 
     @property
+    def gathers(self) -> bool:
+        """Whether rows of either side are brought together."""
+        return bool(self.stay.foreign or self.walk.foreign)
+
+    @property
     def num_hops(self) -> int:
         return sum(times for times, _ in self.hops)
 

@@ -16,11 +16,12 @@ from wf_backends.loads import Loads
 from wf_backends.mask import Mask
 from wf_backends.rankplan import Parcel, RankPlan, Step
 from wf_backends.schedule import Schedule
+from wf_backends.strands import strands
 from wf_backends.tiles import Tile
 from wf_backends.timeline import Chunk, Cost, Phase, Transfer
 from wf_backends.topology import KernelRate, Topology
 from wf_backends.traffic import RowBytes, Shape, backward_row_bytes, forward_row_bytes
-from wf_backends.walk import Problem, plan_rank, strands
+from wf_backends.walk import Problem, plan_rank
 
 T = TypeVar("T")
 BACKWARD_FLOPS = 2.5  # five matrix products for the forward's two (FlashAttention-2)

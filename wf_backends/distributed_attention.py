@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import inf
 
 import torch
 from torch import Tensor
@@ -23,9 +22,10 @@ from wf_backends.layout import Layout, layout_of, lengths, merge_shards
 from wf_backends.mask import Mask
 from wf_backends.planner import choose
 from wf_backends.schedule import check
+from wf_backends.strands import strands
 from wf_backends.traffic import Shape
 from wf_backends.ulysses import Exchange, heads_for_tokens, make_exchange, tokens_for_heads
-from wf_backends.walk import Problem, RankPlan, plan_rank, strands, turning_well
+from wf_backends.walk import Problem, RankPlan, plan_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,20 +116,20 @@ class DistributedAttention:
         pooled = merge_shards(q_layout, degree), merge_shards(kv_layout, degree)
         forward, backward = (check(one) for one in choice.schedules(self.comm.size))
         turn = choice.moves == "queries"
-        there, back = Problem(forward, *pooled, mask), Problem(backward, *pooled, mask, turn)
-        if mask.band.left < inf:
-            there, back = turning_well(there), turning_well(back)
-        keep = (False, False)
+        there = strands(Problem(forward, *pooled, mask), choice.forward.two_way)
+        problem, keep = Problem(backward, *pooled, mask, turn), (False, False)
+        back = strands(problem, choice.backward.two_way)
         if choice.keep:
-            back, keep = replace(back, schedule=there.schedule), there.schedule.gathers()
+            back = (replace(problem, schedule=there[0].schedule),)
+            keep = there[0].schedule.gathers()
         tile = replace(spec, heads=queries.share, kv_heads=keys.share)
         return AttentionPlan(
             self.comm.view(pool),
             self.comm.view(range(member, self.comm.size, degree)),
             queries,
             keys,
-            tuple(plan_rank(one, at) for one in strands(there, choice.forward.two_way)),
-            tuple(plan_rank(one, at) for one in strands(back, choice.backward.two_way)),
+            tuple(plan_rank(one, at) for one in there),
+            tuple(plan_rank(one, at) for one in back),
             select(self.config.kernel, tile),
             keep,
         )

@@ -4,13 +4,13 @@ Pure: standard library only. A route's ranks are digits (see placement.py), and 
 go along one digit: to the next value of it, or to all other values. On hosts that hold whole
 digits this counts a full mask's bytes exactly. For other masks it counts those of a full one: on
 the busiest link of a step most rows are needed by someone. Only a sliding window on a contiguous
-layout ends the walk early.
+or a zigzag layout ends the walk early.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil, inf
 
@@ -119,12 +119,15 @@ class Estimator:
 
     def shape(self, placed: Placed) -> Shape:
         job = self.job
-        return shape_of(placed, job.route_size, job.degree, self.walk.queries_walk)
+        shape = shape_of(placed, job.route_size, job.degree, self.walk.queries_walk)
+        window = job.workload.mask.band.left < inf
+        apart = window and job.workload.layout == "zigzag" and not shape.gathers
+        return replace(shape, two_way=True) if apart else shape
 
     def cost(self, placed: Placed) -> Cost:
         """What the pass costs on a route."""
         shape = self.shape(placed)
-        live = self._live_hops(placed, shape)
+        live = self._live_hops(shape)
         loads = list(self._loads(shape, live))
         phases = tuple(self._phase(one, shape, live) for one in loads)
         around = self._gathered(shape) + self._returned(shape)
@@ -155,7 +158,7 @@ class Estimator:
         results of walkers are left out of two hops of each axis, and of the last step.
         """
         shape, topology = self.shape(placed), self.topology
-        left = live = self._live_hops(placed, shape)
+        left = live = self._live_hops(shape)
         each = self.walk_shard * shape.walk.shards
         hop, partial = each * self.rows.walk, each * self.rows.walk_partial
         travel, both = 0.0, (self.rows.stay_gathered, self.rows.stay_partial)
@@ -228,21 +231,24 @@ class Estimator:
         yield from _steps(shape, links, live, hop, moved)
         yield Travel("home", 1, False, _homeward(shape, links, partial))
 
-    def _live_hops(self, placed: Placed, shape: Shape) -> int:
-        """How many hops carry anything: in a causal window all readers of a key are near.
-
-        They are on the higher ranks, so this needs a walk in that direction.
-        """
-        band = self.job.workload.mask.band
-        if not (placed.reverse and ends_early(self.job)):
+    def _live_hops(self, shape: Shape) -> int:
+        """How many hops carry anything: in a causal window all readers of a key are near."""
+        reach = self._reach(shape)
+        if reach is None:
             return shape.num_hops
-        return min(shape.num_hops, ceil(band.left / (shape.stay.shards * self.stay_shard)))
+        return min(shape.num_hops, ceil(self.job.workload.mask.band.left / reach))
 
+    def _reach(self, shape: Shape) -> float | None:
+        """How many tokens further a walker's readers are with each hop; None = everywhere.
 
-def ends_early(job: Job) -> bool:
-    """Whether keys that walk towards higher ranks soon meet nobody who needs them."""
-    band = job.workload.mask.band
-    return job.workload.layout == "contiguous" and band.left < inf and band.right <= 0
+        Chunks of a zigzag walk by themselves, where nothing is gathered: see strands.py.
+        """
+        band, layout = self.job.workload.mask.band, self.job.workload.layout
+        if band.left == inf or band.right > 0 or len(shape.hops) != 1:
+            return None
+        if layout == "zigzag":
+            return None if shape.gathers else self.stay_shard / 2
+        return shape.stay.shards * self.stay_shard if layout == "contiguous" else None
 
 
 def _steps(

@@ -27,7 +27,7 @@ from wf_backends.mail import (
     pack,
     scatter,
 )
-from wf_backends.ranges import Ranges
+from wf_backends.ranges import Ranges, intersect, join, size, union
 from wf_backends.rankplan import Exchange, Parcel, RankPlan, Round, Stay, Step
 from wf_backends.tiles import Tile
 
@@ -240,11 +240,13 @@ def run(passes: Sequence[Pass]) -> tuple[Tensors, Tensors]:
 def _together(
     passes: Sequence[Pass], results: list[tuple[Tensors, Tensors]]
 ) -> tuple[Tensors, Tensors]:
-    """One result of several: of the same rows that stay, and of different rows that walk."""
+    """One result of several: of the same rows that stay, and of some or all rows that walk."""
     work, (stay, _) = passes[0].work, results[0]
-    walk = work.walk.prepare(sum(one.plan.walk.shard_rows for one in passes), ())
+    walked: Ranges = ()
+    walk = work.walk.prepare(size(join(rows for one in passes for rows in one.plan.part)), ())
     for one, (other, part) in zip(passes, results, strict=True):
-        scatter(walk, one.plan.part, part, copy)
+        scatter(walk, one.plan.part, part, add if intersect(walked, one.plan.part) else copy)
+        walked = union(walked, one.plan.part)
         if other is not stay:
             work.combine_stay(stay, other)
     return stay, walk

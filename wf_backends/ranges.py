@@ -26,6 +26,13 @@ def join(ranges: Iterable[Range]) -> Ranges:
     return tuple(found)
 
 
+def union(a: Ranges, b: Ranges) -> Ranges:
+    """The positions that are in either set."""
+    if not b or a == b:
+        return a
+    return join((*a, *b)) if a else b
+
+
 def span(piece: Range) -> int:
     """How many positions a range holds."""
     return piece[1] - piece[0]
@@ -43,6 +50,8 @@ def size(ranges: Iterable[Range]) -> int:
 
 def intersect(a: Ranges, b: Ranges) -> Ranges:
     """The positions that are in both sets."""
+    if a == b:
+        return a
     found: list[Range] = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -58,8 +67,8 @@ def intersect(a: Ranges, b: Ranges) -> Ranges:
 
 def subtract(a: Ranges, b: Ranges) -> Ranges:
     """The positions of `a` that are not in `b`."""
-    if not a or not b:
-        return a
+    if not a or not b or a == b:
+        return () if b else a
     edges = [a[0][0], *(edge for pair in b for edge in pair), a[-1][1]]
     gaps = join((lo, hi) for lo, hi in zip(edges[::2], edges[1::2], strict=True))
     return intersect(a, gaps)

@@ -78,6 +78,7 @@ class Sharing:
             {owner: self._last(owner, met[rank]) for owner in slots if owner is not None}
             for rank, slots in enumerate(self.slots)
         ]
+        self.own = [[Group(held)] for held in rows]
         num_steps = len(met[0])
         self.groups = [
             [self._groups(step, rank) for rank in range(len(rows))] for step in range(num_steps)
@@ -136,6 +137,8 @@ class Sharing:
         """Own rows first in step 0, and last in later ones; a place for every bundle of slots."""
         rows, slots = self.rows[rank], self.slots[rank]
         here = [owner for owner in slots if owner is not None]
+        if not here:
+            return self.own[rank]
         alone = [owner for owner in here if step == 0 or self.last[rank][owner] == step]
         if not alone:
             return [Group(rows)]

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 
 from wf_backends.cost import FORWARD, Job, Walk, pass_cost
-from wf_backends.estimate import Estimator, ends_early
+from wf_backends.estimate import Estimator
 from wf_backends.mask import FULL
 from wf_backends.placement import Placed, place, placements
 from wf_backends.plans import BACKWARDS, Order, PassPlan, Plan, Request, rounded
@@ -27,8 +28,8 @@ class Pricing:
         self.candidates = self._all() if named is None else named
 
     def _all(self) -> tuple[Placed, ...]:
-        masked = self.job.workload.mask.band != FULL
-        directed = masked if self.exact else ends_early(self.job)
+        band = self.job.workload.mask.band
+        directed = self.exact and band != FULL and band.left == inf  # windows turn by themselves
         return placements(self.job.route_size, directed, self.job.topology.direct_links)
 
     def price(self, placed: Placed) -> PassPlan:

@@ -6,7 +6,7 @@ Pure: standard library only.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Literal
@@ -15,11 +15,9 @@ from wf_backends.mask import CAUSAL, FULL, Band, Bound, Mask
 from wf_backends.ranges import (
     Range,
     Ranges,
-    globalize,
     intersect,
     join,
     locate,
-    shift,
     size,
     span,
     subtract,
@@ -29,6 +27,12 @@ SHORT = 2048
 """Rows up to which a range is read together with others of the same tile, at the price of a copy:
 kernels compute hidden scores along every diagonal, and one long diagonal has fewer of them than
 several short ones. Measured in docs/kernels.md."""
+
+
+FAR = 1 << 60
+"""Further than any sequence is long: positions stay integers."""
+
+Documents = Mapping[int, Ranges]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +63,42 @@ def tiles(
         held: what the two buffers hold, if more than `q` and `kv`.
     """
     buffers = held or (q, kv)
+    rows, keys = by_document(q, mask), by_document(kv, mask)
     return tuple(
         tile
-        for rows, keys in _by_document(q, kv, mask)
-        for tile in _of_document(rows, keys, mask.band, buffers)
+        for document in sorted(rows.keys() & keys.keys())
+        for tile in _of_document(rows[document], keys[document], mask.band, buffers)
     )
 
 
-def seen_rows(found: tuple[Tile, ...], q: Ranges) -> Ranges:
-    """The query positions that some tile computes."""
-    return join(position for tile in found for position in globalize(tile.rows, q))
+def seen(q: Documents, kv: Documents, band: Band) -> tuple[Ranges, Ranges]:
+    """The positions in `q` that see some key in `kv`, and those in `kv` that some query sees.
+
+    What the tiles cover, without a tile.
+    """
+    shared = q.keys() & kv.keys()
+    if not shared:
+        return (), ()
+    if band == FULL:
+        rows, keys = (join(piece for at in shared for piece in side[at]) for side in (q, kv))
+        return rows, keys
+    left, right = _limits(band)
+    found = [
+        reach
+        for document in shared
+        for rows in q[document]
+        for keys in kv[document]
+        if (reach := _reach(rows, keys, left, right))
+    ]
+    return join([rows for rows, _ in found]), join([keys for _, keys in found])
 
 
-def seen_keys(found: tuple[Tile, ...], kv: Ranges) -> Ranges:
-    """The key positions that some tile reads."""
-    return join(position for tile in found for position in globalize(tile.keys, kv))
+def by_document(ranges: Ranges, mask: Mask) -> Documents:
+    """The parts of the ranges that lie in the same document, by its number."""
+    borders = mask.cu_seqlens
+    if borders is None:
+        return {0: ranges} if ranges else {}
+    return {at: _clip(ranges, borders[at : at + 2]) for at in _touched(ranges, borders)}
 
 
 def area(tile: Tile) -> int:
@@ -85,19 +110,6 @@ def area(tile: Tile) -> int:
     )
 
 
-def _by_document(q: Ranges, kv: Ranges, mask: Mask) -> Iterator[tuple[Ranges, Ranges]]:
-    """The parts of q and kv that lie in the same document, document by document."""
-    borders = mask.cu_seqlens
-    if borders is None:
-        yield from [(q, kv)] if q and kv else []
-        return
-    for document in _touched(q, borders):
-        edges = (borders[document], borders[document + 1])
-        rows, keys = _clip(q, edges), _clip(kv, edges)
-        if rows and keys:
-            yield rows, keys
-
-
 def _touched(ranges: Ranges, borders: tuple[int, ...]) -> list[int]:
     """The numbers of the documents that some range reaches into."""
     numbers: set[int] = set()
@@ -106,7 +118,7 @@ def _touched(ranges: Ranges, borders: tuple[int, ...]) -> list[int]:
     return sorted(numbers)
 
 
-def _clip(ranges: Ranges, edges: Range) -> Ranges:
+def _clip(ranges: Ranges, edges: Sequence[int]) -> Ranges:
     lo, hi = edges
     first = max(0, bisect_right(ranges, (lo, inf)) - 1)
     clipped: list[Range] = []
@@ -140,31 +152,30 @@ def _pairs(rows: Ranges, keys: Ranges, band: Band, held: tuple[Ranges, Ranges]) 
     """One tile for each range of rows and range of keys that see each other at all."""
     found: list[Tile] = []
     q, kv = held
+    left, right = _limits(band)
     for row_range in rows:
-        ((row_at, _),) = locate((row_range,), q)
         for key_range in keys:
-            local = band.shift(key_range[0] - row_range[0])
-            if trimmed := _trim(span(row_range), span(key_range), local):
-                ((key_at, _),) = locate((key_range,), kv)
-                at, met = shift(trimmed.rows, row_at), shift(trimmed.keys, key_at)
-                found.append(replace(trimmed, rows=at, keys=met))
+            if reach := _reach(row_range, key_range, left, right):
+                (first, _), (begin, _) = reach
+                bounds = band.shift(begin - first)
+                num_rows, num_keys = map(span, reach)
+                trimmed = Band(_loosen(bounds.left, num_rows), _loosen(bounds.right, num_keys))
+                found.append(Tile(locate(reach[:1], q), locate(reach[1:], kv), trimmed))
     return found
 
 
-def _trim(num_rows: int, num_keys: int, band: Band) -> Tile | None:
-    """The tile without rows that see nothing and keys that nobody sees."""
-    first_row = int(max(0, -band.right))
-    last_row = int(min(num_rows - 1, num_keys - 1 + band.left))
-    if first_row > last_row:
+def _limits(band: Band) -> tuple[int, int]:
+    """The bounds of a band of positions, as integers."""
+    return int(min(band.left, FAR)), int(min(band.right, FAR))
+
+
+def _reach(rows: Range, keys: Range, left: int, right: int) -> tuple[Range, Range] | None:
+    """The rows that see one of the keys, and the keys that one of the rows sees."""
+    first, stop = max(rows[0], keys[0] - right), min(rows[1], keys[1] + left)
+    if first >= stop:
         return None
-    first_key = int(max(0, first_row - band.left))
-    last_key = int(min(num_keys - 1, last_row + band.right))
-    if first_key > last_key:
-        return None
-    band = band.shift(first_key - first_row)
-    rows, keys = last_row - first_row + 1, last_key - first_key + 1
-    band = Band(_loosen(band.left, rows), _loosen(band.right, keys))
-    return Tile(((first_row, last_row + 1),), ((first_key, last_key + 1),), band)
+    begin, end = max(keys[0], first - left), min(keys[1], stop + right)
+    return ((first, stop), (begin, end)) if begin < end else None
 
 
 def _loosen(bound: Bound, length: int) -> Bound:

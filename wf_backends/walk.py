@@ -10,25 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from threading import Lock
 from typing import TypeVar
 
 from wf_backends.layout import Layout
 from wf_backends.mask import Mask
 from wf_backends.ranges import (
-    Range,
     Ranges,
+    globalize,
     intersect,
     join,
     locate,
     size,
     subtract,
+    union,
 )
 from wf_backends.rankplan import Gather, Parcel, Parcels, RankPlan, Round, Step, parcels
 from wf_backends.rounds import Sharing
 from wf_backends.schedule import Schedule, mirrored
-from wf_backends.tiles import Tile, seen_keys, seen_rows, tiles
+from wf_backends.tiles import Documents, Tile, by_document, seen, tiles
 
 T = TypeVar("T")
 _DERIVING = Lock()  # ranks that are threads ask together: the first derives, the others read
@@ -44,30 +45,21 @@ class Problem:
     mask: Mask
     queries_walk: bool = False
     half: int | None = None
-    """0 or 1: of every range of a shard only the first or the second half walks."""
-
-
-def strands(problem: Problem, two_way: bool) -> tuple[Problem, ...]:
-    """The problem itself, or two that together are it: half of each shard, opposite ways."""
-    if not two_way:
-        return (problem,)
-    back = replace(problem, schedule=mirrored(problem.schedule), half=1)
-    return replace(problem, half=0), back
-
-
-def turning_well(problem: Problem) -> Problem:
-    """The problem with its schedule mirrored where fewer rows then have to walk.
-
-    Keys of a sliding window are needed by later tokens only; walking there, they can stop early.
-    """
-    other = replace(problem, schedule=mirrored(problem.schedule))
-    return min(problem, other, key=lambda one: _derive(one).rows_walked())
+    """0 or 1: only the first or the second half of every shard walks."""
+    share: int | None = None
+    """0 or 1: only those pairs of shards meet that meet later on the mirrored schedule; with 0
+    also those that meet there at the same step."""
 
 
 @lru_cache(maxsize=512)
 def plan_rank(problem: Problem, rank: int) -> RankPlan:
     """The plan of one rank; the same problem gives the same plan on every rank."""
     return _derive(problem).plan(rank)
+
+
+def rows_walked(problem: Problem) -> int:
+    """Rows that all walkers together carry from step to step."""
+    return _derive(problem).rows_walked
 
 
 def _derive(problem: Problem) -> _Derivation:
@@ -90,6 +82,7 @@ class _Derivation:
         self.roles = roles
         self.stay_home, self.walkers = layouts[::-1] if problem.queries_walk else layouts
         self.walk_home = _halves(self.walkers, problem.half)
+        self.share, self.opposite = problem.share, _steps_of(mirrored(roles))
         self.num_ranks, self.num_steps = roles.num_ranks, roles.num_steps
         self.paths = roles.paths()
         self.origin = [[0] * self.num_ranks for _ in range(self.num_steps)]
@@ -106,22 +99,28 @@ class _Derivation:
         self.wanted: list[list[Ranges]] = [[()] * self.num_steps for _ in range(self.num_ranks)]
         self.met: list[list[Ranges]] = []
         self.stay_rows: list[Ranges] = []
+        walkers = [self._documents(shards, self.walk_home) for shards in self.roles.kv]
         for rank in range(self.num_ranks):
-            whole = _rows_of(self.roles.q[rank], self.stay_home)
+            stay = self._documents(self.roles.q[rank], self.stay_home)
             used: list[Ranges] = []
             for step in range(self.num_steps):
                 origin = self.origin[step][rank]
-                met, wanted = self._meet(whole, _rows_of(self.roles.kv[origin], self.walk_home))
-                self.wanted[origin][step] = wanted
+                if not self._meet(origin, rank, step):
+                    used.append(())
+                    continue
+                sides = self._ordered(stay, walkers[origin])
+                met, self.wanted[origin][step] = self._ordered(*seen(*sides, self.mask.band))
                 used.append(met)
             self.met.append(used)
             self.stay_rows.append(join(piece for ranges in used for piece in ranges))
 
-    def _meet(self, stay: Ranges, walk: Ranges) -> tuple[Ranges, Ranges]:
-        """The rows of either side that the tiles between them use."""
-        q, kv = self._ordered(stay, walk)
-        found = tiles(q, kv, self.mask)
-        return self._ordered(seen_rows(found, q), seen_keys(found, kv))
+    def _meet(self, origin: int, rank: int, step: int) -> bool:
+        """Whether the pair that meets in this step is one of this problem's share."""
+        return self.share is None or self.opposite[origin][rank] >= step + self.share
+
+    def _documents(self, shards: tuple[int, ...], home: Layout) -> Documents:
+        """The rows of some shards, by document."""
+        return by_document(join(piece for shard in shards for piece in home[shard]), self.mask)
 
     def _ordered(self, stay: T, walk: T) -> tuple[T, T]:
         """(queries, keys) from (stay, walk); and back, since it is its own inverse."""
@@ -140,12 +139,12 @@ class _Derivation:
             wanted = self.wanted[origin]
             carried: list[Ranges] = [()] * (self.num_steps + 1)
             for step in reversed(range(self.num_steps)):
-                carried[step] = join((*carried[step + 1], *wanted[step]))
+                carried[step] = union(carried[step + 1], wanted[step])
             moved: list[Ranges] = []
             left: list[Ranges] = []
             here: Ranges = ()
             for step, rank in enumerate(path):
-                here = join((*here, *wanted[step]))
+                here = union(here, wanted[step])
                 onward = intersect(subtract(here, self.walk_home[rank]), carried[step + 1])
                 moved.append(onward)
                 left.append(subtract(here, onward))
@@ -154,8 +153,9 @@ class _Derivation:
             self.moved.append(moved)
             self.left.append(left)
 
+    @cached_property
     def rows_walked(self) -> int:
-        """Rows that all walkers together carry from step to step."""
+        """See `rows_walked`."""
         return sum(size(rows) for carried in self.carried for rows in carried[1:])
 
     def plan(self, rank: int) -> RankPlan:
@@ -194,9 +194,10 @@ class _Derivation:
         self, step: int, rank: int, held: Ranges, stay: _Touched, walk: _Touched
     ) -> Iterator[Round]:
         """The rounds of a step, each tile told whether it is the first on its rows and keys."""
+        meet = self._meet(self.origin[step][rank], rank, step)
         for rows, fetch, home in self.sharing.rounds(step, rank):
             buffers = self._ordered(self.stay_rows[rank], held)
-            found = tiles(*self._ordered(rows, held), self.mask, buffers)
+            found = tiles(*self._ordered(rows, held), self.mask, buffers) if meet else ()
             marked = tuple(self._marked(tile, stay, walk) for tile in found)
             yield Round(marked, fetch, home)
 
@@ -256,20 +257,22 @@ class _Touched:
         return first
 
 
+def _steps_of(roles: Schedule) -> list[dict[int, int]]:
+    """origin -> rank -> the step in which they meet."""
+    return [{rank: step for step, rank in enumerate(path)} for path in roles.paths()]
+
+
 def _halves(layout: Layout, half: int | None) -> Layout:
-    """The first or second half of every range of every shard; None = all of it."""
+    """The first or the second half of the rows of every shard; None = all of them."""
     if half is None:
         return layout
 
-    def cut(start: int, stop: int) -> Range:
-        middle = (start + stop + 1) // 2
-        return (middle, stop) if half else (start, middle)
+    def cut(shard: Ranges) -> Ranges:
+        rows = size(shard)
+        middle = (rows + 1) // 2
+        return globalize(((middle, rows),) if half else ((0, middle),), shard)
 
-    return tuple(tuple(r for r in (cut(*piece) for piece in s) if r[0] < r[1]) for s in layout)
-
-
-def _rows_of(shards: tuple[int, ...], home: Layout) -> Ranges:
-    return join(piece for shard in shards for piece in home[shard])
+    return tuple(map(cut, layout))
 
 
 def _parcel(peer: int | None, rows: Ranges, held: Ranges) -> Parcel | None:

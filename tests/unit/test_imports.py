@@ -21,9 +21,9 @@ PURE = tuple(
     f"wf_backends.{name}"
     for name in (
         (
-            "schedule layout mask ranges tiles rankplan rounds walk timeline traffic topology "
-            "presets areas loads placement cost axes estimate plans search planner config suggest "
-            "documents launchers"
+            "schedule layout mask ranges tiles rankplan rounds walk strands timeline traffic "
+            "topology presets areas loads placement cost axes estimate plans search planner config "
+            "suggest documents launchers"
         ).split()
     )
 )

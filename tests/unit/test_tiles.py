@@ -13,7 +13,7 @@ from wf_backends.layout import contiguous, zigzag
 from wf_backends.mask import CAUSAL, FULL, Band, Mask, make_mask
 from wf_backends.ranges import join, size
 from wf_backends.schedule import concentric, ring
-from wf_backends.tiles import SHORT, Tile, area, seen_keys, seen_rows, tiles
+from wf_backends.tiles import SHORT, Tile, area, by_document, seen, tiles
 from wf_backends.walk import Problem, plan_rank
 
 LENGTH = 24
@@ -50,8 +50,9 @@ def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same):
         assert len(pairs) == area(tile)
         got += pairs
     assert sorted(got) == want
-    assert positions(seen_rows(found, q)) == sorted({rows[i] for i, _ in want})
-    assert positions(seen_keys(found, kv)) == sorted({keys[j] for _, j in want})
+    seen_rows, seen_keys = seen(by_document(q, mask), by_document(kv, mask), mask.band)
+    assert positions(seen_rows) == sorted({rows[i] for i, _ in want})
+    assert positions(seen_keys) == sorted({keys[j] for _, j in want})
 
 
 @given(sets, sets, masks)

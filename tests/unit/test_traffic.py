@@ -11,8 +11,9 @@ from wf_backends.layout import contiguous, make_layout, zigzag
 from wf_backends.mask import CAUSAL, FULL, Band, Mask
 from wf_backends.rankplan import LONG
 from wf_backends.schedule import concentric, double_ring, mesh, mirrored, ring
+from wf_backends.strands import strands
 from wf_backends.traffic import Shape, backward_row_bytes, bytes_sent, forward_row_bytes, total
-from wf_backends.walk import Problem, plan_rank, turning_well
+from wf_backends.walk import Problem, plan_rank, rows_walked
 
 ROWS = 8  # tokens of one rank
 KV = 0.25
@@ -66,20 +67,53 @@ def test_a_causal_zigzag_ring_saves_a_quarter(n, least):
     assert 1 - causal / full >= least
 
 
-@pytest.mark.parametrize("window", (1, 8, 9, 20))
-def test_a_window_stops_walking_after_the_shards_it_reaches(window):
+def hops_of(problem: Problem, rank: int) -> list[int]:
+    """How many hops each strand of a rank sends anything on."""
+    plans = [plan_rank(one, rank) for one in strands(problem)]
+    return [sum(step.pass_out is not None for step in plan.steps) for plan in plans]
+
+
+@pytest.mark.parametrize("queries_walk", (False, True))
+@pytest.mark.parametrize("window", (1, 4, 8, 9, 20))
+def test_a_window_stops_walking_after_the_shards_it_reaches(window, queries_walk):
+    mask, reach = Mask(Band(window, 0)), -(-window // ROWS)
     where = contiguous(8, 8 * ROWS)
-    problem = turning_well(Problem(ring(8), where, where, Mask(Band(window, 0))))
     for rank in range(8):
-        hops = [s for s in plan_rank(problem, rank).steps if s.pass_out]
-        assert len(hops) <= -(-window // ROWS)
+        (hops,) = hops_of(Problem(ring(8), where, where, mask, queries_walk), rank)
+        assert hops <= reach
+    where, reach = zigzag(8, 8 * ROWS), -(-window // (ROWS // 2))
+    for rank in range(8):
+        assert max(hops_of(Problem(ring(8), where, where, mask, queries_walk), rank)) <= reach
 
 
-def test_a_route_turns_the_way_on_which_fewer_rows_walk():
+@pytest.mark.parametrize("queries_walk", (False, True))
+def test_the_halves_of_a_zigzag_walk_to_the_readers_of_a_window(queries_walk):
+    """Two chunks have two neighbours: twice the rows of a contiguous shard, not all the way."""
+    mask = Mask(Band(3, 0))
+    walked = {
+        layout: sum(rows_walked(one) for one in strands(Problem(ring(8), at, at, mask)))
+        for layout in (contiguous, zigzag)
+        for at in [layout(8, 8 * ROWS)]
+    }
+    assert walked == {contiguous: 7 * 3, zigzag: 14 * 3}
+
+
+def test_a_route_turns_only_where_fewer_rows_walk():
     where = zigzag(8, 8 * ROWS)
     causal = Problem(ring(8), where, where, Mask(CAUSAL))
-    assert turning_well(causal) == causal
-    assert turning_well(replace(causal, schedule=mirrored(ring(8)))) == causal
+    assert strands(causal) == (causal,)
+    window = replace(causal, schedule=mesh(2, 4), mask=Mask(Band(20, 0)))
+    assert len(strands(window)) == 1  # what is gathered would be gathered for each half
+
+
+def test_halves_that_go_opposite_ways_go_those_on_which_fewer_rows_walk():
+    """The last half of a causal zigzag shard meets its readers on one way round, and stops."""
+    where = zigzag(8, 8 * ROWS)
+    for schedule in (ring(8), mirrored(ring(8))):
+        first, last = strands(Problem(schedule, where, where, Mask(CAUSAL)), two_way=True)
+        assert first.schedule == mirrored(last.schedule)
+        whole = Problem(ring(8), where, where, Mask(CAUSAL))
+        assert rows_walked(first) + rows_walked(last) == rows_walked(whole)
 
 
 def test_documents_never_leave_the_ranks_that_hold_them():
