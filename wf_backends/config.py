@@ -43,7 +43,7 @@ class SequenceParallelConfig:
     "concentric", "team_size": 2}, {"name": "mesh", "rows": 2, "cols": 4}, or "auto". A name alone
     may be given as a string where the route takes no other key. Every route also takes a placement,
     "order": [1, 0] and "reverse": true (see `placement.read_placed`); without, rank order. Rings
-    take "two_way": true: each shard walks in two halves that go opposite ways."""
+    take "two_way": true: each shard walks in two halves that go opposite ways (see strands.py)."""
     backward_route: Route = None
     """The same forms; None = the forward's, or the planner's choice where route is "auto"."""
     backward_moves: str | None = None
