@@ -67,7 +67,7 @@ def _derive(problem: Problem) -> _Derivation:
         return _derived(problem)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _derived(problem: Problem) -> _Derivation:
     return _Derivation(problem)
 

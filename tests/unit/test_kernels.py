@@ -53,7 +53,7 @@ LONG_TILES = {
     "causal": (700, 500, Band(right=100)),
     "anti-causal": (500, 700, Band(left=100)),
     "causal in halves": (512, 512, CAUSAL),
-    "causal in halves of halves": (1000, 1000, CAUSAL),
+    "causal in halves of halves": (520, 520, CAUSAL),
     "anti-causal in halves": (512, 512, Band(left=0)),
     "causal, shifted, in halves": (512, 600, Band(right=88)),
     "causal, no halves": (513, 513, CAUSAL),
