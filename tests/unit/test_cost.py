@@ -188,7 +188,7 @@ def test_closed_forms_are_near_for_a_causal_mask(layout: str, walk: Walk) -> Non
         assert Estimator(job, walk).cost(placed).seconds == pytest.approx(exact.seconds, rel=0.35)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     size=st.sampled_from([2, 4, 6, 8, 9]),
     mask=st.sampled_from(MASKS),

@@ -50,7 +50,7 @@ def test_a_call_begins_with_the_ranks_agreement() -> None:
     assert after.cost.exposed_s == pytest.approx(before.cost.exposed_s + 0.5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=14, deadline=None)
 @given(
     size=st.sampled_from([1, 2, 3, 4, 6, 8]),
     mask=st.sampled_from(MASKS),

@@ -24,7 +24,7 @@ BLOCK = 256
 MOST_ROWS = 2048
 """Rows of a square from which the scores that blocks save are no longer worth their merges."""
 
-Cut = Callable[[Tensor, int], Tensor]
+Blocks = Callable[[Tensor, int], Tensor]
 
 
 def block_rows(rows: int, keys: int) -> int:
@@ -71,7 +71,7 @@ def halved_backward(
         dq (b, n, h, d), dk and dv (b, n, g, d), float32 or float64.
     """
 
-    def call(queries: Cut, keys: Cut, rows: int, band: Band) -> tuple[Tensor, Tensor, Tensor]:
+    def call(queries: Blocks, keys: Blocks, rows: int, band: Band) -> tuple[Tensor, Tensor, Tensor]:
         grad, own, found = (queries(x, rows) for x in (dout, q, out))
         stats = queries(lse.transpose(1, 2), rows).transpose(1, 2)
         return run(grad, own, keys(k, rows), keys(v, rows), found, stats, scale, band)
