@@ -241,7 +241,7 @@ class Estimator:
     def _reach(self, shape: Shape) -> float | None:
         """How many tokens further a walker's readers are with each hop; None = everywhere.
 
-        Chunks of a zigzag walk by themselves, where nothing is gathered: see strands.py.
+        Zigzag shards walk both ways, where nothing is gathered: see strands.py.
         """
         band, layout = self.job.workload.mask.band, self.job.workload.layout
         if band.left == inf or band.right > 0 or len(shape.hops) != 1:
