@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -22,6 +24,7 @@ __all__ = ["Launch", "detect", "init"]
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
+GRACE = 0.05  # seconds for threads of torch at the end of Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,12 @@ class Launch:
         gc.collect()  # what is left of the group: its threads must end before Python does
         for name in self._exported:
             os.environ.pop(name, None)
+        atexit.unregister(self._end)
+
+    def _end(self) -> None:
+        """`close` at the exit of Python; not after an error, as a peer may wait in what we left."""
+        if getattr(sys, "last_value", None) is None:
+            self.close()
 
 
 def init(backend: str | None = None, timeout: float = 600.0) -> Launch:
@@ -68,7 +77,7 @@ def init(backend: str | None = None, timeout: float = 600.0) -> Launch:
     and MASTER_PORT, so that deepspeed.init_distributed and accelerate find what they look for.
 
     Where torch.distributed is initialised already (by a first call, or by someone else), it is
-    left alone and described.
+    left alone and described. A group that `init` started is closed when Python ends.
 
     Args:
         backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", or None = the last with a GPU, else gloo.
@@ -95,7 +104,20 @@ def init(backend: str | None = None, timeout: float = 600.0) -> Launch:
         timeout=timedelta(seconds=timeout),
         device_id=device if device.type == "cuda" else None,
     )
-    return replace(_describe(place), _exported=_export(place))
+    launch = replace(_describe(place), _exported=_export(place))
+    atexit.register(_settle)
+    atexit.register(launch._end)
+    return launch
+
+
+def _settle() -> None:
+    """Let the threads of groups that somebody still holds drop their last tensors.
+
+    A thread of gloo that frees a tensor just when Python ends aborts the process: torch waits for
+    an interpreter that never comes (pytorch issue 190489).
+    """
+    sys.setswitchinterval(1e-6)  # whoever waits for the interpreter has it at once
+    time.sleep(GRACE)
 
 
 def _check_backend(backend: str | None) -> str:

@@ -94,6 +94,12 @@ def test_torchrun_joins_again_after_a_failure_and_after_leaving():
     check_ranks(reports, "torchrun", 2)
 
 
+@pytest.mark.processes
+def test_ranks_end_well_though_they_close_nothing():
+    """Torch aborts where a thread of gloo frees a tensor while Python ends."""
+    assert len(run(TORCHRUN, "leave", fresh=True)) == 2
+
+
 def describe(comm: Communicator) -> tuple[Launch, bool]:
     """Somebody else initialised torch.distributed."""
     launch = init()
