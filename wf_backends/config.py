@@ -14,6 +14,7 @@ from typing import Any, cast
 from wf_backends.layout import check_layout_name
 from wf_backends.placement import ORDER, divisors, read_placed
 from wf_backends.presets import PRESETS, READERS
+from wf_backends.schedule import ROUTES
 from wf_backends.suggest import nearest
 
 AUTO = "auto"
@@ -118,7 +119,7 @@ class SequenceParallelConfig:
         known = [f.name for f in fields(cls)]
         for key in words:
             if key not in known:
-                raise ValueError(f"unknown key {key!r}{nearest(key, known)} (known keys: {known})")
+                raise ValueError(f"unknown key {key!r}{_meant(key, known)} (known keys: {known})")
         return cls(**words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,6 +244,14 @@ def _fits(route: Mapping[str, Any], size: int) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _meant(key: str, known: list[str]) -> str:
+    """Where a key that stands outside its route belongs, or the nearest known key."""
+    owner = next((name for name, kind in ROUTES.items() if key in kind.keys), None)
+    if owner is None:
+        return nearest(key, known)
+    return f'; it belongs inside "route": {{"name": "{owner}", "{key}": ...}}'
 
 
 def _plain(route: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,8 +79,9 @@ class SequenceParallel:
             cu_seqlens: the packed documents; needed by the document_zigzag layout alone.
 
         Raises:
-            ValueError: if the sequence is too short for the layout.
+            ValueError: if the sequence is too short for the layout, or x has no such dim.
         """
+        _check_dim(x, dim)
         layout = make_layout(self.config.layout, self.size, x.shape[dim], cu_seqlens)
         there, back = (partial(f, self.comm, layout, dim) for f in (take_shard, gather_shards))
         return move(x, there, back, "shard")
@@ -92,8 +93,10 @@ class SequenceParallel:
         from it counts once, not once a rank.
 
         Raises:
-            ValueError: if the ranks' tensors are not the shards of one tensor.
+            ValueError: if the ranks' tensors are not the shards of one tensor, or have no such dim.
         """
+        with self._agreement.telling():
+            _check_dim(x, dim)
         others = [n for axis, n in enumerate(x.shape) if axis != dim % x.dim()]
         same = {"dtype": fingerprint(x.dtype), "shape beside dim": fingerprint(others)}
         rows = self._agreement.check(same, {"rows": x.shape[dim]}, x)["rows"]
@@ -224,6 +227,11 @@ class SequenceParallel:
         sent = {label: num_bytes for label, num_bytes in self.comm.sent.items() if num_bytes}
         self.comm.sent.clear()
         return sent
+
+
+def _check_dim(x: Tensor, dim: int) -> None:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim must be one of the {x.dim()} of x {tuple(x.shape)}, got {dim}")
 
 
 def _refuse_dropout(dropout_p: float) -> None:

@@ -177,6 +177,12 @@ def test_batches_with_different_keys_and_malformed_ones_are_named():
         run_threads(2, prepare, {"labels": torch.zeros(1, 7, dtype=torch.int64)}, timeout=20)
 
 
+@pytest.mark.parametrize("act", ["shard", "unshard"])
+def test_a_dim_that_the_tensor_lacks_is_named(act):
+    with pytest.raises(ValueError, match=r"dim must be one of the 1 of x \(8,\), got 1"):
+        getattr(alone(), act)(torch.zeros(8))
+
+
 def test_a_tensor_that_is_no_shard_is_not_joined():
     def join(comm):
         sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
