@@ -119,7 +119,7 @@ class SequenceParallelConfig:
         known = [f.name for f in fields(cls)]
         for key in words:
             if key not in known:
-                raise ValueError(f"unknown key {key!r}{_meant(key, known)} (known keys: {known})")
+                raise ValueError(f"unknown key {key!r}{meant(key, known)} (known keys: {known})")
         return cls(**words)
 
     def to_dict(self) -> dict[str, Any]:
@@ -246,7 +246,7 @@ def _fits(route: Mapping[str, Any], size: int) -> bool:
     return True
 
 
-def _meant(key: str, known: list[str]) -> str:
+def meant(key: str, known: list[str]) -> str:
     """Where a key that stands outside its route belongs, or the nearest known key."""
     owner = next((name for name, kind in ROUTES.items() if key in kind.keys), None)
     if owner is None:

@@ -18,6 +18,7 @@ from wf_backends.comm.protocol import Communicator
 from wf_backends.kernels.protocol import Kernel
 from wf_backends.mail import Combine, Tensors, add, copy, pack, scatter
 from wf_backends.merge import merge_
+from wf_backends.outputs import Outputs
 from wf_backends.passes import Accumulators, Pass, run
 from wf_backends.ranges import globalize, size
 from wf_backends.rankplan import RankPlan
@@ -65,7 +66,9 @@ class Attention(torch.autograd.Function):
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         stats = torch.stack((lse, _rows_first(delta)), dim=1)
         queries, keys = (_rows_first(q), _rows_first(dout), stats), kept[1] or (_fuse(k, v),)
-        work = BackwardWork(call.kernel, call.scale, call.backward[0].queries_walk, queries, keys)
+        own = Outputs(queries[1], _rows_first(out), ((0, len(queries[1])),))
+        turn = call.backward[0].queries_walk
+        work = BackwardWork(call.kernel, call.scale, turn, queries, keys, own)
         sides = work.ordered(queries, keys)
         kept = work.ordered(*kept)
         grads = run([Pass(p, call.comm, "backward", *sides, work, kept) for p in call.backward])
@@ -104,9 +107,16 @@ class BackwardWork:
     """Either side may walk. Queries are (q, dout, [lse, delta]) and collect dq; keys dkv."""
 
     def __init__(
-        self, kernel: Kernel, scale: float, queries_walk: bool, queries: Tensors, keys: Tensors
+        self,
+        kernel: Kernel,
+        scale: float,
+        queries_walk: bool,
+        queries: Tensors,
+        keys: Tensors,
+        own: Outputs,
     ) -> None:
         self.kernel, self.scale, self.queries_walk = kernel, scale, queries_walk
+        self.outputs = [own]
         dtype = accumulator_dtype(queries[0].dtype)
         sides = self.ordered(queries[:1], keys)
         self.stay, self.walk = (Accumulators(like, (0.0,), dtype) for like in sides)
@@ -127,20 +137,31 @@ class BackwardWork:
     ) -> None:
         queries, keys = self.ordered(stay, held)
         (dq,), (dkv,) = self.ordered(partial, moving)
-        q, dout, stats = (pack(x, tile.rows) for x in queries)
-        q, dout = _batch_first(q), _batch_first(dout)
+        out = self._outputs(queries[1]).read(tile.rows, queries[2])
+        q, dout, out, stats = (pack(x, tile.rows) for x in (*queries[:2], out, queries[2]))
+        q, dout, out = map(_batch_first, (q, dout, out))
         lse, delta = (x.permute(1, 2, 0) for x in stats.unbind(1))
         k, v = map(_batch_first, pack(keys[0], tile.keys).unbind(1))
-        out = stand_in(dout, delta)
         grads = self.kernel.backward(dout, q, k, v, out, lse, delta, self.scale, tile.band)
         grads = tuple(map(_rows_first, grads))
         scatter((dq,), tile.rows, grads[:1], copy if tile.first_on_rows else add)
         scatter(dkv.unbind(1), tile.keys, grads[1:], copy if tile.first_on_keys else add)
 
+    def _outputs(self, dout: Tensor) -> Outputs:
+        """Those of the queries in a buffer; walkers are in one for a step alone."""
+        found = next((one for one in self.outputs if one.dout is dout), None)
+        if found is None:
+            found = Outputs(dout)
+            self.outputs = [*([] if self.queries_walk else self.outputs), found]
+        return found
+
 
 def split(kernel: Kernel, tile: Tile, device: torch.device) -> Iterator[Tile]:
     """The tile in the pieces in which the kernel is best handed it."""
     pieces = kernel.split(size(tile.rows), size(tile.keys), tile.band, device)
+    if len(pieces) == 1:
+        yield tile
+        return
     for at, piece in enumerate(pieces):
         keys = globalize(((piece.keys.start, piece.keys.stop),), tile.keys)
         first = tile.first_on_rows and not at  # all have all rows
@@ -150,27 +171,6 @@ def split(kernel: Kernel, tile: Tile, device: torch.device) -> Iterator[Tile]:
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """What out, lse, dq, dk, dv are summed in: float64 for float64, float32 for the rest."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
-    """A tensor with rowsum(dout * it) == delta, so that the output itself need not travel.
-
-    Flash kernels recompute delta from (dout, out); any such tensor serves them as well.
-
-    Args:
-        dout: (b, i, h, d). delta: (b, h, i), accumulator dtype.
-
-    Returns:
-        (b, i, h, d), dout's dtype: dout's direction, scaled.
-    """
-    grad = dout.to(delta.dtype)
-    unit = grad.abs()
-    peak = unit.amax(-1, keepdim=True)
-    peak = peak.where(peak > 0, 1)
-    torch.div(grad, peak, out=unit)
-    norm = torch.linalg.vector_norm(unit, dim=-1, keepdim=True).square()
-    norm = norm.where(norm > 0, 1)
-    return unit.mul_(delta.transpose(1, 2).unsqueeze(-1) / peak / norm).to(dout.dtype)
 
 
 def _rows_first(x: Tensor) -> Tensor:

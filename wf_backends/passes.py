@@ -12,11 +12,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from wf_backends.comm.protocol import Communicator
 from wf_backends.mail import (
-    SPAN,
     Combine,
     Home,
     Mail,
@@ -26,6 +24,7 @@ from wf_backends.mail import (
     copy,
     pack,
     scatter,
+    span,
 )
 from wf_backends.ranges import Ranges, intersect, join, size, union
 from wf_backends.rankplan import Exchange, Parcel, RankPlan, Round, Stay, Step
@@ -119,7 +118,7 @@ class Pass:
         for at, one in enumerate(self.plan.steps[index].rounds):
             if index == 0:
                 self._place(self.fetched[at])
-            with record_function(f"{SPAN}compute {self.name} step {index}"):
+            with span(f"compute {self.name} step {index}"):
                 self._compute(one, self.walking)
             self._return(one.home)
 
@@ -162,6 +161,8 @@ class Pass:
 
     def _return(self, exchange: Exchange) -> None:
         """Send home the finished results of another owner's rows; those of one's own come back."""
+        if exchange == Exchange():
+            return
         mail = Mail(self.comm, f"{self.name} home")
         for parcel in exchange.send:
             mail.send(parcel, self.partial)

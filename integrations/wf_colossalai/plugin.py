@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from wf_backends import SequenceParallelConfig, dsp
-from wf_backends.suggest import nearest
+from wf_backends.config import meant
 from wf_colossalai.config import load, sequence_parallel_words
 from wf_colossalai.policy import KEY, WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
@@ -134,7 +134,7 @@ def _check_words(words: dict[str, Any]) -> None:
         if name in OURS:
             raise ValueError(f"{name}={value!r}: say it with {OURS[name]}")
         if name not in known:
-            raise ValueError(f"unknown word {name!r}{nearest(name, known)} Known: {known}")
+            raise ValueError(f"unknown word {name!r}{meant(name, known)} Known: {known}")
 
 
 def _check_world(sequence: int, tensor: int, pipeline: int) -> None:

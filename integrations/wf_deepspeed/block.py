@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args
 import hjson
 
 from wf_backends import SequenceParallelConfig, dsp
+from wf_backends.config import meant
 from wf_backends.stages import Stages
-from wf_backends.suggest import nearest
 
 KEY = "wallfacer"
 LossAverage = Literal["sequence", "token"]
@@ -101,7 +101,7 @@ def _refuse_unknown(block: Mapping[str, Any], known: Sequence[str]) -> None:
     for key in block:
         if key not in known:
             raise ValueError(
-                f'"{KEY}.{key}" is no known key{nearest(key, known)} (known: {", ".join(known)})'
+                f'"{KEY}.{key}" is no known key{meant(key, known)} (known: {", ".join(known)})'
             )
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tests.cases import Case, assert_exact, run_case, schedules
 from tests.dense import dense_attention
-from wf_backends.executor import stand_in
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.layout import LAYOUTS, contiguous, make_layout, zigzag
 from wf_backends.mask import CAUSAL, FULL, Band, Mask
+from wf_backends.outputs import stand_in
 from wf_backends.ranges import join
 from wf_backends.rankplan import LONG
 from wf_backends.schedule import concentric, mesh, ring

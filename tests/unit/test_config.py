@@ -106,7 +106,7 @@ def test_rank_order_said_is_the_same_as_unsaid():
         ),
         (
             {"route": "concentric", "team_size": 2},
-            "unknown key 'team_size'; it belongs inside \"route\": {\"name\": \"concentric\", ",
+            'unknown key \'team_size\'; it belongs inside "route": {"name": "concentric", ',
         ),
         ({"kept_layers": 0}, "kept_layers must be a positive integer, got 0"),
         ({"kept_layers": 2}, "kept_layers 2 is what keep_gathered .* leave kept_layers out"),

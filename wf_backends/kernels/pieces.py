@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 from math import inf
 
@@ -65,6 +66,7 @@ def cut_causal(rows: int, keys: int, band: Band) -> tuple[Piece, ...]:
     return whole(rows, keys, FULL)
 
 
+@lru_cache(maxsize=1024)  # asked for every tile
 def split_keys(rows: int, keys: int, band: Band, most: int = MOST_KEYS) -> tuple[Piece, ...]:
     """A trimmed tile as pieces that each have all rows, and every key once; see Kernel.split.
 

@@ -42,9 +42,9 @@ def piecewise_forward(
         float64;
         lse (b, h, i).
     """
+    if len(pieces) == 1:  # has all rows and keys
+        return run(q, k, v, scale, pieces[0].band)
     parts = ((p.rows, run(q[:, p.rows], k[:, p.keys], v[:, p.keys], scale, p.band)) for p in pieces)
-    if len(pieces) == 1:
-        return next(parts)[1]
     b, i, h, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
@@ -72,13 +72,13 @@ def piecewise_backward(
         piece, else float32 or float64.
     """
     dout, out = dout.to(q.dtype), out.to(q.dtype)
+    if len(pieces) == 1:  # has all rows and keys
+        return run(dout, q, k, v, out, lse, scale, pieces[0].band)
     parts = (
         run(dout[:, r], q[:, r], k[:, c], v[:, c], out[:, r], lse[:, :, r], scale, p.band)
         for p in pieces
         for r, c in [(p.rows, p.keys)]
     )
-    if len(pieces) == 1:
-        return next(parts)
     dtype = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for piece, (part_dq, part_dk, part_dv) in zip(pieces, parts, strict=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
+from math import inf
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from wf_backends.kernels.pieces import Piece, cut_causal, split_keys, whole
 from wf_backends.kernels.piecewise import Operators, piecewise_backward, piecewise_forward
 from wf_backends.kernels.protocol import KernelSpec
 from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, Question, choose, machine, question
-from wf_backends.kernels.sdpa_cpu import additive_mask, cpu_backward, cpu_forward
+from wf_backends.kernels.sdpa_cpu import MaskOf, additive_mask, cpu_backward, cpu_forward
 from wf_backends.mask import FULL, Band
 
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -29,8 +30,17 @@ def operators_for(q: Tensor, k: Tensor, band: Band) -> Operators:
     """What computes the tile of q (b, i, h, d) and k (b, j, g, d) under `band`."""
     if q.is_cuda:
         return choose(question(machine(q.device), q, k, band)).operators
-    masks = cache(additive_mask)
-    return Operators("cpu", cut_causal, partial(cpu_forward, masks), partial(cpu_backward, masks))
+    if inf in (band.left, band.right):
+        return _CPU
+    return _cpu(cache(additive_mask))
+
+
+def _cpu(mask_of: MaskOf) -> Operators:
+    there, back = partial(cpu_forward, mask_of), partial(cpu_backward, mask_of)
+    return Operators("cpu", cut_causal, there, back)
+
+
+_CPU = _cpu(additive_mask)  # for tiles that need no mask
 
 
 class SdpaKernel:
