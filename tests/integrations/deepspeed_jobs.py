@@ -114,10 +114,10 @@ def run_cases(cases: list[dict[str, Any]], ranks: int, folder: Path) -> dict[str
     return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in cases}
 
 
-def tiny_llama(**more: Any) -> LlamaForCausalLM:
+def tiny_llama(layers: int = 2, **more: Any) -> LlamaForCausalLM:
     """4 heads on 2 key heads, the same weights in every process."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(vocab_size=VOCABULARY, **shape, **heads, initializer_range=0.2, **more)
     return LlamaForCausalLM(config)

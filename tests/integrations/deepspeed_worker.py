@@ -1,7 +1,7 @@
 """One rank of a job: runs the cases of FOLDER/cases.json one after the other.
 
 A case: name, config (DeepSpeed JSON), steps, sequences (per step, over all ranks), and optionally
-average, checkpointing, save, load, tag.
+layers, average, checkpointing, save, load, tag.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(folder: Path) -> None:
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """Losses, gradient norms, bytes sent and final weights of one case."""
-    model = tiny_llama()
+    model = tiny_llama(case.get("layers", 2))
     if case.get("checkpointing") == "transformers":
         model.gradient_checkpointing_enable()
     if case.get("checkpointing") == "deepspeed":

@@ -26,7 +26,7 @@ RING2, RING4 = SP2 | {"route": "ring"}, SP4 | {"route": "ring"}
 PIPELINE = {"kind": "microbatches", "options": {"pp_size": 2, "num_microbatches": 2}}
 BF16: dict[str, Any] = {"precision": "bf16"}
 NO_OVERLAP: dict[str, Any] = {"overlap_communication": False}  # there are no streams on a CPU
-FEW = {"steps": 4}
+FEW, SOME = {"steps": 4}, {"steps": 10}
 
 HYBRID: dict[str, dict[str, Any]] = {
     "sp4": {"words": SP4},
@@ -36,9 +36,9 @@ HYBRID: dict[str, dict[str, Any]] = {
     "pp2_sp2": {"words": RING2} | PIPELINE,
     "checkpointed": {"words": RING4, "checkpointing": "before"},
     "checkpointed_ragged": {"words": RING4, "checkpointing": "after", "kind": "ragged"} | FEW,
-    "padded": {"words": RING4, "kind": "padded"},
-    "unequal": {"words": RING4, "kind": "unequal"},
-    "unmasked": {"words": RING4, "kind": "unmasked"},
+    "padded": {"words": RING4, "kind": "padded"} | SOME,
+    "unequal": {"words": RING4, "kind": "unequal"} | SOME,
+    "unmasked": {"words": RING4, "kind": "unmasked"} | SOME,
     "ragged": {"words": RING4, "kind": "ragged"},
     "lazy": {"words": RING4, "lazy": True} | FEW,
     "concentric": {"words": SP4 | {"route": {"name": "concentric", "team_size": 2}}} | FEW,

@@ -65,11 +65,12 @@ def matrix(ranks: int) -> list[dict[str, Any]]:
     """Every route at every stage with AdamW, and one route per stage with SGD.
 
     A name begins with that of its reference: what the planner chooses takes fewer steps than the
-    routes by name.
+    routes by name, and those take one layer where many ranks share few cores.
     """
     size, routes = {"sequence_parallel_size": ranks}, ROUTES[ranks]
+    kind, layers = ("adam", 2) if ranks == 2 else ("shallow", 1)
     adam = [
-        case(f"adam_{name}_{stage}", size | route, stage, steps=STEPS)
+        case(f"{kind}_{name}_{stage}", size | route, stage, steps=STEPS, layers=layers)
         if route
         else case(f"few_{name}_{stage}", size, stage)
         for name, route in routes.items()
@@ -117,6 +118,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """One rank, plain DeepSpeed, dense attention."""
     cases = [
         case("adam", None, steps=STEPS),
+        case("shallow", None, steps=STEPS, layers=1),
         case("few", None),
         case("sgd", None, optimizer=SGD),
         case("adam_4", None, sequences=4, accumulation=4, steps=STEPS),
