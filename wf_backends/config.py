@@ -6,7 +6,7 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, cast
@@ -246,7 +246,7 @@ def _fits(route: Mapping[str, Any], size: int) -> bool:
     return True
 
 
-def meant(key: str, known: list[str]) -> str:
+def meant(key: str, known: Sequence[str]) -> str:
     """Where a key that stands outside its route belongs, or the nearest known key."""
     owner = next((name for name, kind in ROUTES.items() if key in kind.keys), None)
     if owner is None:

@@ -244,15 +244,17 @@ def tile_seconds(job: Job, walk: Walk, found: Sequence[Tile]) -> float:
 def buffer_bytes(shards: Rows, held: Rows, rows: RowBytes) -> float:
     """Buffers of a pass at their peak: what stays and its results, and walkers held and arriving.
 
+    In the backward also what stands in for outputs that are not at home (see outputs.py).
+
     Args:
         shards: rows of a rank's own shards. held: rows of the two buffers. (Stay, walk.)
     """
     stay, walk = held
-    home = shards[0] * rows.stay_partial if stay > shards[0] else 0
-    home += shards[1] * rows.walk_partial
-    return (
-        stay * (rows.stay + rows.stay_partial) + 2 * walk * (rows.walk + rows.walk_partial) + home
-    )
+    beside = shards[1] * rows.walk_partial
+    if stay > shards[0]:
+        beside += shards[0] * rows.stay_partial + stay * rows.stay_output
+    staying, walking = rows.stay + rows.stay_partial, rows.walk + rows.walk_partial
+    return stay * staying + walk * (2 * walking + rows.walk_output) + beside
 
 
 def _rows(plan: RankPlan) -> tuple[Rows, Rows]:

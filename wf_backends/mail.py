@@ -29,7 +29,8 @@ Combine = Callable[[Tensors, Tensors], None]
 
 def span(name: str) -> AbstractContextManager[object]:
     """A span in the profile, where somebody profiles: it costs as much as a kernel call."""
-    return record_function(SPAN + name) if torch.autograd._profiler_enabled() else _NOWHERE
+    watched = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+    return record_function(SPAN + name) if watched else _NOWHERE
 
 
 class Mail:
@@ -139,15 +140,18 @@ class Home:
 
 
 def pack(buffer: Tensor, rows: Ranges) -> Tensor:
-    """The rows in the slices, one after another; a view where there is at most one slice."""
-    pieces = [buffer[start:stop] for start, stop in rows]
-    if not pieces:
-        return buffer[:0]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    """The rows in the slices, one after another; the buffer or a view of it if there is one."""
+    if len(rows) == 1:  # Tensor.size: len() of a tensor is a call of Python
+        start, stop = rows[0]
+        return buffer[start:stop] if stop - start < buffer.size(0) else buffer
+    return torch.cat([buffer[start:stop] for start, stop in rows]) if rows else buffer[:0]
 
 
 def scatter(buffers: Tensors, rows: Ranges, values: Tensors, combine: Combine) -> None:
     """Combine values, packed as in `pack`, into the slices of the buffers."""
+    if len(rows) == 1:
+        combine(tuple(pack(buffer, rows) for buffer in buffers), values)
+        return
     at = 0
     for start, stop in rows:
         upto = at + stop - start

@@ -32,7 +32,7 @@ class Outputs:
         for start, stop in subtract(rows, self._known):
             delta = stats[start:stop, 1].permute(1, 2, 0)
             found = stand_in(self.dout[start:stop].transpose(0, 1), delta).transpose(0, 1)
-            if stop - start == len(self.dout):
+            if stop - start == self.dout.size(0):
                 self._rows = found
             else:
                 self._buffer()[start:stop] = found

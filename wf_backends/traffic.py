@@ -35,6 +35,9 @@ class RowBytes:
     stay_kept: int = 0
     """The part of `stay` that the forward left in the buffer: it is not gathered."""
     walk_kept: int = 0
+    stay_output: int = 0
+    """What stands in for the output of queries that are not at home; it never travels."""
+    walk_output: int = 0
 
     @property
     def stay_gathered(self) -> int:
@@ -68,10 +71,11 @@ def backward_row_bytes(shape: Shape, queries_walk: bool = False, keep: bool = Fa
     query_grad = heads * shape.head_dim * shape.accumulator_size
     keys = _keys(shape) * shape.itemsize
     key_grad = _keys(shape) * shape.accumulator_size
-    kept = (heads * shape.head_dim * shape.itemsize, keys) if keep else (0, 0)
+    output = heads * shape.head_dim * shape.itemsize
+    kept = (output, keys) if keep else (0, 0)
     if queries_walk:
-        return RowBytes(keys, queries, key_grad, query_grad, *kept[::-1])
-    return RowBytes(queries, keys, query_grad, key_grad, *kept)
+        return RowBytes(keys, queries, key_grad, query_grad, *kept[::-1], walk_output=output)
+    return RowBytes(queries, keys, query_grad, key_grad, *kept, stay_output=output)
 
 
 def bytes_sent(plan: RankPlan, rows: RowBytes, name: str) -> dict[str, int]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from wf_backends.comm.bundles import post_bundled
 from wf_backends.comm.protocol import Communicator, Message, Pending
 from wf_backends.comm.staging import Staged
 
-T = TypeVar("T")
+What = tuple[Any, ...]  # label, kind of message, peers: put into words if something fails
 
 WINDOW = 1 << 17  # bytes: what fills a link of 10 Gbit/s for 100 us, a round trip
 
@@ -33,8 +31,10 @@ class GroupComm(Communicator):
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
-        self.group = dist.group.WORLD if group is None else group
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        found = dist.group.WORLD if group is None else group
+        assert found is not None
+        self.group: dist.ProcessGroup = found
         self._global_ranks = dist.get_process_group_ranks(self.group)
         pairs = dist.get_backend_config(self.group).split(",")  # such as cpu:gloo,cuda:nccl
         self._backends = dict(pair.split(":") for pair in pairs)
@@ -72,20 +72,16 @@ class GroupComm(Communicator):
 
     def _post_each(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Receives first: gloo takes twice as long in the other order."""
-        works: list[tuple[str, dist.Work]] = []
-        for way, start, messages in (("from", dist.irecv, recvs), ("to", dist.isend, sends)):
+        works: list[tuple[What, dist.Work]] = []
+        start = {"message from": self.group.recv, "message to": self.group.send}
+        for kind, messages in zip(start, (recvs, sends), strict=True):
             for peer, tensor in messages:
-                what = f"{label!r}, the message {way} rank {peer}"
-                works.append((what, self._start(what, start, tensor, peer)))
+                what = (label, kind, peer)
+                try:
+                    works.append((what, start[kind]([tensor.detach()], peer, 0)))
+                except RuntimeError as error:
+                    raise self.named(what, error) from error
         return _GroupPending(self, works)
-
-    def _start(
-        self, what: str, start: Callable[..., dist.Work | None], tensor: Tensor, peer: int
-    ) -> dist.Work:
-        with self.naming(what):
-            work = start(tensor.detach(), self._global_ranks[peer], group=self.group)
-        assert work is not None
-        return work
 
     def _post_batch(
         self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
@@ -94,35 +90,37 @@ class GroupComm(Communicator):
         ops = [self._op(dist.irecv, message) for message in recvs]
         ops += [self._op(dist.isend, message) for message in sends]
         peers = sorted({peer for peer, _ in (*sends, *recvs)})
-        what = f"{label!r}, the messages from and to ranks {peers}"
-        with self.naming(what):
+        what = (label, "messages from and to", *peers)
+        try:
             works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            raise self.named(what, error) from error
         return _GroupPending(self, [(what, work) for work in works], keep=ops)
 
     def _op(self, start: Callable[..., dist.Work | None], message: Message) -> dist.P2POp:
         peer, tensor = message
         return dist.P2POp(start, tensor.detach(), self._global_ranks[peer], group=self.group)
 
-    @contextmanager
-    def naming(self, what: str) -> Iterator[None]:
-        """Errors of the library, which name an address at best, with ranks and label."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"rank {self.rank} of {self.size}: {what} failed: {error}"
-            ) from error
+    def named(self, what: What, error: RuntimeError) -> RuntimeError:
+        """An error of the library, which names an address at best, with ranks and label."""
+        label, kind, *peers = what
+        ranks = f"rank {peers[0]}" if len(peers) == 1 else f"ranks {peers}"
+        return RuntimeError(
+            f"rank {self.rank} of {self.size}: {label!r}, the {kind} {ranks} failed: {error}"
+        )
 
 
 class _GroupPending(Pending):
     def __init__(
-        self, comm: GroupComm, works: list[tuple[str, dist.Work]], keep: object = None
+        self, comm: GroupComm, works: list[tuple[What, dist.Work]], keep: object = None
     ) -> None:
         self.comm, self.works = comm, works
         self.keep = keep  # buffers stay alive until waited for
 
     def wait(self) -> None:
         for what, work in self.works:
-            with self.comm.naming(what):
+            try:
                 work.wait()
+            except RuntimeError as error:
+                raise self.comm.named(what, error) from error
         self.works, self.keep = [], None
