@@ -105,12 +105,14 @@ def _wait(processes: list[subprocess.Popen[bytes]], timeout: float) -> list[int]
     return [process.wait() for process in processes]
 
 
-def run_cases(cases: list[dict[str, Any]], ranks: int, folder: Path) -> dict[str, dict[str, Any]]:
+def run_cases(
+    cases: list[dict[str, Any]], ranks: int, folder: Path, timeout: float = 280.0
+) -> dict[str, dict[str, Any]]:
     """One job of `ranks` over all cases; what each case's rank 0 wrote, by the case's name."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.json").write_text(json.dumps(cases))
     worker = Path(__file__).with_name("deepspeed_worker.py")
-    run_ranks([str(worker), str(folder)], ranks)
+    run_ranks([str(worker), str(folder)], ranks, timeout)
     return {case["name"]: torch.load(folder / f"{case['name']}.pt") for case in cases}
 
 

@@ -90,9 +90,10 @@ def test_a_published_setting_trains(stem: str, trained: dict[str, dict[str, Any]
     not deepspeed.ops.__compatible_ops__["async_io"],
     reason="DeepSpeed's async_io operator cannot be built here: it needs libaio-dev",
 )
+@pytest.mark.timeout(900)  # the operator is compiled at its first use: 5 minutes on two cores
 @pytest.mark.parametrize("stem", NVME_STEMS)
 def test_a_published_setting_trains_with_nvme(stem: str, tmp_path: Path) -> None:
-    found = run_cases([case(stem, tmp_path)], RANKS, tmp_path)
+    found = run_cases([case(stem, tmp_path)], RANKS, tmp_path, timeout=800)
     assert_trains(found[stem], load(stem))
 
 

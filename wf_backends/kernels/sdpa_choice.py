@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import attrgetter
 
 import torch
@@ -114,6 +115,7 @@ class Choice:
     reason: str
 
 
+@lru_cache(maxsize=1024)  # asked for every tile
 def choose(question: Question) -> Choice:
     """The first operators in ORDER that lack nothing."""
     lacking: list[str] = []
