@@ -62,17 +62,19 @@ class Case:
     keep: bool = False
     """What the forward gathers is kept for the backward."""
 
+    two_way: bool = False
+    """Shards walk in two halves that go opposite ways."""
+    queries_walk_there: bool = False
+    """In the forward."""
+
     @property
     def num_ranks(self) -> int:
         return self.forward.num_ranks
 
-    two_way: bool = False
-    """Shards walk in two halves that go opposite ways."""
-
     def plans(self, rank: int) -> tuple[tuple[RankPlan, ...], tuple[RankPlan, ...]]:
         """(forward, backward) of one rank."""
         layouts = self.layout, self.kv_layout or self.layout
-        there = Problem(self.forward, *layouts, self.mask)
+        there = Problem(self.forward, *layouts, self.mask, self.queries_walk_there)
         back = Problem(self.backward, *layouts, self.mask, self.queries_walk)
         parts = (strands(one, self.two_way) for one in (there, back))
         first, second = (tuple(plan_rank(one, rank) for one in part) for part in parts)
@@ -85,7 +87,10 @@ class Case:
             self.batch, self.heads, self.kv_heads, self.head_dim, self.dtype.itemsize, size
         )
         there, back = self.plans(rank)
-        rows = forward_row_bytes(shape), backward_row_bytes(shape, self.queries_walk, self.keep)
+        rows = (
+            forward_row_bytes(shape, self.queries_walk_there),
+            backward_row_bytes(shape, self.queries_walk, self.keep),
+        )
         sent = Counter[str]()
         for name, plans, row in zip(("forward", "backward"), (there, back), rows, strict=True):
             for plan in plans:

@@ -80,7 +80,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """What a pass moves: the forward, or the backward with one side walking."""
+    """What a pass moves: the forward or the backward, and which side walks."""
 
     name: str
     queries_walk: bool = False
@@ -89,7 +89,7 @@ class Walk:
 
     def row_bytes(self, shape: Shape) -> RowBytes:
         if self.name == "forward":
-            return forward_row_bytes(shape)
+            return forward_row_bytes(shape, self.queries_walk)
         return backward_row_bytes(shape, self.queries_walk, self.keep)
 
     def ordered(self, queries: T, keys: T) -> tuple[T, T]:
@@ -106,6 +106,7 @@ class Walk:
 
 
 FORWARD = Walk("forward")
+FORWARD_QUERIES = Walk("forward", queries_walk=True)
 BACKWARD_KEYS = Walk("backward")
 BACKWARD_QUERIES = Walk("backward", queries_walk=True)
 
@@ -170,7 +171,8 @@ def pass_cost(job: Job, schedule: Schedule, walk: Walk, two_way: bool = False) -
     phases = tuple(_phase(job, walk, ranks, total, left) for ranks in zip(*each, strict=True))
     total.update(left)
     memory = max(sum(buffer_bytes(*_rows(plan), rows) for plan in own) for own in plans)
-    gathered = max(_gathered_bytes(own[0], schedule, rows) for own in plans)
+    gathers = walk.ordered(*schedule.gathers())
+    gathered = max(_gathered_bytes(own[0], gathers, rows) for own in plans)
     return Cost(phases, total.nic_bytes, total.inside_bytes, memory, gathered)
 
 
@@ -262,11 +264,10 @@ def _rows(plan: RankPlan) -> tuple[Rows, Rows]:
     return (plan.stay.shard_rows, plan.walk.shard_rows), (plan.stay.num_rows, walk)
 
 
-def _gathered_bytes(plan: RankPlan, schedule: Schedule, rows: RowBytes) -> int:
-    """The forward's buffers of queries and keys, if they hold more than the rank's own."""
-    queries, keys = schedule.gathers()
+def _gathered_bytes(plan: RankPlan, gathers: tuple[bool, bool], rows: RowBytes) -> int:
+    """The buffers of the sides (stay, walk) that hold more than the rank's own."""
     stay, walk = plan.stay.num_rows * rows.stay, plan.walk.num_rows * rows.walk
-    return queries * stay + keys * walk
+    return gathers[0] * stay + gathers[1] * walk
 
 
 def agreement_cost(topology: Topology) -> Cost:

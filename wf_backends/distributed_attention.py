@@ -116,7 +116,8 @@ class DistributedAttention:
         pooled = merge_shards(q_layout, degree), merge_shards(kv_layout, degree)
         forward, backward = (check(one) for one in choice.schedules(self.comm.size))
         turn = choice.moves == "queries"
-        there = strands(Problem(forward, *pooled, mask), choice.forward.two_way)
+        there = Problem(forward, *pooled, mask, choice.forward.keys_stay)
+        there = strands(there, choice.forward.two_way)
         problem, keep = Problem(backward, *pooled, mask, turn), (False, False)
         back = strands(problem, choice.backward.two_way)
         if choice.keep:

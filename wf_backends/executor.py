@@ -6,6 +6,7 @@ rows-first, so that a message is a contiguous slice: q (s, b, h, d), kv = [K|V] 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import inf
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from wf_backends.comm.protocol import Communicator
 from wf_backends.kernels.protocol import Kernel
-from wf_backends.mail import Combine, Tensors, add, copy, pack, scatter
+from wf_backends.mail import Tensors, add, copy, pack, scatter
 from wf_backends.merge import merge_
 from wf_backends.outputs import Outputs
 from wf_backends.passes import Accumulators, Pass, run
@@ -47,14 +48,15 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
         queries, kv = _rows_first(q), _fuse(k, v)
-        work = ForwardWork(call.kernel, call.scale, queries)
-        sides = (queries,), (kv,)
+        work = ForwardWork(call.kernel, call.scale, call.forward[0].queries_walk, queries)
+        sides = work.ordered((queries,), (kv,))
         passes = [Pass(plan, call.comm, "forward", *sides, work) for plan in call.forward]
-        (out, lse), _ = run(passes)
+        (out, lse), _ = work.ordered(*run(passes))
         out = _batch_first(out).to(q.dtype)
-        gathered = zip(call.keep, (*passes[0].stay, *passes[0].gathered), strict=True)
+        held = work.ordered(passes[0].stay, passes[0].gathered)
+        gathered = [side[0] for keep, side in zip(call.keep, held, strict=True) if keep]
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse, *(x for keep, x in gathered if keep))
+        ctx.save_for_backward(q, k, v, out, lse, *gathered)
         return out
 
     @staticmethod
@@ -77,34 +79,51 @@ class Attention(torch.autograd.Function):
         return (*(_batch_first(g).to(q.dtype) for g in (dq, dk, dv)), None)
 
 
-class ForwardWork:
-    """Queries stay and collect (out, lse); keys walk and collect nothing."""
+class _Work(ABC):
+    """Tiles of a pass, in pieces, by a kernel; either side may walk."""
 
-    def __init__(self, kernel: Kernel, scale: float, queries: Tensor) -> None:
-        self.kernel, self.scale = kernel, scale
-        dtype = accumulator_dtype(queries.dtype)
-        self.stay = Accumulators((queries, queries[..., 0]), (0.0, -inf), dtype)
-        self.walk = Accumulators((), (), dtype)
+    def __init__(self, kernel: Kernel, scale: float, queries_walk: bool) -> None:
+        self.kernel, self.scale, self.queries_walk = kernel, scale, queries_walk
 
-    def combine_stay(self, targets: Tensors, values: Tensors) -> None:
-        merge_(*targets, *values)
+    def ordered(self, a: Any, b: Any) -> tuple[Any, Any]:
+        """(stay, walk) from (queries, keys); and back, since it is its own inverse."""
+        return (b, a) if self.queries_walk else (a, b)
 
     def compute(
         self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
     ) -> None:
+        sides, collected = self.ordered(stay, held), self.ordered(partial, moving)
         for part in split(self.kernel, tile, stay[0].device):
-            self._compute(part, stay, held, partial)
+            self._compute(part, *sides, *collected)
 
-    def _compute(self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors) -> None:
-        kv = pack(held[0], tile.keys)
-        q, k, v = map(_batch_first, (pack(stay[0], tile.rows), *kv.unbind(1)))
+    @abstractmethod
+    def _compute(
+        self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
+    ) -> None:
+        """One kernel call, and what it finds combined into what the sides collect."""
+
+
+class ForwardWork(_Work):
+    """Queries are (q) and collect (out, lse); keys collect nothing."""
+
+    def __init__(self, kernel: Kernel, scale: float, queries_walk: bool, queries: Tensor) -> None:
+        super().__init__(kernel, scale, queries_walk)
+        like, dtype = (queries, queries[..., 0]), accumulator_dtype(queries.dtype)
+        found = Accumulators(like, (0.0, -inf), dtype, _merge)
+        self.stay, self.walk = self.ordered(found, Accumulators((), (), dtype, copy))
+
+    def _compute(
+        self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
+    ) -> None:
+        kv = pack(keys[0], tile.keys)
+        q, k, v = map(_batch_first, (pack(queries[0], tile.rows), *kv.unbind(1)))
         out, lse = self.kernel.forward(q, k, v, self.scale, tile.band)
-        combine = copy if tile.first_on_rows else self.combine_stay
-        scatter(partial, tile.rows, (_rows_first(out), lse.permute(2, 0, 1)), combine)
+        combine = copy if tile.first_on_rows else _merge
+        scatter(to_queries, tile.rows, (_rows_first(out), lse.permute(2, 0, 1)), combine)
 
 
-class BackwardWork:
-    """Either side may walk. Queries are (q, dout, [lse, delta]) and collect dq; keys dkv."""
+class BackwardWork(_Work):
+    """Queries are (q, dout, [lse, delta]) and collect dq; keys collect dkv."""
 
     def __init__(
         self,
@@ -115,28 +134,15 @@ class BackwardWork:
         keys: Tensors,
         own: Outputs,
     ) -> None:
-        self.kernel, self.scale, self.queries_walk = kernel, scale, queries_walk
+        super().__init__(kernel, scale, queries_walk)
         self.outputs = [own]
         dtype = accumulator_dtype(queries[0].dtype)
         sides = self.ordered(queries[:1], keys)
-        self.stay, self.walk = (Accumulators(like, (0.0,), dtype) for like in sides)
-        self.combine_stay: Combine = add
-
-    def ordered(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """(stay, walk) from (queries, keys); and back, since it is its own inverse."""
-        return (b, a) if self.queries_walk else (a, b)
-
-    def compute(
-        self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
-    ) -> None:
-        for part in split(self.kernel, tile, stay[0].device):
-            self._compute(part, stay, held, partial, moving)
+        self.stay, self.walk = (Accumulators(like, (0.0,), dtype, add) for like in sides)
 
     def _compute(
-        self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
+        self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
     ) -> None:
-        queries, keys = self.ordered(stay, held)
-        (dq,), (dkv,) = self.ordered(partial, moving)
         out = self._outputs(queries[1]).read(tile.rows, queries[2])
         q, dout, out, stats = (pack(x, tile.rows) for x in (*queries[:2], out, queries[2]))
         q, dout, out = map(_batch_first, (q, dout, out))
@@ -144,8 +150,9 @@ class BackwardWork:
         k, v = map(_batch_first, pack(keys[0], tile.keys).unbind(1))
         grads = self.kernel.backward(dout, q, k, v, out, lse, delta, self.scale, tile.band)
         grads = tuple(map(_rows_first, grads))
-        scatter((dq,), tile.rows, grads[:1], copy if tile.first_on_rows else add)
-        scatter(dkv.unbind(1), tile.keys, grads[1:], copy if tile.first_on_keys else add)
+        scatter(to_queries, tile.rows, grads[:1], copy if tile.first_on_rows else add)
+        halves = to_keys[0].unbind(1)
+        scatter(halves, tile.keys, grads[1:], copy if tile.first_on_keys else add)
 
     def _outputs(self, dout: Tensor) -> Outputs:
         """Those of the queries in a buffer; walkers are in one for a step alone."""
@@ -166,6 +173,11 @@ def split(kernel: Kernel, tile: Tile, device: torch.device) -> Iterator[Tile]:
         keys = globalize(((piece.keys.start, piece.keys.stop),), tile.keys)
         first = tile.first_on_rows and not at  # all have all rows
         yield replace(tile, keys=keys, band=piece.band, first_on_rows=first)
+
+
+def _merge(targets: Tensors, values: Tensors) -> None:
+    """Combine by folding other keys' (out, lse) into these."""
+    merge_(*targets, *values)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

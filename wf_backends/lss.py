@@ -33,7 +33,8 @@ class LssAttention(DistributedAttention):
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
         plan = self.plan(q, k, v, mask, scale, seqlen)
-        gather, local = plan.forward[0].walk, _local(plan.forward[0])
+        (both,) = plan.backward  # in which keys are brought together at once
+        gather, local = both.walk, _local(both)
         there, back = partial(_fetch, self.comm, gather), partial(_return, self.comm, gather)
         fused = torch.stack((k.transpose(0, 1), v.transpose(0, 1)), dim=1)  # (s, 2, b, g, d)
         held = move(fused, there, back, "lss")  # (n, 2, b, g, d)

@@ -19,7 +19,6 @@ from wf_backends.mail import (
     Home,
     Mail,
     Tensors,
-    add,
     bring_together,
     copy,
     pack,
@@ -38,6 +37,8 @@ class Accumulators:
     like: tuple[Tensor, ...]
     starts: tuple[float, ...]
     dtype: torch.dtype
+    combine: Combine
+    """Folds partial results of the same rows into the first."""
 
     def blank(self, num_rows: int) -> Tensors:
         """Buffers of rows to which nothing was added yet."""
@@ -57,7 +58,6 @@ class Work(Protocol):
 
     stay: Accumulators
     walk: Accumulators
-    combine_stay: Combine
 
     def compute(
         self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
@@ -89,7 +89,7 @@ class Pass:
         self.room = _room(plan.stay, self.shard)
         self.stay, self.held = (*kept[0], *self.room), kept[1]
         self.partial = work.stay.prepare(plan.stay.num_rows, plan.blank)
-        self.home = Home(plan.walk.shard_rows, work.walk.blank, add)
+        self.home = Home(plan.walk.shard_rows, work.walk.blank, work.walk.combine)
         self.moving: Tensors = ()
         self.flying: list[Mail] = []
         self.returning: list[tuple[Mail, Parcel, Tensors]] = []
@@ -188,7 +188,7 @@ class Pass:
 
         def land(mine: Tensors) -> None:
             if onward is not None:
-                scatter(mine, onward.rows, incoming, add)
+                scatter(mine, onward.rows, incoming, self.work.walk.combine)
             for parcel, values in returned:
                 self.home.add(parcel, values)
 
@@ -196,8 +196,8 @@ class Pass:
 
     def _collect(self) -> Tensors:
         """This rank's own results of the side that stays, with what came home."""
-        stay = self.plan.stay
-        home = Home(stay.shard_rows, self.work.stay.blank, self.work.combine_stay)
+        stay, collected = self.plan.stay, self.work.stay
+        home = Home(stay.shard_rows, collected.blank, collected.combine)
         if stay.mine:
             mine = tuple(pack(buffer, stay.at) for buffer in self.partial)
             home.add(Parcel(self.comm.rank, stay.mine), mine)
@@ -246,10 +246,11 @@ def _together(
     walked: Ranges = ()
     walk = work.walk.prepare(size(join(rows for one in passes for rows in one.plan.part)), ())
     for one, (other, part) in zip(passes, results, strict=True):
-        scatter(walk, one.plan.part, part, add if intersect(walked, one.plan.part) else copy)
+        combine = work.walk.combine if intersect(walked, one.plan.part) else copy
+        scatter(walk, one.plan.part, part, combine)
         walked = union(walked, one.plan.part)
         if other is not stay:
-            work.combine_stay(stay, other)
+            work.stay.combine(stay, other)
     return stay, walk
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from itertools import permutations
 from typing import Any, cast
 
-from wf_backends.schedule import Hop, Schedule, make_schedule
+from wf_backends.schedule import ROUTES, Hop, Schedule, make_schedule
 from wf_backends.suggest import nearest
 
 Words = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
@@ -41,6 +41,11 @@ class Placed:
     def route(self) -> dict[str, Any]:
         """The route as in the config, without its placement."""
         return dict(self.words)
+
+    @property
+    def keys_stay(self) -> bool:
+        """Whether keys stay in its forward: see `RouteKind`."""
+        return ROUTES[self.route["name"]].keys_stay
 
     @property
     def in_rank_order(self) -> bool:

@@ -230,13 +230,17 @@ class RouteKind:
 
     build: Callable[..., Schedule]
     keys: tuple[str, ...] = ()
+    keys_stay: bool = False
+    """Whether keys are the side that stays in a forward too: what stays is brought together one
+    owner after another, behind the tiles of those that are there. For routes on which nothing
+    walks: queries that walk have to bring their results home."""
 
 
 ROUTES: Mapping[str, RouteKind] = MappingProxyType(
     {
         "ring": RouteKind(ring),
         "double_ring": RouteKind(double_ring, ("inner",)),
-        "all_gather": RouteKind(all_gather),
+        "all_gather": RouteKind(all_gather, keys_stay=True),
         "concentric": RouteKind(concentric, ("team_size",)),
         "mesh": RouteKind(_mesh_of, ("rows", "cols")),
     }

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from wf_backends.cost import FORWARD, Job, Walk, pass_cost
+from wf_backends.cost import FORWARD, FORWARD_QUERIES, Job, Walk, pass_cost
 from wf_backends.estimate import Estimator
 from wf_backends.mask import FULL
 from wf_backends.placement import Placed, place, placements
@@ -23,7 +23,8 @@ class Pricing:
     def __init__(self, request: Request, job: Job, walk: Walk) -> None:
         self.job, self.walk = job, walk
         self.exact = request.topology.size <= request.exact_up_to
-        self.estimator = Estimator(job, walk)
+        walks = (FORWARD, FORWARD_QUERIES) if walk is FORWARD else (walk, walk)
+        self.estimators = tuple(Estimator(job, one) for one in walks)
         named = request.forward if walk is FORWARD else request.backward
         self.candidates = self._all() if named is None else named
 
@@ -33,15 +34,22 @@ class Pricing:
         return placements(self.job.route_size, directed, self.job.topology.direct_links)
 
     def price(self, placed: Placed) -> PassPlan:
+        estimator = self._estimator(placed)
         if self.exact:
             schedule = place(placed, self.job.route_size)
-            cost = pass_cost(self.job, schedule, self.walk, placed.two_way)
-            return PassPlan(placed, self.walk, cost)
-        return PassPlan(placed, self.walk, self.estimator.cost(placed))
+            cost = pass_cost(self.job, schedule, estimator.walk, placed.two_way)
+        else:
+            cost = estimator.cost(placed)
+        return PassPlan(placed, estimator.walk, cost)
 
     def bound(self, placed: Placed) -> float:
         """Seconds that `price` finds at least."""
-        return self.estimator.bound(placed) if self.exact else self.estimator.least(placed)
+        estimator = self._estimator(placed)
+        return estimator.bound(placed) if self.exact else estimator.least(placed)
+
+    def _estimator(self, placed: Placed) -> Estimator:
+        """That of the side which walks on this route."""
+        return self.estimators[placed.keys_stay]
 
 
 @dataclass(frozen=True, slots=True)

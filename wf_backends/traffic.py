@@ -48,14 +48,14 @@ class RowBytes:
         return self.walk - self.walk_kept
 
 
-def forward_row_bytes(shape: Shape) -> RowBytes:
-    """Forward: queries stay, [K|V] walks, (out, lse) goes home."""
+def forward_row_bytes(shape: Shape, queries_walk: bool = False) -> RowBytes:
+    """Forward: queries are (q) and (out, lse), keys are [K|V] and nothing goes home."""
     heads = shape.batch * shape.heads
-    return RowBytes(
-        stay=heads * shape.head_dim * shape.itemsize,
-        walk=_keys(shape) * shape.itemsize,
-        stay_partial=heads * (shape.head_dim + 1) * shape.accumulator_size,
-        walk_partial=0,
+    queries = heads * shape.head_dim * shape.itemsize
+    output = heads * (shape.head_dim + 1) * shape.accumulator_size
+    keys = _keys(shape) * shape.itemsize
+    return (
+        RowBytes(keys, queries, 0, output) if queries_walk else RowBytes(queries, keys, output, 0)
     )
 
 

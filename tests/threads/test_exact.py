@@ -48,7 +48,7 @@ def test_keys_or_queries_walk_on_zigzag(schedule, mask):
     case = Case(schedule, schedule, zigzag(schedule.num_ranks, SEQLEN), mask, queries_walk=walks)
     assert_exact(case)
     if schedule.num_ranks in (4, 8):
-        assert_exact(replace(case, queries_walk=not walks))
+        assert_exact(replace(case, queries_walk=not walks, queries_walk_there=True))
 
 
 @pytest.mark.parametrize("name", ("all_gather", "concentric/2", "mesh/2x2", "ring"))
@@ -88,6 +88,7 @@ def test_what_the_forward_gathered_may_be_kept(schedule, mask, queries_walk):
     again = Case(schedule, schedule, layout, mask, queries_walk)
     kept = replace(again, keep=True)
     assert_exact(kept)
+    assert_exact(replace(kept, queries_walk_there=True))
     if mask == MASKS["full"]:
         assert bytes_gathered(kept) < bytes_gathered(again)
 
@@ -170,6 +171,7 @@ def cases(draw):
         draw(layouts(n, seqlen, borders or (0, seqlen))),
         mask,
         queries_walk=draw(st.booleans()),
+        queries_walk_there=draw(st.booleans()),
         heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
         batch=draw(st.integers(1, 2)),

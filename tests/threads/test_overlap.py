@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from wf_backends.layout import contiguous, zigzag
 from wf_backends.mask import CAUSAL, Mask
 from wf_backends.ranges import intersect, subtract
 from wf_backends.rounds import pairs
-from wf_backends.schedule import concentric, mesh, ring
+from wf_backends.schedule import all_gather, concentric, mesh, ring
 from wf_backends.walk import Problem, plan_rank
 
 
@@ -90,6 +92,24 @@ def test_a_rank_computes_its_own_queries_while_those_of_others_are_on_their_way(
             assert set(events[came + 1 : second]) == {"compute"}
             left, back = events.index(f"post {home}"), events.index(f"wait {home}")
             assert "compute" in events[left + 1 : back]
+
+
+def test_a_rank_computes_on_its_own_keys_while_those_of_others_are_on_their_way():
+    """All-gather: each owner's keys as they arrive, forward and backward, their gradients too."""
+    route = all_gather(4)
+    case = Case(route, route, zigzag(4, 32), Mask(), queries_walk=True, queries_walk_there=True)
+    for events in run_threads(4, events_of, case):
+        turn = events.index("post backward gather")
+        for name, found in (("forward", events[:turn]), ("backward", events[turn:])):
+            gather = f"{name} gather"
+            own = [f"post {gather}", "compute"]
+            assert found.count(own[0]) == 3
+            rest = [f"wait {gather}", "compute"] * 3
+            kept = {*own, *rest}
+            seen = [event for event, _ in groupby(event for event in found if event in kept)]
+            assert seen == own + rest
+        left = events.index("post backward home")
+        assert "compute" in events[left : events.index("wait backward home")]
 
 
 @pytest.mark.parametrize("rank", (0, 2, 3))  # rank 1 meets no key that rank 0's rows see

@@ -16,6 +16,7 @@ from wf_backends.cost import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     FORWARD,
+    FORWARD_QUERIES,
     Job,
     Walk,
     Workload,
@@ -37,7 +38,7 @@ from wf_backends.traffic import RowBytes, Shape, bytes_sent, total
 from wf_backends.ulysses import make_exchange
 from wf_backends.walk import plan_rank
 
-WALKS = (FORWARD, BACKWARD_KEYS, BACKWARD_QUERIES)
+WALKS = (FORWARD, FORWARD_QUERIES, BACKWARD_KEYS, BACKWARD_QUERIES)
 MASKS = (Mask(), Mask(CAUSAL), Mask(Band(20, 0)), Mask(CAUSAL, (0, 10, 60, 96)))
 SHAPE = Shape(batch=1, heads=8, kv_heads=4, head_dim=16, itemsize=2)
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wf_backends.commands import options as o
-from wf_backends.cost import FORWARD, Job, pass_cost
+from wf_backends.cost import FORWARD, FORWARD_QUERIES, Job, pass_cost
 from wf_backends.placement import place
 from wf_backends.plans import BACKWARDS
 from wf_backends.schedule import render
@@ -66,7 +66,8 @@ def explain(
     console = Console()
     console.print(f"[bold]{placed}[/bold] on {cluster.size} ranks\n")
     typer.echo(render(schedule))
-    for walk in (FORWARD, BACKWARDS[moves]):
+    there = FORWARD_QUERIES if placed.keys_stay else FORWARD
+    for walk in (there, BACKWARDS[moves]):
         console.print(timeline(pass_cost(job, schedule, walk), walk.name))
     if picture is not None:
         from wf_backends.commands.draw import draw
