@@ -154,17 +154,13 @@ def together(
 
 
 def in_time(label: str) -> tuple[int, int, int]:
-    """Where a phase stands in a step."""
-    way, *_, last = label.split()
-    if "ulysses" in label:
-        order = ("q", "k", "v", "out") if way == "forward" else ("out", "v", "k", "q")
-        late = (last == "out") == (way == "forward")
-        return way == "backward", 9 if late else 0, order.index(last)
-    return (
-        way == "backward",
-        {"gather": 1, "home": 3}.get(last, 2),
-        int(last) if last.isdigit() else 0,
-    )
+    """Where a phase stands in a step: the agreement, the forward, the backward."""
+    way, last = label.split()[0], label.split()[-1]
+    place = ("agreement", "forward", "backward").index(way)
+    if "ulysses" in label:  # heads are traded first and last, in the backward the other way round
+        first = (last == "qkv") == (way == "forward")
+        return place, 0 if first else 9, 0
+    return place, {"gather": 1, "home": 3}.get(last, 2), int(last) if last.isdigit() else 0
 
 
 def by_name(case: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

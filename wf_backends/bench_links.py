@@ -9,6 +9,8 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -27,9 +29,15 @@ TILES = (256, 1024)  # rows and keys of the two tiles that a kernel's rate is fi
 GPU_TILES = (1024, 8192)
 SMALLEST, LARGEST = 1 << 16, 1 << 24  # bytes of one message
 GROWTH = 4
-ENOUGH_S = 0.2  # a message that takes this long is long enough to measure a rate by
+LONG_S = 0.8  # how long a message takes that a rate is measured by, if it need not be larger
+ROUGH_S = 0.1  # one that is only compared with others
 REPEATS = 5
+FEW = 3  # of what varies little
+ENOUGH_S = 1.0  # what took this long is not repeated more than once
 ROUNDS = 20  # exchanges in a row, of which one's latency is taken
+
+
+Peers = tuple[int | None, int | None]  # whom a rank sends to, and whom it receives from
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,18 +52,22 @@ class Meter:
 
         What else ran on the machine is not its property.
         """
-        return min(self.times(work, repeats))
+        return min(self.times(work, repeats, ENOUGH_S))
 
-    def times(self, work: Callable[[], object], repeats: int = REPEATS) -> list[float]:
-        """Several times of some work, rising, each until the slowest rank is done."""
+    def times(self, work: Callable[[], object], repeats: int, enough_s: float = inf) -> list[float]:
+        """Several times of some work, each until the slowest rank is done.
+
+        Args:
+            enough_s: what took this long together is repeated no more, unless it ran only once.
+        """
         found: list[float] = []
-        for _ in range(repeats):
+        while len(found) < repeats and (len(found) < 2 or sum(found) < enough_s):
             sum_over_ranks(self.comm, torch.zeros(1))  # all start together
             start = time.perf_counter()
             work()
             self.synchronize()
             found.append(self._slowest(time.perf_counter() - start))
-        return sorted(found)
+        return found
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -67,9 +79,10 @@ class Meter:
         return float(sum_over_ranks(self.comm, times).max())
 
     def exchange(
-        self, target: int | None, source: int | None, num_bytes: int, rounds: int = 1
+        self, peers: Peers, num_bytes: int, rounds: int = 1, repeats: int = REPEATS
     ) -> float:
         """Seconds until every rank has sent to its target and received from its source."""
+        target, source = peers
         size = max(1, num_bytes // 4)
         out, into = (torch.zeros(size, device=self.device) for _ in range(2))
         sends = [] if target is None else [(target, out)]
@@ -79,23 +92,29 @@ class Meter:
             for _ in range(rounds):
                 self.comm.post_control("bench", sends, recvs).wait()
 
-        return self.seconds(work)
+        return self.seconds(work, repeats)
 
-    def link(self, target: int | None, source: int | None) -> Link:
-        """Latency of a few bytes; the rate from the last two of ever larger messages.
+    def link(self, peers: Peers, long_s: float = LONG_S) -> Link:
+        """Latency of a few bytes; the rate from a message of `long_s` seconds and a shorter one.
 
         The latency is that of one more exchange in a row, as the hops of a pass are: the ranks do
         not start together, which must not count each time. What a longer message takes more is
         free of latency, and of bursts that a shaped link lets through at once.
         """
-        first, row = (self.exchange(target, source, 4, rounds) for rounds in (1, 1 + ROUNDS))
+        first, row = (self.exchange(peers, 4, rounds, FEW) for rounds in (1, 1 + ROUNDS))
         latency = max(row - first, first / ROUNDS) / ROUNDS
-        num_bytes, before, took = SMALLEST, first, self.exchange(target, source, SMALLEST)
-        while num_bytes == SMALLEST or (took < ENOUGH_S and num_bytes < LARGEST):
+        long = self._bytes_for(peers, long_s)
+        short = long // GROWTH
+        took, before = (self.exchange(peers, num_bytes) for num_bytes in (long, short))
+        return Link(latency, (long - short) / max(took - before, took / 10))
+
+    def _bytes_for(self, peers: Peers, long_s: float) -> int:
+        """The size of a message that takes about `long_s` seconds, or the largest."""
+        num_bytes, took = SMALLEST, self.exchange(peers, SMALLEST, repeats=1)
+        while GROWTH * took < long_s and num_bytes < LARGEST:
             num_bytes *= GROWTH
-            before, took = took, self.exchange(target, source, num_bytes)
-        more = num_bytes - num_bytes // GROWTH
-        return Link(latency, more / max(took - before, took / 10))
+            took = self.exchange(peers, num_bytes, repeats=1)
+        return min(LARGEST, int(num_bytes * max(1.0, long_s / took)))
 
 
 def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> Topology:
@@ -147,7 +166,7 @@ def _exchange(meter: Meter, per_host: int) -> float:
     times = meter.times(work, 2 * REPEATS + 1)
     comm.sent.clear()
     comm.sent.update(counted)  # no traffic of the job's
-    return times[REPEATS]
+    return median(times)
 
 
 def _agreement(meter: Meter) -> float:
@@ -158,25 +177,25 @@ def _agreement(meter: Meter) -> float:
     if not meter.comm.on_host:
         return 0.0
     header = torch.zeros(HEADER, dtype=torch.int64)
-    times = meter.times(lambda: gather_small(meter.comm, header), 2 * REPEATS + 1)
-    return times[REPEATS]
+    return median(meter.times(lambda: gather_small(meter.comm, header), 2 * REPEATS + 1))
 
 
 def _inside(meter: Meter, per_host: int) -> Link:
     """All ranks of a host send to their neighbour at once, as in a ring."""
     rank = meter.comm.rank
     first = rank // per_host * per_host
-    return meter.link(first + (rank + 1 - first) % per_host, first + (rank - 1 - first) % per_host)
+    after, before = (first + (rank + by - first) % per_host for by in (1, -1))
+    return meter.link((after, before))
 
 
 def _between(meter: Meter, per_host: int) -> tuple[Link, int]:
     """One NIC's link, and how many NICs a host has: first one rank of a host sends, then all."""
     rank, size = meter.comm.rank, meter.comm.size
-    target, source = (rank + per_host) % size, (rank - per_host) % size
-    alone = meter.link(target, source) if rank % per_host == 0 else meter.link(None, None)
+    peers = (rank + per_host) % size, (rank - per_host) % size
     if per_host == 1:
-        return alone, 1
-    together = meter.link(target, source)
+        return meter.link(peers), 1
+    alone = meter.link((None, None) if rank % per_host else peers, ROUGH_S)
+    together = meter.link(peers)
     gain = per_host * together.bytes_per_s / alone.bytes_per_s
     nics = nearest_divisor(per_host, gain)
     rate = together.bytes_per_s * per_host / nics
@@ -232,7 +251,8 @@ def _tile_seconds(
         for _ in range(count):
             kernel.backward(dout, q, k, v, out, lse, delta, scale, FULL)
 
-    return meter.seconds(forwards) / count, meter.seconds(backwards) / count
+    found = (meter.seconds(work, FEW) / count for work in (forwards, backwards))
+    return next(found), next(found)
 
 
 def _memory(device: torch.device, per_host: int) -> float:

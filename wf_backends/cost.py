@@ -5,7 +5,7 @@ Pure: standard library only. What the phases found here take is told by timeline
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import TypeVar
@@ -14,7 +14,9 @@ from wf_backends.areas import mask_area, tile_area
 from wf_backends.layout import Layout, make_layout, merge_shards
 from wf_backends.loads import Loads
 from wf_backends.mask import Mask
-from wf_backends.rankplan import Parcel, RankPlan, Step
+from wf_backends.pace import Pace
+from wf_backends.rankphases import Messages, RankPhase, rank_phases, side_by_side
+from wf_backends.rankplan import RankPlan
 from wf_backends.schedule import Schedule
 from wf_backends.strands import strands
 from wf_backends.tiles import Tile
@@ -111,49 +113,7 @@ BACKWARD_KEYS = Walk("backward")
 BACKWARD_QUERIES = Walk("backward", queries_walk=True)
 
 
-Messages = list[tuple[int, int]]  # (peer, bytes)
 Rows = tuple[float, float]  # of the side that stays, and of the one that walks
-
-
-@dataclass(frozen=True, slots=True)
-class RankPhase:
-    """What one rank does in a phase: the messages and tiles of the rounds, and the hop."""
-
-    label: str
-    hop: Messages
-    fetches: tuple[Messages, ...] = ()
-    tiles: tuple[tuple[Tile, ...], ...] = ()
-    leaves: tuple[Messages, ...] = ()
-
-
-def rank_phases(plan: RankPlan, rows: RowBytes, name: str) -> Iterator[RankPhase]:
-    """Everything that one rank does in a pass, in order.
-
-    The bytes are those of `traffic.bytes_sent`, and of the executor; fetches count there as
-    gathering, and what leaves as going home.
-    """
-
-    def messages(parcels: Iterable[Parcel | None], row: int) -> Messages:
-        sent = ((parcel.peer, parcel.num_rows * row) for parcel in parcels if parcel)
-        return [(peer, num_bytes) for peer, num_bytes in sent if peer != plan.rank and num_bytes]
-
-    def partials(step: Step | None) -> Messages:
-        if step is None:
-            return []
-        return messages((step.partial_out, *step.home_out), rows.walk_partial)
-
-    yield RankPhase(f"{name} gather", messages(plan.walk.give, rows.walk_gathered))
-    before: Step | None = None
-    for index, step in enumerate(plan.steps):
-        yield RankPhase(
-            f"{name} step {index}",
-            hop=messages((step.pass_out,), rows.walk) + partials(before),
-            fetches=tuple(messages(one.fetch.send, rows.stay_gathered) for one in step.rounds),
-            tiles=tuple(one.tiles for one in step.rounds),
-            leaves=tuple(messages(one.home.send, rows.stay_partial) for one in step.rounds),
-        )
-        before = step
-    yield RankPhase(f"{name} home", partials(before))
 
 
 def pass_cost(job: Job, schedule: Schedule, walk: Walk, two_way: bool = False) -> Cost:
@@ -166,31 +126,28 @@ def pass_cost(job: Job, schedule: Schedule, walk: Walk, two_way: bool = False) -
     size, rows = job.route_size, walk.row_bytes(job.shape)
     problems = strands(make_problem(job, schedule, walk), two_way)
     plans = [[plan_rank(problem, rank) for problem in problems] for rank in range(size)]
-    each = [_side_by_side([rank_phases(p, rows, walk.name) for p in own]) for own in plans]
-    total, left = Loads(job.topology), Loads(job.topology)
-    phases = tuple(_phase(job, walk, ranks, total, left) for ranks in zip(*each, strict=True))
+    each = [side_by_side([rank_phases(p, rows, walk.name) for p in own]) for own in plans]
+    total, left, pace = Loads(job.topology), Loads(job.topology), Pace(job.topology, job.degree)
+    phases: list[Phase] = []
+    for ranks in zip(*each, strict=True):
+        took = [[tile_seconds(job, walk, found) for found in rank.tiles] for rank in ranks]
+        phases.append(_phase(job, ranks, took, total, left))
+        pace.run(ranks, took)
     total.update(left)
     memory = max(sum(buffer_bytes(*_rows(plan), rows) for plan in own) for own in plans)
     gathers = walk.ordered(*schedule.gathers())
     gathered = max(_gathered_bytes(own[0], gathers, rows) for own in plans)
-    return Cost(phases, total.nic_bytes, total.inside_bytes, memory, gathered)
+    sent = total.nic_bytes, total.inside_bytes
+    return Cost(tuple(phases), *sent, memory, gathered, pace.seconds, pace.busiest_s)
 
 
-def _side_by_side(strands: Sequence[Iterable[RankPhase]]) -> list[RankPhase]:
-    """Phases that go on at the same time as one: their messages, and their tiles in a row."""
-    return [
-        RankPhase(
-            ones[0].label,
-            hop=[message for one in ones for message in one.hop],
-            fetches=tuple(fetch for one in ones for fetch in one.fetches),
-            tiles=tuple(found for one in ones for found in one.tiles),
-            leaves=tuple(leave for one in ones for leave in one.leaves),
-        )
-        for ones in zip(*strands, strict=True)
-    ]
-
-
-def _phase(job: Job, walk: Walk, ranks: tuple[RankPhase, ...], total: Loads, left: Loads) -> Phase:
+def _phase(
+    job: Job,
+    ranks: tuple[RankPhase, ...],
+    took: Sequence[Sequence[float]],
+    total: Loads,
+    left: Loads,
+) -> Phase:
     """One phase of all ranks; its bytes are added to the total, or to what has left so far.
 
     Nobody waits for what leaves before the end, so one rank's may be late and another's early.
@@ -199,8 +156,7 @@ def _phase(job: Job, walk: Walk, ranks: tuple[RankPhase, ...], total: Loads, lef
     for at in range(len(ranks[0].tiles)):
         fetch = _more(job, fetched, [rank.fetches[at] for rank in ranks])
         leave = _more(job, left, [rank.leaves[at] for rank in ranks])
-        busiest = max(tile_seconds(job, walk, rank.tiles[at]) for rank in ranks)
-        chunks.append(Chunk(busiest, fetch, leave))
+        chunks.append(Chunk(max(own[at] for own in took), fetch, leave))
     hop = _loads(job, [rank.hop for rank in ranks])
     total.update(hop)
     total.update(fetched)

@@ -1,6 +1,8 @@
 """When a pass computes and when its messages travel: two queues, of one rank and of its links.
 
-Pure: standard library only. All figures are those of the busiest rank and of the busiest link.
+Pure: standard library only. All figures are those of the busiest rank and of the busiest link, as
+if all ranks kept step: what closed forms and pictures go by. Where every message is counted,
+pace.py lets every rank and link go on as soon as it can.
 Messages travel one after another in the order in which they are posted; the latency of one does
 not hold up the next.
 """
@@ -161,15 +163,16 @@ class Cost:
     gathered_bytes: float = 0.0
     """Of those, queries and keys that a forward gathered, which may be kept for the backward."""
     seconds: float = field(default=-1.0)
-    """Worked out from the phases where it is not given."""
+    """Where it is not given, that of the phases, through which all ranks keep step."""
+    compute_s: float = field(default=-1.0)
+    """Of the rank with the most to compute."""
 
     def __post_init__(self) -> None:
         if self.seconds < 0:
             object.__setattr__(self, "seconds", seconds(self.phases))
-
-    @property
-    def compute_s(self) -> float:
-        return sum(phase.times * phase.compute_s for phase in self.phases)
+        if self.compute_s < 0:
+            computed = sum(phase.times * phase.compute_s for phase in self.phases)
+            object.__setattr__(self, "compute_s", computed)
 
     @property
     def exposed_s(self) -> float:
@@ -185,4 +188,5 @@ class Cost:
             max(self.memory_bytes, other.memory_bytes),
             self.gathered_bytes + other.gathered_bytes,
             self.seconds + other.seconds,
+            self.compute_s + other.compute_s,
         )

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wf_backends.areas import band_area, mask_area, tile_area
 from wf_backends.cost import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
@@ -32,7 +31,7 @@ from wf_backends.mask import CAUSAL, Band, Mask
 from wf_backends.placement import Placed, digits, orders, place, placements
 from wf_backends.rankplan import RankPlan
 from wf_backends.schedule import Schedule, check
-from wf_backends.tiles import area, tiles
+from wf_backends.timeline import seconds
 from wf_backends.topology import KernelRate, Link, Topology
 from wf_backends.traffic import RowBytes, Shape, bytes_sent, total
 from wf_backends.ulysses import make_exchange
@@ -175,7 +174,9 @@ def test_closed_forms_are_exact_for_a_full_mask(
         exact = pass_cost(job, place(placed, job.route_size), walk)
         closed = Estimator(job, walk).cost(placed)
         assert closed.nic_bytes == pytest.approx(exact.nic_bytes), placed
-        assert closed.seconds == pytest.approx(exact.seconds), placed
+        assert closed.seconds == pytest.approx(seconds(exact.phases)), placed
+        least = 0.8 if name == "double_ring" else 0.98  # laps and jumps use other links
+        assert least * closed.seconds < exact.seconds < 1.001 * closed.seconds, placed
         assert closed.memory_bytes == pytest.approx(exact.memory_bytes), placed
 
 
@@ -186,7 +187,9 @@ def test_closed_forms_are_near_for_a_causal_mask(layout: str, walk: Walk) -> Non
     job = Job(Workload(SHAPE, 4096, Mask(CAUSAL), layout), cluster(4, 4, 4), 2)
     for placed in placements(8, directed=False):
         exact = pass_cost(job, place(placed, 8), walk)
-        assert Estimator(job, walk).cost(placed).seconds == pytest.approx(exact.seconds, rel=0.35)
+        closed = Estimator(job, walk).cost(placed).seconds
+        assert closed == pytest.approx(seconds(exact.phases), rel=0.35)
+        assert closed == pytest.approx(exact.seconds, rel=0.45)
 
 
 @settings(max_examples=25, deadline=None)
@@ -213,7 +216,7 @@ def test_the_bound_is_never_above_the_cost(
 def test_halves_that_go_opposite_ways_take_half_as_long_where_links_are_two(walk: Walk) -> None:
     """Four GPUs, each with a link to every other one; through a switch nothing is gained."""
     shared = replace(cluster(1, 4, 1), inside=Link(0.0, 1e6))
-    seconds: dict[tuple[bool, bool], float] = {}
+    exposed: dict[tuple[bool, bool], float] = {}
     for direct in (False, True):
         job = Job(Workload(SHAPE, 1024), replace(shared, direct_links=direct))
         for two_way in (False, True):
@@ -221,9 +224,9 @@ def test_halves_that_go_opposite_ways_take_half_as_long_where_links_are_two(walk
             cost = pass_cost(job, place(placed, 4), walk, two_way)
             if walk is FORWARD:
                 assert Estimator(job, walk).cost(placed).seconds == pytest.approx(cost.seconds)
-            seconds[direct, two_way] = cost.exposed_s
-    assert seconds[True, True] == pytest.approx(seconds[True, False] / 2, rel=0.05)
-    assert seconds[False, True] == pytest.approx(seconds[False, False])
+            exposed[direct, two_way] = cost.exposed_s
+    assert exposed[True, True] == pytest.approx(exposed[True, False] / 2, rel=0.05)
+    assert exposed[False, True] == pytest.approx(exposed[False, False])
 
 
 @pytest.mark.parametrize(
@@ -242,24 +245,6 @@ def test_a_window_ends_the_walk_towards_its_readers(layout, window, hops, revers
     if window % (100 if layout == "contiguous" else 50) == 0:
         assert closed.nic_bytes == exact.nic_bytes
     assert closed.nic_bytes >= exact.nic_bytes
-
-
-@given(
-    rows=st.integers(1, 30),
-    keys=st.integers(1, 30),
-    left=st.one_of(st.just(float("inf")), st.integers(-20, 40)),
-    width=st.one_of(st.just(float("inf")), st.integers(0, 40)),
-)
-def test_the_area_of_a_band_is_a_count(rows: int, keys: int, left: float, width: float) -> None:
-    right = width if left == float("inf") else width - left
-    seen = [(i, j) for i in range(rows) for j in range(keys) if -left <= j - i <= right]
-    assert band_area(rows, keys, left, right) == len(seen)
-
-
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-def test_the_area_of_a_mask_is_that_of_its_tiles(mask: Mask) -> None:
-    found = tiles(((0, 96),), ((0, 96),), mask)
-    assert mask_area(mask, 96) == sum(map(area, found)) == sum(map(tile_area, found))
 
 
 def test_an_exchange_takes_at_least_what_was_measured() -> None:

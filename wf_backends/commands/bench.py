@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -130,8 +131,7 @@ class Job:
         """The median of several times, each until the slowest rank is done."""
         from wf_backends.bench_links import Meter
 
-        meter = Meter(self.comm, self.device)
-        return meter.times(work, repeats)[repeats // 2]
+        return median(Meter(self.comm, self.device).times(work, repeats))
 
 
 def show(plans: list[Plan], times: list[float], request: Request, as_json: bool) -> None:

@@ -54,7 +54,10 @@ def from_all_ranks(mine: list[Span]) -> list[list[Span]]:
 
 
 def predicted(plan: Plan) -> list[Span]:
-    """What the planner thinks that the busiest rank and link do."""
+    """What the busiest rank and link do in every phase, if all ranks keep step.
+
+    Where ranks need not, the planner's own prediction may end earlier: see pace.py.
+    """
     return spans(plan.cost.phases)
 
 

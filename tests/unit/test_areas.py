@@ -1,0 +1,31 @@
+"""Areas of masks in closed form, beside what is counted."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wf_backends.areas import band_area, mask_area, tile_area
+from wf_backends.mask import CAUSAL, Band, Mask
+from wf_backends.tiles import area, tiles
+
+MASKS = (Mask(), Mask(CAUSAL), Mask(Band(20, 0)), Mask(CAUSAL, (0, 10, 60, 96)))
+
+
+@given(
+    rows=st.integers(1, 30),
+    keys=st.integers(1, 30),
+    left=st.one_of(st.just(float("inf")), st.integers(-20, 40)),
+    width=st.one_of(st.just(float("inf")), st.integers(0, 40)),
+)
+def test_the_area_of_a_band_is_a_count(rows: int, keys: int, left: float, width: float) -> None:
+    right = width if left == float("inf") else width - left
+    seen = [(i, j) for i in range(rows) for j in range(keys) if -left <= j - i <= right]
+    assert band_area(rows, keys, left, right) == len(seen)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_the_area_of_a_mask_is_that_of_its_tiles(mask: Mask) -> None:
+    found = tiles(((0, 96),), ((0, 96),), mask)
+    assert mask_area(mask, 96) == sum(map(area, found)) == sum(map(tile_area, found))

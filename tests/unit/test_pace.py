@@ -1,0 +1,74 @@
+"""Ranks and links that go on as soon as they can, on hand-made phases."""
+
+from __future__ import annotations
+
+import pytest
+
+from wf_backends.pace import Pace
+from wf_backends.rankphases import Messages, RankPhase
+from wf_backends.topology import KernelRate, Link, Topology
+
+BYTES = 100  # take a second through a NIC
+
+
+def topology(hosts: int, ranks: int, nics: int, latency_s: float = 0.0, **more: bool) -> Topology:
+    rates = (("sdpa", KernelRate(1e9, 1e9, 0.0)),)
+    inside, between = Link(0.0, 4 * BYTES), Link(latency_s, BYTES)
+    return Topology("four ranks", hosts, ranks, nics, inside, between, rates, 1e9, **more)
+
+
+def pace_of(at: Topology, phases: list[dict[int, Messages]], computes=None, degree=1) -> Pace:
+    """After phases of one round: messages by rank, and seconds of tiles by phase and rank."""
+    pace, size = Pace(at, degree), at.size // degree
+    for index, sent in enumerate(phases):
+        ranks = [
+            RankPhase(f"step {index}", sent.get(rank, []), ([],), ((),), ([],))
+            for rank in range(size)
+        ]
+        pace.run(ranks, [[s] for s in (computes[index] if computes else [0.0] * size)])
+    return pace
+
+
+def test_ranks_that_have_nothing_to_do_with_each_other_do_not_keep_step() -> None:
+    """One link is busy in the first step, the other in the second."""
+    apart = [{0: [(1, BYTES)]}, {2: [(3, BYTES)]}]
+    assert pace_of(topology(4, 1, 1), apart).seconds == pytest.approx(1)
+    chain = [{0: [(1, BYTES)]}, {1: [(2, BYTES)]}]
+    assert pace_of(topology(4, 1, 1), chain).seconds == pytest.approx(2)
+
+
+def test_a_message_sets_off_when_both_ends_are_ready() -> None:
+    at = topology(4, 1, 1, latency_s=0.25)
+    pace = pace_of(at, [{}, {0: [(1, BYTES)]}], [[0, 5, 0, 7], [1, 1, 1, 1]])
+    assert pace.now == pytest.approx([6.25, 6.25, 1, 8])
+    assert pace.busiest_s == pytest.approx(8)
+
+
+def test_messages_of_one_moment_share_a_nic_both_ways() -> None:
+    both = {0: [(2, BYTES)], 1: [(3, BYTES)]}
+    assert pace_of(topology(2, 2, 1), [both]).seconds == pytest.approx(2)
+    assert pace_of(topology(2, 2, 2), [both]).seconds == pytest.approx(1)
+    back = both | {2: [(0, BYTES)], 3: [(1, BYTES)]}
+    assert pace_of(topology(2, 2, 2), [back]).seconds == pytest.approx(1)
+
+
+def test_members_of_a_rank_all_send_their_own_heads() -> None:
+    assert pace_of(topology(2, 2, 1), [{0: [(1, BYTES)]}], degree=2).seconds == pytest.approx(2)
+    assert pace_of(topology(2, 2, 2), [{0: [(1, BYTES)]}], degree=2).seconds == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("direct", "seconds"), ((False, 0.75), (True, 0.25)))
+def test_direct_links_inside_a_host_are_not_shared(direct: bool, seconds: float) -> None:
+    at = topology(1, 4, 1, direct_links=direct)
+    sent = {0: [(peer, BYTES) for peer in (1, 2, 3)]}
+    assert pace_of(at, [sent]).seconds == pytest.approx(seconds)
+
+
+def test_results_go_home_while_their_rank_goes_on() -> None:
+    pace = Pace(topology(2, 1, 1), 1)
+    quiet: Messages = []
+    leaving = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), ([(1, 3 * BYTES)], quiet))
+    alone = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), (quiet, quiet))
+    pace.run([leaving, alone], [[1, 1], [0, 0]])
+    assert pace.now == pytest.approx([2, 0])
+    assert pace.seconds == pytest.approx(4)

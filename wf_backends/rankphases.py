@@ -1,0 +1,70 @@
+"""What one rank does in a pass, phase by phase: its messages with their bytes, and its tiles.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from wf_backends.rankplan import Parcel, RankPlan, Step
+from wf_backends.tiles import Tile
+from wf_backends.traffic import RowBytes
+
+Messages = list[tuple[int, int]]  # (peer, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPhase:
+    """What one rank does in a phase: the messages and tiles of the rounds, and the hop."""
+
+    label: str
+    hop: Messages
+    fetches: tuple[Messages, ...] = ()
+    tiles: tuple[tuple[Tile, ...], ...] = ()
+    leaves: tuple[Messages, ...] = ()
+
+
+def rank_phases(plan: RankPlan, rows: RowBytes, name: str) -> Iterator[RankPhase]:
+    """Everything that one rank does in a pass, in order.
+
+    The bytes are those of `traffic.bytes_sent`, and of the executor; fetches count there as
+    gathering, and what leaves as going home.
+    """
+
+    def messages(parcels: Iterable[Parcel | None], row: int) -> Messages:
+        sent = ((parcel.peer, parcel.num_rows * row) for parcel in parcels if parcel)
+        return [(peer, num_bytes) for peer, num_bytes in sent if peer != plan.rank and num_bytes]
+
+    def partials(step: Step | None) -> Messages:
+        if step is None:
+            return []
+        return messages((step.partial_out, *step.home_out), rows.walk_partial)
+
+    yield RankPhase(f"{name} gather", messages(plan.walk.give, rows.walk_gathered))
+    before: Step | None = None
+    for index, step in enumerate(plan.steps):
+        yield RankPhase(
+            f"{name} step {index}",
+            hop=messages((step.pass_out,), rows.walk) + partials(before),
+            fetches=tuple(messages(one.fetch.send, rows.stay_gathered) for one in step.rounds),
+            tiles=tuple(one.tiles for one in step.rounds),
+            leaves=tuple(messages(one.home.send, rows.stay_partial) for one in step.rounds),
+        )
+        before = step
+    yield RankPhase(f"{name} home", partials(before))
+
+
+def side_by_side(strands: Sequence[Iterable[RankPhase]]) -> list[RankPhase]:
+    """Phases that go on at the same time as one: their messages, and their tiles in a row."""
+    return [
+        RankPhase(
+            ones[0].label,
+            hop=[message for one in ones for message in one.hop],
+            fetches=tuple(fetch for one in ones for fetch in one.fetches),
+            tiles=tuple(found for one in ones for found in one.tiles),
+            leaves=tuple(leave for one in ones for leave in one.leaves),
+        )
+        for ones in zip(*strands, strict=True)
+    ]
