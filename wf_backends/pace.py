@@ -2,19 +2,30 @@
 
 Pure: standard library only. Ranks do not keep step: a rank waits for the messages that it sends
 and receives, and for nothing else, so a link that is busy now may be idle later while others are.
-All of it is sums and maxima, so that nothing gets slower where a link or a kernel gets faster.
+What leaves for home shares a link evenly with what was posted before it and is not there yet. All
+of it is sums and maxima, so that nothing gets slower where a link or a kernel gets faster.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from wf_backends.rankphases import Messages, RankPhase
-from wf_backends.topology import Topology
+from wf_backends.topology import Link, Topology
 
 LinkEnd = tuple[bool, str, int, int]
 """Whether it is a NIC, "out" or "in", whose, and of a direct link the far end's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """Messages of one moment: what each rank's go through, and when a link is through with them."""
+
+    ends: list[set[LinkEnd]]
+    served: dict[LinkEnd, tuple[float, float]]
+    """(seconds if nothing joins them, seconds of all that had left for home by then)."""
 
 
 class Pace:
@@ -31,6 +42,7 @@ class Pace:
         self.computed = [0.0] * size
         self.done = 0.0
         self._free: defaultdict[LinkEnd, float] = defaultdict(float)
+        self._left: defaultdict[LinkEnd, float] = defaultdict(float)
         self._ends: dict[tuple[int, int], list[LinkEnd]] = {}
 
     @property
@@ -50,22 +62,19 @@ class Pace:
             took: seconds of every rank's tiles, round by round.
         """
         rounds = range(len(took[0]))
-        fetched = [self._post([rank.fetches[at] for rank in ranks]) for at in rounds]
-        landed = self._post([rank.hop for rank in ranks])
+        fetches = [self._post([rank.fetches[at] for rank in ranks]) for at in rounds]
+        hops = self._post([rank.hop for rank in ranks])
         for at in rounds:
+            fetched = self._landed(fetches[at])
             for rank, own in enumerate(took):
-                self.now[rank] = max(self.now[rank], fetched[at][rank]) + own[at]
+                self.now[rank] = max(self.now[rank], fetched[rank]) + own[at]
                 self.computed[rank] += own[at]
-            gone = self._post([rank.leaves[at] for rank in ranks])
-            self.done = max(self.done, *gone)
-        self.now = list(map(max, self.now, landed))
+            gone = self._post([rank.leaves[at] for rank in ranks], leaving=True)
+            self.done = max(self.done, *self._landed(gone))
+        self.now = list(map(max, self.now, self._landed(hops)))
 
-    def _post(self, sent: Sequence[Messages]) -> list[float]:
-        """When all messages of every rank, in and out, have landed.
-
-        A message sets off when both ends are ready. Those of one moment share a link: each lands
-        when the link is through with all of them.
-        """
+    def _post(self, sent: Sequence[Messages], leaving: bool = False) -> Posted:
+        """A message sets off when both ends are ready; those of one moment share a link."""
         queues: defaultdict[LinkEnd, list[tuple[float, int]]] = defaultdict(list)
         users: list[set[LinkEnd]] = [set() for _ in sent]
         for rank, messages in enumerate(sent):
@@ -75,17 +84,28 @@ class Pace:
                     queues[end].append((ready, num_bytes))
                     users[rank].add(end)
                     users[peer].add(end)
-        landed = {end: self._serve(end, queue) for end, queue in queues.items()}
-        return [max((landed[end] for end in ends), default=0.0) for ends in users]
+        for end, queue in queues.items():
+            self._serve(end, queue, leaving)
+        return Posted(users, {end: (self._free[end], self._left[end]) for end in queues})
 
-    def _serve(self, end: LinkEnd, queue: list[tuple[float, int]]) -> float:
-        """Send a queue's messages, the first one that is ready first; when they have landed."""
-        link = self.topology.between if end[0] else self.topology.inside
-        free = self._free[end]
+    def _landed(self, posted: Posted) -> list[float]:
+        """When all messages of every rank, in and out, have landed; 0 for ranks that have none."""
+        landed = {
+            end: free + self._left[end] - left + self._link(end).latency_s
+            for end, (free, left) in posted.served.items()
+        }
+        return [max((landed[end] for end in ends), default=0.0) for ends in posted.ends]
+
+    def _serve(self, end: LinkEnd, queue: list[tuple[float, int]], leaving: bool) -> None:
+        """Send a queue's messages, the first one that is ready first."""
+        rate = self._link(end).bytes_per_s
         for ready, num_bytes in sorted(queue):
-            free = max(free, ready) + num_bytes / link.bytes_per_s
-        self._free[end] = free
-        return free + link.latency_s
+            took = num_bytes / rate
+            self._free[end] = max(self._free[end], ready) + took
+            self._left[end] += took * leaving
+
+    def _link(self, end: LinkEnd) -> Link:
+        return self.topology.between if end[0] else self.topology.inside
 
     def _link_ends(self, rank: int, peer: int) -> list[LinkEnd]:
         """What a message of every member of a rank to its like goes through."""

@@ -100,13 +100,15 @@ class Clock:
         chunks = phase.chunks
         fetched = [self._post(f"{phase.label} fetch", chunk.fetch) for chunk in chunks]
         landed = self._post(phase.label, phase.hop)
+        left = 0.0  # shares the link with what was posted before it
         for chunk, arrived in zip(chunks, fetched, strict=True):
-            start = self.now = max(self.now, arrived)
+            start = self.now = max(self.now, arrived + left if chunk.fetch.busy_s else 0.0)
             self.now += chunk.compute_s
             self._note(phase.label, "compute", start, self.now)
             if chunk.leave.busy_s:
                 self.done = max(self.done, self._post(f"{phase.label} home", chunk.leave))
-        self.now = max(self.now, landed)
+                left += chunk.leave.busy_s
+        self.now = max(self.now, landed + left if phase.hop.busy_s else 0.0)
 
     def repeat(self, phase: Phase) -> None:
         """A phase as many times as it says; from the second on each takes as long as that one."""

@@ -175,7 +175,7 @@ def test_closed_forms_are_exact_for_a_full_mask(
         closed = Estimator(job, walk).cost(placed)
         assert closed.nic_bytes == pytest.approx(exact.nic_bytes), placed
         assert closed.seconds == pytest.approx(seconds(exact.phases)), placed
-        least = 0.8 if name == "double_ring" else 0.98  # laps and jumps use other links
+        least = 0.8 if len(digits(placed.route, 8)) > 1 else 0.999  # two axes use links in turn
         assert least * closed.seconds < exact.seconds < 1.001 * closed.seconds, placed
         assert closed.memory_bytes == pytest.approx(exact.memory_bytes), placed
 

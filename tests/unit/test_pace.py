@@ -6,6 +6,7 @@ import pytest
 
 from wf_backends.pace import Pace
 from wf_backends.rankphases import Messages, RankPhase
+from wf_backends.timeline import Chunk, Phase, Transfer, seconds
 from wf_backends.topology import KernelRate, Link, Topology
 
 BYTES = 100  # take a second through a NIC
@@ -57,11 +58,11 @@ def test_members_of_a_rank_all_send_their_own_heads() -> None:
     assert pace_of(topology(2, 2, 2), [{0: [(1, BYTES)]}], degree=2).seconds == pytest.approx(1)
 
 
-@pytest.mark.parametrize(("direct", "seconds"), ((False, 0.75), (True, 0.25)))
-def test_direct_links_inside_a_host_are_not_shared(direct: bool, seconds: float) -> None:
+@pytest.mark.parametrize(("direct", "took"), ((False, 0.75), (True, 0.25)))
+def test_direct_links_inside_a_host_are_not_shared(direct: bool, took: float) -> None:
     at = topology(1, 4, 1, direct_links=direct)
     sent = {0: [(peer, BYTES) for peer in (1, 2, 3)]}
-    assert pace_of(at, [sent]).seconds == pytest.approx(seconds)
+    assert pace_of(at, [sent]).seconds == pytest.approx(took)
 
 
 def test_results_go_home_while_their_rank_goes_on() -> None:
@@ -72,3 +73,17 @@ def test_results_go_home_while_their_rank_goes_on() -> None:
     pace.run([leaving, alone], [[1, 1], [0, 0]])
     assert pace.now == pytest.approx([2, 0])
     assert pace.seconds == pytest.approx(4)
+
+
+def test_what_leaves_shares_a_link_with_what_is_still_to_come() -> None:
+    """Message by message, and in closed form where one rank stands for all."""
+    quiet: Messages = []
+    one: Messages = [(0, BYTES)]
+    sends = RankPhase("step 0", quiet, (quiet, one, one), ((), (), ()), (one, quiet, quiet))
+    waits = RankPhase("step 0", quiet, (quiet, quiet, quiet), ((), (), ()), (quiet,) * 3)
+    pace = Pace(topology(2, 1, 1), 1)
+    pace.run([waits, sends], [[0, 0, 0], [0, 0, 0]])
+    assert pace.now == pytest.approx([3, 3]) and pace.seconds == pytest.approx(3)
+    took = Transfer(1.0)
+    phase = Phase("step 0", chunks=(Chunk(0.0, leave=took), Chunk(0.0, took), Chunk(0.0, took)))
+    assert seconds((phase,)) == pytest.approx(3)
