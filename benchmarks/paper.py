@@ -4,7 +4,7 @@
 
 Nothing here is measured. Links and kernels are the nominal figures of the presets (topology.py);
 every scheme is priced by the same model (cost.py), as our executor would run it: partial results
-in float32, needed rows only, hops and gathers behind the tiles (timeline.py). Percentages are over
+in float32, needed rows only, hops and gathers behind the tiles (pace.py). Percentages are over
 the ring. StarTrail walks back with the queries, as the paper does. Ranks of a named scheme stand in
 the order of their numbers; `auto` may place them. Clusters and models: arXiv 2407.00611, section 4.
 What it leaves open is assumed: 16, 32 and 36 layers, linear layers at 60 % of peak, NVLink inside
