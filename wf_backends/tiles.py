@@ -82,15 +82,26 @@ def seen(q: Documents, kv: Documents, band: Band) -> tuple[Ranges, Ranges]:
     if band == FULL:
         rows, keys = (join(piece for at in shared for piece in side[at]) for side in (q, kv))
         return rows, keys
+    find = _seen_from_any_distance if band.left == inf else _seen_in_window
+    found = [find(q[document], kv[document], band) for document in shared]
+    if len(found) == 1:
+        return found[0]
+    rows, keys = (join(piece for sides in found for piece in sides[at]) for at in (0, 1))
+    return rows, keys
+
+
+def _seen_from_any_distance(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ranges]:
+    """`seen` of one document without a left bound: all rows from some on, all keys up to some."""
+    right = int(band.right)
+    first, stop = keys[0][0] - right, rows[-1][1] + right
+    return _clip(rows, (first, rows[-1][1])), _clip(keys, (keys[0][0], stop))
+
+
+def _seen_in_window(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ranges]:
+    """`seen` of one document, range by range."""
     left, right = _limits(band)
-    found = [
-        reach
-        for document in shared
-        for rows in q[document]
-        for keys in kv[document]
-        if (reach := _reach(rows, keys, left, right))
-    ]
-    return join([rows for rows, _ in found]), join([keys for _, keys in found])
+    found = [reach for r in rows for k in keys if (reach := _reach(r, k, left, right))]
+    return join([reach[0] for reach in found]), join([reach[1] for reach in found])
 
 
 def by_document(ranges: Ranges, mask: Mask) -> Documents:
@@ -120,6 +131,8 @@ def _touched(ranges: Ranges, borders: tuple[int, ...]) -> list[int]:
 
 def _clip(ranges: Ranges, edges: Sequence[int]) -> Ranges:
     lo, hi = edges
+    if lo <= ranges[0][0] and ranges[-1][1] <= hi:
+        return ranges
     first = max(0, bisect_right(ranges, (lo, inf)) - 1)
     clipped: list[Range] = []
     for start, stop in ranges[first:]:

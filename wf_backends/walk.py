@@ -145,7 +145,10 @@ class _Derivation:
             here: Ranges = ()
             for step, rank in enumerate(path):
                 here = union(here, wanted[step])
-                onward = intersect(subtract(here, self.walk_home[rank]), carried[step + 1])
+                parting = here  # what the rank owns itself does not go on
+                if rank in self.roles.kv[origin]:
+                    parting = subtract(here, self.walk_home[rank])
+                onward = intersect(parting, carried[step + 1])
                 moved.append(onward)
                 left.append(subtract(here, onward))
                 here = onward
