@@ -9,6 +9,7 @@ import torch
 
 from tests.cases import Case
 from tests.helpers import run_threads
+from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
 from wf_backends.executor import Attention, Call
 from wf_backends.kernels.reference import ReferenceKernel
@@ -110,6 +111,19 @@ def test_a_rank_computes_on_its_own_keys_while_those_of_others_are_on_their_way(
             assert seen == own + rest
         left = events.index("post backward home")
         assert "compute" in events[left : events.index("wait backward home")]
+
+
+@pytest.mark.parametrize(("route", "fetches"), (("all_gather", 3), ("ring", 0)))
+def test_a_config_has_keys_come_owner_by_owner(route, fetches):
+    def posts(comm):
+        words = {"sequence_parallel_size": 4, "route": route, "kernel": "reference"}
+        events = []
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(words), Recorder(comm, events))
+        q, k, v = torch.randn(3, 1, 8, 2, 8, dtype=torch.float64)
+        sp.attention(q, k, v)
+        return events.count("post forward gather")
+
+    assert run_threads(4, posts) == [fetches] * 4
 
 
 @pytest.mark.parametrize("rank", (0, 2, 3))  # rank 1 meets no key that rank 0's rows see

@@ -85,5 +85,5 @@ def test_what_leaves_shares_a_link_with_what_is_still_to_come() -> None:
     pace.run([waits, sends], [[0, 0, 0], [0, 0, 0]])
     assert pace.now == pytest.approx([3, 3]) and pace.seconds == pytest.approx(3)
     took = Transfer(1.0)
-    phase = Phase("step 0", chunks=(Chunk(0.0, leave=took), Chunk(0.0, took), Chunk(0.0, took)))
-    assert seconds((phase,)) == pytest.approx(3)
+    chunks = Chunk(0.0, leave=took), Chunk(0.0, took), Chunk(1.0, took)
+    assert seconds((Phase("step 0", chunks=chunks),)) == pytest.approx(4)
