@@ -10,6 +10,17 @@ from collections import Counter
 from wf_backends.timeline import Transfer, transfer
 from wf_backends.topology import Topology
 
+LinkEnd = tuple[bool, str, int, int]
+"""Whether it is a NIC, "out" or "in", whose, and of a direct link the far end's."""
+
+
+def link_ends(at: Topology, source: int, target: int) -> tuple[LinkEnd, LinkEnd]:
+    """What a message from rank `source` to rank `target` goes through."""
+    if at.host(source) != at.host(target):
+        return (True, "out", at.nic(source), -1), (True, "in", at.nic(target), -1)
+    ends = (target, source) if at.direct_links else (-1, -1)
+    return (False, "out", source, ends[0]), (False, "in", target, ends[1])
+
 
 class Loads:
     """Bytes that cross every link, both ways; several phases may be added up."""
@@ -21,14 +32,11 @@ class Loads:
 
     def add(self, source: int, target: int, num_bytes: int) -> None:
         """A message from rank `source` to rank `target`."""
-        at = self.topology
-        if at.host(source) == at.host(target):
-            one_link = at.direct_links
-            self.inside["out", source, target if one_link else -1] += num_bytes
-            self.inside["in", target, source if one_link else -1] += num_bytes
-        else:
-            self.nics["out", at.nic(source)] += num_bytes
-            self.nics["in", at.nic(target)] += num_bytes
+        for is_nic, way, whose, far in link_ends(self.topology, source, target):
+            if is_nic:
+                self.nics[way, whose] += num_bytes
+            else:
+                self.inside[way, whose, far] += num_bytes
 
     def update(self, other: Loads) -> None:
         self.inside.update(other.inside)

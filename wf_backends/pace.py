@@ -12,11 +12,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from wf_backends.loads import LinkEnd, link_ends
 from wf_backends.rankphases import Messages, RankPhase
 from wf_backends.topology import Link, Topology
-
-LinkEnd = tuple[bool, str, int, int]
-"""Whether it is a NIC, "out" or "in", whose, and of a direct link the far end's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,16 +111,7 @@ class Pace:
         if found is None:
             found = []
             for member in range(self.degree):
-                found += self._ends_of(rank * self.degree + member, peer * self.degree + member)
+                ends = (one * self.degree + member for one in (rank, peer))
+                found += link_ends(self.topology, *ends)
             self._ends[rank, peer] = found
         return found
-
-    def _ends_of(self, source: int, target: int) -> list[LinkEnd]:
-        at = self.topology
-        if at.host(source) != at.host(target):
-            return [(True, "out", at.nic(source), -1), (True, "in", at.nic(target), -1)]
-        apart = at.direct_links
-        return [
-            (False, "out", source, target if apart else -1),
-            (False, "in", target, source if apart else -1),
-        ]
