@@ -74,8 +74,8 @@ class Case:
     def plans(self, rank: int) -> tuple[tuple[RankPlan, ...], tuple[RankPlan, ...]]:
         """(forward, backward) of one rank."""
         layouts = self.layout, self.kv_layout or self.layout
-        there = Problem(self.forward, *layouts, self.mask, self.queries_walk_there)
-        back = Problem(self.backward, *layouts, self.mask, self.queries_walk)
+        there = Problem(self.forward, *layouts, self.mask, self.queries_walk_there, kept=self.keep)
+        back = Problem(self.backward, *layouts, self.mask, self.queries_walk, kept=self.keep)
         parts = (strands(one, self.two_way) for one in (there, back))
         first, second = (tuple(plan_rank(one, rank) for one in part) for part in parts)
         return first, second

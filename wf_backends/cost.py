@@ -87,7 +87,7 @@ class Walk:
     name: str
     queries_walk: bool = False
     keep: bool = False
-    """Whether the backward finds what the forward gathered still there."""
+    """Whether what the forward gathers is kept, and the backward finds it still there."""
 
     def row_bytes(self, shape: Shape) -> RowBytes:
         if self.name == "forward":
@@ -190,7 +190,7 @@ def make_problem(job: Job, schedule: Schedule, walk: Walk) -> Problem:
         return merge_shards(layout, job.degree)
 
     queries, keys = pooled(workload.seqlen), pooled(workload.num_keys)
-    return Problem(schedule, queries, keys, workload.mask, walk.queries_walk)
+    return Problem(schedule, queries, keys, workload.mask, walk.queries_walk, kept=walk.keep)
 
 
 def tile_seconds(job: Job, walk: Walk, found: Sequence[Tile]) -> float:

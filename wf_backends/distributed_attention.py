@@ -116,12 +116,12 @@ class DistributedAttention:
         pooled = merge_shards(q_layout, degree), merge_shards(kv_layout, degree)
         forward, backward = (check(one) for one in choice.schedules(self.comm.size))
         turn = choice.moves == "queries"
-        there = Problem(forward, *pooled, mask, choice.forward.keys_stay)
+        there = Problem(forward, *pooled, mask, choice.forward.keys_stay, kept=choice.keep)
         there = strands(there, choice.forward.two_way)
         problem, keep = Problem(backward, *pooled, mask, turn), (False, False)
         back = strands(problem, choice.backward.two_way)
         if choice.keep:
-            back = (replace(problem, schedule=there[0].schedule),)
+            back = (replace(problem, schedule=there[0].schedule, kept=True),)
             keep = there[0].schedule.gathers()
         tile = replace(spec, heads=queries.share, kv_heads=keys.share)
         return AttentionPlan(

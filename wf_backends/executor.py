@@ -67,9 +67,9 @@ class Attention(torch.autograd.Function):
         kept = tuple((gathered.pop(0),) if keep else () for keep in call.keep)
         delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         stats = torch.stack((lse, _rows_first(delta)), dim=1)
-        queries, keys = (_rows_first(q), _rows_first(dout), stats), kept[1] or (_fuse(k, v),)
+        queries, turn = (_rows_first(q), _rows_first(dout), stats), call.backward[0].queries_walk
+        keys = turn and kept[1] or (_fuse(k, v),)  # keys that walk are sent anew by their owners
         own = Outputs(queries[1], _rows_first(out), ((0, len(queries[1])),))
-        turn = call.backward[0].queries_walk
         work = BackwardWork(call.kernel, call.scale, turn, queries, keys, own)
         sides = work.ordered(queries, keys)
         kept = work.ordered(*kept)

@@ -85,11 +85,13 @@ class Pass:
     ) -> None:
         self.plan, self.comm, self.name, self.work = plan, comm, name, work
         self.shard = stay[len(kept[0]) :]
-        self.walkers = tuple(pack(x, plan.part) for x in walk[len(kept[1]) :])
+        self.walkers = tuple(pack(x, plan.part) for x in walk)
         self.room = _room(plan.stay, self.shard)
         self.stay, self.held = (*kept[0], *self.room), kept[1]
         self.partial = work.stay.prepare(plan.stay.num_rows, plan.blank)
         self.home = Home(plan.walk.shard_rows, work.walk.blank, work.walk.combine)
+        self.walking: Tensors = ()
+        self.arriving: Tensors = ()
         self.moving: Tensors = ()
         self.flying: list[Mail] = []
         self.returning: list[tuple[Mail, Parcel, Tensors]] = []
@@ -97,18 +99,21 @@ class Pass:
     def start(self) -> None:
         """Bring the walkers together and ask for what stays."""
         mail = Mail(self.comm, f"{self.name} gather")
-        finish = bring_together(mail, self.plan.walk, self.walkers)
+        finish = bring_together(mail, self.plan.walk, self.walkers[len(self.held) :])
         self._post(mail)
         self._wait(mail)
         self.gathered = self.walking = (*self.held, *finish())
         self.fetched = [self._fetch(one.fetch) for one in self.plan.steps[0].rounds]
 
     def begin(self, index: int) -> None:
-        """Hand on what is held, and ask for what comes next."""
+        """Hand on what is held, give what others read next, and ask for what comes next."""
         step = self.plan.steps[index]
         self.mail = Mail(self.comm, f"{self.name} step {index}")
-        self.mail.send(step.pass_out, self.walking)
-        self.arriving = self.mail.receive(step.pass_in, self.walking)
+        for parcel in step.hand:
+            self.mail.send(parcel, self.walking)
+        for parcel in step.give:
+            self.mail.send(parcel, self.walkers)
+        self.taking = self._take(step)
         self.land = self._part(self.mail, index - 1, step)
         self._post(self.mail)
         self.moving = self.work.walk.prepare(step.num_rows, step.blank)
@@ -122,11 +127,15 @@ class Pass:
                 self._compute(one, self.walking)
             self._return(one.home)
 
-    def end(self) -> None:
+    def end(self, index: int) -> None:
         """Wait until what comes next is there."""
         self._wait(self.mail)
         self.land(self.moving)
-        self.walking = self.arriving
+        for land in self.taking:
+            land()
+        self.walking = ()
+        if index + 1 < len(self.plan.steps) and self.plan.steps[index + 1].num_rows:
+            self.walking, self.arriving = self.arriving, ()
 
     def finish(self) -> tuple[Tensors, Tensors]:
         """The finished results of this rank's rows of either side."""
@@ -142,6 +151,13 @@ class Pass:
             self.work.compute(tile, self.stay, held, self.partial, self.moving)
             for mail in self.flying:
                 mail.poll()
+
+    def _take(self, step: Step) -> list[Callable[[], None]]:
+        """Ask for rows of the buffer that fills; call what is returned after the wait."""
+        if step.take and not self.arriving:
+            like = self.walkers
+            self.arriving = tuple(x.new_empty((step.more, *x.shape[1:])) for x in like)
+        return [self.mail.land(parcel, self.arriving) for parcel in step.take]
 
     def _fetch(self, exchange: Exchange) -> Fetched:
         """Ask for the rows of another owner, and give it this rank's own."""
@@ -231,7 +247,7 @@ def run(passes: Sequence[Pass]) -> tuple[Tensors, Tensors]:
         for one in passes:
             one.compute(index)
         for one in passes:
-            one.end()
+            one.end(index)
     results = [one.finish() for one in passes]
     if len(results) == 1:
         return results[0]

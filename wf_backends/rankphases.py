@@ -47,7 +47,7 @@ def rank_phases(plan: RankPlan, rows: RowBytes, name: str) -> Iterator[RankPhase
     for index, step in enumerate(plan.steps):
         yield RankPhase(
             f"{name} step {index}",
-            hop=messages((step.pass_out,), rows.walk) + partials(before),
+            hop=messages((*step.hand, *step.give), rows.walk) + partials(before),
             fetches=tuple(messages(one.fetch.send, rows.stay_gathered) for one in step.rounds),
             tiles=tuple(one.tiles for one in step.rounds),
             leaves=tuple(messages(one.home.send, rows.stay_partial) for one in step.rounds),

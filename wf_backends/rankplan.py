@@ -40,6 +40,14 @@ def parcels(peer: int, rows: Ranges, held: Ranges) -> Parcels:
     return (Parcel(peer, locate(rows, held)),) if rows else ()
 
 
+def handover(peer: int, rows: Ranges, held: Ranges, far: Ranges) -> Parcels:
+    """As `parcels`, to or from a buffer of `far`; one message where both ends need no packing."""
+    here = locate(rows, held)
+    if len(here) == len(locate(rows, far)) == 1:
+        return (Parcel(peer, here),)
+    return parcels(peer, rows, held)
+
+
 @dataclass(frozen=True, slots=True)
 class Gather:
     """Rows of shards brought together in one buffer; read backwards, the way home.
@@ -93,15 +101,19 @@ class Step:
     """One step: compute on the held walkers, round by round, while the next ones arrive.
 
     `blank` are the held rows whose partial results start from nothing; a tile overwrites the rest.
-    Slices of `pass_out`, `partial_*` and `home_out` are in this step's buffer of held rows,
-    those of `pass_in` in the next step's, those of `home_in` in this rank's own shard.
+    What arrives fills the buffer of the next step in which this rank reads anything; `more` are
+    its rows. Slices of `hand` (to the next rank on the way), `partial_*` and `home_out` are in
+    this step's buffer of held rows, those of `take` in the one that fills, those of `give` (to
+    whoever reads next) and `home_in` in this rank's own shard.
     """
 
     num_rows: int
     rounds: tuple[Round, ...]
     blank: Ranges
-    pass_out: Parcel | None
-    pass_in: Parcel | None
+    hand: Parcels
+    give: Parcels
+    take: Parcels
+    more: int
     partial_in: Parcel | None
     partial_out: Parcel | None
     home_out: Parcels

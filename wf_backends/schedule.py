@@ -44,18 +44,27 @@ class Schedule:
                 path.append(hop[path[-1]])
         return tuple(map(tuple, paths))
 
-    def holdings(self) -> tuple[tuple[Shards, ...], ...]:
-        """The key shards that every rank holds at every step: [step][rank]."""
-        held: list[list[Shards]] = [[()] * self.num_ranks for _ in range(self.num_steps)]
+    def origins(self) -> list[list[int]]:
+        """Which rank first held the keys that a rank holds at a step: [step][rank] -> rank."""
+        found = [[0] * self.num_ranks for _ in range(self.num_steps)]
         for origin, path in enumerate(self.paths()):
             for step, rank in enumerate(path):
-                held[step][rank] = self.kv[origin]
-        return tuple(map(tuple, held))
+                found[step][rank] = origin
+        return found
+
+    def holdings(self) -> tuple[tuple[Shards, ...], ...]:
+        """The key shards that every rank holds at every step: [step][rank]."""
+        return tuple(tuple(self.kv[origin] for origin in at) for at in self.origins())
 
     def gathers(self) -> tuple[bool, bool]:
         """Whether any rank brings (queries, keys) together that are not its own."""
         own = tuple((rank,) for rank in range(self.num_ranks))
         return self.q != own, self.kv != own
+
+    @property
+    def has_laps(self) -> bool:
+        """Whether hops differ: laps of near ranks, and jumps to others."""
+        return len(set(self.hops)) > 1
 
     def turned(self) -> Schedule:
         """The same meetings with the keys staying and the queries walking.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from wf_backends.cost import FORWARD, FORWARD_QUERIES, Job, Walk, pass_cost
+from wf_backends.cost import FORWARD, Job, Walk, pass_cost
 from wf_backends.estimate import Estimator
 from wf_backends.mask import FULL
 from wf_backends.placement import Placed, place, placements
@@ -23,9 +23,10 @@ class Pricing:
     def __init__(self, request: Request, job: Job, walk: Walk) -> None:
         self.job, self.walk = job, walk
         self.exact = request.topology.size <= request.exact_up_to
-        walks = (FORWARD, FORWARD_QUERIES) if walk is FORWARD else (walk, walk)
+        there = walk.name == FORWARD.name
+        walks = (walk, replace(walk, queries_walk=there or walk.queries_walk))
         self.estimators = tuple(Estimator(job, one) for one in walks)
-        named = request.forward if walk is FORWARD else request.backward
+        named = request.forward if there else request.backward
         self.candidates = self._all() if named is None else named
 
     def _all(self) -> tuple[Placed, ...]:
@@ -85,7 +86,7 @@ def kept_plans(request: Request, job: Job, around: Cost) -> Iterator[Plan]:
     """
     if True not in request.keeps:
         return
-    forward = Pricing(request, job, FORWARD)
+    forward = Pricing(request, job, replace(FORWARD, keep=True))
     prices = (forward.price(placed) for placed in forward.candidates)
     there = {
         one.placed: one for one in prices if one.cost.gathered_bytes or False not in request.keeps

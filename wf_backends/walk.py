@@ -2,8 +2,9 @@
 
 Pure: standard library only. One side stays (its rows are gathered once and computed on until the
 end), the other walks. In the forward, queries stay and keys walk; in the backward either may
-walk. Only rows that someone further down still needs are handed on; a partial gradient leaves
-for home after the last step that adds to it, and what the home rank itself adds never travels.
+walk. Only rows that are read where they land are sent (journeys.py); a partial gradient leaves
+for home once the next rank on the way does not add to it, and what the home rank itself adds
+never travels.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import cached_property, lru_cache
 from threading import Lock
 from typing import TypeVar
 
+from wf_backends.journeys import Journeys, still_read
 from wf_backends.layout import Layout
 from wf_backends.mask import Mask
 from wf_backends.ranges import (
@@ -24,9 +26,12 @@ from wf_backends.ranges import (
     locate,
     size,
     subtract,
-    union,
 )
-from wf_backends.rankplan import Gather, Parcel, Parcels, RankPlan, Round, Step, parcels
+from wf_backends.rankplan import (
+    RankPlan,
+    Round,
+    Step,
+)
 from wf_backends.rounds import Sharing
 from wf_backends.schedule import Schedule, mirrored
 from wf_backends.tiles import Documents, Tile, by_document, seen, tiles
@@ -49,6 +54,9 @@ class Problem:
     share: int | None = None
     """0 or 1: only those pairs of shards meet that meet later on the mirrored schedule; with 0
     also those that meet there at the same step."""
+    kept: bool = False
+    """What walkers bring together at first is all that any step reads: what the other pass, in
+    which it may stay, brings together too and finds there."""
 
 
 @lru_cache(maxsize=512)
@@ -58,7 +66,7 @@ def plan_rank(problem: Problem, rank: int) -> RankPlan:
 
 
 def rows_walked(problem: Problem) -> int:
-    """Rows that all walkers together carry from step to step."""
+    """How far apart readers are on the way: rows, times the hops to the last of their readers."""
     return _derive(problem).rows_walked
 
 
@@ -84,13 +92,9 @@ class _Derivation:
         self.walk_home = _halves(self.walkers, problem.half)
         self.share, self.opposite = problem.share, _steps_of(mirrored(roles))
         self.num_ranks, self.num_steps = roles.num_ranks, roles.num_steps
-        self.paths = roles.paths()
-        self.origin = [[0] * self.num_ranks for _ in range(self.num_steps)]
-        for origin, path in enumerate(self.paths):
-            for step, rank in enumerate(path):
-                self.origin[step][rank] = origin
+        self.origin = roles.origins()
         self._see()
-        self._carry()
+        self.journeys = Journeys(roles, self.walk_home, self.wanted, problem.kept)
         self.sharing = Sharing(roles.q, self.stay_home, self.stay_rows, self.met)
 
     def _see(self) -> None:
@@ -126,40 +130,10 @@ class _Derivation:
         """(queries, keys) from (stay, walk); and back, since it is its own inverse."""
         return (walk, stay) if self.queries_walk else (stay, walk)
 
-    def _carry(self) -> None:
-        """carried, moved and left, each [origin][step].
-
-        carried: rows the walker brings to a step, all that it or a later step needs.
-        moved: rows whose partial gradients go on to the next step. left: those that go home.
-        """
-        self.carried: list[list[Ranges]] = []
-        self.moved: list[list[Ranges]] = []
-        self.left: list[list[Ranges]] = []
-        for origin, path in enumerate(self.paths):
-            wanted = self.wanted[origin]
-            carried: list[Ranges] = [()] * (self.num_steps + 1)
-            for step in reversed(range(self.num_steps)):
-                carried[step] = union(carried[step + 1], wanted[step])
-            moved: list[Ranges] = []
-            left: list[Ranges] = []
-            here: Ranges = ()
-            for step, rank in enumerate(path):
-                here = union(here, wanted[step])
-                parting = here  # what the rank owns itself does not go on
-                if rank in self.roles.kv[origin]:
-                    parting = subtract(here, self.walk_home[rank])
-                onward = intersect(parting, carried[step + 1])
-                moved.append(onward)
-                left.append(subtract(here, onward))
-                here = onward
-            self.carried.append(carried)
-            self.moved.append(moved)
-            self.left.append(left)
-
     @cached_property
     def rows_walked(self) -> int:
         """See `rows_walked`."""
-        return sum(size(rows) for carried in self.carried for rows in carried[1:])
+        return sum(size(rows) for one in self.wanted for rows in still_read(one)[1:])
 
     def plan(self, rank: int) -> RankPlan:
         stay = _Touched()
@@ -168,29 +142,12 @@ class _Derivation:
             rank=rank,
             queries_walk=self.queries_walk,
             stay=self.sharing.stay(rank),
-            walk=self._gather(rank),
+            walk=self.journeys.gather(rank),
             steps=steps,
             blank=subtract(((0, size(self.stay_rows[rank])),), stay.written),
             stay_rows=self.stay_rows[rank],
-            walk_rows=self.carried[rank][0],
+            walk_rows=self.journeys.held(0, rank),
             part=locate(self.walk_home[rank], self.walkers[rank]),
-        )
-
-    def _gather(self, rank: int) -> Gather:
-        """How the walkers that a rank first holds get there from their homes."""
-        shards, home = self.roles.kv, self.walk_home
-        rows = [carried[0] for carried in self.carried]
-        give = (
-            (other, intersect(rows[other], home[rank]))
-            for other in range(self.num_ranks)
-            if rank in shards[other]
-        )
-        take = ((owner, intersect(rows[rank], home[owner])) for owner in sorted(shards[rank]))
-        return Gather(
-            shard_rows=size(home[rank]),
-            num_rows=size(rows[rank]),
-            give=_parcels(rank, give, home[rank]),
-            take=_parcels(rank, take, rows[rank]),
         )
 
     def _rounds(
@@ -211,37 +168,10 @@ class _Derivation:
         )
 
     def _step(self, step: int, rank: int, stay: _Touched) -> Step:
-        origin = self.origin[step][rank]
-        held = self.carried[origin][step]
-        last = step == self.num_steps - 1
-        after = None if last else self.paths[origin][step + 1]
-        comes = None if last else self.origin[step + 1][rank]
-        came = None if step == 0 else self.paths[origin][step - 1]
-        coming = () if comes is None else self.carried[comes][step + 1]
-        past = () if step == 0 else self.moved[origin][step - 1]
-        walk = _Touched()
+        held, walk = self.journeys.held(step, rank), _Touched()
         rounds = tuple(self._rounds(step, rank, held, stay, walk))
-        return Step(
-            num_rows=size(held),
-            rounds=rounds,
-            blank=subtract(((0, size(held)),), walk.written),
-            pass_out=_parcel(after, self.carried[origin][step + 1], held),
-            pass_in=_parcel(self.paths[comes][step] if comes is not None else None, coming, coming),
-            partial_in=_parcel(came, past, held),
-            partial_out=_parcel(after, self.moved[origin][step], held),
-            home_out=_parcels(rank, self._leaving(origin, step), held),
-            home_in=_parcels(rank, self._returning(step, rank), self.walk_home[rank]),
-        )
-
-    def _leaving(self, origin: int, step: int) -> Iterator[tuple[int, Ranges]]:
-        for owner in sorted(self.roles.kv[origin]):
-            yield owner, intersect(self.left[origin][step], self.walk_home[owner])
-
-    def _returning(self, step: int, rank: int) -> Iterator[tuple[int, Ranges]]:
-        for holder in range(self.num_ranks):
-            origin = self.origin[step][holder]
-            if rank in self.roles.kv[origin]:
-                yield holder, intersect(self.left[origin][step], self.walk_home[rank])
+        blank = subtract(((0, size(held)),), walk.written)
+        return self.journeys.step(step, rank, rounds, blank)
 
 
 class _Touched:
@@ -276,16 +206,3 @@ def _halves(layout: Layout, half: int | None) -> Layout:
         return globalize(((middle, rows),) if half else ((0, middle),), shard)
 
     return tuple(map(cut, layout))
-
-
-def _parcel(peer: int | None, rows: Ranges, held: Ranges) -> Parcel | None:
-    return None if peer is None or not rows else Parcel(peer, locate(rows, held))
-
-
-def _parcels(rank: int, found: Iterator[tuple[int, Ranges]], held: Ranges) -> Parcels:
-    """All parcels of a rank; what it keeps is one."""
-    several = (
-        (_parcel(peer, rows, held),) if peer == rank else parcels(peer, rows, held)
-        for peer, rows in found
-    )
-    return tuple(parcel for ones in several for parcel in ones if parcel)

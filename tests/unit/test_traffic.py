@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -68,9 +69,14 @@ def test_a_causal_zigzag_ring_saves_a_quarter(n, least):
 
 
 def hops_of(problem: Problem, rank: int) -> list[int]:
-    """How many hops each strand of a rank sends anything on."""
+    """In how many steps each strand of a rank sends any rows of walkers."""
     plans = [plan_rank(one, rank) for one in strands(problem)]
-    return [sum(step.pass_out is not None for step in plan.steps) for plan in plans]
+    return [sum(bool(away(rank, step.hand, step.give)) for step in plan.steps) for plan in plans]
+
+
+def away(rank, *several):
+    """The parcels that leave a rank."""
+    return [parcel for parcels in several for parcel in parcels if parcel.peer != rank]
 
 
 @pytest.mark.parametrize("queries_walk", (False, True))
@@ -84,6 +90,68 @@ def test_a_window_stops_walking_after_the_shards_it_reaches(window, queries_walk
     where, reach = zigzag(8, 8 * ROWS), -(-window // (ROWS // 2))
     for rank in range(8):
         assert max(hops_of(Problem(ring(8), where, where, mask, queries_walk), rank)) <= reach
+
+
+LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag}
+READ = {
+    "full": Mask(FULL),
+    "causal": Mask(CAUSAL),
+    "window": Mask(Band(11, 0)),
+    "two_sided": Mask(Band(5, 20)),
+    "documents": Mask(CAUSAL, (0, 3, 5, 24, 47, 64)),
+}
+
+
+@pytest.mark.parametrize("mask", READ)
+@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("queries_walk", (False, True))
+def test_a_row_is_sent_once_to_each_rank_that_reads_it(mask, where, queries_walk):
+    """To as many as there are, whoever lies between them: counted here pair by pair."""
+    n, mask, layout = 8, READ[mask], LAYOUTS[where](8, 8 * ROWS)
+    for name, schedule in schedules(n).items():
+        ways = strands(Problem(schedule, layout, layout, mask, queries_walk))
+        sent = sum(
+            parcel.num_rows
+            for one in ways
+            for rank in range(n)
+            for plan in [plan_rank(one, rank)]
+            for step in plan.steps
+            for parcel in away(rank, step.hand, step.give)
+        )
+        sent += sum(
+            parcel.num_rows
+            for one in ways
+            for rank in range(n)
+            for parcel in away(rank, plan_rank(one, rank).walk.give)
+        )
+        read = sum(rows_read(one, layout, mask, queries_walk) for one in ways)
+        assert sent == read or (schedule.has_laps and sent > read), name
+
+
+def rows_read(problem, layout, mask, queries_walk):
+    """Rows of walkers that ranks which do not own them read in some step."""
+    roles = problem.schedule.turned() if queries_walk else problem.schedule
+    rows = [[row for start, stop in shard for row in range(start, stop)] for shard in layout]
+    opposite = mirrored(roles).paths()
+    total = 0
+    for origin, path in enumerate(roles.paths()):
+        for step, rank in enumerate(path):
+            again = opposite[origin].index(rank)
+            if problem.share is not None and again < step + problem.share:
+                continue  # this pair meets on the other way
+            stay = [row for shard in roles.q[rank] for row in rows[shard]]
+            for owner in set(roles.kv[origin]) - {rank}:
+                for row in rows[owner]:
+                    pairs = ((row, at) if queries_walk else (at, row) for at in stay)
+                    total += any(allowed(mask, query, key) for query, key in pairs)
+    return total
+
+
+def allowed(mask, query, key):
+    """Whether the mask lets a query see a key."""
+    borders = mask.cu_seqlens or (0, 8 * ROWS)
+    same = any(a <= query < b and a <= key < b for a, b in pairwise(borders))
+    return same and -mask.band.left <= key - query <= mask.band.right
 
 
 @pytest.mark.parametrize("queries_walk", (False, True))
@@ -164,7 +232,7 @@ def _in_order(plan, peer, way):
     last = None
     for step in (*plan.steps, None):
         if step:
-            parcels.append(step.pass_out if sends else step.pass_in)
+            parcels += (*step.hand, *step.give) if sends else step.take
         if last:
             onward = last.partial_out if sends else step and step.partial_in
             parcels += [onward, *(last.home_out if sends else last.home_in)]
