@@ -157,7 +157,7 @@ def _phase(
         fetch = _more(job, fetched, [rank.fetches[at] for rank in ranks])
         leave = _more(job, left, [rank.leaves[at] for rank in ranks])
         chunks.append(Chunk(max(own[at] for own in took), fetch, leave))
-    hop = _loads(job, [rank.hop for rank in ranks])
+    hop = _loads(job, [rank.hop + rank.gives for rank in ranks])
     total.update(hop)
     total.update(fetched)
     return Phase(ranks[0].label, hop.transfer, tuple(chunks))

@@ -114,14 +114,15 @@ class Journeys:
             hand = handover(after, one.handed[step + 1], held, one.held[step + 1])
         if step:
             came, past = path[step - 1], one.moved[step - 1]
-        take, more = self._take(step, rank)
+        take, get, more = self._arriving(step, rank)
         return Step(
             num_rows=size(held),
             rounds=rounds,
             blank=blank,
             hand=hand,
-            give=_all(rank, self.given[step, rank], home),
             take=take,
+            give=_all(rank, self.given[step, rank], home),
+            get=get,
             more=more,
             partial_in=_parcel(came, past, held),
             partial_out=_parcel(after, one.moved[step], held),
@@ -150,18 +151,17 @@ class Journeys:
                     self.taken[before, rank].append((owner, own))
         return reads
 
-    def _take(self, step: int, rank: int) -> tuple[Parcels, int]:
-        """What arrives during a step, and the rows of the buffer that it fills."""
+    def _arriving(self, step: int, rank: int) -> tuple[Parcels, Parcels, int]:
+        """(take, get) during a step, and the rows of the buffer that they fill."""
         ahead = next((at for at in self.reads[rank] if at > step), None)
         if ahead is None:
-            return (), 0
+            return (), (), 0
         origin = self.origin[ahead][rank]
         one, rows = self.ones[origin], self.held(ahead, rank)
-        take = _all(rank, self.taken[step, rank], rows)
+        take: Parcels = ()
         if ahead == step + 1:
-            came = self.paths[origin][step]
-            take = (*handover(came, one.handed[ahead], rows, one.held[step]), *take)
-        return take, size(rows)
+            take = handover(self.paths[origin][step], one.handed[ahead], rows, one.held[step])
+        return take, _all(rank, self.taken[step, rank], rows), size(rows)
 
     def _leaving(self, step: int, rank: int) -> Iterator[Sent]:
         """The partial results that a rank sends home after a step."""

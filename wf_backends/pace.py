@@ -61,7 +61,7 @@ class Pace:
         """
         rounds = range(len(took[0]))
         fetches = [self._post([rank.fetches[at] for rank in ranks]) for at in rounds]
-        hops = self._post([rank.hop for rank in ranks])
+        hops = self._post([rank.hop for rank in ranks], [rank.gives for rank in ranks])
         for at in rounds:
             fetched = self._landed(fetches[at])
             for rank, own in enumerate(took):
@@ -71,17 +71,26 @@ class Pace:
             self.done = max(self.done, *self._landed(gone))
         self.now = list(map(max, self.now, self._landed(hops)))
 
-    def _post(self, sent: Sequence[Messages], leaving: bool = False) -> Posted:
-        """A message sets off when both ends are ready; those of one moment share a link."""
+    def _post(
+        self, sent: Sequence[Messages], given: Sequence[Messages] = (), leaving: bool = False
+    ) -> Posted:
+        """A message sets off when both ends are ready; those of one moment share a link.
+
+        Args:
+            given: those that ranks wait for which receive any of them, and no others.
+        """
         queues: defaultdict[LinkEnd, list[tuple[float, int]]] = defaultdict(list)
         users: list[set[LinkEnd]] = [set() for _ in sent]
-        for rank, messages in enumerate(sent):
-            for peer, num_bytes in messages:
-                ready = max(self.now[rank], self.now[peer])
-                for end in self._link_ends(rank, peer):
-                    queues[end].append((ready, num_bytes))
-                    users[rank].add(end)
-                    users[peer].add(end)
+        got = {peer for messages in given for peer, _ in messages}
+        for several, waits in ((sent, range(len(sent))), (given, got)):
+            for rank, messages in enumerate(several):
+                for peer, num_bytes in messages:
+                    ready = max(self.now[rank], self.now[peer])
+                    ends = self._link_ends(rank, peer)
+                    for end in ends:
+                        queues[end].append((ready, num_bytes))
+                    for one in {rank, peer}.intersection(waits):
+                        users[one].update(ends)
         for end, queue in queues.items():
             self._serve(end, queue, leaving)
         return Posted(users, {end: (self._free[end], self._left[end]) for end in queues})

@@ -26,7 +26,7 @@ from wf_backends.mail import (
     span,
 )
 from wf_backends.ranges import Ranges, intersect, join, size, union
-from wf_backends.rankplan import Exchange, Parcel, RankPlan, Round, Stay, Step
+from wf_backends.rankplan import Exchange, Parcel, Parcels, RankPlan, Round, Stay, Step
 from wf_backends.tiles import Tile
 
 
@@ -111,11 +111,10 @@ class Pass:
         self.mail = Mail(self.comm, f"{self.name} step {index}")
         for parcel in step.hand:
             self.mail.send(parcel, self.walking)
-        for parcel in step.give:
-            self.mail.send(parcel, self.walkers)
-        self.taking = self._take(step)
+        self.taking = self._fill(self.mail, step, step.take)
         self.land = self._part(self.mail, index - 1, step)
         self._post(self.mail)
+        self._give(step)
         self.moving = self.work.walk.prepare(step.num_rows, step.blank)
 
     def compute(self, index: int) -> None:
@@ -130,6 +129,8 @@ class Pass:
     def end(self, index: int) -> None:
         """Wait until what comes next is there."""
         self._wait(self.mail)
+        if self.plan.steps[index].get:
+            self._wait(self.given)
         self.land(self.moving)
         for land in self.taking:
             land()
@@ -152,12 +153,23 @@ class Pass:
             for mail in self.flying:
                 mail.poll()
 
-    def _take(self, step: Step) -> list[Callable[[], None]]:
+    def _give(self, step: Step) -> None:
+        """Send own rows to whoever reads them next, and ask for what this rank reads next.
+
+        Who only gives does not wait for it.
+        """
+        self.given = Mail(self.comm, self.mail.label)
+        for parcel in step.give:
+            self.given.send(parcel, self.walkers)
+        self.taking += self._fill(self.given, step, step.get)
+        self._post(self.given)
+
+    def _fill(self, mail: Mail, step: Step, parcels: Parcels) -> list[Callable[[], None]]:
         """Ask for rows of the buffer that fills; call what is returned after the wait."""
-        if step.take and not self.arriving:
+        if parcels and not self.arriving:
             like = self.walkers
             self.arriving = tuple(x.new_empty((step.more, *x.shape[1:])) for x in like)
-        return [self.mail.land(parcel, self.arriving) for parcel in step.take]
+        return [mail.land(parcel, self.arriving) for parcel in parcels]
 
     def _fetch(self, exchange: Exchange) -> Fetched:
         """Ask for the rows of another owner, and give it this rank's own."""

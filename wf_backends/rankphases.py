@@ -6,7 +6,7 @@ Pure: standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from wf_backends.rankplan import Parcel, RankPlan, Step
 from wf_backends.tiles import Tile
@@ -24,6 +24,8 @@ class RankPhase:
     fetches: tuple[Messages, ...] = ()
     tiles: tuple[tuple[Tile, ...], ...] = ()
     leaves: tuple[Messages, ...] = ()
+    gives: Messages = field(default_factory=list)
+    """What others read next, sent behind the hop; who gets nothing then does not wait for it."""
 
 
 def rank_phases(plan: RankPlan, rows: RowBytes, name: str) -> Iterator[RankPhase]:
@@ -47,10 +49,11 @@ def rank_phases(plan: RankPlan, rows: RowBytes, name: str) -> Iterator[RankPhase
     for index, step in enumerate(plan.steps):
         yield RankPhase(
             f"{name} step {index}",
-            hop=messages((*step.hand, *step.give), rows.walk) + partials(before),
+            hop=messages(step.hand, rows.walk) + partials(before),
             fetches=tuple(messages(one.fetch.send, rows.stay_gathered) for one in step.rounds),
             tiles=tuple(one.tiles for one in step.rounds),
             leaves=tuple(messages(one.home.send, rows.stay_partial) for one in step.rounds),
+            gives=messages(step.give, rows.walk),
         )
         before = step
     yield RankPhase(f"{name} home", partials(before))
@@ -65,6 +68,7 @@ def side_by_side(strands: Sequence[Iterable[RankPhase]]) -> list[RankPhase]:
             fetches=tuple(fetch for one in ones for fetch in one.fetches),
             tiles=tuple(found for one in ones for found in one.tiles),
             leaves=tuple(leave for one in ones for leave in one.leaves),
+            gives=[message for one in ones for message in one.gives],
         )
         for ones in zip(*strands, strict=True)
     ]

@@ -101,18 +101,20 @@ class Step:
     """One step: compute on the held walkers, round by round, while the next ones arrive.
 
     `blank` are the held rows whose partial results start from nothing; a tile overwrites the rest.
-    What arrives fills the buffer of the next step in which this rank reads anything; `more` are
-    its rows. Slices of `hand` (to the next rank on the way), `partial_*` and `home_out` are in
-    this step's buffer of held rows, those of `take` in the one that fills, those of `give` (to
-    whoever reads next) and `home_in` in this rank's own shard.
+    `hand` goes to the next rank on the way, `take` is what the one before hands on; `give` goes to
+    whoever reads this rank's own rows next, `get` is what owners give. What arrives fills the
+    buffer of the next step in which this rank reads anything; `more` are its rows. Slices of
+    `hand`, `partial_*` and `home_out` are in this step's buffer of held rows, those of `take` and
+    `get` in the one that fills, those of `give` and `home_in` in this rank's own shard.
     """
 
     num_rows: int
     rounds: tuple[Round, ...]
     blank: Ranges
     hand: Parcels
-    give: Parcels
     take: Parcels
+    give: Parcels
+    get: Parcels
     more: int
     partial_in: Parcel | None
     partial_out: Parcel | None
@@ -130,7 +132,8 @@ class RankPlan:
     """Everything that one rank does in one pass.
 
     All ranks post their messages in one order: those of `walk`, the fetches of the first step's
-    rounds, and then for each step its hop and, round by round, what goes home.
+    rounds, and then for each step what is handed on, what partial results go on or home, what
+    owners give and, round by round, what goes home.
     """
 
     rank: int

@@ -19,9 +19,8 @@ Way = tuple[Problem, ...]  # problems that together are one
 def strands(problem: Problem, two_way: bool = False) -> Way:
     """The problem as its shards walk: as one, or as two that go opposite ways.
 
-    Under a mask that is the way on which readers are nearer to each other: one way or the other,
-    except in laps, which take every row to every rank. Under a sliding window it may be both, where
-    each pair of shards meets on the way on which they are nearer: a zigzag's first chunks are read
+    Under a sliding window that is what lets fewer rows walk: one way or the other; or both, where
+    each pair of shards meets on the way on which they are nearer. A zigzag's first chunks are read
     by later ranks, its last chunks by earlier ones. A route that gathers walks as one, since rows
     would be gathered for either.
 
@@ -29,19 +28,19 @@ def strands(problem: Problem, two_way: bool = False) -> Way:
         two_way: always as two. Without a window, the first and the last half of every shard.
     """
     turned = replace(problem, schedule=mirrored(problem.schedule))
-    whole = () if two_way else ((problem,), (turned,))
     if problem.mask.band.left < inf:
         both = replace(problem, share=0), replace(turned, share=1)
         alone = any(problem.schedule.gathers())
-        return _nearest(*whole, *(() if alone else (both,)))
-    if two_way:
-        whole = (replace(problem, half=0), replace(turned, half=1))
-        return _nearest(whole, (replace(turned, half=0), replace(problem, half=1)))
-    return (problem,) if problem.schedule.has_laps else _nearest(*whole)
+        whole = () if two_way else ((problem,), (turned,))
+        return _fewest(*whole, *(() if alone else (both,)))
+    if not two_way:
+        return (problem,)
+    opposite = (replace(problem, half=0), replace(turned, half=1))
+    return _fewest(opposite, (replace(turned, half=0), replace(problem, half=1)))
 
 
-def _nearest(*ways: Way) -> Way:
-    """The first of the ways on which rows have the fewest hops to go.
+def _fewest(*ways: Way) -> Way:
+    """The first of the ways on which the fewest rows walk.
 
     Documents are left out of the count: they change with every batch, and the way need not.
     """

@@ -113,6 +113,18 @@ def test_a_rank_computes_on_its_own_keys_while_those_of_others_are_on_their_way(
         assert "compute" in events[left : events.index("wait backward home")]
 
 
+def test_a_rank_that_only_gives_does_not_wait_for_who_gets_it():
+    """Ranks 0 and 1 share a document: rank 0's keys are on their way until it is done."""
+    mask = Mask(CAUSAL, (0, 16, 24, 32))
+    case = Case(ring(4), ring(4), contiguous(4, 32), mask)
+    gives, gets, *_ = run_threads(4, events_of, case)
+    there = gives[: gives.index("wait forward step 0") + 1]
+    assert there == ["post forward step 0", "compute", "wait forward step 0"]
+    assert gives.index("wait forward step 0") < gives.index("post backward step 0")
+    again = gets.index("wait forward step 0")
+    assert gets[: again + 2] == [*there, "compute"]
+
+
 @pytest.mark.parametrize(("route", "fetches"), (("all_gather", 3), ("ring", 0)))
 def test_a_config_has_keys_come_owner_by_owner(route, fetches):
     def posts(comm):

@@ -59,7 +59,7 @@ def messages_of(
 ) -> Iterator[tuple[str, list[tuple[int, int]]]]:
     """Everything that a rank sends, with the label under which a communicator counts it."""
     for phase in rank_phases(plan, rows, name):
-        yield phase.label, phase.hop
+        yield phase.label, phase.hop + phase.gives
         for fetch in phase.fetches:
             yield f"{name} gather", fetch
         for leave in phase.leaves:

@@ -45,6 +45,17 @@ def test_a_message_sets_off_when_both_ends_are_ready() -> None:
     assert pace.busiest_s == pytest.approx(8)
 
 
+def test_who_only_gives_does_not_wait() -> None:
+    """The one that gets it does, and so does one that gives and gets."""
+    pace = Pace(topology(4, 1, 1), 1)
+    given = {0: [(1, BYTES)], 1: [(2, BYTES)]}
+    pace.run(
+        [RankPhase("step", [], ([],), ((),), ([],), given.get(rank, [])) for rank in range(4)],
+        [[0.25]] * 4,
+    )
+    assert pace.now == pytest.approx([0.25, 1, 1, 0.25])
+
+
 def test_messages_of_one_moment_share_a_nic_both_ways() -> None:
     both = {0: [(2, BYTES)], 1: [(3, BYTES)]}
     assert pace_of(topology(2, 2, 1), [both]).seconds == pytest.approx(2)

@@ -232,10 +232,12 @@ def _in_order(plan, peer, way):
     last = None
     for step in (*plan.steps, None):
         if step:
-            parcels += (*step.hand, *step.give) if sends else step.take
+            parcels += step.hand if sends else step.take
         if last:
             onward = last.partial_out if sends else step and step.partial_in
             parcels += [onward, *(last.home_out if sends else last.home_in)]
+        if step:
+            parcels += step.give if sends else step.get
         if step:
             parcels += [p for one in step.rounds for p in getattr(one.home, way)]
         last = step
