@@ -3,12 +3,17 @@
     python benchmarks/bytes.py --ranks 8
 
 In units of one rank's Q, the mean over the ranks; all ranks run as threads of this process, so that
-no network is needed. "-": the heads cannot be divided like that.
+no network is needed. "-": the heads cannot be divided like that. Documents are of drawn lengths
+(log-normal, half a shard in the middle), packed without padding.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +22,45 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator, run_threads
 
 ROWS, HEADS, HEAD_DIM = 64, 8, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """A column: what attention is asked for, beside the scheme."""
+
+    name: str
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    kv_heads: int = HEADS
+    layout: str = "zigzag"
+
+
+HEAD_CASES = (
+    Case("full"),
+    Case("causal", {"causal": True}),
+    Case("full, 2 key heads", kv_heads=2),
+    Case("causal, 2 key heads", {"causal": True}, kv_heads=2),
+)
+
+
+def near_cases(size: int) -> tuple[Case, ...]:
+    """Masks under which most pairs of shards have nothing to do with each other."""
+    window = {"causal": True, "window_size": (ROWS, 0)}
+    packed = {"causal": True, "cu_seqlens": drawn_documents(size * ROWS)}
+    return (
+        Case("window, contiguous", window, layout="contiguous"),
+        Case("window, zigzag", window),
+        Case("documents, contiguous", packed, layout="contiguous"),
+        Case("documents, zigzag", packed),
+        Case("documents, document_zigzag", packed, layout="document_zigzag"),
+    )
+
+
+def drawn_documents(tokens: int) -> tuple[int, ...]:
+    """Borders of packed documents, the same in every run."""
+    draw = random.Random(0)
+    lengths = (1 + int(draw.lognormvariate(0, 1) * ROWS / 2) for _ in range(tokens))
+    borders = (border for border in accumulate(lengths) if border < tokens)
+    return (0, *borders, tokens)
 
 
 def named_points(size: int) -> dict[str, dict[str, Any]]:
@@ -37,38 +81,46 @@ def named_points(size: int) -> dict[str, dict[str, Any]]:
     return points
 
 
-def units_sent(size: int, words: dict[str, Any], kv_heads: int, causal: bool) -> float:
+def units_sent(size: int, words: dict[str, Any], case: Case) -> float:
     """Units per rank, forward + backward, as the communicators counted them."""
-    config = SequenceParallelConfig.from_dict({"sequence_parallel_size": size, **words})
+    words = {"sequence_parallel_size": size, "layout": case.layout, **words}
+    config = SequenceParallelConfig.from_dict(words)
 
     def one_rank(comm: Communicator) -> int:
-        sp = SequenceParallel(config, comm)
-        q, k, v = (torch.randn(1, ROWS, n, HEAD_DIM) for n in (HEADS, kv_heads, kv_heads))
-        q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
-        sp.attention(q, k, v, causal=causal).sum().backward()
+        sp, kv_heads = SequenceParallel(config, comm), case.kv_heads
+        whole = (torch.randn(1, size * ROWS, n, HEAD_DIM) for n in (HEADS, kv_heads, kv_heads))
+        borders = case.asked.get("cu_seqlens")
+        q, k, v = (sp.shard(x, dim=1, cu_seqlens=borders).requires_grad_() for x in whole)
+        sp.attention(q, k, v, **case.asked).sum().backward()
         return sum(sp.report().values())
 
     unit = ROWS * HEADS * HEAD_DIM * 4
     return sum(run_threads(size, one_rank)) / size / unit
 
 
-def main() -> None:
-    """Print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=8)
-    size = parser.parse_args().ranks
-    cases = [(HEADS, False), (HEADS, True), (2, False), (2, True)]
-    print(f"{size} ranks, {HEADS} heads of {HEAD_DIM}, float32, zigzag; torch {torch.__version__}")
-    print("| scheme | full | causal | full, 2 key heads | causal, 2 key heads |")
-    print("|---|---|---|---|---|")
+def print_table(size: int, cases: tuple[Case, ...]) -> None:
+    """Every scheme that fits, one a row."""
+    print(f"| scheme | {' | '.join(case.name for case in cases)} |")
+    print("|---" * (1 + len(cases)) + "|")
     for name, words in named_points(size).items():
         cells = []
-        for kv_heads, causal in cases:
+        for case in cases:
             try:
-                cells.append(f"{units_sent(size, words, kv_heads, causal):.1f}")
+                cells.append(f"{units_sent(size, words, case):.1f}")
             except ValueError:
                 cells.append("-")
         print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    size = parser.parse_args().ranks
+    print(f"{size} ranks, {HEADS} heads of {HEAD_DIM}, float32, zigzag; torch {torch.__version__}")
+    print_table(size, HEAD_CASES)
+    print(f"\nA causal window of a shard ({ROWS} tokens), and packed documents, causal")
+    print_table(size, near_cases(size))
 
 
 if __name__ == "__main__":
