@@ -108,6 +108,9 @@ class Pass:
     def begin(self, index: int) -> None:
         """Hand on what is held, give what others read next, and ask for what comes next."""
         step = self.plan.steps[index]
+        if index:
+            self.walking = self.arriving if step.num_rows else ()
+            self.arriving = () if step.num_rows else self.arriving
         self.mail = Mail(self.comm, f"{self.name} step {index}")
         for parcel in step.hand:
             self.mail.send(parcel, self.walking)
@@ -134,9 +137,6 @@ class Pass:
         self.land(self.moving)
         for land in self.taking:
             land()
-        self.walking = ()
-        if index + 1 < len(self.plan.steps) and self.plan.steps[index + 1].num_rows:
-            self.walking, self.arriving = self.arriving, ()
 
     def finish(self) -> tuple[Tensors, Tensors]:
         """The finished results of this rank's rows of either side."""
@@ -253,7 +253,7 @@ def run(passes: Sequence[Pass]) -> tuple[Tensors, Tensors]:
     """
     for one in passes:
         one.start()
-    for index in range(len(passes[0].plan.steps)):
+    for index in sorted({step for one in passes for step in one.plan.busy}):
         for one in passes:
             one.begin(index)
         for one in passes:

@@ -6,6 +6,7 @@ Pure: standard library only. Rows of a buffer are in sequence order; slices are 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from wf_backends.ranges import Ranges, locate, size
 from wf_backends.tiles import Tile
@@ -126,8 +127,19 @@ class Step:
         """Those of all rounds, in order."""
         return tuple(tile for one in self.rounds for tile in one.tiles)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to compute, to send or to receive."""
+        rounds = any(one != Round(()) for one in self.rounds)
+        return not (rounds or self.hand or self.take or self.give or self.get or self.partial_in)
 
-@dataclass(frozen=True, slots=True)
+    @property
+    def parts(self) -> bool:
+        """Whether partial results leave or come home after it."""
+        return bool(self.partial_out or self.home_out or self.home_in)
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """Everything that one rank does in one pass.
 
@@ -149,6 +161,13 @@ class RankPlan:
     """Positions of the walkers that are held first."""
     part: Ranges
     """Slices of this rank's shard of the side that walks which this plan is about."""
+
+    @cached_property
+    def busy(self) -> tuple[int, ...]:
+        """The steps in which something happens: under documents and windows most are empty."""
+        before = (None, *self.steps)
+        pairs = enumerate(zip(before, self.steps, strict=False))
+        return tuple(at for at, (last, one) in pairs if not one.is_idle or (last and last.parts))
 
     @property
     def gathered(self) -> tuple[Ranges, Ranges]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from wf_backends.documents import causal_work, unevenness
 from wf_backends.layout import document_zigzag, make_layout
 from wf_backends.mask import CAUSAL, Mask
+from wf_backends.ranges import intersect
 from wf_backends.tiles import area, tiles
 
 RANKS = (2, 4, 8, 16)
@@ -61,6 +62,23 @@ def test_a_long_document_is_on_as_few_ranks_as_it_takes():
     assert unevenness(layout, packed) == 0
     for document in pairwise(packed):
         assert sum(document[0] <= shard[0][0] < document[1] for shard in layout) == 2
+
+
+@pytest.mark.parametrize("kind", ("log-normal", "zipf", "giant", "equal", "tiny"))
+@pytest.mark.parametrize("n", (8, 64))
+def test_few_documents_are_cut(kind, n):
+    """Beside what a long one needs, at most two pieces a rank, one at either end."""
+    for seed in range(3):
+        packed = borders(drawn(kind, seed, total=1024 * n))
+        layout = document_zigzag(n, packed)
+        pieces = [sum(bool(intersect(shard, (d,))) for shard in layout) for d in pairwise(packed)]
+        assert sum(pieces) <= len(pieces) + 2 * (n - 1)
+
+
+def test_documents_that_come_out_even_are_not_cut():
+    packed = borders([100, 60, 40, 60, 100, 40] * 2)
+    for shard in document_zigzag(4, packed):
+        assert {edge for piece in shard for edge in piece} <= set(packed)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=12), st.sampled_from((1, 2, 3, 4, 8)))

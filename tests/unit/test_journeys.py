@@ -69,3 +69,11 @@ def test_what_is_read_much_later_is_sent_while_something_is_computed():
     assert [bool(step.get or step.take) for step in steps] == [True] + [False] * 7
     (parcel,) = steps[0].get
     assert (parcel.peer, parcel.num_rows, steps[0].more) == (0, 8, 8)
+
+
+def test_steps_in_which_nothing_happens_are_left_out():
+    layout = contiguous(8, 64)
+    mask = Mask(CAUSAL, (0, 16, *range(24, 65, 8)))
+    plans = [plan_rank(Problem(ring(8), layout, layout, mask), rank) for rank in range(8)]
+    assert [plan.busy for plan in plans[:3]] == [(0, 1), (0, 1, 7), (0, 1)]  # 1: gradients home
+    assert plan_rank(Problem(ring(8), layout, layout, Mask()), 0).busy == tuple(range(8))
