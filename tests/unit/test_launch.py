@@ -213,6 +213,21 @@ def test_one_process_alone(environ):
     assert dict(os.environ) == before and not dist.is_initialized()
 
 
+def test_after_an_error_a_group_is_left_as_it_is(environ, monkeypatch):
+    """A peer may still wait in it, and so would whoever closes it."""
+    environ()
+    first = launch.init()
+    try:
+        monkeypatch.setattr(sys, "last_value", RuntimeError("the program failed"), raising=False)
+        first._end()
+        assert dist.is_initialized()
+        monkeypatch.setattr(sys, "last_value", None)
+        first._end()
+        assert not dist.is_initialized()
+    finally:
+        first.close()
+
+
 def test_local_ranks_are_counted_over_hosts_where_no_variable_names_them():
     place = launch._with_local(Place("mpi4py", 2, 4), ["b", "a", "b", "b"])
     assert (place.local_rank, place.local_size) == (1, 3)

@@ -125,7 +125,10 @@ def test_a_row_is_sent_once_to_each_rank_that_reads_it(mask, where, queries_walk
             for parcel in away(rank, plan_rank(one, rank).walk.give)
         )
         read = sum(rows_read(one, layout, mask, queries_walk) for one in ways)
-        assert sent == read or (schedule.has_laps and sent > read), name
+        if not schedule.has_laps:
+            assert sent == read, name
+        else:  # relays on purpose
+            assert sent > read if mask is READ["window"] else sent >= read, name
 
 
 def rows_read(problem, layout, mask, queries_walk):
