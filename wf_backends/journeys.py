@@ -75,15 +75,20 @@ class Journeys:
         roles: its field `kv` names the shards that walk. home: the walkers' rows that each rank
             owns.
         wanted: [origin][step], the rows of a walker that the step's rank reads.
-        kept: bring together at first all that any step reads.
+        whole, through: see `journey`; `whole` only where walkers are gathered.
     """
 
     def __init__(
-        self, roles: Schedule, home: Layout, wanted: list[list[Ranges]], kept: bool
+        self,
+        roles: Schedule,
+        home: Layout,
+        wanted: list[list[Ranges]],
+        whole: bool = False,
+        through: bool = False,
     ) -> None:
         self.kv, self.home, self.num_ranks = roles.kv, home, roles.num_ranks
         self.paths, self.origin = roles.paths(), roles.origins()
-        whole, through = kept and roles.gathers()[1], roles.has_laps
+        whole = whole and roles.gathers()[1]
         self.ones = [
             journey(rows, [self._owned(origin, rank) for rank in path], whole, through)
             for origin, (rows, path) in enumerate(zip(wanted, self.paths, strict=True))

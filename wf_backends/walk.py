@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import inf
 from threading import Lock
 from typing import TypeVar
 
@@ -94,7 +95,9 @@ class _Derivation:
         self.num_ranks, self.num_steps = roles.num_ranks, roles.num_steps
         self.origin = roles.origins()
         self._see()
-        self.journeys = Journeys(roles, self.walk_home, self.wanted, problem.kept)
+        few_readers = self.mask.band.left < inf or self.mask.cu_seqlens is not None
+        through = roles.has_laps and not few_readers
+        self.journeys = Journeys(roles, self.walk_home, self.wanted, problem.kept, through)
         self.sharing = Sharing(roles.q, self.stay_home, self.stay_rows, self.met)
 
     def _see(self) -> None:
