@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wf_backends.config import SequenceParallelConfig
-from wf_backends.cost import FORWARD, Job, Workload
+from wf_backends.cost import FORWARD, Job, Workload, pass_cost
 from wf_backends.estimate import Estimator
 from wf_backends.mask import CAUSAL, Band, Mask
-from wf_backends.placement import divisors, in_rank_order
+from wf_backends.placement import divisors, in_rank_order, place, read_placed
 from wf_backends.planner import (
     all_plans,
     best_plan,
@@ -155,6 +155,18 @@ def test_gathered_rows_are_kept_where_memory_allows() -> None:
     assert not best_plan(least).keep
     found = all_plans(replace(request, keeps=(False, True), layers=8))
     assert found[0] == kept and any(not plan.keep for plan in found)
+
+
+def test_a_forward_whose_keys_are_kept_brings_them_all() -> None:
+    """Also those that only a later step of the forward reads: the backward finds them there."""
+    placed = read_placed({"name": "concentric", "team_size": 2, "order": [1, 0, 2]}, 8)
+    workload = Workload(SHAPE, 8192, Mask(CAUSAL))
+    request = Request(cluster(2, 4), workload, degrees=(1,), keeps=(True,))
+    request = replace(request, forward=(placed,), backward=(placed,))
+    job, schedule = Job(workload, request.topology), place(placed, 8)
+    kept, again = (pass_cost(job, schedule, replace(FORWARD, keep=keep)) for keep in (True, False))
+    assert best_plan(request).forward.cost == kept
+    assert kept.nic_bytes > again.nic_bytes
 
 
 def test_a_call_keeps_as_many_layers_as_fit() -> None:
