@@ -11,11 +11,11 @@ import pytest
 from tests.helpers import ROOT
 from tests.integrations.colossalai_jobs import (
     Results,
+    assert_as_near_as_bfloat16,
     assert_gradients,
     assert_losses,
     assert_weights,
     needs_colossalai,
-    relative,
     run_cases,
 )
 
@@ -141,10 +141,7 @@ def test_gradients_are_those_of_one_process(results: Results, name: str) -> None
 
 @pytest.mark.parametrize("name", [*HALF, "resumed_zero1"])
 def test_bfloat16_stays_within_the_error_of_bfloat16(results: Results, name: str) -> None:
-    wide, narrow = results[name]["expected"]["losses"], results[name]["bf16"]
-    error = max(map(relative, narrow, wide))
-    assert error > 1e-4, "bfloat16 without sequence parallelism has no error to compare with"
-    assert_losses(results[name], 2 * error)
+    assert_as_near_as_bfloat16(results[name])
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
