@@ -26,7 +26,7 @@ from wf_backends.mail import (
     span,
 )
 from wf_backends.ranges import Ranges, intersect, join, size, union
-from wf_backends.rankplan import Exchange, Parcel, Parcels, RankPlan, Round, Stay, Step
+from wf_backends.rankplan import Exchange, Parcel, Parcels, RankPlan, Round, Stay, Step, met
 from wf_backends.tiles import Tile
 
 
@@ -116,8 +116,7 @@ class Pass:
             self.mail.send(parcel, self.walking)
         self.taking = self._fill(self.mail, step, step.take)
         self.land = self._part(self.mail, index - 1, step)
-        self._post(self.mail)
-        self._give(step)
+        self._give(step, met(step, self.plan.steps[index - 1] if index else None))
         self.moving = self.work.walk.prepare(step.num_rows, step.blank)
 
     def compute(self, index: int) -> None:
@@ -129,10 +128,10 @@ class Pass:
                 self._compute(one, self.walking)
             self._return(one.home)
 
-    def end(self, index: int) -> None:
+    def end(self) -> None:
         """Wait until what comes next is there."""
         self._wait(self.mail)
-        if self.plan.steps[index].get:
+        if self.gets:
             self._wait(self.given)
         self.land(self.moving)
         for land in self.taking:
@@ -153,15 +152,21 @@ class Pass:
             for mail in self.flying:
                 mail.poll()
 
-    def _give(self, step: Step) -> None:
-        """Send own rows to whoever reads them next, and ask for what this rank reads next.
+    def _give(self, step: Step, hop: set[int]) -> None:
+        """Post the hop; send own rows to whoever reads them next, and ask for what this rank does.
 
-        Who only gives does not wait for it.
+        Who only gives does not wait for it, unless it goes to a peer of the hop.
         """
         self.given = Mail(self.comm, self.mail.label)
+        hop.add(self.comm.rank)
         for parcel in step.give:
-            self.given.send(parcel, self.walkers)
-        self.taking += self._fill(self.given, step, step.get)
+            mail = self.mail if parcel.peer in hop else self.given
+            mail.send(parcel, self.walkers)
+        for parcel in step.get:
+            mail = self.mail if parcel.peer in hop else self.given
+            self.taking += self._fill(mail, step, (parcel,))
+        self.gets = any(parcel.peer not in hop for parcel in step.get)
+        self._post(self.mail)
         self._post(self.given)
 
     def _fill(self, mail: Mail, step: Step, parcels: Parcels) -> list[Callable[[], None]]:
@@ -259,7 +264,7 @@ def run(passes: Sequence[Pass]) -> tuple[Tensors, Tensors]:
         for one in passes:
             one.compute(index)
         for one in passes:
-            one.end(index)
+            one.end()
     results = [one.finish() for one in passes]
     if len(results) == 1:
         return results[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from wf_backends.rankplan import Parcel, RankPlan, Step
+from wf_backends.rankplan import Parcel, RankPlan, Step, met
 from wf_backends.tiles import Tile
 from wf_backends.traffic import RowBytes
 
@@ -25,7 +25,7 @@ class RankPhase:
     tiles: tuple[tuple[Tile, ...], ...] = ()
     leaves: tuple[Messages, ...] = ()
     gives: Messages = field(default_factory=list)
-    """What others read next, sent behind the hop; who gets nothing then does not wait for it."""
+    """What others read next, sent apart from the hop; who gets nothing so does not wait for it."""
 
 
 def rank_phases(plan: RankPlan, rows: RowBytes, name: str) -> Iterator[RankPhase]:
@@ -47,13 +47,16 @@ def rank_phases(plan: RankPlan, rows: RowBytes, name: str) -> Iterator[RankPhase
     yield RankPhase(f"{name} gather", messages(plan.walk.give, rows.walk_gathered))
     before: Step | None = None
     for index, step in enumerate(plan.steps):
+        hop = met(step, before)
+        along = [parcel for parcel in step.give if parcel.peer in hop]
+        apart = [parcel for parcel in step.give if parcel.peer not in hop]
         yield RankPhase(
             f"{name} step {index}",
-            hop=messages(step.hand, rows.walk) + partials(before),
+            hop=messages((*step.hand, *along), rows.walk) + partials(before),
             fetches=tuple(messages(one.fetch.send, rows.stay_gathered) for one in step.rounds),
             tiles=tuple(one.tiles for one in step.rounds),
             leaves=tuple(messages(one.home.send, rows.stay_partial) for one in step.rounds),
-            gives=messages(step.give, rows.walk),
+            gives=messages(apart, rows.walk),
         )
         before = step
     yield RankPhase(f"{name} home", partials(before))

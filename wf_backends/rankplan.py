@@ -139,6 +139,19 @@ class Step:
         return bool(self.partial_out or self.home_out or self.home_in)
 
 
+def met(step: Step, before: Step | None) -> set[int]:
+    """Peers of a step's hop, either way: what is handed on, and the last partial results.
+
+    What owners give to or get from one of them goes with the hop, since a link that carries one
+    way a long message in another post does not even ask for what comes the other way.
+    """
+    parcels = [*step.hand, *step.take]
+    if before is not None:
+        parcels += (*before.home_out, *before.home_in)
+        parcels += [one for one in (before.partial_out, step.partial_in) if one]
+    return {parcel.peer for parcel in parcels}
+
+
 @dataclass(frozen=True)
 class RankPlan:
     """Everything that one rank does in one pass.
