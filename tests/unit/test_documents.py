@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wf_backends import documents
 from wf_backends.documents import causal_work, unevenness
 from wf_backends.layout import document_zigzag, make_layout
 from wf_backends.mask import CAUSAL, Mask
@@ -73,6 +74,17 @@ def test_few_documents_are_cut(kind, n):
         layout = document_zigzag(n, packed)
         pieces = [sum(bool(intersect(shard, (d,))) for shard in layout) for d in pairwise(packed)]
         assert sum(pieces) <= len(pieces) + 2 * (n - 1)
+
+
+def test_a_little_unevenness_spares_documents(monkeypatch):
+    def pieces():
+        shards = documents.deal_documents.__wrapped__(16, packed)
+        return sum(bool(intersect(shard, (d,))) for shard in shards for d in pairwise(packed))
+
+    packed = borders(drawn("zipf", 0))
+    spared = pieces()
+    monkeypatch.setattr(documents, "STRICTER", (0.0,))
+    assert spared < pieces()
 
 
 def test_documents_that_come_out_even_are_not_cut():
