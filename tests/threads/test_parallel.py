@@ -191,6 +191,15 @@ def test_what_was_gathered_may_be_kept(route, keep):
     assert run_attend(words, 8, 4, {"window_size": (20, 0)}, topology)[0] < 1e-10
 
 
+@pytest.mark.parametrize("moves", ("keys", "queries"))
+def test_keys_are_kept_that_only_later_steps_of_the_forward_read(moves):
+    route = {"name": "concentric", "team_size": 2}
+    words = {"sequence_parallel_size": 8, "route": route, "keep_gathered": True}
+    words |= {"backward_moves": moves, "layout": "contiguous"}
+    topology = from_dict(bytes_count(0.01)).with_ranks(8)
+    assert run_attend(words, 8, 4, {"window_size": (20, 0)}, topology)[0] < 1e-10
+
+
 def test_an_auto_degree_around_a_named_route():
     route = {"name": "concentric", "team_size": 2}
     words = {"sequence_parallel_size": 8, "route": route, "ulysses_degree": "auto"}
