@@ -168,10 +168,6 @@ class RankPlan:
     steps: tuple[Step, ...]
     blank: Ranges
     """As in Step, of the side that stays."""
-    stay_rows: Ranges
-    """Positions of the rows that stay."""
-    walk_rows: Ranges
-    """Positions of the walkers that are held first."""
     part: Ranges
     """Slices of this rank's shard of the side that walks which this plan is about."""
 
@@ -181,9 +177,3 @@ class RankPlan:
         before = (None, *self.steps)
         pairs = enumerate(zip(before, self.steps, strict=False))
         return tuple(at for at, (last, one) in pairs if not one.is_idle or (last and last.parts))
-
-    @property
-    def gathered(self) -> tuple[Ranges, Ranges]:
-        """(queries, keys) that are brought together before the walk."""
-        stay, walk = self.stay_rows, self.walk_rows
-        return (walk, stay) if self.queries_walk else (stay, walk)

@@ -148,8 +148,6 @@ class _Derivation:
             walk=self.journeys.gather(rank),
             steps=steps,
             blank=subtract(((0, size(self.stay_rows[rank])),), stay.written),
-            stay_rows=self.stay_rows[rank],
-            walk_rows=self.journeys.held(0, rank),
             part=locate(self.walk_home[rank], self.walkers[rank]),
         )
 
