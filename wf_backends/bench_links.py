@@ -30,9 +30,11 @@ GPU_TILES = (1024, 8192)
 SMALLEST, LARGEST = 1 << 16, 1 << 24  # bytes of one message
 GROWTH = 4
 LONG_S = 0.8  # how long a message takes that a rate is measured by, if it need not be larger
+SHORT_S = 0.2  # one inside a host, where nobody shapes the link
 ROUGH_S = 0.1  # one that is only compared with others
 REPEATS = 5
 FEW = 3  # of what varies little
+MIDDLE = 7  # of what the median is taken of
 ENOUGH_S = 1.0  # what took this long is not repeated more than once
 ROUNDS = 20  # exchanges in a row, of which one's latency is taken
 
@@ -94,24 +96,29 @@ class Meter:
 
         return self.seconds(work, repeats)
 
-    def link(self, peers: Peers, long_s: float = LONG_S) -> Link:
-        """Latency of a few bytes; the rate from a message of `long_s` seconds and a shorter one.
+    def latency(self, peers: Peers) -> float:
+        """Seconds of one more exchange of a few bytes in a row, as the hops of a pass are.
 
-        The latency is that of one more exchange in a row, as the hops of a pass are: the ranks do
-        not start together, which must not count each time. What a longer message takes more is
-        free of latency, and of bursts that a shaped link lets through at once.
+        The ranks do not start together, which must not count each time.
         """
         first, row = (self.exchange(peers, 4, rounds, FEW) for rounds in (1, 1 + ROUNDS))
-        latency = max(row - first, first / ROUNDS) / ROUNDS
+        return max(row - first, first / ROUNDS) / ROUNDS
+
+    def rate(self, peers: Peers, long_s: float = LONG_S) -> float:
+        """Bytes a second, from a message of `long_s` seconds and a shorter one.
+
+        What the longer one takes more is free of latency, and of bursts that a shaped link lets
+        through at once.
+        """
         long = self._bytes_for(peers, long_s)
         short = long // GROWTH
-        took, before = (self.exchange(peers, num_bytes) for num_bytes in (long, short))
-        return Link(latency, (long - short) / max(took - before, took / 10))
+        took, before = (self.exchange(peers, size) for size in (long, short))
+        return (long - short) / max(took - before, took / 10)
 
     def _bytes_for(self, peers: Peers, long_s: float) -> int:
         """The size of a message that takes about `long_s` seconds, or the largest."""
         num_bytes, took = SMALLEST, self.exchange(peers, SMALLEST, repeats=1)
-        while GROWTH * took < long_s and num_bytes < LARGEST:
+        while GROWTH**2 * took < long_s and num_bytes < LARGEST:
             num_bytes *= GROWTH
             took = self.exchange(peers, num_bytes, repeats=1)
         return min(LARGEST, int(num_bytes * max(1.0, long_s / took)))
@@ -163,7 +170,7 @@ def _exchange(meter: Meter, per_host: int) -> float:
     def work() -> object:
         return heads_for_tokens((x, x, x), (trade, trade, trade), host, "bench")
 
-    times = meter.times(work, 2 * REPEATS + 1)
+    times = meter.times(work, MIDDLE)
     comm.sent.clear()
     comm.sent.update(counted)  # no traffic of the job's
     return median(times)
@@ -177,7 +184,7 @@ def _agreement(meter: Meter) -> float:
     if not meter.comm.on_host:
         return 0.0
     header = torch.zeros(HEADER, dtype=torch.int64)
-    return median(meter.times(lambda: gather_small(meter.comm, header), 2 * REPEATS + 1))
+    return median(meter.times(lambda: gather_small(meter.comm, header), MIDDLE))
 
 
 def _inside(meter: Meter, per_host: int) -> Link:
@@ -185,21 +192,20 @@ def _inside(meter: Meter, per_host: int) -> Link:
     rank = meter.comm.rank
     first = rank // per_host * per_host
     after, before = (first + (rank + by - first) % per_host for by in (1, -1))
-    return meter.link((after, before))
+    return Link(meter.latency((after, before)), meter.rate((after, before), SHORT_S))
 
 
 def _between(meter: Meter, per_host: int) -> tuple[Link, int]:
     """One NIC's link, and how many NICs a host has: first one rank of a host sends, then all."""
     rank, size = meter.comm.rank, meter.comm.size
     peers = (rank + per_host) % size, (rank - per_host) % size
+    first = (None, None) if rank % per_host else peers
+    latency, together = meter.latency(first), meter.rate(peers)
     if per_host == 1:
-        return meter.link(peers), 1
-    alone = meter.link((None, None) if rank % per_host else peers, ROUGH_S)
-    together = meter.link(peers)
-    gain = per_host * together.bytes_per_s / alone.bytes_per_s
+        return Link(latency, together), 1
+    gain = per_host * together / meter.rate(first, ROUGH_S)
     nics = nearest_divisor(per_host, gain)
-    rate = together.bytes_per_s * per_host / nics
-    return Link(alone.latency_s, rate), nics
+    return Link(latency, together * per_host / nics), nics
 
 
 def nearest_divisor(n: int, value: float) -> int:
