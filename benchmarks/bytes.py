@@ -45,7 +45,7 @@ HEAD_CASES = (
 def near_cases(size: int) -> tuple[Case, ...]:
     """Masks under which most pairs of shards have nothing to do with each other."""
     window = {"causal": True, "window_size": (ROWS, 0)}
-    packed = {"causal": True, "cu_seqlens": drawn_documents(size * ROWS)}
+    packed = {"causal": True, "cu_seqlens": drawn_documents(size * ROWS, ROWS / 2)}
     return (
         Case("window, contiguous", window, layout="contiguous"),
         Case("window, zigzag", window),
@@ -55,10 +55,10 @@ def near_cases(size: int) -> tuple[Case, ...]:
     )
 
 
-def drawn_documents(tokens: int) -> tuple[int, ...]:
-    """Borders of packed documents, the same in every run."""
+def drawn_documents(tokens: int, median: float) -> tuple[int, ...]:
+    """Borders of packed documents of log-normal lengths, the same in every run."""
     draw = random.Random(0)
-    lengths = (1 + int(draw.lognormvariate(0, 1) * ROWS / 2) for _ in range(tokens))
+    lengths = (1 + int(draw.lognormvariate(0, 1) * median) for _ in range(tokens))
     borders = (border for border in accumulate(lengths) if border < tokens)
     return (0, *borders, tokens)
 

@@ -33,15 +33,19 @@ class Case:
     heads: int
     rate: str = "20mbit"
     seqlen: int = 4096
+    documents: int = 0
+    """Median tokens of packed documents; 0 = one."""
 
     @property
     def name(self) -> str:
-        return f"{self.hosts}x{self.per_host}-{self.nics}-{self.heads}h"
+        packed = "-packed" if self.documents else ""
+        return f"{self.hosts}x{self.per_host}-{self.nics}-{self.heads}h{packed}"
 
     def command(self, out: Path, rest: list[str]) -> list[str]:
         lab = [str(HERE / "lab_hosts.sh"), str(self.hosts), str(self.per_host), self.nics]
         program = [sys.executable, str(HERE / "lab_rank.py"), "--out", str(out)]
         model = ["--heads", str(self.heads), "--seqlen", str(self.seqlen)]
+        model += ["--documents", str(self.documents)]
         return [*lab, self.rate, *program, *model, *rest]
 
 
@@ -51,6 +55,7 @@ CASES = (
     *(Case(*size, "host", heads=4, rate="60mbit") for size in SIZES),
     Case(4, 2, "rank", heads=2),
     Case(4, 2, "rank", heads=8, seqlen=2048),  # as many as ranks: Ulysses can run
+    *(Case(4, 2, nics, heads=4, documents=128) for nics in ("rank", "host")),
 )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bytes import drawn_documents
 from lab_schemes import Scheme, attention_of, schemes
 from lab_timeline import Timeline, phases, predicted
 from torch import Tensor
@@ -29,14 +30,14 @@ from wf_backends.agree import sum_over_ranks
 from wf_backends.bench_links import measure
 from wf_backends.comm import make_comm
 from wf_backends.commands.options import Model
+from wf_backends.cost import Workload
 from wf_backends.layout import make_layout
 from wf_backends.plans import Request
 from wf_backends.shards import positions
-from wf_backends.topology import Topology
 
 Step = Callable[[], tuple[Tensor, ...]]  # returns out, dq, dk, dv of this rank's rows
 TOLERANCE = 1e-4  # of float32, relative to the largest value
-EXACT_UP_TO = 64  # every prediction counts every message
+COUNTED = 64  # ranks up to which every prediction counts every message
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kv-heads", type=int, default=0, help="0 = as many as heads")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--seqlen", type=int, default=4096)
+    parser.add_argument("--documents", type=int, default=0, help="median tokens; 0 = one document")
     parser.add_argument("--repeats", type=int, default=3, help="after one that is not counted")
     parser.add_argument("--only", nargs="*", help="names of schemes; all if none is given")
     parser.add_argument("--out", type=Path, required=True, help="the JSON file that rank 0 writes")
@@ -75,14 +77,15 @@ def parse() -> argparse.Namespace:
 def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
     """The figures of one case, as JSON."""
     model = Model(args.heads, args.kv_heads, args.head_dim, args.seqlen, dtype="float32")
+    workload = packed(model.workload(), args.documents)
     per_host = int(os.environ["LOCAL_WORLD_SIZE"])
     hosts = [f"host {rank // per_host}" for rank in range(comm.size)]
     cluster = measure(comm, hosts, torch.device("cpu"))
-    found = [schemes_of(model, cluster) if comm.rank == 0 else None]
+    found = [schemes(Request(cluster, workload, exact_up_to=COUNTED)) if comm.rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
     assert found[0] is not None
     compared = [s for s in found[0] if not args.only or s.name in args.only]
-    steps = [step_of(scheme, model, comm) for scheme in compared]
+    steps = [step_of(scheme, workload, comm) for scheme in compared]
     check_same(comm, steps)
     runs = take_turns(comm, steps, args.repeats)
     return {
@@ -91,6 +94,7 @@ def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
         "nics": os.environ["LAB_NICS"],
         "rate": os.environ["LAB_RATE"],
         "model": asdict(model),
+        "documents": len(workload.mask.cu_seqlens or ()),
         "machine": machine(),
         "load": os.getloadavg()[0],
         "topology": cluster.to_dict(),
@@ -98,9 +102,13 @@ def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
     }
 
 
-def schemes_of(model: Model, cluster: Topology) -> list[Scheme]:
-    request = Request(cluster, model.workload())
-    return schemes(replace(request, exact_up_to=EXACT_UP_TO), request)
+def packed(workload: Workload, median: int) -> Workload:
+    """The workload, cut into documents of drawn lengths if their median is given."""
+    if not median:
+        return workload
+    borders = drawn_documents(workload.seqlen, median)
+    mask = replace(workload.mask, cu_seqlens=borders)
+    return replace(workload, mask=mask, layout="document_zigzag")
 
 
 def figures(scheme: Scheme, runs: list[Run]) -> dict[str, Any]:
@@ -117,19 +125,19 @@ def figures(scheme: Scheme, runs: list[Run]) -> dict[str, Any]:
     }
 
 
-def step_of(scheme: Scheme, model: Model, comm: Timeline) -> Step:
+def step_of(scheme: Scheme, workload: Workload, comm: Timeline) -> Step:
     """A forward and a backward on rows that are the same in every scheme."""
-    sp = attention_of(scheme.plan, model.layout, comm)
-    rows = positions(make_layout(model.layout, comm.size, model.seqlen, None)[comm.rank])
+    sp = attention_of(scheme.plan, workload.layout, comm)
+    borders, seqlen, shape = workload.mask.cu_seqlens, workload.seqlen, workload.shape
+    rows = len(positions(make_layout(workload.layout, comm.size, seqlen, borders)[comm.rank]))
     generator = torch.Generator().manual_seed(comm.rank)
-    heads = [model.heads, *2 * [model.kv_heads or model.heads], model.heads]
-    shapes = [(model.batch, len(rows), count, model.head_dim) for count in heads]
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    shapes = [(shape.batch, rows, count, shape.head_dim) for count in heads]
     q, k, v, dout = (torch.randn(shape, generator=generator) for shape in shapes)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    window = (model.window, -1)
 
     def step() -> tuple[Tensor, ...]:
-        out = sp.attention(q, k, v, model.causal, window, seqlen=model.seqlen)
+        out = sp.attention(q, k, v, causal=True, cu_seqlens=borders, seqlen=seqlen)
         return (out.detach(), *torch.autograd.grad(out, inputs, dout))
 
     return step

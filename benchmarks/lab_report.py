@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lab_schemes import AGAIN, AUTO, BASELINES, RING
+from lab_schemes import AGAIN, AUTO, BASELINES, RING, UNTOLD
 
 CLOSE = 0.10  # how far a prediction may be from the measured time
 NEAR_BEST = 1.05  # auto's time over that of the fastest scheme, at most
@@ -25,8 +25,9 @@ float32, causal, zigzag, head_dim 64.
 Named schemes are as a config names them: rank order, the same route in both passes, keys walking.
 `auto` is the planner's choice of head split, routes, placements, walking side and of what stays in
 memory from the forward to the backward ("keep_gathered": "auto"); `auto, gathers again` keeps
-nothing. Predictions know the topology that `bench-links` measures at the start of a case, and
-nothing else.
+nothing. Packed documents are of drawn lengths, on the layout document_zigzag; `auto` is told of
+which kind they are, `auto, one document` that there is one. Predictions know the topology that
+`bench-links` measures at the start of a case, and nothing else.
 
 Seconds are the slowest rank's, median of {repeats} after one step that is not counted, schemes
 taking turns; spread is (largest - smallest) / median, ratio measured / predicted. MB go through the
@@ -49,11 +50,14 @@ def case_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
     model, words = case["model"], case["topology"]
     between, inside = words["between"], words["inside"]
     (kernel, rate), *_ = words["kernels"].items()
+    several = case.get("documents", 0)
+    packed = f" in {several - 1} documents" if several else ""
     yield f"## {name}\n"
     yield (
         f"{case['hosts']} hosts x {case['ranks_per_host']} ranks, one NIC a {case['nics']} at "
-        f"{case['rate']}, {model['seqlen']} tokens, {model['heads']} heads. {case['machine']}, "
-        f"load {case['load']:.1f} before. Measured topology: {words['nics_per_host']} NICs a host, "
+        f"{case['rate']}, {model['seqlen']} tokens{packed}, {model['heads']} heads. "
+        f"{case['machine']}, load {case['load']:.1f} before. "
+        f"Measured topology: {words['nics_per_host']} NICs a host, "
         f"{1e3 * between['gigabits_per_s']:.1f} Mbit/s and {between['latency_us']:.0f} us between "
         f"hosts, {inside['gigabits_per_s']:.1f} Gbit/s and {inside['latency_us']:.0f} us inside, "
         f"{kernel} {1e3 * rate['forward_tflops']:.1f} and {1e3 * rate['backward_tflops']:.1f} "
@@ -72,7 +76,7 @@ def case_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
             f"{took:.2f} | {100 * spread(scheme):.0f} % | {took / expected:.2f} | "
             f"{scheme['predicted_nic_bytes'] / 1e6:.1f} | {megabytes(scheme):.1f} |"
         )
-    for name in (AUTO, AGAIN):
+    for name in (AUTO, AGAIN, UNTOLD):
         if name in by_name(case):
             yield f"\n`{name}`: {by_name(case)[name]['plan']}"
 
@@ -109,7 +113,8 @@ def verdicts(case: Mapping[str, Any]) -> list[str]:
     nearest = min(others, key=others.__getitem__)
     ring, gain = (t / times[AUTO] for t in (times[RING], others[nearest]))
     ring_again, gain_again = (t / times[AGAIN] for t in (times[RING], others[nearest]))
-    counts = case["nics"] == "rank" and case["model"]["heads"] < len(ranks(case))
+    few_heads = case["model"]["heads"] < len(ranks(case))
+    counts = case["nics"] == "rank" and few_heads and not case.get("documents")
     return [
         f"{ratios[off]:.2f} ({off}): {holds(inside == len(ratios))}",
         f"{inside} of {len(ratios)}",

@@ -2,7 +2,8 @@
 
 A named scheme is what a config names: its parts in rank order, the same route forward and
 backward, keys walking. `auto` is the planner's own choice for the same call, in which the backward
-may find what the forward gathered still in memory.
+may find what the forward gathered still in memory. Of packed documents it is told what a call tells
+it: of which kind they are.
 """
 
 from __future__ import annotations
@@ -14,14 +15,17 @@ from typing import Any
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
 from wf_backends.cost import Job
+from wf_backends.mask import Mask
 from wf_backends.placement import divisors, in_rank_order
 from wf_backends.planner import best_plan, legal_degrees, price_plan
-from wf_backends.plans import Plan, Request
+from wf_backends.plans import EXACT_UP_TO, Plan, Request
 from wf_backends.search import Pricing
+from wf_backends.typical import typical_documents
 
 RING = "ring"
 AUTO = "auto"
 AGAIN = "auto, gathers again"  # in the backward, whatever the memory
+UNTOLD = "auto, one document"  # as if nobody had told it that there are many
 BASELINES = ("USP", "double ring")  # schemes whose names begin so
 
 
@@ -42,21 +46,33 @@ class Scheme:
         return f"{degree}{plan.forward.placed} | {plan.backward.placed}{walk}{kept}"
 
 
-def schemes(request: Request, automatic: Request) -> list[Scheme]:
+def schemes(request: Request) -> list[Scheme]:
     """Every named scheme that the ranks and heads allow, and `auto`, priced alike.
 
     Args:
-        request: by which all are priced.
-        automatic: what the planner is asked for.
+        request: by which all are priced, message by message, with the real documents.
     """
     found: list[Scheme] = []
     for name, degree, size, route in named(request):
         placed = in_rank_order(route, size)
         found.append(Scheme(name, price_plan(request, degree, placed, placed)))
-    for name, keeps in ((AGAIN, (False,)), (AUTO, (False, True))):
-        best = best_plan(replace(automatic, keeps=keeps))
-        found.append(Scheme(name, priced_alike(request, best)))
+    for name, asked in questions(replace(request, exact_up_to=EXACT_UP_TO)):
+        found.append(Scheme(name, priced_alike(request, best_plan(asked))))
     return found
+
+
+def questions(request: Request) -> Iterator[tuple[str, Request]]:
+    """What the planner is asked, by the name of its answer."""
+    workload = request.workload
+    band, borders = workload.mask.band, workload.mask.cu_seqlens
+    told = request
+    if borders is not None:
+        one = replace(request, workload=replace(workload, mask=Mask(band), layout="zigzag"))
+        yield UNTOLD, replace(one, keeps=(False, True))
+        kind = typical_documents(borders, workload.seqlen, request.topology.size)
+        told = replace(request, workload=replace(workload, mask=Mask(band, kind))) if kind else one
+    yield AGAIN, replace(told, keeps=(False,))
+    yield AUTO, replace(told, keeps=(False, True))
 
 
 def priced_alike(request: Request, plan: Plan) -> Plan:

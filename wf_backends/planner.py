@@ -28,6 +28,7 @@ from wf_backends.mask import Mask
 from wf_backends.placement import Placed, divisors, read_placed
 from wf_backends.plans import (
     BACKWARDS,
+    EXACT_UP_TO,
     Choice,
     Order,
     PassPlan,
@@ -41,6 +42,7 @@ from wf_backends.presets import one_host
 from wf_backends.search import Pricing, best_of, candidates_of, kept_plans, passes
 from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
+from wf_backends.typical import typical_documents
 
 _PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
 
@@ -190,9 +192,9 @@ def plan_call(
     """The plan of an attention call, for what a config leaves to "auto".
 
     The layout is the config's. Where route is "auto" and backward_route is not named, both are
-    chosen apart. So that the choice does not change from batch to batch, documents are left out
-    of the prediction (a layout that follows from them is as even as a zigzag), and the sequence is
-    taken to be up to an eighth longer than it is (see `_similar`).
+    chosen apart. So that batches that are alike share a plan, the sequence is taken to be up to an
+    eighth longer than it is (see `_similar`), and its documents to be drawn ones of their kind
+    (typical.py). Where messages are not counted one by one, documents are left out.
 
     Args:
         shape: batch, heads and kv_heads before the Ulysses exchange.
@@ -204,8 +206,9 @@ def plan_call(
         ValueError: if no plan fits the topology's memory or the heads.
     """
     keys = None if keys in (None, seqlen) else _similar(keys)
+    seqlen = _similar(seqlen)
     with _PLANNING:
-        return _plan_call(config, shape, _similar(seqlen), Mask(mask.band), topology, keys)
+        return _plan_call(config, shape, seqlen, _alike(config, mask, seqlen), topology, keys)
 
 
 @lru_cache(maxsize=64)
@@ -218,7 +221,8 @@ def _plan_call(
     keys: int | None,
 ) -> Plan:
     size, moves = config.sequence_parallel_size, config.backward_moves
-    layout = "zigzag" if LAYOUTS[config.layout].needs_documents else config.layout
+    cut = mask.cu_seqlens is None and LAYOUTS[config.layout].needs_documents
+    layout = "zigzag" if cut else config.layout  # as even as one that follows from documents
     forward, backward = (_named(route, config) for route in _both_routes(config))
     request = Request(
         (topology or one_host(size)).with_ranks(size),
@@ -231,6 +235,14 @@ def _plan_call(
         layers=config.kept_layers,
     )
     return best_plan(request)
+
+
+def _alike(config: SequenceParallelConfig, mask: Mask, seqlen: int) -> Mask:
+    """What stands for the mask and for all that are like it."""
+    size, borders = config.sequence_parallel_size, mask.cu_seqlens
+    if borders is None or size > EXACT_UP_TO:
+        return Mask(mask.band)
+    return Mask(mask.band, typical_documents(borders, seqlen, size))
 
 
 def _similar(seqlen: int) -> int:

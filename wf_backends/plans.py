@@ -19,6 +19,7 @@ from wf_backends.topology import Topology
 BACKWARDS: Mapping[str, Walk] = MappingProxyType(
     {"keys": BACKWARD_KEYS, "queries": BACKWARD_QUERIES}
 )
+EXACT_UP_TO = 8  # ranks, by default
 DIGITS = 3  # of predicted seconds that count; what is as fast is told apart by other merits
 
 
@@ -41,7 +42,7 @@ class Request:
     """Whether what the forward gathers may be kept for the backward: then both take one route."""
     layers: int = 1
     """Attention layers that keep it at the same time."""
-    exact_up_to: int = 8
+    exact_up_to: int = EXACT_UP_TO
     """Ranks up to which every message is counted."""
 
     @property

@@ -1,0 +1,47 @@
+"""What documents a packed sequence is planned for: not its own, but of a kind with them.
+
+Pure: standard library only, and the same on every rank. A plan is chosen once for every kind, of
+which a training run meets a few. Documents of one length would be a bad kind: they fit their ranks
+too well, so that no route seems to send anything.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from random import Random
+
+LENGTHS = (1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 8, 8, 9, 10, 10, 11, 12, 13, 14, 16)
+LENGTHS += (17, 19, 21, 23, 26, 29, 34, 41, 53, 86)
+"""Quantiles of a log-normal distribution with sigma = 1, in tenths of its median."""
+FEWEST = 3
+"""Halvings of the sequence down to the documents' mean length: with fewer it matters where each
+document begins."""
+SHORTEST = 32
+"""Parts of a shard, down to which lengths tell kinds apart: shorter documents hardly ever leave
+their rank."""
+
+
+def typical_documents(
+    cu_seqlens: tuple[int, ...], seqlen: int, size: int
+) -> tuple[int, ...] | None:
+    """Borders of documents drawn so that their mean length, as tokens see it, is the given ones'.
+
+    Lengths count to the next power of two.
+
+    Args:
+        cu_seqlens: the borders of the real documents. seqlen: where the result ends, about where
+            the real ones do. size: the ranks.
+
+    Returns:
+        None where there are so few documents that no others stand for them.
+    """
+    squares = sum((stop - start) ** 2 for start, stop in pairwise(cu_seqlens))
+    halvings = (cu_seqlens[-1] ** 4 // squares**2).bit_length() // 2  # log2(S / mean), rounded
+    if halvings < FEWEST:
+        return None
+    halvings = min(halvings, (SHORTEST * size).bit_length() - 1)
+    draw, lengths = Random(0), list[int]()
+    while sum(lengths) ** 2 <= sum(length**2 for length in lengths) << halvings:
+        lengths.append(LENGTHS[int(draw.random() * len(LENGTHS))])
+    ends, whole = accumulate(lengths), sum(lengths)
+    return tuple(sorted({0, *(seqlen * end // whole for end in ends)}))
