@@ -1,11 +1,12 @@
-"""Plans for packed documents: told of one document, told of their kind, told of the documents.
+"""Plans for packed documents, by how much the planner is told of them.
 
     python benchmarks/kinds.py
 
-Predicted seconds on the real documents, over those of the best plan for them: what it costs that
-the planner is told less, so that batches which are alike share a plan. 8 ranks, 32 heads of 128,
+Predicted milliseconds on the real documents of the plan that a call gets if it has one document,
+of the plan that it gets, which goes by the kind of its documents, and of the best plan for these
+very documents (looked for among all of up to 8 ranks). 32 heads of 128, 8,192 tokens a rank,
 causal, layout document_zigzag, log-normal lengths (sigma = 1) of the given median; geometric means
-over drawn batches and, in brackets, the worst of them.
+over drawn batches.
 """
 
 from __future__ import annotations
@@ -17,73 +18,69 @@ from dataclasses import replace
 from itertools import accumulate
 from statistics import geometric_mean
 
+from wf_backends.calls import plan_call
+from wf_backends.config import SequenceParallelConfig
 from wf_backends.cost import Workload
 from wf_backends.mask import CAUSAL, Mask
-from wf_backends.planner import best_plan, price_plan
-from wf_backends.plans import Plan, Request
+from wf_backends.planner import best_plan, price_again
+from wf_backends.plans import EXACT_UP_TO, Plan, Request
 from wf_backends.presets import PRESETS
 from wf_backends.traffic import Shape
-from wf_backends.typical import typical_documents
 
-RANKS, TOKENS = 8, 65536
+SHARD = 8192
 MEDIANS = (512, 1024, 2048, 4096)
 CLUSTERS = ("h100-8x400g", "a100-4x-100gbe")
+LAYOUT = "document_zigzag"
+HEAD = "cluster", "ranks", "key heads", "median", "one document", "by kind", "best", "gain"
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--ranks", default="8,16,32", help="separated by commas")
     args = parser.parse_args()
-    print("| cluster | key heads | median | told of one document | told of their kind | kinds |")
-    print("|---|---|---|---|---|---|")
+    print(f"| {' | '.join(HEAD)} |\n{'|---' * len(HEAD)}|")
     for name in CLUSTERS:
-        for kv_heads in (8, 32):
-            request = Request(
-                PRESETS[name].with_ranks(RANKS),
-                Workload(Shape(1, 32, kv_heads, 128, 2), TOKENS, Mask(CAUSAL)),
-            )
-            one = best_plan(request)
-            for median in MEDIANS:
-                cells = row(request, one, median, args.batches)
-                print(f"| {name} | {kv_heads} | {median} | {' | '.join(cells)} |", flush=True)
+        for ranks in map(int, args.ranks.split(",")):
+            for kv_heads in (8, 32):
+                workload = Workload(Shape(1, 32, kv_heads, 128, 2), SHARD * ranks, Mask(CAUSAL))
+                request = Request(PRESETS[name].with_ranks(ranks), workload)
+                for median in MEDIANS:
+                    cells = [name, str(ranks), str(kv_heads), str(median)]
+                    cells += row(request, median, args.batches)
+                    print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def row(request: Request, one: Plan, median: int, batches: int) -> Iterator[str]:
-    """Told of one document, told of their kind, and how many kinds there were."""
-    untold: list[float] = []
-    told: list[float] = []
-    plans: dict[tuple[int, ...] | None, Plan] = {None: one}
+def row(request: Request, median: int, batches: int) -> Iterator[str]:
+    """Milliseconds of the three plans, and the first over the second."""
+    times: list[tuple[float, float, float]] = []
     for seed in range(100, 100 + batches):
-        borders = drawn(median, seed)
-        real = packed(request, borders)
-        best = best_plan(real).cost.seconds
-        kind = typical_documents(borders, TOKENS, RANKS)
-        if kind not in plans:
-            plans[kind] = best_plan(packed(request, kind))
-        untold.append(seconds(real, one) / best)
-        told.append(seconds(real, plans[kind]) / best)
-    for found in (untold, told):
-        yield f"{geometric_mean(found):.2f} ({max(found):.2f})"
-    yield str(len(plans) - 1)
+        mask = Mask(CAUSAL, drawn(request.workload.seqlen, median, seed))
+        workload = replace(request.workload, mask=mask, layout=LAYOUT)
+        real = replace(request, workload=workload, exact_up_to=request.topology.size)
+        untold, told = (price_again(real, called(request, one)) for one in (Mask(CAUSAL), mask))
+        few = request.topology.size <= EXACT_UP_TO
+        best = best_plan(real) if few else told
+        times.append((untold.cost.seconds, told.cost.seconds, best.cost.seconds if few else 0.0))
+    means = [geometric_mean(one) if all(one) else 0.0 for one in zip(*times, strict=True)]
+    yield from (f"{1e3 * mean:.2f}" if mean else "-" for mean in means)
+    yield f"{means[0] / means[1]:.2f}"
 
 
-def drawn(median: int, seed: int) -> tuple[int, ...]:
+def called(request: Request, mask: Mask) -> Plan:
+    """The plan that a call gets."""
+    config = SequenceParallelConfig(sequence_parallel_size=request.topology.size, layout=LAYOUT)
+    return plan_call(
+        config, request.workload.shape, request.workload.seqlen, mask, request.topology
+    )
+
+
+def drawn(tokens: int, median: int, seed: int) -> tuple[int, ...]:
     """Borders of a batch's documents."""
     draw = random.Random(seed)
-    ends = accumulate(1 + int(median * draw.lognormvariate(0, 1)) for _ in range(TOKENS))
-    return (0, *(end for end in ends if end < TOKENS), TOKENS)
-
-
-def packed(request: Request, borders: tuple[int, ...] | None) -> Request:
-    mask = replace(request.workload.mask, cu_seqlens=borders)
-    workload = replace(request.workload, mask=mask, layout="document_zigzag")
-    return replace(request, workload=workload)
-
-
-def seconds(request: Request, plan: Plan) -> float:
-    """What a plan that was made for something else takes."""
-    both = plan.forward.placed, plan.backward.placed
-    return price_plan(request, plan.degree, *both, plan.moves).cost.seconds
+    ends = accumulate(1 + int(median * draw.lognormvariate(0, 1)) for _ in range(tokens))
+    return (0, *(end for end in ends if end < tokens), tokens)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,16 @@ it: of which kind they are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.calls import plan_call
 from wf_backends.comm import Communicator
-from wf_backends.cost import Job
 from wf_backends.mask import Mask
 from wf_backends.placement import divisors, in_rank_order
-from wf_backends.planner import best_plan, legal_degrees, price_plan
-from wf_backends.plans import EXACT_UP_TO, Plan, Request
-from wf_backends.search import Pricing
-from wf_backends.typical import typical_documents
+from wf_backends.planner import legal_degrees, price_again, price_plan
+from wf_backends.plans import Plan, Request
 
 RING = "ring"
 AUTO = "auto"
@@ -56,33 +54,22 @@ def schemes(request: Request) -> list[Scheme]:
     for name, degree, size, route in named(request):
         placed = in_rank_order(route, size)
         found.append(Scheme(name, price_plan(request, degree, placed, placed)))
-    for name, asked in questions(replace(request, exact_up_to=EXACT_UP_TO)):
-        found.append(Scheme(name, priced_alike(request, best_plan(asked))))
+    for name, plan in answers(request):
+        found.append(Scheme(name, price_again(request, plan)))
     return found
 
 
-def questions(request: Request) -> Iterator[tuple[str, Request]]:
-    """What the planner is asked, by the name of its answer."""
-    workload = request.workload
-    band, borders = workload.mask.band, workload.mask.cu_seqlens
-    told = request
-    if borders is not None:
-        one = replace(request, workload=replace(workload, mask=Mask(band), layout="zigzag"))
-        yield UNTOLD, replace(one, keeps=(False, True))
-        kind = typical_documents(borders, workload.seqlen, request.topology.size)
-        told = replace(request, workload=replace(workload, mask=Mask(band, kind))) if kind else one
-    yield AGAIN, replace(told, keeps=(False,))
-    yield AUTO, replace(told, keeps=(False, True))
-
-
-def priced_alike(request: Request, plan: Plan) -> Plan:
-    """The plan with the price that the request's way of counting gives it."""
-    placed, job = plan.choice, Job(request.workload, request.topology, plan.degree)
-    forward, backward = (
-        Pricing(request, job, one.walk).price(at)
-        for one, at in ((plan.forward, placed.forward), (plan.backward, placed.backward))
-    )
-    return replace(plan, forward=forward, backward=backward)
+def answers(request: Request) -> Iterator[tuple[str, Plan]]:
+    """The planner's own choices, as an attention call gets them."""
+    workload, size = request.workload, request.topology.size
+    asked = {AGAIN: (False, workload.mask), AUTO: ("auto", workload.mask)}
+    if workload.mask.cu_seqlens is not None:
+        asked[UNTOLD] = "auto", Mask(workload.mask.band)
+    for name, (keep, mask) in asked.items():
+        config = SequenceParallelConfig(
+            sequence_parallel_size=size, layout=workload.layout, keep_gathered=keep
+        )
+        yield name, plan_call(config, workload.shape, workload.seqlen, mask, request.topology)
 
 
 def named(request: Request) -> Iterator[tuple[str, int, int, dict[str, Any]]]:

@@ -10,10 +10,10 @@ import random
 import time
 from itertools import accumulate
 
+from wf_backends.calls import plan_call
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.layout import zigzag
 from wf_backends.mask import CAUSAL, Mask
-from wf_backends.planner import plan_call
 from wf_backends.presets import PRESETS
 from wf_backends.schedule import Schedule, concentric, mesh, ring
 from wf_backends.traffic import Shape

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from wf_backends.agree import Agreement, fingerprint
+from wf_backends.calls import choose
 from wf_backends.cluster import Cluster
 from wf_backends.comm.protocol import Communicator
 from wf_backends.config import SequenceParallelConfig
@@ -20,7 +21,6 @@ from wf_backends.executor import Attention, Call, accumulator_dtype
 from wf_backends.kernels import KernelSpec, Selection, select
 from wf_backends.layout import Layout, layout_of, lengths, merge_shards
 from wf_backends.mask import Mask
-from wf_backends.planner import choose
 from wf_backends.schedule import check
 from wf_backends.strands import strands
 from wf_backends.traffic import Shape

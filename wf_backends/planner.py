@@ -10,26 +10,19 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from threading import Lock
+from dataclasses import replace
 
-from wf_backends.config import AUTO, MOVES, Route, SequenceParallelConfig
 from wf_backends.cost import (
     FORWARD,
     Cost,
     Job,
     Walk,
-    Workload,
     agreement_cost,
     ulysses_cost,
 )
-from wf_backends.layout import LAYOUTS
-from wf_backends.mask import Mask
-from wf_backends.placement import Placed, divisors, read_placed
+from wf_backends.placement import Placed, divisors
 from wf_backends.plans import (
     BACKWARDS,
-    EXACT_UP_TO,
-    Choice,
     Order,
     PassPlan,
     Plan,
@@ -38,13 +31,7 @@ from wf_backends.plans import (
     plan_order,
     rounded,
 )
-from wf_backends.presets import one_host
 from wf_backends.search import Pricing, best_of, candidates_of, kept_plans, passes
-from wf_backends.topology import Topology
-from wf_backends.traffic import Shape
-from wf_backends.typical import typical_documents
-
-_PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
 
 
 def legal_degrees(request: Request) -> list[int]:
@@ -164,105 +151,6 @@ def check_memory(first: Plan, request: Request) -> Plan:
     return first
 
 
-def choose(
-    config: SequenceParallelConfig,
-    shape: Shape,
-    seqlen: int,
-    mask: Mask,
-    topology: Topology | None = None,
-    keys: int | None = None,
-) -> Choice:
-    """What an attention call runs: what the config names, and `plan_call` for what is "auto"."""
-    if config.leaves_open:
-        return plan_call(config, shape, seqlen, mask, topology, keys).choice
-    named = (_named(route, config) or () for route in _both_routes(config))
-    forward, backward = (placed for one in named for placed in one)
-    moves, keep = str(config.backward_moves), config.keep_gathered is True
-    return Choice(config.degrees[0], forward, backward, moves, keep)
-
-
-def plan_call(
-    config: SequenceParallelConfig,
-    shape: Shape,
-    seqlen: int,
-    mask: Mask,
-    topology: Topology | None = None,
-    keys: int | None = None,
-) -> Plan:
-    """The plan of an attention call, for what a config leaves to "auto".
-
-    The layout is the config's. Where route is "auto" and backward_route is not named, both are
-    chosen apart. So that batches that are alike share a plan, the sequence is taken to be up to an
-    eighth longer than it is (see `_similar`), and its documents to be drawn ones of their kind
-    (typical.py). Where messages are not counted one by one, documents are left out.
-
-    Args:
-        shape: batch, heads and kv_heads before the Ulysses exchange.
-        topology: of the sequence-parallel ranks, or of more of the same hosts; None = one host,
-            of whose memory nothing is known.
-        keys: of cross attention, the keys' sequence length; None = seqlen.
-
-    Raises:
-        ValueError: if no plan fits the topology's memory or the heads.
-    """
-    keys = None if keys in (None, seqlen) else _similar(keys)
-    seqlen = _similar(seqlen)
-    with _PLANNING:
-        return _plan_call(config, shape, seqlen, _alike(config, mask, seqlen), topology, keys)
-
-
-@lru_cache(maxsize=64)
-def _plan_call(
-    config: SequenceParallelConfig,
-    shape: Shape,
-    seqlen: int,
-    mask: Mask,
-    topology: Topology | None,
-    keys: int | None,
-) -> Plan:
-    size, moves = config.sequence_parallel_size, config.backward_moves
-    cut = mask.cu_seqlens is None and LAYOUTS[config.layout].needs_documents
-    layout = "zigzag" if cut else config.layout  # as even as one that follows from documents
-    forward, backward = (_named(route, config) for route in _both_routes(config))
-    request = Request(
-        (topology or one_host(size)).with_ranks(size),
-        Workload(shape, seqlen, mask, layout, keys=keys),
-        degrees=config.degrees,
-        forward=forward,
-        backward=backward,
-        moves=MOVES if moves == AUTO else (str(moves),),
-        keeps=(False, True) if config.keep_gathered == AUTO else (config.keep_gathered is True,),
-        layers=config.kept_layers,
-    )
-    return best_plan(request)
-
-
-def _alike(config: SequenceParallelConfig, mask: Mask, seqlen: int) -> Mask:
-    """What stands for the mask and for all that are like it."""
-    size, borders = config.sequence_parallel_size, mask.cu_seqlens
-    if borders is None or size > EXACT_UP_TO:
-        return Mask(mask.band)
-    return Mask(mask.band, typical_documents(borders, seqlen, size))
-
-
-def _similar(seqlen: int) -> int:
-    """The next of 8 lengths an octave: lengths that differ little are planned as one."""
-    step = 1 << max(0, seqlen.bit_length() - 4)
-    return -(-seqlen // step) * step
-
-
-def _both_routes(config: SequenceParallelConfig) -> tuple[Route, Route]:
-    back = config.route if config.backward_route is None else config.backward_route
-    return config.route, back
-
-
-def _named(route: Route, config: SequenceParallelConfig) -> tuple[Placed, ...] | None:
-    """The one route that a config names, as it places it; None for "auto"."""
-    if route == AUTO or route is None or isinstance(route, str):
-        return None
-    return (read_placed(route, config.sequence_parallel_size // config.degrees[0]),)
-
-
 def price_plan(
     request: Request, degree: int, forward: Placed, backward: Placed, moves: str = "keys"
 ) -> Plan:
@@ -271,6 +159,18 @@ def price_plan(
     there = Pricing(request, job, FORWARD).price(forward)
     back = Pricing(request, job, BACKWARDS[moves]).price(backward)
     return Plan(degree, there, back, _around(job))
+
+
+def price_again(request: Request, plan: Plan) -> Plan:
+    """A plan that was made for another request, with what it costs in this one."""
+    job = Job(request.workload, request.topology, plan.degree)
+    there, back = plan.forward, plan.backward
+    return replace(
+        plan,
+        forward=Pricing(request, job, replace(FORWARD, keep=plan.keep)).price(there.placed),
+        backward=Pricing(request, job, back.walk).price(back.placed),
+        around=_around(job),
+    )
 
 
 def _jobs(request: Request) -> list[Job]:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wf_backends.calls import choose, plan_call
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.cost import FORWARD, Job, Workload, pass_cost
 from wf_backends.estimate import Estimator
@@ -18,9 +19,7 @@ from wf_backends.placement import divisors, in_rank_order, place, read_placed
 from wf_backends.planner import (
     all_plans,
     best_plan,
-    choose,
     legal_degrees,
-    plan_call,
     price_plan,
 )
 from wf_backends.plans import BACKWARDS, Request, rounded

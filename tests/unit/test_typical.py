@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import random
-from itertools import accumulate, pairwise
+from dataclasses import replace
+from itertools import accumulate, pairwise, product
 from statistics import NormalDist, geometric_mean
+from typing import Any
 
 import pytest
 
+from wf_backends.calls import PACKED_UP_TO, plan_call
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.cost import Workload
 from wf_backends.mask import CAUSAL, Mask
-from wf_backends.planner import plan_call, price_plan
+from wf_backends.planner import best_plan, price_again
 from wf_backends.plans import Plan, Request
 from wf_backends.presets import PRESETS
+from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 from wf_backends.typical import LENGTHS, typical_documents
 
 SHAPE = Shape(1, 32, 8, 128, 2)
-CLUSTERS = [PRESETS[name].with_ranks(8) for name in ("h100-8x400g", "a100-4x-100gbe")]
+CLUSTERS = ("h100-8x400g", "a100-4x-100gbe")
 
 
 def drawn(seqlen: int, median: float, seed: int) -> tuple[int, ...]:
@@ -33,8 +37,15 @@ def mean_length(borders: tuple[int, ...]) -> float:
     return sum((stop - start) ** 2 for start, stop in pairwise(borders)) / borders[-1]
 
 
-def planned(borders: tuple[int, ...] | None, seqlen: int, topology=None, size: int = 8) -> Plan:
-    config = SequenceParallelConfig(sequence_parallel_size=size, layout="document_zigzag")
+def planned(
+    borders: tuple[int, ...] | None,
+    seqlen: int,
+    topology: Topology | None = None,
+    size: int = 8,
+    **words: Any,
+) -> Plan:
+    words = {"layout": "document_zigzag", **words}
+    config = SequenceParallelConfig.from_dict({"sequence_parallel_size": size, **words})
     return plan_call(config, SHAPE, seqlen, Mask(CAUSAL, borders), topology)
 
 
@@ -79,23 +90,50 @@ def test_few_documents_are_planned_as_one() -> None:
     assert plans[0] == plans[1] == plans[2]
 
 
-def test_where_messages_are_not_counted_documents_are_left_out() -> None:
-    assert planned(drawn(65536, 512, 0), 65536, size=16) == planned(None, 65536, size=16)
+def test_beyond_so_many_ranks_documents_are_left_out() -> None:
+    size = 2 * PACKED_UP_TO
+    assert planned(drawn(1 << 20, 512, 0), 1 << 20, size=size) == planned(None, 1 << 20, size=size)
 
 
-@pytest.mark.parametrize("topology", CLUSTERS, ids=lambda one: one.name)
-@pytest.mark.parametrize("median", [512, 2048])
-def test_who_knows_the_kind_is_faster_on_the_real_documents(topology, median) -> None:
-    gains: list[float] = []
-    for seed in range(4):
-        borders = drawn(65536, median, seed)
-        workload = Workload(SHAPE, 65536, Mask(CAUSAL, borders), "document_zigzag")
-        request = Request(topology, workload)
+@pytest.mark.parametrize("size", [8, 16])
+def test_who_knows_the_kind_is_faster_on_the_real_documents(size) -> None:
+    seqlen, gains = 8192 * size, list[float]()
+    for name, median, seed in product(CLUSTERS, (512, 1024, 2048), range(3)):
+        topology, borders = PRESETS[name].with_ranks(size), drawn(seqlen, median, seed)
+        workload = Workload(SHAPE, seqlen, Mask(CAUSAL, borders), "document_zigzag")
+        request = Request(topology, workload, exact_up_to=size)
         untold, told = (
-            price_plan(
-                request, plan.degree, plan.forward.placed, plan.backward.placed, plan.moves
-            ).cost.seconds
-            for plan in (planned(cut, 65536, topology) for cut in (None, borders))
+            price_again(request, planned(cut, seqlen, topology, size)).cost.seconds
+            for cut in (None, borders)
         )
         gains.append(untold / told)
     assert geometric_mean(gains) > 1.1, gains
+    assert min(gains) > 0.75, gains
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_what_a_config_names_is_kept(size) -> None:
+    borders = drawn(65536, 512, 0)
+    named = planned(borders, 65536, size=size, route="ring", ulysses_degree=2)
+    assert (named.degree, named.forward.placed.route) == (2, {"name": "ring"})
+    words = {"backward_route": {"name": "mesh", "rows": 2, "cols": size // 4}, "ulysses_degree": 2}
+    plan = planned(borders, 65536, size=size, **words)
+    assert plan.backward.placed.route["name"] == "mesh"
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_documents_that_fit_no_memory_are_refused(size) -> None:
+    small = replace(PRESETS["h100-8x400g"].with_ranks(size), memory_bytes=1 << 20)
+    with pytest.raises(ValueError, match="no plan fits the memory limit"):
+        planned(drawn(65536, 512, 0), 65536, small, size)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_plan_priced_again_costs_the_same(keep) -> None:
+    topology = PRESETS["a100-4x-100gbe"].with_ranks(8)
+    workload = Workload(SHAPE, 8192, Mask(CAUSAL))
+    request = Request(topology, workload, keeps=(keep,), layers=3)
+    plan = best_plan(request)
+    assert price_again(request, plan) == plan
+    other = replace(request, workload=replace(workload, seqlen=16384))
+    assert price_again(other, plan).cost.seconds > plan.cost.seconds

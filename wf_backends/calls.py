@@ -1,0 +1,139 @@
+"""What an attention call runs: what its config names, and the planner's choice for the rest.
+
+Pure: standard library only. Calls that are alike share a plan, which a rank chooses once: lengths
+count to the next of eight an octave, and packed documents by their kind (typical.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from threading import Lock
+
+from wf_backends.config import AUTO, MOVES, Route, SequenceParallelConfig
+from wf_backends.cost import Workload
+from wf_backends.layout import LAYOUTS
+from wf_backends.mask import Mask
+from wf_backends.placement import Placed, read_placed
+from wf_backends.planner import best_plan, check_memory, price_again
+from wf_backends.plans import EXACT_UP_TO, Choice, Plan, Request, plan_order
+from wf_backends.presets import one_host
+from wf_backends.topology import Topology
+from wf_backends.traffic import Shape
+from wf_backends.typical import typical_documents
+
+PACKED_UP_TO = 64
+"""Ranks up to which documents are planned for: beyond EXACT_UP_TO on few routes, but message by
+message, since closed forms know nothing of documents."""
+PLAIN = tuple(Placed((("name", name),), (0,)) for name in ("ring", "all_gather"))
+
+_PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
+
+
+def choose(
+    config: SequenceParallelConfig,
+    shape: Shape,
+    seqlen: int,
+    mask: Mask,
+    topology: Topology | None = None,
+    keys: int | None = None,
+) -> Choice:
+    """What an attention call runs: what the config names, and `plan_call` for what is "auto"."""
+    if config.leaves_open:
+        return plan_call(config, shape, seqlen, mask, topology, keys).choice
+    named = (_named(route, config) or () for route in _both_routes(config))
+    forward, backward = (placed for one in named for placed in one)
+    moves, keep = str(config.backward_moves), config.keep_gathered is True
+    return Choice(config.degrees[0], forward, backward, moves, keep)
+
+
+def plan_call(
+    config: SequenceParallelConfig,
+    shape: Shape,
+    seqlen: int,
+    mask: Mask,
+    topology: Topology | None = None,
+    keys: int | None = None,
+) -> Plan:
+    """The plan of an attention call, for what a config leaves to "auto".
+
+    The layout is the config's. Where route is "auto" and backward_route is not named, both are
+    chosen apart.
+
+    Args:
+        shape: batch, heads and kv_heads before the Ulysses exchange.
+        topology: of the sequence-parallel ranks, or of more of the same hosts; None = one host,
+            of whose memory nothing is known.
+        keys: of cross attention, the keys' sequence length; None = seqlen.
+
+    Raises:
+        ValueError: if no plan fits the topology's memory or the heads.
+    """
+    keys = None if keys in (None, seqlen) else _similar(keys)
+    seqlen, kind = _similar(seqlen), None
+    if mask.cu_seqlens is not None and config.sequence_parallel_size <= PACKED_UP_TO:
+        kind = typical_documents(mask.cu_seqlens, seqlen, config.sequence_parallel_size)
+    with _PLANNING:
+        return _plan_call(config, shape, seqlen, Mask(mask.band, kind), topology, keys)
+
+
+@lru_cache(maxsize=64)
+def _plan_call(
+    config: SequenceParallelConfig,
+    shape: Shape,
+    seqlen: int,
+    mask: Mask,
+    topology: Topology | None,
+    keys: int | None,
+) -> Plan:
+    request = _request(config, shape, seqlen, mask, topology, keys)
+    if mask.cu_seqlens is None or request.topology.size <= EXACT_UP_TO:
+        return best_plan(request)
+    counted = replace(request, exact_up_to=PACKED_UP_TO)
+    one = _request(config, shape, seqlen, Mask(mask.band), topology, keys)
+    routes = {"forward": request.forward or PLAIN, "backward": request.backward or PLAIN}
+    plans = price_again(counted, best_plan(one)), best_plan(replace(counted, **routes))
+    return check_memory(min(plans, key=plan_order(request.memory_limit)), request)
+
+
+def _request(
+    config: SequenceParallelConfig,
+    shape: Shape,
+    seqlen: int,
+    mask: Mask,
+    topology: Topology | None,
+    keys: int | None,
+) -> Request:
+    """What the planner is asked."""
+    size, moves = config.sequence_parallel_size, config.backward_moves
+    cut = mask.cu_seqlens is None and LAYOUTS[config.layout].needs_documents
+    layout = "zigzag" if cut else config.layout  # as even as one that follows from documents
+    forward, backward = (_named(route, config) for route in _both_routes(config))
+    return Request(
+        (topology or one_host(size)).with_ranks(size),
+        Workload(shape, seqlen, mask, layout, keys=keys),
+        degrees=config.degrees,
+        forward=forward,
+        backward=backward,
+        moves=MOVES if moves == AUTO else (str(moves),),
+        keeps=(False, True) if config.keep_gathered == AUTO else (config.keep_gathered is True,),
+        layers=config.kept_layers,
+    )
+
+
+def _similar(seqlen: int) -> int:
+    """The next of 8 lengths an octave: lengths that differ little are planned as one."""
+    step = 1 << max(0, seqlen.bit_length() - 4)
+    return -(-seqlen // step) * step
+
+
+def _both_routes(config: SequenceParallelConfig) -> tuple[Route, Route]:
+    back = config.route if config.backward_route is None else config.backward_route
+    return config.route, back
+
+
+def _named(route: Route, config: SequenceParallelConfig) -> tuple[Placed, ...] | None:
+    """The one route that a config names, as it places it; None for "auto"."""
+    if route == AUTO or route is None or isinstance(route, str):
+        return None
+    return (read_placed(route, config.sequence_parallel_size // config.degrees[0]),)
