@@ -89,11 +89,15 @@ def _plan_call(
     request = _request(config, shape, seqlen, mask, topology, keys)
     if mask.cu_seqlens is None or request.topology.size <= EXACT_UP_TO:
         return best_plan(request)
-    counted = replace(request, exact_up_to=PACKED_UP_TO)
-    one = _request(config, shape, seqlen, Mask(mask.band), topology, keys)
-    routes = {"forward": request.forward or PLAIN, "backward": request.backward or PLAIN}
-    plans = price_again(counted, best_plan(one)), best_plan(replace(counted, **routes))
+    one, few = _request(config, shape, seqlen, Mask(mask.band), topology, keys), on_few(request)
+    plans = price_again(few, best_plan(one)), best_plan(few)
     return check_memory(min(plans, key=plan_order(request.memory_limit)), request)
+
+
+def on_few(request: Request) -> Request:
+    """The request on few routes, of which every message is counted."""
+    routes = {"forward": request.forward or PLAIN, "backward": request.backward or PLAIN}
+    return replace(request, exact_up_to=PACKED_UP_TO, **routes)
 
 
 def _request(

@@ -7,7 +7,8 @@ too well, so that no route seems to send anything.
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from functools import lru_cache
+from itertools import pairwise
 from random import Random
 
 LENGTHS = (1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 8, 8, 9, 10, 10, 11, 12, 13, 14, 16)
@@ -41,9 +42,15 @@ def typical_documents(
     halvings = (cu_seqlens[-1] ** 4 // squares**2).bit_length() // 2  # log2(S / mean), rounded
     if halvings < FEWEST:
         return None
-    halvings = min(halvings, (SHORTEST * size).bit_length() - 1)
-    draw, lengths = Random(DRAW), list[int]()
-    while sum(lengths) ** 2 <= sum(length**2 for length in lengths) << halvings:
-        lengths.append(LENGTHS[int(draw.random() * len(LENGTHS))])
-    ends, whole = accumulate(lengths), sum(lengths)
+    return draw_documents(seqlen, min(halvings, (SHORTEST * size).bit_length() - 1))
+
+
+@lru_cache(maxsize=16)
+def draw_documents(seqlen: int, halvings: int) -> tuple[int, ...]:
+    """Borders of documents whose mean length, as tokens see it, is seqlen / 2**halvings."""
+    draw, ends, whole, squares = Random(DRAW), list[int](), 0, 0
+    while whole**2 <= squares << halvings:
+        length = LENGTHS[int(draw.random() * len(LENGTHS))]
+        whole, squares = whole + length, squares + length**2
+        ends.append(whole)
     return tuple(sorted({0, *(seqlen * end // whole for end in ends)}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from wf_backends.comm import Communicator
 from wf_backends.placement import place, read_placed
 from wf_backends.planner import all_plans
 from wf_backends.plans import Request
-from wf_backends.presets import load
+from wf_backends.presets import PRESETS, load
 from wf_backends.schedule import concentric, render
 from wf_backends.topology import from_dict
 
@@ -90,6 +91,26 @@ def test_plan_says_when_a_window_wants_another_layout(wallfacer) -> None:
 def test_plan_keeps_to_one_head_split(wallfacer) -> None:
     told = json.loads(wallfacer("plan", *SMALL, "--ulysses-degree", "2", "--json")[1])
     assert {plan["config"]["ulysses_degree"] for plan in told["plans"]} == {2}
+
+
+@pytest.mark.parametrize("ranks", ["8", "16"])
+def test_plan_counts_documents(wallfacer, ranks: str) -> None:
+    cluster = ["--topology", "h100-8x400g", "--ranks", ranks, "--seqlen", "65536", "--json"]
+    packed = ["--documents", "1024", "--layout", "document_zigzag"]
+    one, many = (json.loads(wallfacer("plan", *cluster, *more)[1]) for more in ([], packed))
+    times = [plan["predicted_s"] for plan in many["plans"]]
+    assert times[0] < one["plans"][0]["predicted_s"] / 4
+    assert "counted message by message" in many["reason"]
+    words = many["plans"][0]["config"]
+    assert words["layout"] == "document_zigzag"
+    assert not SequenceParallelConfig.from_dict(words).leaves_open
+
+
+def test_plan_refuses_documents_on_more_ranks_than_it_counts(wallfacer, tmp_path: Path) -> None:
+    file = tmp_path / "big.json"
+    file.write_text(json.dumps(replace(PRESETS["h100-8x400g"], hosts=16).to_dict()))
+    code, _, err = wallfacer("plan", "--documents", "512", "--topology", str(file))
+    assert code == 2 and "for up to 64 ranks, got 128" in err
 
 
 def test_explain_prints_the_grid_and_the_timeline(wallfacer) -> None:
@@ -239,7 +260,10 @@ def test_bench_links_says_where_its_answer_is_from(wallfacer, tmp_path: Path) ->
         (["plan", "--layers", "-1"], "--layers must be at least 0, got -1"),
         (["plan", "--dtype", "bfloat"], "--dtype must be one of"),
         (["plan", "--layout", "zigzak"], "did you mean 'zigzag'?"),
-        (["plan", "--layout", "document_zigzag"], "needs documents, which no option gives"),
+        (["plan", "--layout", "document_zigzag"], "document_zigzag needs --documents"),
+        (["explain", "ring", "--layout", "document_zigzag"], "which `wallfacer plan` takes"),
+        (["plan", "--documents", "20000"], "--documents must be 1 to 16384, an eighth of --seqlen"),
+        (["plan", "--documents", "-1"], "--documents must be 1 to 16384"),
         (["plan", "--kernel", "sdpa"], "has rates for ['flash'], got kernel 'sdpa'"),
         (["explain", "concentric:team_size=3"], "team_size must have a square that divides"),
         (["explain", "mesh:rows=two"], "--route must look like"),

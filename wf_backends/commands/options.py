@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import log2
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ from wf_backends.schedule import ROUTES
 from wf_backends.suggest import nearest
 from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
+from wf_backends.typical import FEWEST, draw_documents
 
 ITEMSIZES: Mapping[str, int] = MappingProxyType(
     {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -36,7 +38,14 @@ Batch = Annotated[int, typer.Option(help="Sequences at once.")]
 Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZES)}.")]
 Causal = Annotated[bool, typer.Option("--causal/--full", help="Whether no query sees later keys.")]
 Window = Annotated[int, typer.Option(help="Tokens that a query sees to its left; -1 = all.")]
-Layout = Annotated[str, typer.Option(help="zigzag or contiguous.")]
+Layout = Annotated[str, typer.Option(help="zigzag, contiguous; with documents document_zigzag.")]
+Documents = Annotated[
+    int,
+    typer.Option(
+        help="Packed documents of drawn lengths, in the mean so many tokens long as a token sees "
+        "them, to the next power of two of the sequence; 0 = one. Up to 64 ranks."
+    ),
+]
 Kernel = Annotated[str, typer.Option(help="Whose rate counts; auto = the topology's first.")]
 Cluster = Annotated[str, typer.Option(help="A preset's name, or a .json or .toml file.")]
 Ranks = Annotated[int, typer.Option(help="Ranks of one sequence; 0 = all of the topology.")]
@@ -64,6 +73,7 @@ class Model:
     window: int = -1
     layout: str = "zigzag"
     kernel: str = "auto"
+    documents: int = 0
 
     def workload(self) -> Workload:
         """The same as the planner takes it.
@@ -82,12 +92,25 @@ class Model:
             raise ValueError(
                 f"--dtype must be one of {known}, got {self.dtype!r}{nearest(self.dtype, known)}"
             )
-        if LAYOUTS[check_layout_name(self.layout)].needs_documents:
-            raise ValueError(f"--layout {self.layout} needs documents, which no option gives")
+        if LAYOUTS[check_layout_name(self.layout)].needs_documents and not self.documents:
+            takes = "which `wallfacer plan` takes"
+            raise ValueError(f"--layout {self.layout} needs --documents, {takes}")
         itemsize = ITEMSIZES[self.dtype]
         shape = Shape(self.batch, self.heads, kv_heads, self.head_dim, itemsize, max(4, itemsize))
-        mask = make_mask(self.causal, (self.window, -1))
+        mask = make_mask(self.causal, (self.window, -1), self._borders())
         return Workload(shape, self.seqlen, mask, self.layout, self.kernel)
+
+    def _borders(self) -> tuple[int, ...] | None:
+        """Of the packed documents."""
+        if not self.documents:
+            return None
+        most = self.seqlen >> FEWEST
+        if not 1 <= self.documents <= most:
+            raise ValueError(
+                f"--documents must be 1 to {most}, an eighth of --seqlen, got {self.documents}: "
+                "fewer documents are planned for as one"
+            )
+        return draw_documents(self.seqlen, round(log2(self.seqlen / self.documents)))
 
 
 def check_least(option: str, value: float, least: int) -> None:

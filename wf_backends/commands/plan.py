@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from wf_backends.calls import PACKED_UP_TO, on_few
 from wf_backends.commands import options as o
 from wf_backends.layout import make_layout
 from wf_backends.placement import in_rank_order
 from wf_backends.planner import all_plans, best_plan, check_memory, price_plan
-from wf_backends.plans import Plan, Request
+from wf_backends.plans import EXACT_UP_TO, Plan, Request
 
 
 def plan(
@@ -27,6 +28,7 @@ def plan(
     causal: o.Causal = True,
     window: o.Window = -1,
     layout: o.Layout = "zigzag",
+    documents: o.Documents = 0,
     kernel: o.Kernel = "auto",
     topology: o.Cluster = "h100-8x400g",
     ranks: o.Ranks = 0,
@@ -48,19 +50,24 @@ def plan(
         wallfacer plan --heads 32 --kv-heads 8 --seqlen 131072 --topology h100-8x400g
 
         wallfacer plan --topology my_cluster.toml --ranks 16 --json
+
+        wallfacer plan --ranks 8 --seqlen 65536 --documents 2048 --layout document_zigzag
     """
     for option, value, least in (("--memory-gib", memory_gib, 0), ("--top", top, 1)):
         o.check_least(option, value, least)
-    model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
+    model = o.Model(
+        heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel, documents
+    )
     request = Request(
         o.cluster(topology, ranks),
-        model.workload(),
+        workload := model.workload(),
         memory_bytes=memory_gib * 2**30 or None,
         degrees=(ulysses_degree,) if ulysses_degree else None,
         exact_up_to=exact_up_to,
         **o.keeping(layers),
     )
-    make_layout(layout, request.topology.size, seqlen)  # says it if the sequence is too short
+    make_layout(layout, request.topology.size, seqlen, workload.mask.cu_seqlens)  # or too short
+    request = packed(request) if documents else request
     plans = all_plans(request)
     best = check_memory(plans[0], request)
     ring = in_rank_order({"name": "ring"}, request.topology.size)
@@ -74,6 +81,21 @@ def plan(
     console.print(shown)
     console.print(f"[bold]Chosen:[/bold] {reason}")
     typer.echo(block(best, request))
+
+
+def packed(request: Request) -> Request:
+    """A request with documents, of which every message is counted.
+
+    Raises:
+        NotImplementedError: for more ranks than that is done for.
+    """
+    if request.topology.size > PACKED_UP_TO:
+        raise NotImplementedError(
+            f"documents are predicted for up to {PACKED_UP_TO} ranks, got "
+            f"{request.topology.size}: leave --documents out, or give --ranks"
+        )
+    few = request.topology.size > EXACT_UP_TO
+    return on_few(request) if few else request
 
 
 def block(plan: Plan, request: Request) -> str:
