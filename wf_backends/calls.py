@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
+from math import inf
 from threading import Lock
 
 from wf_backends.config import AUTO, MOVES, Route, SequenceParallelConfig
@@ -22,9 +23,10 @@ from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 from wf_backends.typical import typical_documents
 
-PACKED_UP_TO = 64
-"""Ranks up to which documents are planned for: beyond EXACT_UP_TO on few routes, but message by
-message, since closed forms know nothing of documents."""
+NEAR_UP_TO = 64
+"""Ranks up to which plans know that documents or a window leave most ranks nothing to do with each
+other: beyond EXACT_UP_TO on few routes, but message by message, since closed forms count what a
+full mask sends."""
 PLAIN = tuple(Placed((("name", name),), (0,)) for name in ("ring", "all_gather"))
 
 _PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
@@ -71,7 +73,7 @@ def plan_call(
     """
     keys = None if keys in (None, seqlen) else _similar(keys)
     seqlen, kind = _similar(seqlen), None
-    if mask.cu_seqlens is not None and config.sequence_parallel_size <= PACKED_UP_TO:
+    if mask.cu_seqlens is not None and config.sequence_parallel_size <= NEAR_UP_TO:
         kind = typical_documents(mask.cu_seqlens, seqlen, config.sequence_parallel_size)
     with _PLANNING:
         return _plan_call(config, shape, seqlen, Mask(mask.band, kind), topology, keys)
@@ -87,17 +89,22 @@ def _plan_call(
     keys: int | None,
 ) -> Plan:
     request = _request(config, shape, seqlen, mask, topology, keys)
-    if mask.cu_seqlens is None or request.topology.size <= EXACT_UP_TO:
+    if not is_near(mask) or not EXACT_UP_TO < request.topology.size <= NEAR_UP_TO:
         return best_plan(request)
     one, few = _request(config, shape, seqlen, Mask(mask.band), topology, keys), on_few(request)
     plans = price_again(few, best_plan(one)), best_plan(few)
     return check_memory(min(plans, key=plan_order(request.memory_limit)), request)
 
 
+def is_near(mask: Mask) -> bool:
+    """Whether tokens see no further than a window or their document."""
+    return mask.cu_seqlens is not None or mask.band.left < inf
+
+
 def on_few(request: Request) -> Request:
     """The request on few routes, of which every message is counted."""
     routes = {"forward": request.forward or PLAIN, "backward": request.backward or PLAIN}
-    return replace(request, exact_up_to=PACKED_UP_TO, **routes)
+    return replace(request, exact_up_to=NEAR_UP_TO, **routes)
 
 
 def _request(

@@ -19,7 +19,7 @@ FEWEST = 3
 document begins."""
 DRAW = 3
 """Which draw: of eight the one whose plans are best on other draws (benchmarks/kinds.py)."""
-SHORTEST = 32
+SHORTEST = 8
 """Parts of a shard, down to which lengths tell kinds apart: shorter documents hardly ever leave
 their rank."""
 

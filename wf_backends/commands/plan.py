@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from wf_backends.calls import PACKED_UP_TO, on_few
+from wf_backends.calls import NEAR_UP_TO, is_near, on_few
 from wf_backends.commands import options as o
 from wf_backends.layout import make_layout
 from wf_backends.placement import in_rank_order
@@ -58,7 +58,7 @@ def plan(
     model = o.Model(
         heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel, documents
     )
-    request = Request(
+    asked = Request(
         o.cluster(topology, ranks),
         workload := model.workload(),
         memory_bytes=memory_gib * 2**30 or None,
@@ -66,8 +66,8 @@ def plan(
         exact_up_to=exact_up_to,
         **o.keeping(layers),
     )
-    make_layout(layout, request.topology.size, seqlen, workload.mask.cu_seqlens)  # or too short
-    request = packed(request) if documents else request
+    make_layout(layout, asked.topology.size, seqlen, workload.mask.cu_seqlens)  # or too short
+    request = counted(asked)
     plans = all_plans(request)
     best = check_memory(plans[0], request)
     ring = in_rank_order({"name": "ring"}, request.topology.size)
@@ -83,19 +83,20 @@ def plan(
     typer.echo(block(best, request))
 
 
-def packed(request: Request) -> Request:
-    """A request with documents, of which every message is counted.
+def counted(request: Request) -> Request:
+    """The request; every message is counted under a window or documents, where that can be done.
 
     Raises:
-        NotImplementedError: for more ranks than that is done for.
+        NotImplementedError: for documents on more ranks than that.
     """
-    if request.topology.size > PACKED_UP_TO:
+    mask, size = request.workload.mask, request.topology.size
+    if mask.cu_seqlens is not None and size > NEAR_UP_TO:
         raise NotImplementedError(
-            f"documents are predicted for up to {PACKED_UP_TO} ranks, got "
-            f"{request.topology.size}: leave --documents out, or give --ranks"
+            f"documents are predicted for up to {NEAR_UP_TO} ranks, got {size}: leave "
+            "--documents out, or give --ranks"
         )
-    few = request.topology.size > EXACT_UP_TO
-    return on_few(request) if few else request
+    all_routes = EXACT_UP_TO if mask.cu_seqlens is not None else request.exact_up_to
+    return on_few(request) if is_near(mask) and all_routes < size <= NEAR_UP_TO else request
 
 
 def block(plan: Plan, request: Request) -> str:
