@@ -177,6 +177,22 @@ def test_a_size_alone_is_exact_whatever_is_chosen(size, mask):
     assert alone and (around or "window_size" in MASKS[mask]), seen
 
 
+NEAR = (
+    {"causal": True, "cu_seqlens": [0, 3, 5, 6, 10, 14, 15, 20, 22, 25, 31, 33, 36, 40, SEQLEN]},
+    {"causal": True, "window_size": (4, 0)},
+)
+
+
+@pytest.mark.parametrize("size", (8, 16))
+@pytest.mark.parametrize("mask", NEAR, ids=("documents", "window"))
+def test_what_is_planned_for_documents_and_windows_is_exact(size, mask):
+    for gbit in (0.01, 100):
+        words = {"sequence_parallel_size": size, "kernel": "reference"}
+        topology = from_dict(bytes_count(gbit) | {"hosts": size // 4, "ranks_per_host": 4})
+        error, _ = run_attend(words, 8, 2, mask, topology)
+        assert error < 1e-10, gbit
+
+
 def test_shards_may_go_two_ways():
     words = {"sequence_parallel_size": 4, "route": {"name": "ring", "two_way": True}}
     topology = from_dict(bytes_count(0.01)).with_ranks(4)
