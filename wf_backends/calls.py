@@ -16,7 +16,7 @@ from wf_backends.cost import Workload
 from wf_backends.layout import LAYOUTS
 from wf_backends.mask import Mask
 from wf_backends.placement import Placed, read_placed
-from wf_backends.planner import best_plan, check_memory, price_again
+from wf_backends.planner import best_plan, price_again
 from wf_backends.plans import EXACT_UP_TO, Choice, Plan, Request, plan_order
 from wf_backends.presets import one_host
 from wf_backends.topology import Topology
@@ -93,7 +93,7 @@ def _plan_call(
         return best_plan(request)
     one, few = _request(config, shape, seqlen, Mask(mask.band), topology, keys), on_few(request)
     plans = price_again(few, best_plan(one)), best_plan(few)
-    return check_memory(min(plans, key=plan_order(request.memory_limit)), request)
+    return min(plans, key=plan_order(request.memory_limit))
 
 
 def is_near(mask: Mask) -> bool:

@@ -93,7 +93,7 @@ def test_plan_keeps_to_one_head_split(wallfacer) -> None:
     assert {plan["config"]["ulysses_degree"] for plan in told["plans"]} == {2}
 
 
-@pytest.mark.parametrize("ranks", ["8", "16"])
+@pytest.mark.parametrize("ranks", ["8", "32"])
 def test_plan_counts_documents(wallfacer, ranks: str) -> None:
     cluster = ["--topology", "h100-8x400g", "--ranks", ranks, "--seqlen", "65536", "--json"]
     packed = ["--documents", "1024", "--layout", "document_zigzag"]

@@ -16,7 +16,7 @@ from wf_backends.cost import Workload
 from wf_backends.mask import CAUSAL, Mask, make_mask
 from wf_backends.planner import best_plan, price_again
 from wf_backends.plans import Plan, Request
-from wf_backends.presets import PRESETS
+from wf_backends.presets import PRESETS, one_host
 from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 from wf_backends.typical import LENGTHS, typical_documents
@@ -124,6 +124,13 @@ def test_windows_are_counted_where_closed_forms_count_too_much(layout, window, g
     assert by_forms.cost.seconds >= gain * plan.cost.seconds
 
 
+def test_beyond_so_many_ranks_windows_are_planned_for_by_closed_forms() -> None:
+    size, mask = 2 * NEAR_UP_TO, make_mask(True, (1024, -1))
+    config = SequenceParallelConfig(sequence_parallel_size=size)
+    request = Request(one_host(size), Workload(SHAPE, 1 << 20, mask))
+    assert plan_call(config, SHAPE, 1 << 20, mask) == best_plan(request)
+
+
 @pytest.mark.parametrize("size", [8, 16])
 def test_what_a_config_names_is_kept(size) -> None:
     borders = drawn(65536, 512, 0)
@@ -142,11 +149,13 @@ def test_documents_that_fit_no_memory_are_refused(size) -> None:
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_a_plan_priced_again_costs_the_same(keep) -> None:
+def test_a_plan_priced_again_costs_what_it_would_have(keep) -> None:
     topology = PRESETS["a100-4x-100gbe"].with_ranks(8)
     workload = Workload(SHAPE, 8192, Mask(CAUSAL))
-    request = Request(topology, workload, keeps=(keep,), layers=3)
+    request = Request(topology, workload, degrees=(2,), keeps=(keep,), layers=3)
     plan = best_plan(request)
     assert price_again(request, plan) == plan
-    other = replace(request, workload=replace(workload, seqlen=16384))
-    assert price_again(other, plan).cost.seconds > plan.cost.seconds
+    longer = replace(request, workload=replace(workload, seqlen=16384))
+    both = (plan.forward.placed,), (plan.backward.placed,)
+    named = replace(longer, forward=both[0], backward=both[1], moves=(plan.moves,))
+    assert price_again(longer, plan) == best_plan(named)
