@@ -10,10 +10,10 @@ import random
 import time
 from itertools import accumulate
 
-from wf_backends.calls import plan_call
+from wf_backends.calls import NEAR_UP_TO, plan_call
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.layout import zigzag
-from wf_backends.mask import CAUSAL, Mask
+from wf_backends.mask import CAUSAL, Band, Mask
 from wf_backends.presets import PRESETS
 from wf_backends.schedule import Schedule, concentric, mesh, ring
 from wf_backends.traffic import Shape
@@ -38,13 +38,13 @@ def milliseconds(schedule: Schedule, mask: Mask) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def choosing(num_ranks: int, seqlen: int, documents: tuple[int, ...] | None = None) -> float:
+def choosing(num_ranks: int, seqlen: int, mask: Mask) -> float:
     """Time of the planner's choice where nothing but the number of ranks is given."""
     config = SequenceParallelConfig(sequence_parallel_size=num_ranks)
     topology = PRESETS["h100-8x400g"].with_ranks(num_ranks)
     shape = Shape(batch=1, heads=32, kv_heads=8, head_dim=128, itemsize=2)
     start = time.perf_counter()
-    plan_call(config, shape, seqlen, Mask(CAUSAL, documents), topology)
+    plan_call(config, shape, seqlen, mask, topology)
     return (time.perf_counter() - start) * 1e3
 
 
@@ -62,12 +62,16 @@ def main() -> None:
             times = [milliseconds(schedule, Mask(CAUSAL, cu)) for cu in (None, documents)]
             print(f"| {name} | {num_ranks} | " + " | ".join(f"{t:,.0f}" for t in times) + " |")
     print("\nchoosing a plan, everything left open, 32 heads on 8 key heads, h100-8x400g, ms")
-    print("| ranks | first length | another length | documents of 8,192 tokens |")
-    print("|---|---|---|---|")
-    for num_ranks in (2, 4, 8, 16, 64, 256, 4096):
-        times = [choosing(num_ranks, seqlen) for seqlen in (SEQLEN, SEQLEN // 2)]
-        times.append(choosing(num_ranks, SEQLEN, documents))
+    print("| ranks | first length | another length | window of 8,192 | documents of 8,192 tokens |")
+    print("|---|---|---|---|---|")
+    near = Mask(Band(8192, 0)), Mask(CAUSAL, documents)
+    for num_ranks in (2, 4, 8, 16, 32, 64, 256, 4096):
+        times = [choosing(num_ranks, seqlen, Mask(CAUSAL)) for seqlen in (SEQLEN, SEQLEN // 2)]
+        times += [choosing(num_ranks, SEQLEN, mask) for mask in near]
         print(f"| {num_ranks} | " + " | ".join(f"{t:,.0f}" for t in times) + " |")
+    print(
+        f"\nBeyond {NEAR_UP_TO} ranks documents are left out, and the first length's plan is there."
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ FEWEST = 3
 """Halvings of the sequence down to the documents' mean length: with fewer it matters where each
 document begins."""
 DRAW = 3
-"""Which draw: of eight the one whose plans are best on other draws (benchmarks/kinds.py)."""
+"""Which draw: picked once, of eight, for few bad plans; benchmarks/kinds.py judges it on others."""
 SHORTEST = 8
 """Parts of a shard, down to which lengths tell kinds apart: shorter documents hardly ever leave
 their rank."""
