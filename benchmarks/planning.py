@@ -10,7 +10,7 @@ import random
 import time
 from itertools import accumulate
 
-from wf_backends.calls import NEAR_UP_TO, plan_call
+from wf_backends.calls import plan_call
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.layout import zigzag
 from wf_backends.mask import CAUSAL, Band, Mask
@@ -69,9 +69,6 @@ def main() -> None:
         times = [choosing(num_ranks, seqlen, Mask(CAUSAL)) for seqlen in (SEQLEN, SEQLEN // 2)]
         times += [choosing(num_ranks, SEQLEN, mask) for mask in near]
         print(f"| {num_ranks} | " + " | ".join(f"{t:,.0f}" for t in times) + " |")
-    print(
-        f"\nBeyond {NEAR_UP_TO} ranks documents are left out, and the first length's plan is there."
-    )
 
 
 if __name__ == "__main__":

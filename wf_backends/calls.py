@@ -8,26 +8,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from math import inf
 from threading import Lock
 
 from wf_backends.config import AUTO, MOVES, Route, SequenceParallelConfig
 from wf_backends.cost import Workload
-from wf_backends.layout import LAYOUTS
 from wf_backends.mask import Mask
+from wf_backends.near import NEAR_UP_TO, is_near, of_its_kind, on_few, on_fewer_ranks, packed
 from wf_backends.placement import Placed, read_placed
 from wf_backends.planner import best_plan, price_again
-from wf_backends.plans import EXACT_UP_TO, Choice, Plan, Request, plan_order
+from wf_backends.plans import Choice, Plan, Request, plan_order
 from wf_backends.presets import one_host
 from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
-from wf_backends.typical import typical_documents
-
-NEAR_UP_TO = 64
-"""Ranks up to which plans know that documents or a window leave most ranks nothing to do with each
-other: beyond EXACT_UP_TO on few routes, but message by message, since closed forms count what a
-full mask sends."""
-PLAIN = tuple(Placed((("name", name),), (0,)) for name in ("ring", "all_gather"))
 
 _PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
 
@@ -72,39 +64,20 @@ def plan_call(
         ValueError: if no plan fits the topology's memory or the heads.
     """
     keys = None if keys in (None, seqlen) else _similar(keys)
-    seqlen, kind = _similar(seqlen), None
-    if mask.cu_seqlens is not None and config.sequence_parallel_size <= NEAR_UP_TO:
-        kind = typical_documents(mask.cu_seqlens, seqlen, config.sequence_parallel_size)
+    request = _request(config, shape, _similar(seqlen), mask, topology, keys)
+    alike = on_fewer_ranks(request) or of_its_kind(request)
     with _PLANNING:
-        return _plan_call(config, shape, seqlen, Mask(mask.band, kind), topology, keys)
+        return _plan(alike)
 
 
 @lru_cache(maxsize=64)
-def _plan_call(
-    config: SequenceParallelConfig,
-    shape: Shape,
-    seqlen: int,
-    mask: Mask,
-    topology: Topology | None,
-    keys: int | None,
-) -> Plan:
-    request = _request(config, shape, seqlen, mask, topology, keys)
-    if not is_near(mask) or not EXACT_UP_TO < request.topology.size <= NEAR_UP_TO:
+def _plan(request: Request) -> Plan:
+    mask, size = request.workload.mask, request.topology.size
+    if not is_near(mask) or size <= request.exact_up_to or size > NEAR_UP_TO:
         return best_plan(request)
-    one, few = _request(config, shape, seqlen, Mask(mask.band), topology, keys), on_few(request)
+    one, few = replace(request, workload=packed(request.workload, None)), on_few(request)
     plans = price_again(few, best_plan(one)), best_plan(few)
     return min(plans, key=plan_order(request.memory_limit))
-
-
-def is_near(mask: Mask) -> bool:
-    """Whether tokens see no further than a window or their document."""
-    return mask.cu_seqlens is not None or mask.band.left < inf
-
-
-def on_few(request: Request) -> Request:
-    """The request on few routes, of which every message is counted."""
-    routes = {"forward": request.forward or PLAIN, "backward": request.backward or PLAIN}
-    return replace(request, exact_up_to=NEAR_UP_TO, **routes)
 
 
 def _request(
@@ -117,12 +90,11 @@ def _request(
 ) -> Request:
     """What the planner is asked."""
     size, moves = config.sequence_parallel_size, config.backward_moves
-    cut = mask.cu_seqlens is None and LAYOUTS[config.layout].needs_documents
-    layout = "zigzag" if cut else config.layout  # as even as one that follows from documents
+    work = Workload(shape, seqlen, mask, config.layout, keys=keys)
     forward, backward = (_named(route, config) for route in _both_routes(config))
     return Request(
         (topology or one_host(size)).with_ranks(size),
-        Workload(shape, seqlen, mask, layout, keys=keys),
+        packed(work, mask.cu_seqlens),
         degrees=config.degrees,
         forward=forward,
         backward=backward,

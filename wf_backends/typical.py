@@ -32,14 +32,15 @@ def typical_documents(
     Lengths count to the next power of two.
 
     Args:
-        cu_seqlens: the borders of the real documents. seqlen: where the result ends, about where
-            the real ones do. size: the ranks.
+        cu_seqlens: the borders of the real documents. seqlen: where the result ends, which need
+            not be where the real ones do. size: the ranks.
 
     Returns:
-        None where there are so few documents that no others stand for them.
+        None where so few of these documents fill the sequence that no others stand for them.
     """
     squares = sum((stop - start) ** 2 for start, stop in pairwise(cu_seqlens))
-    halvings = (cu_seqlens[-1] ** 4 // squares**2).bit_length() // 2  # log2(S / mean), rounded
+    times = (seqlen * cu_seqlens[-1]) ** 2 // squares**2  # (seqlen / mean)**2
+    halvings = times.bit_length() // 2  # log2(seqlen / mean), rounded
     if halvings < FEWEST:
         return None
     return draw_documents(seqlen, min(halvings, (SHORTEST * size).bit_length() - 1))

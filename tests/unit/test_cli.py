@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from wf_backends.comm import Communicator
 from wf_backends.placement import place, read_placed
 from wf_backends.planner import all_plans
 from wf_backends.plans import Request
-from wf_backends.presets import PRESETS, load
+from wf_backends.presets import load
 from wf_backends.schedule import concentric, render
 from wf_backends.topology import from_dict
 
@@ -106,11 +105,23 @@ def test_plan_counts_documents(wallfacer, ranks: str) -> None:
     assert not SequenceParallelConfig.from_dict(words).leaves_open
 
 
-def test_plan_refuses_documents_on_more_ranks_than_it_counts(wallfacer, tmp_path: Path) -> None:
-    file = tmp_path / "big.json"
-    file.write_text(json.dumps(replace(PRESETS["h100-8x400g"], hosts=16).to_dict()))
-    code, _, err = wallfacer("plan", "--documents", "512", "--topology", str(file))
-    assert code == 2 and "for up to 64 ranks, got 128" in err
+@pytest.mark.parametrize("near", [["--documents", "512"], ["--window", "512"]])
+def test_plan_counts_a_part_of_many_ranks(wallfacer, near: list[str]) -> None:
+    cluster = ["--topology", "h100-8x400g", "--ranks", "128", "--seqlen", "262144"]
+    told = json.loads(wallfacer("plan", *cluster, *near, "--json")[1])
+    some = 64 if "--documents" in near else 16
+    assert told["reason"].split(". ")[1].startswith(f"{some} ranks stand for all 128")
+    assert "counted message by message" in told["reason"]
+    assert told["topology"]["hosts"] == 16
+    assert all(plan["config"]["sequence_parallel_size"] == 128 for plan in told["plans"])
+    code, out, _ = wallfacer("plan", *cluster, *near)
+    assert code == 0 and "16 hosts x 8 ranks" in out
+
+
+def test_plan_refuses_long_documents_on_more_ranks_than_it_counts(wallfacer) -> None:
+    cluster = ["--topology", "h100-8x400g", "--ranks", "128", "--seqlen", "262144"]
+    code, _, err = wallfacer("plan", *cluster, "--documents", "32768")
+    assert code == 2 and "on 128 ranks" in err and "give shorter --documents" in err
 
 
 def test_explain_prints_the_grid_and_the_timeline(wallfacer) -> None:

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from wf_backends.calls import NEAR_UP_TO, plan_call
+from wf_backends.calls import plan_call
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.cost import Workload
 from wf_backends.mask import CAUSAL, Mask, make_mask
 from wf_backends.planner import best_plan, price_again
 from wf_backends.plans import Plan, Request
-from wf_backends.presets import PRESETS, one_host
+from wf_backends.presets import PRESETS
 from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 from wf_backends.typical import LENGTHS, typical_documents
@@ -90,11 +90,6 @@ def test_few_documents_are_planned_as_one() -> None:
     assert plans[0] == plans[1] == plans[2]
 
 
-def test_beyond_so_many_ranks_documents_are_left_out() -> None:
-    size = 2 * NEAR_UP_TO
-    assert planned(drawn(1 << 20, 512, 0), 1 << 20, size=size) == planned(None, 1 << 20, size=size)
-
-
 @pytest.mark.parametrize("size", [8, 16])
 def test_who_knows_the_kind_is_faster_on_the_real_documents(size) -> None:
     seqlen, gains = 8192 * size, list[float]()
@@ -122,13 +117,6 @@ def test_windows_are_counted_where_closed_forms_count_too_much(layout, window, g
     plan = plan_call(config, workload.shape, seqlen, mask, topology)
     by_forms = price_again(replace(request, exact_up_to=16), best_plan(request))
     assert by_forms.cost.seconds >= gain * plan.cost.seconds
-
-
-def test_beyond_so_many_ranks_windows_are_planned_for_by_closed_forms() -> None:
-    size, mask = 2 * NEAR_UP_TO, make_mask(True, (1024, -1))
-    config = SequenceParallelConfig(sequence_parallel_size=size)
-    request = Request(one_host(size), Workload(SHAPE, 1 << 20, mask))
-    assert plan_call(config, SHAPE, 1 << 20, mask) == best_plan(request)
 
 
 @pytest.mark.parametrize("size", [8, 16])

@@ -43,7 +43,7 @@ Documents = Annotated[
     int,
     typer.Option(
         help="Packed documents of drawn lengths, in the mean so many tokens long as a token sees "
-        "them, to the next power of two of the sequence; 0 = one. Up to 64 ranks."
+        "them, to the next power of two of the sequence; 0 = one."
     ),
 ]
 Kernel = Annotated[str, typer.Option(help="Whose rate counts; auto = the topology's first.")]

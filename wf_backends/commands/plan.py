@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from wf_backends.calls import NEAR_UP_TO, is_near, on_few
 from wf_backends.commands import options as o
 from wf_backends.layout import make_layout
+from wf_backends.near import NEAR_UP_TO, is_near, on_few, on_fewer_ranks
 from wf_backends.placement import in_rank_order
 from wf_backends.planner import all_plans, best_plan, check_memory, price_plan
 from wf_backends.plans import EXACT_UP_TO, Plan, Request
@@ -72,31 +72,42 @@ def plan(
     best = check_memory(plans[0], request)
     ring = in_rank_order({"name": "ring"}, request.topology.size)
     baseline = price_plan(request, 1, ring, ring)
-    reason = why(best, baseline, request) + other_layout(best, request)
+    reason = why(best, baseline, request) + stand_in(request, asked) + other_layout(best, request)
     if as_json:
-        typer.echo(json.dumps(to_json(plans[:top], reason, request), indent=2))
+        typer.echo(json.dumps(to_json(plans[:top], reason, asked), indent=2))
         return
-    shown = table(plans[:top], baseline, request)
+    shown = table(plans[:top], baseline, asked)
     console = o.console_for(shown)
     console.print(shown)
     console.print(f"[bold]Chosen:[/bold] {reason}")
-    typer.echo(block(best, request))
+    typer.echo(block(best, asked))
 
 
 def counted(request: Request) -> Request:
-    """The request; every message is counted under a window or documents, where that can be done.
+    """The request; every message is counted under a window or documents, of some ranks if of many.
 
     Raises:
-        NotImplementedError: for documents on more ranks than that.
+        NotImplementedError: for documents of which those ranks would hold few.
     """
     mask, size = request.workload.mask, request.topology.size
-    if mask.cu_seqlens is not None and size > NEAR_UP_TO:
-        raise NotImplementedError(
-            f"documents are predicted for up to {NEAR_UP_TO} ranks, got {size}: leave "
-            "--documents out, or give --ranks"
-        )
     all_routes = EXACT_UP_TO if mask.cu_seqlens is not None else request.exact_up_to
-    return on_few(request) if is_near(mask) and all_routes < size <= NEAR_UP_TO else request
+    if not is_near(mask) or size <= all_routes:
+        return request
+    if size <= NEAR_UP_TO:
+        return on_few(request)
+    part = on_fewer_ranks(request)
+    if part is None and mask.cu_seqlens is not None:
+        raise NotImplementedError(
+            f"on {size} ranks documents are predicted if a few ranks hold several of them, at most "
+            f"{NEAR_UP_TO} ranks eight: give shorter --documents, fewer --ranks or none"
+        )
+    return part or request
+
+
+def stand_in(request: Request, asked: Request) -> str:
+    """What to say where some ranks were counted, and not all."""
+    some, every = request.topology.size, asked.topology.size
+    return "" if some == every else f". {some} ranks stand for all {every}"
 
 
 def block(plan: Plan, request: Request) -> str:
