@@ -24,9 +24,9 @@ from wf_backends.presets import PRESETS
 from wf_backends.topology import KernelRate, Link, Topology, check_job
 from wf_backends.ulysses import heads_for_tokens, make_exchange
 
-HEADS, HEAD_DIM = 8, 64
-TILES = (256, 1024)  # rows and keys of the two tiles that a kernel's rate is fitted to
-GPU_TILES = (1024, 8192)
+HEAD_DIM = 64
+TILES, HEADS = (256, 1024), 4  # rows and keys of the two tiles that a kernel's rate is fitted to
+GPU_TILES, GPU_HEADS = (1024, 8192), 8
 SMALLEST, LARGEST = 1 << 16, 1 << 24  # bytes of one message
 GROWTH = 4
 LONG_S = 0.8  # how long a message takes that a rate is measured by, if it need not be larger
@@ -112,7 +112,7 @@ class Meter:
         """
         long = self._bytes_for(peers, long_s)
         short = long // GROWTH
-        took, before = (self.exchange(peers, size) for size in (long, short))
+        took, before = (self.exchange(peers, size, repeats=FEW) for size in (long, short))
         return (long - short) / max(took - before, took / 10)
 
     def _bytes_for(self, peers: Peers, long_s: float) -> int:
@@ -218,11 +218,11 @@ def kernel_rate(meter: Meter) -> tuple[str, KernelRate]:
     """The name and the rate of the kernel that "auto" takes: a line through two tiles' times."""
     on_gpu = meter.device.type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    spec = KernelSpec(meter.device.type, dtype, HEAD_DIM, HEADS, HEADS)
-    kernel = select("auto", spec).kernel
-    sizes = GPU_TILES if on_gpu else TILES
-    times = [_tile_seconds(meter, kernel, size, dtype, sizes[-1] // size) for size in sizes]
-    flops = [4 * size * size * HEADS * HEAD_DIM for size in sizes]
+    sizes, heads = (GPU_TILES, GPU_HEADS) if on_gpu else (TILES, HEADS)
+    kernel = select("auto", KernelSpec(meter.device.type, dtype, HEAD_DIM, heads, heads)).kernel
+    shapes = [(1, size, heads, HEAD_DIM) for size in sizes]
+    times = [_tile_seconds(meter, kernel, one, dtype, sizes[-1] // one[1]) for one in shapes]
+    flops = [4 * size * size * heads * HEAD_DIM for size in sizes]
     forward, backward = (
         factor * (flops[1] - flops[0]) / max(large - small, large / 10)
         for factor, small, large in zip((1.0, 2.5), *times, strict=True)
@@ -232,14 +232,14 @@ def kernel_rate(meter: Meter) -> tuple[str, KernelRate]:
 
 
 def _tile_seconds(
-    meter: Meter, kernel: Kernel, size: int, dtype: torch.dtype, count: int
+    meter: Meter, kernel: Kernel, shape: tuple[int, ...], dtype: torch.dtype, count: int
 ) -> tuple[float, float]:
-    """(forward, backward) seconds of a full tile of size x size, all ranks at once.
+    """(forward, backward) seconds of a full tile, all ranks at once.
 
     Args:
+        shape: of queries and of keys.
         count: tiles in a row, so that it matters little that the ranks do not start together.
     """
-    shape = (1, size, HEADS, HEAD_DIM)
     source = torch.Generator(meter.device).manual_seed(0)  # the program's own is left alone
     q, k, v, dout = (
         torch.randn(shape, device=meter.device, generator=source).to(dtype) for _ in range(4)
