@@ -34,6 +34,7 @@ SHORT_S = 0.2  # one inside a host, where nobody shapes the link
 ROUGH_S = 0.1  # one that is only compared with others
 REPEATS = 5
 FEW = 3  # of what varies little
+TWICE = 2  # of what takes long and varies little
 MIDDLE = 7  # of what the median is taken of
 ENOUGH_S = 1.0  # what took this long is not repeated more than once
 ROUNDS = 20  # exchanges in a row, of which one's latency is taken
@@ -80,9 +81,7 @@ class Meter:
         times[self.comm.rank] = mine
         return float(sum_over_ranks(self.comm, times).max())
 
-    def exchange(
-        self, peers: Peers, num_bytes: int, rounds: int = 1, repeats: int = REPEATS
-    ) -> float:
+    def exchange(self, peers: Peers, num_bytes: int, repeats: int, rounds: int = 1) -> list[float]:
         """Seconds until every rank has sent to its target and received from its source."""
         target, source = peers
         size = max(1, num_bytes // 4)
@@ -94,33 +93,34 @@ class Meter:
             for _ in range(rounds):
                 self.comm.post_control("bench", sends, recvs).wait()
 
-        return self.seconds(work, repeats)
+        return self.times(work, repeats, ENOUGH_S)
 
     def latency(self, peers: Peers) -> float:
         """Seconds of one more exchange of a few bytes in a row, as the hops of a pass are.
 
         The ranks do not start together, which must not count each time.
         """
-        first, row = (self.exchange(peers, 4, rounds, FEW) for rounds in (1, 1 + ROUNDS))
+        first, row = (min(self.exchange(peers, 4, FEW, rounds)) for rounds in (1, 1 + ROUNDS))
         return max(row - first, first / ROUNDS) / ROUNDS
 
     def rate(self, peers: Peers, long_s: float = LONG_S) -> float:
         """Bytes a second, from a message of `long_s` seconds and a shorter one.
 
         What the longer one takes more is free of latency, and of bursts that a shaped link lets
-        through at once.
+        through at once. Medians: the shortest of either would be further from it, and the
+        difference further still.
         """
         long = self._bytes_for(peers, long_s)
         short = long // GROWTH
-        took, before = (self.exchange(peers, size, repeats=FEW) for size in (long, short))
+        took, before = (median(self.exchange(peers, size, REPEATS)) for size in (long, short))
         return (long - short) / max(took - before, took / 10)
 
     def _bytes_for(self, peers: Peers, long_s: float) -> int:
         """The size of a message that takes about `long_s` seconds, or the largest."""
-        num_bytes, took = SMALLEST, self.exchange(peers, SMALLEST, repeats=1)
+        num_bytes, (took,) = SMALLEST, self.exchange(peers, SMALLEST, 1)
         while GROWTH**2 * took < long_s and num_bytes < LARGEST:
             num_bytes *= GROWTH
-            took = self.exchange(peers, num_bytes, repeats=1)
+            (took,) = self.exchange(peers, num_bytes, 1)
         return min(LARGEST, int(num_bytes * max(1.0, long_s / took)))
 
 
@@ -257,7 +257,7 @@ def _tile_seconds(
         for _ in range(count):
             kernel.backward(dout, q, k, v, out, lse, delta, scale, FULL)
 
-    found = (meter.seconds(work, FEW) / count for work in (forwards, backwards))
+    found = (meter.seconds(work, TWICE) / count for work in (forwards, backwards))
     return next(found), next(found)
 
 

@@ -76,7 +76,8 @@ def build(family: str) -> Any:
 
 
 def batch(family: str, kind: str, seed: int) -> Batch:
-    """One sample. Kinds: plain, ragged (23 tokens), padded, unequal (two samples), unmasked."""
+    """One sample. Kinds: plain, ragged (23 tokens), padded, unequal (two samples), unmasked, packed
+    (as one document, as three, and as many as the planner has a kind for)."""
     generator = torch.Generator().manual_seed(seed)
     if family == "vit":
         pixels = torch.randn(2, 3, 16, 16, generator=generator)
@@ -97,9 +98,30 @@ def batch(family: str, kind: str, seed: int) -> Batch:
         out["attention_mask"][row, length:] = 0
         out["labels"][row, length:] = -100
         out["input_ids"][row, length:] = 0
-    if kind == "unmasked":
+    if kind in ("unmasked", "packed"):
         del out["attention_mask"]
+    if kind == "packed":
+        borders = (0, SEQLEN), (0, 5, 14, SEQLEN), tuple(range(0, SEQLEN + 1, 2))
+        out["cu_seqlens"] = borders[seed // 100 % 3]
     return out
+
+
+def dense(one: Batch) -> Batch:
+    """The same sample for a model that knows nothing of documents."""
+    borders = one.get("cu_seqlens")
+    if borders is None:
+        return one
+    lengths = torch.tensor(borders).diff()
+    document = torch.arange(len(lengths)).repeat_interleave(lengths)
+    seen = (document[:, None] == document).tril()
+    labels = one["labels"].clone()
+    labels[:, list(borders[:-1])] = -100  # no document predicts the next one's first token
+    return {
+        "input_ids": one["input_ids"],
+        "labels": labels,
+        "attention_mask": torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)[None, None],
+        "position_ids": torch.cat([torch.arange(n) for n in lengths.tolist()])[None],
+    }
 
 
 def alone(
@@ -117,7 +139,7 @@ def alone(
     losses, first = [], {}
     for batches in steps:
         update.zero_grad()
-        loss = torch.stack([model(**one).loss for one in batches]).mean()
+        loss = torch.stack([model(**dense(one)).loss for one in batches]).mean()
         loss.backward()
         first = first or {
             n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None

@@ -128,9 +128,11 @@ def tiny_llama(layers: int = 2, **more: Any) -> LlamaForCausalLM:
 def text(first: int) -> Iterator[Batch]:
     """An endless stream of single sequences from number `first` on.
 
-    Every second one holds three documents, and the number of valid labels differs from one to the
-    next, so that an average over ranks instead of tokens shows.
+    Of four in a row one holds three documents and one as many as the planner has a kind for. The
+    number of valid labels differs from one to the next, so that an average over ranks instead of
+    tokens shows.
     """
+    few, many = (0, 9, 30, SEQLEN), tuple(range(0, SEQLEN + 1, 4))
     number = first
     while True:
         draw = torch.Generator().manual_seed(number)
@@ -138,7 +140,7 @@ def text(first: int) -> Iterator[Batch]:
         ids[:, 1::2] = (ids[:, ::2] * 5 + 3) % VOCABULARY  # something to learn
         labels = ids.clone()
         labels[:, : 7 * (number % 5)] = -100
-        borders = (0, 9, 30, SEQLEN) if number % 2 else (0, SEQLEN)
+        borders = ((0, SEQLEN), few, (0, SEQLEN), many)[number % 4]
         yield {"input_ids": ids, "labels": labels, "cu_seqlens": borders}
         number += 1
 
