@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -80,7 +81,9 @@ def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
     workload = packed(model.workload(), args.documents)
     per_host = int(os.environ["LOCAL_WORLD_SIZE"])
     hosts = [f"host {rank // per_host}" for rank in range(comm.size)]
+    start = time.perf_counter()
     cluster = measure(comm, hosts, torch.device("cpu"))
+    measured_in_s = time.perf_counter() - start
     found = [schemes(Request(cluster, workload, exact_up_to=COUNTED)) if comm.rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
     assert found[0] is not None
@@ -98,6 +101,7 @@ def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
         "machine": machine(),
         "load": os.getloadavg()[0],
         "topology": cluster.to_dict(),
+        "measured_in_s": measured_in_s,
         "schemes": [figures(*both) for both in zip(compared, runs, strict=True)],
     }
 

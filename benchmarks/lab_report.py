@@ -47,21 +47,14 @@ def report(cases: Mapping[str, dict[str, Any]]) -> str:
 
 def case_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
     """One case: what it is, and a row for each scheme, fastest first."""
-    model, words = case["model"], case["topology"]
-    between, inside = words["between"], words["inside"]
-    (kernel, rate), *_ = words["kernels"].items()
-    several = case.get("documents", 0)
+    model, several = case["model"], case.get("documents", 0)
     packed = f" in {several - 1} documents" if several else ""
     yield f"## {name}\n"
     yield (
         f"{case['hosts']} hosts x {case['ranks_per_host']} ranks, one NIC a {case['nics']} at "
         f"{case['rate']}, {model['seqlen']} tokens{packed}, {model['heads']} heads. "
         f"{case['machine']}, load {case['load']:.1f} before. "
-        f"Measured topology: {words['nics_per_host']} NICs a host, "
-        f"{1e3 * between['gigabits_per_s']:.1f} Mbit/s and {between['latency_us']:.0f} us between "
-        f"hosts, {inside['gigabits_per_s']:.1f} Gbit/s and {inside['latency_us']:.0f} us inside, "
-        f"{kernel} {1e3 * rate['forward_tflops']:.1f} and {1e3 * rate['backward_tflops']:.1f} "
-        f"GFLOP/s a rank.\n"
+        f"Topology, measured in {case['measured_in_s']:.1f} s: {links(case['topology'])}.\n"
     )
     yield (
         "| scheme | predicted s | of it computing | measured s | spread | ratio | "
@@ -79,6 +72,19 @@ def case_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
     for name in (AUTO, AGAIN, UNTOLD):
         if name in by_name(case):
             yield f"\n`{name}`: {by_name(case)[name]['plan']}"
+
+
+def links(words: Mapping[str, Any]) -> str:
+    """What was measured of a case's cluster."""
+    between, inside = words["between"], words["inside"]
+    (kernel, rate), *_ = words["kernels"].items()
+    return (
+        f"{words['nics_per_host']} NICs a host, "
+        f"{1e3 * between['gigabits_per_s']:.1f} Mbit/s and {between['latency_us']:.0f} us between "
+        f"hosts, {inside['gigabits_per_s']:.1f} Gbit/s and {inside['latency_us']:.0f} us inside, "
+        f"{kernel} {1e3 * rate['forward_tflops']:.1f} and {1e3 * rate['backward_tflops']:.1f} "
+        f"GFLOP/s a rank"
+    )
 
 
 def target_lines(cases: Mapping[str, dict[str, Any]]) -> Iterator[str]:
