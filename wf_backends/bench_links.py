@@ -36,7 +36,7 @@ REPEATS = 5
 FEW = 3  # of what varies little
 TWICE = 2  # of what takes long and varies little
 MIDDLE = 7  # of what the median is taken of
-ENOUGH_S = 1.0  # what took this long is not repeated more than once
+ENOUGH_S = 2.0  # what took this long is not repeated
 ROUNDS = 20  # exchanges in a row, of which one's latency is taken
 
 
@@ -111,7 +111,7 @@ class Meter:
         difference further still.
         """
         long = self._bytes_for(peers, long_s)
-        short = long // GROWTH
+        short = long // GROWTH**2
         took, before = (median(self.exchange(peers, size, REPEATS)) for size in (long, short))
         return (long - short) / max(took - before, took / 10)
 
