@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import run_processes
+from tests.helpers import run_processes, run_threads
+from wf_backends.bench_links import Meter
 from wf_backends.cluster import job_hosts, measured
 from wf_backends.comm import Communicator
 
@@ -44,6 +45,21 @@ def test_a_job_is_measured_once(hosts: list[str], per_host: int, tmp_path: Path)
     assert (0 < topology.exchange_s < 0.1) == (per_host > 1)
     assert topology.kernels[0][0] == "sdpa" and topology.rate().forward_flops_per_s > 1e8
     assert len(list(tmp_path.iterdir())) == 1
+
+
+class Steady(Meter):
+    """A link of so many bytes a second, whose messages take 10 ms more."""
+
+    RATE = 1e6
+
+    def exchange(self, peers: Any, num_bytes: int, repeats: int, rounds: int = 1) -> list[float]:
+        return [rounds * (0.01 + num_bytes / self.RATE)] * repeats
+
+
+def test_a_rate_is_free_of_latency() -> None:
+    (meter,) = run_threads(1, lambda comm: Steady(comm, torch.device("cpu")))
+    assert meter.rate((0, 0)) == pytest.approx(Steady.RATE)
+    assert meter.latency((0, 0)) == pytest.approx(0.01, rel=1e-3)
 
 
 def refused(comm: Communicator, hosts: list[str], folder: str) -> str:

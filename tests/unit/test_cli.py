@@ -116,6 +116,7 @@ def test_plan_counts_a_part_of_many_ranks(wallfacer, near: list[str]) -> None:
     assert all(plan["config"]["sequence_parallel_size"] == 128 for plan in told["plans"])
     code, out, _ = wallfacer("plan", *cluster, *near)
     assert code == 0 and "16 hosts x 8 ranks" in out
+    assert json.loads(out[out.index("{") :]) == told["plans"][0]["config"]
 
 
 def test_plan_refuses_long_documents_on_more_ranks_than_it_counts(wallfacer) -> None:

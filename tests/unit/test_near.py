@@ -13,7 +13,7 @@ from wf_backends.calls import plan_call
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.cost import Workload
 from wf_backends.mask import CAUSAL, Band, Mask, make_mask
-from wf_backends.near import NEAR_UP_TO, on_fewer_ranks
+from wf_backends.near import NEAR_UP_TO, of_its_kind, on_fewer_ranks, packed
 from wf_backends.planner import best_plan, price_again
 from wf_backends.plans import Plan, Request
 from wf_backends.presets import PRESETS, one_host
@@ -123,3 +123,21 @@ def test_one_host_of_any_number_of_ranks() -> None:
     plan = plan_call(config, SHAPE, 97 * SHARD, mask, one_host(97))
     assert plan.degree == 1
     assert plan.forward.schedule(97).num_ranks == 97
+
+
+def test_long_documents_beyond_what_is_counted_are_one() -> None:
+    long = Mask(CAUSAL, tuple(range(0, 129 * SHARD, 12 * SHARD)))
+    asked = request(128, long, "document_zigzag")
+    assert on_fewer_ranks(asked) is None
+    work = of_its_kind(asked).workload
+    assert work == packed(asked.workload, None)
+    assert (work.mask, work.layout) == (Mask(CAUSAL), "zigzag")
+
+
+def test_few_ranks_take_the_best_of_all_routes() -> None:
+    mask = Mask(CAUSAL, documents(8 * SHARD, 2048))
+    plan = planned(8, mask, "document_zigzag", ETHERNET)
+    asked = of_its_kind(request(8, mask, "document_zigzag", ETHERNET))
+    assert asked.workload.mask.cu_seqlens is not None
+    assert plan == best_plan(asked)
+    assert plan.forward.placed.route["name"] not in ("ring", "all_gather")
