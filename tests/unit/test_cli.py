@@ -119,6 +119,11 @@ def test_plan_counts_a_part_of_many_ranks(wallfacer, near: list[str]) -> None:
     assert json.loads(out[out.index("{") :]) == told["plans"][0]["config"]
 
 
+def test_plan_counts_what_a_call_does(wallfacer) -> None:
+    told = wallfacer("plan", "--ranks", "32", "--window", "512", "--seqlen", "262144", "--json")[1]
+    assert "16 ranks stand for all 32" in json.loads(told)["reason"]
+
+
 def test_plan_refuses_long_documents_on_more_ranks_than_it_counts(wallfacer) -> None:
     cluster = ["--topology", "h100-8x400g", "--ranks", "128", "--seqlen", "262144"]
     code, _, err = wallfacer("plan", *cluster, "--documents", "32768")

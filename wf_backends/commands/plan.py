@@ -93,15 +93,16 @@ def counted(request: Request) -> Request:
     all_routes = EXACT_UP_TO if mask.cu_seqlens is not None else request.exact_up_to
     if not is_near(mask) or size <= all_routes:
         return request
+    if part := on_fewer_ranks(request):
+        return part
     if size <= NEAR_UP_TO:
         return on_few(request)
-    part = on_fewer_ranks(request)
-    if part is None and mask.cu_seqlens is not None:
+    if mask.cu_seqlens is not None:
         raise NotImplementedError(
             f"on {size} ranks documents are predicted if a few ranks hold several of them, at most "
             f"{NEAR_UP_TO} ranks eight: give shorter --documents, fewer --ranks or none"
         )
-    return part or request
+    return request
 
 
 def stand_in(request: Request, asked: Request) -> str:
