@@ -22,11 +22,11 @@ from wf_backends.walk import Problem, plan_rank
 SEQLEN = 1 << 20
 
 
-def packed(length: int) -> tuple[int, ...]:
+def packed(length: int, seqlen: int = SEQLEN) -> tuple[int, ...]:
     """Borders of documents of `length` tokens on average."""
     source, lengths = random.Random(0), []
-    while sum(lengths) < SEQLEN:
-        lengths.append(min(source.randint(1, 2 * length), SEQLEN - sum(lengths)))
+    while sum(lengths) < seqlen:
+        lengths.append(min(source.randint(1, 2 * length), seqlen - sum(lengths)))
     return (0, *accumulate(lengths))
 
 

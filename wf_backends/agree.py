@@ -12,6 +12,7 @@ from torch import Tensor
 from wf_backends.comm.protocol import Communicator
 
 HEADER = 16  # integers: headers of different calls have one size, so none overruns another's buffer
+KNOWN = 1024  # headers that are remembered: packed documents bring a new one with every batch
 REFUSED = -1  # in place of the names' fingerprint: this rank's own arguments are wrong
 
 
@@ -55,7 +56,7 @@ class Agreement:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self._seen: dict[tuple[tuple[str, int], ...], list[list[int]]] = {}
+        self._seen: dict[tuple[tuple[str, int], ...], dict[str, tuple[int, ...]]] = {}
 
     def check(
         self,
@@ -63,7 +64,7 @@ class Agreement:
         lengths: Mapping[str, int],
         like: Tensor,
         remember: bool = True,
-    ) -> dict[str, list[int]]:
+    ) -> dict[str, tuple[int, ...]]:
         """Exchange a header.
 
         Args:
@@ -79,20 +80,23 @@ class Agreement:
             ValueError: on every rank, naming what differs and the values by rank.
         """
         key = (*same.items(), *lengths.items())
-        headers = self._seen.get(key)
-        if headers is None:
-            names, values = [*same, *lengths], [value for _, value in key]
-            headers = self._exchange([fingerprint(names), *values], like)
-            _check_calls([kind for kind, *_ in headers], names, self.comm.rank)
-            if remember and not self.comm.on_host:
-                self._seen[key] = headers
+        if key in self._seen:
+            return self._seen[key]
+        names, values = [*same, *lengths], [value for _, value in key]
+        headers = self._exchange([fingerprint(names), *values], like)
+        _check_calls([kind for kind, *_ in headers], names, self.comm.rank)
         rows = (header[1 : 1 + len(key)] for header in headers)
-        columns = dict(zip([*same, *lengths], zip(*rows, strict=True), strict=True))
+        columns = dict(zip(names, zip(*rows, strict=True), strict=True))
         differing = {name: columns[name] for name in same if len(set(columns[name])) > 1}
         if differing:
             told = "; ".join(f"{name}: {list(values)}" for name, values in differing.items())
             raise ValueError(f"the ranks do not agree (values by rank): {told}")
-        return {name: list(columns[name]) for name in lengths}
+        found = {name: columns[name] for name in lengths}
+        if remember and not self.comm.on_host:
+            if len(self._seen) == KNOWN:
+                del self._seen[next(iter(self._seen))]  # the oldest: the same call on every rank
+            self._seen[key] = found
+        return found
 
     @contextmanager
     def telling(self) -> Iterator[None]:

@@ -15,7 +15,7 @@ from wf_backends.layout import Layout, make_layout, merge_shards
 from wf_backends.loads import Loads
 from wf_backends.mask import Mask
 from wf_backends.pace import Pace
-from wf_backends.rankphases import Messages, RankPhase, rank_phases, side_by_side
+from wf_backends.rankphases import Messages, RankPhase, in_step, rank_phases, side_by_side
 from wf_backends.rankplan import RankPlan
 from wf_backends.schedule import Schedule
 from wf_backends.strands import strands
@@ -129,7 +129,7 @@ def pass_cost(job: Job, schedule: Schedule, walk: Walk, two_way: bool = False) -
     each = [side_by_side([rank_phases(p, rows, walk.name) for p in own]) for own in plans]
     total, left, pace = Loads(job.topology), Loads(job.topology), Pace(job.topology, job.degree)
     phases: list[Phase] = []
-    for ranks in zip(*each, strict=True):
+    for ranks in map(in_step, zip(*each, strict=True)):
         took = [[tile_seconds(job, walk, found) for found in rank.tiles] for rank in ranks]
         phases.append(_phase(job, ranks, took, total, left))
         pace.run(ranks, took)
@@ -143,7 +143,7 @@ def pass_cost(job: Job, schedule: Schedule, walk: Walk, two_way: bool = False) -
 
 def _phase(
     job: Job,
-    ranks: tuple[RankPhase, ...],
+    ranks: Sequence[RankPhase],
     took: Sequence[Sequence[float]],
     total: Loads,
     left: Loads,

@@ -5,6 +5,7 @@ Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -19,10 +20,11 @@ from wf_backends.comm.protocol import Communicator
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.executor import Attention, Call, accumulator_dtype
 from wf_backends.kernels import KernelSpec, Selection, select
-from wf_backends.layout import Layout, layout_of, lengths, merge_shards
+from wf_backends.layout import Layout, layout_of, merge_shards
 from wf_backends.mask import Mask
+from wf_backends.plans import Choice
 from wf_backends.schedule import check
-from wf_backends.strands import strands
+from wf_backends.strands import Way, strands
 from wf_backends.traffic import Shape
 from wf_backends.ulysses import Exchange, heads_for_tokens, make_exchange, tokens_for_heads
 from wf_backends.walk import Problem, RankPlan, plan_rank
@@ -90,43 +92,32 @@ class DistributedAttention:
             "seqlen": -1 if seqlen is None else seqlen,
         }
         told = self._agreement.check(same, {"q rows": s, "key rows": keys}, q)
-        _check_mask(mask, *(sum(told[name]) for name in told))
-        q_layout, kv_layout = (
-            layout_of(self.config.layout, rows, mask.cu_seqlens, name)
-            for name, rows in told.items()
-        )
+        _check_mask(mask, *map(sum, told.values()))
         spec = KernelSpec(q.device.type, q.dtype, d, h, g)
-        return self._plan(q_layout, kv_layout, mask, spec, b)
+        return self._plan(tuple(told.items()), mask, spec, b)
 
     def _make_plan(
-        self, q_layout: Layout, kv_layout: Layout, mask: Mask, spec: KernelSpec, batch: int
+        self,
+        told: tuple[tuple[str, tuple[int, ...]], ...],
+        mask: Mask,
+        spec: KernelSpec,
+        batch: int,
     ) -> AttentionPlan:
-        sizes = spec.dtype.itemsize, accumulator_dtype(spec.dtype).itemsize
-        shape = Shape(batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes)
-        topology = None
-        if self.config.leaves_open and self.comm.size > 1:
-            topology = self.cluster.topology(torch.device(spec.device))
-        seqlen, keys = (sum(lengths(layout)) for layout in (q_layout, kv_layout))
-        choice = choose(self.config, shape, seqlen, mask, topology, keys)
-        degree = choice.degree
-        at, member = divmod(self.comm.rank, degree)
-        pool = range(at * degree, (at + 1) * degree)
+        """The plan for the queries' and the keys' (name in errors, rows of every rank)."""
+        q_layout, kv_layout = (
+            layout_of(self.config.layout, rows, mask.cu_seqlens, name) for name, rows in told
+        )
+        choice = self._choose([sum(rows) for _, rows in told], mask, spec, batch)
+        at, member = divmod(self.comm.rank, choice.degree)
+        pool = range(at * choice.degree, (at + 1) * choice.degree)
         queries = make_exchange(q_layout[pool.start : pool.stop], spec.heads, spec.heads)
         keys = make_exchange(kv_layout[pool.start : pool.stop], spec.kv_heads, spec.heads)
-        pooled = merge_shards(q_layout, degree), merge_shards(kv_layout, degree)
-        forward, backward = (check(one) for one in choice.schedules(self.comm.size))
-        turn = choice.moves == "queries"
-        there = Problem(forward, *pooled, mask, choice.forward.keys_stay, kept=choice.keep)
-        there = strands(there, choice.forward.two_way)
-        problem, keep = Problem(backward, *pooled, mask, turn), (False, False)
-        back = strands(problem, choice.backward.two_way)
-        if choice.keep:
-            back = (replace(problem, schedule=there[0].schedule, kept=True),)
-            keep = there[0].schedule.gathers()
+        pooled = (merge_shards(layout, choice.degree) for layout in (q_layout, kv_layout))
+        there, back, keep = _problems(choice, self.comm.size, mask, *pooled)
         tile = replace(spec, heads=queries.share, kv_heads=keys.share)
         return AttentionPlan(
             self.comm.view(pool),
-            self.comm.view(range(member, self.comm.size, degree)),
+            self.comm.view(range(member, self.comm.size, choice.degree)),
             queries,
             keys,
             tuple(plan_rank(one, at) for one in there),
@@ -134,6 +125,31 @@ class DistributedAttention:
             select(self.config.kernel, tile),
             keep,
         )
+
+    def _choose(self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int) -> Choice:
+        """What the call runs, by the lengths of its queries and keys."""
+        sizes = spec.dtype.itemsize, accumulator_dtype(spec.dtype).itemsize
+        shape = Shape(batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes)
+        topology = None
+        if self.config.leaves_open and self.comm.size > 1:
+            topology = self.cluster.topology(torch.device(spec.device))
+        seqlen, keys = lengths
+        return choose(self.config, shape, seqlen, mask, topology, keys)
+
+
+def _problems(
+    choice: Choice, size: int, mask: Mask, queries: Layout, keys: Layout
+) -> tuple[Way, Way, tuple[bool, bool]]:
+    """(forward, backward, what is kept in between: queries, keys) of a choice for `size` ranks."""
+    forward, backward = (check(one) for one in choice.schedules(size))
+    stays = choice.forward.keys_stay
+    there = Problem(forward, queries, keys, mask, stays, kept=choice.keep)
+    there = strands(there, choice.forward.two_way)
+    back = Problem(backward, queries, keys, mask, choice.moves == "queries")
+    if not choice.keep:
+        return there, strands(back, choice.backward.two_way), (False, False)
+    way = there[0].schedule
+    return there, (replace(back, schedule=way, kept=True),), way.gathers()
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

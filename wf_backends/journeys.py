@@ -3,64 +3,95 @@
 Pure: standard library only. A row is only where it is read. If the next rank on the way reads it
 too, it is handed on, and its partial result with it. If not, the partial result goes home, and the
 owner sends the row again, straight to the next rank that reads it: as many messages as readers.
+Everything is found when it is asked for, so that one rank among thousands looks at its own part.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 from itertools import accumulate
 
 from wf_backends.layout import Layout
 from wf_backends.ranges import Ranges, intersect, locate, size, subtract, union
 from wf_backends.rankplan import Gather, Parcel, Parcels, Round, Step, handover, parcels
 from wf_backends.schedule import Schedule
+from wf_backends.tracks import carriers, tracks
 
 Sent = tuple[int, Ranges]  # the rank at the far end, and rows (positions)
+Rows = Callable[[int], Ranges]  # step -> rows (positions)
 
 
-@dataclass(frozen=True, slots=True)
 class Journey:
-    """Rows (positions) of one walker, each [step]."""
-
-    held: tuple[Ranges, ...]
-    """Those that it brings."""
-    handed: tuple[Ranges, ...]
-    """Of them, those that the rank of the step before hands on; owners send the others."""
-    moved: tuple[Ranges, ...]
-    """Those whose partial results go on to the next step."""
-    left: tuple[Ranges, ...]
-    """Those whose partial results go home."""
-
-
-def journey(
-    wanted: Sequence[Ranges], owned: Sequence[Ranges], whole: bool = False, through: bool = False
-) -> Journey:
-    """How a walker visits its readers.
+    """Rows (positions) of one walker, by step.
 
     Args:
         wanted: rows that the step's rank reads. owned: rows of the walker that are the rank's own.
         whole: bring to the first step all that any step reads.
-        through: hand rows on by way of ranks that do not read them, until nobody further down
-            does: every link of a step then carries as much as any other.
     """
-    later = still_read(wanted)
-    held = later if through else [later[0] if whole else wanted[0], *wanted[1:]]
-    handed: list[Ranges] = [()]
-    moved: list[Ranges] = []
-    left: list[Ranges] = []
-    here: Ranges = ()
-    for step, rows in enumerate(wanted):
-        here, onward = union(here, rows), (*held, ())[step + 1]
-        going = intersect(subtract(here, owned[step]), onward)
-        moved.append(going)
-        left.append(subtract(here, going))
-        here = going
-        if step:  # owners send their own rows, and keep those that come to them
-            near = union(owned[step - 1], owned[step])
-            handed.append(subtract(intersect(held[step - 1], held[step]), near))
-    return Journey(tuple(held), tuple(handed), tuple(moved), tuple(left))
+
+    def __init__(self, wanted: Rows, owned: Rows, num_steps: int, whole: bool = False) -> None:
+        self.wanted, self.owned, self.num_steps, self.whole = wanted, owned, num_steps, whole
+        self.held = cache(self._held)
+        """Those that it brings."""
+        self.handed = cache(self._handed)
+        """Of them, those that the rank of the step before hands on; owners send the others."""
+        self.moved = cache(self._moved)
+        """Those whose partial results go on to the next step."""
+
+    def left(self, step: int) -> Ranges:
+        """Those whose partial results go home."""
+        return subtract(self._summed(step), self.moved(step))
+
+    def sent(self, step: int) -> Ranges:
+        """Those that it brings because their owners send them."""
+        return subtract(self.held(step), self.handed(step))
+
+    def _held(self, step: int) -> Ranges:
+        if step == 0 and self.whole:
+            return still_read([self.wanted(at) for at in range(self.num_steps)])[0]
+        return self.wanted(step)
+
+    def _handed(self, step: int) -> Ranges:
+        if not step:
+            return ()
+        near = union(self.owned(step - 1), self.owned(step))
+        # owners send their own rows, and keep those that come to them
+        return subtract(intersect(self.held(step - 1), self.held(step)), near)
+
+    def _summed(self, step: int) -> Ranges:
+        """Those with partial results after a step: what moved there is read there."""
+        return self.wanted(step)
+
+    def _moved(self, step: int) -> Ranges:
+        return self._onward(self._summed(step), step)
+
+    def _onward(self, rows: Ranges, step: int) -> Ranges:
+        """Of these rows, those that the next step holds."""
+        held = self.held(step + 1) if step + 1 < self.num_steps else ()
+        return intersect(subtract(rows, self.owned(step)), held)
+
+
+class Laps(Journey):
+    """Rows that are handed on by way of ranks that do not read them, until nobody further down
+    does: every link of a step then carries as much as any other."""
+
+    def __init__(self, wanted: Rows, owned: Rows, num_steps: int, whole: bool = False) -> None:
+        super().__init__(wanted, owned, num_steps, whole)
+        self._later = still_read([wanted(step) for step in range(num_steps)])
+        self._sums: list[Ranges] = []
+        moved: Ranges = ()
+        for step in range(num_steps):
+            self._sums.append(union(moved, wanted(step)))
+            moved = self._onward(self._sums[-1], step)
+
+    def _held(self, step: int) -> Ranges:
+        return self._later[step]
+
+    def _summed(self, step: int) -> Ranges:
+        return self._sums[step]
 
 
 def still_read(wanted: Sequence[Ranges]) -> list[Ranges]:
@@ -74,51 +105,50 @@ class Journeys:
     Args:
         roles: its field `kv` names the shards that walk. home: the walkers' rows that each rank
             owns.
-        wanted: [origin][step], the rows of a walker that the step's rank reads.
-        whole, through: see `journey`; `whole` only where walkers are gathered.
+        wanted: (step, origin) -> the rows of a walker that the step's rank reads.
+        whole: see `Journey`; only where walkers are gathered. through: `Laps`.
     """
 
     def __init__(
         self,
         roles: Schedule,
         home: Layout,
-        wanted: list[list[Ranges]],
+        wanted: Callable[[int, int], Ranges],
         whole: bool = False,
         through: bool = False,
     ) -> None:
-        self.kv, self.home, self.num_ranks = roles.kv, home, roles.num_ranks
-        self.paths, self.origin = roles.paths(), roles.origins()
-        whole = whole and roles.gathers()[1]
-        self.ones = [
-            journey(rows, [self._owned(origin, rank) for rank in path], whole, through)
-            for origin, (rows, path) in enumerate(zip(wanted, self.paths, strict=True))
-        ]
-        self.given: defaultdict[tuple[int, int], list[Sent]] = defaultdict(list)
-        self.taken: defaultdict[tuple[int, int], list[Sent]] = defaultdict(list)
-        self.reads = [self._give(rank) for rank in range(self.num_ranks)]
+        self.kv, self.home, self.num_steps = roles.kv, home, roles.num_steps
+        self.tracks = tracks(roles)
+        self.carriers = carriers(roles.kv)
+        self._wanted, self._whole = wanted, whole and roles.gathers()[1]
+        self._kind = Laps if through else Journey
+        self.one = cache(self._one)
+        """The journey of the walker that a rank first holds."""
+        self.reads = cache(self._reads)
+        """The later steps in which a rank reads anything."""
+        self._given, self._taken = cache(self._gifts), cache(self._takings)
 
     def held(self, step: int, rank: int) -> Ranges:
         """The rows of walkers that a rank holds in a step."""
-        return self.ones[self.origin[step][rank]].held[step]
+        return self.one(self.tracks.origin(step, rank)).held(step)
 
     def gather(self, rank: int) -> Gather:
         """How the walkers that a rank first holds get there from their homes."""
         rows, home = self.held(0, rank), self.home[rank]
-        others = (other for other in range(self.num_ranks) if rank in self.kv[other])
-        give = ((other, intersect(self.held(0, other), home)) for other in others)
+        give = ((other, intersect(self.held(0, other), home)) for other in self.carriers[rank])
         take = ((owner, intersect(rows, self.home[owner])) for owner in sorted(self.kv[rank]))
         return Gather(size(home), size(rows), _all(rank, give, home), _all(rank, take, rows))
 
     def step(self, step: int, rank: int, rounds: tuple[Round, ...], blank: Ranges) -> Step:
         """A step of a rank's plan, with all its messages about walkers."""
-        origin, home, held = self.origin[step][rank], self.home[rank], self.held(step, rank)
-        one, path = self.ones[origin], self.paths[origin]
+        origin, home, held = self.tracks.origin(step, rank), self.home[rank], self.held(step, rank)
+        one = self.one(origin)
         hand, after, came, past = (), -1, -1, ()
-        if step + 1 < len(path):
-            after = path[step + 1]
-            hand = handover(after, one.handed[step + 1], held, one.held[step + 1])
+        if step + 1 < self.num_steps:
+            after = self.tracks.place(step + 1, origin)
+            hand = handover(after, one.handed(step + 1), held, one.held(step + 1))
         if step:
-            came, past = path[step - 1], one.moved[step - 1]
+            came, past = self.tracks.place(step - 1, origin), one.moved(step - 1)
         take, get, more = self._arriving(step, rank)
         return Step(
             num_rows=size(held),
@@ -126,60 +156,87 @@ class Journeys:
             blank=blank,
             hand=hand,
             take=take,
-            give=_all(rank, self.given[step, rank], home),
+            give=_all(rank, self._given(rank).get(step, ()), home),
             get=get,
             more=more,
             partial_in=_parcel(came, past, held),
-            partial_out=_parcel(after, one.moved[step], held),
+            partial_out=_parcel(after, one.moved(step), held),
             home_out=_all(rank, self._leaving(step, rank), held),
             home_in=_all(rank, self._returning(step, rank), home),
         )
 
-    def _owned(self, origin: int, rank: int) -> Ranges:
-        """The rows of a walker that are a rank's own."""
+    def _one(self, origin: int) -> Journey:
+        def wanted(step: int) -> Ranges:
+            return self._wanted(step, origin)
+
+        return self._kind(wanted, partial(self._owned, origin), self.num_steps, self._whole)
+
+    def _owned(self, origin: int, step: int) -> Ranges:
+        """The rows of a walker that are the step's rank's own."""
+        rank = self.tracks.place(step, origin)
         return self.home[rank] if rank in self.kv[origin] else ()
 
-    def _give(self, rank: int) -> list[int]:
-        """The later steps in which a rank reads anything; what owners send for them is noted.
+    def _reads(self, rank: int) -> list[int]:
+        return [step for step in range(1, self.num_steps) if self.held(step, rank)]
 
-        They send it during the step before in which the rank has something to compute.
-        """
-        steps = range(1, len(self.origin))
-        reads = [step for step in steps if self.held(step, rank)]
+    def _before(self, step: int, rank: int) -> int:
+        """The step in which owners send what a rank reads in `step`: the one before in which it
+        has something to compute."""
+        earlier = range(step - 1, 0, -1)
+        return next((at for at in earlier if self.held(at, rank)), 0)
+
+    def _gifts(self, owner: int) -> defaultdict[int, list[Sent]]:
+        """What an owner sends later readers of its rows, by the step in which it does."""
+        found: defaultdict[int, list[Sent]] = defaultdict(list)
+        for origin in self.carriers[owner]:
+            for step in range(1, self.num_steps):
+                if own := intersect(self.one(origin).sent(step), self.home[owner]):
+                    reader = self.tracks.place(step, origin)
+                    found[self._before(step, reader)].append((reader, own))
+        for gifts in found.values():
+            gifts.sort()
+        return found
+
+    def _takings(self, reader: int) -> defaultdict[int, list[Sent]]:
+        """What owners send a reader, by the step in which they do."""
+        found: defaultdict[int, list[Sent]] = defaultdict(list)
+        reads = self.reads(reader)
         for before, step in zip((0, *reads), reads, strict=False):
-            origin = self.origin[step][rank]
-            one = self.ones[origin]
-            rows = subtract(one.held[step], one.handed[step])
+            origin = self.tracks.origin(step, reader)
+            rows = self.one(origin).sent(step)
             for owner in self.kv[origin] if rows else ():
                 if own := intersect(rows, self.home[owner]):
-                    self.given[before, owner].append((rank, own))
-                    self.taken[before, rank].append((owner, own))
-        return reads
+                    found[before].append((owner, own))
+        return found
 
     def _arriving(self, step: int, rank: int) -> tuple[Parcels, Parcels, int]:
         """(take, get) during a step, and the rows of the buffer that they fill."""
-        ahead = next((at for at in self.reads[rank] if at > step), None)
-        if ahead is None:
+        reads = self.reads(rank)
+        at = bisect_right(reads, step)
+        if at == len(reads):
             return (), (), 0
-        origin = self.origin[ahead][rank]
-        one, rows = self.ones[origin], self.held(ahead, rank)
+        ahead = reads[at]
+        origin = self.tracks.origin(ahead, rank)
+        one, rows = self.one(origin), self.held(ahead, rank)
         take: Parcels = ()
         if ahead == step + 1:
-            take = handover(self.paths[origin][step], one.handed[ahead], rows, one.held[step])
-        return take, _all(rank, self.taken[step, rank], rows), size(rows)
+            take = handover(
+                self.tracks.place(step, origin), one.handed(ahead), rows, one.held(step)
+            )
+        return take, _all(rank, self._taken(rank).get(step, ()), rows), size(rows)
 
     def _leaving(self, step: int, rank: int) -> Iterator[Sent]:
         """The partial results that a rank sends home after a step."""
-        origin = self.origin[step][rank]
+        origin = self.tracks.origin(step, rank)
+        rows = self.one(origin).left(step)
         for owner in sorted(self.kv[origin]):
-            yield owner, intersect(self.ones[origin].left[step], self.home[owner])
+            yield owner, intersect(rows, self.home[owner])
 
     def _returning(self, step: int, rank: int) -> Iterator[Sent]:
         """Those that come home to a rank."""
-        for holder in range(self.num_ranks):
-            origin = self.origin[step][holder]
-            if rank in self.kv[origin]:
-                yield holder, intersect(self.ones[origin].left[step], self.home[rank])
+        holders = sorted((self.tracks.place(step, one), one) for one in self.carriers[rank])
+        for holder, origin in holders:
+            yield holder, intersect(self.one(origin).left(step), self.home[rank])
 
 
 def _parcel(peer: int, rows: Ranges, held: Ranges) -> Parcel | None:

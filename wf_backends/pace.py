@@ -118,7 +118,7 @@ class Pace:
         """What a message of every member of a rank to its like goes through."""
         found = self._ends.get((rank, peer))
         if found is None:
-            found = []
+            found = list[LinkEnd]()
             for member in range(self.degree):
                 ends = (one * self.degree + member for one in (rank, peer))
                 found += link_ends(self.topology, *ends)

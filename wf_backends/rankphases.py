@@ -6,7 +6,7 @@ Pure: standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from wf_backends.rankplan import Parcel, RankPlan, Step, met
 from wf_backends.tiles import Tile
@@ -24,7 +24,7 @@ class RankPhase:
     fetches: tuple[Messages, ...] = ()
     tiles: tuple[tuple[Tile, ...], ...] = ()
     leaves: tuple[Messages, ...] = ()
-    gives: Messages = field(default_factory=list)
+    gives: Messages = field(default_factory=list[tuple[int, int]])
     """What others read next, sent apart from the hop; who gets nothing so does not wait for it."""
 
 
@@ -75,3 +75,22 @@ def side_by_side(strands: Sequence[Iterable[RankPhase]]) -> list[RankPhase]:
         )
         for ones in zip(*strands, strict=True)
     ]
+
+
+def in_step(ranks: Sequence[RankPhase]) -> list[RankPhase]:
+    """One phase of all ranks, with as many rounds on each: the last of some may be empty."""
+    most = max(len(rank.tiles) for rank in ranks)
+
+    def filled(rank: RankPhase) -> RankPhase:
+        missing = most - len(rank.tiles)
+        if not missing:
+            return rank
+        nothing = (Messages(),) * missing
+        return replace(
+            rank,
+            fetches=rank.fetches + nothing,
+            tiles=rank.tiles + ((),) * missing,
+            leaves=rank.leaves + nothing,
+        )
+
+    return list(map(filled, ranks))

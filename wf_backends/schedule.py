@@ -6,8 +6,10 @@ messages, their bytes and the way home are derived from them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from types import MappingProxyType
 
 from wf_backends.suggest import nearest
@@ -36,25 +38,23 @@ class Schedule:
     def num_steps(self) -> int:
         return len(self.hops) + 1
 
-    def paths(self) -> tuple[Shards, ...]:
-        """Where the keys that rank o first holds are at every step: [o][step] -> rank."""
-        paths = [[origin] for origin in range(self.num_ranks)]
+    def places(self) -> tuple[Shards, ...]:
+        """Where the keys that rank o first holds are at every step: [step][o] -> rank."""
+        found = [tuple(range(self.num_ranks))]
         for hop in self.hops:
-            for path in paths:
-                path.append(hop[path[-1]])
-        return tuple(map(tuple, paths))
+            found.append(tuple(map(hop.__getitem__, found[-1])))
+        return tuple(found)
 
-    def origins(self) -> list[list[int]]:
+    def origins(self) -> tuple[Shards, ...]:
         """Which rank first held the keys that a rank holds at a step: [step][rank] -> rank."""
-        found = [[0] * self.num_ranks for _ in range(self.num_steps)]
-        for origin, path in enumerate(self.paths()):
-            for step, rank in enumerate(path):
-                found[step][rank] = origin
-        return found
+        found = [tuple(range(self.num_ranks))]
+        for back in _each(inverse, self.hops):
+            found.append(tuple(map(found[-1].__getitem__, back)))
+        return tuple(found)
 
     def holdings(self) -> tuple[tuple[Shards, ...], ...]:
         """The key shards that every rank holds at every step: [step][rank]."""
-        return tuple(tuple(self.kv[origin] for origin in at) for at in self.origins())
+        return tuple(tuple(map(self.kv.__getitem__, at)) for at in self.origins())
 
     def gathers(self) -> tuple[bool, bool]:
         """Whether any rank brings (queries, keys) together that are not its own."""
@@ -64,7 +64,7 @@ class Schedule:
     @property
     def has_laps(self) -> bool:
         """Whether hops differ: laps of near ranks, and jumps to others."""
-        return len(set(self.hops)) > 1
+        return any(hop is not self.hops[0] and hop != self.hops[0] for hop in self.hops)
 
     def turned(self) -> Schedule:
         """The same meetings with the keys staying and the queries walking.
@@ -72,15 +72,25 @@ class Schedule:
         In the result the field `q` names the shards that stay (keys) and `kv` those that walk
         (queries). If keys reach rank r from origin o at step s, queries of r now reach o.
         """
-        paths = self.paths()
-        hops: list[Hop] = []
-        for step in range(self.num_steps - 1):
-            hop = [0] * self.num_ranks
-            back = {path[step + 1]: origin for origin, path in enumerate(paths)}
-            for origin, path in enumerate(paths):
-                hop[origin] = back[path[step]]
-            hops.append(tuple(hop))
+        if not self.has_laps:
+            return Schedule(self.kv, self.q, _each(inverse, self.hops))
+        steps = pairwise(self.origins())
+        hops = (tuple(map(then.__getitem__, inverse(now))) for now, then in steps)
         return Schedule(self.kv, self.q, tuple(hops))
+
+
+def inverse(hop: Hop) -> Hop:
+    """Whom a rank gets what it holds from."""
+    back = [0] * len(hop)
+    for rank, to in enumerate(hop):
+        back[to] = rank
+    return tuple(back)
+
+
+def _each(change: Callable[[Hop], Hop], hops: tuple[Hop, ...]) -> tuple[Hop, ...]:
+    """Every hop changed; once, where it is the same object, as all hops of a long ring are."""
+    changed = {key: change(hop) for key, hop in {id(hop): hop for hop in hops}.items()}
+    return tuple(changed[id(hop)] for hop in hops)
 
 
 def mirrored(schedule: Schedule) -> Schedule:
@@ -90,8 +100,10 @@ def mirrored(schedule: Schedule) -> Schedule:
     def flip(shards: tuple[Shards, ...]) -> tuple[Shards, ...]:
         return tuple(tuple(sorted(last - shard for shard in own)) for own in reversed(shards))
 
-    hops = tuple(tuple(last - rank for rank in reversed(hop)) for hop in schedule.hops)
-    return Schedule(flip(schedule.q), flip(schedule.kv), hops)
+    def turn(hop: Hop) -> Hop:
+        return tuple(last - rank for rank in reversed(hop))
+
+    return Schedule(flip(schedule.q), flip(schedule.kv), _each(turn, schedule.hops))
 
 
 def check(schedule: Schedule) -> Schedule:
@@ -102,22 +114,29 @@ def check(schedule: Schedule) -> Schedule:
             shard) pairs that do not meet exactly once.
     """
     n = schedule.num_ranks
-    for hop in schedule.hops:
+    for hop in {id(hop): hop for hop in schedule.hops}.values():
         if sorted(hop) != list(range(n)):
             raise ValueError(f"a hop must be a permutation of the {n} ranks, got {hop}")
-    met = [[0] * n for _ in range(n)]
-    for held in schedule.holdings():
-        for rank, keys in enumerate(held):
-            for i in schedule.q[rank]:
-                for j in keys:
-                    met[i][j] += 1
-    bad = [(i, j, met[i][j]) for i in range(n) for j in range(n) if met[i][j] != 1]
+    met: list[list[int]] = [[] for _ in range(n)]
+    for queries, held in zip(schedule.q, zip(*schedule.holdings(), strict=True), strict=True):
+        keys = list(chain.from_iterable(held))
+        for i in queries:
+            met[i] += keys
+    bad = [pair for i, keys in enumerate(met) for pair in _not_once(i, keys, n)]
     if bad:
         raise ValueError(
             "every (query shard, key shard) pair must meet exactly once; "
             f"{len(bad)} do not, as (query, key, times): {bad[:4]}"
         )
     return schedule
+
+
+def _not_once(i: int, keys: list[int], n: int) -> list[tuple[int, int, int]]:
+    """(query shard, key shard, times) of all key shards that i does not meet exactly once."""
+    if sorted(keys) == list(range(n)):
+        return []
+    times = Counter(keys)
+    return [(i, j, times[j]) for j in range(n) if times[j] != 1]
 
 
 def render(schedule: Schedule) -> str:

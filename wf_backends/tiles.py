@@ -101,6 +101,8 @@ def _seen_in_window(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ran
     """`seen` of one document, range by range."""
     left, right = _limits(band)
     found = [reach for r in rows for k in keys if (reach := _reach(r, k, left, right))]
+    if not found:
+        return (), ()
     return join([reach[0] for reach in found]), join([reach[1] for reach in found])
 
 

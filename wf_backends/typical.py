@@ -11,8 +11,10 @@ from functools import lru_cache
 from itertools import pairwise
 from random import Random
 
-LENGTHS = (1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 8, 8, 9, 10, 10, 11, 12, 13, 14, 16)
-LENGTHS += (17, 19, 21, 23, 26, 29, 34, 41, 53, 86)
+LENGTHS = (
+    *(1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 8, 8, 9, 10, 10, 11, 12, 13, 14, 16),
+    *(17, 19, 21, 23, 26, 29, 34, 41, 53, 86),
+)
 """Quantiles of a log-normal distribution with sigma = 1, in tenths of its median."""
 FEWEST = 3
 """Halvings of the sequence down to the documents' mean length: with fewer it matters where each

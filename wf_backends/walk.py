@@ -9,9 +9,9 @@ never travels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from math import inf
 from threading import Lock
 from typing import TypeVar
@@ -34,10 +34,15 @@ from wf_backends.rankplan import (
     Step,
 )
 from wf_backends.rounds import Sharing
-from wf_backends.schedule import Schedule, mirrored
+from wf_backends.schedule import Schedule, Shards, mirrored
 from wf_backends.tiles import Documents, Tile, by_document, seen, tiles
+from wf_backends.tracks import Tracks, tracks
 
 T = TypeVar("T")
+SAMPLE = 32
+"""Walkers that are looked at to tell which way is the shorter one."""
+STRIDE = 13
+"""Shares no factor with SAMPLE: how far into its part of all walkers each of these lies."""
 _DERIVING = Lock()  # ranks that are threads ask together: the first derives, the others read
 
 
@@ -63,17 +68,18 @@ class Problem:
 @lru_cache(maxsize=512)
 def plan_rank(problem: Problem, rank: int) -> RankPlan:
     """The plan of one rank; the same problem gives the same plan on every rank."""
-    return _derive(problem).plan(rank)
-
-
-def rows_walked(problem: Problem) -> int:
-    """How far apart readers are on the way: rows, times the hops to the last of their readers."""
-    return _derive(problem).rows_walked
-
-
-def _derive(problem: Problem) -> _Derivation:
     with _DERIVING:
-        return _derived(problem)
+        return _derived(problem).plan(rank)
+
+
+@lru_cache(maxsize=512)
+def rows_walked(problem: Problem) -> int:
+    """How far apart readers are on the way: rows, times the hops to the last of their readers.
+
+    Of more than `SAMPLE` walkers, so many stand for all.
+    """
+    with _DERIVING:
+        return _derived(problem).rows_walked(SAMPLE)
 
 
 @lru_cache(maxsize=16)
@@ -82,50 +88,59 @@ def _derived(problem: Problem) -> _Derivation:
 
 
 class _Derivation:
-    """Positions (global ranges) of everything, worked out once for all ranks of a problem."""
+    """Positions (global ranges) of everything, found when a rank's plan asks for it."""
 
     def __init__(self, problem: Problem) -> None:
         self.mask, self.queries_walk = problem.mask, problem.queries_walk
         layouts = (problem.q_layout, problem.kv_layout)
         roles = problem.schedule.turned() if problem.queries_walk else problem.schedule
-        self.roles = roles
+        self.roles, self.share = roles, problem.share
         self.stay_home, self.walkers = layouts[::-1] if problem.queries_walk else layouts
         self.walk_home = _halves(self.walkers, problem.half)
-        self.share, self.opposite = problem.share, _steps_of(mirrored(roles))
         self.num_ranks, self.num_steps = roles.num_ranks, roles.num_steps
-        self.origin = roles.origins()
-        self._see()
+        self.stay_rows, self._seen = cache(self._brought), cache(self._find_seen)
+        self._opposite = cache(self._steps_met)
+        homes = self.stay_home, self.walk_home
+        self._stay, self._walk = (cache(partial(self._documents, home)) for home in homes)
         few_readers = self.mask.band.left < inf or self.mask.cu_seqlens is not None
         through = roles.has_laps and not few_readers
-        self.journeys = Journeys(roles, self.walk_home, self.wanted, problem.kept, through)
-        self.sharing = Sharing(roles.q, self.stay_home, self.stay_rows, self.met)
+        self.journeys = Journeys(roles, self.walk_home, self._wanted, problem.kept, through)
+        self.tracks = self.journeys.tracks
+        self.sharing = Sharing(roles.q, self.num_steps, self.stay_home, self.stay_rows, self._met)
 
-    def _see(self) -> None:
-        """The rows that some tile uses: of walkers wanted[origin][step], of what stays
-        met[rank][step], and in any step stay_rows[rank]."""
-        self.wanted: list[list[Ranges]] = [[()] * self.num_steps for _ in range(self.num_ranks)]
-        self.met: list[list[Ranges]] = []
-        self.stay_rows: list[Ranges] = []
-        walkers = [self._documents(shards, self.walk_home) for shards in self.roles.kv]
-        for rank in range(self.num_ranks):
-            stay = self._documents(self.roles.q[rank], self.stay_home)
-            used: list[Ranges] = []
-            for step in range(self.num_steps):
-                origin = self.origin[step][rank]
-                if not self._meet(origin, rank, step):
-                    used.append(())
-                    continue
-                sides = self._ordered(stay, walkers[origin])
-                met, self.wanted[origin][step] = self._ordered(*seen(*sides, self.mask.band))
-                used.append(met)
-            self.met.append(used)
-            self.stay_rows.append(join(piece for ranges in used for piece in ranges))
+    def _met(self, step: int, rank: int) -> Ranges:
+        """The rows of what stays with a rank that some tile of the step uses."""
+        return self._seen(step, rank)[0]
+
+    def _wanted(self, step: int, origin: int) -> Ranges:
+        """The rows of a walker that some tile of the step's rank uses."""
+        return self._seen(step, self.tracks.place(step, origin))[1]
+
+    def _brought(self, rank: int) -> Ranges:
+        """The rows of what stays with a rank that any tile uses."""
+        used = {self._met(step, rank) for step in range(self.num_steps)}
+        return join(piece for rows in used for piece in rows)
+
+    def _find_seen(self, step: int, rank: int) -> tuple[Ranges, Ranges]:
+        """The rows that some tile uses, of what stays and of what walks."""
+        origin = self.tracks.origin(step, rank)
+        sides = self._ordered(self._stay(self.roles.q[rank]), self._walk(self.roles.kv[origin]))
+        found = self._ordered(*seen(*sides, self.mask.band))
+        return found if found[0] and self._meet(origin, rank, step) else ((), ())
 
     def _meet(self, origin: int, rank: int, step: int) -> bool:
         """Whether the pair that meets in this step is one of this problem's share."""
-        return self.share is None or self.opposite[origin][rank] >= step + self.share
+        return self.share is None or self._opposite(rank)[origin] >= step + self.share
 
-    def _documents(self, shards: tuple[int, ...], home: Layout) -> Documents:
+    def _steps_met(self, rank: int) -> dict[int, int]:
+        """origin -> the step in which it meets the rank on the mirrored schedule."""
+        return {self._mirrored.origin(step, rank): step for step in range(self.num_steps)}
+
+    @cached_property
+    def _mirrored(self) -> Tracks:
+        return tracks(mirrored(self.roles))
+
+    def _documents(self, home: Layout, shards: Shards) -> Documents:
         """The rows of some shards, by document."""
         return by_document(join(piece for shard in shards for piece in home[shard]), self.mask)
 
@@ -133,10 +148,12 @@ class _Derivation:
         """(queries, keys) from (stay, walk); and back, since it is its own inverse."""
         return (walk, stay) if self.queries_walk else (stay, walk)
 
-    @cached_property
-    def rows_walked(self) -> int:
+    def rows_walked(self, sample: int) -> int:
         """See `rows_walked`."""
-        return sum(size(rows) for one in self.wanted for rows in still_read(one)[1:])
+        n, steps = self.num_ranks, range(self.num_steps)
+        journeys = map(self.journeys.one, _spread(n, sample))
+        read = (still_read([one.wanted(step) for step in steps]) for one in journeys)
+        return sum(size(rows) for one in read for rows in one[1:])
 
     def plan(self, rank: int) -> RankPlan:
         stay = _Touched()
@@ -147,7 +164,7 @@ class _Derivation:
             stay=self.sharing.stay(rank),
             walk=self.journeys.gather(rank),
             steps=steps,
-            blank=subtract(((0, size(self.stay_rows[rank])),), stay.written),
+            blank=subtract(((0, size(self.stay_rows(rank))),), stay.written),
             part=locate(self.walk_home[rank], self.walkers[rank]),
         )
 
@@ -155,9 +172,9 @@ class _Derivation:
         self, step: int, rank: int, held: Ranges, stay: _Touched, walk: _Touched
     ) -> Iterator[Round]:
         """The rounds of a step, each tile told whether it is the first on its rows and keys."""
-        meet = self._meet(self.origin[step][rank], rank, step)
+        meet = held and self._meet(self.tracks.origin(step, rank), rank, step)
         for rows, fetch, home in self.sharing.rounds(step, rank):
-            buffers = self._ordered(self.stay_rows[rank], held)
+            buffers = self._ordered(self.stay_rows(rank), held)
             found = tiles(*self._ordered(rows, held), self.mask, buffers) if meet else ()
             marked = tuple(self._marked(tile, stay, walk) for tile in found)
             yield Round(marked, fetch, home)
@@ -191,9 +208,11 @@ class _Touched:
         return first
 
 
-def _steps_of(roles: Schedule) -> list[dict[int, int]]:
-    """origin -> rank -> the step in which they meet."""
-    return [{rank: step for step, rank in enumerate(path)} for path in roles.paths()]
+def _spread(count: int, sample: int) -> Sequence[int]:
+    """All numbers up to `count`, or as many as `sample`: one of every part, not in step."""
+    if count <= sample:
+        return range(count)
+    return [(at * sample + at * STRIDE % sample) * count // sample**2 for at in range(sample)]
 
 
 def _halves(layout: Layout, half: int | None) -> Layout:

@@ -1,7 +1,7 @@
 """One rank of a job: runs the cases of FOLDER/cases.json one after the other.
 
 A case: name, config (DeepSpeed JSON), steps, sequences (per step, over all ranks), and optionally
-layers, average, checkpointing, save, load, tag.
+layers, average, checkpointing, save, load, tag, pretrained, compile.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero import GatheredParameters
+from transformers import LlamaForCausalLM
+from transformers.integrations import HfDeepSpeedConfig
 
 import wf_deepspeed
 import wf_transformers
@@ -39,7 +41,8 @@ def main(folder: Path) -> None:
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """Losses, gradient norms, bytes sent and final weights of one case."""
-    model = tiny_llama(case.get("layers", 2))
+    model = pretrained(case) if "pretrained" in case else tiny_llama(case.get("layers", 2))
+    partitioned = any(hasattr(p, "ds_id") for p in model.parameters())
     if case.get("checkpointing") == "transformers":
         model.gradient_checkpointing_enable()
     if case.get("checkpointing") == "deepspeed":
@@ -49,6 +52,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     engine, *_ = wf_deepspeed.initialize(
         model=model, model_parameters=list(model.parameters()), config=case["config"]
     )
+    if case.get("compile"):
+        engine.compile(**case["compile"])
     first = 0
     if case.get("load"):
         _, client = engine.load_checkpoint(case["load"], tag=case.get("tag"))
@@ -62,11 +67,19 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         engine.save_checkpoint(case["save"], tag="saved", client_state={"step": case["steps"]})
     sent = engine.wallfacer.report() if hasattr(engine, "wallfacer") else {}
     result = {"first": first, "losses": losses, "norms": norms, "sent": sum(sent.values())}
-    result |= {"labels": sorted(sent), "weights": weights(engine)}
+    result |= {"labels": sorted(sent), "weights": weights(engine), "partitioned": partitioned}
     if hasattr(engine, "wallfacer"):
         engine.wallfacer.connection.undo.close()
     engine.destroy()
     return result
+
+
+def pretrained(case: dict[str, Any]) -> Any:
+    """The model from a folder; at ZeRO 3 under `deepspeed.zero.Init`, as transformers does it."""
+    alive = HfDeepSpeedConfig(case["config"])
+    model = LlamaForCausalLM.from_pretrained(case["pretrained"])
+    del alive  # transformers asks for it while it loads, and holds a weak reference
+    return model
 
 
 def deepspeed_checkpoint(layer: Any, *args: Any) -> tuple[Any]:

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
-from tests.integrations.deepspeed_jobs import run_cases, run_ranks  # noqa: E402
+from tests.integrations.deepspeed_jobs import run_cases, run_ranks, tiny_llama  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -93,7 +93,8 @@ def accumulated(name: str, size: int, stage: int, **more: Any) -> dict[str, Any]
 def extras(folder: Path) -> list[dict[str, Any]]:
     """What else must come out the same, on 4 ranks."""
     four = {"sequence_parallel_size": 4}
-    saved = str(folder / "saved")
+    saved, pretrained = str(folder / "saved"), str(folder / "pretrained")
+    tiny_llama().save_pretrained(pretrained)
     bf16 = {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
     params = OFFLOADED | {"offload_param": {"device": "cpu"}}
     token = RING | {"loss_average": "token"}
@@ -106,6 +107,9 @@ def extras(folder: Path) -> list[dict[str, Any]]:
         case("bf16_3", four | RING, 3, config=bf16),
         case("recompute_0", four | RING, 0, checkpointing="transformers"),
         case("recompute_3", four | MESH, 3, checkpointing="transformers"),
+        case("pretrained_2", four | RING, 2, pretrained=pretrained),
+        case("pretrained_3", four | RING, 3, pretrained=pretrained),
+        case("offloaded_init_3", four | MESH, 3, zero=params, pretrained=pretrained),
         case("deepspeed_recompute_1", four | CONCENTRIC, 1, checkpointing="deepspeed"),
         accumulated("saved_4", 4, 1, steps=STEPS // 2, save=saved),
         accumulated("resumed_2", 2, 1, load=saved, steps=STEPS),
@@ -193,6 +197,13 @@ def test_offload_to_cpu(name: str, four: Results, reference: Results) -> None:
 
 @pytest.mark.parametrize("name", ["recompute_0", "recompute_3", "deepspeed_recompute_1"])
 def test_activation_checkpointing(name: str, four: Results, reference: Results) -> None:
+    assert_same(four[name], reference["few"])
+
+
+@pytest.mark.parametrize("name", ["pretrained_2", "pretrained_3", "offloaded_init_3"])
+def test_models_that_are_loaded_in_parts(name: str, four: Results, reference: Results) -> None:
+    """from_pretrained under a DeepSpeed configuration: at ZeRO 3 no rank ever holds it whole."""
+    assert four[name]["partitioned"] == name.endswith("_3")
     assert_same(four[name], reference["few"])
 
 

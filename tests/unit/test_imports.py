@@ -21,8 +21,8 @@ PURE = tuple(
     f"wf_backends.{name}"
     for name in (
         (
-            "schedule layout mask ranges tiles journeys rankplan rankphases rounds walk strands "
-            "timeline traffic pace "
+            "schedule layout mask ranges tiles tracks journeys rankplan rankphases rounds walk "
+            "strands timeline traffic pace typical near calls "
             "topology presets areas loads placement cost axes estimate plans search planner config "
             "suggest documents launchers"
         ).split()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from wf_backends.journeys import journey, still_read
-from wf_backends.layout import contiguous
-from wf_backends.mask import CAUSAL, Mask
-from wf_backends.schedule import double_ring, ring
+import pytest
+
+from wf_backends import walk
+from wf_backends.journeys import Journey, Laps, still_read
+from wf_backends.layout import contiguous, zigzag
+from wf_backends.mask import CAUSAL, Band, Mask
+from wf_backends.schedule import double_ring, make_schedule, ring
+from wf_backends.tiles import seen
 from wf_backends.walk import Problem, plan_rank
 
 A, B, AB = ((0, 4),), ((4, 8),), ((0, 8),)
@@ -14,41 +18,52 @@ WANTED = (AB, A, (), AB)
 OWNED = (AB, (), (), ())
 
 
+def by_step(wanted, owned, kind=Journey, whole=False):
+    """What a journey says of every step: (held, handed, moved, left)."""
+    one, steps = kind(wanted.__getitem__, owned.__getitem__, len(wanted), whole), range(len(wanted))
+    return [tuple(map(rows, steps)) for rows in (one.held, one.handed, one.moved, one.left)]
+
+
 def test_a_row_that_nobody_reads_in_a_step_is_nowhere_in_it():
-    one = journey(WANTED, OWNED)
-    assert one.held == WANTED
-    assert one.handed == ((), (), (), ())  # the owner was the rank before, or nobody read them
-    assert one.moved == ((), (), (), ())
-    assert one.left == (AB, A, (), AB)
+    held, handed, moved, left = by_step(WANTED, OWNED)
+    assert held == WANTED
+    assert handed == ((), (), (), ())  # the owner was the rank before, or nobody read them
+    assert moved == ((), (), (), ())
+    assert left == (AB, A, (), AB)
 
 
 def test_a_reader_hands_on_what_the_next_one_reads_and_its_partial_result():
-    one = journey((A, AB, A, B), (AB, (), (), ()))
-    assert one.handed == ((), (), A, ())
-    assert one.moved == ((), A, (), ())
-    assert one.left == (A, B, A, B)
+    _, handed, moved, left = by_step((A, AB, A, B), (AB, (), (), ()))
+    assert handed == ((), (), A, ())
+    assert moved == ((), A, (), ())
+    assert left == (A, B, A, B)
 
 
 def test_a_rank_takes_its_own_rows_from_itself_and_keeps_what_comes_home():
-    one = journey((AB, AB, AB), ((), A, ()))
-    assert one.handed == ((), B, B)
-    assert one.moved == (AB, B, ())
-    assert one.left == ((), A, AB)
+    _, handed, moved, left = by_step((AB, AB, AB), ((), A, ()))
+    assert handed == ((), B, B)
+    assert moved == (AB, B, ())
+    assert left == ((), A, AB)
 
 
 def test_laps_carry_a_row_by_way_of_ranks_that_do_not_read_it():
-    one = journey(WANTED, OWNED, through=True)
-    assert one.held == (AB, AB, AB, AB)
-    assert one.handed == ((), (), AB, AB)
-    assert one.moved == ((), A, A, ())
-    assert one.left == (AB, (), (), AB)
+    held, handed, moved, left = by_step(WANTED, OWNED, Laps)
+    assert held == (AB, AB, AB, AB)
+    assert handed == ((), (), AB, AB)
+    assert moved == ((), A, A, ())
+    assert left == (AB, (), (), AB)
 
 
 def test_what_is_kept_for_the_other_pass_is_all_that_any_step_reads():
-    one = journey((A, (), B), ((), (), ()), whole=True)
-    assert one.held == (AB, (), B)
-    assert one.handed == ((), (), ())
-    assert one.left == (A, (), B)
+    held, handed, _, left = by_step((A, (), B), ((), (), ()), whole=True)
+    assert held == (AB, (), B)
+    assert handed == ((), (), ())
+    assert left == (A, (), B)
+
+
+def test_what_owners_send_is_what_the_rank_before_does_not_hand_on():
+    one = Journey((A, AB, A, B).__getitem__, (AB, (), (), ()).__getitem__, 4)
+    assert [one.sent(step) for step in range(4)] == [A, AB, (), B]
 
 
 def test_what_is_still_read_shrinks_from_step_to_step():
@@ -77,3 +92,28 @@ def test_steps_in_which_nothing_happens_are_left_out():
     plans = [plan_rank(Problem(ring(8), layout, layout, mask), rank) for rank in range(8)]
     assert [plan.busy for plan in plans[:3]] == [(0, 1), (0, 1, 7), (0, 1)]  # 1: gradients home
     assert plan_rank(Problem(ring(8), layout, layout, Mask()), 0).busy == tuple(range(8))
+
+
+@pytest.mark.parametrize("near", (False, True))
+@pytest.mark.parametrize("queries_walk", (False, True))
+@pytest.mark.parametrize("name", ("ring", "mesh", "concentric"))
+def test_one_rank_of_many_looks_at_its_own_part(monkeypatch, name, queries_walk, near):
+    """Pairs of shards that a rank's plan asks about grow with the ranks, not with their square."""
+    asked = []
+
+    def counted(*args):
+        asked.append(args)
+        return seen(*args)
+
+    monkeypatch.setattr(walk, "seen", counted)
+    mask = Mask(Band(48, 0)) if near else Mask(CAUSAL)
+    numbers = []
+    for ranks in (64, 256):
+        keys = {"mesh": {"rows": 4, "cols": ranks // 4}, "concentric": {"team_size": 4}}
+        schedule = make_schedule({"name": name} | keys.get(name, {}), ranks)
+        layout = zigzag(ranks, 32 * ranks)
+        asked.clear()
+        plan_rank(Problem(schedule, layout, layout, mask, queries_walk), ranks // 2)
+        numbers.append(len(asked))
+    assert numbers[1] <= 6 * numbers[0]  # not 16
+    assert numbers[1] < 24 * 256

@@ -138,9 +138,9 @@ def rows_read(problem, layout, mask, queries_walk):
     """Rows of walkers that ranks which do not own them read in some step."""
     roles = problem.schedule.turned() if queries_walk else problem.schedule
     rows = [[row for start, stop in shard for row in range(start, stop)] for shard in layout]
-    opposite = mirrored(roles).paths()
+    opposite = tuple(zip(*mirrored(roles).places(), strict=True))
     total = 0
-    for origin, path in enumerate(roles.paths()):
+    for origin, path in enumerate(zip(*roles.places(), strict=True)):
         for step, rank in enumerate(path):
             again = opposite[origin].index(rank)
             if problem.share is not None and again < step + problem.share:

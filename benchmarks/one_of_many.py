@@ -1,0 +1,101 @@
+"""What one rank of a large job goes through before it may compute: choosing, deriving, checking.
+
+One process plays one rank of many: torch's "fake" process group delivers nothing, and the peers
+are taken to say what this rank says. Nothing is computed, so that what is left grows with the
+number of ranks alone.
+
+    python benchmarks/one_of_many.py --ranks 8,64,512,4096
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import resource
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from host_time import Alone
+from measure import cores_and_load, cpu_name
+from planning import packed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from wf_backends import SequenceParallelConfig
+from wf_backends.cluster import Cluster
+from wf_backends.distributed_attention import DistributedAttention
+from wf_backends.mask import CAUSAL, Band, Mask
+from wf_backends.presets import PRESETS
+
+ROWS, HEADS, KV_HEADS, HEAD_DIM = 2048, 32, 8, 128
+WINDOW, DOCUMENT = 4096, 8192
+CONFIGS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "ring, ulysses_degree 8": {"ulysses_degree": 8, "route": "ring"},
+}
+CALLS = 20
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", default="8,64,512,4096", help="separated by commas")
+    args = parser.parse_args()
+    print(f"torch {torch.__version__}, {cpu_name()}, {cores_and_load()}, one core")
+    print(f"{ROWS} tokens a rank, {HEADS} heads on {KV_HEADS} key heads, h100-8x400g, zigzag.")
+    print(f"Window: {WINDOW} tokens; documents: of {DOCUMENT} tokens on average.\n")
+    print("| ranks | config | mask | before the first call | before each later one | memory |")
+    print("|---|---|---|---|---|---|")
+    for size in map(int, args.ranks.split(",")):
+        for config in CONFIGS:
+            for kind in ("causal", "window", "documents"):
+                first, later, peak = in_a_fresh_process(size, config, kind)
+                cells = f"{1e3 * first:,.0f} ms | {1e6 * later:,.0f} us | {peak / 2**20:,.0f} MiB"
+                print(f"| {size} | {config} | {kind} | {cells} |", flush=True)
+
+
+def in_a_fresh_process(size: int, config: str, kind: str) -> tuple[float, float, int]:
+    """`plan_one` where nothing is cached yet."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(plan_one, size, config, kind).result()
+
+
+def plan_one(size: int, config: str, kind: str) -> tuple[float, float, int]:
+    """(seconds of the first plan of a rank in the middle, of a later one, bytes that it took)."""
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=size // 2, world_size=size)
+    spread = SequenceParallelConfig(sequence_parallel_size=size, **CONFIGS[config])
+    comm, topology = Alone(), PRESETS["h100-8x400g"].with_ranks(size)
+    attention = DistributedAttention(spread, comm, Cluster(comm, None, topology, Path()))
+    q = torch.zeros(1, ROWS, HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    kv = torch.zeros(1, ROWS, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
+    mask = masks(size)[kind]
+    run = partial(attention.plan, q, kv, kv, mask, 0.1, size * ROWS)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    first, later = seconds(run), [seconds(run) for _ in range(CALLS)]
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    dist.destroy_process_group()
+    return first, statistics.median(later), grown * 1024
+
+
+def masks(size: int) -> dict[str, Mask]:
+    """Those of the table, for so many ranks."""
+    documents = Mask(CAUSAL, packed(DOCUMENT, size * ROWS))
+    return {"causal": Mask(CAUSAL), "window": Mask(Band(WINDOW, 0)), "documents": documents}
+
+
+def seconds(run: partial[object]) -> float:
+    """How long one call takes."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()
