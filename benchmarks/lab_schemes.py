@@ -38,7 +38,7 @@ class Scheme:
     def words(self) -> str:
         """The plan on one line."""
         plan = self.plan
-        degree = f"u={plan.degree} x " if plan.degree > 1 else ""
+        degree = f"u={plan.split} x " if plan.degree > 1 else ""
         walk = ", queries walk" if plan.moves == "queries" else ""
         kept = ", kept" if plan.keep else ""
         return f"{degree}{plan.forward.placed} | {plan.backward.placed}{walk}{kept}"

@@ -24,7 +24,7 @@ from typing import Any
 from wf_backends.cost import Workload
 from wf_backends.mask import CAUSAL, Mask
 from wf_backends.placement import divisors, in_rank_order
-from wf_backends.planner import best_plan, legal_degrees, price_plan
+from wf_backends.planner import best_plan, legal_degrees, price_again, price_plan
 from wf_backends.plans import Plan, Request
 from wf_backends.presets import PRESETS
 from wf_backends.topology import Topology
@@ -97,9 +97,7 @@ def schemes(request: Request) -> Mapping[str, Plan | None]:
     usp = max(d for d in legal_degrees(request) if d <= per_host)
     square = min((d for d in divisors(size)), key=lambda d: abs(d - size**0.5))
     chosen = best_plan(replace(request, exact_up_to=0))  # sorted by formulas, priced exactly
-    auto = price_plan(
-        request, chosen.degree, chosen.forward.placed, chosen.backward.placed, chosen.moves
-    )
+    auto = price_again(request, chosen)
     return {
         "Ring": plan(1, name="ring"),
         "StarTrail C=2": teams(2),
@@ -131,7 +129,7 @@ def rows(case: Case) -> list[list[str]]:
 def describe(plan: Plan) -> str:
     """The plan in a cell."""
     forward, backward = plan.forward.placed, plan.backward.placed
-    return f"u={plan.degree}; {forward}; back: {backward}, {plan.moves} walk"
+    return f"u={plan.split}; {forward}; back: {backward}, {plan.moves} walk"
 
 
 def markdown(table: list[list[str]]) -> str:

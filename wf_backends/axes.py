@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wf_backends.placement import Placed, digits, strides
+from wf_backends.pools import Pools
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +54,12 @@ class Shape:
         return sum(times for times, _ in self.hops)
 
 
-def shape_of(placed: Placed, size: int, degree: int, queries_walk: bool = False) -> Shape:
-    """The shape of a route for `size` ranks, each of them `degree` neighbours of the cluster."""
+def shape_of(placed: Placed, pools: Pools, queries_walk: bool = False) -> Shape:
+    """The shape of a route whose ranks are pools of the cluster's."""
+    size = pools.count
     sizes = digits(placed.route, size)
     apart = strides(sizes, placed.order)
-    axes = [Axis(count, degree * stride) for count, stride in zip(sizes, apart, strict=True)]
+    axes = [Axis(count, pools.apart(far)) for count, far in zip(sizes, apart, strict=True)]
     queries, keys = Side(), Side()
     match placed.route["name"]:
         case "ring":

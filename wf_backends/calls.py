@@ -13,7 +13,7 @@ from threading import Lock
 from wf_backends.config import AUTO, MOVES, Route, SequenceParallelConfig
 from wf_backends.cost import Workload
 from wf_backends.mask import Mask
-from wf_backends.near import NEAR_UP_TO, is_near, of_its_kind, on_few, on_fewer_ranks, packed
+from wf_backends.near import NEAR_UP_TO, of_its_kind, on_few, on_fewer_ranks, packed
 from wf_backends.placement import Placed, read_placed
 from wf_backends.planner import best_plan, price_again
 from wf_backends.plans import Choice, Plan, Request, plan_order
@@ -38,7 +38,9 @@ def choose(
     named = (_named(route, config) or () for route in _both_routes(config))
     forward, backward = (placed for one in named for placed in one)
     moves, keep = str(config.backward_moves), config.keep_gathered is True
-    return Choice(config.degrees[0], forward, backward, moves, keep)
+    return Choice(
+        config.degrees[0], forward, backward, moves, keep, int(config.ulysses_stride or 1)
+    )
 
 
 def plan_call(
@@ -73,7 +75,7 @@ def plan_call(
 @lru_cache(maxsize=64)
 def _plan(request: Request) -> Plan:
     mask, size = request.workload.mask, request.topology.size
-    if not is_near(mask) or size <= request.exact_up_to or size > NEAR_UP_TO:
+    if not mask.is_near or size <= request.exact_up_to or size > NEAR_UP_TO:
         return best_plan(request)
     one, few = replace(request, workload=packed(request.workload, None)), on_few(request)
     plans = price_again(few, best_plan(one)), best_plan(few)
@@ -90,12 +92,14 @@ def _request(
 ) -> Request:
     """What the planner is asked."""
     size, moves = config.sequence_parallel_size, config.backward_moves
+    stride = config.ulysses_stride
     work = Workload(shape, seqlen, mask, config.layout, keys=keys)
     forward, backward = (_named(route, config) for route in _both_routes(config))
     return Request(
         (topology or one_host(size)).with_ranks(size),
         packed(work, mask.cu_seqlens),
         degrees=config.degrees,
+        strides=None if stride == AUTO else (int(stride or 1),),
         forward=forward,
         backward=backward,
         moves=MOVES if moves == AUTO else (str(moves),),

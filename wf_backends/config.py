@@ -51,8 +51,12 @@ class SequenceParallelConfig:
     """Which side walks in the backward: "keys", "queries", or "auto". None = "keys" where the
     backward's route is named, else "auto"."""
     ulysses_degree: int | str | None = None
-    """Ranks that trade heads for tokens, consecutive; it divides sequence_parallel_size. Or "auto":
-    chosen for each call by its heads. None = 1 where a route is named, else "auto"."""
+    """Ranks that trade heads for tokens; it divides sequence_parallel_size. Or "auto": chosen for
+    each call by its heads. None = 1 where a route is named, else "auto"."""
+    ulysses_stride: int | str | None = None
+    """How far apart these are: 1 = consecutive ranks ("head-first" in LoongTrain), at most
+    sequence_parallel_size / ulysses_degree ("context-first"), which it divides; see pools.py. Or
+    "auto". None = 1 where ulysses_degree is a number, else "auto"."""
     layout: str = "zigzag"
     """"zigzag", "contiguous" or "document_zigzag" (packed documents of any length, balanced): which
     tokens a rank owns."""
@@ -83,13 +87,16 @@ class SequenceParallelConfig:
         self._fill_in()
         _one_of("backward_moves", self.backward_moves, (AUTO, *MOVES))
         self._check_degree()
+        self._check_stride()
         for name in ("route", "backward_route"):
             object.__setattr__(self, name, self._checked_route(name))
         if not self.degrees:
+            stride = self.ulysses_stride
+            apart = "" if stride in (AUTO, 1) else f" with ulysses_stride {stride}"
             raise ValueError(
                 f"no ulysses_degree of sequence_parallel_size {self.sequence_parallel_size} fits "
                 f"both route {self.to_dict()['route']} and backward_route "
-                f"{self.to_dict()['backward_route']}"
+                f"{self.to_dict()['backward_route']}{apart}"
             )
         if self.topology is not None:
             self._check_topology()
@@ -100,18 +107,19 @@ class SequenceParallelConfig:
         if self.ulysses_degree != AUTO:
             return (cast(int, self.ulysses_degree),)
         routes = [r for r in (self.route, self.backward_route) if isinstance(r, Mapping)]
-        sizes = divisors(self.sequence_parallel_size)
+        size, stride = self.sequence_parallel_size, self.ulysses_stride
         return tuple(
             degree
-            for degree in sizes
-            if all(_fits(route, self.sequence_parallel_size // degree) for route in routes)
+            for degree in divisors(size)
+            if all(_fits(route, size // degree) for route in routes)
+            and (stride in (AUTO, 1) or (degree > 1 and size // degree % cast(int, stride) == 0))
         )
 
     @property
     def leaves_open(self) -> bool:
         """Whether something is "auto", so that a plan has to be chosen."""
-        keys = ("route", "backward_route", "ulysses_degree", "backward_moves", "keep_gathered")
-        return AUTO in [getattr(self, key) for key in keys]
+        keys = "route", "backward_route", "backward_moves", "keep_gathered"
+        return AUTO in [getattr(self, key) for key in (*keys, "ulysses_degree", "ulysses_stride")]
 
     @classmethod
     def from_dict(cls, words: Mapping[str, Any]) -> SequenceParallelConfig:
@@ -125,7 +133,8 @@ class SequenceParallelConfig:
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` takes; keys added later only where they are set."""
         words = {f.name: getattr(self, f.name) for f in fields(self)}
-        for key, unset in (("strategy", None), ("topology", None), *KEEPS_NOTHING.items()):
+        later = {"strategy": None, "topology": None, "ulysses_stride": self._usual_stride}
+        for key, unset in {**later, **KEEPS_NOTHING}.items():
             if words[key] == unset:
                 del words[key]
         return {
@@ -149,6 +158,7 @@ class SequenceParallelConfig:
             "backward_route": (None, LSS_ROUTE["name"], LSS_ROUTE),
             "backward_moves": (None, "keys"),
             "ulysses_degree": (None, 1),
+            "ulysses_stride": (None, 1),
             "keep_gathered": (False,),
         }
         for key, values in right.items():
@@ -183,6 +193,13 @@ class SequenceParallelConfig:
         if self.ulysses_degree is None:
             named = self.route != AUTO or back != AUTO
             object.__setattr__(self, "ulysses_degree", 1 if named else AUTO)
+        if self.ulysses_stride is None:
+            object.__setattr__(self, "ulysses_stride", self._usual_stride)
+
+    @property
+    def _usual_stride(self) -> int | str:
+        """What ulysses_stride is where it is not given."""
+        return AUTO if self.ulysses_degree == AUTO else 1
 
     def _check_degree(self) -> None:
         degree, size = self.ulysses_degree, self.sequence_parallel_size
@@ -196,6 +213,30 @@ class SequenceParallelConfig:
         if size % cast(int, degree):
             raise ValueError(
                 f"ulysses_degree must divide sequence_parallel_size {size}, got {degree}"
+            )
+
+    def _check_stride(self) -> None:
+        """That of a degree left to the planner is checked with the routes: see `degrees`."""
+        degree, stride = self.ulysses_degree, self.ulysses_stride
+        if stride == AUTO:
+            return
+        if isinstance(stride, str):
+            raise ValueError(
+                f'ulysses_stride must be a positive integer or "{AUTO}", got {stride!r}'
+            )
+        _positive("ulysses_stride", stride)
+        if degree == AUTO or stride == 1:
+            return
+        pools = self.sequence_parallel_size // cast(int, degree)
+        if degree == 1:
+            raise ValueError(
+                f"ulysses_stride {stride} is how far apart ranks are that trade heads for tokens, "
+                "and with ulysses_degree 1 none do: leave ulysses_stride out"
+            )
+        if pools % cast(int, stride):
+            raise ValueError(
+                f"ulysses_stride must divide sequence_parallel_size / ulysses_degree = {pools}, "
+                f"got {stride}"
             )
 
     def _check_topology(self) -> None:

@@ -11,10 +11,11 @@ from math import gcd
 from typing import TypeVar
 
 from wf_backends.areas import mask_area, tile_area
-from wf_backends.layout import Layout, make_layout, merge_shards
+from wf_backends.layout import Layout, make_layout
 from wf_backends.loads import Loads
 from wf_backends.mask import Mask
 from wf_backends.pace import Pace
+from wf_backends.pools import Pools
 from wf_backends.rankphases import Messages, RankPhase, in_step, rank_phases, side_by_side
 from wf_backends.rankplan import RankPlan
 from wf_backends.schedule import Schedule
@@ -55,11 +56,17 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A workload on a cluster, heads traded for tokens among `degree` consecutive ranks."""
+    """A workload on a cluster, heads traded for tokens among `degree` ranks, `stride` apart."""
 
     workload: Workload
     topology: Topology
     degree: int = 1
+    stride: int = 1
+
+    @property
+    def pools(self) -> Pools:
+        """The ranks that trade heads for tokens."""
+        return Pools(self.topology.size, self.degree, self.stride)
 
     @property
     def route_size(self) -> int:
@@ -120,14 +127,14 @@ def pass_cost(job: Job, schedule: Schedule, walk: Walk, two_way: bool = False) -
     """What a pass of a schedule costs, message by message, all ranks.
 
     Args:
-        schedule: for job.route_size ranks; rank i of it is the `degree` consecutive ranks of the
-            cluster from i * degree, which all do the same with other heads.
+        schedule: for job.route_size ranks; rank i of it is pool i of job.pools, whose members all
+            do the same with other heads.
     """
     size, rows = job.route_size, walk.row_bytes(job.shape)
     problems = strands(make_problem(job, schedule, walk), two_way)
     plans = [[plan_rank(problem, rank) for problem in problems] for rank in range(size)]
     each = [side_by_side([rank_phases(p, rows, walk.name) for p in own]) for own in plans]
-    total, left, pace = Loads(job.topology), Loads(job.topology), Pace(job.topology, job.degree)
+    total, left, pace = Loads(job.topology), Loads(job.topology), Pace(job.topology, job.pools)
     phases: list[Phase] = []
     for ranks in map(in_step, zip(*each, strict=True)):
         took = [[tile_seconds(job, walk, found) for found in rank.tiles] for rank in ranks]
@@ -172,11 +179,11 @@ def _more(job: Job, loads: Loads, sent: Sequence[Messages]) -> Transfer:
 
 def _loads(job: Job, sent: Sequence[Messages]) -> Loads:
     """What crosses every link, if rank i of the route sends sent[i]."""
-    loads = Loads(job.topology)
+    loads, pools = Loads(job.topology), job.pools
     for rank, messages in enumerate(sent):
         for peer, num_bytes in messages:
             for member in range(job.degree):
-                loads.add(rank * job.degree + member, peer * job.degree + member, num_bytes)
+                loads.add(pools.rank(rank, member), pools.rank(peer, member), num_bytes)
     return loads
 
 
@@ -187,7 +194,7 @@ def make_problem(job: Job, schedule: Schedule, walk: Walk) -> Problem:
     def pooled(num_rows: int) -> Layout:
         borders = workload.mask.cu_seqlens or (0, num_rows)
         layout = make_layout(workload.layout, job.topology.size, num_rows, borders)
-        return merge_shards(layout, job.degree)
+        return job.pools.merge(layout)
 
     queries, keys = pooled(workload.seqlen), pooled(workload.num_keys)
     return Problem(schedule, queries, keys, workload.mask, walk.queries_walk, kept=walk.keep)
@@ -244,7 +251,7 @@ def ulysses_cost(job: Job) -> Cost:
     rows, keys = (-(-n // topology.size) for n in (job.workload.seqlen, job.workload.num_keys))
     own = rows * job.shape.heads
     parts = {"qkv": own + 2 * keys * job.shape.kv_heads, "out": own}
-    near = gcd(degree, topology.ranks_per_host)  # members on one host, at least
+    near = max(1, gcd(degree * job.stride, topology.ranks_per_host) // job.stride)  # on a host
     total, phases = Loads(topology), list[Phase]()
     for name, count in parts.items():
         each, loads = row * count, Loads(topology)

@@ -20,9 +20,10 @@ from wf_backends.comm.protocol import Communicator
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.executor import Attention, Call, accumulator_dtype
 from wf_backends.kernels import KernelSpec, Selection, select
-from wf_backends.layout import Layout, layout_of, merge_shards
+from wf_backends.layout import Layout, layout_of
 from wf_backends.mask import Mask
 from wf_backends.plans import Choice
+from wf_backends.pools import Pools
 from wf_backends.schedule import check
 from wf_backends.strands import Way, strands
 from wf_backends.traffic import Shape
@@ -108,16 +109,17 @@ class DistributedAttention:
             layout_of(self.config.layout, rows, mask.cu_seqlens, name) for name, rows in told
         )
         choice = self._choose([sum(rows) for _, rows in told], mask, spec, batch)
-        at, member = divmod(self.comm.rank, choice.degree)
-        pool = range(at * choice.degree, (at + 1) * choice.degree)
-        queries = make_exchange(q_layout[pool.start : pool.stop], spec.heads, spec.heads)
-        keys = make_exchange(kv_layout[pool.start : pool.stop], spec.kv_heads, spec.heads)
-        pooled = (merge_shards(layout, choice.degree) for layout in (q_layout, kv_layout))
+        pools = Pools(self.comm.size, choice.degree, choice.stride)
+        at, member = pools.find(self.comm.rank)
+        pool = pools.members(at)
+        queries = make_exchange([q_layout[rank] for rank in pool], spec.heads, spec.heads)
+        keys = make_exchange([kv_layout[rank] for rank in pool], spec.kv_heads, spec.heads)
+        pooled = map(pools.merge, (q_layout, kv_layout))
         there, back, keep = _problems(choice, self.comm.size, mask, *pooled)
         tile = replace(spec, heads=queries.share, kv_heads=keys.share)
         return AttentionPlan(
             self.comm.view(pool),
-            self.comm.view(range(member, self.comm.size, choice.degree)),
+            self.comm.view(pools.route(member)),
             queries,
             keys,
             tuple(plan_rank(one, at) for one in there),

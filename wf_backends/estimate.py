@@ -119,7 +119,7 @@ class Estimator:
 
     def shape(self, placed: Placed) -> Shape:
         job = self.job
-        shape = shape_of(placed, job.route_size, job.degree, self.walk.queries_walk)
+        shape = shape_of(placed, job.pools, self.walk.queries_walk)
         window = job.workload.mask.band.left < inf
         apart = window and job.workload.layout == "zigzag" and not shape.gathers
         return replace(shape, two_way=True) if apart else shape

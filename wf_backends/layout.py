@@ -134,14 +134,6 @@ def padding_multiple(name: str, num_ranks: int) -> int:
     return max(1, num_ranks * LAYOUTS[name].chunks_per_rank)
 
 
-def merge_shards(layout: Layout, degree: int) -> Layout:
-    """The layout of groups of `degree` consecutive ranks (what Ulysses makes of it)."""
-    return tuple(
-        join(piece for shard in layout[at : at + degree] for piece in shard)
-        for at in range(0, len(layout), degree)
-    )
-
-
 def lengths(layout: Layout) -> tuple[int, ...]:
     """How many tokens each rank owns."""
     return tuple(size(shard) for shard in layout)

@@ -56,6 +56,11 @@ class Mask:
     band: Band = FULL
     cu_seqlens: tuple[int, ...] | None = None
 
+    @property
+    def is_near(self) -> bool:
+        """Whether tokens see no further than a window or their document."""
+        return self.cu_seqlens is not None or self.band.left < inf
+
     def documents(self, stop: int) -> tuple[tuple[int, int], ...]:
         """The (start, stop) of every document of a sequence of `stop` tokens."""
         return tuple(pairwise(self.cu_seqlens)) if self.cu_seqlens else ((0, stop),)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import inf
 
 from wf_backends.cost import Workload
 from wf_backends.layout import LAYOUTS
@@ -27,11 +26,6 @@ WINDOWS = 16
 """Windows that fit into the tokens of those ranks, at least."""
 PLAIN = tuple(Placed((("name", name),), (0,)) for name in ("ring", "all_gather"))
 """Routes that send nothing but what is read, whatever their size."""
-
-
-def is_near(mask: Mask) -> bool:
-    """Whether tokens see no further than a window or their document."""
-    return mask.cu_seqlens is not None or mask.band.left < inf
 
 
 def on_few(request: Request) -> Request:
@@ -66,7 +60,8 @@ def on_fewer_ranks(request: Request) -> Request | None:
         split is wanted that a part does not have.
     """
     work, routes = request.workload, (request.forward or PLAIN) + (request.backward or PLAIN)
-    if not is_near(work.mask) or work.keys is not None or not set(routes) <= set(PLAIN):
+    plain = set(routes) <= set(PLAIN) and request.strides in (None, (1,))
+    if not work.mask.is_near or work.keys is not None or not plain:
         return None
     parts = (_part(request, size) for size in _part_sizes(request))
     return next((part for part in parts if part is not None), None)

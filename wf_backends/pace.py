@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from wf_backends.loads import LinkEnd, link_ends
+from wf_backends.pools import Pools
 from wf_backends.rankphases import Messages, RankPhase
 from wf_backends.topology import Link, Topology
 
@@ -30,12 +31,12 @@ class Pace:
     """The clocks of all ranks and links.
 
     Args:
-        degree: consecutive ranks of the cluster that are one rank of the route, with other heads.
+        pools: the ranks of the cluster that are one rank of the route, with other heads.
     """
 
-    def __init__(self, topology: Topology, degree: int) -> None:
-        self.topology, self.degree = topology, degree
-        size = topology.size // degree
+    def __init__(self, topology: Topology, pools: Pools) -> None:
+        self.topology, self.pools = topology, pools
+        size = pools.count
         self.now = [0.0] * size
         self.computed = [0.0] * size
         self.done = 0.0
@@ -119,8 +120,8 @@ class Pace:
         found = self._ends.get((rank, peer))
         if found is None:
             found = list[LinkEnd]()
-            for member in range(self.degree):
-                ends = (one * self.degree + member for one in (rank, peer))
+            for member in range(self.pools.degree):
+                ends = (self.pools.rank(one, member) for one in (rank, peer))
                 found += link_ends(self.topology, *ends)
             self._ends[rank, peer] = found
         return found

@@ -20,6 +20,7 @@ from wf_backends.cost import (
     agreement_cost,
     ulysses_cost,
 )
+from wf_backends.estimate import ROUNDING
 from wf_backends.placement import Placed, divisors
 from wf_backends.plans import (
     BACKWARDS,
@@ -46,6 +47,22 @@ def legal_degrees(request: Request) -> list[int]:
     ]
 
 
+def legal_strides(request: Request, degree: int) -> list[int]:
+    """How far apart the ranks may be that trade heads for tokens, rising.
+
+    1, and what brings as many ranks of a route onto a host as it has. Only 1 where nothing is won:
+    on one host; and where tokens see only near ones, which are best on the same rank of the route.
+    """
+    topology, mask = request.topology, request.workload.mask
+    pools = topology.size // degree
+    if request.strides is not None:
+        return [stride for stride in request.strides if pools % stride == 0]
+    if degree == 1 or topology.hosts == 1 or mask.is_near:
+        return [1]
+    on_host = topology.ranks_per_host
+    return sorted({1, on_host if pools % on_host == 0 else pools})
+
+
 def all_plans(request: Request) -> list[Plan]:
     """Every head split and forward route with its best backward, fastest first.
 
@@ -63,7 +80,7 @@ def all_plans(request: Request) -> list[Plan]:
         limit = request.memory_limit - both.memory_bytes
         backward = min(passes(request, job, _backwards(request)), key=pass_order(limit))
         forward = passes(request, job, (FORWARD,))
-        plans += [Plan(job.degree, one, backward, both) for one in forward]
+        plans += [Plan(job.degree, one, backward, both, 1, job.stride) for one in forward]
     return sorted(plans, key=plan_order(request.memory_limit))
 
 
@@ -94,18 +111,38 @@ def _uncollected() -> Generator[None]:
 
 
 def _best_of_splits(request: Request) -> Plan:
-    """The first of all plans, if one fits the memory, without pricing splits that cannot win."""
-    order = plan_order(request.memory_limit)
-    splits = [_Split(request, job) for job in _jobs(request)]
+    """The first of all plans, if one fits the memory, without pricing splits that cannot win.
+
+    Neighbours first: of ranks that are apart most splits then need not be looked at.
+    """
+    order, jobs = plan_order(request.memory_limit), _jobs(request)
     best: tuple[Order, int, Plan] | None = None
-    for at in sorted(range(len(splits)), key=lambda at: splits[at].bound):
-        if best is not None and best[0][:2] < (0.0, rounded(splits[at].bound)):
-            break
-        for plan in splits[at].plans():
-            found = (order(plan), at, plan)
-            best = found if best is None or found[:2] < best[:2] else best
+    for apart in (False, True):
+        some = [(at, job) for at, job in enumerate(jobs) if (job.stride > 1) == apart]
+        splits = [
+            (at, _Split(request, job))
+            for at, job in some
+            if best is None or best[0][:3] >= _place(job, _even_s(job))
+        ]
+        for at, split in sorted(splits, key=lambda item: item[1].least):
+            if best is not None and best[0][:3] < split.least:
+                break
+            for plan in split.plans():
+                found = (order(plan), at, plan)
+                best = found if best is None or found[:2] < best[:2] else best
     assert best is not None, "every head split has a plan"
     return best[2]
+
+
+def _even_s(job: Job) -> float:
+    """Seconds that any plan of a split computes and trades heads, at least."""
+    rates = (walk.seconds_per_score(job) for walk in (FORWARD, BACKWARDS["keys"]))
+    return _around(job).seconds + job.workload.scores / job.route_size * sum(rates)
+
+
+def _place(job: Job, seconds: float) -> Order:
+    """The first place in the order of plans that one of a split may have, if it takes so long."""
+    return 0.0, rounded(seconds * ROUNDING), float(job.stride > 1)
 
 
 class _Split:
@@ -115,9 +152,10 @@ class _Split:
         self.request, self.job, self.around = request, job, _around(job)
         self.backward = candidates_of(request, job, _backwards(request))
         self.forward = candidates_of(request, job, (FORWARD,))
-        self.bound = self.around.seconds + min(one.bound for one in self.forward)
+        bound = self.around.seconds + min(one.bound for one in self.forward)
         if True not in request.keeps:  # what is kept makes a backward shorter than its bound
-            self.bound += min(one.bound for one in self.backward)
+            bound += min(one.bound for one in self.backward)
+        self.least = _place(job, bound)
 
     def plans(self) -> Iterator[Plan]:
         """Those that keep something, and the best of the others."""
@@ -129,7 +167,8 @@ class _Split:
         backward = best_of(self.backward, fits, 0.0)
 
         def whole(forward: PassPlan) -> Plan:
-            return Plan(self.job.degree, forward, backward, self.around)
+            job = self.job
+            return Plan(job.degree, forward, backward, self.around, 1, job.stride)
 
         rest = self.around.seconds + backward.cost.seconds
         yield whole(best_of(self.forward, lambda one: order(whole(one)), rest))
@@ -152,18 +191,23 @@ def check_memory(first: Plan, request: Request) -> Plan:
 
 
 def price_plan(
-    request: Request, degree: int, forward: Placed, backward: Placed, moves: str = "keys"
+    request: Request,
+    degree: int,
+    forward: Placed,
+    backward: Placed,
+    moves: str = "keys",
+    stride: int = 1,
 ) -> Plan:
     """A plan of one's own choice with its cost."""
-    job = Job(request.workload, request.topology, degree)
+    job = Job(request.workload, request.topology, degree, stride)
     there = Pricing(request, job, FORWARD).price(forward)
     back = Pricing(request, job, BACKWARDS[moves]).price(backward)
-    return Plan(degree, there, back, _around(job))
+    return Plan(degree, there, back, _around(job), 1, stride)
 
 
 def price_again(request: Request, plan: Plan) -> Plan:
     """A plan that was made for another request, with what it costs in this one."""
-    job = Job(request.workload, request.topology, plan.degree)
+    job = Job(request.workload, request.topology, plan.degree, plan.stride)
     there, back = plan.forward, plan.backward
     return replace(
         plan,
@@ -182,7 +226,11 @@ def _jobs(request: Request) -> list[Job]:
             f"{request.topology.size} ranks and {shape.heads} heads, and divides the "
             f"{shape.kv_heads} key heads or is a multiple of them; 1 always does"
         )
-    return [Job(request.workload, request.topology, degree) for degree in degrees]
+    return [
+        Job(request.workload, request.topology, degree, stride)
+        for degree in degrees
+        for stride in legal_strides(request, degree)
+    ]
 
 
 def _backwards(request: Request) -> tuple[Walk, ...]:

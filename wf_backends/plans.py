@@ -33,6 +33,8 @@ class Request:
     """What attention may take of a rank's memory beyond its inputs; None = the topology's."""
     degrees: tuple[int, ...] | None = None
     """The ulysses degrees to look at; None = all that the ranks and heads allow."""
+    strides: tuple[int, ...] | None = None
+    """How far apart the ranks may be that trade heads for tokens; None = 1, one host, or all."""
     forward: tuple[Placed, ...] | None = None
     """The forward routes to look at; None = all. They fit every degree looked at."""
     backward: tuple[Placed, ...] | None = None
@@ -72,6 +74,8 @@ class Choice:
     backward: Placed
     moves: str
     keep: bool = False
+    stride: int = 1
+    """How far apart the ranks are that trade heads for tokens."""
 
     def schedules(self, size: int) -> tuple[Schedule, Schedule]:
         """(forward, backward) for `size` ranks, each of the route's being `degree` of them."""
@@ -88,6 +92,7 @@ class Choice:
             "ulysses_degree": self.degree,
             "layout": layout,
         }
+        words |= {"ulysses_stride": self.stride} if self.stride > 1 else {}
         return words | {"keep_gathered": True} if self.keep else words
 
 
@@ -102,6 +107,8 @@ class Plan:
     """The ranks' agreement, and trading heads for tokens in both passes."""
     layers: int = 1
     """How many keep what the forward gathers, if the backward uses it."""
+    stride: int = 1
+    """How far apart the ranks are that trade heads for tokens."""
 
     @property
     def keep(self) -> bool:
@@ -126,12 +133,21 @@ class Plan:
     def choice(self) -> Choice:
         """The plan without its price."""
         placed = self.forward.placed, self.backward.placed
-        return Choice(self.degree, *placed, self.moves, self.keep)
+        return Choice(self.degree, *placed, self.moves, self.keep, self.stride)
+
+    @property
+    def split(self) -> str:
+        """The head split in words."""
+        return f"{self.degree}, {self.stride} apart" if self.stride > 1 else str(self.degree)
 
     @property
     def in_rank_order(self) -> bool:
         """Whether every part is played by the rank of its number."""
-        return self.forward.placed.in_rank_order and self.backward.placed.in_rank_order
+        return (
+            self.stride == 1
+            and self.forward.placed.in_rank_order
+            and self.backward.placed.in_rank_order
+        )
 
     def to_config(self, size: int, layout: str) -> dict[str, Any]:
         """The words of the config that runs this plan and no other."""

@@ -96,7 +96,8 @@ def kept_plans(request: Request, job: Job, around: Cost) -> Iterator[Plan]:
         for placed in backward.candidates:
             if placed in there:
                 back = backward.price(placed)
-                yield Plan(job.degree, there[placed], back, around, request.layers)
+                passes = there[placed], back
+                yield Plan(job.degree, *passes, around, request.layers, job.stride)
 
 
 def best_of(

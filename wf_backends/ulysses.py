@@ -1,6 +1,6 @@
 """Heads for tokens: the all-to-all around any route (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-A group of u consecutive ranks pools its rows; every member then computes some of the heads.
+A group of u ranks (pools.py) pools its rows; every member then computes some of the heads.
 Where u exceeds the number of key heads, several members get the same key head and the gradients
 of these copies are summed.
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from wf_backends.adjoint import move_all
 from wf_backends.comm.protocol import Communicator
-from wf_backends.layout import Layout
 from wf_backends.mail import Mail, Tensors, add, copy, scatter
 from wf_backends.ranges import Range, Ranges, join, locate, size
 from wf_backends.rankplan import Parcel
@@ -48,7 +47,7 @@ class Exchange:
         return size(self.heads) // self.num_heads
 
 
-def make_exchange(shards: Layout, num_heads: int, query_heads: int) -> Exchange:
+def make_exchange(shards: Sequence[Ranges], num_heads: int, query_heads: int) -> Exchange:
     """The exchange of a group whose members own `shards`.
 
     Args:

@@ -36,6 +36,7 @@ ROUTES = {
         "mesh": MESH,
         "ulysses": RING | {"ulysses_degree": 4, "layout": "contiguous"},
         "ulysses_ring": RING | {"ulysses_degree": 2},
+        "context_first": RING | {"ulysses_degree": 2, "ulysses_stride": 2},
     },
 }
 ADAM = {

@@ -105,6 +105,22 @@ def test_ulysses_around_any_route(degree, route_size, mask):
             assert run_attend(words, 8, kv_heads, MASKS[mask])[0] < 1e-10, words
 
 
+@pytest.mark.parametrize(("degree", "stride"), ((2, 2), (2, 4), (4, 2)))
+@pytest.mark.parametrize("mask", range(len(MASKS)))
+def test_ulysses_among_ranks_that_are_apart(degree, stride, mask):
+    """On 8 ranks, blocks of routes, and routes of consecutive ranks; all layouts by turns."""
+    for number, route in enumerate(ROUTES[8 // degree]):
+        words = {
+            "sequence_parallel_size": 8,
+            "ulysses_degree": degree,
+            "ulysses_stride": stride,
+            "route": route,
+            "layout": ("zigzag", "contiguous")[(number + mask) % 2],
+            "kernel": "reference",
+        }
+        assert run_attend(words, 8, (4, 2, 1)[number % 3], MASKS[mask])[0] < 1e-10, words
+
+
 @pytest.mark.parametrize("moves", ("keys", "queries"))
 def test_backward_route_and_direction(moves):
     words = {

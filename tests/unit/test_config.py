@@ -29,6 +29,30 @@ def test_a_dict_goes_in_and_comes_out():
     assert hash(SequenceParallelConfig.from_dict(DESIGN)) == hash(config)
 
 
+@pytest.mark.parametrize(
+    ("words", "stride", "degrees"),
+    (
+        ({}, "auto", (1, 2, 4, 8)),
+        ({"ulysses_stride": "auto"}, "auto", (1, 2, 4, 8)),
+        ({"ulysses_stride": 1}, 1, (1, 2, 4, 8)),
+        ({"ulysses_stride": 2}, 2, (2, 4)),
+        ({"ulysses_stride": 4}, 4, (2,)),
+        ({"ulysses_degree": 2}, 1, (2,)),
+        ({"ulysses_degree": 2, "ulysses_stride": 4}, 4, (2,)),
+        ({"ulysses_degree": 2, "ulysses_stride": "auto"}, "auto", (2,)),
+        ({"route": "ring"}, 1, (1,)),
+        ({"route": "ring", "ulysses_degree": "auto"}, "auto", (1, 2, 4, 8)),
+    ),
+)
+def test_how_far_apart_ranks_trade_heads(words, stride, degrees):
+    config = SequenceParallelConfig(sequence_parallel_size=8, **words)
+    assert (config.ulysses_stride, config.degrees) == (stride, degrees)
+    assert config.leaves_open == (words.get("route") is None or stride == "auto")
+    assert SequenceParallelConfig.from_dict(config.to_dict()) == config
+    said = words.get("ulysses_stride", stride) != ("auto" if "ulysses_degree" not in words else 1)
+    assert ("ulysses_stride" in config.to_dict()) == (said and "route" not in words)
+
+
 @pytest.mark.parametrize("source", ("measure", "h100-8x400g", "mine.json", "a/b.toml"))
 def test_a_topology_goes_in_and_comes_out(source):
     config = SequenceParallelConfig(sequence_parallel_size=4, topology=source)
@@ -129,6 +153,18 @@ def test_rank_order_said_is_the_same_as_unsaid():
         ),
         ({"topology": 8}, "topology must be one of .*got 8"),
         ({"topology": "measure"}, "topology 'measure' is what \"auto\" goes by, but nothing is"),
+        ({"ulysses_degree": 2, "ulysses_stride": 3}, "ulysses_stride must divide .* = 4, got 3"),
+        (
+            {"route": "auto", "ulysses_degree": "auto", "ulysses_stride": 8},
+            "no ulysses_degree .* with ulysses_stride 8",
+        ),
+        ({"route": "ring", "ulysses_stride": 2}, "ulysses_stride 2 .* with ulysses_degree 1 none"),
+        ({"ulysses_stride": 0}, "ulysses_stride must be a positive integer, got 0"),
+        ({"ulysses_stride": "far"}, 'ulysses_stride must be a positive integer or "auto", got'),
+        (
+            {"strategy": "lss", "route": "auto", "ulysses_stride": 2},
+            'ulysses_stride 2 contradicts strategy "lss"',
+        ),
         ({"ulysses_degree": 0}, "ulysses_degree must be a positive integer, got 0"),
         ({"ulysses_degree": True}, "ulysses_degree must be a positive integer, got True"),
         ({"ulysses_degree": "Auto"}, 'ulysses_degree must be a positive integer or "auto", got'),

@@ -158,15 +158,19 @@ def test_a_placement_beats_rank_order_where_two_ranks_share_a_nic() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "ranks", "nics", "degree"),
-    [(2, 4, 1, 1), (2, 4, 4, 1), (4, 2, 2, 1), (4, 4, 2, 1), (4, 4, 4, 2), (2, 8, 4, 4)],
+    ("hosts", "ranks", "nics", "degree", "stride"),
+    [
+        *((2, 4, 1, 1, 1), (2, 4, 4, 1, 1), (4, 2, 2, 1, 1), (4, 4, 2, 1, 1)),
+        *((4, 4, 4, 2, 1), (2, 8, 4, 4, 1)),
+        *((4, 4, 4, 2, 8), (2, 8, 4, 4, 4), (4, 4, 2, 4, 4), (8, 2, 1, 2, 2)),
+    ],
 )
 @pytest.mark.parametrize("keys", [None, 256])
 def test_closed_forms_are_exact_for_a_full_mask(
-    hosts: int, ranks: int, nics: int, degree: int, keys: int | None
+    hosts: int, ranks: int, nics: int, degree: int, stride: int, keys: int | None
 ) -> None:
     """Forward of every route; backward of those whose walkers start at home on one ring."""
-    job = Job(Workload(SHAPE, 1024, keys=keys), cluster(hosts, ranks, nics), degree)
+    job = Job(Workload(SHAPE, 1024, keys=keys), cluster(hosts, ranks, nics), degree, stride)
     for walk, placed in product((FORWARD, BACKWARD_KEYS), placements(job.route_size, False)):
         name = placed.route["name"]
         if name == "concentric" or (walk is not FORWARD and name == "double_ring"):
@@ -245,6 +249,50 @@ def test_a_window_ends_the_walk_towards_its_readers(layout, window, hops, revers
     if window % (100 if layout == "contiguous" else 50) == 0:
         assert closed.nic_bytes == exact.nic_bytes
     assert closed.nic_bytes >= exact.nic_bytes
+
+
+@pytest.mark.parametrize("direct", (False, True))
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "nics", "degree", "stride"),
+    [(2, 4, 1, 4, 1), (2, 4, 2, 4, 2), (4, 2, 2, 4, 2), (4, 4, 4, 4, 4), (4, 4, 1, 8, 2)]
+    + [(4, 4, 2, 2, 2), (4, 4, 2, 2, 4), (2, 8, 8, 4, 4)],
+)
+def test_ulysses_bytes_of_every_link(
+    hosts: int, ranks: int, nics: int, degree: int, stride: int, direct: bool
+) -> None:
+    """Counted message by message, whichever ranks trade."""
+    at = replace(cluster(hosts, ranks, nics), direct_links=direct)
+    job, loads = Job(Workload(SHAPE, 96), at, degree, stride), Loads(at)
+    each = 96 // at.size * SHAPE.head_dim * SHAPE.itemsize
+    each *= 2 * job.shape.heads + 2 * job.shape.kv_heads
+    for pool in range(job.pools.count):
+        for source in (members := job.pools.members(pool)):
+            for target in members:
+                if source != target:
+                    loads.add(source, target, each)
+    found = ulysses_cost(job)
+    assert found.nic_bytes == loads.nic_bytes
+    if direct:
+        assert found.inside_bytes == loads.inside_bytes
+    else:  # through a switch an exchange takes as long as if a rank sent itself its part
+        assert loads.inside_bytes <= found.inside_bytes <= loads.inside_bytes + each
+
+
+@pytest.mark.parametrize("stride", (1, 2, 4))
+def test_a_message_goes_from_each_member_to_its_like(stride: int) -> None:
+    """Two hosts of four: a ring of pools that are two apart stays inside hosts or does not."""
+    job = Job(Workload(SHAPE, 96), cluster(2, 4, 4), 2, stride)
+    cost = pass_cost(job, place(named(4, name="ring"), 4), FORWARD)
+    hop = cost.phases[1].hop  # each sends one shard of keys to one other rank
+    crossing = {
+        job.topology.host(job.pools.rank(pool, member))
+        != job.topology.host(job.pools.rank((pool - 1) % 4, member))
+        for pool in range(4)
+        for member in range(2)
+    }
+    assert bool(cost.nic_bytes) == (True in crossing)
+    assert crossing == ({False} if stride == 4 else {False, True})
+    assert hop.busy_s > 0
 
 
 def test_an_exchange_takes_at_least_what_was_measured() -> None:

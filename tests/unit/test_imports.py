@@ -22,7 +22,7 @@ PURE = tuple(
     for name in (
         (
             "schedule layout mask ranges tiles tracks journeys rankplan rankphases rounds walk "
-            "strands timeline traffic pace typical near calls "
+            "strands timeline traffic pace typical near calls pools "
             "topology presets areas loads placement cost axes estimate plans search planner config "
             "suggest documents launchers"
         ).split()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wf_backends.layout import lengths, make_layout, merge_shards, zigzag
+from wf_backends.layout import lengths, make_layout, zigzag
 from wf_backends.mask import CAUSAL, Mask
 from wf_backends.tiles import area, tiles
 
@@ -34,10 +34,6 @@ def test_zigzag_gives_all_ranks_the_same_causal_work(n):
     everything = ((0, 8 * n),)
     work = [sum(map(area, tiles(shard, everything, Mask(CAUSAL)))) for shard in layout]
     assert max(work) / (sum(work) / n) == 1.0
-
-
-def test_ulysses_groups_of_a_zigzag_are_a_zigzag_of_fewer_ranks():
-    assert merge_shards(zigzag(8, 64), 2) == zigzag(4, 64)
 
 
 @pytest.mark.parametrize(("name", "least"), (("contiguous", 4), ("zigzag", 8)))

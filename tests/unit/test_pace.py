@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from wf_backends.pace import Pace
+from wf_backends.pools import Pools
 from wf_backends.rankphases import Messages, RankPhase
 from wf_backends.timeline import Chunk, Phase, Transfer, seconds
 from wf_backends.topology import KernelRate, Link, Topology
@@ -18,9 +19,11 @@ def topology(hosts: int, ranks: int, nics: int, latency_s: float = 0.0, **more: 
     return Topology("four ranks", hosts, ranks, nics, inside, between, rates, 1e9, **more)
 
 
-def pace_of(at: Topology, phases: list[dict[int, Messages]], computes=None, degree=1) -> Pace:
+def pace_of(
+    at: Topology, phases: list[dict[int, Messages]], computes=None, degree=1, stride=1
+) -> Pace:
     """After phases of one round: messages by rank, and seconds of tiles by phase and rank."""
-    pace, size = Pace(at, degree), at.size // degree
+    pace, size = Pace(at, Pools(at.size, degree, stride)), at.size // degree
     for index, sent in enumerate(phases):
         ranks = [
             RankPhase(f"step {index}", sent.get(rank, []), ([],), ((),), ([],))
@@ -47,7 +50,7 @@ def test_a_message_sets_off_when_both_ends_are_ready() -> None:
 
 def test_who_only_gives_does_not_wait() -> None:
     """The one that gets it does, and so does one that gives and gets."""
-    pace = Pace(topology(4, 1, 1), 1)
+    pace = Pace(topology(4, 1, 1), Pools(4))
     given = {0: [(1, BYTES)], 1: [(2, BYTES)]}
     pace.run(
         [RankPhase("step", [], ([],), ((),), ([],), given.get(rank, [])) for rank in range(4)],
@@ -77,7 +80,7 @@ def test_direct_links_inside_a_host_are_not_shared(direct: bool, took: float) ->
 
 
 def test_results_go_home_while_their_rank_goes_on() -> None:
-    pace = Pace(topology(2, 1, 1), 1)
+    pace = Pace(topology(2, 1, 1), Pools(2))
     quiet: Messages = []
     leaving = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), ([(1, 3 * BYTES)], quiet))
     alone = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), (quiet, quiet))
@@ -92,7 +95,7 @@ def test_what_leaves_shares_a_link_with_what_is_still_to_come() -> None:
     one: Messages = [(0, BYTES)]
     sends = RankPhase("step 0", quiet, (quiet, one, one), ((), (), ()), (one, quiet, quiet))
     waits = RankPhase("step 0", quiet, (quiet, quiet, quiet), ((), (), ()), (quiet,) * 3)
-    pace = Pace(topology(2, 1, 1), 1)
+    pace = Pace(topology(2, 1, 1), Pools(2))
     pace.run([waits, sends], [[0, 0, 0], [0, 0, 0]])
     assert pace.now == pytest.approx([3, 3]) and pace.seconds == pytest.approx(3)
     took = Transfer(1.0)

@@ -196,7 +196,7 @@ def table(plans: list[Plan], times: list[float], cluster: Topology) -> Table:
             f"{1e3 * expected:.4g}",
             f"{1e3 * took:.4g}",
             f"{took / expected:.2f}",
-            str(plan.degree),
+            plan.split,
             str(plan.forward.placed),
             str(plan.backward.placed),
             plan.moves + (", kept" if plan.keep else ""),

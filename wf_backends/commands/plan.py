@@ -12,7 +12,7 @@ from rich.table import Table
 
 from wf_backends.commands import options as o
 from wf_backends.layout import make_layout
-from wf_backends.near import NEAR_UP_TO, is_near, on_few, on_fewer_ranks
+from wf_backends.near import NEAR_UP_TO, on_few, on_fewer_ranks
 from wf_backends.placement import in_rank_order
 from wf_backends.planner import all_plans, best_plan, check_memory, price_plan
 from wf_backends.plans import EXACT_UP_TO, Plan, Request
@@ -91,7 +91,7 @@ def counted(request: Request) -> Request:
     """
     mask, size = request.workload.mask, request.topology.size
     all_routes = EXACT_UP_TO if mask.cu_seqlens is not None else request.exact_up_to
-    if not is_near(mask) or size <= all_routes:
+    if not mask.is_near or size <= all_routes:
         return request
     if part := on_fewer_ranks(request):
         return part
@@ -132,7 +132,7 @@ def why(best: Plan, baseline: Plan, request: Request) -> str:
     if request.topology.hosts == 1:
         link, sent, rings = "rank's link", cost.inside_bytes, ring.inside_bytes
     return (
-        f"ulysses_degree {best.degree}, forward {best.forward.placed}, backward "
+        f"ulysses_degree {best.split}, forward {best.forward.placed}, backward "
         f"{best.backward.placed} with the {best.moves} walking{order}{kept}: "
         f"{1e3 * cost.seconds:.4g} ms predicted, "
         f"{ring.seconds / cost.seconds:.2f} x the ring's speed; "
@@ -181,7 +181,7 @@ def table(plans: list[Plan], baseline: Plan, request: Request) -> Table:
             f"{cost.nic_bytes / 1e9:.3g}",
             f"{cost.inside_bytes / 1e9:.3g}",
             f"{cost.memory_bytes / 2**20:.4g}{' too much' if over else ''}",
-            str(plan.degree),
+            plan.split,
             str(plan.forward.placed),
             str(plan.backward.placed),
             plan.moves + (", kept" if plan.keep else ""),

@@ -70,7 +70,7 @@ def write(path: Path, plans: Sequence[Plan], measured: Sequence[list[list[Span]]
     events: list[dict[str, Any]] = []
     for plan, ranks in zip(plans, measured, strict=True):
         walks = f"{plan.moves} walk" + (", kept" if plan.keep else "")
-        name = f"u={plan.degree} {plan.forward.placed} / {plan.backward.placed}, {walks}"
+        name = f"u={plan.split} {plan.forward.placed} / {plan.backward.placed}, {walks}"
         for title, found in [("predicted", predicted(plan)), *enumerate(ranks)]:
             who = title if isinstance(title, str) else f"rank {title}"
             number = len({event["pid"] for event in events})
