@@ -13,20 +13,15 @@ from math import inf
 from statistics import median
 
 import torch
-from torch import Tensor
 
 from wf_backends.agree import HEADER, gather_small, sum_over_ranks
+from wf_backends.bench_kernel import HEAD_DIM, kernel_rate
 from wf_backends.comm.protocol import Communicator
-from wf_backends.kernels import Kernel, KernelSpec, select
 from wf_backends.layout import make_layout
-from wf_backends.mask import FULL
 from wf_backends.presets import PRESETS
-from wf_backends.topology import KernelRate, Link, Topology, check_job
+from wf_backends.topology import Link, Topology, check_job
 from wf_backends.ulysses import heads_for_tokens, make_exchange
 
-HEAD_DIM = 64
-TILES, HEADS = (256, 1024), 4  # rows and keys of the two tiles that a kernel's rate is fitted to
-GPU_TILES, GPU_HEADS = (1024, 8192), 8
 SMALLEST, LARGEST = 1 << 16, 1 << 24  # bytes of one message
 GROWTH = 4
 LONG_S = 0.8  # how long a message takes that a rate is measured by, if it need not be larger
@@ -143,7 +138,7 @@ def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> T
     check_job(nominal, hosts)
     inside = _inside(meter, per_host) if per_host > 1 else nominal.inside
     between, nics = _between(meter, per_host) if count > 1 else (nominal.between, 1)
-    kernel, rate = kernel_rate(meter)
+    kernel, rate = kernel_rate(device, lambda work: meter.seconds(work, TWICE))
     return replace(
         nominal,
         inside=inside,
@@ -212,53 +207,6 @@ def nearest_divisor(n: int, value: float) -> int:
     """The divisor of n that is nearest to `value`, by ratio."""
     fits = [d for d in range(1, n + 1) if n % d == 0]
     return min(fits, key=lambda d: max(d / max(value, 1e-9), value / d))
-
-
-def kernel_rate(meter: Meter) -> tuple[str, KernelRate]:
-    """The name and the rate of the kernel that "auto" takes: a line through two tiles' times."""
-    on_gpu = meter.device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    sizes, heads = (GPU_TILES, GPU_HEADS) if on_gpu else (TILES, HEADS)
-    kernel = select("auto", KernelSpec(meter.device.type, dtype, HEAD_DIM, heads, heads)).kernel
-    shapes = [(1, size, heads, HEAD_DIM) for size in sizes]
-    times = [_tile_seconds(meter, kernel, one, dtype, sizes[-1] // one[1]) for one in shapes]
-    flops = [4 * size * size * heads * HEAD_DIM for size in sizes]
-    forward, backward = (
-        factor * (flops[1] - flops[0]) / max(large - small, large / 10)
-        for factor, small, large in zip((1.0, 2.5), *times, strict=True)
-    )
-    call = max(1e-7, times[0][0] - flops[0] / forward)
-    return kernel.name, KernelRate(forward, backward, call)
-
-
-def _tile_seconds(
-    meter: Meter, kernel: Kernel, shape: tuple[int, ...], dtype: torch.dtype, count: int
-) -> tuple[float, float]:
-    """(forward, backward) seconds of a full tile, all ranks at once.
-
-    Args:
-        shape: of queries and of keys.
-        count: tiles in a row, so that it matters little that the ranks do not start together.
-    """
-    source = torch.Generator(meter.device).manual_seed(0)  # the program's own is left alone
-    q, k, v, dout = (
-        torch.randn(shape, device=meter.device, generator=source).to(dtype) for _ in range(4)
-    )
-    scale = HEAD_DIM**-0.5
-    out, lse = kernel.forward(q, k, v, scale, FULL)
-    lse = lse.contiguous()
-    delta: Tensor = (dout.float() * out.float()).sum(-1).transpose(1, 2).contiguous()
-
-    def forwards() -> None:
-        for _ in range(count):
-            kernel.forward(q, k, v, scale, FULL)
-
-    def backwards() -> None:
-        for _ in range(count):
-            kernel.backward(dout, q, k, v, out, lse, delta, scale, FULL)
-
-    found = (meter.seconds(work, TWICE) / count for work in (forwards, backwards))
-    return next(found), next(found)
 
 
 def _memory(device: torch.device, per_host: int) -> float:

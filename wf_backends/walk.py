@@ -151,7 +151,7 @@ class _Derivation:
     def rows_walked(self, sample: int) -> int:
         """See `rows_walked`."""
         n, steps = self.num_ranks, range(self.num_steps)
-        journeys = map(self.journeys.one, _spread(n, sample))
+        journeys = map(self.journeys.one, spread(n, sample))
         read = (still_read([one.wanted(step) for step in steps]) for one in journeys)
         return sum(size(rows) for one in read for rows in one[1:])
 
@@ -208,7 +208,7 @@ class _Touched:
         return first
 
 
-def _spread(count: int, sample: int) -> Sequence[int]:
+def spread(count: int, sample: int) -> Sequence[int]:
     """All numbers up to `count`, or as many as `sample`: one of every part, not in step."""
     if count <= sample:
         return range(count)

@@ -43,7 +43,7 @@ class WallFacerPlugin(HybridParallelPlugin):
     Args:
         tp_size, pp_size: ranks of tensor parallelism, stages of the pipeline.
         words: those of `SequenceParallelConfig` (sequence_parallel_size, route, backward_route,
-            backward_moves, ulysses_degree, layout, kernel, strategy, topology), and those of
+            backward_moves, ulysses_degree, ulysses_stride, layout, kernel, ...), and those of
             ColossalAI's HybridParallelPlugin (zero_stage, cpu_offload, precision,
             num_microbatches, max_norm, custom_policy, ...). precision is "fp32" unless given.
 

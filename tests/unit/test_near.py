@@ -103,6 +103,7 @@ def test_where_no_part_of_the_hosts_can_stand_for_all() -> None:
         "a few ranks": request(16, near),
         "documents that may be counted": request(64, Mask(CAUSAL, documents(64 * SHARD, 512))),
         "as many heads traded as there are ranks": replace(full, workload=many, degrees=(64,)),
+        "heads traded among ranks that are apart": replace(full, strides=(2,)),
         "large hosts": replace(full, topology=replace(CLUSTER, hosts=2, ranks_per_host=64)),
     }
     for why, one in asked.items():
@@ -115,6 +116,12 @@ def test_a_route_that_has_no_part_is_planned_for_as_it_is() -> None:
     named = {"name": "mesh", "rows": 8, "cols": 16}
     plan = planned(128, mask, backward_route=named, ulysses_degree=1)
     assert plan.backward.placed.route == named
+
+
+def test_heads_traded_among_ranks_that_are_apart_by_name_are_on_any_number_of_ranks() -> None:
+    mask = make_mask(True, (1024, -1))
+    plan = planned(128, mask, ulysses_degree=8, ulysses_stride=16)
+    assert (plan.degree, plan.stride) == (8, 16)
 
 
 def test_one_host_of_any_number_of_ranks() -> None:

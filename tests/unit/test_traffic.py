@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from tests.cases import schedules
+from wf_backends import walk
 from wf_backends.layout import contiguous, make_layout, zigzag
 from wf_backends.mask import CAUSAL, FULL, Band, Mask
 from wf_backends.rankplan import LONG
@@ -248,3 +249,27 @@ def _in_order(plan, peer, way):
             parcels += [p for one in step.rounds for p in getattr(one.home, way)]
         last = step
     return [p.num_rows for p in parcels if p and p.peer == peer]
+
+
+@pytest.mark.parametrize("count", (33, 64, 100, 4096))
+def test_a_sample_takes_one_of_every_part(count):
+    found = walk.spread(count, walk.SAMPLE)
+    parts = [(at * count // walk.SAMPLE, (at + 1) * count // walk.SAMPLE) for at in range(32)]
+    assert all(first <= one < stop for one, (first, stop) in zip(found, parts, strict=True))
+    assert len({after - before for before, after in pairwise(found)}) > 1  # not in step
+    assert list(walk.spread(7, walk.SAMPLE)) == list(range(7))
+
+
+@pytest.mark.parametrize("layout", (zigzag, contiguous))
+@pytest.mark.parametrize("mask", (Mask(CAUSAL), Mask(Band(50, 0))))
+def test_a_sample_of_walkers_tells_the_way(monkeypatch, layout, mask):
+    """96 ranks: the way chosen by 32 walkers is the one chosen by all, and walks as far."""
+    at = layout(96, 96 * ROWS)
+    problem = Problem(ring(96), at, at, mask)
+    by_sample = strands(problem, two_way=mask.band == CAUSAL)
+    told = sum(map(rows_walked, by_sample))
+    monkeypatch.setattr(walk, "SAMPLE", 96)
+    rows_walked.cache_clear()
+    assert strands(problem, two_way=mask.band == CAUSAL) == by_sample
+    assert told == pytest.approx(sum(map(rows_walked, by_sample)) / 3, rel=0.05)
+    rows_walked.cache_clear()
