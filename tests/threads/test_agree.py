@@ -53,6 +53,7 @@ def counts_of_checks(comm, on_host):
 def test_where_a_check_stalls_a_device_only_new_headers_are_compared(monkeypatch):
     """And of those only the latest are remembered, the same on every rank."""
     monkeypatch.setattr(agree, "KNOWN", 2)
+    monkeypatch.setattr(agree, "_home", lambda comm, like: like.device)  # no device here
     assert run_threads(2, counts_of_checks, True) == [[1] * 8] * 2
     assert run_threads(2, counts_of_checks, False) == [[1, 1, 0, 1, 0, 1, 1, 0]] * 2
 
@@ -65,5 +66,6 @@ def refused_then_right(comm):
     return agreement.check({"batch size": 1}, {"rows": 7}, torch.empty(0))
 
 
-def test_a_call_that_was_refused_is_compared_again():
+def test_a_call_that_was_refused_is_compared_again(monkeypatch):
+    monkeypatch.setattr(agree, "_home", lambda comm, like: like.device)
     assert run_threads(2, refused_then_right) == [{"rows": (7, 7)}] * 2
