@@ -193,8 +193,6 @@ class Journeys:
                 if own := intersect(self.one(origin).sent(step), self.home[owner]):
                     reader = self.tracks.place(step, origin)
                     found[self._before(step, reader)].append((reader, own))
-        for gifts in found.values():
-            gifts.sort()
         return found
 
     def _takings(self, reader: int) -> defaultdict[int, list[Sent]]:
