@@ -68,6 +68,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     sent = engine.wallfacer.report() if hasattr(engine, "wallfacer") else {}
     result = {"first": first, "losses": losses, "norms": norms, "sent": sum(sent.values())}
     result |= {"labels": sorted(sent), "weights": weights(engine), "partitioned": partitioned}
+    result["compiled"] = engine.is_compiled
     if hasattr(engine, "wallfacer"):
         engine.wallfacer.connection.undo.close()
     engine.destroy()

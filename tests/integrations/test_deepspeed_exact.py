@@ -111,6 +111,7 @@ def extras(folder: Path) -> list[dict[str, Any]]:
         case("pretrained_2", four | RING, 2, pretrained=pretrained),
         case("pretrained_3", four | RING, 3, pretrained=pretrained),
         case("offloaded_init_3", four | MESH, 3, zero=params, pretrained=pretrained),
+        case("compiled_3", four | RING, 3, compile={"backend": "aot_eager"}),
         case("deepspeed_recompute_1", four | CONCENTRIC, 1, checkpointing="deepspeed"),
         accumulated("saved_4", 4, 1, steps=STEPS // 2, save=saved),
         accumulated("resumed_2", 2, 1, load=saved, steps=STEPS),
@@ -206,6 +207,12 @@ def test_models_that_are_loaded_in_parts(name: str, four: Results, reference: Re
     """from_pretrained under a DeepSpeed configuration: at ZeRO 3 no rank ever holds it whole."""
     assert four[name]["partitioned"] == name.endswith("_3")
     assert_same(four[name], reference["few"])
+
+
+def test_a_compiled_engine(four: Results, reference: Results) -> None:
+    """Attention runs as Python, between the graphs around it."""
+    assert four["compiled_3"]["compiled"]
+    assert_same(four["compiled_3"], reference["few"])
 
 
 @pytest.mark.parametrize("name", ["bf16_2", "bf16_3"])
