@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from wf_backends.cost import BACKWARD_FLOPS
 from wf_backends.executor import BackwardWork, ForwardWork
 from wf_backends.kernels import Kernel, KernelSpec, select
 from wf_backends.mask import FULL
@@ -20,7 +21,6 @@ from wf_backends.topology import KernelRate
 HEAD_DIM = 64
 TILES, HEADS = (16, 1024), 4  # rows and keys of the two tiles that a kernel's rate is fitted to
 GPU_TILES, GPU_HEADS = (1024, 8192), 8
-BACKWARD_FLOPS = 2.5  # as cost.py counts them
 
 Timed = Callable[[Callable[[], object]], float]  # seconds of some work, until all ranks are done
 

@@ -205,11 +205,7 @@ class SequenceParallelConfig:
         degree, size = self.ulysses_degree, self.sequence_parallel_size
         if degree == AUTO:
             return
-        if isinstance(degree, str):
-            raise ValueError(
-                f'ulysses_degree must be a positive integer or "{AUTO}", got {degree!r}'
-            )
-        _positive("ulysses_degree", degree)
+        _number_or_auto("ulysses_degree", degree)
         if size % cast(int, degree):
             raise ValueError(
                 f"ulysses_degree must divide sequence_parallel_size {size}, got {degree}"
@@ -220,11 +216,7 @@ class SequenceParallelConfig:
         degree, stride = self.ulysses_degree, self.ulysses_stride
         if stride == AUTO:
             return
-        if isinstance(stride, str):
-            raise ValueError(
-                f'ulysses_stride must be a positive integer or "{AUTO}", got {stride!r}'
-            )
-        _positive("ulysses_stride", stride)
+        _number_or_auto("ulysses_stride", stride)
         if degree == AUTO or stride == 1:
             return
         pools = self.sequence_parallel_size // cast(int, degree)
@@ -303,6 +295,12 @@ def _plain(route: Mapping[str, Any]) -> dict[str, Any]:
 def _positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _number_or_auto(name: str, value: object) -> None:
+    if isinstance(value, str):
+        raise ValueError(f'{name} must be a positive integer or "{AUTO}", got {value!r}')
+    _positive(name, value)
 
 
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache, partial
-from math import inf
 from threading import Lock
 from typing import TypeVar
 
@@ -102,8 +101,7 @@ class _Derivation:
         self._opposite = cache(self._steps_met)
         homes = self.stay_home, self.walk_home
         self._stay, self._walk = (cache(partial(self._documents, home)) for home in homes)
-        few_readers = self.mask.band.left < inf or self.mask.cu_seqlens is not None
-        through = roles.has_laps and not few_readers
+        through = roles.has_laps and not self.mask.is_near
         self.journeys = Journeys(roles, self.walk_home, self._wanted, problem.kept, through)
         self.tracks = self.journeys.tracks
         self.sharing = Sharing(roles.q, self.num_steps, self.stay_home, self.stay_rows, self._met)
