@@ -15,6 +15,18 @@ def tile_area(tile: Tile) -> int:
     return band_area(size(tile.rows), size(tile.keys), tile.band.left, tile.band.right)
 
 
+def area_in_vain(tile: Tile, keys: float) -> float:
+    """The pairs that a kernel, which goes by blocks, computes beside those.
+
+    Args:
+        keys: how many of a row's, where an edge of the band crosses the tile.
+    """
+    rows, width = size(tile.rows), size(tile.keys)
+    if not keys or not tile.band.edges:
+        return 0.0
+    return min(rows * width - tile_area(tile), tile.band.edges * keys * min(rows, width))
+
+
 def band_area(num_rows: int, num_keys: int, left: float, right: float) -> int:
     """The pairs with -left <= key - row <= right, without a loop over rows."""
     upto = _keys_before(num_rows, num_keys, right + 1)

@@ -6,71 +6,115 @@ Shapes: s rows of a tile, b batch, h heads, d head_dim; buffers are rows-first.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from wf_backends.areas import tile_area
 from wf_backends.cost import BACKWARD_FLOPS
 from wf_backends.executor import BackwardWork, ForwardWork
 from wf_backends.kernels import Kernel, KernelSpec, select
-from wf_backends.mask import FULL
+from wf_backends.mask import CAUSAL, FULL, Band
 from wf_backends.outputs import Outputs
 from wf_backends.tiles import Tile
 from wf_backends.topology import KernelRate
 
 HEAD_DIM = 64
-TILES, HEADS = (16, 1024), 4  # rows and keys of the two tiles that a kernel's rate is fitted to
-GPU_TILES, GPU_HEADS = (1024, 8192), 8
 
-Timed = Callable[[Callable[[], object]], float]  # seconds of some work, until all ranks are done
+Work = Callable[[], object]
+Timed = Callable[[Work], float]  # seconds of some work, until all ranks are done
 
 
-def kernel_rate(device: torch.device, seconds: Timed) -> tuple[str, KernelRate]:
-    """The name and the rate of the kernel that "auto" takes: a line through two tiles' times.
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Rows and keys of the tiles that are timed."""
 
-    Of tiles as the executor runs them, merged into results that are there: on a CPU that is most
-    of what short ones take.
+    small: int
+    """With `large` one of the two that a kernel's rate is fitted to."""
+    large: int
+    diagonal: int
+    """Of a causal tile."""
+    beside: int
+    """Of tiles computed while messages travel."""
+    heads: int
+
+
+CPU = Sizes(16, 1024, 512, 128, heads=2)
+GPU = Sizes(1024, 8192, 1024, 1024, heads=8)
+
+
+class KernelBench:
+    """Times the kernel that "auto" takes, by tiles as the executor runs them.
+
+    They are merged into results that are there: on a CPU that is most of what short ones take.
     """
-    on_gpu = device.type == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    sizes, heads = (GPU_TILES, GPU_HEADS) if on_gpu else (TILES, HEADS)
-    kernel = select("auto", KernelSpec(device.type, dtype, HEAD_DIM, heads, heads)).kernel
-    flops = [4 * size * size * heads * HEAD_DIM for size in sizes]
-    lines: list[tuple[float, float]] = []
-    works = zip(*(tile_works(kernel, device, dtype, size, heads) for size in sizes), strict=True)
-    for factor, (small, large) in zip((1.0, BACKWARD_FLOPS), works, strict=True):
-        count = sizes[1] // sizes[0]  # in a row: it matters little that ranks do not start together
-        first, second = seconds(partial(_repeat, small, count)) / count, seconds(large)
-        rate = factor * (flops[1] - flops[0]) / max(second - first, second / 10)
-        lines.append((rate, first - factor * flops[0] / rate))
-    (forward, there), (backward, back) = lines
-    return kernel.name, KernelRate(forward, backward, max(1e-7, (there + back) / 2))
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.device, self.sizes = device, GPU if on_gpu else CPU
+        self.dtype = torch.bfloat16 if on_gpu else torch.float32
+        heads = self.sizes.heads
+        spec = KernelSpec(device.type, self.dtype, HEAD_DIM, heads, heads)
+        self.kernel: Kernel = select("auto", spec).kernel
+
+    def rate(self, seconds: Timed) -> KernelRate:
+        """A line through two tiles' times, and what a causal one takes beyond it."""
+        sizes, lines = self.sizes, list[tuple[float, float]]()
+        flops = [size * size * self._score_flops for size in (sizes.small, sizes.large)]
+        works = zip(self.works(sizes.small), self.works(sizes.large), strict=True)
+        count = sizes.large // sizes.small  # in a row: ranks need not start together
+        for factor, (small, large) in zip((1.0, BACKWARD_FLOPS), works, strict=True):
+            first, second = seconds(partial(_repeat, small, count)) / count, seconds(large)
+            rate = factor * (flops[1] - flops[0]) / max(second - first, second / 10)
+            lines.append((rate, first - factor * flops[0] / rate))
+        (forward, there), (backward, back) = lines
+        rate = KernelRate(forward, backward, max(1e-7, (there + back) / 2))
+        return KernelRate(forward, backward, rate.call_s, self._diagonal_keys(rate, seconds))
+
+    def works(self, size: int, band: Band = FULL) -> tuple[Work, Work]:
+        """The (forward, backward) of a tile of so many rows and keys, as the executor runs it."""
+        tile, scale = _tile(size, band), HEAD_DIM**-0.5
+        source = torch.Generator(self.device).manual_seed(0)  # the program's own is left alone
+        shape = (size, 1, self.sizes.heads, HEAD_DIM)
+        q, k, v, dout = (
+            torch.randn(shape, device=self.device, generator=source).to(self.dtype)
+            for _ in range(4)
+        )
+        kv = torch.stack((k, v), 1)
+        there = ForwardWork(self.kernel, scale, False, q)
+        out, lse = there.stay.blank(size)
+        there.compute(tile, (q,), (kv,), (out, lse), ())
+        delta = (dout.to(lse.dtype) * out).sum(-1)
+        queries = q, dout, torch.stack((lse, delta), dim=1)
+        own = Outputs(dout, out.to(self.dtype), ((0, size),))
+        back = BackwardWork(self.kernel, scale, False, queries, (kv,), own)
+        grads = back.stay.blank(size), back.walk.blank(size)
+        return (
+            partial(there.compute, tile, (q,), (kv,), (out, lse), ()),
+            partial(back.compute, tile, queries, (kv,), *grads),
+        )
+
+    def _diagonal_keys(self, rate: KernelRate, seconds: Timed) -> float:
+        """Keys that a row of a causal tile is computed with in vain, by what forward and backward
+        take beyond their calls and the scores that the mask lets through."""
+        size = self.sizes.diagonal
+        there, back = self.works(size, CAUSAL)
+        took = seconds(lambda: (there(), back())) - 2 * rate.call_s
+        score_s = 1 / rate.forward_flops_per_s + BACKWARD_FLOPS / rate.backward_flops_per_s
+        scores = took / (self._score_flops * score_s)
+        return max(0.0, scores - tile_area(_tile(size, CAUSAL))) / size
+
+    @property
+    def _score_flops(self) -> int:
+        """The forward's, of one (query, key) pair, all heads."""
+        return 4 * self.sizes.heads * HEAD_DIM
 
 
-def tile_works(
-    kernel: Kernel, device: torch.device, dtype: torch.dtype, size: int, heads: int
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The (forward, backward) of a full tile of so many rows and keys, as the executor runs it."""
-    source = torch.Generator(device).manual_seed(0)  # the program's own is left alone
-    shape = (size, 1, heads, HEAD_DIM)
-    q, k, v, dout = (
-        torch.randn(shape, device=device, generator=source).to(dtype) for _ in range(4)
-    )
-    tile, kv, scale = Tile(((0, size),), ((0, size),), FULL), torch.stack((k, v), 1), HEAD_DIM**-0.5
-    there = ForwardWork(kernel, scale, False, q)
-    out, lse = there.stay.blank(size)
-    there.compute(tile, (q,), (kv,), (out, lse), ())
-    delta = (dout.to(lse.dtype) * out).sum(-1)
-    queries = q, dout, torch.stack((lse, delta), dim=1)
-    own = Outputs(dout, out.to(dtype), ((0, size),))
-    back = BackwardWork(kernel, scale, False, queries, (kv,), own)
-    grads = back.stay.blank(size), back.walk.blank(size)
-    return (
-        partial(there.compute, tile, (q,), (kv,), (out, lse), ()),
-        partial(back.compute, tile, queries, (kv,), *grads),
-    )
+def _tile(size: int, band: Band) -> Tile:
+    return Tile(((0, size),), ((0, size),), band)
 
 
-def _repeat(work: Callable[[], object], count: int) -> None:
+def _repeat(work: Work, count: int) -> None:
     for _ in range(count):
         work()

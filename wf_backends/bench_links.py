@@ -15,11 +15,12 @@ from statistics import median
 import torch
 
 from wf_backends.agree import HEADER, gather_small, sum_over_ranks
-from wf_backends.bench_kernel import HEAD_DIM, kernel_rate
-from wf_backends.comm.protocol import Communicator
+from wf_backends.bench_kernel import HEAD_DIM, KernelBench, Work
+from wf_backends.comm.protocol import Communicator, Pending
+from wf_backends.launched import check_job
 from wf_backends.layout import make_layout
 from wf_backends.presets import PRESETS
-from wf_backends.topology import Link, Topology, check_job
+from wf_backends.topology import Link, Topology
 from wf_backends.ulysses import heads_for_tokens, make_exchange
 
 SMALLEST, LARGEST = 1 << 16, 1 << 24  # bytes of one message
@@ -32,6 +33,7 @@ FEW = 3  # of what varies little
 TWICE = 2  # of what takes long and varies little
 MIDDLE = 7  # of what the median is taken of
 ENOUGH_S = 2.0  # what took this long is not repeated
+ROUNDS_BESIDE = 5  # of tiles and messages
 ROUNDS = 20  # exchanges in a row, of which one's latency is taken
 
 
@@ -78,17 +80,35 @@ class Meter:
 
     def exchange(self, peers: Peers, num_bytes: int, repeats: int, rounds: int = 1) -> list[float]:
         """Seconds until every rank has sent to its target and received from its source."""
+        post = self.poster(peers, num_bytes)
+
+        def work() -> None:
+            for _ in range(rounds):
+                post().wait()
+
+        return self.times(work, repeats, ENOUGH_S)
+
+    def beside(self, post: Callable[[], Pending] | None, tile: Work, tiles: int) -> float:
+        """Seconds of rounds of tiles, in each a message posted before them and waited for after."""
+
+        def work() -> None:
+            for _ in range(ROUNDS_BESIDE):
+                pending = post() if post else None
+                for _ in range(tiles):
+                    tile()
+                if pending:
+                    pending.wait()
+
+        return median(self.times(work, FEW, ENOUGH_S))
+
+    def poster(self, peers: Peers, num_bytes: int) -> Callable[[], Pending]:
+        """What posts a message to the target and one from the source."""
         target, source = peers
         size = max(1, num_bytes // 4)
         out, into = (torch.zeros(size, device=self.device) for _ in range(2))
         sends = [] if target is None else [(target, out)]
         recvs = [] if source is None else [(source, into)]
-
-        def work() -> None:
-            for _ in range(rounds):
-                self.comm.post_control("bench", sends, recvs).wait()
-
-        return self.times(work, repeats, ENOUGH_S)
+        return lambda: self.comm.post_control("bench", sends, recvs)
 
     def latency(self, peers: Peers) -> float:
         """Seconds of one more exchange of a few bytes in a row, as the hops of a pass are.
@@ -138,16 +158,18 @@ def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> T
     check_job(nominal, hosts)
     inside = _inside(meter, per_host) if per_host > 1 else nominal.inside
     between, nics = _between(meter, per_host) if count > 1 else (nominal.between, 1)
-    kernel, rate = kernel_rate(device, lambda work: meter.seconds(work, TWICE))
+    bench = KernelBench(device)
+    rate = bench.rate(lambda work: meter.seconds(work, TWICE))
     return replace(
         nominal,
         inside=inside,
         between=between,
         nics_per_host=nics,
-        kernels=((kernel, rate),),
+        kernels=((bench.kernel.name, rate),),
         memory_bytes=_memory(device, per_host),
         agreement_s=_agreement(meter),
         exchange_s=_exchange(meter, per_host) if per_host > 1 else 0.0,
+        occupied=_occupied(meter, per_host, bench.works(bench.sizes.beside)[0]),
     )
 
 
@@ -171,6 +193,21 @@ def _exchange(meter: Meter, per_host: int) -> float:
     return median(times)
 
 
+def _occupied(meter: Meter, per_host: int, tile: Work) -> float:
+    """The share of a message's time on the nearest link that tiles beside it do not hide.
+
+    By as many tiles as take about as long.
+    """
+    if meter.comm.size == 1:
+        return 0.0
+    peers = _neighbours(meter, per_host) if per_host > 1 else _across(meter, per_host)
+    post = meter.poster(peers, SMALLEST)
+    alone = meter.beside(post, tile, 0)
+    tiles = max(1, round(alone / meter.beside(None, tile, 1)))
+    more = meter.beside(post, tile, tiles) - meter.beside(None, tile, tiles)
+    return min(1.0, max(0.0, more / alone))
+
+
 def _agreement(meter: Meter) -> float:
     """Seconds until all ranks have a header of each; 0 where it is exchanged once for all calls.
 
@@ -184,23 +221,33 @@ def _agreement(meter: Meter) -> float:
 
 def _inside(meter: Meter, per_host: int) -> Link:
     """All ranks of a host send to their neighbour at once, as in a ring."""
-    rank = meter.comm.rank
-    first = rank // per_host * per_host
-    after, before = (first + (rank + by - first) % per_host for by in (1, -1))
-    return Link(meter.latency((after, before)), meter.rate((after, before), SHORT_S))
+    peers = _neighbours(meter, per_host)
+    return Link(meter.latency(peers), meter.rate(peers, SHORT_S))
 
 
 def _between(meter: Meter, per_host: int) -> tuple[Link, int]:
     """One NIC's link, and how many NICs a host has: first one rank of a host sends, then all."""
-    rank, size = meter.comm.rank, meter.comm.size
-    peers = (rank + per_host) % size, (rank - per_host) % size
-    first = (None, None) if rank % per_host else peers
+    peers = _across(meter, per_host)
+    first = (None, None) if meter.comm.rank % per_host else peers
     latency, together = meter.latency(first), meter.rate(peers)
     if per_host == 1:
         return Link(latency, together), 1
     gain = per_host * together / meter.rate(first, ROUGH_S)
     nics = nearest_divisor(per_host, gain)
     return Link(latency, together * per_host / nics), nics
+
+
+def _neighbours(meter: Meter, per_host: int) -> Peers:
+    """The ranks after and before this one on its host."""
+    rank = meter.comm.rank
+    first = rank // per_host * per_host
+    return first + (rank + 1 - first) % per_host, first + (rank - 1 - first) % per_host
+
+
+def _across(meter: Meter, per_host: int) -> Peers:
+    """Those like this one on the hosts after and before its own."""
+    rank, size = meter.comm.rank, meter.comm.size
+    return (rank + per_host) % size, (rank - per_host) % size
 
 
 def nearest_divisor(n: int, value: float) -> int:

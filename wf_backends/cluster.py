@@ -25,8 +25,9 @@ from wf_backends.agree import gather_small
 from wf_backends.bench_links import measure
 from wf_backends.comm.protocol import Communicator
 from wf_backends.config import MEASURE
+from wf_backends.launched import check_job, is_host_by_host
 from wf_backends.presets import load, one_host
-from wf_backends.topology import Topology, check_job, from_dict, is_host_by_host
+from wf_backends.topology import Topology, from_dict
 
 NAME_BYTES = 256  # more than any host name has
 

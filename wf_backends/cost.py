@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import TypeVar
 
-from wf_backends.areas import mask_area, tile_area
+from wf_backends.areas import area_in_vain, mask_area, tile_area
 from wf_backends.layout import Layout, make_layout
 from wf_backends.loads import Loads
 from wf_backends.mask import Mask
@@ -202,7 +202,8 @@ def make_problem(job: Job, schedule: Schedule, walk: Walk) -> Problem:
 
 def tile_seconds(job: Job, walk: Walk, found: Sequence[Tile]) -> float:
     """How long one rank computes on these tiles."""
-    scores = sum(map(tile_area, found))
+    diagonal = job.rate.diagonal_keys
+    scores = sum(tile_area(tile) + area_in_vain(tile, diagonal) for tile in found)
     return scores * walk.seconds_per_score(job) + len(found) * job.rate.call_s
 
 

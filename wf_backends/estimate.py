@@ -113,9 +113,12 @@ class Estimator:
         self.masked = mask.band != FULL
         self.full = not self.masked and mask.cu_seqlens is None
         scores = job.workload.scores
-        self.even_s = scores / job.route_size * walk.seconds_per_score(job)
+        score_s = walk.seconds_per_score(job)
+        self.even_s = scores / job.route_size * score_s
+        in_vain = mask.band.edges * job.rate.diagonal_keys * seqlen / job.route_size
         uneven = self.masked and mask.band.left == inf and job.workload.layout == "contiguous"
         self.busiest_s = self.even_s * (seqlen * seqlen / scores if uneven else 1)
+        self.busiest_s += in_vain * score_s
 
     def shape(self, placed: Placed) -> Shape:
         job = self.job

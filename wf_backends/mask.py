@@ -30,6 +30,11 @@ class Band:
         """The same band seen from a tile whose first key lies `offset` after its first row."""
         return Band(self.left + offset, self.right - offset)
 
+    @property
+    def edges(self) -> int:
+        """How many of its two sides have a limit."""
+        return (self.left < inf) + (self.right < inf)
+
     def sees(self, row: int, key: int) -> bool:
         """Whether the query at `row` sees the key at `key`."""
         return -self.left <= key - row <= self.right

@@ -2,6 +2,7 @@
 
 Pure: standard library only. Ranks do not keep step: a rank waits for the messages that it sends
 and receives, and for nothing else, so a link that is busy now may be idle later while others are.
+What part of a message's time nothing hides, a rank spends as soon as it is posted.
 What leaves for home shares a link evenly with what was posted before it and is not there yet. All
 of it is sums and maxima, so that nothing gets slower where a link or a kernel gets faster.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
 from wf_backends.loads import LinkEnd, link_ends
 from wf_backends.pools import Pools
@@ -83,6 +85,7 @@ class Pace:
         queues: defaultdict[LinkEnd, list[tuple[float, int]]] = defaultdict(list)
         users: list[set[LinkEnd]] = [set() for _ in sent]
         got = {peer for messages in given for peer, _ in messages}
+        held = [0.0] * len(sent)
         for several, waits in ((sent, range(len(sent))), (given, got)):
             for rank, messages in enumerate(several):
                 for peer, num_bytes in messages:
@@ -90,10 +93,13 @@ class Pace:
                     ends = self._link_ends(rank, peer)
                     for end in ends:
                         queues[end].append((ready, num_bytes))
-                    for one in {rank, peer}.intersection(waits):
-                        users[one].update(ends)
+                    for one in (rank, peer):
+                        held[one] += self.topology.hold_s(num_bytes)
+                        if one in waits:
+                            users[one].update(ends)
         for end, queue in queues.items():
             self._serve(end, queue, leaving)
+        self.now = list(map(add, self.now, held))
         return Posted(users, {end: (self._free[end], self._left[end]) for end in queues})
 
     def _landed(self, posted: Posted) -> list[float]:

@@ -21,6 +21,8 @@ class Transfer:
 
     busy_s: float = 0.0
     latency_s: float = 0.0
+    hold_s: float = 0.0
+    """For how long they keep the rank from computing."""
 
     @property
     def seconds(self) -> float:
@@ -29,7 +31,8 @@ class Transfer:
 
     def beyond(self, other: Transfer) -> Transfer:
         """What is left of this one once the other is through."""
-        return Transfer(max(0.0, self.busy_s - other.busy_s), self.latency_s)
+        busy_s, hold_s = self.busy_s - other.busy_s, self.hold_s - other.hold_s
+        return Transfer(max(0.0, busy_s), self.latency_s, max(0.0, hold_s))
 
 
 NOTHING = Transfer()
@@ -40,7 +43,11 @@ def transfer(topology: Topology, inside_bytes: float, nic_bytes: float) -> Trans
     near, far = topology.inside, topology.between
     longer = near.seconds(inside_bytes) > far.seconds(nic_bytes)
     link, num_bytes = (near, inside_bytes) if longer else (far, nic_bytes)
-    return Transfer(num_bytes / link.bytes_per_s, link.latency_s) if num_bytes else NOTHING
+    if not num_bytes:
+        return NOTHING
+    each = inside_bytes + nic_bytes / topology.ranks_per_nic  # a rank sends, and receives as much
+    hold_s = topology.hold_s(2 * each, messages=2)
+    return Transfer(num_bytes / link.bytes_per_s, link.latency_s, hold_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +132,7 @@ class Clock:
             return self.now
         start = max(self.now, self.free)
         self.free = start + what.busy_s
+        self.now += what.hold_s
         arrived = self.free + what.latency_s
         self._note(label, "transfer", start, arrived)
         return arrived

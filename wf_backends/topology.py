@@ -34,6 +34,8 @@ class KernelRate:
     forward_flops_per_s: float
     backward_flops_per_s: float
     call_s: float = 0.0
+    diagonal_keys: float = 0.0
+    """Where an edge of the mask crosses a tile: the keys that a row is computed with in vain."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,9 @@ class Topology:
     """What the ranks' check that all pass the same takes, once a call; 0 where it is remembered."""
     exchange_s: float = 0.0
     """What trading heads for tokens takes at least, beside its bytes; 0 = a message's latency."""
+    occupied: float = 0.0
+    """The share of a message's time on the nearest link for which it keeps the ranks at its ends
+    from computing: 0 if tiles hide all of it, 1 if nothing of it, as where ranks share a core."""
 
     def __post_init__(self) -> None:
         for name in ("hosts", "ranks_per_host", "nics_per_host"):
@@ -73,6 +78,8 @@ class Topology:
                 f"nics_per_host must divide ranks_per_host {self.ranks_per_host} (every rank "
                 f"sends through one NIC), got {self.nics_per_host}"
             )
+        if self.occupied > 1:
+            raise ValueError(f"occupied must be a share, from 0 to 1, got {self.occupied}")
         if not self.kernels:
             raise ValueError("kernels must name at least one kernel and its rate")
 
@@ -92,6 +99,12 @@ class Topology:
     def nic(self, rank: int) -> int:
         """The NIC that a rank sends through, numbered over all hosts."""
         return rank // self.ranks_per_nic
+
+    def hold_s(self, num_bytes: float, messages: int = 1) -> float:
+        """How long messages that leave, or that arrive, keep a rank from computing."""
+        nearest = self.inside if self.ranks_per_host > 1 else self.between
+        each = messages * nearest.latency_s + num_bytes / nearest.bytes_per_s
+        return self.occupied / 2 * each  # the other half is that of the far end
 
     def rate(self, kernel: str = "auto") -> KernelRate:
         """The rate of a kernel; of the first one listed for "auto".
@@ -130,7 +143,11 @@ class Topology:
 
     @property
     def _measured(self) -> dict[str, float]:
-        return {"agreement_us": self.agreement_s * 1e6, "exchange_us": self.exchange_s * 1e6}
+        return {
+            "agreement_us": self.agreement_s * 1e6,
+            "exchange_us": self.exchange_s * 1e6,
+            "occupied": self.occupied,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` takes."""
@@ -150,9 +167,10 @@ class Topology:
 
 LINK_KEYS = ("latency_us", "gigabits_per_s")
 OPTIONAL: Mapping[str, Any] = MappingProxyType(
-    {"direct_links": False, "agreement_us": 0, "exchange_us": 0}
+    {"direct_links": False, "agreement_us": 0, "exchange_us": 0, "occupied": 0}
 )
 RATE_KEYS = ("forward_tflops", "backward_tflops", "call_us")
+DIAGONAL = "diagonal_keys"
 
 
 def from_dict(words: Mapping[str, Any]) -> Topology:
@@ -161,7 +179,8 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
     Args:
         words: name, hosts, ranks_per_host, nics_per_host, memory_gib; inside and between as
             {latency_us, gigabits_per_s}; kernels as {kernel: {forward_tflops, backward_tflops,
-            call_us}}; direct_links (default: false); agreement_us and exchange_us (default: 0).
+            call_us, diagonal_keys (default: 0)}}; direct_links (default: false); agreement_us,
+            exchange_us and occupied (default: 0).
 
     Raises:
         ValueError: naming the key that is unknown, missing or no positive number.
@@ -187,51 +206,8 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
         direct_links=words["direct_links"],
         agreement_s=_number("agreement_us", words["agreement_us"], zero=True) / 1e6,
         exchange_s=_number("exchange_us", words["exchange_us"], zero=True) / 1e6,
+        occupied=_number("occupied", words["occupied"], zero=True),
     )
-
-
-def is_host_by_host(hosts: Sequence[str]) -> bool:
-    """Whether every host has as many ranks, numbered side by side.
-
-    Args:
-        hosts: the host name of every rank, by rank.
-    """
-    each, uneven = divmod(len(hosts), len(set(hosts)))
-    return not uneven and all(host == hosts[rank // each * each] for rank, host in enumerate(hosts))
-
-
-def check_job(topology: Topology, hosts: Sequence[str]) -> Topology:
-    """The topology itself, once it is known to describe the launched job.
-
-    Args:
-        hosts: the host name of every rank, by rank.
-
-    Raises:
-        ValueError: if the job has other ranks, other hosts, or is not numbered host by host.
-    """
-    wrong = f"topology {topology.name!r} contradicts the job"
-    way_out = (
-        "Correct the file, or measure one: wallfacer bench-links --out topology.json, or "
-        '"topology": "measure" in a config'
-    )
-    if len(hosts) != topology.size:
-        raise ValueError(
-            f"{wrong}: it has {topology.hosts} hosts x {topology.ranks_per_host} ranks = "
-            f"{topology.size}, the job {len(hosts)} ranks. {way_out}"
-        )
-    if len(set(hosts)) != topology.hosts:
-        raise ValueError(
-            f"{wrong}: it has {topology.hosts} hosts, the job {len(set(hosts))}: "
-            f"{sorted(set(hosts))}. {way_out}"
-        )
-    for rank, host in enumerate(hosts):
-        first = topology.host(rank) * topology.ranks_per_host
-        if host != hosts[first]:
-            raise ValueError(
-                f"{wrong}: ranks {first} and {rank} should share host {topology.host(rank)}, but "
-                f"run on {hosts[first]!r} and {host!r}. {way_out}"
-            )
-    return topology
 
 
 def _link(key: str, words: Any) -> Link:
@@ -245,14 +221,16 @@ def _link_words(link: Link) -> dict[str, float]:
 
 
 def _rate(key: str, words: Any) -> KernelRate:
-    words = _check_keys(key, words, RATE_KEYS)
+    words = {DIAGONAL: 0, **_check_keys(key, words, RATE_KEYS, (DIAGONAL,))}
     forward, backward, call = (_number(f"{key}.{name}", words[name]) for name in RATE_KEYS)
-    return KernelRate(forward * 1e12, backward * 1e12, call / 1e6)
+    diagonal = _number(f"{key}.{DIAGONAL}", words[DIAGONAL], zero=True)
+    return KernelRate(forward * 1e12, backward * 1e12, call / 1e6, diagonal)
 
 
 def _rate_words(rate: KernelRate) -> dict[str, float]:
     values = (rate.forward_flops_per_s / 1e12, rate.backward_flops_per_s / 1e12, rate.call_s * 1e6)
-    return dict(zip(RATE_KEYS, values, strict=True))
+    words = dict(zip(RATE_KEYS, values, strict=True))
+    return words | ({DIAGONAL: rate.diagonal_keys} if rate.diagonal_keys else {})
 
 
 def _check_keys(

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wf_backends.areas import band_area, mask_area, tile_area
-from wf_backends.mask import CAUSAL, Band, Mask
-from wf_backends.tiles import area, tiles
+from wf_backends.areas import area_in_vain, band_area, mask_area, tile_area
+from wf_backends.mask import CAUSAL, FULL, Band, Mask
+from wf_backends.tiles import Tile, area, tiles
 
 MASKS = (Mask(), Mask(CAUSAL), Mask(Band(20, 0)), Mask(CAUSAL, (0, 10, 60, 96)))
 
@@ -29,3 +29,23 @@ def test_the_area_of_a_band_is_a_count(rows: int, keys: int, left: float, width:
 def test_the_area_of_a_mask_is_that_of_its_tiles(mask: Mask) -> None:
     found = tiles(((0, 96),), ((0, 96),), mask)
     assert mask_area(mask, 96) == sum(map(area, found)) == sum(map(tile_area, found))
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "band", "in_vain"),
+    [
+        (100, 100, FULL, 0),
+        (100, 100, CAUSAL, 100 * 10),
+        (100, 100, Band(20, 20), 2 * 100 * 10),  # two edges
+        (100, 300, CAUSAL.shift(-100), 100 * 10),  # all rows are on the diagonal
+        (300, 100, Band(right=-200), 100 * 10),  # as many as there are keys
+        (6, 6, CAUSAL, 15),  # no more than the band hides
+        (100, 100, Band(right=100), 0),  # it hides nothing
+    ],
+)
+def test_a_kernel_computes_some_keys_in_vain_along_an_edge(
+    rows: int, keys: int, band: Band, in_vain: float
+) -> None:
+    tile = Tile(((0, rows),), ((0, keys),), band)
+    assert area_in_vain(tile, 10) == in_vain
+    assert area_in_vain(tile, 0) == 0

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from wf_backends.pace import Pace
 from wf_backends.pools import Pools
 from wf_backends.rankphases import Messages, RankPhase
-from wf_backends.timeline import Chunk, Phase, Transfer, seconds
+from wf_backends.timeline import Chunk, Phase, Transfer, seconds, transfer
 from wf_backends.topology import KernelRate, Link, Topology
 
 BYTES = 100  # take a second through a NIC
 
 
-def topology(hosts: int, ranks: int, nics: int, latency_s: float = 0.0, **more: bool) -> Topology:
+def topology(hosts: int, ranks: int, nics: int, latency_s: float = 0.0, **more: Any) -> Topology:
     rates = (("sdpa", KernelRate(1e9, 1e9, 0.0)),)
     inside, between = Link(0.0, 4 * BYTES), Link(latency_s, BYTES)
     return Topology("four ranks", hosts, ranks, nics, inside, between, rates, 1e9, **more)
@@ -77,6 +79,39 @@ def test_direct_links_inside_a_host_are_not_shared(direct: bool, took: float) ->
     at = topology(1, 4, 1, direct_links=direct)
     sent = {0: [(peer, BYTES) for peer in (1, 2, 3)]}
     assert pace_of(at, [sent]).seconds == pytest.approx(took)
+
+
+@pytest.mark.parametrize("occupied", (0.0, 0.5, 1.0))
+def test_what_part_of_a_message_nothing_hides_is_added_to_the_tiles(occupied: float) -> None:
+    """An exchange of a second: alone it takes that, beside two seconds of tiles it adds its part.
+
+    Message by message, and in closed form.
+    """
+    at = topology(2, 1, 1, occupied=occupied)
+    both = {0: [(1, BYTES)], 1: [(0, BYTES)]}
+    hop = transfer(at, 0, BYTES)
+    for computes in (0.0, 2.0):
+        alone = pace_of(at, [both], [[computes] * 2])
+        took = max(1.0, computes + occupied)
+        assert alone.now == pytest.approx([took] * 2)
+        assert alone.busiest_s == computes
+        assert seconds((Phase("step", hop, (Chunk(computes),)),)) == pytest.approx(took)
+
+
+def test_only_the_ranks_at_the_ends_of_a_message_are_held() -> None:
+    at = topology(4, 1, 1, occupied=1.0)
+    pace = pace_of(at, [{0: [(1, BYTES)]}], [[2.0] * 4])
+    assert pace.now == pytest.approx([2.5, 2.5, 2, 2])
+
+
+def test_results_on_their_way_home_hold_both_ends() -> None:
+    quiet: Messages = []
+    at = topology(2, 1, 1, occupied=1.0)
+    pace = Pace(at, Pools(2))
+    leaving = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), ([(1, BYTES)], quiet))
+    alone = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), (quiet, quiet))
+    pace.run([leaving, alone], [[1, 1], [0, 2]])
+    assert pace.now == pytest.approx([2.5, 2.5])
 
 
 def test_results_go_home_while_their_rank_goes_on() -> None:

@@ -8,10 +8,14 @@ from typing import Any
 
 import pytest
 
+from wf_backends.launched import check_job, is_host_by_host
 from wf_backends.presets import PRESETS, load
-from wf_backends.topology import check_job, from_dict, is_host_by_host
+from wf_backends.topology import from_dict
 
 FILES = sorted((Path(__file__).parents[2] / "configs/topologies").iterdir())
+
+
+RATE = {"forward_tflops": 0.02, "backward_tflops": 0.04, "call_us": 50}
 
 
 def words(**changes: Any) -> dict[str, Any]:
@@ -22,7 +26,7 @@ def words(**changes: Any) -> dict[str, Any]:
         "nics_per_host": 2,
         "inside": {"latency_us": 20, "gigabits_per_s": 80},
         "between": {"latency_us": 50, "gigabits_per_s": 25},
-        "kernels": {"sdpa": {"forward_tflops": 0.02, "backward_tflops": 0.04, "call_us": 50}},
+        "kernels": {"sdpa": RATE},
         "memory_gib": 16,
     } | changes
 
@@ -95,10 +99,22 @@ def test_units_are_seconds_bytes_and_flops() -> None:
 def test_what_may_be_left_out_comes_back_from_words() -> None:
     bare = from_dict(words())
     assert (bare.direct_links, bare.agreement_s) == (False, 0.0)
-    full = from_dict(words(direct_links=True, agreement_us=250, exchange_us=500))
-    assert full.direct_links
+    assert (bare.occupied, bare.rate().diagonal_keys) == (0.0, 0.0)
+    more = {"direct_links": True, "agreement_us": 250, "exchange_us": 500, "occupied": 0.75}
+    full = from_dict(words(**more, kernels={"sdpa": RATE | {"diagonal_keys": 64}}))
+    assert (full.direct_links, full.occupied, full.rate().diagonal_keys) == (True, 0.75, 64)
     assert (full.agreement_s, full.exchange_s) == pytest.approx((250e-6, 500e-6))
     assert from_dict(full.to_dict()) == full and from_dict(bare.to_dict()) == bare
+
+
+def test_what_holds_a_rank_goes_by_the_nearest_link() -> None:
+    """Both ends of a message that takes 20 us and 1 s: half of the occupied share each."""
+    near = from_dict(words(occupied=0.5))
+    assert near.hold_s(1e10) == pytest.approx(0.25 * (1 + 20e-6))
+    assert near.hold_s(0, messages=3) == pytest.approx(0.25 * 3 * 20e-6)
+    alone = from_dict(words(occupied=0.5, ranks_per_host=1, nics_per_host=1))
+    assert alone.hold_s(25e9 / 8) == pytest.approx(0.25 * (1 + 50e-6))
+    assert from_dict(words()).hold_s(1e9) == 0
 
 
 def test_neighbours_share_a_nic() -> None:
@@ -135,6 +151,9 @@ def test_ranks_that_do_not_fill_hosts_are_refused() -> None:
         ({"kernels": 3}, "'kernels' must be an object of kernels, got 3"),
         ({"kernels": {"sdpa": {"forward_tflop": 1}}}, "forward_tflop'; did you mean 'forward_tfl"),
         ({"direct_links": "yes"}, "'direct_links' must be true or false, got 'yes'"),
+        ({"occupied": 1.5}, "occupied must be a share, from 0 to 1, got 1.5"),
+        ({"occupied": "half"}, "'occupied' must be a positive number or 0, got 'half'"),
+        ({"kernels": {"sdpa": RATE | {"diagonal_keys": -1}}}, "'kernels.sdpa.diagonal_keys' must"),
         ({"agreement_us": -1}, "'agreement_us' must be a positive number or 0, got -1"),
         ({"host": 2}, "unknown key 'host'; did you mean 'hosts'"),
     ],

@@ -18,11 +18,12 @@ from rich.table import Table
 
 from wf_backends.commands import options as o
 from wf_backends.commands.plan import block, plan_words
+from wf_backends.launched import check_job
 from wf_backends.placement import in_rank_order
 from wf_backends.planner import all_plans, price_plan
 from wf_backends.plans import Plan, Request
 from wf_backends.presets import load
-from wf_backends.topology import Topology, check_job
+from wf_backends.topology import Topology
 
 if TYPE_CHECKING:
     from wf_backends.launch import Launch
