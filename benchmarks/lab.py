@@ -55,6 +55,7 @@ CASES = (
     *(Case(*size, "host", heads=4, rate="60mbit") for size in SIZES),
     Case(4, 2, "rank", heads=2),
     Case(4, 2, "rank", heads=8, seqlen=2048),  # as many as ranks: Ulysses can run
+    Case(4, 4, "rank", heads=8, seqlen=2048),  # several for each rank, where routes stay on hosts
     *(Case(4, 2, nics, heads=4, documents=128) for nics in ("rank", "host")),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lab_schemes import AGAIN, AUTO, BASELINES, RING, UNTOLD
+from lab_schemes import AGAIN, AT_ONCE, AUTO, BASELINES, RING, UNTOLD
 
 CLOSE = 0.10  # how far a prediction may be from the measured time
 NEAR_BEST = 1.05  # auto's time over that of the fastest scheme, at most
@@ -69,7 +69,7 @@ def case_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
             f"{took:.2f} | {100 * spread(scheme):.0f} % | {took / expected:.2f} | "
             f"{scheme['predicted_nic_bytes'] / 1e6:.1f} | {megabytes(scheme):.1f} |"
         )
-    for name in (AUTO, AGAIN, UNTOLD):
+    for name in (AUTO, AGAIN, AT_ONCE, UNTOLD):
         if name in by_name(case):
             yield f"\n`{name}`: {by_name(case)[name]['plan']}"
 

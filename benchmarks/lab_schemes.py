@@ -23,6 +23,7 @@ from wf_backends.plans import Plan, Request
 RING = "ring"
 AUTO = "auto"
 AGAIN = "auto, gathers again"  # in the backward, whatever the memory
+AT_ONCE = "auto, heads at once"  # where heads are traded in chunks
 UNTOLD = "auto, one document"  # as if nobody had told it that there are many
 BASELINES = ("USP", "double ring")  # schemes whose names begin so
 
@@ -61,15 +62,21 @@ def schemes(request: Request) -> list[Scheme]:
 
 def answers(request: Request) -> Iterator[tuple[str, Plan]]:
     """The planner's own choices, as an attention call gets them."""
-    workload, size = request.workload, request.topology.size
-    asked = {AGAIN: (False, workload.mask), AUTO: ("auto", workload.mask)}
-    if workload.mask.cu_seqlens is not None:
-        asked[UNTOLD] = "auto", Mask(workload.mask.band)
-    for name, (keep, mask) in asked.items():
-        config = SequenceParallelConfig(
-            sequence_parallel_size=size, layout=workload.layout, keep_gathered=keep
-        )
-        yield name, plan_call(config, workload.shape, workload.seqlen, mask, request.topology)
+    mask = request.workload.mask
+    yield AGAIN, _answer(request, mask, keep_gathered=False)
+    yield AUTO, (auto := _answer(request, mask))
+    if auto.chunks > 1:
+        yield AT_ONCE, _answer(request, mask, ulysses_chunks=1)
+    if mask.cu_seqlens is not None:
+        yield UNTOLD, _answer(request, Mask(mask.band))
+
+
+def _answer(request: Request, mask: Mask, **words: Any) -> Plan:
+    """What a call under this mask gets, where the config says no more than these words."""
+    size, work = request.topology.size, request.workload
+    words = {"keep_gathered": "auto", "layout": work.layout, **words}
+    config = SequenceParallelConfig(sequence_parallel_size=size, **words)
+    return plan_call(config, work.shape, work.seqlen, mask, request.topology)
 
 
 def named(request: Request) -> Iterator[tuple[str, int, int, dict[str, Any]]]:

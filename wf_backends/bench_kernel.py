@@ -40,7 +40,7 @@ class Sizes:
     heads: int
 
 
-CPU = Sizes(16, 1024, 512, 128, heads=2)
+CPU = Sizes(16, 768, 512, 128, heads=4)
 GPU = Sizes(1024, 8192, 1024, 1024, heads=8)
 
 

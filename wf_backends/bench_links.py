@@ -30,10 +30,9 @@ SHORT_S = 0.2  # one inside a host, where nobody shapes the link
 ROUGH_S = 0.1  # one that is only compared with others
 REPEATS = 5
 FEW = 3  # of what varies little
-TWICE = 2  # of what takes long and varies little
 MIDDLE = 7  # of what the median is taken of
-ENOUGH_S = 2.0  # what took this long is not repeated
-ROUNDS_BESIDE = 5  # of tiles and messages
+ENOUGH_S = 1.5  # what took this long is not repeated
+ROUNDS_BESIDE = 4  # of tiles and messages
 ROUNDS = 20  # exchanges in a row, of which one's latency is taken
 
 
@@ -159,7 +158,7 @@ def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> T
     inside = _inside(meter, per_host) if per_host > 1 else nominal.inside
     between, nics = _between(meter, per_host) if count > 1 else (nominal.between, 1)
     bench = KernelBench(device)
-    rate = bench.rate(lambda work: meter.seconds(work, TWICE))
+    rate = bench.rate(lambda work: meter.seconds(work, FEW))
     return replace(
         nominal,
         inside=inside,

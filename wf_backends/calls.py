@@ -38,9 +38,8 @@ def choose(
     named = (_named(route, config) or () for route in _both_routes(config))
     forward, backward = (placed for one in named for placed in one)
     moves, keep = str(config.backward_moves), config.keep_gathered is True
-    return Choice(
-        config.degrees[0], forward, backward, moves, keep, int(config.ulysses_stride or 1)
-    )
+    apart = int(config.ulysses_stride or 1), int(config.ulysses_chunks or 1)
+    return Choice(config.degrees[0], forward, backward, moves, keep, *apart)
 
 
 def plan_call(
@@ -92,20 +91,25 @@ def _request(
 ) -> Request:
     """What the planner is asked."""
     size, moves = config.sequence_parallel_size, config.backward_moves
-    stride = config.ulysses_stride
     work = Workload(shape, seqlen, mask, config.layout, keys=keys)
     forward, backward = (_named(route, config) for route in _both_routes(config))
     return Request(
         (topology or one_host(size)).with_ranks(size),
         packed(work, mask.cu_seqlens),
         degrees=config.degrees,
-        strides=None if stride == AUTO else (int(stride or 1),),
+        strides=_numbers(config.ulysses_stride),
+        chunks=_numbers(config.ulysses_chunks),
         forward=forward,
         backward=backward,
         moves=MOVES if moves == AUTO else (str(moves),),
         keeps=(False, True) if config.keep_gathered == AUTO else (config.keep_gathered is True,),
         layers=config.kept_layers,
     )
+
+
+def _numbers(value: int | str | None) -> tuple[int, ...] | None:
+    """The one number that a config names; None for "auto"."""
+    return None if value == AUTO else (int(value or 1),)
 
 
 def _similar(seqlen: int) -> int:

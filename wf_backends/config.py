@@ -6,7 +6,7 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, cast
@@ -14,13 +14,13 @@ from typing import Any, cast
 from wf_backends.layout import check_layout_name
 from wf_backends.placement import ORDER, divisors, read_placed
 from wf_backends.presets import PRESETS, READERS
-from wf_backends.schedule import ROUTES
 from wf_backends.suggest import nearest
+from wf_backends.words import AUTO, meant, number_or_auto, one_of, positive
 
-AUTO = "auto"
 KERNEL_NAMES = (AUTO, "reference", "sdpa", "flash")
 MOVES = ("keys", "queries")
 MEASURE = "measure"
+APART = ("ulysses_stride", "ulysses_chunks")
 LSS = "lss"
 STRATEGIES = (LSS,)
 KEEPS_NOTHING: Mapping[str, Any] = MappingProxyType({"keep_gathered": False, "kept_layers": 1})
@@ -57,6 +57,10 @@ class SequenceParallelConfig:
     """How far apart these are: 1 = consecutive ranks ("head-first" in LoongTrain), at most
     sequence_parallel_size / ulysses_degree ("context-first"), which it divides; see pools.py. Or
     "auto". None = 1 where ulysses_degree is a number, else "auto"."""
+    ulysses_chunks: int | str | None = None
+    """In how many chunks a rank's heads are traded for tokens: while one is computed, the next is
+    on its way here and the last one's results are on their way home. It divides the query and the
+    key heads that a rank has after the exchange. Or "auto". None = as ulysses_stride."""
     layout: str = "zigzag"
     """"zigzag", "contiguous" or "document_zigzag" (packed documents of any length, balanced): which
     tokens a rank owns."""
@@ -78,16 +82,17 @@ class SequenceParallelConfig:
     at first use), or None = the one-host preset where all ranks are on one host, else measured."""
 
     def __post_init__(self) -> None:
-        _positive("sequence_parallel_size", self.sequence_parallel_size)
+        positive("sequence_parallel_size", self.sequence_parallel_size)
         check_layout_name(self.layout)
-        _one_of("kernel", self.kernel, KERNEL_NAMES)
+        one_of("kernel", self.kernel, KERNEL_NAMES)
         if self.strategy is not None:
             self._check_strategy()
         self._check_keep()
         self._fill_in()
-        _one_of("backward_moves", self.backward_moves, (AUTO, *MOVES))
+        one_of("backward_moves", self.backward_moves, (AUTO, *MOVES))
         self._check_degree()
         self._check_stride()
+        self._check_chunks()
         for name in ("route", "backward_route"):
             object.__setattr__(self, name, self._checked_route(name))
         if not self.degrees:
@@ -119,7 +124,8 @@ class SequenceParallelConfig:
     def leaves_open(self) -> bool:
         """Whether something is "auto", so that a plan has to be chosen."""
         keys = "route", "backward_route", "backward_moves", "keep_gathered"
-        return AUTO in [getattr(self, key) for key in (*keys, "ulysses_degree", "ulysses_stride")]
+        keys += "ulysses_degree", "ulysses_stride", "ulysses_chunks"
+        return AUTO in [getattr(self, key) for key in keys]
 
     @classmethod
     def from_dict(cls, words: Mapping[str, Any]) -> SequenceParallelConfig:
@@ -133,7 +139,7 @@ class SequenceParallelConfig:
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` takes; keys added later only where they are set."""
         words = {f.name: getattr(self, f.name) for f in fields(self)}
-        later = {"strategy": None, "topology": None, "ulysses_stride": self._usual_stride}
+        later = {"strategy": None, "topology": None, **dict.fromkeys(APART, self._usually)}
         for key, unset in {**later, **KEEPS_NOTHING}.items():
             if words[key] == unset:
                 del words[key]
@@ -150,7 +156,7 @@ class SequenceParallelConfig:
 
     def _check_strategy(self) -> None:
         """Refuse what contradicts the strategy, and spell out the route that it names."""
-        _one_of("strategy", self.strategy, STRATEGIES)
+        one_of("strategy", self.strategy, STRATEGIES)
         if self.route == AUTO:
             object.__setattr__(self, "route", LSS_ROUTE["name"])
         right = {
@@ -158,7 +164,7 @@ class SequenceParallelConfig:
             "backward_route": (None, LSS_ROUTE["name"], LSS_ROUTE),
             "backward_moves": (None, "keys"),
             "ulysses_degree": (None, 1),
-            "ulysses_stride": (None, 1),
+            **dict.fromkeys(APART, (None, 1)),
             "keep_gathered": (False,),
         }
         for key, values in right.items():
@@ -178,7 +184,7 @@ class SequenceParallelConfig:
                 f"keep_gathered keeps what the forward's route {self.route!r} gathers, which "
                 f"backward_route {self.backward_route!r} has no use for: leave one of them out"
             )
-        _positive("kept_layers", self.kept_layers)
+        positive("kept_layers", self.kept_layers)
         if self.kept_layers > 1 and self.keep_gathered != AUTO:
             raise ValueError(
                 f'kept_layers {self.kept_layers} is what keep_gathered "{AUTO}" goes by, got '
@@ -193,19 +199,20 @@ class SequenceParallelConfig:
         if self.ulysses_degree is None:
             named = self.route != AUTO or back != AUTO
             object.__setattr__(self, "ulysses_degree", 1 if named else AUTO)
-        if self.ulysses_stride is None:
-            object.__setattr__(self, "ulysses_stride", self._usual_stride)
+        for key in APART:
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, self._usually)
 
     @property
-    def _usual_stride(self) -> int | str:
-        """What ulysses_stride is where it is not given."""
+    def _usually(self) -> int | str:
+        """What the keys in APART are where they are not given."""
         return AUTO if self.ulysses_degree == AUTO else 1
 
     def _check_degree(self) -> None:
         degree, size = self.ulysses_degree, self.sequence_parallel_size
         if degree == AUTO:
             return
-        _number_or_auto("ulysses_degree", degree)
+        number_or_auto("ulysses_degree", degree)
         if size % cast(int, degree):
             raise ValueError(
                 f"ulysses_degree must divide sequence_parallel_size {size}, got {degree}"
@@ -216,7 +223,7 @@ class SequenceParallelConfig:
         degree, stride = self.ulysses_degree, self.ulysses_stride
         if stride == AUTO:
             return
-        _number_or_auto("ulysses_stride", stride)
+        number_or_auto("ulysses_stride", stride)
         if degree == AUTO or stride == 1:
             return
         pools = self.sequence_parallel_size // cast(int, degree)
@@ -229,6 +236,18 @@ class SequenceParallelConfig:
             raise ValueError(
                 f"ulysses_stride must divide sequence_parallel_size / ulysses_degree = {pools}, "
                 f"got {stride}"
+            )
+
+    def _check_chunks(self) -> None:
+        """Whether they divide the heads is seen when there are heads: see `Exchange.split`."""
+        degree, chunks = self.ulysses_degree, self.ulysses_chunks
+        if chunks == AUTO:
+            return
+        number_or_auto("ulysses_chunks", chunks)
+        if degree == 1 and chunks != 1:
+            raise ValueError(
+                f"ulysses_chunks {chunks} is in how many parts heads are traded for tokens, and "
+                "with ulysses_degree 1 none are: leave ulysses_chunks out"
             )
 
     def _check_topology(self) -> None:
@@ -279,32 +298,6 @@ def _fits(route: Mapping[str, Any], size: int) -> bool:
     return True
 
 
-def meant(key: str, known: Sequence[str]) -> str:
-    """Where a key that stands outside its route belongs, or the nearest known key."""
-    owner = next((name for name, kind in ROUTES.items() if key in kind.keys), None)
-    if owner is None:
-        return nearest(key, known)
-    return f'; it belongs inside "route": {{"name": "{owner}", "{key}": ...}}'
-
-
 def _plain(route: Mapping[str, Any]) -> dict[str, Any]:
     """A route as a JSON has it."""
     return {key: list(value) if key == ORDER else value for key, value in route.items()}
-
-
-def _positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} must be a positive integer, got {value!r}")
-
-
-def _number_or_auto(name: str, value: object) -> None:
-    if isinstance(value, str):
-        raise ValueError(f'{name} must be a positive integer or "{AUTO}", got {value!r}')
-    _positive(name, value)
-
-
-def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(
-            f"{name} must be one of {list(known)}, got {value!r}{nearest(value, known)}"
-        )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import gcd
 from typing import TypeVar
 
 from wf_backends.areas import area_in_vain, mask_area, tile_area
@@ -56,12 +55,16 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A workload on a cluster, heads traded for tokens among `degree` ranks, `stride` apart."""
+    """A workload on a cluster, heads traded for tokens among `degree` ranks, `stride` apart.
+
+    A rank's heads are computed in `chunks`, one after another.
+    """
 
     workload: Workload
     topology: Topology
     degree: int = 1
     stride: int = 1
+    chunks: int = 1
 
     @property
     def pools(self) -> Pools:
@@ -78,13 +81,9 @@ class Job:
 
     @property
     def shape(self) -> Shape:
-        """What one rank computes on, after the exchange."""
-        whole = self.workload.shape
-        return replace(
-            whole,
-            heads=whole.heads // self.degree,
-            kv_heads=max(1, whole.kv_heads // self.degree),
-        )
+        """What one rank computes on at a time, after the exchange."""
+        whole, parts = self.workload.shape, self.degree * self.chunks
+        return replace(whole, heads=whole.heads // parts, kv_heads=max(1, whole.kv_heads // parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,29 +237,3 @@ def agreement_cost(topology: Topology) -> Cost:
     """The ranks' check that all pass the same, once a call."""
     took = Phase("agreement", Transfer(topology.agreement_s))
     return Cost((took,) if topology.agreement_s else (), 0, 0, 0)
-
-
-def ulysses_cost(job: Job) -> Cost:
-    """Heads for tokens and back, around one pass: q, k and v in one exchange, out in another.
-
-    The backward's gradients weigh the same.
-    """
-    shape, degree, topology = job.workload.shape, job.degree, job.topology
-    if degree == 1:
-        return Cost((), 0, 0, 0)
-    row = shape.batch * shape.head_dim * shape.itemsize
-    rows, keys = (-(-n // topology.size) for n in (job.workload.seqlen, job.workload.num_keys))
-    own = rows * job.shape.heads
-    parts = {"qkv": own + 2 * keys * job.shape.kv_heads, "out": own}
-    near = max(1, gcd(degree * job.stride, topology.ranks_per_host) // job.stride)  # on a host
-    total, phases = Loads(topology), list[Phase]()
-    for name, count in parts.items():
-        each, loads = row * count, Loads(topology)
-        loads.inside["out", 0, -1] = min(near - 1, 1 if topology.direct_links else near) * each
-        loads.nics["out", 0] = (degree - near) * each * topology.ranks_per_nic
-        sent = loads.transfer
-        slowest = Transfer(sent.busy_s, max(sent.latency_s, topology.exchange_s))
-        phases.append(Phase(f"ulysses {name}", slowest))
-        total.update(loads)
-    held = row * degree * sum(parts.values())
-    return Cost(tuple(phases), total.nic_bytes, total.inside_bytes, held)

@@ -15,6 +15,7 @@ from torch.nn import Parameter
 
 from wf_backends.agree import Agreement, fingerprint
 from wf_backends.calls import choose
+from wf_backends.chunks import ChunkedAttention, ChunkedCall
 from wf_backends.cluster import Cluster
 from wf_backends.comm.protocol import Communicator
 from wf_backends.config import SequenceParallelConfig
@@ -39,8 +40,9 @@ class AttentionPlan:
     """Ranks that trade heads for tokens."""
     route: Communicator
     """Ranks that the keys (or queries) go around."""
-    queries: Exchange
-    keys: Exchange
+    queries: tuple[Exchange, ...]
+    """Of every chunk of the heads; like the keys'."""
+    keys: tuple[Exchange, ...]
     forward: tuple[RankPlan, ...]
     backward: tuple[RankPlan, ...]
     selection: Selection
@@ -67,12 +69,14 @@ class DistributedAttention:
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
         plan = self.plan(q, k, v, mask, scale, seqlen)
-        trades = plan.queries, plan.keys, plan.keys
-        q, k, v = heads_for_tokens((q, k, v), trades, plan.pool, "ulysses qkv")
         kernel = plan.selection.kernel
         call = Call(plan.forward, plan.backward, plan.route, kernel, scale, plan.keep)
+        whole = ChunkedCall(call, plan.pool, plan.queries, plan.keys)
+        if len(plan.queries) > 1:
+            return ChunkedAttention.apply(q, k, v, whole)
+        q, k, v = heads_for_tokens((q, k, v), whole.qkv[0], plan.pool, "ulysses qkv")
         out = Attention.apply(q, k, v, call)
-        return tokens_for_heads((out,), (plan.queries,), plan.pool, "ulysses out")[0]
+        return tokens_for_heads((out,), whole.out[0], plan.pool, "ulysses out")[0]
 
     def plan(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
@@ -112,11 +116,13 @@ class DistributedAttention:
         pools = Pools(self.comm.size, choice.degree, choice.stride)
         at, member = pools.find(self.comm.rank)
         pool = pools.members(at)
-        queries = make_exchange([q_layout[rank] for rank in pool], spec.heads, spec.heads)
-        keys = make_exchange([kv_layout[rank] for rank in pool], spec.kv_heads, spec.heads)
+        queries, keys = (
+            make_exchange([layout[rank] for rank in pool], heads, spec.heads).split(choice.chunks)
+            for layout, heads in ((q_layout, spec.heads), (kv_layout, spec.kv_heads))
+        )
         pooled = map(pools.merge, (q_layout, kv_layout))
         there, back, keep = _problems(choice, self.comm.size, mask, *pooled)
-        tile = replace(spec, heads=queries.share, kv_heads=keys.share)
+        tile = replace(spec, heads=queries[0].share, kv_heads=keys[0].share)
         return AttentionPlan(
             self.comm.view(pool),
             self.comm.view(pools.route(member)),

@@ -7,7 +7,7 @@ rows-first, so that a message is a contiguous slice: q (s, b, h, d), kv = [K|V] 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -47,36 +47,49 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        queries, kv = _rows_first(q), _fuse(k, v)
-        work = ForwardWork(call.kernel, call.scale, call.forward[0].queries_walk, queries)
-        sides = work.ordered((queries,), (kv,))
-        passes = [Pass(plan, call.comm, "forward", *sides, work) for plan in call.forward]
-        (out, lse), _ = work.ordered(*run(passes))
-        out = _batch_first(out).to(q.dtype)
-        held = work.ordered(passes[0].stay, passes[0].gathered)
-        gathered = [side[0] for keep, side in zip(call.keep, held, strict=True) if keep]
+        out, *held = attend(q, k, v, call)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse, *gathered)
+        ctx.save_for_backward(q, k, v, out, *held)
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, *gathered = ctx.saved_tensors
-        call: Call = ctx.call
-        kept = tuple((gathered.pop(0),) if keep else () for keep in call.keep)
-        delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-        stats = torch.stack((lse, _rows_first(delta)), dim=1)
-        queries, turn = (_rows_first(q), _rows_first(dout), stats), call.backward[0].queries_walk
-        keys = turn and kept[1] or (_fuse(k, v),)  # keys that walk are sent anew by their owners
-        own = Outputs(queries[1], _rows_first(out), ((0, len(queries[1])),))
-        work = BackwardWork(call.kernel, call.scale, turn, queries, keys, own)
-        sides = work.ordered(queries, keys)
-        kept = work.ordered(*kept)
-        grads = run([Pass(p, call.comm, "backward", *sides, work, kept) for p in call.backward])
-        (dq,), (dkv,) = work.ordered(*grads)
-        dk, dv = dkv.unbind(1)
-        return (*(_batch_first(g).to(q.dtype) for g in (dq, dk, dv)), None)
+        return (*differentiate(ctx.saved_tensors, dout, ctx.call), None)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensors:
+    """The forward: (out, what the backward needs beside q, k, v and out)."""
+    queries, kv = _rows_first(q), _fuse(k, v)
+    work = ForwardWork(call.kernel, call.scale, call.forward[0].queries_walk, queries)
+    sides = work.ordered((queries,), (kv,))
+    passes = [Pass(plan, call.comm, "forward", *sides, work) for plan in call.forward]
+    (out, lse), _ = work.ordered(*run(passes))
+    held = work.ordered(passes[0].stay, passes[0].gathered)
+    gathered = [side[0] for keep, side in zip(call.keep, held, strict=True) if keep]
+    return _batch_first(out).to(q.dtype), lse, *gathered
+
+
+def differentiate(saved: Sequence[Tensor], dout: Tensor, call: Call) -> Tensors:
+    """The backward: (dq, dk, dv).
+
+    Args:
+        saved: q, k, v and everything that `attend` gave.
+    """
+    q, k, v, out, lse, *gathered = saved
+    kept = tuple((gathered.pop(0),) if keep else () for keep in call.keep)
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    stats = torch.stack((lse, _rows_first(delta)), dim=1)
+    queries, turn = (_rows_first(q), _rows_first(dout), stats), call.backward[0].queries_walk
+    keys = turn and kept[1] or (_fuse(k, v),)  # keys that walk are sent anew by their owners
+    own = Outputs(queries[1], _rows_first(out), ((0, len(queries[1])),))
+    work = BackwardWork(call.kernel, call.scale, turn, queries, keys, own)
+    sides = work.ordered(queries, keys)
+    kept = work.ordered(*kept)
+    grads = run([Pass(p, call.comm, "backward", *sides, work, kept) for p in call.backward])
+    (dq,), (dkv,) = work.ordered(*grads)
+    dq, dk, dv = (_batch_first(g).to(q.dtype) for g in (dq, *dkv.unbind(1)))
+    return dq, dk, dv
 
 
 class _Work(ABC):

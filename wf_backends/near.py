@@ -60,7 +60,7 @@ def on_fewer_ranks(request: Request) -> Request | None:
         split is wanted that a part does not have.
     """
     work, routes = request.workload, (request.forward or PLAIN) + (request.backward or PLAIN)
-    plain = set(routes) <= set(PLAIN) and request.strides in (None, (1,))
+    plain = set(routes) <= set(PLAIN) and {request.strides, request.chunks} <= {None, (1,)}
     if not work.mask.is_near or work.keys is not None or not plain:
         return None
     parts = (_part(request, size) for size in _part_sizes(request))

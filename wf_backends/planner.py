@@ -8,9 +8,10 @@ that by closed forms (estimate.py).
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from math import gcd
 
 from wf_backends.cost import (
     FORWARD,
@@ -18,7 +19,6 @@ from wf_backends.cost import (
     Job,
     Walk,
     agreement_cost,
-    ulysses_cost,
 )
 from wf_backends.estimate import ROUNDING
 from wf_backends.placement import Placed, divisors
@@ -32,7 +32,11 @@ from wf_backends.plans import (
     plan_order,
     rounded,
 )
-from wf_backends.search import Pricing, best_of, candidates_of, kept_plans, passes
+from wf_backends.search import Pricing, best_of, candidates_of, kept_plans, passes, whole
+from wf_backends.trading import ulysses_cost
+
+MOST_CHUNKS = 8  # of a rank's heads that the planner looks at
+WORTH = 0.02  # of what is computed: chunks that may hide less of the exchanges are not looked at
 
 
 def legal_degrees(request: Request) -> list[int]:
@@ -63,6 +67,21 @@ def legal_strides(request: Request, degree: int) -> list[int]:
     return sorted({1, on_host if pools % on_host == 0 else pools})
 
 
+def legal_chunks(request: Request, degree: int) -> list[int]:
+    """In how many chunks a rank's heads may be traded, rising.
+
+    Each has whole groups of query heads. Only one where tokens see only near ones.
+    """
+    shape = request.workload.shape
+    whole_groups = gcd(shape.heads // degree, max(1, shape.kv_heads // degree))
+    chunks = divisors(whole_groups if shape.kv_heads % degree == 0 else 1)
+    if request.chunks is not None:
+        return [count for count in request.chunks if count in chunks and degree > 1 or count == 1]
+    if degree == 1 or request.workload.mask.is_near:
+        return [1]
+    return [count for count in chunks if count <= MOST_CHUNKS]
+
+
 def all_plans(request: Request) -> list[Plan]:
     """Every head split and forward route with its best backward, fastest first.
 
@@ -80,7 +99,7 @@ def all_plans(request: Request) -> list[Plan]:
         limit = request.memory_limit - both.memory_bytes
         backward = min(passes(request, job, _backwards(request)), key=pass_order(limit))
         forward = passes(request, job, (FORWARD,))
-        plans += [Plan(job.degree, one, backward, both, 1, job.stride) for one in forward]
+        plans += [whole(job, one, backward, both) for one in forward]
     return sorted(plans, key=plan_order(request.memory_limit))
 
 
@@ -113,17 +132,19 @@ def _uncollected() -> Generator[None]:
 def _best_of_splits(request: Request) -> Plan:
     """The first of all plans, if one fits the memory, without pricing splits that cannot win.
 
-    Neighbours first: of ranks that are apart most splits then need not be looked at.
+    Neighbours with all heads first: of the others most splits then need not be looked at.
     """
     order, jobs = plan_order(request.memory_limit), _jobs(request)
     best: tuple[Order, int, Plan] | None = None
-    for apart in (False, True):
-        some = [(at, job) for at, job in enumerate(jobs) if (job.stride > 1) == apart]
+    floors: dict[tuple[int, int], float] = {}
+    for oddity in sorted(set(map(_oddity, jobs))):
+        some = [(at, job) for at, job in enumerate(jobs) if _oddity(job) == oddity]
         splits = [
             (at, _Split(request, job))
             for at, job in some
-            if best is None or best[0][:3] >= _place(job, _even_s(job))
+            if best is None or best[0][:3] >= _place(job, _least_s(job, floors))
         ]
+        floors |= {(s.job.degree, s.job.stride): s.passes_s for _, s in splits}
         for at, split in sorted(splits, key=lambda item: item[1].least):
             if best is not None and best[0][:3] < split.least:
                 break
@@ -134,15 +155,30 @@ def _best_of_splits(request: Request) -> Plan:
     return best[2]
 
 
+def _least_s(job: Job, floors: Mapping[tuple[int, int], float]) -> float:
+    """Seconds that any plan of a split takes at least: it computes, and trades heads.
+
+    Args:
+        floors: what passes take at least by (degree, stride). In chunks they take no less.
+    """
+    floor = floors.get((job.degree, job.stride), 0.0)
+    return _around(job).seconds + max(_even_s(job), floor)
+
+
 def _even_s(job: Job) -> float:
-    """Seconds that any plan of a split computes and trades heads, at least."""
+    """Seconds that both passes compute, at least."""
     rates = (walk.seconds_per_score(job) for walk in (FORWARD, BACKWARDS["keys"]))
-    return _around(job).seconds + job.workload.scores / job.route_size * sum(rates)
+    return job.workload.scores / job.route_size * job.chunks * sum(rates)
 
 
 def _place(job: Job, seconds: float) -> Order:
     """The first place in the order of plans that one of a split may have, if it takes so long."""
-    return 0.0, rounded(seconds * ROUNDING), float(job.stride > 1)
+    return 0.0, rounded(seconds * ROUNDING), float(_oddity(job) > 0)
+
+
+def _oddity(job: Job) -> int:
+    """0 where neighbours trade all their heads at once; what is odder is looked at later."""
+    return (job.stride > 1) + 2 * (job.chunks > 1)
 
 
 class _Split:
@@ -152,10 +188,10 @@ class _Split:
         self.request, self.job, self.around = request, job, _around(job)
         self.backward = candidates_of(request, job, _backwards(request))
         self.forward = candidates_of(request, job, (FORWARD,))
-        bound = self.around.seconds + min(one.bound for one in self.forward)
+        self.passes_s = min(one.bound for one in self.forward)
         if True not in request.keeps:  # what is kept makes a backward shorter than its bound
-            bound += min(one.bound for one in self.backward)
-        self.least = _place(job, bound)
+            self.passes_s += min(one.bound for one in self.backward)
+        self.least = _place(job, self.around.seconds + self.passes_s)
 
     def plans(self) -> Iterator[Plan]:
         """Those that keep something, and the best of the others."""
@@ -166,12 +202,11 @@ class _Split:
         fits = pass_order(limit - self.around.memory_bytes)
         backward = best_of(self.backward, fits, 0.0)
 
-        def whole(forward: PassPlan) -> Plan:
-            job = self.job
-            return Plan(job.degree, forward, backward, self.around, 1, job.stride)
+        def plan(forward: PassPlan) -> Plan:
+            return whole(self.job, forward, backward, self.around)
 
         rest = self.around.seconds + backward.cost.seconds
-        yield whole(best_of(self.forward, lambda one: order(whole(one)), rest))
+        yield plan(best_of(self.forward, lambda one: order(plan(one)), rest))
 
 
 def check_memory(first: Plan, request: Request) -> Plan:
@@ -197,17 +232,18 @@ def price_plan(
     backward: Placed,
     moves: str = "keys",
     stride: int = 1,
+    chunks: int = 1,
 ) -> Plan:
     """A plan of one's own choice with its cost."""
-    job = Job(request.workload, request.topology, degree, stride)
+    job = Job(request.workload, request.topology, degree, stride, chunks)
     there = Pricing(request, job, FORWARD).price(forward)
     back = Pricing(request, job, BACKWARDS[moves]).price(backward)
-    return Plan(degree, there, back, _around(job), 1, stride)
+    return whole(job, there, back, _around(job))
 
 
 def price_again(request: Request, plan: Plan) -> Plan:
     """A plan that was made for another request, with what it costs in this one."""
-    job = Job(request.workload, request.topology, plan.degree, plan.stride)
+    job = Job(request.workload, request.topology, plan.degree, plan.stride, plan.chunks)
     there, back = plan.forward, plan.backward
     return replace(
         plan,
@@ -226,11 +262,27 @@ def _jobs(request: Request) -> list[Job]:
             f"{request.topology.size} ranks and {shape.heads} heads, and divides the "
             f"{shape.kv_heads} key heads or is a multiple of them; 1 always does"
         )
-    return [
-        Job(request.workload, request.topology, degree, stride)
+    jobs = [
+        Job(request.workload, request.topology, degree, stride, chunks)
         for degree in degrees
         for stride in legal_strides(request, degree)
+        for chunks in legal_chunks(request, degree)
     ]
+    if request.chunks is None:
+        jobs = [job for job in jobs if job.chunks == 1 or _hidden_s(job) > WORTH * _even_s(job)]
+    if not jobs:
+        shape = request.workload.shape
+        raise ValueError(
+            f"ulysses_chunks {request.chunks} divides neither the query nor the key heads of a "
+            f"rank with any ulysses_degree of {degrees} ({shape.heads} heads, {shape.kv_heads} key "
+            'heads): leave it out, or "auto"'
+        )
+    return jobs
+
+
+def _hidden_s(job: Job) -> float:
+    """Seconds of the exchanges that trading in chunks may hide, at most."""
+    return _around(replace(job, chunks=1)).seconds - _around(job).seconds
 
 
 def _backwards(request: Request) -> tuple[Walk, ...]:

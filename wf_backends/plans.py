@@ -35,6 +35,8 @@ class Request:
     """The ulysses degrees to look at; None = all that the ranks and heads allow."""
     strides: tuple[int, ...] | None = None
     """How far apart the ranks may be that trade heads for tokens; None = 1, one host, or all."""
+    chunks: tuple[int, ...] | None = None
+    """In how many chunks a rank's heads may be traded; None = all numbers that the heads allow."""
     forward: tuple[Placed, ...] | None = None
     """The forward routes to look at; None = all. They fit every degree looked at."""
     backward: tuple[Placed, ...] | None = None
@@ -76,6 +78,8 @@ class Choice:
     keep: bool = False
     stride: int = 1
     """How far apart the ranks are that trade heads for tokens."""
+    chunks: int = 1
+    """In how many chunks these heads are traded, one while another is computed."""
 
     def schedules(self, size: int) -> tuple[Schedule, Schedule]:
         """(forward, backward) for `size` ranks, each of the route's being `degree` of them."""
@@ -93,6 +97,7 @@ class Choice:
             "layout": layout,
         }
         words |= {"ulysses_stride": self.stride} if self.stride > 1 else {}
+        words |= {"ulysses_chunks": self.chunks} if self.chunks > 1 else {}
         return words | {"keep_gathered": True} if self.keep else words
 
 
@@ -109,6 +114,8 @@ class Plan:
     """How many keep what the forward gathers, if the backward uses it."""
     stride: int = 1
     """How far apart the ranks are that trade heads for tokens."""
+    chunks: int = 1
+    """In how many chunks these heads are traded; both passes' costs are those of all of them."""
 
     @property
     def keep(self) -> bool:
@@ -133,12 +140,20 @@ class Plan:
     def choice(self) -> Choice:
         """The plan without its price."""
         placed = self.forward.placed, self.backward.placed
-        return Choice(self.degree, *placed, self.moves, self.keep, self.stride)
+        return Choice(self.degree, *placed, self.moves, self.keep, self.stride, self.chunks)
 
     @property
     def split(self) -> str:
         """The head split in words."""
-        return f"{self.degree}, {self.stride} apart" if self.stride > 1 else str(self.degree)
+        words = [str(self.degree)]
+        words += [f"{self.stride} apart"] if self.stride > 1 else []
+        words += [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        return ", ".join(words)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ranks stand in order and all heads are traded at once."""
+        return self.in_rank_order and self.chunks == 1
 
     @property
     def in_rank_order(self) -> bool:
@@ -162,10 +177,10 @@ def rounded(seconds: float) -> float:
 Order = tuple[float, ...]  # bytes over the limit, seconds, and what else tells plans apart
 
 
-def _order(cost: Cost, in_rank_order: bool, limit: float) -> Order:
+def _order(cost: Cost, is_plain: bool, limit: float) -> Order:
     """Sorts costs: over the limit last, by memory; then by time, plainness and bytes."""
     over = cost.memory_bytes if cost.memory_bytes > limit else 0.0
-    return over, rounded(cost.seconds), float(not in_rank_order), cost.nic_bytes, cost.inside_bytes
+    return over, rounded(cost.seconds), float(not is_plain), cost.nic_bytes, cost.inside_bytes
 
 
 def pass_order(limit: float) -> Callable[[PassPlan], Order]:
@@ -173,4 +188,4 @@ def pass_order(limit: float) -> Callable[[PassPlan], Order]:
 
 
 def plan_order(limit: float) -> Callable[[Plan], Order]:
-    return lambda plan: _order(plan.cost, plan.in_rank_order, limit)
+    return lambda plan: _order(plan.cost, plan.is_plain, limit)

@@ -15,6 +15,7 @@ from wf_backends.mask import FULL
 from wf_backends.placement import Placed, place, placements
 from wf_backends.plans import BACKWARDS, Order, PassPlan, Plan, Request, rounded
 from wf_backends.timeline import Cost
+from wf_backends.trading import pipelined
 
 
 class Pricing:
@@ -41,12 +42,13 @@ class Pricing:
             cost = pass_cost(self.job, schedule, estimator.walk, placed.two_way)
         else:
             cost = estimator.cost(placed)
-        return PassPlan(placed, estimator.walk, cost)
+        return PassPlan(placed, estimator.walk, pipelined(self.job, self.walk, cost))
 
     def bound(self, placed: Placed) -> float:
         """Seconds that `price` finds at least."""
         estimator = self._estimator(placed)
-        return estimator.bound(placed) if self.exact else estimator.least(placed)
+        least = estimator.bound(placed) if self.exact else estimator.least(placed)
+        return self.job.chunks * least
 
     def _estimator(self, placed: Placed) -> Estimator:
         """That of the side which walks on this route."""
@@ -97,7 +99,12 @@ def kept_plans(request: Request, job: Job, around: Cost) -> Iterator[Plan]:
             if placed in there:
                 back = backward.price(placed)
                 passes = there[placed], back
-                yield Plan(job.degree, *passes, around, request.layers, job.stride)
+                yield whole(job, *passes, around, request.layers)
+
+
+def whole(job: Job, forward: PassPlan, backward: PassPlan, around: Cost, layers: int = 1) -> Plan:
+    """A job's plan of two passes."""
+    return Plan(job.degree, forward, backward, around, layers, job.stride, job.chunks)
 
 
 def best_of(

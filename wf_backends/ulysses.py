@@ -10,7 +10,7 @@ Shapes: s rows of this rank, n rows of the group (in sequence order), b batch, h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -44,7 +44,24 @@ class Exchange:
     @property
     def copies(self) -> int:
         """How many members hold each head."""
-        return size(self.heads) // self.num_heads
+        return max(1, size(self.heads) // self.num_heads)
+
+    def split(self, chunks: int) -> tuple[Exchange, ...]:
+        """As many exchanges, each of an equal part of every member's heads, in order.
+
+        Raises:
+            ValueError: if the heads of a member are not a multiple of `chunks`.
+        """
+        if chunks == 1:
+            return (self,)
+        each, rest = divmod(self.share, chunks)
+        if rest or self.copies > 1:
+            raise ValueError(
+                f"ulysses_chunks must divide what a rank has of the {self.num_heads} heads (query "
+                f"or key heads) after the exchange, {self.share}, got {chunks}"
+            )
+        starts = [[first + at * each for first, _ in self.heads] for at in range(chunks)]
+        return tuple(replace(self, heads=tuple((s, s + each) for s in own)) for own in starts)
 
 
 def make_exchange(shards: Sequence[Ranges], num_heads: int, query_heads: int) -> Exchange:
@@ -81,7 +98,7 @@ def heads_for_tokens(
     Args:
         xs: tensors that travel together, forward and backward. exchanges: one for each.
     """
-    there, back = partial(_trade, _pool, exchanges, comm), partial(_trade, _return, exchanges, comm)
+    there, back = (partial(_trade, way, exchanges, comm) for way in (pool_rows, bring_back))
     return xs if comm.size == 1 else move_all(xs, there, back, label)
 
 
@@ -89,7 +106,7 @@ def tokens_for_heads(
     xs: Tensors, exchanges: Sequence[Exchange], comm: Communicator, label: str
 ) -> Tensors:
     """My heads of the group's rows (b, n, h', d) -> all heads of my rows (b, s, h, d)."""
-    there, back = partial(_trade, _return, exchanges, comm), partial(_trade, _pool, exchanges, comm)
+    there, back = (partial(_trade, way, exchanges, comm) for way in (bring_back, pool_rows))
     return xs if comm.size == 1 else move_all(xs, there, back, label)
 
 
@@ -97,19 +114,50 @@ Place = Callable[[int], None]  # puts what a member sent where it belongs
 Register = Callable[[Mail, Exchange, Tensor], tuple[Place, Callable[[], Tensor]]]
 
 
+class Trade:
+    """One exchange of several tensors, in one mail.
+
+    Args:
+        registers: `pool_rows` or `bring_back`, one for each tensor, like the exchanges.
+    """
+
+    def __init__(
+        self,
+        registers: Sequence[Register],
+        exchanges: Sequence[Exchange],
+        comm: Communicator,
+        xs: Tensors,
+        label: str,
+    ) -> None:
+        self._mail, self._posted = Mail(comm, label), False
+        self._sides = [
+            register(self._mail, exchange, x)
+            for register, exchange, x in zip(registers, exchanges, xs, strict=True)
+        ]
+
+    def post(self) -> Trade:
+        """Start all of it, for what is computed meanwhile to hide."""
+        self._posted = self._mail.post()
+        return self
+
+    def finish(self) -> Tensors:
+        """What has come. What was not posted goes in turns: the first is placed while the rest is
+        on its way."""
+        if self._posted:
+            self._mail.wait()
+        for member in range(self._mail.comm.size) if self._posted else self._mail.arrivals():
+            for place, _ in self._sides:
+                place(member)
+        return tuple(finish() for _, finish in self._sides)
+
+
 def _trade(
     register: Register, exchanges: Sequence[Exchange], comm: Communicator, xs: Tensors, label: str
 ) -> Tensors:
-    """One mail for all tensors; what has come is put in its place while the rest is on its way."""
-    mail = Mail(comm, label)
-    sides = [register(mail, exchange, x) for exchange, x in zip(exchanges, xs, strict=True)]
-    for member in mail.arrivals():
-        for place, _ in sides:
-            place(member)
-    return tuple(finish() for _, finish in sides)
+    return Trade([register] * len(xs), exchanges, comm, xs, label).finish()
 
 
-def _pool(mail: Mail, exchange: Exchange, x: Tensor) -> tuple[Place, Callable[[], Tensor]]:
+def pool_rows(mail: Mail, exchange: Exchange, x: Tensor) -> tuple[Place, Callable[[], Tensor]]:
     """Register x's heads for the members, and theirs for me."""
     rows, me = x.transpose(0, 1), mail.comm.rank
     own = ((0, len(rows)),)
@@ -126,8 +174,14 @@ def _pool(mail: Mail, exchange: Exchange, x: Tensor) -> tuple[Place, Callable[[]
     return place, lambda: buffer.transpose(0, 1)
 
 
-def _return(mail: Mail, exchange: Exchange, x: Tensor) -> tuple[Place, Callable[[], Tensor]]:
-    """The transpose of `_pool`: what several members hold of one head is summed in float32."""
+def bring_back(
+    mail: Mail, exchange: Exchange, x: Tensor, into: Tensor | None = None
+) -> tuple[Place, Callable[[], Tensor]]:
+    """The transpose of `pool_rows`: what several members hold of one head is summed in float32.
+
+    Args:
+        into: (s, b, h, d), where other heads than these are already; None = a new tensor.
+    """
     buffer = x.transpose(0, 1)
     own = ((0, size(exchange.rows[mail.comm.rank])),)
     for member, at in enumerate(exchange.rows):
@@ -136,7 +190,8 @@ def _return(mail: Mail, exchange: Exchange, x: Tensor) -> tuple[Place, Callable[
     shape = (size(own), buffer.shape[1], exchange.num_heads, *buffer.shape[3:])
     alone = exchange.copies == 1
     dtype = x.dtype if alone else torch.promote_types(x.dtype, torch.float32)
-    total = buffer.new_empty(shape, dtype=dtype) if alone else buffer.new_zeros(shape, dtype=dtype)
+    blank = buffer.new_empty if alone else buffer.new_zeros
+    total = blank(shape, dtype=dtype) if into is None else into
 
     def place(member: int) -> None:
         combine = copy if alone else add

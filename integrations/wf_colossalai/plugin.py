@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from wf_backends import SequenceParallelConfig, dsp
-from wf_backends.config import meant
+from wf_backends.words import meant
 from wf_colossalai.config import load, sequence_parallel_words
 from wf_colossalai.policy import KEY, WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
@@ -43,7 +43,7 @@ class WallFacerPlugin(HybridParallelPlugin):
     Args:
         tp_size, pp_size: ranks of tensor parallelism, stages of the pipeline.
         words: those of `SequenceParallelConfig` (sequence_parallel_size, route, backward_route,
-            backward_moves, ulysses_degree, ulysses_stride, layout, kernel, ...), and those of
+            backward_moves, ulysses_degree, layout, kernel, ...), and those of
             ColossalAI's HybridParallelPlugin (zero_stage, cpu_offload, precision,
             num_microbatches, max_norm, custom_policy, ...). precision is "fp32" unless given.
 

@@ -23,6 +23,7 @@ CONFIGS = {
         {"route": {"name": "mesh", "rows": 2, "cols": 2}, "layout": "contiguous"},
         {"route": "all_gather", "backward_route": "ring"},
         {"route": "ring", "ulysses_degree": 2},
+        {"route": "ring", "ulysses_degree": 2, "ulysses_stride": 2, "ulysses_chunks": 2},
         {"route": "auto", "ulysses_degree": 4},
     ],
 }

@@ -10,6 +10,7 @@ import torch
 from tests.cases import Case
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.chunks import ChunkedAttention, ChunkedCall
 from wf_backends.comm import Communicator
 from wf_backends.executor import Attention, Call
 from wf_backends.kernels.reference import ReferenceKernel
@@ -18,6 +19,7 @@ from wf_backends.mask import CAUSAL, Mask
 from wf_backends.ranges import intersect, subtract
 from wf_backends.rounds import pairs
 from wf_backends.schedule import all_gather, concentric, mesh, ring
+from wf_backends.ulysses import make_exchange
 from wf_backends.walk import Problem, plan_rank
 
 
@@ -68,6 +70,30 @@ def events_of(comm, case):
     call = Call(*case.plans(comm.rank), Recorder(comm, events), kernel, 0.3)
     Attention.apply(q, kv, kv, call).sum().backward()
     return events
+
+
+def chunk_events(comm, chunks):
+    events, queries = [], zigzag(2, 16)
+    trade = make_exchange(queries, 12, 12).split(chunks)
+    case = Case(ring(1), ring(1), contiguous(1, 16), Mask(CAUSAL))
+    recorder = Recorder(comm, events)
+    call = Call(*case.plans(0), recorder.view([comm.rank]), RecordedKernel(events), 0.3)
+    q, k, v = (torch.randn(1, 8, 12, 8).requires_grad_() for _ in range(3))
+    whole = ChunkedCall(call, recorder, trade, trade)
+    ChunkedAttention.apply(q, k, v, whole).sum().backward()
+    return [kind for kind, _ in groupby(events)]
+
+
+def test_a_chunk_is_computed_while_the_next_one_comes_and_the_last_one_leaves():
+    """Only the first one's way in and the last one's way out hide behind nothing."""
+    for events in run_threads(2, chunk_events, 3):
+        for way, came, left in (("forward", "qkv", "out"), ("backward", "out", "qkv")):
+            come, gone = f"{way} ulysses {came}", f"{way} ulysses {left}"
+            wanted = [f"post {come}", f"wait {come}", f"post {come}", "compute", f"post {gone}"]
+            wanted += [f"wait {come}", f"post {come}", "compute", f"wait {gone}", f"post {gone}"]
+            wanted += [f"wait {come}", "compute", f"wait {gone}", f"post {gone}", f"wait {gone}"]
+            half = len(events) // 2
+            assert (events[:half] if way == "forward" else events[half:]) == wanted
 
 
 def test_the_next_hop_is_in_flight_while_a_step_computes():

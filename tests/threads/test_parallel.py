@@ -121,6 +121,79 @@ def test_ulysses_among_ranks_that_are_apart(degree, stride, mask):
         assert run_attend(words, 8, (4, 2, 1)[number % 3], MASKS[mask])[0] < 1e-10, words
 
 
+@pytest.mark.parametrize(
+    ("degree", "stride", "chunks", "kv_heads"),
+    ((2, 1, 2, 8), (2, 1, 4, 8), (2, 4, 2, 4), (4, 2, 2, 8), (8, 1, 1, 8), (1, 1, 1, 2)),
+)
+@pytest.mark.parametrize("mask", range(len(MASKS)))
+def test_heads_traded_in_chunks(degree, stride, chunks, kv_heads, mask):
+    """As many key heads as query heads, and groups; what one exchange sends in all is the same."""
+    for number, route in enumerate(ROUTES.get(8 // degree, ["ring"])):
+        words = {
+            "sequence_parallel_size": 8,
+            "ulysses_degree": degree,
+            "ulysses_stride": stride,
+            "route": route,
+            "layout": ("zigzag", "contiguous")[(number + mask) % 2],
+            "kernel": "reference",
+        }
+        error, sent = run_attend(words | {"ulysses_chunks": chunks}, 8, kv_heads, MASKS[mask])
+        assert error < 1e-10, words
+        assert sent == run_attend(words, 8, kv_heads, MASKS[mask])[1]
+
+
+def sent_in_chunks(comm, words, chunks):
+    config = SequenceParallelConfig.from_dict(words | {"ulysses_chunks": chunks})
+    sp = SequenceParallel(config, comm)
+    q, k, v, dout = (sp.shard(x) for x in tensors(8, 4))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    comm.sent.clear()
+    sp.attention(q, k, v, causal=True).backward(dout)
+    return dict(comm.sent)
+
+
+@pytest.mark.parametrize("keep", (False, True))
+def test_chunks_send_what_all_heads_at_once_send(keep):
+    route = {"name": "concentric", "team_size": 2}
+    words = {"sequence_parallel_size": 8, "ulysses_degree": 2, "route": route}
+    words |= {"keep_gathered": True} if keep else {}
+    at_once, chunked = (run_threads(8, sent_in_chunks, words, chunks) for chunks in (1, 2))
+    assert at_once == chunked
+    assert all(sent["forward ulysses qkv"] > 0 for sent in chunked)
+
+
+def without_gradients(comm, chunks):
+    """In eval: what comes out, in half precision, of tensors that want no gradient."""
+    words = {"sequence_parallel_size": 4, "ulysses_degree": 2, "route": "ring"}
+    sp = SequenceParallel(
+        SequenceParallelConfig.from_dict(words | {"ulysses_chunks": chunks}), comm
+    )
+    q, k, v, _ = (sp.shard(x) for x in tensors(8, 4, torch.bfloat16))
+    with torch.no_grad():
+        return sp.unshard(sp.attention(q, k, v, causal=True))
+
+
+def test_chunks_without_gradients_are_bit_for_bit_all_heads_at_once():
+    for one, two in zip(*(run_threads(4, without_gradients, n) for n in (1, 2)), strict=True):
+        assert torch.equal(one, two)
+
+
+def wrong_chunks(comm, kv_heads, chunks):
+    words = {"sequence_parallel_size": 2, "ulysses_degree": 2, "route": "ring"}
+    config = SequenceParallelConfig.from_dict(words | {"ulysses_chunks": chunks})
+    sp = SequenceParallel(config, comm)
+    q, k, v, _ = (sp.shard(x) for x in tensors(8, kv_heads))
+    with pytest.raises(ValueError, match="ulysses_chunks must divide") as caught:
+        sp.attention(q, k, v)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("kv_heads", "chunks", "told"), ((8, 3, "8 heads"), (2, 2, "2 heads")))
+def test_chunks_that_the_heads_do_not_allow_are_refused_on_all_ranks(kv_heads, chunks, told):
+    for said in run_threads(2, wrong_chunks, kv_heads, chunks):
+        assert told in said and f"got {chunks}" in said
+
+
 @pytest.mark.parametrize("moves", ("keys", "queries"))
 def test_backward_route_and_direction(moves):
     words = {

@@ -54,6 +54,28 @@ def test_how_far_apart_ranks_trade_heads(words, stride, degrees):
     assert ("ulysses_stride" in config.to_dict()) == (stride != usual)
 
 
+@pytest.mark.parametrize(
+    ("words", "chunks"),
+    (
+        ({}, "auto"),
+        ({"ulysses_chunks": 2}, 2),
+        ({"ulysses_degree": 2}, 1),
+        ({"ulysses_degree": 2, "ulysses_chunks": 4}, 4),
+        ({"ulysses_degree": 2, "ulysses_chunks": "auto"}, "auto"),
+        ({"route": "ring", "ulysses_degree": "auto"}, "auto"),
+        ({"route": "ring", "ulysses_chunks": 1}, 1),
+    ),
+)
+def test_in_how_many_chunks_heads_are_traded(words, chunks):
+    config = SequenceParallelConfig(sequence_parallel_size=8, **words)
+    assert config.ulysses_chunks == chunks
+    assert SequenceParallelConfig.from_dict(config.to_dict()) == config
+    usual = "auto" if config.ulysses_degree == "auto" else 1
+    assert ("ulysses_chunks" in config.to_dict()) == (chunks != usual)
+    if words.get("route") == "ring" and words.get("ulysses_degree") is None:
+        assert not config.leaves_open
+
+
 @pytest.mark.parametrize("source", ("measure", "h100-8x400g", "mine.json", "a/b.toml"))
 def test_a_topology_goes_in_and_comes_out(source):
     config = SequenceParallelConfig(sequence_parallel_size=4, topology=source)
@@ -160,6 +182,13 @@ def test_rank_order_said_is_the_same_as_unsaid():
             "no ulysses_degree .* with ulysses_stride 8",
         ),
         ({"route": "ring", "ulysses_stride": 2}, "ulysses_stride 2 .* with ulysses_degree 1 none"),
+        ({"route": "ring", "ulysses_chunks": 2}, "ulysses_chunks 2 .* with ulysses_degree 1 none"),
+        ({"ulysses_chunks": 0}, "ulysses_chunks must be a positive integer, got 0"),
+        ({"ulysses_chunks": "all"}, 'ulysses_chunks must be a positive integer or "auto", got'),
+        (
+            {"strategy": "lss", "route": "auto", "ulysses_chunks": 2},
+            'ulysses_chunks 2 contradicts strategy "lss"',
+        ),
         ({"ulysses_stride": 0}, "ulysses_stride must be a positive integer, got 0"),
         ({"ulysses_stride": "far"}, 'ulysses_stride must be a positive integer or "auto", got'),
         (

@@ -22,7 +22,6 @@ from wf_backends.cost import (
     make_problem,
     pass_cost,
     rank_phases,
-    ulysses_cost,
 )
 from wf_backends.estimate import Estimator
 from wf_backends.layout import make_layout
@@ -33,6 +32,7 @@ from wf_backends.rankplan import RankPlan
 from wf_backends.schedule import Schedule, check
 from wf_backends.timeline import seconds
 from wf_backends.topology import KernelRate, Link, Topology
+from wf_backends.trading import ulysses_cost
 from wf_backends.traffic import RowBytes, Shape, bytes_sent, total
 from wf_backends.ulysses import make_exchange
 from wf_backends.walk import plan_rank

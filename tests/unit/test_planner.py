@@ -20,6 +20,7 @@ from wf_backends.placement import divisors, in_rank_order, place, read_placed
 from wf_backends.planner import (
     all_plans,
     best_plan,
+    legal_chunks,
     legal_degrees,
     legal_strides,
     price_again,
@@ -102,6 +103,7 @@ def test_every_plan_can_run() -> None:
         for one, other in ((plan.forward, again.forward), (plan.backward, again.backward)):
             assert one.placed == other.placed
         assert (again.degree, again.moves) == (plan.degree, plan.moves)
+        assert (again.stride, again.chunks) == (plan.stride, plan.chunks)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -256,7 +258,7 @@ def test_4096_ranks_in_closed_forms() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Estimator, "cost", counted)
         best_plan(request)
-    assert 0 < calls <= 300  # of 1,995
+    assert 0 < calls <= 300  # of 1,995 (chunks would hide next to nothing here)
     start = time.process_time()
     again = best_plan(request)
     assert time.process_time() - start < 1.0  # less than 0.1 s here; this bound is for any machine
@@ -284,9 +286,14 @@ def test_a_pruned_search_in_closed_forms_finds_the_best_of_all(
     topology = replace(cluster(*hosts, gbit=gbit), direct_links=direct)
     request = Request(topology, Workload(shape, 4096, mask, layout))
     assert best_plan(request) == all_plans(request)[0]
-    for degree in legal_degrees(request):
+    jobs = [
+        Job(request.workload, topology, degree, chunks=chunks)
+        for degree in legal_degrees(request)
+        for chunks in legal_chunks(request, degree)
+    ]
+    for job in jobs:
         for walk in (FORWARD, *BACKWARDS.values()):
-            pricing = Pricing(request, Job(request.workload, topology, degree), walk)
+            pricing = Pricing(request, job, walk)
             for placed in pricing.candidates:
                 assert pricing.bound(placed) <= pricing.price(placed).cost.seconds, placed
 
@@ -304,6 +311,58 @@ def test_a_pruned_search_in_closed_forms_finds_the_best_of_all(
 def test_which_ranks_may_trade_heads(request_: Request, strides: dict[int, list[int]]) -> None:
     for degree, legal in strides.items():
         assert legal_strides(request_, degree) == legal
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "chunks"),
+    [
+        (8, 8, {1: [1], 2: [1, 2, 4], 4: [1, 2], 8: [1]}),
+        (8, 2, {2: [1], 4: [1], 8: [1]}),  # whole groups of query heads
+        (32, 8, {2: [1, 2, 4], 4: [1, 2]}),
+        (24, 24, {2: [1, 2, 3, 4, 6], 4: [1, 2, 3, 6]}),  # 8 at most
+    ],
+)
+def test_in_how_many_chunks_heads_may_be_traded(heads, kv_heads, chunks) -> None:
+    request = Request(cluster(4, 2), Workload(replace(SHAPE, heads=heads, kv_heads=kv_heads), 4096))
+    window = replace(request, workload=replace(request.workload, mask=Mask(Band(9, 0))))
+    for degree, legal in chunks.items():
+        assert legal_chunks(request, degree) == legal
+        assert legal_chunks(window, degree) == [1]
+        named = replace(request, chunks=(2,))
+        assert legal_chunks(named, degree) == [count for count in legal if count == 2]
+
+
+@pytest.mark.parametrize("exact_up_to", [8, 0])
+def test_where_exchanges_are_long_heads_are_traded_in_chunks(exact_up_to: int) -> None:
+    topology = cluster(4, 2, gbit=0.05)
+    work = Workload(replace(SHAPE, heads=16, kv_heads=16), 8192, Mask(CAUSAL))
+    request = Request(topology, work, exact_up_to=exact_up_to)
+    found, at_once = best_plan(request), best_plan(replace(request, chunks=(1,)))
+    assert found.chunks > 1 == at_once.chunks
+    assert found.cost.seconds < 0.8 * at_once.cost.seconds
+    words = found.to_config(8, "zigzag")
+    assert words["ulysses_chunks"] == found.chunks and not found.is_plain
+    call = plan_call(SequenceParallelConfig.from_dict(words), work.shape, 8192, work.mask, topology)
+    assert call.choice == found.choice
+    assert price_again(request, found).cost == found.cost
+    alike = price_plan(
+        request,
+        found.degree,
+        found.forward.placed,
+        found.backward.placed,
+        found.moves,
+        found.stride,
+        found.chunks,
+    )
+    assert alike == found
+
+
+def test_chunks_that_no_head_split_allows_are_refused() -> None:
+    odd = Request(cluster(4, 2), Workload(replace(SHAPE, heads=8, kv_heads=8), 4096), chunks=(3,))
+    with pytest.raises(
+        ValueError, match=r"ulysses_chunks \(3,\) divides neither .* \(8 heads, 8 key"
+    ):
+        best_plan(odd)
 
 
 @pytest.mark.parametrize("exact_up_to", [8, 0])
@@ -389,7 +448,8 @@ def test_a_size_alone_gives_the_best_of_all(
 def test_auto_degrees_keep_to_what_heads_and_named_routes_allow() -> None:
     fast = cluster(4, 2, gbit=0.01)
     many = replace(SHAPE, heads=8, kv_heads=8)
-    assert plan_call(config(), many, 8192, Mask(), fast).degree == 8
+    at_once = config(ulysses_chunks=1)
+    assert plan_call(at_once, many, 8192, Mask(), fast).degree == 8
     six = replace(SHAPE, heads=6, kv_heads=6)  # of 8 ranks only 1 and 2 divide them
     assert plan_call(config(), six, 8192, Mask(), fast).degree == 2
     teams = config(route={"name": "concentric", "team_size": 2}, ulysses_degree="auto")

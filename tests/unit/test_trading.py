@@ -1,0 +1,70 @@
+"""What trading heads for tokens costs in chunks, and what of it the passes hide."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from wf_backends.cost import BACKWARD_KEYS, FORWARD, Job, Workload
+from wf_backends.timeline import Cost
+from wf_backends.topology import KernelRate, Link, Topology
+from wf_backends.trading import pipelined, trade_costs, ulysses_cost
+from wf_backends.traffic import Shape
+
+RATES = (("sdpa", KernelRate(1e9, 1e9)),)
+LATENCY = 0.5
+AT = Topology("two hosts", 2, 1, 1, Link(1e-9, 1e12), Link(LATENCY, 1e3), RATES, 1e9)
+WORK = Workload(Shape(1, 8, 8, 16, itemsize=4), 64)
+ROW = 32 * 16 * 4  # bytes of one head of a rank's rows
+PASS = Cost((), 0.0, 0.0, 7.0, 3.0, seconds=2.0, compute_s=1.5)
+
+
+def job(chunks: int, **changes: float) -> Job:
+    return Job(WORK, replace(AT, **changes), degree=2, chunks=chunks)
+
+
+@pytest.mark.parametrize("chunks", (1, 2, 4))
+def test_only_one_way_in_and_one_way_out_hide_behind_nothing(chunks: int) -> None:
+    whole, cost = ulysses_cost(job(1)), ulysses_cost(job(chunks))
+    assert [phase.label for phase in cost.phases] == ["ulysses qkv", "ulysses out"]
+    for phase, heads in zip(cost.phases, (12, 4), strict=True):
+        assert phase.hop.busy_s == pytest.approx(heads / chunks * ROW / 1e3)
+        assert phase.hop.latency_s == LATENCY
+    assert cost.nic_bytes == whole.nic_bytes == 16 * ROW
+    assert cost.memory_bytes == whole.memory_bytes == 2 * 16 * ROW
+    assert job(chunks).shape.heads == 4 // chunks
+
+
+def test_all_heads_at_once_cost_what_their_pass_does() -> None:
+    assert pipelined(job(1), FORWARD, PASS) is PASS
+
+
+@pytest.mark.parametrize("walk", (FORWARD, BACKWARD_KEYS))
+def test_a_chunk_takes_the_longer_of_its_pass_and_of_what_travels_meanwhile(walk) -> None:
+    """Of four the first meets one way in, the last one way out, the others both."""
+    come, leave = (3, 1) if walk is FORWARD else (1, 3)
+    links = [LATENCY + heads * ROW / 1e3 for heads in (come, come + leave, come + leave, leave)]
+    for took in (2.0, 6.0, 20.0):
+        found = pipelined(job(4), walk, replace(PASS, seconds=took))
+        assert found.seconds == pytest.approx(sum(max(took, link) for link in links))
+    assert (found.compute_s, found.gathered_bytes, found.memory_bytes) == (6.0, 12.0, 7.0)
+
+
+def test_links_carry_the_pass_beside_the_exchanges() -> None:
+    busy = replace(PASS, nic_bytes=5e3)
+    links = [LATENCY + 5 + heads * ROW / 1e3 for heads in (6, 2)]
+    found = pipelined(job(2), FORWARD, busy)
+    assert found.seconds == pytest.approx(sum(links))
+    assert found.nic_bytes == 1e4
+
+
+def test_what_occupies_a_rank_is_added_to_its_pass() -> None:
+    """The exchange's whole time, or what the smallest one takes if that is more."""
+    slow = job(2, occupied=1.0)
+    come, leave = (one.hold_s for one in trade_costs(slow))
+    assert (come, leave) == pytest.approx((LATENCY + 6 * ROW / 1e3, LATENCY + 2 * ROW / 1e3))
+    found = pipelined(slow, FORWARD, replace(PASS, seconds=100.0))
+    assert found.seconds == pytest.approx(200 + come + leave)
+    measured = job(2, occupied=0.5, exchange_s=1e3)
+    assert [one.hold_s for one in trade_costs(measured)] == pytest.approx([500, 500])
