@@ -185,8 +185,14 @@ class Estimator:
         return (max(compute, travel) + around) * ROUNDING
 
     def _call_s(self, shape: Shape) -> float:
-        """Of a step's kernel calls, beside their FLOPs."""
-        return (2 if self.masked else 1) * (1 + shape.two_way) * self.job.rate.call_s
+        """Of a step's kernel calls, beside their FLOPs.
+
+        Under a band two, the last of which sees all keys or none where it is causal; but pools of
+        ranks that are apart have two for every member.
+        """
+        job = self.job
+        pieces = 2 * (job.degree if job.stride > 1 else 1) - (job.workload.mask.band.left == inf)
+        return (pieces if self.masked else 1) * (1 + shape.two_way) * job.rate.call_s
 
     def _gathered(self, shape: Shape, upto: int | None = None) -> Load:
         return self.links.exchange(shape.stay, self.stay_shard * self.rows.stay_gathered, upto)

@@ -57,6 +57,12 @@ MODELS: dict[str, dict[str, Any]] = (
         for name in ("qwen2", "mistral", "gptj", "opt", "bert", "vit")
     }
     | {
+        "gpt2_chunks": {
+            "words": RING4 | {"ulysses_degree": 2, "ulysses_chunks": 2},
+            "family": "gpt2",
+            "kind": "ragged",
+        }
+        | FEW,
         "pp_mistral": {"words": RING2, "family": "mistral"} | PIPELINE | FEW,
         # ColossalAI gathers GPT-2's fused weights with .cuda(): they cannot be saved here
         "tp_gpt2": {"words": RING2, "family": "gpt2", "options": {"tp_size": 2}, "no_weights": True}

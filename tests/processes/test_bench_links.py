@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import run_processes, run_threads
-from wf_backends.bench_links import Meter
+from wf_backends.bench_links import Meter, _occupied
 from wf_backends.cluster import job_hosts, measured
 from wf_backends.comm import Communicator
 
@@ -42,6 +42,7 @@ def test_a_job_is_measured_once(hosts: list[str], per_host: int, tmp_path: Path)
     assert (topology.hosts, topology.ranks_per_host) == (len(set(hosts)), per_host)
     assert 0 < topology.inside.latency_s < 0.1 and topology.inside.bytes_per_s > 1e6
     assert 0 < topology.agreement_s < 0.1
+    assert 0 <= topology.occupied <= 1 and topology.rate().diagonal_keys >= 0
     assert (0 < topology.exchange_s < 0.1) == (per_host > 1)
     assert topology.kernels[0][0] == "sdpa" and topology.rate().forward_flops_per_s > 1e8
     assert len(list(tmp_path.iterdir())) == 1
@@ -60,6 +61,34 @@ def test_a_rate_is_free_of_latency() -> None:
     (meter,) = run_threads(1, lambda comm: Steady(comm, torch.device("cpu")))
     assert meter.rate((0, 0)) == pytest.approx(Steady.RATE)
     assert meter.latency((0, 0)) == pytest.approx(0.01, rel=1e-3)
+
+
+class Beside(Meter):
+    """A message takes 1 s and a tile 0.3; together they take `both` times what they take apart."""
+
+    both = 0.0
+
+    def poster(self, peers: Any, num_bytes: int) -> Any:
+        assert peers == (1 - self.comm.rank,) * 2 and num_bytes > 0
+        return object()
+
+    def beside(self, post: Any, tile: Any, tiles: int) -> float:
+        if post is None or not tiles:
+            return 0.3 * tiles if tiles else 1.0
+        assert tiles == 3  # as long as the message
+        return self.both * (1.0 + 0.3 * tiles)
+
+
+def occupied(comm: Communicator, both: float, per_host: int) -> float:
+    meter = Beside(comm, torch.device("cpu"))
+    object.__setattr__(meter, "both", both)
+    return _occupied(meter, per_host, lambda: None)
+
+
+@pytest.mark.parametrize("per_host", (1, 2))
+@pytest.mark.parametrize(("both", "share"), ((1.0, 1.0), (1.2, 1.0), (0.5, 0.05), (0.1, 0.0)))
+def test_what_of_a_message_tiles_do_not_hide(both: float, share: float, per_host: int) -> None:
+    assert run_threads(2, occupied, both, per_host) == pytest.approx([share] * 2)
 
 
 def refused(comm: Communicator, hosts: list[str], folder: str) -> str:

@@ -306,6 +306,35 @@ def test_an_exchange_takes_at_least_what_was_measured() -> None:
     assert ulysses_cost(quick) == plain
 
 
+@pytest.mark.parametrize("mask", (Mask(CAUSAL), Mask()), ids=str)
+@pytest.mark.parametrize("stride", (1, 4))
+def test_closed_forms_know_how_many_calls_pools_of_ranks_apart_take(
+    stride: int, mask: Mask
+) -> None:
+    """Their rows are many pieces, and each sees other keys of theirs."""
+    job = Job(Workload(SHAPE, 960, mask), cluster(4, 4, 4, call_s=1.0), 4, stride)
+    ring = named(4, name="ring")
+    counted = pass_cost(job, place(ring, 4), FORWARD).compute_s
+    assert Estimator(job, FORWARD).cost(ring).compute_s == pytest.approx(counted, rel=0.5)
+
+
+@pytest.mark.parametrize("walk", (FORWARD, BACKWARD_KEYS), ids=lambda w: w.name)
+@pytest.mark.parametrize("mask", (Mask(CAUSAL), Mask()), ids=str)
+def test_keys_computed_in_vain_take_time_in_both_counts(walk: Walk, mask: Mask) -> None:
+    """Five of each row of a rank's own 24, which are all on the diagonal."""
+    at, ring = cluster(1, 4, 1), named(4, name="ring")
+    (name, rate), *_ = at.kernels
+    in_vain = replace(at, kernels=((name, replace(rate, diagonal_keys=5.0)),))
+    jobs = [Job(Workload(SHAPE, 96, mask), one) for one in (at, in_vain)]
+    more = 24 * 5 * walk.seconds_per_score(jobs[0]) * mask.band.edges
+    for price in (
+        lambda job: pass_cost(job, place(ring, 4), walk),
+        lambda job: Estimator(job, walk).cost(ring),
+    ):
+        before, after = (price(job).compute_s for job in jobs)
+        assert after - before == pytest.approx(more, abs=1e-12)
+
+
 @pytest.mark.parametrize(("degree", "kv_heads"), [(2, 4), (4, 4), (8, 4), (8, 1)])
 @pytest.mark.parametrize("keys", [96, 32])
 def test_ulysses_bytes_are_those_of_the_exchange(degree: int, kv_heads: int, keys: int) -> None:

@@ -104,6 +104,7 @@ def test_where_no_part_of_the_hosts_can_stand_for_all() -> None:
         "documents that may be counted": request(64, Mask(CAUSAL, documents(64 * SHARD, 512))),
         "as many heads traded as there are ranks": replace(full, workload=many, degrees=(64,)),
         "heads traded among ranks that are apart": replace(full, strides=(2,)),
+        "heads traded in chunks": replace(full, chunks=(2,)),
         "large hosts": replace(full, topology=replace(CLUSTER, hosts=2, ranks_per_host=64)),
     }
     for why, one in asked.items():
