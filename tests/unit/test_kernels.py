@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wf_backends.kernels import Kernel, KernelSpec, select
-from wf_backends.kernels.halves import MOST_ROWS, block_rows
+from wf_backends.kernels.halves import USUALLY, block_rows
 from wf_backends.mask import CAUSAL, FULL, Band
 from wf_backends.merge import merge_
 
@@ -178,11 +178,14 @@ def test_long_tiles_that_are_cut_into_blocks(name, dtype, tolerance, tile):
 
 
 def test_a_causal_square_is_halved_down_to_even_blocks():
-    assert [block_rows(n, n) for n in (256, 257, 512, 1000, 1022, 2048)] == [
-        256, 257, 256, 250, 1022, 256,
-    ]  # fmt: skip
-    assert block_rows(2 * MOST_ROWS, 2 * MOST_ROWS) == 2 * MOST_ROWS
-    assert block_rows(512, 1024) == 512
+    wide, half = torch.float32, torch.bfloat16
+    for dtype in (wide, half):
+        assert [block_rows(n, n, dtype) for n in (256, 257, 512, 1000, 1022, 2048)] == [
+            256, 257, 256, 250, 1022, 256,
+        ]  # fmt: skip
+        assert block_rows(512, 1024, dtype) == 512
+        assert block_rows(4 * USUALLY, 4 * USUALLY, dtype) == 4 * USUALLY
+    assert [block_rows(2 * USUALLY, 2 * USUALLY, d) for d in (wide, half)] == [256, 2 * USUALLY]
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128, 256])

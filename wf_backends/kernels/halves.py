@@ -9,7 +9,8 @@ Shapes: b batch, n rows and keys, h query heads, g key heads, d head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -21,18 +22,21 @@ from wf_backends.merge import merge_
 BLOCK = 256
 """Rows of the blocks along the diagonal, at most. Measured in docs/kernels.md."""
 
-MOST_ROWS = 2048
-"""Rows of a square from which the scores that blocks save are no longer worth their merges."""
+MOST_ROWS: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 4096})
+USUALLY = 2048
+"""Rows of a square beyond which the scores that blocks save are not worth their merges. In float32
+squares of 4,096 still gain, in bfloat16 their backward loses (benchmarks/kernels.py --rows 4096)."""
 
 Blocks = Callable[[Tensor, int], Tensor]
 
 
-def block_rows(rows: int, keys: int) -> int:
+def block_rows(rows: int, keys: int, dtype: torch.dtype) -> int:
     """The rows of a block on a causal tile's diagonal; all of them where halving is no gain."""
     block = rows
     while block > BLOCK and block % 2 == 0:
         block //= 2
-    return block if rows == keys <= MOST_ROWS and block <= BLOCK else rows
+    most = MOST_ROWS.get(dtype, USUALLY)
+    return block if rows == keys <= most and block <= BLOCK else rows
 
 
 def halved_forward(

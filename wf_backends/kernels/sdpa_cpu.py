@@ -28,7 +28,7 @@ def cpu_forward(
     if is_reversed(band):
         out, lse = cpu_forward(mask_of, q.flip(1), k.flip(1), v.flip(1), scale, CAUSAL)
         return out.flip(1), lse.flip(2)
-    block = block_rows(q.shape[1], k.shape[1])
+    block = block_rows(q.shape[1], k.shape[1], q.dtype)
     if band == CAUSAL and block < q.shape[1]:
         return halved_forward(partial(cpu_forward, mask_of), q, k, v, scale, block)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
@@ -54,7 +54,7 @@ def cpu_backward(
         grads = cpu_backward(mask_of, dout, q, k, v, out, lse.flip(2), scale, CAUSAL)
         dq, dk, dv = (x.flip(1) for x in grads)
         return dq, dk, dv
-    block = block_rows(q.shape[1], k.shape[1])
+    block = block_rows(q.shape[1], k.shape[1], q.dtype)
     if band == CAUSAL and block < q.shape[1]:
         run = partial(cpu_backward, mask_of)
         return halved_backward(run, dout, q, k, v, out, lse, scale, block)
