@@ -25,7 +25,7 @@ BLOCK = 256
 MOST_ROWS: Mapping[torch.dtype, int] = MappingProxyType({torch.float32: 4096})
 USUALLY = 2048
 """Rows of a square beyond which the scores that blocks save are not worth their merges. In float32
-squares of 4,096 still gain, in bfloat16 their backward loses (benchmarks/kernels.py --rows 4096)."""
+squares of 4,096 still gain; in bfloat16 their backward loses. See benchmarks/kernels.py."""
 
 Blocks = Callable[[Tensor, int], Tensor]
 
