@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,3 +137,13 @@ def test_what_leaves_shares_a_link_with_what_is_still_to_come() -> None:
     took = Transfer(1.0)
     chunks = Chunk(0.0, leave=took), Chunk(0.0, took), Chunk(1.0, took)
     assert seconds((Phase("step 0", chunks=chunks),)) == pytest.approx(4)
+
+
+def test_in_closed_form_a_rank_is_held_by_what_it_sends_and_receives() -> None:
+    """One message out and one in; of a NIC's bytes its share; of more, what comes on top."""
+    at = topology(2, 2, 1, occupied=0.5)
+    at = replace(at, inside=Link(0.25, 4 * BYTES))
+    both = transfer(at, 0, 8 * BYTES)
+    assert both.hold_s == pytest.approx(0.5 * (0.25 + 1.0))
+    assert transfer(at, 4 * BYTES, 0).hold_s == pytest.approx(0.5 * (0.25 + 1.0))
+    assert both.beyond(transfer(at, 0, 4 * BYTES)).hold_s == pytest.approx(0.25)

@@ -357,6 +357,14 @@ def test_where_exchanges_are_long_heads_are_traded_in_chunks(exact_up_to: int) -
     assert alike == found
 
 
+def test_all_heads_at_once_in_rank_order_is_plain() -> None:
+    ring = in_rank_order({"name": "ring"}, 4)
+    request = Request(cluster(4, 2), Workload(SHAPE, 4096))
+    plain = price_plan(request, 2, ring, ring)
+    assert plain.is_plain and not replace(plain, chunks=2).is_plain
+    assert not replace(plain, stride=2).is_plain and replace(plain, chunks=2).in_rank_order
+
+
 def test_chunks_that_no_head_split_allows_are_refused() -> None:
     odd = Request(cluster(4, 2), Workload(replace(SHAPE, heads=8, kv_heads=8), 4096), chunks=(3,))
     with pytest.raises(

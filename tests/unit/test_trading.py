@@ -68,3 +68,21 @@ def test_what_occupies_a_rank_is_added_to_its_pass() -> None:
     assert found.seconds == pytest.approx(200 + come + leave)
     measured = job(2, occupied=0.5, exchange_s=1e3)
     assert [one.hold_s for one in trade_costs(measured)] == pytest.approx([500, 500])
+
+
+def test_connections_inside_a_host_carry_the_pass_beside_the_exchanges() -> None:
+    """Two hosts of two ranks with a NIC, four of which trade: one neighbour, two far ones."""
+    at = replace(AT, ranks_per_host=2, inside=Link(LATENCY, 1.0), between=Link(1e-9, 1e12))
+    many = Job(WORK, at, degree=4, chunks=2)
+    busy = replace(PASS, inside_bytes=1e6)
+    sent = [one.inside_bytes for one in trade_costs(many)]
+    found = pipelined(many, FORWARD, busy)
+    assert found.seconds == pytest.approx(sum(LATENCY + 1e6 + each for each in sent))
+
+
+def test_a_rank_is_held_by_its_own_messages_to_all_its_peers() -> None:
+    """Not by its neighbour's through the same NIC: its own bytes, three out and three in."""
+    at = replace(AT, ranks_per_host=2, inside=Link(LATENCY, 1e3), occupied=1.0)
+    for one in trade_costs(Job(WORK, at, degree=4, chunks=2)):
+        own = one.inside_bytes + one.nic_bytes / 2
+        assert one.hold_s == pytest.approx(3 * LATENCY + own / 1e3)
