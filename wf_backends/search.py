@@ -42,7 +42,7 @@ class Pricing:
             cost = pass_cost(self.job, schedule, estimator.walk, placed.two_way)
         else:
             cost = estimator.cost(placed)
-        return PassPlan(placed, estimator.walk, pipelined(self.job, self.walk, cost))
+        return PassPlan(placed, estimator.walk, pipelined(self.job, cost))
 
     def bound(self, placed: Placed) -> float:
         """Seconds that `price` finds at least."""

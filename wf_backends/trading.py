@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 
-from wf_backends.cost import FORWARD, Job, Walk
+from wf_backends.cost import Job
 from wf_backends.timeline import Cost, Phase, Transfer, transfer
 from wf_backends.topology import Topology
 
@@ -83,15 +83,15 @@ def _pooled_bytes(job: Job) -> float:
     return 2 * row * (rows * shape.heads + keys * shape.kv_heads)
 
 
-def pipelined(job: Job, walk: Walk, cost: Cost) -> Cost:
+def pipelined(job: Job, cost: Cost) -> Cost:
     """The cost of all chunks, one after another, from that of one, with the trades meanwhile.
 
-    Links carry the trades of other chunks beside what the pass itself sends.
+    Links carry the trades of other chunks beside what the pass itself sends. That the backward's
+    go the other way round changes nothing in all.
     """
     if job.chunks == 1:
         return cost
-    there = walk.name == FORWARD.name
-    come, leave = trade_costs(job) if there else reversed(trade_costs(job))
+    come, leave = trade_costs(job)
     last, seconds = job.chunks - 1, 0.0
     for at in range(job.chunks):
         beside = [come] * (at < last) + [leave] * (at > 0)

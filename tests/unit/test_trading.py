@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from wf_backends.cost import BACKWARD_KEYS, FORWARD, Job, Workload
+from wf_backends.cost import Job, Workload
 from wf_backends.timeline import Cost
 from wf_backends.topology import KernelRate, Link, Topology
 from wf_backends.trading import pipelined, trade_costs, ulysses_cost
@@ -37,16 +37,15 @@ def test_only_one_way_in_and_one_way_out_hide_behind_nothing(chunks: int) -> Non
 
 
 def test_all_heads_at_once_cost_what_their_pass_does() -> None:
-    assert pipelined(job(1), FORWARD, PASS) is PASS
+    assert pipelined(job(1), PASS) is PASS
 
 
-@pytest.mark.parametrize("walk", (FORWARD, BACKWARD_KEYS))
-def test_a_chunk_takes_the_longer_of_its_pass_and_of_what_travels_meanwhile(walk) -> None:
+def test_a_chunk_takes_the_longer_of_its_pass_and_of_what_travels_meanwhile() -> None:
     """Of four the first meets one way in, the last one way out, the others both."""
-    come, leave = (3, 1) if walk is FORWARD else (1, 3)
+    come, leave = 3, 1
     links = [LATENCY + heads * ROW / 1e3 for heads in (come, come + leave, come + leave, leave)]
     for took in (2.0, 6.0, 20.0):
-        found = pipelined(job(4), walk, replace(PASS, seconds=took))
+        found = pipelined(job(4), replace(PASS, seconds=took))
         assert found.seconds == pytest.approx(sum(max(took, link) for link in links))
     assert (found.compute_s, found.gathered_bytes, found.memory_bytes) == (6.0, 12.0, 7.0)
 
@@ -54,7 +53,7 @@ def test_a_chunk_takes_the_longer_of_its_pass_and_of_what_travels_meanwhile(walk
 def test_links_carry_the_pass_beside_the_exchanges() -> None:
     busy = replace(PASS, nic_bytes=5e3)
     links = [LATENCY + 5 + heads * ROW / 1e3 for heads in (6, 2)]
-    found = pipelined(job(2), FORWARD, busy)
+    found = pipelined(job(2), busy)
     assert found.seconds == pytest.approx(sum(links))
     assert found.nic_bytes == 1e4
 
@@ -64,7 +63,7 @@ def test_what_occupies_a_rank_is_added_to_its_pass() -> None:
     slow = job(2, occupied=1.0)
     come, leave = (one.hold_s for one in trade_costs(slow))
     assert (come, leave) == pytest.approx((LATENCY + 6 * ROW / 1e3, LATENCY + 2 * ROW / 1e3))
-    found = pipelined(slow, FORWARD, replace(PASS, seconds=100.0))
+    found = pipelined(slow, replace(PASS, seconds=100.0))
     assert found.seconds == pytest.approx(200 + come + leave)
     measured = job(2, occupied=0.5, exchange_s=1e3)
     assert [one.hold_s for one in trade_costs(measured)] == pytest.approx([500, 500])
@@ -76,7 +75,7 @@ def test_connections_inside_a_host_carry_the_pass_beside_the_exchanges() -> None
     many = Job(WORK, at, degree=4, chunks=2)
     busy = replace(PASS, inside_bytes=1e6)
     sent = [one.inside_bytes for one in trade_costs(many)]
-    found = pipelined(many, FORWARD, busy)
+    found = pipelined(many, busy)
     assert found.seconds == pytest.approx(sum(LATENCY + 1e6 + each for each in sent))
 
 
