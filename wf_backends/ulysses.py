@@ -55,7 +55,7 @@ class Exchange:
         if chunks == 1:
             return (self,)
         each, rest = divmod(self.share, chunks)
-        if rest or self.copies > 1:
+        if rest:  # as of the one key head that several members have
             raise ValueError(
                 f"ulysses_chunks must divide what a rank has of the {self.num_heads} heads (query "
                 f"or key heads) after the exchange, {self.share}, got {chunks}"
