@@ -11,7 +11,10 @@ hosts=$1 rate=$2
 shift 2
 
 down() {
-    for ((i = 0; i < hosts; i++)); do ip netns delete "wf$i" 2>/dev/null || true; done
+    for ((i = 0; i < hosts; i++)); do # the link first: a namespace's own goes some time after it
+        ip link delete "wf$i" 2>/dev/null || true
+        ip netns delete "wf$i" 2>/dev/null || true
+    done
     ip link delete wfbridge 2>/dev/null || true
 }
 trap down EXIT

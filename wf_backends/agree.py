@@ -23,12 +23,13 @@ def fingerprint(value: object) -> int:
 
 def sum_over_ranks(comm: Communicator, x: Tensor) -> Tensor:
     """The sum of a small tensor over all ranks, without a gradient. Not counted as traffic."""
-    return _everyones(comm, x.to(_home(comm, x)), "sum").sum(0).to(x.device)
+    return gather_small(comm, x).sum(0)
 
 
 def gather_small(comm: Communicator, x: Tensor) -> Tensor:
     """The small tensors of all ranks, stacked by rank. Not counted as traffic."""
-    return _everyones(comm, x.to(_home(comm, x)), "gather").to(x.device)
+    device = x.device if comm.carries(x.device) else _home(comm, x)  # a host copy waits for x
+    return _everyones(comm, x.to(device), "gather").to(x.device)
 
 
 def _everyones(comm: Communicator, mine: Tensor, label: str) -> Tensor:
@@ -44,7 +45,7 @@ def _everyones(comm: Communicator, mine: Tensor, label: str) -> Tensor:
         to, source = (comm.rank + ahead) % comm.size, (comm.rank - ahead) % comm.size
         comm.post_control(label, [(to, out)], [(source, into)]).wait()
         held = torch.cat((held, into))
-    return held[[(comm.rank - rank) % comm.size for rank in range(comm.size)]]
+    return held.flip(0).roll(comm.rank + 1, 0)
 
 
 class Agreement:

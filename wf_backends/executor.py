@@ -47,6 +47,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+        q = dense(q)
         out, *held = attend(q, k, v, call)
         ctx.call = call
         ctx.save_for_backward(q, k, v, out, *held)
@@ -76,7 +77,7 @@ def differentiate(saved: Sequence[Tensor], dout: Tensor, call: Call) -> Tensors:
     Args:
         saved: q, k, v and everything that `attend` gave.
     """
-    q, k, v, out, lse, *gathered = saved
+    (q, k, v, out, lse, *gathered), dout = saved, dense(dout)
     kept = tuple((gathered.pop(0),) if keep else () for keep in call.keep)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     stats = torch.stack((lse, _rows_first(delta)), dim=1)
@@ -196,6 +197,11 @@ def _merge(targets: Tensors, values: Tensors) -> None:
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """What out, lse, dq, dk, dv are summed in: float64 for float64, float32 for the rest."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dense(x: Tensor) -> Tensor:
+    """x (..., d) with each row in one piece, as kernels read it whatever its strides say."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _rows_first(x: Tensor) -> Tensor:

@@ -68,7 +68,8 @@ def _return(comm: Communicator, gather: Gather, grad: Tensor, label: str) -> Ten
     def blank(num_rows: int) -> Tensors:
         return (grad.new_zeros((num_rows, *grad.shape[1:]), dtype=dtype),)
 
-    mail = Mail(comm, label)
-    finish = send_home(mail, gather, (grad,), Home(gather.shard_rows, blank, add))
+    mail, home = Mail(comm, label), Home(gather.shard_rows, blank, add)
+    home.total()  # a sum of its own, not begun in what is given: that is autograd's, and narrow
+    finish = send_home(mail, gather, (grad,), home)
     mail.deliver()
     return finish()[0].to(grad.dtype)

@@ -99,7 +99,8 @@ class SequenceParallel:
             _check_dim(x, dim)
         others = [n for axis, n in enumerate(x.shape) if axis != dim % x.dim()]
         same = {"dtype": fingerprint(x.dtype), "shape beside dim": fingerprint(others)}
-        rows = self._agreement.check(same, {"rows": x.shape[dim]}, x)["rows"]
+        told = self._agreement.check(same, {"rows": x.shape[dim]}, x, remember=False)
+        rows = told["rows"]  # of others they may have changed where this rank's are the same
         layout = layout_of(self.config.layout, rows, cu_seqlens, f"dim {dim} of x")
         there, back = (partial(f, self.comm, layout, dim) for f in (gather_shards, take_shard))
         return move(x, there, back, "unshard")

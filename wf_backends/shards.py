@@ -7,14 +7,15 @@ from torch import Tensor
 
 from wf_backends.comm.protocol import Communicator
 from wf_backends.layout import Layout
-from wf_backends.mail import Mail, copy, pack, scatter
+from wf_backends.mail import Mail, copy, scatter
 from wf_backends.ranges import size
 from wf_backends.rankplan import Parcel
 
 
 def take_shard(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
-    """This rank's rows of the whole x along `dim`; nothing is sent."""
-    return pack(x.movedim(dim, 0), layout[comm.rank]).movedim(0, dim).contiguous()
+    """A copy of this rank's rows of the whole x along `dim`; nothing is sent."""
+    pieces = [x.narrow(dim, start, stop - start) for start, stop in layout[comm.rank]]
+    return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim).contiguous()
 
 
 def gather_shards(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
@@ -26,10 +27,12 @@ def gather_shards(comm: Communicator, layout: Layout, dim: int, x: Tensor, label
     places = [Parcel(peer, shard) for peer, shard in enumerate(layout)]
     arriving = [mail.receive(place, (rows,)) for place in places]
     mail.deliver()
-    whole = rows.new_empty((sum(map(size, layout)), *rows.shape[1:]))
+    shape = list(x.shape)
+    shape[dim] = sum(map(size, layout))
+    whole = x.new_empty(shape)
     for place, values in zip(places, arriving, strict=True):
-        scatter((whole,), place.rows, values, copy)
-    return whole.movedim(0, dim).contiguous()
+        scatter((whole.movedim(dim, 0),), place.rows, values, copy)
+    return whole
 
 
 def positions(shard: tuple[tuple[int, int], ...], device: torch.device | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from wf_backends import SequenceParallelConfig, dsp
+from wf_backends.comm.process_group import own_group
 from wf_colossalai.connect import connect, connect_stages
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule
@@ -83,7 +84,7 @@ def apply(
     stages = None
     if not isinstance(config, SequenceParallelConfig):
         config, stages = dsp.read_words(config)
-    sp = PlainSequenceParallel(config, group)
+    sp = PlainSequenceParallel(config, own_group() if group is None else group)
     if stages is not None:
         return Applied(connect_stages(model, sp, stages), group)
     return Applied(connect(model, sp, table), group)

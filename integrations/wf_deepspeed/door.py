@@ -99,8 +99,11 @@ def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
 def start(arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Initialise the process group as deepspeed.initialize would; a second call does nothing.
 
+    The engine chooses this rank's device only later; its groups must know it now.
+
     Args:
-        arguments: of deepspeed.initialize; "distributed_port" and "dist_init_required" count.
+        arguments: of deepspeed.initialize; "distributed_port", "dist_init_required" and the
+            device_rank of "args" count.
     """
     accelerator = get_accelerator()
     assert accelerator is not None, "DeepSpeed always finds an accelerator, if only the CPU"
@@ -109,3 +112,5 @@ def start(arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
     names = ("distributed_port", "dist_init_required")
     options = {name: arguments[name] for name in names if name in arguments}
     deepspeed.init_distributed(accelerator.communication_backend_name(), **options)
+    given = getattr(arguments.get("args"), "device_rank", None)
+    accelerator.set_device(deepspeed.comm.get_local_rank() if given is None else given)

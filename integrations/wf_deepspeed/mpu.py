@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from wf_backends.comm.process_group import timeout_of
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:
@@ -38,8 +40,12 @@ class Groups:
 
 
 def _block_of(world: ProcessGroup, size: int) -> ProcessGroup:
-    """This rank's block of `size` consecutive ranks of the world."""
-    block = world if size == dist.get_world_size() else dist.new_subgroups(size)[0]
+    """This rank's block of `size` consecutive ranks of the world, with the world's timeout.
+
+    Never the world itself: NCCL has one queue for each group, and what ZeRO gathers and reduces in
+    the world would hold up the messages of attention.
+    """
+    block, _ = dist.new_subgroups(size, timeout=timeout_of(world))
     assert isinstance(block, ProcessGroup), "every rank of the world is in one block"
     return block
 

@@ -117,11 +117,12 @@ def run_cases(
 
 
 def tiny_llama(layers: int = 2, **more: Any) -> LlamaForCausalLM:
-    """4 heads on 2 key heads, the same weights in every process."""
+    """4 heads on 2 key heads unless `more` says else, the same weights in every process."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=VOCABULARY, **shape, **heads, initializer_range=0.2, **more)
+    words = shape | heads | more
+    config = LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.2, **words)
     return LlamaForCausalLM(config)
 
 

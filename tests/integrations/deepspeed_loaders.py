@@ -11,6 +11,8 @@ from torch.utils.data import Dataset
 
 import wf_deepspeed
 from tests.integrations.deepspeed_jobs import tiny_llama
+from wf_backends.comm.process_group import timeout_of
+from wf_deepspeed.mpu import Groups
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -50,6 +52,12 @@ def main(out: str) -> None:
     result["rows"] = batches[0]["input_ids"].shape[1]
     result["valid"] = [batch["valid_labels"] for batch in batches]
     result["labels"] = [int((batch["labels"] != -100).sum()) for batch in batches]
+    world, groups = dist.group.WORLD, Groups.build(4)
+    assert world is not None
+    result["own"] = groups.sequence is not world
+    result["timeouts"] = [
+        timeout_of(g) == timeout_of(world) for g in (groups.sequence, groups.alone)
+    ]
     result["errors"] = [error(wallfacer, dist.get_rank()), missing(wallfacer)]
     with open(f"{out}.{dist.get_rank()}.json", "w") as file:
         json.dump(result, file)

@@ -1,7 +1,7 @@
 """One rank of a job: runs the cases of FOLDER/cases.json one after the other.
 
 A case: name, config (DeepSpeed JSON), steps, sequences (per step, over all ranks), and optionally
-layers, average, checkpointing, save, load, tag, pretrained, compile.
+layers, model (more of its settings), average, checkpointing, save, load, tag, pretrained, compile.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """Losses, gradient norms, bytes sent and final weights of one case."""
-    model = pretrained(case) if "pretrained" in case else tiny_llama(case.get("layers", 2))
+    model = pretrained(case) if "pretrained" in case else from_config(case)
     partitioned = any(hasattr(p, "ds_id") for p in model.parameters())
     if case.get("checkpointing") == "transformers":
         model.gradient_checkpointing_enable()
@@ -73,6 +73,11 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         engine.wallfacer.connection.undo.close()
     engine.destroy()
     return result
+
+
+def from_config(case: dict[str, Any]) -> Any:
+    """The model of the settings, drawn."""
+    return tiny_llama(case.get("layers", 2), **case.get("model", {}))
 
 
 def pretrained(case: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from torch import nn
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
+import deepspeed  # noqa: E402
+
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm.threads import run_threads  # noqa: E402
 from wf_deepspeed.connect import connect  # noqa: E402
-from wf_deepspeed.door import initialize_through  # noqa: E402
+from wf_deepspeed.door import initialize_through, start  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
 
@@ -72,6 +75,18 @@ def test_the_block_is_found_wherever_deepspeed_finds_its_json(way: str, tmp_path
         initialize_through(signature, (), given)
 
 
+def test_the_device_is_chosen_before_groups_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the engine does later: NCCL connects a group on whatever device is current."""
+    took: list[int] = []
+    accelerator = deepspeed.accelerator.get_accelerator()
+    monkeypatch.setattr(accelerator, "set_device", took.append)
+    monkeypatch.setattr(deepspeed, "init_distributed", lambda *_, **__: None)
+    monkeypatch.setattr(deepspeed.comm, "get_local_rank", lambda: 3)
+    start()
+    start({"args": SimpleNamespace(device_rank=1)})
+    assert took == [3, 1]
+
+
 class Attends(nn.Module):
     """A module of one's own that takes the SequenceParallel object."""
 
@@ -107,6 +122,12 @@ def loaders(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 @pytest.mark.processes
 def test_ranks_know_their_group(loaders: list[dict[str, Any]]) -> None:
     assert [seen["data_parallel"] for seen in loaders] == [[0, 2], [0, 2], [1, 2], [1, 2]]
+
+
+@pytest.mark.processes
+def test_attention_has_a_group_of_its_own_that_waits_as_long(loaders: list[dict[str, Any]]) -> None:
+    """Even where all ranks share a sequence: ZeRO's messages go through the world's group."""
+    assert all(seen["own"] and all(seen["timeouts"]) for seen in loaders)
 
 
 @pytest.mark.processes

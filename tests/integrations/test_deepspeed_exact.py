@@ -39,6 +39,8 @@ ROUTES = {
         "context_first": RING | {"ulysses_degree": 2, "ulysses_stride": 2},
     },
 }
+CHUNKS = RING | {"ulysses_degree": 2, "ulysses_chunks": 2}
+FOUR_KEY_HEADS = {"num_key_value_heads": 4}  # two for each rank that trades, one for each chunk
 ADAM = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
     "gradient_clipping": 1.0,
@@ -112,6 +114,8 @@ def extras(folder: Path) -> list[dict[str, Any]]:
         case("pretrained_3", four | RING, 3, pretrained=pretrained),
         case("offloaded_init_3", four | MESH, 3, zero=params, pretrained=pretrained),
         case("compiled_3", four | RING, 3, compile={"backend": "aot_eager"}),
+        case("chunks_1", four | CHUNKS, 1, model=FOUR_KEY_HEADS),
+        case("chunks_3", four | CHUNKS, 3, model=FOUR_KEY_HEADS, checkpointing="transformers"),
         case("deepspeed_recompute_1", four | CONCENTRIC, 1, checkpointing="deepspeed"),
         accumulated("saved_4", 4, 1, steps=STEPS // 2, save=saved),
         accumulated("resumed_2", 2, 1, load=saved, steps=STEPS),
@@ -126,6 +130,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Results:
         case("adam", None, steps=STEPS),
         case("shallow", None, steps=STEPS, layers=1),
         case("few", None),
+        case("wide", None, model=FOUR_KEY_HEADS),
         case("sgd", None, optimizer=SGD),
         case("adam_4", None, sequences=4, accumulation=4, steps=STEPS),
         case("sgd_4", None, sequences=4, accumulation=4, optimizer=SGD),
@@ -207,6 +212,12 @@ def test_models_that_are_loaded_in_parts(name: str, four: Results, reference: Re
     """from_pretrained under a DeepSpeed configuration: at ZeRO 3 no rank ever holds it whole."""
     assert four[name]["partitioned"] == name.endswith("_3")
     assert_same(four[name], reference["few"])
+
+
+@pytest.mark.parametrize("name", ["chunks_1", "chunks_3"])
+def test_heads_traded_in_chunks(name: str, four: Results, reference: Results) -> None:
+    assert_same(four[name], reference["wide"])
+    assert four[name]["sent"] > 0
 
 
 def test_a_compiled_engine(four: Results, reference: Results) -> None:

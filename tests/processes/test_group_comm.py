@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests import comm_contract
 from tests.helpers import run_processes
 from wf_backends.comm import Communicator, Pending, make_comm
-from wf_backends.comm.process_group import GroupComm
+from wf_backends.comm.process_group import GroupComm, own_group, timeout_of
 from wf_backends.comm.staging import Staged
 
 pytestmark = pytest.mark.processes
@@ -36,8 +36,16 @@ def everything(comm: Communicator) -> dict[str, object]:
             "staged": ring(comm, partial(Staged, comm.post)),
             "batched": ring(comm, comm._post_batch),
             "subgroup": subgroup(comm),
+            "own": own(comm.group),
         }
     return facts
+
+
+def own(world: dist.ProcessGroup) -> tuple[bool, bool]:
+    """Whether a group of one's own is another one, and whether it waits as long."""
+    group = own_group()
+    assert group is not None
+    return group is not world, timeout_of(group) == timeout_of(world) is not None
 
 
 def missing(comm: Communicator) -> str:
@@ -123,6 +131,15 @@ def test_subgroups_and_the_ways_of_cuda_tensors(ranks):
         assert all(facts["subgroup"] == {} for facts in ranks)
         assert [facts["staged"] for facts in ranks] == [3.0, 0.0, 1.0, 2.0]
         assert [facts["batched"] for facts in ranks] == [3.0, 0.0, 1.0, 2.0]
+
+
+def test_a_group_of_ones_own_waits_as_long(ranks):
+    if len(ranks) == 4:
+        assert all(facts["own"] == (True, True) for facts in ranks)
+
+
+def test_no_job_has_no_group_of_its_own():
+    assert own_group() is None
 
 
 def test_a_dead_peer_is_named():

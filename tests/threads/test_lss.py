@@ -9,8 +9,10 @@ from torch import nn
 from tests.dense import dense_attention
 from tests.helpers import ROOT, run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends import lss as lss_module
 from wf_backends.gradients import DoubleAverage, GradientMean
 from wf_backends.mask import make_mask
+from wf_backends.rankplan import Gather, Parcel
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(ROOT / "benchmarks")
@@ -191,6 +193,23 @@ def test_ranks_with_different_parameters_are_told():
 
     with pytest.raises(ValueError, match="their shapes and dtypes"):
         run_threads(2, one_rank)
+
+
+def sum_of_returns(comm):
+    """256 of this rank's own and 0.5 of every other's: bfloat16 alone would drop each half."""
+    ranks = range(comm.size)
+    give = tuple(Parcel(peer, ((0, 1),)) for peer in ranks)
+    take = tuple(Parcel(peer, ((peer, peer + 1),)) for peer in ranks)
+    grad = torch.full((comm.size, 2, 1, 1, 1), 0.5, dtype=torch.bfloat16)
+    grad[comm.rank] = 256
+    before = grad.clone()
+    total = lss_module._return(comm, Gather(1, comm.size, give, take), grad, "lss")
+    assert torch.equal(grad, before), "the gradient that autograd gave was written into"
+    return total.unique().tolist()
+
+
+def test_gradients_are_summed_in_float32():
+    assert run_threads(9, sum_of_returns) == [[260.0]] * 9
 
 
 def test_bad_input():

@@ -75,6 +75,15 @@ def test_auto_is_reference_on_cuda_for_head_dims_that_flash_lacks(head_dim, flas
     assert f"head_dim must be a multiple of 8 up to 256, got {head_dim}" in choice.reason
 
 
+def test_a_gpu_that_is_too_old_for_flash_gets_the_reference(flash_attn_version, monkeypatch):
+    flash_attn_version("2.8.3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
+    choice = select("auto", replace(CUDA, dtype=torch.float16))
+    assert choice.kernel.name == "reference"
+    assert choice.reason.count("capability (8, 0) or later, this GPU has (7, 5)") == 2
+
+
 @pytest.mark.parametrize("name", ["reference", "sdpa"])
 def test_a_kernel_can_be_asked_for_by_name(name):
     choice = select(name, CPU)

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from wf_backends import launch
+from wf_backends import launch, meeting
 from wf_backends.launchers import SLURM_PORTS, Place, detect, first_host
 
 OPENMPI = {
@@ -229,9 +233,9 @@ def test_after_an_error_a_group_is_left_as_it_is(environ, monkeypatch):
 
 
 def test_local_ranks_are_counted_over_hosts_where_no_variable_names_them():
-    place = launch._with_local(Place("mpi4py", 2, 4), ["b", "a", "b", "b"])
+    place = meeting.with_local(Place("mpi4py", 2, 4), ["b", "a", "b", "b"])
     assert (place.local_rank, place.local_size) == (1, 3)
-    named = launch._with_local(Place("openmpi", 2, 4, 2, 3), ["b", "a", "b", "b"])
+    named = meeting.with_local(Place("openmpi", 2, 4, 2, 3), ["b", "a", "b", "b"])
     assert (named.local_rank, named.local_size) == (2, 3)
 
 
@@ -254,4 +258,42 @@ def test_the_address_for_other_hosts_is_never_the_loopback(monkeypatch, resolves
     monkeypatch.setattr(socket, "gethostbyname", gethostbyname)
     monkeypatch.setattr(socket, "socket", Probe)
     expected = "10.1.2.3" if resolves_to == "10.1.2.3" else "10.9.9.9"
-    assert launch._outward_address() == expected
+    assert meeting._outward_address() == expected
+
+
+def take_gpus(monkeypatch: pytest.MonkeyPatch, shown: list[list[str]]) -> list[Any]:
+    """What ranks of one host get that are shown GPUs with these names: a device, or an error."""
+    mine = threading.local()  # a rank is a thread here, and each has a torch.cuda of its own
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(mine.gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: mine.gpus[index])
+    store = dist.HashStore()
+
+    def rank(number: int) -> Any:
+        mine.gpus = [SimpleNamespace(uuid=name) for name in shown[number]]
+        try:
+            place = Place("slurm", number, len(shown), number, len(shown))
+            return meeting.take_gpu(store, place)
+        except ValueError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(shown)) as pool:
+        return list(pool.map(rank, range(len(shown))))
+
+
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_is_shown(monkeypatch):
+    first, second = (torch.device("cuda", index) for index in (0, 1))
+    assert take_gpus(monkeypatch, [["a", "b"], ["a", "b"]]) == [first, second]
+    assert take_gpus(monkeypatch, [["a"], ["b"]]) == [first, first]
+
+
+def test_ranks_that_share_a_gpu_are_all_told(monkeypatch):
+    for told in take_gpus(monkeypatch, [["a"], ["a"], ["b"]]):
+        assert "ranks [0, 1] share GPUs" in told
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    store = dist.HashStore()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match="local rank 2 has no GPU of its own, this host has 2"):
+        meeting.take_gpu(store, Place("slurm", 2, 3, 2, 3))

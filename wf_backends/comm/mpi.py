@@ -83,12 +83,16 @@ class MpiComm(Communicator):
             return f"{library} is CUDA-aware: CUDA tensors are sent from device memory"
         return f"{library} is not CUDA-aware: {HOST_COPIES}"
 
+    def carries(self, device: torch.device) -> bool:
+        """See Communicator.carries."""
+        return device.type == "cpu" or bool(self.cuda_aware)
+
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        on_cpu = all(tensor.device.type == "cpu" for _, tensor in (*sends, *recvs))
-        if not on_cpu and not self.cuda_aware:
+        devices = {tensor.device for _, tensor in (*sends, *recvs)} - {torch.device("cpu")}
+        if devices and not self.cuda_aware:
             return Staged(self._post_direct, label, sends, recvs)
-        if not on_cpu:
-            torch.cuda.current_stream().synchronize()  # MPI knows nothing of streams
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()  # MPI knows nothing of streams
         return self._post_direct(label, sends, recvs)
 
     def _post_direct(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +16,30 @@ from wf_backends.comm.staging import Staged
 What = tuple[Any, ...]  # label, kind of message, peers: put into words if something fails
 
 WINDOW = 1 << 17  # bytes: what fills a link of 10 Gbit/s for 100 us, a round trip
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long operations of a group wait for peers; None if this torch does not tell.
+
+    For groups that are made of it: they would have the library's default, not its parent's.
+    """
+    device, _ = dist.get_backend_config(group).split(",")[0].split(":")
+    options = getattr(group._get_backend(torch.device(device)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def own_group() -> dist.ProcessGroup | None:
+    """A new group of all ranks, which all must call this; None if there is no job.
+
+    NCCL has one queue for each group: what a framework gathers and reduces in the default group
+    would hold up the messages of attention.
+    """
+    world = dist.group.WORLD
+    if world is None:
+        return None
+    group = dist.new_group(timeout=timeout_of(world))
+    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+    return group
 
 
 class GroupComm(Communicator):
@@ -41,7 +66,12 @@ class GroupComm(Communicator):
         self.on_host = "cpu" in self._backends
         if self._backends.get("cuda") == "nccl":
             # NCCL connects at the first operation, in which every rank must take part
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=self.group)
+            device = self.group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+
+    def carries(self, device: torch.device) -> bool:
+        """See Communicator.carries; gloo copies what is not on the host."""
+        return self._backends.get(device.type) == ("gloo" if device.type == "cpu" else "nccl")
 
     def window(self, device: torch.device) -> int | None:
         """NCCL takes everything in one launch; gloo's sockets need turns."""

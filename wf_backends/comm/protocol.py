@@ -66,6 +66,10 @@ class Communicator(ABC):
             assert tensor.is_contiguous(), f"{label!r}: a buffer is not contiguous"
         return self._post(label, sends, recvs)
 
+    def carries(self, device: torch.device) -> bool:
+        """Whether tensors of a device travel as they are: from it no copy is made, nor to it."""
+        return device.type == "cpu" and self.on_host
+
     def window(self, device: torch.device) -> int | None:
         """Bytes that a rank should have on their way at a time in an exchange all wait for.
 
@@ -93,6 +97,9 @@ class View(Communicator):
         self.rank, self.size = self.ranks.index(parent.rank), len(self.ranks)
         self.on_host = parent.on_host
         self.sent = parent.sent
+
+    def carries(self, device: torch.device) -> bool:
+        return self.parent.carries(device)
 
     def window(self, device: torch.device) -> int | None:
         return self.parent.window(device)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from wf_backends.kernels.pieces import Piece, cut_window, flash_window, whole
 from wf_backends.kernels.piecewise import piecewise_backward, piecewise_forward
-from wf_backends.kernels.protocol import KernelSpec
+from wf_backends.kernels.protocol import KernelSpec, too_old_for_flash
 from wf_backends.mask import Band
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -133,7 +133,7 @@ class FlashKernel:
             return f"flash-attn takes torch.bfloat16 and torch.float16, got {spec.dtype}"
         if spec.head_dim % 8 or spec.head_dim > _HEAD_DIM:
             return f"head_dim must be a multiple of 8 up to {_HEAD_DIM}, got {spec.head_dim}"
-        return None if _has_flash_3() else missing_flash_2()
+        return too_old_for_flash() or (None if _has_flash_3() else missing_flash_2())
 
     def runs(self, spec: KernelSpec) -> str:
         """See Kernel.runs."""

@@ -27,6 +27,17 @@ class KernelSpec:
     kv_heads: int
 
 
+OLDEST_FLASH = (8, 0)  # Ampere: compute capability that flash-attn and torch's copy of it need
+
+
+def too_old_for_flash() -> str | None:
+    """Why no flash kernel runs on the current GPU; None if one does, or there is no GPU."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= OLDEST_FLASH:
+        return None
+    has = torch.cuda.get_device_capability()
+    return f"flash kernels need compute capability {OLDEST_FLASH} or later, this GPU has {has}"
+
+
 class Kernel(Protocol):
     """One tile of attention: rows x keys under a Band in the tile's own indices.
 

@@ -29,7 +29,8 @@ def band_mask(rows: int, keys: int, band: Band, device: torch.device) -> Tensor:
 class ReferenceKernel:
     """The Kernel protocol in a few einsums.
 
-    Everything is computed and returned in float32, in float64 if any input is float64.
+    Everything is computed and returned in float32, in float64 if any input is float64, under
+    torch.autocast too.
     """
 
     name = "reference"
@@ -53,9 +54,10 @@ class ReferenceKernel:
     ) -> tuple[Tensor, Tensor]:
         """out = softmax(scale q k^T) v and lse = logsumexp(scale q k^T); see Kernel.forward."""
         q, k, v = _widen(q, k, v)
-        scores = _scores(q, k, scale, band)
-        lse = scores.logsumexp(-1)
-        out = torch.einsum("bgrij,bjgd->bigrd", torch.exp(scores - lse[..., None]), v)
+        with torch.autocast(q.device.type, enabled=False):
+            scores = _scores(q, k, scale, band)
+            lse = scores.logsumexp(-1)
+            out = torch.einsum("bgrij,bjgd->bigrd", torch.exp(scores - lse[..., None]), v)
         return out.flatten(2, 3), lse.flatten(1, 2)
 
     def backward(
@@ -76,12 +78,13 @@ class ReferenceKernel:
         by_group = (kv_heads, q_heads // kv_heads)
         dout, q_grouped = dout.unflatten(2, by_group), q.unflatten(2, by_group)  # b i g r d
         lse, delta = (x.unflatten(1, by_group)[..., None] for x in (lse, delta))  # b g r i 1
-        p = torch.exp(_scores(q, k, scale, band) - lse)
-        dp = torch.einsum("bigrd,bjgd->bgrij", dout, v)
-        ds = p * (dp - delta) * scale
-        dq = torch.einsum("bgrij,bjgd->bigrd", ds, k).flatten(2, 3)
-        dk = torch.einsum("bgrij,bigrd->bjgd", ds, q_grouped)
-        dv = torch.einsum("bgrij,bigrd->bjgd", p, dout)
+        with torch.autocast(q.device.type, enabled=False):
+            p = torch.exp(_scores(q, k, scale, band) - lse)
+            dp = torch.einsum("bigrd,bjgd->bgrij", dout, v)
+            ds = p * (dp - delta) * scale
+            dq = torch.einsum("bgrij,bjgd->bigrd", ds, k).flatten(2, 3)
+            dk = torch.einsum("bgrij,bigrd->bjgd", ds, q_grouped)
+            dv = torch.einsum("bgrij,bigrd->bjgd", p, dout)
         return dq, dk, dv
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wf_backends.kernels.pieces import Piece, cut_causal, split_keys, whole
 from wf_backends.kernels.piecewise import Operators, piecewise_backward, piecewise_forward
-from wf_backends.kernels.protocol import KernelSpec
+from wf_backends.kernels.protocol import KernelSpec, too_old_for_flash
 from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, Question, choose, machine, question
 from wf_backends.kernels.sdpa_cpu import MaskOf, additive_mask, cpu_backward, cpu_forward
 from wf_backends.mask import FULL, Band
@@ -66,7 +66,7 @@ class SdpaKernel:
             return _takes(_CUDA_DTYPES, spec)
         if spec.head_dim % 8 or spec.head_dim > _CUDA_HEAD_DIM:
             return f"head_dim must be a multiple of 8 up to {_CUDA_HEAD_DIM}, got {spec.head_dim}"
-        return None
+        return too_old_for_flash()
 
     def runs(self, spec: KernelSpec) -> str:
         """See Kernel.runs; on CUDA the choice is made for each tile."""
