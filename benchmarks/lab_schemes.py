@@ -17,8 +17,9 @@ from wf_backends.calls import plan_call
 from wf_backends.comm import Communicator
 from wf_backends.mask import Mask
 from wf_backends.placement import divisors, in_rank_order
-from wf_backends.planner import legal_degrees, price_again, price_plan
+from wf_backends.planner import price_again, price_plan
 from wf_backends.plans import Plan, Request
+from wf_backends.splits import legal_degrees
 
 RING = "ring"
 AUTO = "auto"

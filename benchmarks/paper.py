@@ -24,9 +24,10 @@ from typing import Any
 from wf_backends.cost import Workload
 from wf_backends.mask import CAUSAL, Mask
 from wf_backends.placement import divisors, in_rank_order
-from wf_backends.planner import best_plan, legal_degrees, price_again, price_plan
+from wf_backends.planner import best_plan, price_again, price_plan
 from wf_backends.plans import Plan, Request
 from wf_backends.presets import PRESETS
+from wf_backends.splits import legal_degrees
 from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 

@@ -19,8 +19,9 @@ from matplotlib.figure import Figure
 from wf_backends.cost import Workload
 from wf_backends.mask import CAUSAL, Mask
 from wf_backends.placement import divisors, in_rank_order
-from wf_backends.planner import best_plan, legal_degrees, price_plan
+from wf_backends.planner import best_plan, price_plan
 from wf_backends.plans import Plan, Request
+from wf_backends.splits import legal_degrees
 from wf_backends.topology import KernelRate, Link, Topology
 from wf_backends.traffic import Shape
 

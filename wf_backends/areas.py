@@ -5,7 +5,7 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-from wf_backends.mask import Mask
+from wf_backends.mask import FULL, Mask
 from wf_backends.ranges import size
 from wf_backends.tiles import Tile
 
@@ -48,3 +48,17 @@ def mask_area(mask: Mask, seqlen: int) -> int:
     band = mask.band
     sizes = (stop - start for start, stop in mask.documents(seqlen))
     return sum(band_area(size, size, band.left, band.right) for size in sizes)
+
+
+def unevenness(mask: Mask, seqlen: int, layout: str) -> float:
+    """The scores of the rank that has most of them, beside the mean; documents are taken for even.
+
+    Rows that see their whole window have most. Of two chunks, an early and a late one, no rows see
+    a causal window of more than half the sequence whole: together they see a sequence.
+    """
+    band = mask.band
+    if band == FULL or mask.cu_seqlens is not None:
+        return 1.0
+    in_pairs = layout != "contiguous" and 0 in (band.left, band.right)
+    seen = min(band.left + band.right + 1, seqlen / 2 if in_pairs else seqlen)
+    return max(1.0, seqlen * seen / mask_area(mask, seqlen))

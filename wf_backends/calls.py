@@ -65,7 +65,7 @@ def plan_call(
         ValueError: if no plan fits the topology's memory or the heads.
     """
     keys = None if keys in (None, seqlen) else _similar(keys)
-    request = _request(config, shape, _similar(seqlen), mask, topology, keys)
+    request = _request(config, shape, seqlen, mask, topology, keys)
     alike = on_fewer_ranks(request) or of_its_kind(request)
     with _PLANNING:
         return _plan(alike)
@@ -91,7 +91,7 @@ def _request(
 ) -> Request:
     """What the planner is asked."""
     size, moves = config.sequence_parallel_size, config.backward_moves
-    work = Workload(shape, seqlen, mask, config.layout, keys=keys)
+    work = Workload(shape, _similar(seqlen), mask.within(seqlen), config.layout, keys=keys)
     forward, backward = (_named(route, config) for route in _both_routes(config))
     return Request(
         (topology or one_host(size)).with_ranks(size),

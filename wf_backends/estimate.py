@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil, inf
 
+from wf_backends.areas import unevenness
 from wf_backends.axes import Axis, Shape, Side, shape_of
 from wf_backends.cost import Job, Walk, buffer_bytes
 from wf_backends.mask import FULL
@@ -116,9 +117,9 @@ class Estimator:
         score_s = walk.seconds_per_score(job)
         self.even_s = scores / job.route_size * score_s
         in_vain = mask.band.edges * job.rate.diagonal_keys * seqlen / job.route_size
-        uneven = self.masked and mask.band.left == inf and job.workload.layout == "contiguous"
-        self.busiest_s = self.even_s * (seqlen * seqlen / scores if uneven else 1)
-        self.busiest_s += in_vain * score_s
+        self.busiest_s = (
+            self.even_s * unevenness(mask, seqlen, job.workload.layout) + in_vain * score_s
+        )
 
     def shape(self, placed: Placed) -> Shape:
         job = self.job

@@ -66,6 +66,13 @@ class Mask:
         """Whether tokens see no further than a window or their document."""
         return self.cu_seqlens is not None or self.band.left < inf
 
+    def within(self, seqlen: int) -> Mask:
+        """The mask for a sequence of `seqlen` tokens: windows that reach over all are none."""
+        longest = max(stop - start for start, stop in self.documents(seqlen))
+        sides = (inf if side >= longest - 1 else side for side in (self.band.left, self.band.right))
+        band = Band(*sides)
+        return self if band == self.band else Mask(band, self.cu_seqlens)
+
     def documents(self, stop: int) -> tuple[tuple[int, int], ...]:
         """The (start, stop) of every document of a sequence of `stop` tokens."""
         return tuple(pairwise(self.cu_seqlens)) if self.cu_seqlens else ((0, stop),)

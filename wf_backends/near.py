@@ -14,8 +14,8 @@ from wf_backends.cost import Workload
 from wf_backends.layout import LAYOUTS
 from wf_backends.mask import Mask
 from wf_backends.placement import Placed
-from wf_backends.planner import legal_degrees
 from wf_backends.plans import EXACT_UP_TO, Request
+from wf_backends.splits import legal_degrees
 from wf_backends.typical import typical_documents
 
 NEAR_UP_TO = 64

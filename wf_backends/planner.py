@@ -8,10 +8,9 @@ that by closed forms (estimate.py).
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import gcd
 
 from wf_backends.cost import (
     FORWARD,
@@ -21,7 +20,7 @@ from wf_backends.cost import (
     agreement_cost,
 )
 from wf_backends.estimate import ROUNDING
-from wf_backends.placement import Placed, divisors
+from wf_backends.placement import Placed
 from wf_backends.plans import (
     BACKWARDS,
     Order,
@@ -33,65 +32,30 @@ from wf_backends.plans import (
     rounded,
 )
 from wf_backends.search import Pricing, best_of, candidates_of, kept_plans, passes, whole
+from wf_backends.splits import legal_chunks, legal_degrees, legal_strides
 from wf_backends.trading import ulysses_cost
 
-MOST_CHUNKS = 8  # of a rank's heads that the planner looks at
 WORTH = 0.02  # of what is computed: chunks that may hide less of the exchanges are not looked at
-
-
-def legal_degrees(request: Request) -> list[int]:
-    """The ulysses degrees that the ranks and heads allow, rising."""
-    shape = request.workload.shape
-    return [
-        degree
-        for degree in divisors(request.topology.size)
-        if shape.heads % degree == 0
-        and (shape.kv_heads % degree == 0 or degree % shape.kv_heads == 0)
-        and (request.degrees is None or degree in request.degrees)
-    ]
-
-
-def legal_strides(request: Request, degree: int) -> list[int]:
-    """How far apart the ranks may be that trade heads for tokens, rising.
-
-    1, and what brings as many ranks of a route onto a host as it has. Only 1 where nothing is won:
-    on one host; and where tokens see only near ones, which are best on the same rank of the route.
-    """
-    topology, mask = request.topology, request.workload.mask
-    pools = topology.size // degree
-    if request.strides is not None:
-        return [stride for stride in request.strides if pools % stride == 0]
-    if degree == 1 or topology.hosts == 1 or mask.is_near:
-        return [1]
-    on_host = topology.ranks_per_host
-    return sorted({1, on_host if pools % on_host == 0 else pools})
-
-
-def legal_chunks(request: Request, degree: int) -> list[int]:
-    """In how many chunks a rank's heads may be traded, rising.
-
-    Each has whole groups of query heads. Only one where tokens see only near ones.
-    """
-    shape = request.workload.shape
-    whole_groups = gcd(shape.heads // degree, max(1, shape.kv_heads // degree))
-    chunks = divisors(whole_groups if shape.kv_heads % degree == 0 else 1)
-    if request.chunks is not None:
-        return [count for count in request.chunks if count in chunks and degree > 1 or count == 1]
-    if degree == 1 or request.workload.mask.is_near:
-        return [1]
-    return [count for count in chunks if count <= MOST_CHUNKS]
 
 
 def all_plans(request: Request) -> list[Plan]:
     """Every head split and forward route with its best backward, fastest first.
 
-    Plans over the memory limit come last, by what they need.
+    Plans over the memory limit come last, by what they need. Where none is within it, chunks that
+    save memory alone are looked at too.
 
     Raises:
         ValueError: if no ulysses degree that may be used fits the ranks and heads.
     """
+    found = _plans_of(request, _jobs(request))
+    if found[0].cost.memory_bytes > request.memory_limit:
+        return _plans_of(request, _jobs(request, worth=0.0))
+    return found
+
+
+def _plans_of(request: Request, jobs: Sequence[Job]) -> list[Plan]:
     plans: list[Plan] = []
-    for job in _jobs(request):
+    for job in jobs:
         both = _around(job)
         plans += kept_plans(request, job, both)
         if False not in request.keeps:
@@ -219,7 +183,7 @@ def check_memory(first: Plan, request: Request) -> Plan:
     if needs > limit:
         raise ValueError(
             f"no plan fits the memory limit of {limit:.3g} GiB a rank; the closest, ulysses_degree "
-            f"{first.degree}, forward {first.forward.placed}, backward {first.backward.placed}, "
+            f"{first.split}, forward {first.forward.placed}, backward {first.backward.placed}, "
             f"needs {needs:.3g} GiB. Use more ranks, a shorter sequence or a smaller batch"
         )
     return first
@@ -253,7 +217,12 @@ def price_again(request: Request, plan: Plan) -> Plan:
     )
 
 
-def _jobs(request: Request) -> list[Job]:
+def _jobs(request: Request, worth: float = WORTH) -> list[Job]:
+    """The head splits to look at.
+
+    Args:
+        worth: of what is computed, how much chunks must be able to hide.
+    """
     degrees = legal_degrees(request)
     if not degrees:
         shape = request.workload.shape
@@ -269,7 +238,7 @@ def _jobs(request: Request) -> list[Job]:
         for chunks in legal_chunks(request, degree)
     ]
     if request.chunks is None:
-        jobs = [job for job in jobs if job.chunks == 1 or _hidden_s(job) > WORTH * _even_s(job)]
+        jobs = [job for job in jobs if job.chunks == 1 or _hidden_s(job) > worth * _even_s(job)]
     if not jobs:
         shape = request.workload.shape
         raise ValueError(

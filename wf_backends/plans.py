@@ -19,7 +19,7 @@ from wf_backends.topology import Topology
 BACKWARDS: Mapping[str, Walk] = MappingProxyType(
     {"keys": BACKWARD_KEYS, "queries": BACKWARD_QUERIES}
 )
-EXACT_UP_TO = 8  # ranks, by default
+EXACT_UP_TO = 8  # ranks up to which every message is counted, by default
 DIGITS = 3  # of predicted seconds that count; what is as fast is told apart by other merits
 
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wf_backends.areas import area_in_vain, band_area, mask_area, tile_area
+from wf_backends.areas import area_in_vain, band_area, mask_area, tile_area, unevenness
+from wf_backends.layout import make_layout
 from wf_backends.mask import CAUSAL, FULL, Band, Mask
 from wf_backends.tiles import Tile, area, tiles
 
@@ -49,3 +50,21 @@ def test_a_kernel_computes_some_keys_in_vain_along_an_edge(
     tile = Tile(((0, rows),), ((0, keys),), band)
     assert area_in_vain(tile, 10) == in_vain
     assert area_in_vain(tile, 0) == 0
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("left", [30, 96, 170, 240, 330, 480, float("inf")])
+def test_how_much_more_the_busiest_rank_has(layout: str, left: float) -> None:
+    """Beside a count of every rank's; a shard of ten tokens is not as fine as a row."""
+    seqlen, mask = 480, Mask(Band(left, 0))
+    counts = [
+        sum(map(tile_area, tiles(rows, ((0, seqlen),), mask)))
+        for rows in make_layout(layout, 48, seqlen)
+    ]
+    most = max(counts) * len(counts) / mask_area(mask, seqlen)
+    assert unevenness(mask, seqlen, layout) == pytest.approx(most, rel=0.02)
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(CAUSAL, (0, 7, 480))], ids=str)
+def test_what_is_taken_for_even(mask: Mask) -> None:
+    assert unevenness(mask, 480, "contiguous") == 1

@@ -24,7 +24,7 @@ PURE = tuple(
             "schedule layout mask ranges tiles tracks journeys rankplan rankphases rounds walk "
             "strands timeline traffic pace typical near calls pools "
             "topology presets areas loads placement cost axes estimate plans search planner config "
-            "suggest documents launchers trading words launched"
+            "suggest documents launchers trading words launched splits"
         ).split()
     )
 )

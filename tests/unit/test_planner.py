@@ -20,9 +20,6 @@ from wf_backends.placement import divisors, in_rank_order, place, read_placed
 from wf_backends.planner import (
     all_plans,
     best_plan,
-    legal_chunks,
-    legal_degrees,
-    legal_strides,
     price_again,
     price_plan,
 )
@@ -30,6 +27,7 @@ from wf_backends.plans import BACKWARDS, EXACT_UP_TO, Request, plan_order, round
 from wf_backends.presets import PRESETS
 from wf_backends.schedule import check
 from wf_backends.search import Pricing
+from wf_backends.splits import legal_chunks, legal_degrees, legal_strides
 from wf_backends.topology import KernelRate, Link, Topology
 from wf_backends.traffic import Shape
 
@@ -77,6 +75,36 @@ def test_pruned_search_finds_the_best_of_all(
     limited = replace(request, memory_bytes=sorted(p.cost.memory_bytes for p in plans)[0])
     assert best_plan(limited).cost.memory_bytes <= limited.memory_limit
     assert best_plan(limited) == all_plans(limited)[0]
+
+
+def test_where_nothing_fits_the_memory_chunks_are_looked_at_that_only_save_it() -> None:
+    """On one host they hide next to nothing."""
+    shape = replace(SHAPE, heads=32, kv_heads=8, head_dim=128)
+    request = Request(cluster(1, 8), Workload(shape, 131072, Mask(CAUSAL)))
+    least = min(plan.cost.memory_bytes for plan in all_plans(request))
+    limited = replace(request, memory_bytes=0.7 * least)
+    plan = best_plan(limited)
+    assert plan.chunks > 1 and plan.cost.memory_bytes <= limited.memory_limit
+    assert plan == all_plans(limited)[0]
+    with pytest.raises(ValueError, match=r"the closest, ulysses_degree 2, 4 chunks, forward"):
+        best_plan(replace(request, memory_bytes=0.1 * least))
+
+
+@pytest.mark.parametrize("size", [4, 16, 128])
+@pytest.mark.parametrize("left", [239, 240, 10**30])
+def test_a_window_over_the_whole_sequence_is_none(size: int, left: int) -> None:
+    config = SequenceParallelConfig(sequence_parallel_size=size, route="auto")
+    topology = cluster(size // 4, 4)
+    plain = plan_call(config, SHAPE, 240, Mask(CAUSAL), topology)
+    assert plan_call(config, SHAPE, 240, Mask(Band(left, 0)), topology) == plain
+    documents = (0, 200, 240)
+    packed = plan_call(config, SHAPE, 240, Mask(CAUSAL, documents), topology)
+    assert plan_call(config, SHAPE, 240, Mask(Band(left - 40, 0), documents), topology) == packed
+
+
+def test_a_window_that_hides_something_is_one() -> None:
+    assert Mask(Band(238, 0)).within(240) == Mask(Band(238, 0))
+    assert Mask(Band(239, 5)).within(240) == Mask(Band(right=5))
 
 
 def test_every_candidate_is_there() -> None:
