@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wf_backends.kernels import Kernel, KernelSpec, select
+from wf_backends.kernels import Kernel, KernelSpec, halves, select
 from wf_backends.kernels.halves import USUALLY, block_rows
 from wf_backends.mask import CAUSAL, FULL, Band
 from wf_backends.merge import merge_
@@ -186,6 +186,18 @@ def test_a_causal_square_is_halved_down_to_even_blocks():
         assert block_rows(512, 1024, dtype) == 512
         assert block_rows(4 * USUALLY, 4 * USUALLY, dtype) == 4 * USUALLY
     assert [block_rows(2 * USUALLY, 2 * USUALLY, d) for d in (wide, half)] == [256, 2 * USUALLY]
+
+
+@pytest.mark.parametrize("native", (True, False))
+def test_a_bfloat16_backward_is_halved_where_the_cpu_widens_it(native, monkeypatch):
+    monkeypatch.setattr(halves, "multiplies_bfloat16", lambda: native)
+    found = {
+        (dtype, backward): block_rows(512, 512, dtype, backward)
+        for dtype in (torch.float32, torch.bfloat16)
+        for backward in (False, True)
+    }
+    assert found.pop((torch.bfloat16, True)) == (512 if native else 256)
+    assert set(found.values()) == {256}
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128, 256])

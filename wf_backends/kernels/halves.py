@@ -30,13 +30,25 @@ squares of 4,096 still gain; in bfloat16 their backward loses. See benchmarks/ke
 Blocks = Callable[[Tensor, int], Tensor]
 
 
-def block_rows(rows: int, keys: int, dtype: torch.dtype) -> int:
+def block_rows(rows: int, keys: int, dtype: torch.dtype, backward: bool = False) -> int:
     """The rows of a block on a causal tile's diagonal; all of them where halving is no gain."""
     block = rows
     while block > BLOCK and block % 2 == 0:
         block //= 2
-    most = MOST_ROWS.get(dtype, USUALLY)
+    most = _most_rows(dtype, backward)
     return block if rows == keys <= most and block <= BLOCK else rows
+
+
+def _most_rows(dtype: torch.dtype, backward: bool) -> int:
+    """The rows of a causal square beyond which halving is no gain."""
+    if dtype == torch.bfloat16 and backward and multiplies_bfloat16():
+        return 0  # long products are fast there, and short ones lose a third
+    return MOST_ROWS.get(dtype, USUALLY)
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether torch has this CPU multiply bfloat16 as it is, and does not widen it first."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def halved_forward(

@@ -54,7 +54,7 @@ def cpu_backward(
         grads = cpu_backward(mask_of, dout, q, k, v, out, lse.flip(2), scale, CAUSAL)
         dq, dk, dv = (x.flip(1) for x in grads)
         return dq, dk, dv
-    block = block_rows(q.shape[1], k.shape[1], q.dtype)
+    block = block_rows(q.shape[1], k.shape[1], q.dtype, backward=True)
     if band == CAUSAL and block < q.shape[1]:
         run = partial(cpu_backward, mask_of)
         return halved_backward(run, dout, q, k, v, out, lse, scale, block)
