@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from wf_backends import dsp
 from wf_backends.suggest import nearest
 
 KEY = "wallfacer"
@@ -42,14 +43,23 @@ def load(path: str | Path) -> dict[str, Any]:
 def sequence_parallel_words(config: Mapping[str, Any]) -> dict[str, Any]:
     """The words of SequenceParallelConfig in the "wallfacer" block.
 
+    A block that is not enabled is checked all the same.
+
     Raises:
+        ValueError: if "enabled" is neither true nor false, or a word of a block that is not
+            enabled is wrong (whoever takes the words of one that is says more).
         NotImplementedError: for "loss_average": "token", which only the DeepSpeed door has.
     """
     words = dict(config.get(KEY, {}))
     enabled = words.pop("enabled", KEY in config)
+    if not isinstance(enabled, bool):
+        raise ValueError(f'"{KEY}.enabled" must be true or false, got {json.dumps(enabled)}')
     if words.pop("loss_average", "sequence") != "sequence":
         raise NotImplementedError(
             f'"{KEY}.loss_average" can only be "sequence" here: ColossalAI averages over '
             "data parallelism with equal weights"
         )
-    return words if enabled else {"sequence_parallel_size": 1}
+    if enabled:
+        return words
+    dsp.read_words(words)
+    return {"sequence_parallel_size": 1}

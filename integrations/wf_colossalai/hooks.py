@@ -7,11 +7,11 @@ output. They do not care which booster plugin wraps the model.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
 
-import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers.modeling_outputs import CausalLMOutput
@@ -116,31 +116,23 @@ class TokenHooks:
 
 def shard_batch(sp: SequenceParallel, batch: dict[str, Any], causal: bool) -> dict[str, Any]:
     """`sp.shard_batch`, with a word on what to do if the ranks hold different batches."""
-    try:
+    with _same_samples():
         return sp.shard_batch(batch, labels_are_shifted=not causal)
-    except ValueError as error:
-        error.add_note(SAME_SAMPLES)
-        raise
 
 
 def same_inputs(sp: SequenceParallel, kwargs: dict[str, Any]) -> None:
-    """Check that all ranks of `sp` hold the same tensors.
-
-    Raises:
-        ValueError: on every rank, naming the ranks that differ from the first and what they hold.
-    """
-    for name, value in sorted(kwargs.items()):
-        if isinstance(value, Tensor):
-            sums = torch.zeros(sp.size, dtype=torch.int64, device=value.device)
-            sums[sp.rank] = _checksum(value)
-            sums = sp.sum_over_ranks(sums)
-            others = torch.nonzero(sums != sums[0]).flatten().tolist()
-            if others:
-                raise ValueError(f"{name} differs from rank 0's on ranks {others}. {SAME_SAMPLES}")
+    """`sp.check_same`, with the same word."""
+    with _same_samples():
+        sp.check_same(kwargs)
 
 
-def _checksum(x: Tensor) -> int:
-    return crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+@contextmanager
+def _same_samples() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        error.add_note(SAME_SAMPLES)
+        raise
 
 
 def _refuse(given: dict[str, Any]) -> None:

@@ -86,15 +86,13 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
     average = block.get("loss_average", "sequence")
     if average not in get_args(LossAverage):
         raise ValueError(f'"{KEY}.loss_average" must be "sequence" or "token", got {average!r}')
-    if not enabled:
-        return None
     ours, stages = dsp.read_words({k: v for k, v in block.items() if k not in own})
     if stages is not None and average != "sequence":
         raise ValueError(
             f'"{KEY}.loss_average": "{average}" contradicts "{KEY}.{dsp.KEY}", under which the '
             f"loss is the model's own; leave it out"
         )
-    return Block(ours, average, stages)
+    return Block(ours, average, stages) if enabled else None
 
 
 def _refuse_unknown(block: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -204,6 +204,22 @@ def test_a_missing_file_and_a_token_average_are_refused(tmp_path: Path) -> None:
 def test_a_block_that_is_not_enabled_switches_off() -> None:
     words = config.sequence_parallel_words({"wallfacer": {"enabled": False, "route": "ring"}})
     assert words == {"sequence_parallel_size": 1}
+    assert config.sequence_parallel_words({}) == words
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"enabled": "false"}, 'wallfacer.enabled" must be true or false, got "false"'),
+        ({"enabled": False, "rote": "ring"}, "did you mean 'route'"),
+        ({"enabled": False, "route": "rnig"}, "did you mean 'ring'"),
+    ],
+)
+def test_a_block_that_is_not_enabled_is_checked_all_the_same(
+    block: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        config.sequence_parallel_words({"wallfacer": block})
 
 
 @pytest.mark.parametrize(

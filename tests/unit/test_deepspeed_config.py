@@ -61,9 +61,17 @@ def test_wrong_words_are_refused_with_the_right_one(wrong: dict, named: str) -> 
         blocks.read_block({"wallfacer": wrong})
 
 
-def test_a_disabled_block_is_still_checked_for_typing_errors() -> None:
-    with pytest.raises(ValueError, match="did you mean 'route'"):
-        blocks.read_block({"wallfacer": {"enabled": False, "rote": "ring"}})
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"rote": "ring"}, "did you mean 'route'"),
+        ({"route": "rnig"}, "did you mean 'ring'"),
+        ({"dsp": {"dims": {"time": 1}}}, '"dsp"'),
+    ],
+)
+def test_a_disabled_block_is_still_checked(wrong: dict, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        blocks.read_block({"wallfacer": {"enabled": False, **wrong}})
 
 
 def test_a_block_that_is_no_object_is_refused() -> None:
