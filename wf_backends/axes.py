@@ -55,7 +55,11 @@ class Shape:
 
 
 def shape_of(placed: Placed, pools: Pools, queries_walk: bool = False) -> Shape:
-    """The shape of a route whose ranks are pools of the cluster's."""
+    """The shape of a route whose ranks are pools of the cluster's.
+
+    Raises:
+        NotImplementedError: for a route whose shape nobody has written here.
+    """
     size = pools.count
     sizes = digits(placed.route, size)
     apart = strides(sizes, placed.order)
@@ -72,9 +76,11 @@ def shape_of(placed: Placed, pools: Pools, queries_walk: bool = False) -> Shape:
         case "mesh":
             column, row = axes
             queries, hops = Side(row.size, row), ((column.size - 1, column),)
-        case _:
+        case "concentric":
             team, place, member = axes
             queries, keys = Side(member.size, member), Side(team.size, own=0)
             hops = ((place.size - 1, place),)
+        case name:
+            raise NotImplementedError(f"route {name!r} has no shape: add it to axes.shape_of")
     sides = (keys, queries) if queries_walk else (queries, keys)
     return Shape(*sides, hops, placed.two_way)

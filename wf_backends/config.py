@@ -15,7 +15,7 @@ from wf_backends.layout import check_layout_name
 from wf_backends.placement import ORDER, divisors, read_placed
 from wf_backends.presets import PRESETS, READERS
 from wf_backends.suggest import nearest
-from wf_backends.words import AUTO, meant, number_or_auto, one_of, positive
+from wf_backends.words import AUTO, is_number, meant, one_of, positive
 
 KERNEL_NAMES = (AUTO, "reference", "sdpa", "flash")
 MOVES = ("keys", "queries")
@@ -210,10 +210,7 @@ class SequenceParallelConfig:
 
     def _check_degree(self) -> None:
         degree, size = self.ulysses_degree, self.sequence_parallel_size
-        if degree == AUTO:
-            return
-        number_or_auto("ulysses_degree", degree)
-        if size % cast(int, degree):
+        if is_number("ulysses_degree", degree) and size % cast(int, degree):
             raise ValueError(
                 f"ulysses_degree must divide sequence_parallel_size {size}, got {degree}"
             )
@@ -221,10 +218,7 @@ class SequenceParallelConfig:
     def _check_stride(self) -> None:
         """That of a degree left to the planner is checked with the routes: see `degrees`."""
         degree, stride = self.ulysses_degree, self.ulysses_stride
-        if stride == AUTO:
-            return
-        number_or_auto("ulysses_stride", stride)
-        if degree == AUTO or stride == 1:
+        if not is_number("ulysses_stride", stride) or degree == AUTO or stride == 1:
             return
         pools = self.sequence_parallel_size // cast(int, degree)
         if degree == 1:
@@ -241,10 +235,7 @@ class SequenceParallelConfig:
     def _check_chunks(self) -> None:
         """Whether they divide the heads is seen when there are heads: see `Exchange.split`."""
         degree, chunks = self.ulysses_degree, self.ulysses_chunks
-        if chunks == AUTO:
-            return
-        number_or_auto("ulysses_chunks", chunks)
-        if degree == 1 and chunks != 1:
+        if is_number("ulysses_chunks", chunks) and degree == 1 and chunks != 1:
             raise ValueError(
                 f"ulysses_chunks {chunks} is in how many parts heads are traded for tokens, and "
                 "with ulysses_degree 1 none are: leave ulysses_chunks out"

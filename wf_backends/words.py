@@ -27,10 +27,14 @@ def positive(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
 
 
-def number_or_auto(name: str, value: object) -> None:
+def is_number(name: str, value: object) -> bool:
+    """Whether it is a number and not "auto"; ValueError if it is neither."""
+    if value == AUTO:
+        return False
     if isinstance(value, str):
         raise ValueError(f'{name} must be a positive integer or "{AUTO}", got {value!r}')
     positive(name, value)
+    return True
 
 
 def one_of(name: str, value: object, known: tuple[str, ...]) -> None:

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from wf_backends.config import KERNEL_NAMES
 from wf_backends.kernels import KernelSpec, select
 from wf_backends.kernels import flash as flash_module
+from wf_backends.kernels.select import KERNELS
 
 CPU = KernelSpec("cpu", torch.float32, head_dim=64, heads=8, kv_heads=2)
 CUDA = replace(CPU, device="cuda", dtype=torch.bfloat16)
@@ -28,6 +30,10 @@ def flash_attn_version(monkeypatch):
         monkeypatch.setattr(flash_module, "find_spec", lambda name: None)
 
     return pretend
+
+
+def test_a_config_knows_every_kernel():
+    assert set(KERNEL_NAMES) == {"auto", *KERNELS}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -129,5 +135,5 @@ def test_auto_says_what_every_kernel_misses_when_none_can():
 def test_an_unknown_kernel_lists_the_names_and_the_nearest(typo, meant):
     with pytest.raises(ValueError) as raised:
         select(typo, CPU)
-    assert '"auto", "flash", "sdpa", "reference"' in str(raised.value)
+    assert "['auto', 'flash', 'sdpa', 'reference']" in str(raised.value)
     assert f"did you mean '{meant}" in str(raised.value)

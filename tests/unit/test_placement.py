@@ -6,10 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wf_backends.axes import shape_of
 from wf_backends.placement import (
     Placed,
     digits,
     divisors,
+    in_rank_order,
     permutation,
     place,
     placements,
@@ -17,6 +19,7 @@ from wf_backends.placement import (
     relabel,
     routes,
 )
+from wf_backends.pools import Pools
 from wf_backends.schedule import check, concentric, make_schedule, mesh, ring
 
 
@@ -109,6 +112,17 @@ def test_every_divisor_pair_team_and_double_ring_is_a_route() -> None:
     meshes = [(r["rows"], r["cols"]) for r in found if r["name"] == "mesh"]
     assert meshes == [(2, 8), (4, 4), (8, 2), (16, 1)]
     assert [len(digits(route, 16)) for route in found[:2]] == [1, 1]
+
+
+def test_every_route_has_the_shape_of_its_schedule() -> None:
+    for route in routes(16):
+        shape, schedule = shape_of(in_rank_order(route, 16), Pools(16)), make_schedule(route, 16)
+        assert (shape.gathers, shape.num_hops) == (any(schedule.gathers()), len(schedule.hops))
+
+
+def test_a_route_without_a_shape_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="'spiral' has no shape"):
+        shape_of(in_rank_order({"name": "spiral"}, 4), Pools(4))
 
 
 def test_divisors() -> None:

@@ -10,9 +10,7 @@ from wf_backends.kernels.flash import FlashKernel
 from wf_backends.kernels.protocol import Kernel, KernelSpec
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
-from wf_backends.suggest import nearest
-
-AUTO = "auto"
+from wf_backends.words import AUTO, one_of
 
 KERNELS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
     {"flash": FlashKernel, "sdpa": SdpaKernel, "reference": ReferenceKernel}
@@ -36,8 +34,7 @@ def select(name: str, spec: KernelSpec) -> Selection:
     """
     if name == AUTO:
         return _fastest(spec)
-    if name not in KERNELS:
-        raise ValueError(_unknown(name))
+    one_of("kernel", name, (AUTO, *KERNELS))
     kernel = KERNELS[name]()
     refusal = kernel.refuses(spec)
     if refusal is not None:
@@ -59,9 +56,3 @@ def _fastest(spec: KernelSpec) -> Selection:
 def _reason(name: str, spec: KernelSpec, refusals: list[str]) -> str:
     chosen = f"{name} is the fastest kernel that takes {spec.dtype} on {spec.device}"
     return f"{chosen} (not {'; not '.join(refusals)})" if refusals else chosen
-
-
-def _unknown(name: str) -> str:
-    names = [AUTO, *KERNELS]
-    listed = ", ".join(f'"{n}"' for n in names)
-    return f"kernel must be one of {listed}, got {name!r}{nearest(name, names)}"
