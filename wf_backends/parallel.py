@@ -57,10 +57,10 @@ class SequenceParallel:
     ) -> None:
         everyone, size = make_comm(group), config.sequence_parallel_size
         if everyone.size % size:
-            alone = ": call launch.init(), or give a group" if everyone.size == 1 else ""
+            start = f": start {size} ranks and call launch.init(), or give a group"
             raise ValueError(
                 f"sequence_parallel_size must divide the {everyone.size} ranks of the group, "
-                f"got {size}{alone}"
+                f"got {size}{start if everyone.size == 1 else ''}"
             )
         first = everyone.rank // size * size
         self.config = config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import comm_contract, forked
-from tests.helpers import MPIRUN, run_command, run_processes
+from tests.helpers import MPIRUN, ROOT, run_command, run_processes
 from wf_backends.comm import Communicator
 from wf_backends.launch import Launch, init
 
@@ -78,6 +79,16 @@ def test_mpirun_with_more_ranks_than_cores():
     reports = run([*MPIRUN, "-n", "4"], "join")
     check_ranks(reports, "openmpi", 4)
     assert {found["environ"]["MASTER_ADDR"] for found in reports} == {"127.0.0.1"}
+
+
+@pytest.mark.mpi
+def test_the_block_of_the_readme_gives_what_dense_attention_gives():
+    pytest.importorskip("mpi4py")
+    block = (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert block in (ROOT / "examples" / "attention.py").read_text()
+    done = run_command([*MPIRUN, "-n", "4", sys.executable, "examples/attention.py"])
+    found = re.findall(r"worst difference to dense attention (\S+)", done.stdout)
+    assert len(found) == 4 and max(map(float, found)) < 1e-5, done.stdout
 
 
 @pytest.mark.mpi

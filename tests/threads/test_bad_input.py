@@ -47,7 +47,7 @@ def test_sequence_parallel_size_must_divide_the_world():
     config = SequenceParallelConfig(sequence_parallel_size=3)
     with pytest.raises(ValueError, match="must divide the 4 ranks of the group, got 3"):
         run_threads(4, lambda comm: SequenceParallel(config, comm))
-    with pytest.raises(ValueError, match="1 ranks of the group, got 3: call launch.init"):
+    with pytest.raises(ValueError, match="1 ranks of the group, got 3: start 3 ranks"):
         SequenceParallel(config)
 
 
