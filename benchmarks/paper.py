@@ -2,7 +2,7 @@
 
     python benchmarks/paper.py --out benchmarks/results/paper.md
 
-Nothing here is measured. Links and kernels are the nominal figures of the presets (topology.py);
+Nothing here is measured. Links and kernels are the nominal figures of the presets (presets.py);
 every scheme is priced by the same model (cost.py), as our executor would run it: partial results
 in float32, needed rows only, hops and gathers behind the tiles (pace.py). Percentages are over
 the ring. StarTrail walks back with the queries, as the paper does. Ranks of a named scheme stand in
