@@ -37,14 +37,14 @@ def lab(hosts: int, per_host: int, nics: int, mbit: float) -> Topology:
     return Topology(f"{mbit} Mbit/s", hosts, per_host, nics, inside, between, rates, 64e9)
 
 
-def named(request: Request, degree: int, moves: str = "keys", **route: Any) -> Plan | None:
+def named(request: Request, degree: int, **route: Any) -> Plan | None:
     """The plan of a scheme with a name; None where it does not fit."""
     size = request.topology.size // degree
     if degree not in legal_degrees(request):
         return None
     try:
         placed = in_rank_order(route, size)
-        return price_plan(request, degree, placed, placed, moves)
+        return price_plan(request, degree, placed, placed, "keys")
     except ValueError:  # a team size whose square does not divide, and the like
         return None
 

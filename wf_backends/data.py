@@ -36,7 +36,6 @@ def prepare_batch(
     *,
     multiple: int,
     pad_token_id: int = 0,
-    ignore_index: int = IGNORE_INDEX,
     labels_are_shifted: bool = False,
 ) -> dict[str, Any]:
     """Shift, number and pad a full batch, so that equal shards of it can be cut along dim 1.
@@ -68,9 +67,9 @@ def prepare_batch(
         tensors["position_ids"] = _positions(borders, tensors).expand(size, -1)
     if "labels" in tensors:
         ends = () if labels_are_shifted else borders[1:]
-        tensors["labels"] = _targets(tensors["labels"], valid, ends, ignore_index)
+        tensors["labels"] = _targets(tensors["labels"], valid, ends)
     padded = -(-seqlen // multiple) * multiple
-    out = _padded(tensors, padded, {"input_ids": pad_token_id, "labels": ignore_index})
+    out = _padded(tensors, padded, {"input_ids": pad_token_id, "labels": IGNORE_INDEX})
     closed = _pad_borders(documents, valid, seqlen, padded)
     return out if closed is None else out | {"cu_seqlens": closed}
 
@@ -121,16 +120,16 @@ def _positions(borders: Borders, tensors: Mapping[str, Tensor]) -> Tensor:
     return torch.cat(parts)[None]
 
 
-def _targets(labels: Tensor, valid: Tensor | None, ends: Borders, ignore_index: int) -> Tensor:
+def _targets(labels: Tensor, valid: Tensor | None, ends: Borders) -> Tensor:
     """What every token has to predict; labels stay where they are if there are no `ends`."""
-    labels = labels if valid is None else labels.masked_fill(~valid, ignore_index)
-    return _shift(labels, ends, ignore_index) if ends else labels
+    labels = labels if valid is None else labels.masked_fill(~valid, IGNORE_INDEX)
+    return _shift(labels, ends) if ends else labels
 
 
-def _shift(labels: Tensor, ends: Borders, ignore_index: int) -> Tensor:
+def _shift(labels: Tensor, ends: Borders) -> Tensor:
     """Every token's label is the next token; the last token of a document has none."""
-    shifted = _pad(labels[:, 1:], labels.shape[1], ignore_index)
-    shifted[:, torch.tensor(ends, device=labels.device) - 1] = ignore_index
+    shifted = _pad(labels[:, 1:], labels.shape[1], IGNORE_INDEX)
+    shifted[:, torch.tensor(ends, device=labels.device) - 1] = IGNORE_INDEX
     return shifted
 
 

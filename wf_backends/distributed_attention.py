@@ -193,7 +193,3 @@ def _check_mask(mask: Mask, seqlen: int, num_keys: int) -> None:
             f"cross attention ({seqlen} queries, {num_keys} keys) has no common positions: "
             "causal, window_size and cu_seqlens need as many keys as queries"
         )
-    if mask.cu_seqlens is not None and mask.cu_seqlens[-1] != seqlen:
-        raise ValueError(
-            f"cu_seqlens must end at the sequence length {seqlen}, got {mask.cu_seqlens[-1]}"
-        )

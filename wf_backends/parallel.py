@@ -28,7 +28,7 @@ from wf_backends.layout import layout_of, make_layout, padding_multiple
 from wf_backends.loss import count_valid, token_loss
 from wf_backends.lss import LssAttention
 from wf_backends.mask import make_mask
-from wf_backends.shards import gather_shards, positions, take_shard
+from wf_backends.shards import dimension, gather_shards, positions, take_shard
 from wf_backends.topology import Topology
 
 STRATEGIES: Mapping[str | None, type[DistributedAttention]] = MappingProxyType(
@@ -81,7 +81,7 @@ class SequenceParallel:
         Raises:
             ValueError: if the sequence is too short for the layout, or x has no such dim.
         """
-        _check_dim(x, dim)
+        dim = dimension(x, dim)
         layout = make_layout(self.config.layout, self.size, x.shape[dim], cu_seqlens)
         there, back = (partial(f, self.comm, layout, dim) for f in (take_shard, gather_shards))
         return move(x, there, back, "shard")
@@ -96,8 +96,8 @@ class SequenceParallel:
             ValueError: if the ranks' tensors are not the shards of one tensor, or have no such dim.
         """
         with self._agreement.telling():
-            _check_dim(x, dim)
-        others = [n for axis, n in enumerate(x.shape) if axis != dim % x.dim()]
+            dim = dimension(x, dim)
+        others = [n for axis, n in enumerate(x.shape) if axis != dim]
         same = {"dtype": fingerprint(x.dtype), "shape beside dim": fingerprint(others)}
         told = self._agreement.check(same, {"rows": x.shape[dim]}, x, remember=False)
         rows = told["rows"]  # of others they may have changed where this rank's are the same
@@ -228,11 +228,6 @@ class SequenceParallel:
         sent = {label: num_bytes for label, num_bytes in self.comm.sent.items() if num_bytes}
         self.comm.sent.clear()
         return sent
-
-
-def _check_dim(x: Tensor, dim: int) -> None:
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim must be one of the {x.dim()} of x {tuple(x.shape)}, got {dim}")
 
 
 def _refuse_dropout(dropout_p: float) -> None:

@@ -12,6 +12,20 @@ from wf_backends.ranges import size
 from wf_backends.rankplan import Parcel
 
 
+def dimension(x: Tensor, dim: int, name: str = "dim") -> int:
+    """`dim` counted from the front.
+
+    Raises:
+        ValueError: if x has no such dimension, naming it by `name`.
+    """
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"{name} must be one of the {x.dim()} dimensions of a tensor {tuple(x.shape)}, "
+            f"got {dim}"
+        )
+    return dim % x.dim()
+
+
 def take_shard(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
     """A copy of this rank's rows of the whole x along `dim`; nothing is sent."""
     pieces = [x.narrow(dim, start, stop - start) for start, stop in layout[comm.rank]]

@@ -24,6 +24,7 @@ from wf_backends.agree import Agreement, fingerprint
 from wf_backends.comm import make_comm
 from wf_backends.comm.protocol import Communicator
 from wf_backends.comm.turns import exchange
+from wf_backends.shards import dimension
 
 GRADIENTS = ("whole", "averaged")
 
@@ -72,7 +73,7 @@ class DynamicSequenceParallel:
         Raises:
             ValueError: if x has no such dimension, or its shape or dtype differs between ranks.
         """
-        dim = _dimension(x, dim, "dim")
+        dim = dimension(x, dim)
         self._agree({"dim": dim, "dtype": fingerprint(x.dtype), "shape": fingerprint(x.shape)}, x)
         sizes = chunk_sizes(x.shape[dim], self.size)
         back = _gather if self.gradients == "whole" else _embed
@@ -89,7 +90,7 @@ class DynamicSequenceParallel:
                 dimensions, or if the ranks do not hold shards of one tensor.
         """
         from_dim = self._check(x, from_dim, "from_dim", "switch")
-        to_dim = _dimension(x.tensor, to_dim, "to_dim")
+        to_dim = dimension(x.tensor, to_dim, "to_dim")
         if to_dim == from_dim:
             raise ValueError(f"to_dim must differ from from_dim, got {to_dim} for both")
         self._agree_on_shards(x, {"to_dim": to_dim})
@@ -118,7 +119,7 @@ class DynamicSequenceParallel:
         """`dim` counted from the front, once x is known to be this rank's shard along it."""
         if not isinstance(x, Sharded):
             raise ValueError(f"{what} takes what split or switch gave, got {type(x).__name__}")
-        dim = _dimension(x.tensor, dim, name)
+        dim = dimension(x.tensor, dim, name)
         if dim != x.dim:
             raise ValueError(
                 f"cannot {what} with {name} {dim}: the tensor is sharded along dimension {x.dim}, "
@@ -204,13 +205,3 @@ def _embed(comm: Communicator, dim: int, sizes: Sizes, x: Tensor, label: str) ->
 
 def _with(shape: Size, dim: int, size: int) -> Size:
     return Size((*shape[:dim], size, *shape[dim + 1 :]))
-
-
-def _dimension(x: Tensor, dim: int, name: str) -> int:
-    """`dim` counted from the front."""
-    if not -x.dim() <= dim < x.dim():
-        raise ValueError(
-            f"{name} must be one of the {x.dim()} dimensions of a tensor {tuple(x.shape)}, "
-            f"got {dim}"
-        )
-    return dim % x.dim()

@@ -18,7 +18,6 @@ from wf_backends.ranges import (
     intersect,
     join,
     locate,
-    size,
     span,
     subtract,
 )
@@ -112,15 +111,6 @@ def by_document(ranges: Ranges, mask: Mask) -> Documents:
     if borders is None:
         return {0: ranges} if ranges else {}
     return {at: _clip(ranges, borders[at : at + 2]) for at in _touched(ranges, borders)}
-
-
-def area(tile: Tile) -> int:
-    """How many scores the tile computes that the mask lets through."""
-    num_rows, num_keys = size(tile.rows), size(tile.keys)
-    return sum(
-        int(min(num_keys - 1, row + tile.band.right) - max(0, row - tile.band.left)) + 1
-        for row in range(num_rows)
-    )
 
 
 def _touched(ranges: Ranges, borders: tuple[int, ...]) -> list[int]:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import nn
+from transformers.modeling_utils import PreTrainedModel
 
+import wf_transformers
 from wf_backends import SequenceParallel
 from wf_backends.dsp import RECEIVER, receivers
-
-if TYPE_CHECKING:
-    from transformers.modeling_utils import PreTrainedModel
-
-    from wf_transformers import Application
+from wf_transformers import Application
 
 
 @dataclass(slots=True)
@@ -41,8 +37,6 @@ def connect(model: nn.Module, sp: SequenceParallel) -> Connection:
         getattr(receiver, RECEIVER)(sp)
     pretrained = find_pretrained(model)
     if pretrained is not None:
-        import wf_transformers
-
         application = wf_transformers.connect(pretrained, sp)
         connection = Connection(application)
         connection.undo.callback(application.remove)
@@ -57,8 +51,4 @@ def connect(model: nn.Module, sp: SequenceParallel) -> Connection:
 
 def find_pretrained(model: nn.Module) -> PreTrainedModel | None:
     """The outermost Hugging Face model in `model`, itself included."""
-    if "transformers" not in sys.modules:  # then nothing can be one
-        return None
-    from transformers.modeling_utils import PreTrainedModel
-
     return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)

@@ -12,6 +12,8 @@ from pathlib import Path
 from torch.utils.cpp_extension import get_default_build_root
 
 SHARED_MEMORY_OP = "deepspeed_shm_comm"
+STALE = 600.0
+"""Seconds; a younger lock may belong to a compilation that runs now."""
 
 
 def extensions_root() -> Path:
@@ -19,16 +21,15 @@ def extensions_root() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
-def stale_locks(root: Path, older_than: float = 600.0) -> list[Path]:
+def stale_locks(root: Path) -> list[Path]:
     """Lock files that a killed compilation left behind; a job that meets one waits for ever.
 
     Args:
         root: a torch extensions folder.
-        older_than: seconds; a younger lock may belong to a compilation that runs now.
     """
     locks = [*root.glob("*/lock"), *root.glob("*/*/lock")]
     now = time.time()
-    return [lock for lock in sorted(locks) if now - lock.stat().st_mtime > older_than]
+    return [lock for lock in sorted(locks) if now - lock.stat().st_mtime > STALE]
 
 
 def warn_of_stale_locks(root: Path) -> None:

@@ -179,7 +179,9 @@ def test_batches_with_different_keys_and_malformed_ones_are_named():
 
 @pytest.mark.parametrize("act", ["shard", "unshard"])
 def test_a_dim_that_the_tensor_lacks_is_named(act):
-    with pytest.raises(ValueError, match=r"dim must be one of the 1 of x \(8,\), got 1"):
+    with pytest.raises(
+        ValueError, match=r"dim must be one of the 1 dimensions of a tensor \(8,\), got 1"
+    ):
         getattr(alone(), act)(torch.zeros(8))
 
 

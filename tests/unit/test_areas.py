@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from wf_backends.areas import area_in_vain, band_area, mask_area, tile_area, unevenness
 from wf_backends.layout import make_layout
 from wf_backends.mask import CAUSAL, FULL, Band, Mask
-from wf_backends.tiles import Tile, area, tiles
+from wf_backends.tiles import Tile, tiles
 
 MASKS = (Mask(), Mask(CAUSAL), Mask(Band(20, 0)), Mask(CAUSAL, (0, 10, 60, 96)))
 
@@ -29,7 +29,7 @@ def test_the_area_of_a_band_is_a_count(rows: int, keys: int, left: float, width:
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_the_area_of_a_mask_is_that_of_its_tiles(mask: Mask) -> None:
     found = tiles(((0, 96),), ((0, 96),), mask)
-    assert mask_area(mask, 96) == sum(map(area, found)) == sum(map(tile_area, found))
+    assert mask_area(mask, 96) == sum(map(tile_area, found))
 
 
 @pytest.mark.parametrize(

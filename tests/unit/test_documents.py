@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wf_backends import documents
+from wf_backends.areas import tile_area
 from wf_backends.documents import causal_work, unevenness
 from wf_backends.layout import document_zigzag, make_layout
 from wf_backends.mask import CAUSAL, Mask
 from wf_backends.ranges import intersect
-from wf_backends.tiles import area, tiles
+from wf_backends.tiles import tiles
 
 RANKS = (2, 4, 8, 16)
 
@@ -112,7 +113,7 @@ def test_causal_work_is_the_area_of_the_tiles(lengths, n):
     for shard in make_layout("contiguous", n, max(packed[-1], n)):
         if packed[-1] < n:
             return
-        assert causal_work(shard, packed) == sum(map(area, tiles(shard, everything, mask)))
+        assert causal_work(shard, packed) == sum(map(tile_area, tiles(shard, everything, mask)))
 
 
 def test_short_documents_stay_whole_and_a_long_one_is_cut():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from wf_backends.areas import tile_area
 from wf_backends.layout import lengths, make_layout, zigzag
 from wf_backends.mask import CAUSAL, Mask
-from wf_backends.tiles import area, tiles
+from wf_backends.tiles import tiles
 
 RANKS = (1, 2, 3, 4, 6, 8, 16)
 
@@ -32,7 +33,7 @@ def test_lengths_that_divide_give_equal_shards(n):
 def test_zigzag_gives_all_ranks_the_same_causal_work(n):
     layout = zigzag(n, 8 * n)
     everything = ((0, 8 * n),)
-    work = [sum(map(area, tiles(shard, everything, Mask(CAUSAL)))) for shard in layout]
+    work = [sum(map(tile_area, tiles(shard, everything, Mask(CAUSAL)))) for shard in layout]
     assert max(work) / (sum(work) / n) == 1.0
 
 

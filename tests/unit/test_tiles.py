@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dense import visible
+from wf_backends.areas import tile_area
 from wf_backends.layout import contiguous, zigzag
 from wf_backends.mask import CAUSAL, FULL, Band, Mask, make_mask
 from wf_backends.ranges import join, size
 from wf_backends.schedule import concentric, ring
-from wf_backends.tiles import SHORT, Tile, area, by_document, seen, tiles
+from wf_backends.tiles import SHORT, Tile, by_document, seen, tiles
 from wf_backends.walk import Problem, plan_rank
 
 LENGTH = 24
@@ -47,7 +48,7 @@ def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same):
         ]
         assert {i for i, _ in pairs} == set(positions(tile.rows)), "a row that sees nothing"
         assert {j for _, j in pairs} == set(positions(tile.keys)), "a key that nobody sees"
-        assert len(pairs) == area(tile)
+        assert len(pairs) == tile_area(tile)
         got += pairs
     assert sorted(got) == want
     seen_rows, seen_keys = seen(by_document(q, mask), by_document(kv, mask), mask.band)
