@@ -82,6 +82,9 @@ def init(backend: str | None = None, timeout: float = 600.0) -> Launch:
         backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", or None = the last with a GPU, else gloo.
         timeout: seconds that ranks wait for each other, here and in every later operation.
 
+    Returns:
+        What this process is in the job; its `close()` undoes what was done here.
+
     Raises:
         ValueError: if the launcher's variables are incomplete, mpirun and the MPI library do not
             belong together, or there is no GPU for this rank.

@@ -76,7 +76,12 @@ class SequenceParallel:
         The gradient is gathered: every rank gets that of the whole tensor.
 
         Args:
+            x: (..., S, ...), any dtype, the same on every rank.
+            dim: which dimension of x the sequence is.
             cu_seqlens: the packed documents; needed by the document_zigzag layout alone.
+
+        Returns:
+            (..., s, ...), a copy.
 
         Raises:
             ValueError: if the sequence is too short for the layout, or x has no such dim.
@@ -91,6 +96,13 @@ class SequenceParallel:
 
         Every rank is taken to use the whole tensor in the same way: a loss that all ranks compute
         from it counts once, not once a rank.
+
+        Args:
+            x: (..., s, ...), any dtype, this rank's rows as `shard` gives them.
+            dim, cu_seqlens: as those of `shard`.
+
+        Returns:
+            (..., S, ...).
 
         Raises:
             ValueError: if the ranks' tensors are not the shards of one tensor, or have no such dim.
@@ -212,6 +224,9 @@ class SequenceParallel:
 
         Returns:
             A scalar: sum over local tokens / global number of valid labels, float32 or wider.
+
+        Raises:
+            ValueError: if labels do not have the shape of logits without the vocabulary.
         """
         num_valid = self.sum_over_ranks(count_valid(labels))
         return token_loss(logits, labels, num_valid)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -18,11 +19,13 @@ from wf_colossalai.config import load, sequence_parallel_words
 from wf_colossalai.plugin import WallFacerPlugin
 
 HYBRID = "hybrid"
-OTHERS: Mapping[str, Any] = {
-    "torch_ddp": TorchDDPPlugin,
-    "low_level_zero": LowLevelZeroPlugin,
-    "gemini": GeminiPlugin,
-}
+OTHERS: Mapping[str, Any] = MappingProxyType(
+    {
+        "torch_ddp": TorchDDPPlugin,
+        "low_level_zero": LowLevelZeroPlugin,
+        "gemini": GeminiPlugin,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

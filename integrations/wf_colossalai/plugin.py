@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -21,13 +22,15 @@ from wf_colossalai.policy import KEY, WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
 
 WORDS = tuple(field.name for field in fields(SequenceParallelConfig))
-OURS = {
-    "sp_size": "sequence_parallel_size",
-    "inner_ring_size": 'route={"name": "double_ring", "inner": ...}',
-    "enable_sequence_parallelism": "sequence_parallel_size=1 to switch it off",
-    "sequence_parallelism_mode": "route and ulysses_degree",
-    "enable_flash_attention": "kernel",
-}
+OURS: Mapping[str, str] = MappingProxyType(
+    {
+        "sp_size": "sequence_parallel_size",
+        "inner_ring_size": 'route={"name": "double_ring", "inner": ...}',
+        "enable_sequence_parallelism": "sequence_parallel_size=1 to switch it off",
+        "sequence_parallelism_mode": "route and ulysses_degree",
+        "enable_flash_attention": "kernel",
+    }
+)
 
 
 class WallFacerPlugin(HybridParallelPlugin):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -82,16 +83,19 @@ def opt_forward(
 LANGUAGE_MODEL = AttentionModule(heads=LANGUAGE_HEADS)
 PIPELINED = AttentionModule(heads=LANGUAGE_HEADS, pipeline=True)
 
-TABLE: Mapping[str, AttentionModule] = {
-    "LlamaAttention": PIPELINED,
-    "MistralAttention": PIPELINED,
-    "Qwen2Attention": LANGUAGE_MODEL,
-    "GPT2Attention": LANGUAGE_MODEL,
-    "GPTJAttention": AttentionModule(heads=LANGUAGE_HEADS, methods={"_attn": gptj_attn}),
-    "OPTAttention": AttentionModule(heads=LANGUAGE_HEADS, methods={"forward": opt_forward}),
-    "BertSelfAttention": AttentionModule(causal=False, heads=("ForMaskedLM",)),
-    "ViTSelfAttention": AttentionModule(causal=False, cut="patches"),
-}
+TABLE: Mapping[str, AttentionModule] = MappingProxyType(
+    {
+        "LlamaAttention": PIPELINED,
+        "MistralAttention": PIPELINED,
+        "Qwen2Attention": LANGUAGE_MODEL,
+        "GPT2Attention": LANGUAGE_MODEL,
+        "GPTJAttention": AttentionModule(heads=LANGUAGE_HEADS, methods={"_attn": gptj_attn}),
+        "OPTAttention": AttentionModule(heads=LANGUAGE_HEADS, methods={"forward": opt_forward}),
+        "BertSelfAttention": AttentionModule(causal=False, heads=("ForMaskedLM",)),
+        "ViTSelfAttention": AttentionModule(causal=False, cut="patches"),
+    }
+)
+"""What is known; yours beside it: {**TABLE, "OwnAttention": AttentionModule()}."""
 
 
 def find(model: nn.Module, table: Mapping[str, AttentionModule]) -> AttentionModule:

@@ -70,7 +70,7 @@ def apply(model: PreTrainedModel, sp: SequenceParallel) -> Application:
     _tell_documents(model, application)
     vit = model.base_model
     if isinstance(vit, ViTModel):
-        _shard_between(application, vit.embeddings, vit.layernorm)
+        shard_between(application, vit.embeddings, vit.layernorm)
     return application
 
 
@@ -81,11 +81,12 @@ def shard_between(application: Application, first: nn.Module, last: nn.Module) -
     shards; the padding is a document of its own and gone again before `last`. Everything else
     is computed on every rank alike, so that all ranks have the same loss. Gradients of all
     parameters are then to be averaged over the ranks, as data parallelism does.
+
+    Args:
+        application: what `apply` gave for the model; its `remove()` takes this back too.
+        first, last: modules of the model; `first` returns the rows, `last` takes them as its
+            first argument.
     """
-    _shard_between(application, first, last)
-
-
-def _shard_between(application: Application, first: nn.Module, last: nn.Module) -> None:
     sp, documents = application.attention.sp, application.attention.documents
     multiple = padding_multiple(sp.config.layout, sp.size)
     lengths: list[int] = []

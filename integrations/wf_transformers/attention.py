@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from types import FrameType
+from collections.abc import Mapping
+from types import FrameType, MappingProxyType
 from typing import Any
 from weakref import WeakSet
 
@@ -15,15 +16,17 @@ from wf_transformers.documents import Documents
 from wf_transformers.masks import MaskCheck
 
 # Keyword arguments of models that change attention in a way that no kernel of ours knows.
-UNSUPPORTED = {
-    "head_mask": "head masks",
-    "output_attentions": "output_attentions=True: attention weights are never formed",
-    "softcap": "soft-capped attention scores",
-    "s_aux": "attention sinks",
-    "position_bias": "an attention bias",
-    "encoder_hidden_states": "cross attention",
-    "past_key_value": "a KV cache",
-}
+UNSUPPORTED: Mapping[str, str] = MappingProxyType(
+    {
+        "head_mask": "head masks",
+        "output_attentions": "output_attentions=True: attention weights are never formed",
+        "softcap": "soft-capped attention scores",
+        "s_aux": "attention sinks",
+        "position_bias": "an attention bias",
+        "encoder_hidden_states": "cross attention",
+        "past_key_value": "a KV cache",
+    }
+)
 
 
 class Attention:
