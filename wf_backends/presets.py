@@ -9,14 +9,29 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from wf_backends.suggest import nearest
 from wf_backends.topology import KernelRate, Link, Topology, from_dict
 
-READERS = MappingProxyType({".json": json.loads, ".toml": tomllib.loads})
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which json itself would take the last of two values."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} is given twice: {found[key]!r} and {value!r}")
+        found[key] = value
+    return found
+
+
+READERS = MappingProxyType(
+    {".json": partial(json.loads, object_pairs_hook=_once), ".toml": tomllib.loads}
+)
 
 # Nominal figures of the makers; kernel rates of the FlashAttention-2 paper (arXiv 2307.08691):
 # 73 % and 63 % of an A100's 312 TFLOP/s, 335 TFLOP/s on an H100. one-host: gloo and one CPU core
@@ -77,7 +92,7 @@ def load(source: str, size: int | None = None) -> Topology:
             return preset
         return one_host(size) if preset.hosts == 1 else preset.with_ranks(size)
     path = Path(source)
-    if path.suffix not in READERS or not path.is_file():
+    if path.suffix not in READERS or not _is_file(path):
         raise ValueError(
             f"topology must be one of {list(PRESETS)}, or a {' or '.join(READERS)} file that "
             f"exists; got {source!r}{nearest(source, PRESETS)}"
@@ -89,6 +104,16 @@ def load(source: str, size: int | None = None) -> Topology:
         return topology if size is None else topology.with_ranks(size)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: it is nested too deep for a topology") from None
+
+
+def _is_file(path: Path) -> bool:
+    """Whether there is such a file; a name longer than names may be is none of one."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def one_host(size: int) -> Topology:

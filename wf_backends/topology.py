@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from reprlib import repr as short
 from types import MappingProxyType
 from typing import Any, cast
 
 from wf_backends.suggest import nearest
+from wf_backends.words import KERNELS
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +173,8 @@ OPTIONAL: Mapping[str, Any] = MappingProxyType(
 )
 RATE_KEYS = ("forward_tflops", "backward_tflops", "call_us")
 DIAGONAL = "diagonal_keys"
+LEAST, MOST = 1e-30, 1e30  # of a number: beyond, bytes over rates are no longer finite
+MOST_OF_A_KIND = 10**6  # hosts, ranks and NICs
 
 
 def from_dict(words: Mapping[str, Any]) -> Topology:
@@ -188,20 +192,18 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
     counts = ("hosts", "ranks_per_host", "nics_per_host")
     keys = ("name", *counts, "inside", "between", "kernels", "memory_gib")
     words = {**OPTIONAL, **_check_keys("topology", words, keys, tuple(OPTIONAL))}
+    if not isinstance(words["name"], str):
+        raise ValueError(f"topology key 'name' must be a string, got {words['name']!r}")
     if not isinstance(words["direct_links"], bool):
         raise ValueError(
             f"topology key 'direct_links' must be true or false, got {words['direct_links']!r}"
         )
-    kernels = words["kernels"]
-    if not isinstance(kernels, Mapping):
-        raise ValueError(f"topology key 'kernels' must be an object of kernels, got {kernels!r}")
-    rates = cast(Mapping[str, Any], kernels)
     return Topology(
-        name=str(words["name"]),
+        name=words["name"],
         **{key: _whole(key, words[key]) for key in counts},
         inside=_link("inside", words["inside"]),
         between=_link("between", words["between"]),
-        kernels=tuple((name, _rate(f"kernels.{name}", rates[name])) for name in rates),
+        kernels=_rates(words["kernels"]),
         memory_bytes=_number("memory_gib", words["memory_gib"]) * 2**30,
         direct_links=words["direct_links"],
         agreement_s=_number("agreement_us", words["agreement_us"], zero=True) / 1e6,
@@ -218,6 +220,18 @@ def _link(key: str, words: Any) -> Link:
 
 def _link_words(link: Link) -> dict[str, float]:
     return dict(zip(LINK_KEYS, (link.latency_s * 1e6, link.bytes_per_s * 8 / 1e9), strict=True))
+
+
+def _rates(words: Any) -> tuple[tuple[str, KernelRate], ...]:
+    """The rates of kernels by their names, in the order in which they are listed."""
+    if not isinstance(words, Mapping):
+        raise ValueError(f"topology key 'kernels' must be an object of kernels, got {words!r}")
+    rates = cast(Mapping[str, Any], words)
+    for name in rates:
+        if name not in KERNELS:
+            hint = nearest(name, KERNELS)
+            raise ValueError(f"kernels: unknown kernel {name!r}{hint} Kernels: {list(KERNELS)}")
+    return tuple((name, _rate(f"kernels.{name}", rates[name])) for name in rates)
 
 
 def _rate(key: str, words: Any) -> KernelRate:
@@ -251,18 +265,20 @@ def _check_keys(
 
 
 def _number(key: str, value: object, zero: bool = False) -> float:
-    """A number beyond 0, or 0 if that is allowed."""
-    wanted = "a positive number" + zero * " or 0"
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not (0 < value < float("inf") or (zero and value == 0))
-    ):
-        raise ValueError(f"topology key {key!r} must be {wanted}, got {value!r}")
-    return float(value)
+    """A number beyond 0, or 0 if that is allowed, with which one can compute."""
+    wanted = "a positive number"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        if LEAST <= value <= MOST or (zero and value == 0):
+            return float(value)
+        if value > 0:
+            wanted = f"from {LEAST:g} to {MOST:g}"
+    raise ValueError(f"topology key {key!r} must be {wanted}{zero * ' or 0'}, got {short(value)}")
 
 
 def _whole(key: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"topology key {key!r} must be a positive integer, got {value!r}")
+    if value > MOST_OF_A_KIND:
+        most = f"at most {MOST_OF_A_KIND}"
+        raise ValueError(f"topology key {key!r} must be {most}, got {short(value)}")
     return value

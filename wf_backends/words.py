@@ -12,6 +12,7 @@ from wf_backends.schedule import ROUTES
 from wf_backends.suggest import nearest
 
 AUTO = "auto"
+KERNELS = ("reference", "sdpa", "flash")
 
 
 def meant(key: str, known: Sequence[str]) -> str:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from wf_backends.config import KERNEL_NAMES
 from wf_backends.launched import check_job, is_host_by_host
 from wf_backends.presets import PRESETS, load
 from wf_backends.topology import from_dict
+from wf_backends.words import AUTO, KERNELS
 
 FILES = sorted((Path(__file__).parents[2] / "configs/topologies").iterdir())
 
@@ -155,6 +157,16 @@ def test_ranks_that_do_not_fill_hosts_are_refused() -> None:
         ({"occupied": "half"}, "'occupied' must be a positive number or 0, got 'half'"),
         ({"kernels": {"sdpa": RATE | {"diagonal_keys": -1}}}, "'kernels.sdpa.diagonal_keys' must"),
         ({"agreement_us": -1}, "'agreement_us' must be a positive number or 0, got -1"),
+        ({"name": None}, "'name' must be a string, got None"),
+        ({"name": ["lab"]}, "'name' must be a string, got \\['lab'\\]"),
+        ({"memory_gib": 10**400}, "'memory_gib' must be from 1e-30 to 1e\\+30, got 1000000"),
+        ({"agreement_us": 10**400}, "'agreement_us' must be from 1e-30 to 1e\\+30 or 0, got 1000"),
+        (
+            {"inside": {"latency_us": 1, "gigabits_per_s": 1e-320}},
+            "'inside.gigabits_per_s' must be",
+        ),
+        ({"hosts": 10**400}, "'hosts' must be at most 1000000, got 1000"),
+        ({"kernels": {"flahs": RATE}}, "unknown kernel 'flahs'; did you mean 'flash'"),
         ({"host": 2}, "unknown key 'host'; did you mean 'hosts'"),
     ],
 )
@@ -180,9 +192,33 @@ def test_the_file_is_named_too(tmp_path: Path) -> None:
     path.write_text(json.dumps(words(hosts=0)))
     with pytest.raises(ValueError, match="mine.json: topology key 'hosts'"):
         load(str(path))
-    path.write_text("{")
-    with pytest.raises(ValueError, match="mine.json"):
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ('{"hosts": 2, "hosts": 4}', "key 'hosts' is given twice: 2 and 4"),
+        (
+            '{"inside": {"latency_us": 1, "latency_us": 2}}',
+            "key 'latency_us' is given twice: 1 and",
+        ),
+        ("[" * 100_000, "nested too deep"),
+    ],
+)
+def test_a_file_that_is_no_topology_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (path := tmp_path / "mine.json").write_text(text)
+    with pytest.raises(ValueError, match=f"mine.json: .*{message}"):
         load(str(path))
+
+
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="topology must be one of .* file that exists"):
+        load("x" * 5000 + ".json")
+
+
+def test_kernels_have_the_same_names_everywhere() -> None:
+    assert (AUTO, *KERNELS) == KERNEL_NAMES
 
 
 def test_an_unknown_preset_gets_the_nearest_name() -> None:
