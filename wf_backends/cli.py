@@ -8,7 +8,10 @@ MISSING = ("typer", "rich")
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 something does not work here, 2 bad input."""
+    """Run the command line.
+
+    Exit codes: 0 done, 1 something does not work here, 2 bad input, files that cannot be used too.
+    """
     try:
         from wf_backends.commands.app import app
     except ModuleNotFoundError as error:
@@ -17,7 +20,7 @@ def main() -> None:
         sys.exit(f"wallfacer needs {error.name}, which is missing: pip install 'wallfacer[cli]'")
     try:
         app()
-    except (ValueError, NotImplementedError) as error:
+    except (ValueError, NotImplementedError, OSError) as error:
         print(f"wallfacer: {error}", file=sys.stderr)
         sys.exit(2)
 

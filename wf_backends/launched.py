@@ -31,8 +31,8 @@ def check_job(topology: Topology, hosts: Sequence[str]) -> Topology:
     """
     wrong = f"topology {topology.name!r} contradicts the job"
     way_out = (
-        "Correct the file, or measure one: wallfacer bench-links --out topology.json, or "
-        '"topology": "measure" in a config'
+        "Name another or correct its file; or measure one: wallfacer bench-links --out "
+        'topology.json, or "topology": "measure" in a config'
     )
     if len(hosts) != topology.size:
         raise ValueError(

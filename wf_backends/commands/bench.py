@@ -13,17 +13,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
 from wf_backends.commands import options as o
-from wf_backends.commands.plan import block, plan_words
+from wf_backends.commands.plan import block, config, plan_words
 from wf_backends.launched import check_job
 from wf_backends.placement import in_rank_order
-from wf_backends.planner import all_plans, price_plan
+from wf_backends.planner import all_plans, check_memory, price_plan
 from wf_backends.plans import Plan, Request
-from wf_backends.presets import load
+from wf_backends.presets import PRESETS, load
 from wf_backends.topology import Topology
+from wf_backends.words import AUTO
 
 if TYPE_CHECKING:
     from wf_backends.launch import Launch
@@ -72,14 +74,14 @@ def bench(
     for option, value in (("--top", top), ("--repeats", repeats)):
         o.check_least(option, value, 1)
     model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
-    workload = replace(model.workload(), kernel="auto")
+    workload = model.workload()
     launch = init()
     try:
         job = Job(launch, cache_dir)
         request = Request(
             job.cluster(topology), workload, exact_up_to=EXACT_UP_TO, **o.keeping(layers)
         )
-        plans = with_ring(all_plans(request), request, top)
+        plans = with_ring(all_plans(priced(request)), priced(request), top)
         times = job.run(plans, model, repeats)
         if trace is not None:
             job.trace(plans, model, trace)
@@ -101,11 +103,16 @@ class Job:
         self.folder = cache_dir or cache_folder(os.environ)
 
     def cluster(self, source: str) -> Topology:
-        """The topology that is named, if it describes the job; without a name, measured."""
+        """The topology that is named, if it describes the job; without a name, measured.
+
+        A preset has as many ranks as the job; a file says itself how many.
+        """
         from wf_backends.cluster import measured
 
         if source:
-            return check_job(load(source), self.hosts)
+            size = self.comm.size
+            named = o.cluster(source, size) if source in PRESETS else load(source)
+            return check_job(named, self.hosts)
         return measured(self.comm, self.hosts, self.device, self.folder)[0]
 
     def run(self, plans: list[Plan], model: o.Model, repeats: int) -> list[float]:
@@ -141,21 +148,46 @@ def show(plans: list[Plan], times: list[float], request: Request, as_json: bool)
     fastest, _ = min(both, key=lambda one: one[1])
     if as_json:
         words = [plan_words(plan, request) | {"measured_s": took} for plan, took in both]
-        config = plan_words(fastest, request)["config"]
-        told = {"topology": request.topology.to_dict(), "fastest": config, "plans": words}
+        told = {
+            "topology": request.topology.to_dict(),
+            "rate_of": rate_of(request),
+            "fastest": config(fastest, request),
+            "plans": words,
+        }
         typer.echo(json.dumps(told, indent=2))
         return
-    shown = table(plans, times, request.topology)
+    shown = table(plans, times, request)
     o.console_for(shown).print(shown)
     typer.echo(f"Fastest here: {fastest.forward.placed}. {block(fastest, request)}")
 
 
+def rate_of(request: Request) -> str:
+    """The kernel whose rate predictions go by: the one asked for, if the topology has its rate."""
+    rates, wanted = request.topology.kernels, request.workload.kernel
+    return wanted if wanted in dict(rates) else rates[0][0]
+
+
+def priced(request: Request) -> Request:
+    """The request by a rate that its topology has; what is run is the kernel that was asked for."""
+    return replace(request, workload=replace(request.workload, kernel=rate_of(request)))
+
+
 def with_ring(plans: list[Plan], request: Request, top: int) -> list[Plan]:
-    """The first of the plans, and the plain ring to compare with if it is not among them."""
+    """The first of the plans, and the plain ring to compare with if it is not among them.
+
+    None of them needs more than the memory there is: it would be measured swapping, or end the job.
+
+    Raises:
+        ValueError: if no plan fits the memory, naming the one that comes closest.
+    """
+    check_memory(plans[0], request)
     placed = in_rank_order({"name": "ring"}, request.topology.size)
     ring = price_plan(request, 1, placed, placed)
-    first = plans[:top]
-    return first if ring.choice in [plan.choice for plan in first] else [*first, ring]
+    fits = [plan for plan in plans if plan.cost.memory_bytes <= request.memory_limit]
+    first, is_over = fits[:top], ring.cost.memory_bytes > request.memory_limit
+    if is_over or ring.choice in [plan.choice for plan in first]:
+        return first
+    return [*first, ring]
 
 
 def prepare(plan: Plan, model: o.Model, comm: Any, device: Any) -> Callable[[], None]:
@@ -184,9 +216,18 @@ def prepare(plan: Plan, model: o.Model, comm: Any, device: Any) -> Callable[[], 
     return once
 
 
-def table(plans: list[Plan], times: list[float], cluster: Topology) -> Table:
+def heading(request: Request) -> str:
+    """What is measured, and what its predictions go by where that is not what runs."""
+    cluster, wanted, known = request.topology, request.workload.kernel, rate_of(request)
+    told = f"{cluster.name}: {cluster.size} ranks; forward and backward"
+    if wanted in (AUTO, known):
+        return told
+    return f"{told}; predicted by the rate of {known}: the topology has none of {wanted}"
+
+
+def table(plans: list[Plan], times: list[float], request: Request) -> Table:
     """Predicted beside measured."""
-    found = Table(title=f"{cluster.name}: {cluster.size} ranks; forward and backward")
+    found = Table(title=escape(heading(request)))
     for name in ("predicted ms", "measured ms", "measured / predicted", "u"):
         found.add_column(name, justify="right")
     for name in ("forward", "backward", "walks"):

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -185,5 +186,5 @@ def table(findings: list[Finding]) -> Table:
         sign = "[green]yes[/green]" if finding.works else "[yellow]no[/yellow]"
         if finding.needed and not finding.works:
             sign = "[red]NO[/red]"
-        found.add_row(sign, finding.name, finding.what, finding.mend)
+        found.add_row(sign, *map(escape, (finding.name, finding.what, finding.mend)))
     return found

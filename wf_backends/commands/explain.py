@@ -8,16 +8,19 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from wf_backends.commands import options as o
 from wf_backends.cost import FORWARD, FORWARD_QUERIES, Job, pass_cost
 from wf_backends.placement import place
 from wf_backends.plans import BACKWARDS
+from wf_backends.presets import PRESETS
 from wf_backends.schedule import render
 from wf_backends.timeline import Clock, Cost, Span, seconds
 
 PICTURES = (".png", ".svg", ".pdf")
+RANKS = 8  # of a preset: a grid of more is hard to read
 WIDTH = 36  # characters of the time axis: with it the table fits 80 columns
 
 
@@ -40,7 +43,14 @@ def explain(
     layout: o.Layout = "zigzag",
     kernel: o.Kernel = "auto",
     topology: o.Cluster = "h100-8x400g",
-    ranks: o.Ranks = 8,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Ranks of one sequence; 0 = all of the topology. Not given: {RANKS} of a preset, "
+            "all of a file.",
+            show_default=False,
+        ),
+    ] = None,
     moves: Annotated[str, typer.Option(help="Which side walks back: keys or queries.")] = "keys",
     picture: Annotated[
         Path | None, typer.Option(help="Draw who meets whom here: .png, .svg or .pdf.")
@@ -60,20 +70,23 @@ def explain(
         raise ValueError(f"--picture must end in one of {list(PICTURES)}, got {str(picture)!r}")
     o.check_folder("--picture", picture)
     model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
+    if ranks is None:
+        ranks = RANKS if topology in PRESETS else 0
     cluster = o.cluster(topology, ranks)
     placed = o.parse_route(route, cluster.size)
     schedule, job = place(placed, cluster.size), Job(model.workload(), cluster)
     console = Console()
-    console.print(f"[bold]{placed}[/bold] on {cluster.size} ranks\n")
+    added = o.added_words(o.hosts_added(topology, cluster))
+    console.print(f"[bold]{placed}[/bold] on {cluster.size} ranks{added}\n")
     typer.echo(render(schedule))
     there = FORWARD_QUERIES if placed.keys_stay else FORWARD
     for walk in (there, BACKWARDS[moves]):
-        console.print(timeline(pass_cost(job, schedule, walk), walk.name))
+        console.print(timeline(pass_cost(job, schedule, walk, placed.two_way), walk.name))
     if picture is not None:
         from wf_backends.commands.draw import draw
 
         draw(schedule, cluster, picture, title=f"{route}, {cluster.size} ranks")
-        console.print(f"drawn: {picture}")
+        console.print(escape(f"drawn: {picture}"))
 
 
 def timeline(cost: Cost, name: str) -> Table:

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from wf_backends.commands import options as o
 
@@ -56,4 +57,5 @@ def bench_links(
     else:
         out.write_text(text + "\n")
     source = f"from {folder}" if known else f"measured in {took:.1f} s"
-    Console(stderr=True).print(f"{topology.name}, {launch.world_size} ranks: {source}")
+    told = f"{topology.name}, {launch.world_size} ranks: {source}"
+    Console(stderr=True).print(escape(told))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log2
 from pathlib import Path
 from types import MappingProxyType
@@ -19,12 +20,13 @@ from wf_backends.cost import Workload
 from wf_backends.layout import LAYOUTS, check_layout_name
 from wf_backends.mask import make_mask
 from wf_backends.placement import ORDER, REVERSE, TWO_WAY, Placed, read_placed
-from wf_backends.presets import load
+from wf_backends.presets import PRESETS, load
 from wf_backends.schedule import ROUTES
 from wf_backends.suggest import nearest
 from wf_backends.topology import Topology
 from wf_backends.traffic import Shape
 from wf_backends.typical import FEWEST, draw_documents
+from wf_backends.words import AUTO, KERNELS, one_of
 
 ITEMSIZES: Mapping[str, int] = MappingProxyType(
     {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -82,8 +84,8 @@ class Model:
             ValueError: naming the option, its value and what would be right.
         """
         for name in ("heads", "head_dim", "seqlen", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be positive")
+            check_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
+        check_least("--window", self.window, -1)
         kv_heads = self.kv_heads or self.heads
         if kv_heads < 1 or self.heads % kv_heads:
             raise ValueError(f"--kv-heads must divide --heads {self.heads}, got {kv_heads}")
@@ -92,6 +94,7 @@ class Model:
             raise ValueError(
                 f"--dtype must be one of {known}, got {self.dtype!r}{nearest(self.dtype, known)}"
             )
+        one_of("--kernel", self.kernel, (AUTO, *KERNELS))
         if LAYOUTS[check_layout_name(self.layout)].needs_documents and not self.documents:
             takes = "which `wallfacer plan` takes"
             raise ValueError(f"--layout {self.layout} needs --documents, {takes}")
@@ -119,7 +122,7 @@ def check_least(option: str, value: float, least: int) -> None:
     Raises:
         ValueError: if it is not.
     """
-    if value < least:
+    if not value >= least:  # nor is NaN
         raise ValueError(f"{option} must be at least {least}, got {value:g}")
 
 
@@ -127,10 +130,16 @@ def check_folder(option: str, path: Path | None) -> None:
     """Nothing, if a file can be written there, or none is wanted.
 
     Raises:
-        ValueError: if its folder is missing, so that nobody works for nothing first.
+        ValueError: if not, so that nobody works for nothing first.
     """
-    if path is not None and not path.parent.is_dir():
+    if path is None:
+        return
+    if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
+    if path.is_dir():
+        raise ValueError(f"{option} {path} is a folder: name a file, which may be in it")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option} {path}: you may not write there; name another file")
 
 
 def console_for(table: Table) -> Console:
@@ -143,10 +152,25 @@ def console_for(table: Table) -> Console:
 
 
 def cluster(name: str, ranks: int) -> Topology:
-    """The topology called `name` for `ranks` ranks (0: as it is)."""
+    """The topology called `name` for `ranks` ranks (0: as it is), with more hosts if need be.
+
+    The preset of one host is one host of any number of ranks.
+    """
     check_least("--ranks", ranks, 0)
     topology = load(name)
+    if name in PRESETS and topology.hosts == 1 and ranks:
+        return replace(topology, ranks_per_host=ranks)
     return topology.with_ranks(ranks) if ranks else topology
+
+
+def hosts_added(name: str, topology: Topology) -> int:
+    """Hosts that a topology has beyond those of its file; a preset is for any number of hosts."""
+    return 0 if name in PRESETS else max(0, topology.hosts - load(name).hosts)
+
+
+def added_words(count: int) -> str:
+    """What to say of hosts that nobody measured."""
+    return f", hosts added to the file's: {count}" if count else ""
 
 
 def keeping(layers: int) -> dict[str, Any]:
@@ -169,6 +193,8 @@ def parse_route(text: str, size: int) -> Placed:
     route: dict[str, Any] = {"name": name}
     for pair in filter(None, rest.split(",")):
         key, _, value = (part.strip() for part in pair.partition("="))
+        if key in route:
+            raise ValueError(f"--route gives {key!r} twice, got {text!r}")
         if re.fullmatch(r"\d+", value) and key != ORDER:
             route[key] = int(value)
         elif re.fullmatch(r"\d+(-\d+)*", value) and key == ORDER:

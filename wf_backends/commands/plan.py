@@ -8,6 +8,7 @@ from math import inf
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from wf_backends.commands import options as o
@@ -16,6 +17,7 @@ from wf_backends.near import NEAR_UP_TO, on_few, on_fewer_ranks
 from wf_backends.placement import in_rank_order
 from wf_backends.planner import all_plans, best_plan, check_memory, price_plan
 from wf_backends.plans import EXACT_UP_TO, Plan, Request
+from wf_backends.words import AUTO
 
 
 def plan(
@@ -53,8 +55,9 @@ def plan(
 
         wallfacer plan --ranks 8 --seqlen 65536 --documents 2048 --layout document_zigzag
     """
-    for option, value, least in (("--memory-gib", memory_gib, 0), ("--top", top, 1)):
-        o.check_least(option, value, least)
+    for option, value in (("--memory-gib", memory_gib), ("--exact-up-to", exact_up_to)):
+        o.check_least(option, value, 0)
+    o.check_least("--top", top, 1)
     model = o.Model(
         heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel, documents
     )
@@ -73,10 +76,11 @@ def plan(
     ring = in_rank_order({"name": "ring"}, request.topology.size)
     baseline = price_plan(request, 1, ring, ring)
     reason = why(best, baseline, request) + stand_in(request, asked) + other_layout(best, request)
+    added = o.hosts_added(topology, asked.topology)
     if as_json:
-        typer.echo(json.dumps(to_json(plans[:top], reason, asked), indent=2))
+        typer.echo(json.dumps(to_json(plans[:top], reason, asked, added), indent=2))
         return
-    shown = table(plans[:top], baseline, asked)
+    shown = table(plans[:top], baseline, asked, added)
     console = o.console_for(shown)
     console.print(shown)
     console.print(f"[bold]Chosen:[/bold] {reason}")
@@ -113,17 +117,22 @@ def stand_in(request: Request, asked: Request) -> str:
 
 def block(plan: Plan, request: Request) -> str:
     """The config of a plan, to be pasted."""
-    words = plan.to_config(request.topology.size, request.workload.layout)
     return (
         'The "wallfacer" block of a DeepSpeed JSON, or SequenceParallelConfig.from_dict:\n'
-        + json.dumps(words, indent=2)
+        + json.dumps(config(plan, request), indent=2)
     )
+
+
+def config(plan: Plan, request: Request) -> dict[str, Any]:
+    """The config that runs a plan, with the kernel if one was asked for by name."""
+    work = request.workload
+    words = plan.to_config(request.topology.size, work.layout)
+    return words if work.kernel == AUTO else words | {"kernel": work.kernel}
 
 
 def why(best: Plan, baseline: Plan, request: Request) -> str:
     """The choice in one sentence, beside the plain ring."""
     cost, ring = best.cost, baseline.cost
-    hidden = 1 - cost.exposed_s / max(cost.exposed_s, sum(transfers(best)), 1e-12)
     kept = f", {best.layers} layers keeping what they gather" if best.keep else ""
     order = "" if best.in_rank_order else ", ranks placed in another order than their numbers"
     exact = request.topology.size <= request.exact_up_to
@@ -136,9 +145,18 @@ def why(best: Plan, baseline: Plan, request: Request) -> str:
         f"{best.backward.placed} with the {best.moves} walking{order}{kept}: "
         f"{1e3 * cost.seconds:.4g} ms predicted, "
         f"{ring.seconds / cost.seconds:.2f} x the ring's speed; "
-        f"{sent / 1e9:.3g} GB through the busiest {link} against {rings / 1e9:.3g}, "
-        f"{hidden:.0%} of the transfer time hidden behind computing (counted {counted})"
+        f"{sent / 1e9:.3g} GB through the busiest {link} against {rings / 1e9:.3g}"
+        f"{hidden(best)} (counted {counted})"
     )
+
+
+def hidden(plan: Plan) -> str:
+    """How much of the transfers is hidden; nothing where nothing is transferred."""
+    cost = plan.cost
+    if not cost.nic_bytes + cost.inside_bytes:
+        return ""
+    exposed, moving = cost.exposed_s, max(cost.exposed_s, sum(transfers(plan)))
+    return f", {1 - exposed / moving:.0%} of the transfer time hidden behind computing"
 
 
 def other_layout(best: Plan, request: Request) -> str:
@@ -160,12 +178,16 @@ def transfers(plan: Plan) -> list[float]:
     return [phase.times * phase.transfer_s for phase in plan.cost.phases]
 
 
-def table(plans: list[Plan], baseline: Plan, request: Request) -> Table:
-    """The candidates, fastest first."""
+def table(plans: list[Plan], baseline: Plan, request: Request, added: int) -> Table:
+    """The candidates, fastest first.
+
+    Args:
+        added: hosts that the topology's file does not have.
+    """
     cluster = request.topology
     found = Table(
-        title=f"{cluster.name}: {cluster.hosts} hosts x {cluster.ranks_per_host} ranks, "
-        f"{cluster.nics_per_host} NICs a host; forward and backward"
+        title=f"{escape(cluster.name)}: {cluster.hosts} hosts x {cluster.ranks_per_host} ranks, "
+        f"{cluster.nics_per_host} NICs a host{o.added_words(added)}; forward and backward"
     )
     for name in ("predicted ms", "x ring", "exposed ms", "NIC GB", "inside GB", "memory MiB", "u"):
         found.add_column(name, justify="right")
@@ -190,10 +212,11 @@ def table(plans: list[Plan], baseline: Plan, request: Request) -> Table:
     return found
 
 
-def to_json(plans: list[Plan], reason: str, request: Request) -> dict[str, Any]:
+def to_json(plans: list[Plan], reason: str, request: Request, added: int) -> dict[str, Any]:
     """The same as data; `config` is what a DeepSpeed block or SequenceParallelConfig takes."""
     return {
         "topology": request.topology.to_dict(),
+        "hosts_added": added,
         "reason": reason,
         "plans": [plan_words(plan, request) for plan in plans],
     }
@@ -201,9 +224,9 @@ def to_json(plans: list[Plan], reason: str, request: Request) -> dict[str, Any]:
 
 def plan_words(plan: Plan, request: Request) -> dict[str, Any]:
     """One candidate as data."""
-    cost, size = plan.cost, request.topology.size
+    cost = plan.cost
     return {
-        "config": plan.to_config(size, request.workload.layout),
+        "config": config(plan, request),
         "in_rank_order": plan.in_rank_order,
         "forward": str(plan.forward.placed),
         "backward": str(plan.backward.placed),
