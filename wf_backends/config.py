@@ -15,9 +15,8 @@ from wf_backends.layout import check_layout_name
 from wf_backends.placement import ORDER, divisors, read_placed
 from wf_backends.presets import PRESETS, READERS
 from wf_backends.suggest import nearest
-from wf_backends.words import AUTO, is_number, meant, one_of, positive
+from wf_backends.words import AUTO, KERNELS, is_number, meant, one_of, positive
 
-KERNEL_NAMES = (AUTO, "reference", "sdpa", "flash")
 MOVES = ("keys", "queries")
 MEASURE = "measure"
 APART = ("ulysses_stride", "ulysses_chunks")
@@ -84,7 +83,7 @@ class SequenceParallelConfig:
     def __post_init__(self) -> None:
         positive("sequence_parallel_size", self.sequence_parallel_size)
         check_layout_name(self.layout)
-        one_of("kernel", self.kernel, KERNEL_NAMES)
+        one_of("kernel", self.kernel, (AUTO, *KERNELS))
         if self.strategy is not None:
             self._check_strategy()
         self._check_keep()

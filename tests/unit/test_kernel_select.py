@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wf_backends.config import KERNEL_NAMES
+from wf_backends import words
 from wf_backends.kernels import KernelSpec, select
 from wf_backends.kernels import flash as flash_module
 from wf_backends.kernels.select import KERNELS
@@ -33,7 +33,7 @@ def flash_attn_version(monkeypatch):
 
 
 def test_a_config_knows_every_kernel():
-    assert set(KERNEL_NAMES) == {"auto", *KERNELS}
+    assert set(words.KERNELS) == set(KERNELS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

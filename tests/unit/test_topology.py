@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from wf_backends.config import KERNEL_NAMES
 from wf_backends.launched import check_job, is_host_by_host
 from wf_backends.presets import PRESETS, load
 from wf_backends.topology import from_dict
-from wf_backends.words import AUTO, KERNELS
 
 FILES = sorted((Path(__file__).parents[2] / "configs/topologies").iterdir())
 
@@ -215,10 +213,6 @@ def test_a_file_that_is_no_topology_is_named(tmp_path: Path, text: str, message:
 def test_a_name_that_no_file_can_have_is_refused() -> None:
     with pytest.raises(ValueError, match="topology must be one of .* file that exists"):
         load("x" * 5000 + ".json")
-
-
-def test_kernels_have_the_same_names_everywhere() -> None:
-    assert (AUTO, *KERNELS) == KERNEL_NAMES
 
 
 def test_an_unknown_preset_gets_the_nearest_name() -> None:

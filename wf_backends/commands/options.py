@@ -101,7 +101,7 @@ class Model:
         itemsize = ITEMSIZES[self.dtype]
         shape = Shape(self.batch, self.heads, kv_heads, self.head_dim, itemsize, max(4, itemsize))
         mask = make_mask(self.causal, (self.window, -1), self._borders())
-        return Workload(shape, self.seqlen, mask, self.layout, self.kernel)
+        return Workload(shape, self.seqlen, mask.within(self.seqlen), self.layout, self.kernel)
 
     def _borders(self) -> tuple[int, ...] | None:
         """Of the packed documents."""

@@ -39,8 +39,8 @@ def plan(
         float, typer.Option(help="What attention may take of a rank; 0 = all it has.")
     ] = 0,
     exact_up_to: Annotated[
-        int, typer.Option(help="Ranks up to which every message is counted.")
-    ] = 16,
+        int, typer.Option(help="Ranks up to which every message is counted; a call's by default.")
+    ] = EXACT_UP_TO,
     layers: o.Layers = 0,
     top: Annotated[int, typer.Option(help="Rows of the table.")] = 12,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
