@@ -94,7 +94,9 @@ def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
             f"rank {place.rank} of {place.world_size} ({place.launcher}) waited {timeout:g} s at "
             f"{place.address}:{place.port}: ranks {late} did not come"
         ) from error
-    return store, with_local(place, [store.get(key).decode() for key in keys])
+    if place.local_rank is None or place.local_size is None:  # all of all is much for thousands
+        place = with_local(place, [store.get(key).decode() for key in keys])
+    return store, place
 
 
 def with_local(place: Place, hosts: Sequence[str]) -> Place:
@@ -111,10 +113,10 @@ def take_gpu(store: Store, place: Place) -> torch.device:
     """Make one GPU of this host the current device: one for each rank.
 
     That of the local rank's number, or the one there is where a launcher shows each rank its own
-    (srun --gpus-per-task=1). Every rank must call this.
+    (srun --gpus-per-task=1). Every rank of the host must call this.
 
     Raises:
-        ValueError: if a rank has no GPU or ranks share one; in the second case on every rank.
+        ValueError: if a rank has no GPU or ranks share one; in the second case on all of the host.
     """
     count, local_rank = torch.cuda.device_count(), place.local_rank
     index = 0 if count == 1 else local_rank
@@ -125,12 +127,12 @@ def take_gpu(store: Store, place: Place) -> torch.device:
         )
     torch.cuda.set_device(index)
     gpu = getattr(torch.cuda.get_device_properties(index), "uuid", index)
-    mine = f"{socket.gethostname()} {gpu}"
-    store.set(f"gpu of {place.rank}", mine)
-    gpus = [store.get(f"gpu of {rank}").decode() for rank in range(place.world_size)]
-    if sharing := [rank for rank, gpu in enumerate(gpus) if gpus.count(gpu) > 1]:
+    host, here = socket.gethostname(), range((place.local_size or 1) if count == 1 else 0)
+    store.set(f"gpu of {host} {local_rank}", str(gpu))
+    gpus = [store.get(f"gpu of {host} {rank}") for rank in here]
+    if sharing := [rank for rank, gpu in zip(here, gpus, strict=True) if gpus.count(gpu) > 1]:
         raise ValueError(
-            f"ranks {sharing} share GPUs: show each rank all GPUs of its host, or one of its own, "
-            "and start no more ranks than there are GPUs, or use backend='gloo'"
+            f"the local ranks {sharing} share GPUs: show each rank all GPUs of its host, or one of "
+            "its own, and start no more ranks than there are GPUs, or use backend='gloo'"
         )
     return torch.device("cuda", index)

@@ -289,7 +289,7 @@ def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_is_shown(mon
 
 def test_ranks_that_share_a_gpu_are_all_told(monkeypatch):
     for told in take_gpus(monkeypatch, [["a"], ["a"], ["b"]]):
-        assert "ranks [0, 1] share GPUs" in told
+        assert "the local ranks [0, 1] share GPUs" in told
 
 
 def test_more_ranks_than_gpus(monkeypatch):
