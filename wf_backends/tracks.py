@@ -24,6 +24,10 @@ class Tracks(Protocol):
         """Which rank first held what a rank holds at a step."""
         ...
 
+    def step(self, origin: int, rank: int) -> int:
+        """The step in which a walker, by who first held it, is at a rank that it comes to."""
+        ...
+
 
 class Cycles:
     """Tracks of a schedule whose hops are all the same: walkers go round the hop's cycles."""
@@ -48,6 +52,10 @@ class Cycles:
         cycle, index = self._at[rank]
         return cycle[(index - step) % len(cycle)]
 
+    def step(self, origin: int, rank: int) -> int:
+        cycle, index = self._at[rank]
+        return (index - self._at[origin][1]) % len(cycle)
+
 
 class Tables:
     """Tracks of any schedule."""
@@ -60,6 +68,9 @@ class Tables:
 
     def origin(self, step: int, rank: int) -> int:
         return self._origins[step][rank]
+
+    def step(self, origin: int, rank: int) -> int:
+        return next(step for step, at in enumerate(self._places) if at[origin] == rank)
 
 
 def tracks(schedule: Schedule) -> Tracks:

@@ -98,7 +98,6 @@ class _Derivation:
         self.walk_home = _halves(self.walkers, problem.half)
         self.num_ranks, self.num_steps = roles.num_ranks, roles.num_steps
         self.stay_rows, self._seen = cache(self._brought), cache(self._find_seen)
-        self._opposite = cache(self._steps_met)
         homes = self.stay_home, self.walk_home
         self._stay, self._walk = (cache(partial(self._documents, home)) for home in homes)
         through = roles.has_laps and not self.mask.is_near
@@ -128,11 +127,7 @@ class _Derivation:
 
     def _meet(self, origin: int, rank: int, step: int) -> bool:
         """Whether the pair that meets in this step is one of this problem's share."""
-        return self.share is None or self._opposite(rank)[origin] >= step + self.share
-
-    def _steps_met(self, rank: int) -> dict[int, int]:
-        """origin -> the step in which it meets the rank on the mirrored schedule."""
-        return {self._mirrored.origin(step, rank): step for step in range(self.num_steps)}
+        return self.share is None or self._mirrored.step(origin, rank) >= step + self.share
 
     @cached_property
     def _mirrored(self) -> Tracks:

@@ -13,7 +13,12 @@ from wf_backends.tracks import Cycles, Tables, carriers, tracks
 def test_cycles_are_where_tables_say(n: int) -> None:
     for name, plain in schedules(n).items():
         for one in (plain, plain.turned(), mirrored(plain)):
-            assert isinstance(tracks(one), Tables if one.has_laps else Cycles), name
+            found = tracks(one)
+            assert isinstance(found, Tables if one.has_laps else Cycles), name
+            for step, places in enumerate(one.places()):
+                assert [found.step(origin, rank) for origin, rank in enumerate(places)] == [
+                    step
+                ] * n
             if one.has_laps:
                 continue
             cycles, tables = Cycles(one), Tables(one)
