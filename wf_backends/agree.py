@@ -85,14 +85,12 @@ class Agreement:
             return self._seen[key]
         names, values = [*same, *lengths], [value for _, value in key]
         headers = self._exchange([fingerprint(names), *values], like)
-        _check_calls([kind for kind, *_ in headers], names, self.comm.rank)
-        rows = (header[1 : 1 + len(key)] for header in headers)
-        columns = dict(zip(names, zip(*rows, strict=True), strict=True))
-        differing = {name: columns[name] for name in same if len(set(columns[name])) > 1}
-        if differing:
-            told = "; ".join(f"{name}: {list(values)}" for name, values in differing.items())
-            raise ValueError(f"the ranks do not agree (values by rank): {told}")
-        found = {name: columns[name] for name in lengths}
+        alike = 1 + len(same)
+        if not bool((headers[:, :alike] == headers[self.comm.rank, :alike]).all()):
+            _check_calls(headers[:, 0].tolist(), names, self.comm.rank)
+            _refuse_differing(dict(zip(same, headers[:, 1:alike].T.tolist(), strict=True)))
+        told = headers[:, alike : 1 + len(key)].T.tolist()
+        found = dict(zip(lengths, map(tuple, told), strict=True))
         if remember and not self.comm.on_host:
             if len(self._seen) == KNOWN:
                 del self._seen[next(iter(self._seen))]  # the oldest: the same call on every rank
@@ -114,11 +112,11 @@ class Agreement:
                     self._exchange([REFUSED], torch.empty(0))
             raise
 
-    def _exchange(self, values: list[int], like: Tensor) -> list[list[int]]:
-        """The headers of all ranks, filled up to a multiple of HEADER integers."""
+    def _exchange(self, values: list[int], like: Tensor) -> Tensor:
+        """(ranks, n) on the host: all headers, filled up to a multiple of HEADER integers."""
         filled = values + [0] * (-len(values) % HEADER)
         mine = torch.tensor(filled, dtype=torch.int64, device=_home(self.comm, like))
-        return _everyones(self.comm, mine, "agreement").tolist()
+        return _everyones(self.comm, mine, "agreement").cpu()
 
 
 def _check_calls(kinds: list[int], names: list[str], rank: int) -> None:
@@ -133,6 +131,20 @@ def _check_calls(kinds: list[int], names: list[str], rank: int) -> None:
         raise ValueError(
             f"the ranks do not agree: rank {rank} compares {names}, ranks {others} something else"
         )
+
+
+def _refuse_differing(columns: Mapping[str, list[int]]) -> None:
+    """Refuse to go on if ranks differ.
+
+    Args:
+        columns: what must be equal, by name the values by rank.
+
+    Raises:
+        ValueError: naming what differs and the values.
+    """
+    told = [f"{name}: {values}" for name, values in columns.items() if len(set(values)) > 1]
+    if told:
+        raise ValueError(f"the ranks do not agree (values by rank): {'; '.join(told)}")
 
 
 def _home(comm: Communicator, like: Tensor) -> torch.device:
