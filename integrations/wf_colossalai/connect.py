@@ -18,7 +18,13 @@ from wf_backends.switch import DynamicSequenceParallel
 from wf_colossalai.hooks import TokenHooks, same_inputs
 from wf_colossalai.table import AttentionModule, find
 from wf_transformers import Application
+from wf_transformers.apply import check_asked
 from wf_transformers.attention import Attention
+
+OWN_ATTENTION = (
+    "no layer of {} called self.wallfacer(...): every rank attended to its own tokens only; give "
+    "its row in the table a method that does (docs/colossalai.md)"
+)
 
 
 def connect(
@@ -70,15 +76,17 @@ def connect_stages(model: nn.Module, sp: SequenceParallel, stages: Stages) -> Ap
 def _apply_plain(model: nn.Module, sp: SequenceParallel) -> Application:
     """The scope of a call's documents around a module that transformers knows nothing of."""
     application = Application(Attention(sp))
-    documents = application.attention.documents
+    attention, documents = application.attention, application.attention.documents
 
     def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         documents.push(kwargs.get("cu_seqlens"))
+        attention.asked = False
         return args, {k: v for k, v in kwargs.items() if k != "cu_seqlens"}
 
     def leave(*_: Any) -> None:
         documents.pop()
 
+    check_asked(model, application, OWN_ATTENTION.format(type(model).__name__))
     undo = application.undo
     undo.callback(model.register_forward_pre_hook(enter, with_kwargs=True).remove)
     undo.callback(model.register_forward_hook(leave, always_call=True).remove)

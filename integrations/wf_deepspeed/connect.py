@@ -18,29 +18,32 @@ from wf_transformers import Application
 class Connection:
     """What was done to a model, and how to undo it."""
 
-    application: Application | None = None
-    """What wf_transformers did, for a Hugging Face model; has `checkpoint_kwargs`."""
+    applications: list[Application] = field(default_factory=list)
+    """What wf_transformers did, for every Hugging Face model that is not inside another."""
     undo: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def application(self) -> Application | None:
+        """The first of them; its `checkpoint_kwargs` are those of all."""
+        return next(iter(self.applications), None)
 
 
 def connect(model: nn.Module, sp: SequenceParallel) -> Connection:
     """Let the model attend over the ranks of `sp`.
 
-    A Hugging Face model inside `model` is switched to a name that is registered for `sp`. Every
+    Every Hugging Face model inside `model` is switched to a name that is registered for `sp`. Every
     other submodule with a method `set_sequence_parallel(sp)` has it called.
 
     Raises:
         ValueError: if nothing in the model can attend over ranks, and there are several.
+        NotImplementedError: for a Hugging Face model that cannot be spread over several.
     """
     attending = receivers(model)
     for receiver in attending:
         getattr(receiver, RECEIVER)(sp)
-    pretrained = find_pretrained(model)
-    if pretrained is not None:
-        application = wf_transformers.connect(pretrained, sp)
-        connection = Connection(application)
-        connection.undo.callback(application.remove)
-        return connection
+    if find_pretrained(model) is not None:
+        undo = ExitStack()
+        return Connection(wf_transformers.connect_each(model, sp, undo), undo)
     if sp.size > 1 and not attending:
         raise ValueError(
             f"nothing in {type(model).__name__} attends over ranks: it holds no Hugging Face "

@@ -9,7 +9,7 @@ loss = sp.loss(logits, local["labels"])
 
 from wf_transformers.apply import Application, apply, shard_between
 from wf_transformers.batch import forward_kwargs
-from wf_transformers.connect import connect
+from wf_transformers.connect import connect, connect_each
 from wf_transformers.registry import Registration, register
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Registration",
     "apply",
     "connect",
+    "connect_each",
     "forward_kwargs",
     "register",
     "shard_between",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.modeling_utils import PreTrainedModel
@@ -13,10 +13,12 @@ from transformers.models.bert import modeling_bert
 from transformers.models.vit.modeling_vit import ViTModel
 
 from wf_backends import SequenceParallel
+from wf_backends.dsp import receivers
 from wf_backends.layout import padding_multiple
 from wf_transformers.attention import UNSUPPORTED, Attention
 from wf_transformers.bert import BertSelfAttention
-from wf_transformers.registry import Removable, registered
+from wf_transformers.calls import parameter_names, takes_any_keyword
+from wf_transformers.registry import Removable, registered_for
 
 
 class Application(Removable):
@@ -53,8 +55,8 @@ def apply(model: PreTrainedModel, sp: SequenceParallel) -> Application:
         ValueError: if nothing in the model uses WallFacer, or it uses another `sp`.
         NotImplementedError: for a BERT decoder, or relative position embeddings.
     """
-    old = list(_unhooked_bert(model))
-    attention = registered(model.config._attn_implementation)
+    old = list(unhooked_bert(model))
+    attention = registered_for(model)
     if attention is None and not old:
         raise ValueError(
             f"{type(model).__name__} uses attn_implementation="
@@ -67,11 +69,20 @@ def apply(model: PreTrainedModel, sp: SequenceParallel) -> Application:
     for parent, name, module in old:
         setattr(parent, name, BertSelfAttention(module, application.attention))
         application.undo.callback(setattr, parent, name, module)
+    _take_over_bert(model, application)
     _tell_documents(model, application)
     vit = model.base_model
     if isinstance(vit, ViTModel):
         shard_between(application, vit.embeddings, vit.layernorm)
     return application
+
+
+def _take_over_bert(model: nn.Module, application: Application) -> None:
+    """Of a BERT that was connected before: its modules of ours hold what they call."""
+    for module in model.modules():
+        if isinstance(module, BertSelfAttention) and module.attention is not application.attention:
+            application.undo.callback(setattr, module, "attention", module.attention)
+            module.attention = application.attention
 
 
 def shard_between(application: Application, first: nn.Module, last: nn.Module) -> None:
@@ -115,40 +126,65 @@ def _scale_gradient(x: Tensor, factor: float) -> None:
 
 
 def _tell_documents(model: PreTrainedModel, application: Application) -> None:
-    """Open a scope of the call's documents around every forward of the model."""
-    documents = application.attention.documents
-    passes_on = takes_any_keyword(model)
+    """Open a scope of the call's documents around every forward of the model, and check it."""
+    attention = application.attention
+    documents = attention.documents
+    names, passes_on = parameter_names(model), takes_any_keyword(model)
 
     def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         documents.push(kwargs.get("cu_seqlens"))  # before any error: `leave` is called always
-        if kwargs.get("output_attentions"):
+        attention.asked = False
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("output_attentions"):
             raise NotImplementedError(f"{UNSUPPORTED['output_attentions']}, which WallFacer lacks")
-        keep = passes_on or "cu_seqlens" not in kwargs
-        return args, kwargs if keep else {k: v for k, v in kwargs.items() if k != "cu_seqlens"}
+        if not passes_on:
+            return args, {k: v for k, v in kwargs.items() if k != "cu_seqlens"}
+        return args, kwargs
 
     def leave(*_: Any) -> None:
         documents.pop()
 
     undo = application.undo
+    if not receivers(model):
+        check_asked(model, application, attends_alone(model))
     undo.callback(model.register_forward_pre_hook(enter, with_kwargs=True).remove)
     undo.callback(model.register_forward_hook(leave, always_call=True).remove)
-    application.attention.applied.add(model)
-    undo.callback(application.attention.applied.discard, model)
+    attention.applied.add(model)
+    undo.callback(attention.applied.discard, model)
+
+
+def check_asked(model: nn.Module, application: Application, problem: str) -> None:
+    """Refuse, after its first forward, a model of several ranks whose layers never called us.
+
+    What calls the model sets `application.attention.asked` to False before.
+    """
+    attention = application.attention
+
+    def check(*_: Any) -> None:
+        if not attention.asked and registered_for(model) in (None, attention):
+            raise NotImplementedError(problem)  # else the model was connected once more
+
+    if attention.sp.size > 1:
+        application.undo.callback(model.register_forward_hook(check).remove)
+
+
+def attends_alone(model: nn.Module) -> str:
+    """What is wrong with a model whose attention is its own."""
+    return (
+        f"no layer of {type(model).__name__} (transformers {transformers.__version__}) asks "
+        "transformers' attention registry: every rank would attend to its own tokens only. Take a "
+        "model whose attention does, or a transformers in which this one's does"
+    )
 
 
 def is_applied(model: nn.Module) -> bool:
     """Whether `apply` was called on this very module."""
     mine = [m.attention for m in model.modules() if isinstance(m, BertSelfAttention)]
-    named = registered(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    named = registered_for(model)
     return any(attention is not None and model in attention.applied for attention in [*mine, named])
 
 
-def takes_any_keyword(model: nn.Module) -> bool:
-    parameters = inspect.signature(model.forward).parameters.values()
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
-def _unhooked_bert(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def unhooked_bert(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """(parent, name, module) of every BERT self attention that asks no registry."""
     if hasattr(modeling_bert, "ALL_ATTENTION_FUNCTIONS"):
         return

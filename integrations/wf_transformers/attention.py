@@ -40,6 +40,8 @@ class Attention:
         self.documents = Documents()
         self.applied: WeakSet[nn.Module] = WeakSet()
         """Models that tell this object their documents, whatever they pass down."""
+        self.asked = False
+        """Whether a layer has called since somebody last set this to False."""
         self._check_mask = MaskCheck()
 
     def __call__(
@@ -76,6 +78,7 @@ class Attention:
         """
         if not torch.compiler.is_compiling() and _was_asked_for_weights(module, sys._getframe(1)):
             kwargs["output_attentions"] = True
+        self.asked = True
         _refuse(module, query, key, dropout, kwargs)
         # GPT-2 of transformers 4 says is_causal=False of a causal layer for one row or any mask.
         inferred = attention_mask is not None or query.shape[2] == 1

@@ -10,8 +10,10 @@ import transformers
 from torch import Tensor, nn
 
 from wf_backends.loss import at_least_one
-from wf_transformers.apply import is_applied, takes_any_keyword
+from wf_transformers.apply import is_applied
+from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.masks import silent_mask
+from wf_transformers.models import outermost
 
 # From 4.53 on, layers keep all keyword arguments when they are recomputed.
 LAYERS_KEEP_KEYWORDS = find_spec("transformers.modeling_layers") is not None
@@ -67,9 +69,17 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return _unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
-def _carries_documents(model: Any) -> bool:
-    """Whether cu_seqlens reach attention, in the forward and when a layer is recomputed."""
-    if is_applied(model):
-        return True
+def _carries_documents(model: nn.Module) -> bool:
+    """Whether cu_seqlens reach attention, in the forward and when a layer is recomputed.
+
+    In a wrapper the Hugging Face models are asked, and without any the wrapper itself.
+    """
+    models = outermost(model)
+    if not models:
+        return takes_any_keyword(model) or "cu_seqlens" in parameter_names(model)
+    return all(is_applied(one) or _passes_documents(one) for one in models)
+
+
+def _passes_documents(model: Any) -> bool:
     kept = not model.is_gradient_checkpointing or LAYERS_KEEP_KEYWORDS
     return kept and takes_any_keyword(model.base_model)

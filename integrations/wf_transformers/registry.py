@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import transformers
 from torch import Tensor
@@ -30,7 +30,7 @@ class Removable:
         """Take it out. A second call does nothing."""
         self.undo.close()
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -90,6 +90,11 @@ def registered(name: Any) -> Attention | None:
     """Our attention function of that name, if it is one."""
     found = ALL_ATTENTION_FUNCTIONS.get(name)
     return found if isinstance(found, Attention) else None
+
+
+def registered_for(model: Any) -> Attention | None:
+    """Our attention function, if it is what the model's config names."""
+    return registered(getattr(getattr(model, "config", None), "_attn_implementation", None))
 
 
 def _mask_name_is_free(name: str) -> bool:

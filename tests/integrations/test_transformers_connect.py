@@ -1,20 +1,53 @@
-"""A model that exists already, switched by one call and switched back by another."""
+"""A model that exists already, switched by one call and back by another; what cannot be spread."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import transformers as tf  # noqa: E402
+from transformers.models.opt import modeling_opt  # noqa: E402
+
 import wf_transformers  # noqa: E402
-from tests.integrations.transformers_models import DECODERS, batch, build  # noqa: E402
+from tests.helpers import run_threads  # noqa: E402
+from tests.integrations.transformers_models import (  # noqa: E402
+    BUILDING,
+    DECODERS,
+    Job,
+    assert_close,
+    batch,
+    build,
+    call,
+    one_device,
+    sequence_parallel,
+)
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
+from wf_transformers.models import asks_registry  # noqa: E402
+
+IDS = batch(seqlen=24)["input_ids"]
+DOCUMENTS = (0, 5, 16, 23)
+
+
+class Pair(nn.Module):
+    """Two Hugging Face models in a module of one's own."""
+
+    def __init__(self, student: Any, teacher: Any) -> None:
+        super().__init__()
+        self.student, self.teacher = student, teacher
+
+    def forward(self, **words: Any) -> list[torch.Tensor]:
+        return [model(**words).logits for model in (self.student, self.teacher)]
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_a_model_built_otherwise_is_switched_and_switched_back(family):
+def test_a_model_built_otherwise_is_switched_and_switched_back(family: str) -> None:
     model = build(family, "sdpa", {}).eval()
     sp = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
     given = {"input_ids": batch()["input_ids"]}
@@ -26,3 +59,76 @@ def test_a_model_built_otherwise_is_switched_and_switched_back(family):
     application.remove()
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model(**given).logits, before)
+
+
+def pair() -> Pair:
+    """Two models of one config, which the second connection must not take from the first."""
+    student = build("llama", "sdpa", {})
+    with BUILDING:
+        torch.manual_seed(2)
+        return Pair(student, tf.LlamaForCausalLM(student.config).double())
+
+
+def test_every_model_of_a_module_is_connected() -> None:
+    """With documents, and checkpointing: the wrapper is asked whether these get through."""
+    given = batch()
+    wanted = pair()(input_ids=given["input_ids"])
+
+    def rank(comm: Any) -> list[torch.Tensor]:
+        sp, both = sequence_parallel(comm), pair()
+        both.student.gradient_checkpointing_enable({"use_reentrant": False})
+        with ExitStack() as undo:
+            assert len(wf_transformers.connect_each(both, sp, undo)) == 2
+            words = wf_transformers.forward_kwargs(both, sp.shard_batch(given))
+            found = [sp.unshard(logits.detach())[:, :23] for logits in both(**words)]
+        assert both.student.config._attn_implementation == "sdpa"
+        return found
+
+    for found in run_threads(2, rank):
+        for ours, theirs, name in zip(found, wanted, ("student", "teacher"), strict=True):
+            assert_close(ours, theirs, name)
+
+
+def test_a_model_that_is_connected_twice_goes_on() -> None:
+    for family in ("llama", "bert"):
+        _, logits, _, _ = one_device(Job(family), batch(seqlen=24))
+
+        def rank(comm: Any, family: str = family) -> torch.Tensor:
+            sp, model = sequence_parallel(comm), build(family, "eager", {})
+            wf_transformers.connect(model, sp)
+            wf_transformers.connect(model, sp)
+            words = wf_transformers.forward_kwargs(model, sp.shard_batch({"input_ids": IDS}))
+            return sp.unshard(model(**words).logits.detach())
+
+        assert_close(run_threads(2, rank)[0], logits, family)
+
+
+def test_a_model_that_never_asks_for_attention_is_refused_after_its_forward() -> None:
+    def rank(sp: SequenceParallel, name: str) -> None:
+        model = build("llama", name, {"num_hidden_layers": 0})
+        wf_transformers.apply(model, sp)
+        words = wf_transformers.forward_kwargs(model, sp.shard_batch({"input_ids": IDS}))
+        with pytest.raises(NotImplementedError, match="no layer of LlamaForCausalLM .* registry"):
+            model(**words)
+
+    call(2, rank)
+
+
+@pytest.mark.skipif(hasattr(modeling_opt, "ALL_ATTENTION_FUNCTIONS"), reason="this OPT does ask")
+def test_a_model_that_cannot_ask_is_refused_at_once() -> None:
+    model = tf.OPTForCausalLM(tf.OPTConfig(hidden_size=8, ffn_dim=8, num_attention_heads=2))
+    assert not asks_registry(model)
+
+    def rank(comm: Any) -> None:
+        with pytest.raises(NotImplementedError, match="no layer of OPTForCausalLM"):
+            wf_transformers.connect_each(
+                nn.ModuleList([model]), sequence_parallel(comm), ExitStack()
+            )
+
+    run_threads(2, rank)
+    assert model.config._attn_implementation != "wallfacer"
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_models_that_ask_are_known_to(family: str) -> None:
+    assert asks_registry(build(family, "sdpa", {}))
