@@ -20,6 +20,7 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_backends import SequenceParallel
 from wf_colossalai.loss import group_loss, split_vocabulary
 from wf_transformers import Application, forward_kwargs
+from wf_transformers.calls import ON_ONE_PROCESS, PARTIAL_STATES
 
 BATCH_KEYS = (
     "input_ids",
@@ -102,6 +103,8 @@ class TokenHooks:
         fields = {"logits": output} if isinstance(output, Tensor) else dict(output)
         if "logits" not in fields:  # not the last stage of a pipeline
             return None
+        if fields.get("hidden_states") is not None:
+            raise NotImplementedError(PARTIAL_STATES)
         logits = fields["logits"]
         if call.labels is not None:
             vocabulary = split_vocabulary(model, logits)
@@ -137,7 +140,7 @@ def _same_samples() -> Iterator[None]:
 
 def _refuse(given: dict[str, Any]) -> None:
     if given.get("past_key_values") is not None:
-        raise NotImplementedError("past_key_values: a KV cache cannot be spread; leave it out")
+        raise NotImplementedError(f"past_key_values: a KV cache cannot be spread; {ON_ONE_PROCESS}")
     if given.get("return_dict") is False:
         raise NotImplementedError("return_dict=False: leave it out, the loss goes into the output")
 

@@ -17,7 +17,7 @@ from wf_backends.dsp import receivers
 from wf_backends.layout import padding_multiple
 from wf_transformers.attention import UNSUPPORTED, Attention
 from wf_transformers.bert import BertSelfAttention
-from wf_transformers.calls import parameter_names, takes_any_keyword
+from wf_transformers.calls import parameter_names, refuse_call, takes_any_keyword
 from wf_transformers.registry import Removable, registered_for
 
 
@@ -128,7 +128,7 @@ def _scale_gradient(x: Tensor, factor: float) -> None:
 def _tell_documents(model: PreTrainedModel, application: Application) -> None:
     """Open a scope of the call's documents around every forward of the model, and check it."""
     attention = application.attention
-    documents = attention.documents
+    documents, several = attention.documents, attention.sp.size > 1
     names, passes_on = parameter_names(model), takes_any_keyword(model)
 
     def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -137,6 +137,8 @@ def _tell_documents(model: PreTrainedModel, application: Application) -> None:
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("output_attentions"):
             raise NotImplementedError(f"{UNSUPPORTED['output_attentions']}, which WallFacer lacks")
+        if several:
+            refuse_call(model, given, names)
         if not passes_on:
             return args, {k: v for k, v in kwargs.items() if k != "cu_seqlens"}
         return args, kwargs

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wf_backends import SequenceParallel
+from wf_transformers.calls import ON_ONE_PROCESS
 from wf_transformers.documents import Documents
 from wf_transformers.masks import MaskCheck
 
@@ -136,7 +137,7 @@ def _refuse(
     if query.shape[2] != key.shape[2]:
         raise NotImplementedError(
             f"{layer} has {query.shape[2]} queries and {key.shape[2]} keys on this rank: a KV "
-            "cache is not supported; call the model with use_cache=False and no past_key_values"
+            f"cache is not supported; {ON_ONE_PROCESS}"
         )
 
 

@@ -1,10 +1,32 @@
-"""What the forward of a model may be called with."""
+"""What a model whose tokens are on several ranks may be called with."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+
+ON_ONE_PROCESS = "generate on one process, with a model that is not connected to WallFacer"
+RIGHT = "call the model with what sp.shard_batch and wf_transformers.forward_kwargs give"
+LOSS = (
+    "leave it out and take sp.loss (engine.wallfacer.loss) of the logits, or have forward_kwargs("
+    "..., num_valid=) pass the labels of a ...ForCausalLM"
+)
+# Arguments that mean another thing of one rank's part than of the whole sequence.
+OF_THE_WHOLE = {
+    "past_key_values": f"a KV cache cannot be spread; {ON_ONE_PROCESS}",
+    "logits_to_keep": f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})",
+    "num_logits_to_keep": f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})",
+    "output_router_logits": "the router's loss would be of this rank's tokens only; set it to "
+    "False in the call and in the config",
+}
+PARTIAL_STATES = (
+    "output_hidden_states=True: they would be of this rank's tokens, beside whole logits; leave it "
+    "out of the call and the config"
+)
+LABELS = ("labels", "start_positions", "end_positions", "next_sentence_label")
 
 
 def parameter_names(model: nn.Module) -> list[str]:
@@ -16,3 +38,46 @@ def takes_any_keyword(model: nn.Module) -> bool:
     """Whether the model's forward has **kwargs."""
     parameters = inspect.signature(model.forward).parameters.values()
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def has_tokens(given: Mapping[str, Any]) -> bool:
+    """Whether a call's arguments are tokens, not images or sounds (which encoders take whole)."""
+    return any(given.get(key) is not None for key in ("input_ids", "inputs_embeds"))
+
+
+def refuse_call(model: nn.Module, given: Mapping[str, Any], names: list[str]) -> None:
+    """Refuse a call that would take this rank's part for the whole sequence, or the reverse.
+
+    Args:
+        model: what is called.
+        given: the arguments of the call by name.
+        names: of the parameters of the model's forward.
+
+    Raises:
+        NotImplementedError: for arguments that have no meaning for a part.
+        ValueError: for a call without what `forward_kwargs` gives.
+    """
+    config = getattr(model, "config", None)
+    for key, why in OF_THE_WHOLE.items():
+        value = given[key] if given.get(key) is not None else getattr(config, key, None)
+        if isinstance(value, Tensor) or value not in (None, 0):
+            raise NotImplementedError(f"{key}: {why}")
+    if has_tokens(given):
+        _refuse_tokens(type(model).__name__, given, names)
+
+
+def _refuse_tokens(name: str, given: Mapping[str, Any], names: list[str]) -> None:
+    label = next((key for key in LABELS if given.get(key) is not None), None)
+    if label is not None and given.get("shift_labels") is None:
+        raise ValueError(
+            f"{name} was called with {label}: its loss would be of this rank's tokens only, and "
+            f"not of the next ones where these are on another rank; {LOSS}"
+        )
+    if "position_ids" in names and given.get("position_ids") is None:
+        raise ValueError(f"{name} was called without position_ids: {RIGHT}")
+    mask = given.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        raise ValueError(
+            f"{name} was called with an attention_mask {tuple(mask.shape)}: {RIGHT} (documents say "
+            f"there what it said); {ON_ONE_PROCESS}"
+        )

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import MPIRUN, ROOT, run_command
+from tests.helpers import MPIRUN, ROOT, run_command, run_threads
 from tests.integrations import colossalai_jobs
 from tests.integrations.colossalai_jobs import needs_colossalai, relative
 
@@ -27,7 +27,9 @@ if INSTALLED:
     from transformers import T5Config, T5ForConditionalGeneration
 
     from tests.integrations.colossalai_models import alone, batch, build
+    from tests.integrations.transformers_models import sequence_parallel
     from wf_colossalai import TABLE, WallFacerPlugin, config, doctor
+    from wf_colossalai.connect import connect
     from wf_colossalai.cpu import cpu_accelerator
     from wf_colossalai.table import find
 
@@ -149,6 +151,19 @@ def test_a_head_without_a_row_per_token_is_refused() -> None:
     model = transformers.LlamaForSequenceClassification(build("llama").config)
     with pytest.raises(ValueError, match="LlamaForSequenceClassification.*ForCausalLM"):
         find(model, TABLE)
+
+
+@pytest.mark.parametrize("word", ["output_hidden_states", "logits_to_keep"])
+def test_what_would_be_of_one_ranks_tokens_is_refused(word: str) -> None:
+    def rank(comm: Any) -> None:
+        model = build("llama")
+        with (
+            connect(model, sequence_parallel(comm), TABLE),
+            pytest.raises(NotImplementedError, match=f"{word}.*leave"),
+        ):
+            model(batch("llama", "plain", 0)["input_ids"], **{word: 1})
+
+    run_threads(2, rank)
 
 
 @pytest.mark.parametrize(

@@ -132,3 +132,43 @@ def test_a_model_that_cannot_ask_is_refused_at_once() -> None:
 @pytest.mark.parametrize("family", DECODERS)
 def test_models_that_ask_are_known_to(family: str) -> None:
     assert asks_registry(build(family, "sdpa", {}))
+
+
+NO_LABELS = "was called with labels: .* sp.loss"
+LOCAL = {"input_ids": IDS, "position_ids": torch.arange(24)[None], "use_cache": False}
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "message"),
+    [
+        ({"labels": IDS}, ValueError, NO_LABELS),
+        ({"position_ids": None}, ValueError, "without position_ids.*forward_kwargs"),
+        ({"attention_mask": torch.ones_like(IDS)}, ValueError, "generate on one process"),
+        ({"logits_to_keep": 1}, NotImplementedError, "logits_to_keep.*on one process"),
+        ({"logits_to_keep": IDS[0]}, NotImplementedError, "logits_to_keep"),
+        ({"past_key_values": tf.DynamicCache()}, NotImplementedError, "past_key_values"),
+        ({"output_router_logits": True}, NotImplementedError, "output_router_logits"),
+    ],
+)
+def test_calls_that_take_a_part_for_the_whole(
+    words: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    def rank(sp: SequenceParallel, name: str) -> None:
+        model = build("llama", name, {})
+        wf_transformers.apply(model, sp)
+        with pytest.raises(kind, match=message):
+            model(**LOCAL | words)
+
+    call(2, rank)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_generate_is_refused(family: str, use_cache: bool) -> None:
+    def rank(sp: SequenceParallel, name: str) -> None:
+        model = build(family, name, {}).eval()
+        wf_transformers.apply(model, sp)
+        with pytest.raises((ValueError, NotImplementedError), match="generate on one process"):
+            model.generate(IDS, use_cache=use_cache, max_new_tokens=1, pad_token_id=0)
+
+    call(2, rank)
