@@ -18,6 +18,7 @@ from wf_backends.layout import padding_multiple
 from wf_transformers.attention import UNSUPPORTED, Attention
 from wf_transformers.bert import BertSelfAttention
 from wf_transformers.calls import parameter_names, refuse_call, takes_any_keyword
+from wf_transformers.models import refuse_unspreadable
 from wf_transformers.registry import Removable, registered_for
 
 
@@ -53,8 +54,11 @@ def apply(model: PreTrainedModel, sp: SequenceParallel) -> Application:
 
     Raises:
         ValueError: if nothing in the model uses WallFacer, or it uses another `sp`.
-        NotImplementedError: for a BERT decoder, or relative position embeddings.
+        NotImplementedError: for a BERT decoder, or relative position embeddings; on several ranks
+            also for a model whose tokens cannot be spread (see `refuse_unspreadable`).
     """
+    if sp.size > 1:
+        refuse_unspreadable(model)
     old = list(unhooked_bert(model))
     attention = registered_for(model)
     if attention is None and not old:

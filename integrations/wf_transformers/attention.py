@@ -15,6 +15,7 @@ from wf_backends import SequenceParallel
 from wf_transformers.calls import ON_ONE_PROCESS
 from wf_transformers.documents import Documents
 from wf_transformers.masks import MaskCheck
+from wf_transformers.models import refuse_varying_rope
 
 # Keyword arguments of models that change attention in a way that no kernel of ours knows.
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
@@ -74,13 +75,16 @@ class Attention:
 
         Raises:
             NotImplementedError: for attention dropout, a KV cache, cross attention, head masks,
-                attention weights, sinks, soft caps, biases, chunks and two-sided windows.
+                attention weights, sinks, soft caps, biases, chunks, two-sided windows, and rotary
+                frequencies that vary.
             ValueError: for a mask that says more than causal or full attention does.
         """
         if not torch.compiler.is_compiling() and _was_asked_for_weights(module, sys._getframe(1)):
             kwargs["output_attentions"] = True
         self.asked = True
         _refuse(module, query, key, dropout, kwargs)
+        if self.sp.size > 1:
+            refuse_varying_rope(type(module).__name__, getattr(module, "config", None))
         # GPT-2 of transformers 4 says is_causal=False of a causal layer for one row or any mask.
         inferred = attention_mask is not None or query.shape[2] == 1
         causal = _is_causal(module, None if inferred else is_causal)

@@ -13,7 +13,8 @@ from wf_backends.loss import at_least_one
 from wf_transformers.apply import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.masks import silent_mask
-from wf_transformers.models import outermost
+from wf_transformers.models import outermost, refuse_unspreadable
+from wf_transformers.registry import registered_for
 
 # From 4.53 on, layers keep all keyword arguments when they are recomputed.
 LAYERS_KEEP_KEYWORDS = find_spec("transformers.modeling_layers") is not None
@@ -35,6 +36,7 @@ def forward_kwargs(
 
     Raises:
         ValueError: if the documents would get lost on the way, or padding would be seen.
+        NotImplementedError: for a model that cannot be spread (see `refuse_unspreadable`).
     """
     model = _unwrap(model)
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
@@ -46,6 +48,7 @@ def forward_kwargs(
             "attention_mask gives samples of different lengths, and padding would be seen by full "
             "attention: give samples of one length, one sample, or pack them as documents"
         )
+    _refuse_unspreadable(model)
     if kwargs.get("cu_seqlens") is not None and not _carries_documents(model):
         raise ValueError(
             f"{type(model).__name__} of transformers {transformers.__version__} does not hand "
@@ -55,6 +58,14 @@ def forward_kwargs(
         kwargs |= {"labels": local_batch["labels"], "shift_labels": local_batch["labels"]}
         kwargs["num_items_in_batch"] = at_least_one(num_valid)
     return kwargs
+
+
+def _refuse_unspreadable(model: nn.Module) -> None:
+    """As `apply` does, for models that it was not called on."""
+    for one in outermost(model):
+        attention = registered_for(one)
+        if attention is not None and attention.sp.size > 1:
+            refuse_unspreadable(one)
 
 
 def _silent_mask(local_batch: Mapping[str, Any]) -> Tensor:

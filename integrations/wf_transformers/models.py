@@ -1,13 +1,16 @@
-"""What can be told of a model by looking at it: its parts, and whom they ask."""
+"""What can be told of a model by looking at it: its parts, what cannot be spread."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # what files whose attention asks the registry import
+VARYING_ROPE = ("dynamic", "longrope")
 
 
 def outermost(module: nn.Module) -> list[PreTrainedModel]:
@@ -28,3 +31,46 @@ def asks_registry(model: PreTrainedModel) -> bool:
     files = {base.__module__ for module in model.modules() for base in type(module).__mro__}
     files.discard(PreTrainedModel.__module__)
     return any(hasattr(sys.modules.get(file), REGISTRY) for file in files)
+
+
+def refuse_unspreadable(model: PreTrainedModel) -> None:
+    """Refuse a model of tokens that would be wrong with its tokens on several ranks.
+
+    Raises:
+        NotImplementedError: for rotary frequencies that follow from the longest position, and for
+            layers other than attention that mix tokens.
+    """
+    refuse_varying_rope(type(model).__name__, model.config)
+    if model.main_input_name != "input_ids":  # patches or sounds, cut behind such layers
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+            raise NotImplementedError(
+                f"{type(model).__name__}.{name} is a convolution over tokens, kernel_size "
+                f"{module.kernel_size[0]}: only attention may mix tokens that are on several ranks"
+            )
+
+
+def refuse_varying_rope(name: str, config: Any) -> None:
+    """Refuse rotary frequencies that a rank would derive from the longest position that it sees.
+
+    Raises:
+        NotImplementedError: naming the model or layer `name` and the kind.
+    """
+    kind = _varying_rope(config)
+    if kind is not None:
+        raise NotImplementedError(
+            f'{name} has rope_type "{kind}": its frequencies follow from the longest position of '
+            f"a call, and ranks see different ones. Take one that does not vary, such as "
+            f'"default", "linear", "yarn" or "llama3"'
+        )
+
+
+def _varying_rope(config: Any) -> str | None:
+    for attribute in ("rope_parameters", "rope_scaling"):  # of transformers 5, of 4
+        words = getattr(config, attribute, None)
+        if isinstance(words, Mapping):
+            by_layers = [w for w in words.values() if isinstance(w, Mapping)] or [words]
+            kinds = [w.get("rope_type", w.get("type")) for w in by_layers]
+            return next((kind for kind in kinds if kind in VARYING_ROPE), None)
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers as tf  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 from transformers.models.opt import modeling_opt  # noqa: E402
 
 import wf_transformers  # noqa: E402
@@ -170,5 +172,52 @@ def test_generate_is_refused(family: str, use_cache: bool) -> None:
         wf_transformers.apply(model, sp)
         with pytest.raises((ValueError, NotImplementedError), match="generate on one process"):
             model.generate(IDS, use_cache=use_cache, max_new_tokens=1, pad_token_id=0)
+
+    call(2, rank)
+
+
+VARYING = {"rope_type": "dynamic", "factor": 4.0}
+
+
+@pytest.mark.parametrize("apply", [False, True])
+def test_rotary_frequencies_that_vary_with_the_length(apply: bool) -> None:
+    def rank(sp: SequenceParallel, name: str) -> None:
+        model = build("llama", name, {"rope_scaling": VARYING})
+        with pytest.raises(NotImplementedError, match='LlamaForCausalLM has rope_type "dynamic"'):
+            if apply:
+                wf_transformers.apply(model, sp)
+            wf_transformers.forward_kwargs(model, sp.shard_batch({"input_ids": IDS}))
+
+    call(2, rank)
+    more = {"rope_scaling": VARYING}
+    call(1, lambda sp, name: wf_transformers.apply(build("llama", name, more), sp))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{"rope_scaling": {"type": "longrope"}}, {"rope_parameters": {"full_attention": VARYING}}],
+)
+def test_a_layer_whose_rotary_frequencies_vary(words: dict[str, Any]) -> None:
+    layer = SimpleNamespace(is_causal=True, config=SimpleNamespace(**words))
+
+    def rank(_: SequenceParallel, name: str) -> None:
+        q = torch.randn(1, 2, 4, 16)
+        with pytest.raises(NotImplementedError, match="frequencies follow from the longest"):
+            ALL_ATTENTION_FUNCTIONS[name](layer, q, q, q, None)
+
+    call(2, rank)
+
+
+@pytest.mark.parametrize("apply", [False, True])
+def test_convolutions_over_tokens(apply: bool) -> None:
+    def rank(sp: SequenceParallel, name: str) -> None:
+        model = build("llama", name, {})
+        model.model.one = nn.Conv1d(4, 4, 1)
+        wf_transformers.forward_kwargs(model, sp.shard_batch({"input_ids": IDS}))
+        model.model.mix = nn.Conv1d(4, 4, 3)
+        with pytest.raises(NotImplementedError, match="model.mix is a convolution over tokens"):
+            if apply:
+                wf_transformers.apply(model, sp)
+            wf_transformers.forward_kwargs(model, sp.shard_batch({"input_ids": IDS}))
 
     call(2, rank)
