@@ -17,7 +17,7 @@ from wf_backends.dsp import receivers
 from wf_backends.layout import padding_multiple
 from wf_transformers.attention import UNSUPPORTED, Attention
 from wf_transformers.bert import BertSelfAttention
-from wf_transformers.calls import parameter_names, refuse_call, takes_any_keyword
+from wf_transformers.calls import has_tokens, parameter_names, refuse_call, takes_any_keyword
 from wf_transformers.models import refuse_unspreadable
 from wf_transformers.registry import Removable, registered_for
 
@@ -145,7 +145,9 @@ def _tell_documents(model: PreTrainedModel, application: Application) -> None:
             refuse_call(model, given, names)
         if not passes_on:
             return args, {k: v for k, v in kwargs.items() if k != "cu_seqlens"}
-        return args, kwargs
+        # Where there were documents before, a layer that is recomputed must know of none
+        none = {"cu_seqlens": None} if documents.used and has_tokens(given) else {}
+        return args, none | kwargs
 
     def leave(*_: Any) -> None:
         documents.pop()

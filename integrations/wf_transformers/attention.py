@@ -85,6 +85,7 @@ class Attention:
         _refuse(module, query, key, dropout, kwargs)
         if self.sp.size > 1:
             refuse_varying_rope(type(module).__name__, getattr(module, "config", None))
+        query, key, value = (_as_autocast(x) for x in (query, key, value))
         # GPT-2 of transformers 4 says is_causal=False of a causal layer for one row or any mask.
         inferred = attention_mask is not None or query.shape[2] == 1
         causal = _is_causal(module, None if inferred else is_causal)
@@ -100,6 +101,14 @@ class Attention:
             softmax_scale=_scale(module, scaling, query.shape[-1]),
         )
         return out, None
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """As torch's own attention has it under torch.autocast, which leaves float64 alone."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _was_asked_for_weights(module: nn.Module, caller: FrameType) -> bool:

@@ -23,12 +23,18 @@ class Documents:
         self._scopes: list[Borders] = []
         self._used = False
 
+    @property
+    def used(self) -> bool:
+        """Whether any call so far had documents."""
+        return self._used
+
     def push(self, cu_seqlens: Borders) -> None:
         self._scopes.append(cu_seqlens)
         self._used = self._used or cu_seqlens is not None
 
     def pop(self) -> None:
-        self._scopes.pop()
+        if self._scopes:  # there is none where a hook failed that ran before the one that pushes
+            self._scopes.pop()
 
     def replace(self, cu_seqlens: Borders) -> None:
         """Change the running scope: for what becomes known after the model was entered."""

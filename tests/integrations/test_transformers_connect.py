@@ -26,6 +26,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     batch,
     build,
     call,
+    gradients,
     one_device,
     sequence_parallel,
 )
@@ -221,3 +222,39 @@ def test_convolutions_over_tokens(apply: bool) -> None:
             wf_transformers.forward_kwargs(model, sp.shard_batch({"input_ids": IDS}))
 
     call(2, rank)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_layers_are_recomputed_without_documents_after_some_with_them(family: str) -> None:
+    _, _, _, wanted = one_device(Job(family), batch(seqlen=24))
+
+    def rank(sp: SequenceParallel, name: str) -> dict[str, torch.Tensor]:
+        model = build(family, name, {})
+        application = wf_transformers.apply(model, sp)
+        own = {"use_reentrant": False} if family == "llama" else application.checkpoint_kwargs
+        model.gradient_checkpointing_enable(own)
+        for given in (batch(cu_seqlens=DOCUMENTS), batch(seqlen=24)):
+            model.zero_grad()
+            local = sp.shard_batch(given)
+            logits = model(**wf_transformers.forward_kwargs(model, local)).logits
+            sp.loss(logits, local["labels"]).backward()
+        return gradients(model)
+
+    found = call(2, rank)
+    for name, grad in wanted.items():
+        assert_close(sum(grads[name] for grads in found), grad, name)
+
+
+def test_under_autocast_attention_is_narrow_as_torchs_own() -> None:
+    def logits(model: Any, **words: Any) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model.float()(**words).logits.detach().float()
+
+    wanted = logits(build("llama", "sdpa", {}), input_ids=IDS)
+
+    def rank(sp: SequenceParallel, name: str) -> torch.Tensor:
+        model, local = build("llama", name, {}), sp.shard_batch({"input_ids": IDS})
+        return sp.unshard(logits(model, **wf_transformers.forward_kwargs(model, local)))
+
+    error = (call(2, rank)[0] - wanted).abs().max() / wanted.abs().max()
+    assert error < 2e-2
