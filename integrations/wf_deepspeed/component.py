@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -50,10 +51,16 @@ class WallFacer:
         """The sequence-parallel group this rank belongs to."""
         return dist.get_rank(self.groups.world) // self.sp.size
 
-    def shard_batch(self, batch: Mapping[str, Any], pad_token_id: int = 0) -> dict[str, Any]:
+    def shard_batch(
+        self, batch: Mapping[str, Any], pad_token_id: int = 0, labels_are_shifted: bool = False
+    ) -> dict[str, Any]:
         """`sp.shard_batch` of a full batch that every rank of the group must hold alike.
 
         Under "dsp" the batch itself, once that is known: the model takes it whole.
+
+        Args:
+            labels_are_shifted: labels already stand where they are predicted: a masked model's, a
+                token classifier's.
 
         Raises:
             ValueError: for a malformed batch, and on every rank of the group if they hold
@@ -63,7 +70,7 @@ class WallFacer:
             if self.block.dsp is not None:
                 self.sp.check_same(batch)
                 return dict(batch)
-            return self.sp.shard_batch(batch, pad_token_id=pad_token_id)
+            return self.sp.shard_batch(batch, pad_token_id, labels_are_shifted)
         except ValueError as error:
             error.add_note(
                 f"all {self.sp.size} ranks of a sequence-parallel group read the same samples: "
@@ -128,6 +135,7 @@ class WallFacer:
         shuffle: bool = False,
         seed: int = 0,
         pad_token_id: int = 0,
+        labels_are_shifted: bool = False,
         **options: Any,
     ) -> ShardedLoader:
         """This rank's part of batches of `dataset`; all ranks of a group get the same batch.
@@ -135,13 +143,17 @@ class WallFacer:
         Args:
             dataset: map-style; its collated batches are dicts as `shard_batch` takes them.
             batch_size: samples per sequence-parallel group.
+            pad_token_id, labels_are_shifted: as for `shard_batch`.
             options: passed to torch's DataLoader (collate_fn, num_workers, drop_last, ...).
         """
         sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, self.data_parallel_size, self.data_parallel_rank, shuffle=shuffle, seed=seed
         )
         loader = DataLoader(dataset, batch_size, sampler=sampler, **options)
-        return ShardedLoader(self, loader, sampler, pad_token_id)
+        shard = partial(
+            self.shard_batch, pad_token_id=pad_token_id, labels_are_shifted=labels_are_shifted
+        )
+        return ShardedLoader(self, loader, sampler, shard)
 
     def step_batches(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Sharded batches with "valid_labels" of their whole optimizer step added to each.
@@ -162,9 +174,9 @@ class ShardedLoader:
         component: WallFacer,
         loader: DataLoader[Any],
         sampler: DistributedSampler[Any],
-        pad_token_id: int,
+        shard: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
-        self._component, self._loader, self._pad = component, loader, pad_token_id
+        self._component, self._loader, self._shard = component, loader, shard
         self.sampler = sampler
 
     def __len__(self) -> int:
@@ -172,6 +184,6 @@ class ShardedLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         component = self._component
-        shards = (component.shard_batch(batch, self._pad) for batch in self._loader)
+        shards = (self._shard(batch) for batch in self._loader)
         token = component.block.loss_average == "token"
         yield from component.step_batches(shards) if token else shards

@@ -6,17 +6,24 @@ before the model and put the group's loss in its output. Nothing is replaced; bo
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends.loss import token_loss
 from wf_deepspeed.component import WallFacer
-from wf_transformers import forward_kwargs
+from wf_transformers import forward_kwargs, head_of
+from wf_transformers.calls import ON_ONE_PROCESS, PARTIAL_STATES, parameter_names, takes_any_keyword
+
+INSTEAD = (
+    "in a script of your own use wf_deepspeed.initialize, engine.wallfacer.shard_batch(batch, "
+    "labels_are_shifted=...), and a loss of your own"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +32,22 @@ class Call:
 
     seqlen: int
     """Tokens before padding."""
+    rows: int
+    """Tokens of this rank."""
     labels: Tensor | None
-    """(b, s_local), shifted."""
+    """(b, s_local), where they are predicted."""
     num_items: Tensor | int | None
     """Valid labels of the optimizer step as the caller counted them on this rank's batches."""
+    cu_seqlens: Sequence[int] | None
+    """Documents, and the padding as one more."""
 
 
 class WholeBatchHooks:
     """The two hooks of one model."""
 
     def __init__(self, model: nn.Module, component: WallFacer) -> None:
-        self._component = component
-        self._names = list(inspect.signature(model.forward).parameters)
+        self._component, self._head = component, head_of(model)
+        self._names = parameter_names(model)
         self._call: Call | None = None
         self._handles: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
@@ -53,32 +64,45 @@ class WholeBatchHooks:
     ) -> tuple[tuple[()], dict[str, Any]]:
         given = dict(zip(self._names, args, strict=False)) | kwargs
         _refuse(given)
+        if given.get("labels") is not None and self._head == "other":
+            raise NotImplementedError(_unknown_labels(model))
         seqlen = _seqlen(given)
         batch = with_documents({k: v for k, v in given.items() if _by_token(k, v, seqlen)})
         given = {k: v for k, v in given.items() if k not in batch}
-        local = self._component.shard_batch(batch)
-        self._call = Call(seqlen, local.get("labels"), given.pop("num_items_in_batch", None))
-        return (), given | forward_kwargs(model, local)
+        masked = self._head == "masked"
+        local = self._component.shard_batch(batch, labels_are_shifted=masked)
+        rows, num_items = _num_rows(local), given.pop("num_items_in_batch", None)
+        self._call = Call(seqlen, rows, local.get("labels"), num_items, local.get("cu_seqlens"))
+        words = given | forward_kwargs(model, local)
+        _refuse_unknown_words(model, self._names, words)
+        return (), words
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call, self._call = self._call, None
         assert call is not None, "the hook before the model did not run"
+        logits = _logits(model, output, call.rows)
         fields = dict(output)
-        logits = fields["logits"]
         if call.labels is not None:
             loss = self._training_loss if model.training else self._evaluation_loss
             fields["loss"] = loss(logits, call.labels, call.num_items)
         if not model.training:
-            fields["logits"] = self._component.sp.unshard(logits, dim=1)[:, : call.seqlen]
+            whole = self._component.sp.unshard(logits, 1, call.cu_seqlens)
+            fields["logits"] = whole[:, : call.seqlen]
         return type(output)(**fields)
 
     def _training_loss(
         self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None
     ) -> Tensor:
-        """This rank's share x size: DeepSpeed's mean over the world makes the loss of it."""
+        """The loss of the group, the same on every rank of it, with the gradient of its share.
+
+        The share is x size: DeepSpeed's mean over the world makes the gradient of the loss of it.
+        """
+        sp = self._component.sp
         if num_items is None:
-            return self._component.loss(logits, labels)
-        return token_loss(logits, labels, num_items) * self._component.sp.size
+            share = self._component.loss(logits, labels)
+        else:
+            share = token_loss(logits, labels, num_items) * sp.size
+        return sp.sum_over_ranks(share) / sp.size + (share - share.detach())
 
     def _evaluation_loss(self, logits: Tensor, labels: Tensor, _: object) -> Tensor:
         """The loss of the batch, the same on every rank of the group."""
@@ -86,11 +110,15 @@ class WholeBatchHooks:
         return sp.sum_over_ranks(sp.loss(logits, labels))
 
 
-def _seqlen(given: dict[str, Any]) -> int:
+def _seqlen(given: Mapping[str, Any]) -> int:
     for key in ("input_ids", "inputs_embeds"):
         if isinstance(given.get(key), Tensor):
             return given[key].shape[1]
     raise ValueError(f'the model was called without "input_ids", with {sorted(given)}')
+
+
+def _num_rows(local: Mapping[str, Any]) -> int:
+    return local["input_ids" if "input_ids" in local else "inputs_embeds"].shape[1]
 
 
 def _by_token(key: str, value: Any, seqlen: int) -> bool:
@@ -99,13 +127,49 @@ def _by_token(key: str, value: Any, seqlen: int) -> bool:
     return key == "cu_seqlens" or tokens
 
 
-def _refuse(given: dict[str, Any]) -> None:
-    if given.get("past_key_values") is not None:
+def _logits(model: nn.Module, output: Any, rows: int) -> Tensor:
+    """The logits of a model's output, which must be of this rank's rows, as nothing else is."""
+    name = type(model).__name__
+    if not isinstance(output, Mapping) or not isinstance(output.get("logits"), Tensor):
+        found = sorted(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
         raise NotImplementedError(
-            "past_key_values: a KV cache cannot be spread; generate without it"
+            f'{name} returns {found}: called with whole batches, a model must return "logits", '
+            f"from which the loss is made; {INSTEAD}"
         )
+    logits: Tensor = output["logits"]
+    if logits.dim() < 3 or logits.shape[1] != rows:
+        raise NotImplementedError(
+            f"{name} returns logits {tuple(logits.shape)}, not a row for each of the {rows} "
+            f"tokens of this rank: what it makes of its tokens is not what one device makes of "
+            f"all; {INSTEAD}"
+        )
+    if output.get("hidden_states") is not None:
+        raise NotImplementedError(PARTIAL_STATES)
+    return logits
+
+
+def _unknown_labels(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} was called with labels, and is none of transformers' causal or "
+        f"masked language models, of which we know how labels and the loss are meant; {INSTEAD}"
+    )
+
+
+def _refuse(given: Mapping[str, Any]) -> None:
+    if given.get("past_key_values") is not None:
+        raise NotImplementedError(f"past_key_values: a KV cache cannot be spread; {ON_ONE_PROCESS}")
     if given.get("return_dict") is False:
         raise NotImplementedError("return_dict=False: leave it out, the loss goes into the output")
+
+
+def _refuse_unknown_words(model: nn.Module, names: list[str], words: Mapping[str, Any]) -> None:
+    """Of a wrapper: what `forward_kwargs` gives must get to the model inside."""
+    lost = [key for key in words if key not in names]
+    if lost and not isinstance(model, PreTrainedModel) and not takes_any_keyword(model):
+        raise ValueError(
+            f"{type(model).__name__}.forward takes no {', '.join(lost)}, which the model inside "
+            f"must get: give it **kwargs and pass them on"
+        )
 
 
 def with_documents(batch: dict[str, Any]) -> dict[str, Any]:

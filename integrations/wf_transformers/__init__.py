@@ -10,6 +10,7 @@ loss = sp.loss(logits, local["labels"])
 from wf_transformers.apply import Application, apply, shard_between
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.connect import connect, connect_each
+from wf_transformers.models import head_of, outermost
 from wf_transformers.registry import Registration, register
 
 __all__ = [
@@ -19,6 +20,8 @@ __all__ = [
     "connect",
     "connect_each",
     "forward_kwargs",
+    "head_of",
+    "outermost",
     "register",
     "shard_between",
 ]

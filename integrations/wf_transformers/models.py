@@ -1,14 +1,16 @@
-"""What can be told of a model by looking at it: its parts, what cannot be spread."""
+"""What can be told of a model by looking at it: its parts, its head, what cannot be spread."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto import modeling_auto
 
+Head = Literal["causal", "masked", "other"]
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # what files whose attention asks the registry import
 VARYING_ROPE = ("dynamic", "longrope")
 
@@ -18,6 +20,31 @@ def outermost(module: nn.Module) -> list[PreTrainedModel]:
     if isinstance(module, PreTrainedModel):
         return [module]
     return list(dict.fromkeys(m for child in module.children() for m in outermost(child)))
+
+
+def head_of(module: nn.Module) -> Head:
+    """What the labels of `module` are: the next token, the token itself, or we do not know.
+
+    Told by transformers' own tables; a subclass counts as the class that it comes from. Of several
+    models in one module all must say the same.
+    """
+    heads: set[Head] = {_head(type(model)) for model in outermost(module)}
+    return heads.pop() if len(heads) == 1 else "other"
+
+
+def _head(kind: type) -> Head:
+    names = {base.__name__ for base in kind.__mro__}
+    causal = bool(names & _names("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+    masked = bool(names & _names("MODEL_FOR_MASKED_LM_MAPPING_NAMES"))
+    if causal == masked:
+        return "other"
+    return "causal" if causal else "masked"
+
+
+def _names(table: str) -> set[str]:
+    """The class names in a table of transformers, whose values are names or tuples of them."""
+    values = getattr(modeling_auto, table).values()
+    return {name for v in values for name in ((v,) if isinstance(v, str) else v)}
 
 
 def asks_registry(model: PreTrainedModel) -> bool:

@@ -50,6 +50,8 @@ def main(out: str) -> None:
     batches = list(wallfacer.dataloader(data, 2, shuffle=True, seed=1))
     result["ours"] = [batch["input_ids"][:, 0].tolist() for batch in batches]
     result["rows"] = batches[0]["input_ids"].shape[1]
+    unshifted = next(iter(wallfacer.dataloader(data, 2, labels_are_shifted=True)))
+    result["unshifted"] = int((unshifted["labels"] != -100).sum())
     result["valid"] = [batch["valid_labels"] for batch in batches]
     result["labels"] = [int((batch["labels"] != -100).sum()) for batch in batches]
     world, groups = dist.group.WORLD, Groups.build(4)

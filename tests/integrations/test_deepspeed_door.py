@@ -151,6 +151,13 @@ def test_our_loader_shards_and_counts_a_step_ahead(loaders: list[dict[str, Any]]
 
 
 @pytest.mark.processes
+def test_labels_that_are_shifted_already_stay(loaders: list[dict[str, Any]]) -> None:
+    """The first two samples of a group, numbers 0, 2 and 1, 3, have 2 + number % 4 labels each."""
+    counts = [seen["unshifted"] for seen in loaders]
+    assert [counts[0] + counts[1], counts[2] + counts[3]] == [6, 8]
+
+
+@pytest.mark.processes
 def test_a_batch_that_differs_inside_a_group_is_told_on_every_rank(
     loaders: list[dict[str, Any]],
 ) -> None:

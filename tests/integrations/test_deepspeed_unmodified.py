@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +17,24 @@ pytest.importorskip("transformers", reason="transformers is not installed", exc_
 
 import accelerate.accelerator  # noqa: E402
 import deepspeed  # noqa: E402
+import torch  # noqa: E402
+import transformers as tf  # noqa: E402
 
 import wf_deepspeed  # noqa: E402
+from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
-from wf_deepspeed import unmodified  # noqa: E402
+from tests.integrations.transformers_models import (  # noqa: E402
+    LLAMA,
+    assert_close,
+    batch,
+    build,
+    gradients,
+    sequence_parallel,
+)
+from wf_deepspeed import Block, WallFacer, unmodified  # noqa: E402
 from wf_deepspeed.__main__ import script_first  # noqa: E402
+from wf_deepspeed.connect import connect  # noqa: E402
+from wf_deepspeed.hooks import WholeBatchHooks  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -32,6 +46,7 @@ from wf_deepspeed.__main__ import main
 with wf_deepspeed.without_shared_memory_op():
     main(sys.argv[1:])
 """
+IDS = batch(seqlen=24)["input_ids"]
 RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
 
 
@@ -74,6 +89,108 @@ def test_the_trainer_trains_as_one_process(
         assert step["loss"] == pytest.approx(wanted["loss"], abs=1e-4)  # rounded
         assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
     assert found["eval"]["eval_loss"] == pytest.approx(reference["eval"]["eval_loss"], rel=1e-5)
+
+
+def hooked(
+    family: str, fn: Callable[[Any, Any], Any], layout: str = "zigzag", **more: Any
+) -> list[Any]:
+    """fn(model, sp) on two ranks, with a model that takes whole batches."""
+
+    def rank(comm: Any) -> Any:
+        sp, model = sequence_parallel(comm, layout), build(family, "eager", more)
+        return with_hooks(model, sp, fn)
+
+    return run_threads(2, rank)
+
+
+def with_hooks(model: Any, sp: Any, fn: Callable[[Any, Any], Any]) -> Any:
+    connection = connect(model, sp)
+    nobody: Any = None  # groups: asked for nothing here
+    cpu = torch.device("cpu")
+    component = WallFacer(sp, Block(sp.config), nobody, connection, cpu, lambda: 1)
+    WholeBatchHooks(model, component)
+    return fn(model, sp)
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_rank_is_told_the_loss_of_its_group_while_training(family: str) -> None:
+    """A masked model's labels are not shifted."""
+    given = batch(2, seqlen=24)
+    given["labels"][:, 3:15] = -100
+    alone = build(family, "sdpa", {})
+    loss = alone(**given).loss
+    loss.backward()
+
+    def train(model: Any, _: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        ours = model(**given).loss
+        ours.backward()
+        return ours.detach(), gradients(model)
+
+    found = hooked(family, train)
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][0] == pytest.approx(loss.item(), rel=1e-6)
+    for name, grad in gradients(alone).items():
+        mean = sum(grads[name] for _, grads in found) / 2
+        assert (mean - grad).abs().max() < 1e-6 * grad.abs().max() + 1e-9, name
+
+
+def test_documents_of_any_length_are_put_together_again() -> None:
+    given = batch(seqlen=24)
+    borders, alone = (0, 5, 16, 24), build("llama", "sdpa", {})
+    documents = zip(borders, borders[1:], strict=False)
+    wanted = torch.cat([alone(given["input_ids"][:, a:b]).logits for a, b in documents], 1)
+    positions = torch.cat([torch.arange(n) for n in (5, 11, 8)])[None]
+
+    def evaluate(model: Any, _: Any) -> torch.Tensor:
+        return model.eval()(**given, position_ids=positions).logits.detach()
+
+    assert_close(hooked("llama", evaluate, "document_zigzag")[0], wanted, "logits")
+
+
+class Loss(torch.nn.Module):
+    """A wrapper that returns its model's loss."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: torch.Tensor, **words: Any) -> torch.Tensor:
+        return self.inner(input_ids, **words).logits.mean()
+
+
+class Narrow(Loss):
+    """Another, that passes nothing on."""
+
+    def forward(self, input_ids: torch.Tensor, labels: Any = None) -> torch.Tensor:
+        return self.inner(input_ids, labels=labels).loss
+
+
+@pytest.mark.parametrize(
+    ("make", "words", "message"),
+    [
+        (tf.LlamaForTokenClassification, {"labels": IDS}, "none of transformers' causal or masked"),
+        (tf.LlamaForSequenceClassification, {"labels": IDS[:, 0]}, "labels_are_shifted="),
+        (tf.LlamaForSequenceClassification, {}, r"returns logits \(1, 2\), not a row for each"),
+        (tf.LlamaModel, {}, r"returns \['last_hidden_state'\].*must return \"logits\""),
+        (tf.LlamaForCausalLM, {"output_hidden_states": True}, "output_hidden_states=True"),
+        (tf.LlamaForCausalLM, {"logits_to_keep": 1}, "logits_to_keep.*on one process"),
+        (tf.LlamaForCausalLM, {"output_router_logits": True}, "output_router_logits"),
+        (lambda config: Loss(tf.LlamaForCausalLM(config)), {}, "returns a Tensor"),
+        (lambda config: Narrow(tf.LlamaForCausalLM(config)), {}, "forward takes no position_ids"),
+    ],
+)
+def test_what_whole_batches_cannot_be_cut_for(
+    make: Any, words: dict[str, Any], message: str
+) -> None:
+    def refused(model: Any, _: Any) -> None:
+        with pytest.raises((NotImplementedError, ValueError), match=message):
+            model(IDS, **words)
+
+    def rank(comm: Any) -> None:
+        config = tf.LlamaConfig(**LLAMA, pad_token_id=0)
+        with_hooks(make(config), sequence_parallel(comm), refused)
+
+    run_threads(2, rank)
 
 
 def test_the_door_puts_back_what_it_swapped() -> None:

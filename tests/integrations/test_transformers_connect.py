@@ -137,6 +137,23 @@ def test_models_that_ask_are_known_to(family: str) -> None:
     assert asks_registry(build(family, "sdpa", {}))
 
 
+@pytest.mark.parametrize(
+    ("family", "make", "head"),
+    [
+        ("llama", tf.LlamaForCausalLM, "causal"),
+        ("gpt2", tf.GPT2LMHeadModel, "causal"),
+        ("bert", tf.BertForMaskedLM, "masked"),
+        ("llama", tf.LlamaForTokenClassification, "other"),
+        ("llama", tf.LlamaForSequenceClassification, "other"),
+        ("llama", tf.LlamaModel, "other"),
+        ("llama", type("Own", (tf.LlamaForCausalLM,), {}), "causal"),
+    ],
+)
+def test_what_labels_are_follows_from_the_class(family: str, make: Any, head: str) -> None:
+    model = make(build(family, "sdpa", {}).config)
+    assert wf_transformers.head_of(nn.ModuleList([model])) == head
+
+
 NO_LABELS = "was called with labels: .* sp.loss"
 LOCAL = {"input_ids": IDS, "position_ids": torch.arange(24)[None], "use_cache": False}
 
