@@ -11,6 +11,7 @@ import binascii
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -69,8 +70,9 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
     """The block of a DeepSpeed configuration; None if it is absent or not enabled.
 
     Raises:
-        ValueError: if the block is no mapping, or a key or a value in it is wrong.
+        ValueError: if the block is no mapping, a key or a value in it is wrong, or its name is.
     """
+    _refuse_misspelt(config)
     if KEY not in config:
         return None
     block = config[KEY]
@@ -93,6 +95,13 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
             f"loss is the model's own; leave it out"
         )
     return Block(ours, average, stages) if enabled else None
+
+
+def _refuse_misspelt(config: Mapping[str, Any]) -> None:
+    """Of DeepSpeed's other keys we say nothing: it has many, and forks have more."""
+    for key in config:
+        if key != KEY and get_close_matches(str(key).lower(), [KEY], cutoff=0.8):
+            raise ValueError(f'"{key}" is no known key; did you mean "{KEY}"?')
 
 
 def _refuse_unknown(block: Mapping[str, Any], known: Sequence[str]) -> None:

@@ -99,7 +99,21 @@ def _prepare_data_loader(
             "num_processes": kwargs["num_processes"] // size,
             "process_index": kwargs["process_index"] // size,
         }
-    return original(*args, **kwargs)
+    loader = original(*args, **kwargs)
+    if size > 1 and hasattr(loader, "begin"):
+        loader.begin = functools.partial(_begin, loader, loader.begin, size)
+    return loader
+
+
+def _begin(loader: Any, begin: Callable[[], None], size: int) -> None:
+    """accelerate's own `begin` of an epoch, with `remainder` counted over ranks.
+
+    `remainder` is how many samples of the last batch gather_for_metrics keeps (-1: not known). It
+    gathers every sample `size` times, once from each rank of a group.
+    """
+    begin()
+    if loader.remainder > 0:
+        loader.remainder *= size
 
 
 def _active_size() -> int:

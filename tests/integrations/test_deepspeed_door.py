@@ -41,9 +41,15 @@ def signature(
 
 @pytest.mark.parametrize("block", [{}, {"wallfacer": {"enabled": False}}])
 def test_without_a_block_everything_is_passed_on(block: dict[str, Any]) -> None:
-    config = {"train_batch_size": 3} | block
+    config = {"train_batch_size": 3, "wall_clock_breakdown": True, "wandb": {}} | block
     given = ("arguments", "model")
     assert initialize_through(signature, given, {"config": config}) == (*given, None, config)
+
+
+@pytest.mark.parametrize("name", ["wallfacers", "WallFacer", "wall_facer"])
+def test_a_misspelt_block_is_not_passed_over(name: str) -> None:
+    with pytest.raises(ValueError, match=f'"{name}" is no known key; did you mean "wallfacer"'):
+        initialize_through(signature, (), {"config": {name: {}}})
 
 
 def test_without_a_configuration_deepspeed_decides() -> None:
