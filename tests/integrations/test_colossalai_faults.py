@@ -137,7 +137,7 @@ def test_ranks_of_a_sequence_read_the_same_samples(results: Results) -> None:
     ("what", "words"),
     {
         "other batches": ["input_ids", "prepare_dataloader"],
-        "other images": ["ranks [1]", "prepare_dataloader"],
+        "other images": ["the ranks do not agree", "pixel_values", "prepare_dataloader"],
         "other size": ["sequence_parallel_size 4", "sp_size 2"],
         "world": ["sequence_parallel_size 3", "4 ranks"],
         "group": ["sequence_parallel_size", "4 ranks", "got 3"],

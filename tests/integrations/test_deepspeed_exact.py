@@ -151,7 +151,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def four(folder: Path) -> Results:
-    return run_cases(matrix(4) + extras(folder), 4, folder)
+    return run_cases(matrix(4), 4, folder / "matrix")
+
+
+@pytest.fixture(scope="module")
+def extra(folder: Path) -> Results:
+    return run_cases(extras(folder), 4, folder)
 
 
 def assert_same(found: dict[str, Any], expected: dict[str, Any], tolerance: float = 1e-5) -> None:
@@ -183,65 +188,65 @@ def test_four_ranks_train_as_one(name: str, four: Results, reference: Results) -
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_data_parallel_groups_and_accumulation(
-    stage: int, four: Results, reference: Results
+    stage: int, extra: Results, reference: Results
 ) -> None:
-    assert_same(four[f"dp2_{stage}"], reference["sgd_4"])
+    assert_same(extra[f"dp2_{stage}"], reference["sgd_4"])
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_every_valid_token_of_a_step_weighs_the_same(
-    stage: int, four: Results, reference: Results
+    stage: int, extra: Results, reference: Results
 ) -> None:
-    assert_same(four[f"token_{stage}"], reference["token_4"])
+    assert_same(extra[f"token_{stage}"], reference["token_4"])
     differs = abs(reference["token_4"]["norms"][0] / reference["sgd_4"]["norms"][0] - 1)
     assert differs > 1e-3, "the data cannot tell the two averages apart"
 
 
 @pytest.mark.parametrize("name", ["offload_2", "offload_3"])
-def test_offload_to_cpu(name: str, four: Results, reference: Results) -> None:
-    assert_same(four[name], reference["few"])
+def test_offload_to_cpu(name: str, extra: Results, reference: Results) -> None:
+    assert_same(extra[name], reference["few"])
 
 
 @pytest.mark.parametrize("name", ["recompute_0", "recompute_3", "deepspeed_recompute_1"])
-def test_activation_checkpointing(name: str, four: Results, reference: Results) -> None:
-    assert_same(four[name], reference["few"])
+def test_activation_checkpointing(name: str, extra: Results, reference: Results) -> None:
+    assert_same(extra[name], reference["few"])
 
 
 @pytest.mark.parametrize("name", ["pretrained_2", "pretrained_3", "offloaded_init_3"])
-def test_models_that_are_loaded_in_parts(name: str, four: Results, reference: Results) -> None:
+def test_models_that_are_loaded_in_parts(name: str, extra: Results, reference: Results) -> None:
     """from_pretrained under a DeepSpeed configuration: at ZeRO 3 no rank ever holds it whole."""
-    assert four[name]["partitioned"] == name.endswith("_3")
-    assert_same(four[name], reference["few"])
+    assert extra[name]["partitioned"] == name.endswith("_3")
+    assert_same(extra[name], reference["few"])
 
 
 @pytest.mark.parametrize("name", ["chunks_1", "chunks_3"])
-def test_heads_traded_in_chunks(name: str, four: Results, reference: Results) -> None:
-    assert_same(four[name], reference["wide"])
-    assert four[name]["sent"] > 0
+def test_heads_traded_in_chunks(name: str, extra: Results, reference: Results) -> None:
+    assert_same(extra[name], reference["wide"])
+    assert extra[name]["sent"] > 0
 
 
-def test_a_compiled_engine(four: Results, reference: Results) -> None:
+def test_a_compiled_engine(extra: Results, reference: Results) -> None:
     """Attention runs as Python, between the graphs around it."""
-    assert four["compiled_3"]["compiled"]
-    assert_same(four["compiled_3"], reference["few"])
+    assert extra["compiled_3"]["compiled"]
+    assert_same(extra["compiled_3"], reference["few"])
 
 
 @pytest.mark.parametrize("name", ["bf16_2", "bf16_3"])
-def test_bf16_follows_the_float32_curve(name: str, four: Results, reference: Results) -> None:
-    found, wanted = (torch.tensor(r["losses"]) for r in (four[name], reference["few"]))
+def test_bf16_follows_the_float32_curve(name: str, extra: Results, reference: Results) -> None:
+    found, wanted = (torch.tensor(r["losses"]) for r in (extra[name], reference["few"]))
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=0)
 
 
 @pytest.mark.parametrize("name", ["resumed_2", "resumed_1"])
 def test_resume_at_another_sequence_parallel_size(
-    name: str, four: Results, reference: Results
+    name: str, extra: Results, reference: Results
 ) -> None:
-    assert four[name]["first"] == STEPS // 2
-    assert_same(four[name], reference["adam_4"])
+    assert extra[name]["first"] == STEPS // 2
+    assert_same(extra[name], reference["adam_4"])
 
 
 def test_resume_at_another_world_size(
-    folder: Path, four: Results, reference: Results, tmp_path: Path
+    folder: Path, extra: Results, reference: Results, tmp_path: Path
 ) -> None:
     saved = folder / "saved"
     paths = ["--input_folder", str(saved / "saved"), "--output_folder", str(saved / "universal")]
