@@ -13,7 +13,7 @@ from rich.table import Table
 
 from wf_backends.commands import options as o
 from wf_backends.cost import FORWARD, FORWARD_QUERIES, Job, pass_cost
-from wf_backends.placement import place
+from wf_backends.placement import Placed, place
 from wf_backends.plans import BACKWARDS
 from wf_backends.presets import PRESETS
 from wf_backends.schedule import render
@@ -74,19 +74,28 @@ def explain(
         ranks = RANKS if topology in PRESETS else 0
     cluster = o.cluster(topology, ranks)
     placed = o.parse_route(route, cluster.size)
-    schedule, job = place(placed, cluster.size), Job(model.workload(), cluster)
-    console = Console()
-    added = o.added_words(o.hosts_added(topology, cluster))
-    console.print(f"[bold]{placed}[/bold] on {cluster.size} ranks{added}\n")
+    job, added = Job(model.workload(), cluster), o.hosts_added(topology, cluster)
+    show(placed, job, moves, added)
+    if picture is not None:
+        from wf_backends.commands.draw import draw
+
+        title = f"{route}, {cluster.size} ranks"
+        draw(place(placed, cluster.size), cluster, picture, title=title)
+        Console().print(escape(f"drawn: {picture}"))
+
+
+def show(placed: Placed, job: Job, moves: str, added: int) -> None:
+    """Print the grid, and the timelines of both passes.
+
+    Args:
+        added: hosts that the topology's file does not have.
+    """
+    schedule, console = place(placed, job.topology.size), Console()
+    console.print(f"[bold]{placed}[/bold] on {job.topology.size} ranks{o.added_words(added)}\n")
     typer.echo(render(schedule))
     there = FORWARD_QUERIES if placed.keys_stay else FORWARD
     for walk in (there, BACKWARDS[moves]):
         console.print(timeline(pass_cost(job, schedule, walk, placed.two_way), walk.name))
-    if picture is not None:
-        from wf_backends.commands.draw import draw
-
-        draw(schedule, cluster, picture, title=f"{route}, {cluster.size} ranks")
-        console.print(escape(f"drawn: {picture}"))
 
 
 def timeline(cost: Cost, name: str) -> Table:

@@ -70,13 +70,24 @@ def plan(
         **o.keeping(layers),
     )
     make_layout(layout, asked.topology.size, seqlen, workload.mask.cu_seqlens)  # or too short
+    answer(asked, o.hosts_added(topology, asked.topology), top, as_json)
+
+
+def answer(asked: Request, added: int, top: int, as_json: bool) -> None:
+    """Print the candidates, the reason for the choice and the config to paste.
+
+    Args:
+        added: hosts that the topology's file does not have.
+
+    Raises:
+        ValueError: if no plan fits the memory.
+    """
     request = counted(asked)
     plans = all_plans(request)
     best = check_memory(plans[0], request)
     ring = in_rank_order({"name": "ring"}, request.topology.size)
     baseline = price_plan(request, 1, ring, ring)
     reason = why(best, baseline, request) + stand_in(request, asked) + other_layout(best, request)
-    added = o.hosts_added(topology, asked.topology)
     if as_json:
         typer.echo(json.dumps(to_json(plans[:top], reason, asked, added), indent=2))
         return
