@@ -7,7 +7,7 @@ rank r is on host r // ranks_per_host. Seconds, bytes and FLOP/s throughout; lin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as short
 from types import MappingProxyType
@@ -227,10 +227,7 @@ def _rates(words: Any) -> tuple[tuple[str, KernelRate], ...]:
     if not isinstance(words, Mapping):
         raise ValueError(f"topology key 'kernels' must be an object of kernels, got {words!r}")
     rates = cast(Mapping[str, Any], words)
-    for name in rates:
-        if name not in KERNELS:
-            hint = nearest(name, KERNELS)
-            raise ValueError(f"kernels: unknown kernel {name!r}{hint} Kernels: {list(KERNELS)}")
+    _refuse_unknown("kernels", "kernel", rates, KERNELS)
     return tuple((name, _rate(f"kernels.{name}", rates[name])) for name in rates)
 
 
@@ -254,14 +251,18 @@ def _check_keys(
     if not isinstance(words, Mapping):
         raise ValueError(f"{where} must be an object with the keys {allowed}, got {words!r}")
     given = cast(Mapping[str, Any], words)
-    for key in given:
-        if key not in allowed:
-            hint = nearest(key, allowed)
-            raise ValueError(f"{where}: unknown key {key!r}{hint} Keys: {allowed}")
+    _refuse_unknown(where, "key", given, allowed)
     for key in keys:
         if key not in given:
             raise ValueError(f"{where}: {key!r} is missing. Keys: {allowed}")
     return given
+
+
+def _refuse_unknown(where: str, kind: str, names: Iterable[str], known: Sequence[str]) -> None:
+    for name in names:
+        if name not in known:
+            told = f"unknown {kind} {name!r}{nearest(name, known)} {kind.title()}s: {list(known)}"
+            raise ValueError(f"{where}: {told}")
 
 
 def _number(key: str, value: object, zero: bool = False) -> float:
