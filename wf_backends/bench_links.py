@@ -117,17 +117,19 @@ class Meter:
         first, row = (min(self.exchange(peers, 4, FEW, rounds)) for rounds in (1, 1 + ROUNDS))
         return max(row - first, first / ROUNDS) / ROUNDS
 
-    def rate(self, peers: Peers, long_s: float = LONG_S) -> float:
+    def rate(self, peers: Peers, latency_s: float, long_s: float = LONG_S) -> float:
         """Bytes a second, from a message of `long_s` seconds and a shorter one.
 
         What the longer one takes more is free of latency, and of bursts that a shaped link lets
         through at once. Medians: the shortest of either would be further from it, and the
-        difference further still.
+        difference further still. Never more than all bytes in all the time but the latency: a
+        shorter message that happened to take long would make a link faster than it is.
         """
         long = self._bytes_for(peers, long_s)
         short = long // GROWTH**2
         took, before = (median(self.exchange(peers, size, REPEATS)) for size in (long, short))
-        return (long - short) / max(took - before, took / 10)
+        by_more, by_all = (max(took - less, took / 10) for less in (before, latency_s))
+        return min((long - short) / by_more, long / by_all)
 
     def _bytes_for(self, peers: Peers, long_s: float) -> int:
         """The size of a message that takes about `long_s` seconds, or the largest."""
@@ -221,17 +223,19 @@ def _agreement(meter: Meter) -> float:
 def _inside(meter: Meter, per_host: int) -> Link:
     """All ranks of a host send to their neighbour at once, as in a ring."""
     peers = _neighbours(meter, per_host)
-    return Link(meter.latency(peers), meter.rate(peers, SHORT_S))
+    latency = meter.latency(peers)
+    return Link(latency, meter.rate(peers, latency, SHORT_S))
 
 
 def _between(meter: Meter, per_host: int) -> tuple[Link, int]:
     """One NIC's link, and how many NICs a host has: first one rank of a host sends, then all."""
     peers = _across(meter, per_host)
     first = (None, None) if meter.comm.rank % per_host else peers
-    latency, together = meter.latency(first), meter.rate(peers)
+    latency = meter.latency(first)
+    together = meter.rate(peers, latency)
     if per_host == 1:
         return Link(latency, together), 1
-    gain = per_host * together / meter.rate(first, ROUGH_S)
+    gain = per_host * together / meter.rate(first, latency, ROUGH_S)
     nics = nearest_divisor(per_host, gain)
     return Link(latency, together * per_host / nics), nics
 

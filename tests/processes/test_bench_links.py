@@ -52,15 +52,33 @@ class Steady(Meter):
     """A link of so many bytes a second, whose messages take 10 ms more."""
 
     RATE = 1e6
+    BURST = 0
 
     def exchange(self, peers: Any, num_bytes: int, repeats: int, rounds: int = 1) -> list[float]:
-        return [rounds * (0.01 + num_bytes / self.RATE)] * repeats
+        shaped = max(0, num_bytes - self.BURST)
+        return [rounds * (0.01 + shaped / self.RATE)] * repeats
 
 
-def test_a_rate_is_free_of_latency() -> None:
-    (meter,) = run_threads(1, lambda comm: Steady(comm, torch.device("cpu")))
-    assert meter.rate((0, 0)) == pytest.approx(Steady.RATE)
-    assert meter.latency((0, 0)) == pytest.approx(0.01, rel=1e-3)
+class Bursting(Steady):
+    """The first bytes of every message take no time."""
+
+    BURST = 1 << 14
+
+
+class Hiccup(Steady):
+    """A message that is no long one takes 30 ms more than it should."""
+
+    def exchange(self, peers: Any, num_bytes: int, repeats: int, rounds: int = 1) -> list[float]:
+        times = super().exchange(peers, num_bytes, repeats, rounds)
+        return [took + 0.03 * (1 << 12 < num_bytes < 1 << 16) for took in times]
+
+
+@pytest.mark.parametrize("link", (Steady, Bursting, Hiccup))
+def test_a_rate_is_free_of_latency_of_bursts_and_of_hiccups(link: type[Steady]) -> None:
+    (meter,) = run_threads(1, lambda comm: link(comm, torch.device("cpu")))
+    latency = meter.latency((0, 0))
+    assert latency == pytest.approx(0.01, rel=1e-3)
+    assert meter.rate((0, 0), latency) == pytest.approx(Steady.RATE, rel=1e-4)
 
 
 class Beside(Meter):
