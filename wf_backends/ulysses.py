@@ -20,7 +20,7 @@ from wf_backends.adjoint import move_all
 from wf_backends.comm.protocol import Communicator
 from wf_backends.mail import Mail, Tensors, add, copy, scatter
 from wf_backends.ranges import Range, Ranges, join, locate, size
-from wf_backends.rankplan import Parcel
+from wf_backends.rankplan import Parcels, parcels
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +45,14 @@ class Exchange:
     def copies(self) -> int:
         """How many members hold each head."""
         return max(1, size(self.heads) // self.num_heads)
+
+    def own(self, me: int, member: int) -> Parcels:
+        """Slices of my shard that go to a member, and that it sends back: a message each."""
+        return parcels(member, self.rows[me], self.rows[me])
+
+    def pooled(self, member: int) -> Parcels:
+        """The same of a member's shard, as slices of the group's buffer."""
+        return parcels(member, self.rows[member], ((0, self.num_rows),))
 
     def split(self, chunks: int) -> tuple[Exchange, ...]:
         """As many exchanges, each of an equal part of every member's heads, in order.
@@ -158,18 +166,20 @@ def _trade(
 
 
 def pool_rows(mail: Mail, exchange: Exchange, x: Tensor) -> tuple[Place, Callable[[], Tensor]]:
-    """Register x's heads for the members, and theirs for me."""
+    """Register x's heads for the members, and theirs for me, which land where they belong."""
     rows, me = x.transpose(0, 1), mail.comm.rank
-    own = ((0, len(rows)),)
     for member, heads in enumerate(exchange.heads):
-        mail.send(Parcel(member, own), (rows[:, :, slice(*heads)],))
-    mine = rows[:, :, slice(*exchange.heads[me])]
-    parcels = [Parcel(member, at) for member, at in enumerate(exchange.rows)]
-    arriving = [mail.receive(parcel, (mine,)) for parcel in parcels]
-    buffer = mine.new_empty((exchange.num_rows, *mine.shape[1:]))
+        for parcel in exchange.own(me, member):
+            mail.send(parcel, (rows[:, :, slice(*heads)],))
+    buffer = x.new_empty((exchange.num_rows, len(x), exchange.share, *x.shape[3:]))
+    landing = [
+        [mail.land(parcel, (buffer,)) for parcel in exchange.pooled(member)]
+        for member in range(mail.comm.size)
+    ]
 
     def place(member: int) -> None:
-        scatter((buffer,), parcels[member].rows, arriving[member], copy)
+        for land in landing[member]:
+            land()
 
     return place, lambda: buffer.transpose(0, 1)
 
@@ -182,19 +192,24 @@ def bring_back(
     Args:
         into: (s, b, h, d), where other heads than these are already; None = a new tensor.
     """
-    buffer = x.transpose(0, 1)
-    own = ((0, size(exchange.rows[mail.comm.rank])),)
-    for member, at in enumerate(exchange.rows):
-        mail.send(Parcel(member, at), (buffer,))
-    arriving = [mail.receive(Parcel(member, own), (buffer,)) for member in range(mail.comm.size)]
-    shape = (size(own), buffer.shape[1], exchange.num_heads, *buffer.shape[3:])
+    buffer, me = x.transpose(0, 1), mail.comm.rank
+    members = range(mail.comm.size)
+    for member in members:
+        for parcel in exchange.pooled(member):
+            mail.send(parcel, (buffer,))
+    arriving = [
+        [(parcel.rows, mail.receive(parcel, (buffer,))) for parcel in exchange.own(me, member)]
+        for member in members
+    ]
+    shape = (size(exchange.rows[me]), buffer.shape[1], exchange.num_heads, *buffer.shape[3:])
     alone = exchange.copies == 1
     dtype = x.dtype if alone else torch.promote_types(x.dtype, torch.float32)
     blank = buffer.new_empty if alone else buffer.new_zeros
     total = blank(shape, dtype=dtype) if into is None else into
 
     def place(member: int) -> None:
-        combine = copy if alone else add
-        combine((total[:, :, slice(*exchange.heads[member])],), arriving[member])
+        heads = total[:, :, slice(*exchange.heads[member])]
+        for rows, values in arriving[member]:
+            scatter((heads,), rows, values, copy if alone else add)
 
     return place, lambda: total.to(x.dtype).transpose(0, 1)
