@@ -115,8 +115,13 @@ def _was_asked_for_weights(module: nn.Module, caller: FrameType) -> bool:
     """Whether the layer that calls was asked for attention weights and does not say so.
 
     GPT-2 and GPT-NeoX of transformers 4 take `output_attentions` and pass it to nobody: it is
-    nowhere but among the arguments of their forward.
+    nowhere but among the arguments of their forward. In GPT-2 of transformers 5 the model keeps it
+    to itself: only what collects a model's outputs knows of it.
     """
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(capturing, "_active_collector", None)
+    if collector is not None and "attentions" in (collector.get() or ()):
+        return True
     code = caller.f_code
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     if "output_attentions" not in arguments:
