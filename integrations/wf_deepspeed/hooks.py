@@ -104,10 +104,19 @@ class WholeBatchHooks:
             share = token_loss(logits, labels, num_items) * sp.size
         return sp.sum_over_ranks(share) / sp.size + (share - share.detach())
 
-    def _evaluation_loss(self, logits: Tensor, labels: Tensor, _: object) -> Tensor:
-        """The loss of the batch, the same on every rank of the group."""
+    def _evaluation_loss(
+        self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None
+    ) -> Tensor:
+        """The loss of the batch, the same on every rank of the group.
+
+        The Trainer of transformers 5 counts valid labels here too, and scales by the number of
+        ranks itself.
+        """
         sp = self._component.sp
-        return sp.sum_over_ranks(sp.loss(logits, labels))
+        share = sp.loss(logits, labels)
+        if num_items is not None:
+            share = token_loss(logits, labels, num_items)
+        return sp.sum_over_ranks(share)
 
 
 def _seqlen(given: Mapping[str, Any]) -> int:

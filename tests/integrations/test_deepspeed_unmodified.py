@@ -73,22 +73,18 @@ def train(folder: Path, ranks: int, accumulation: int, stage: int | None = None)
     return json.loads(Path(out).read_text())
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One process, no DeepSpeed."""
-    return train(tmp_path_factory.mktemp("trainer"), ranks=1, accumulation=4)
-
-
-@pytest.mark.parametrize(("ranks", "accumulation", "stage"), [(2, 4, 2), (4, 2, 3)])
-def test_the_trainer_trains_as_one_process(
-    ranks: int, accumulation: int, stage: int, reference: dict[str, Any], tmp_path: Path
+@pytest.mark.parametrize(("groups", "accumulation", "stage"), [(1, 4, 2), (2, 2, 3)])
+def test_the_trainer_trains_as_without_us(
+    groups: int, accumulation: int, stage: int, tmp_path: Path
 ) -> None:
-    found = train(tmp_path, ranks, accumulation, stage)
-    assert found["loss"] == pytest.approx(reference["loss"], rel=1e-5)
-    for step, wanted in zip(found["steps"], reference["steps"], strict=True):
-        assert step["loss"] == pytest.approx(wanted["loss"], abs=1e-4)  # rounded
-        assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
-    assert found["eval"]["eval_loss"] == pytest.approx(reference["eval"]["eval_loss"], rel=1e-5)
+    """On groups of two ranks, beside one process for each group and no DeepSpeed."""
+    wanted = train(tmp_path, groups, accumulation)
+    found = train(tmp_path, 2 * groups, accumulation, stage)
+    assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-5)
+    for step, plain in zip(found["steps"], wanted["steps"], strict=True):
+        assert step["loss"] == pytest.approx(plain["loss"], abs=1e-4)  # rounded
+        assert step["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+    assert found["eval"]["eval_loss"] == pytest.approx(wanted["eval"]["eval_loss"], rel=1e-5)
 
 
 def hooked(
@@ -132,6 +128,22 @@ def test_a_rank_is_told_the_loss_of_its_group_while_training(family: str) -> Non
     for name, grad in gradients(alone).items():
         mean = sum(grads[name] for _, grads in found) / 2
         assert (mean - grad).abs().max() < 1e-6 * grad.abs().max() + 1e-9, name
+
+
+@pytest.mark.parametrize("items", [None, 40])
+def test_the_loss_of_an_evaluation_is_by_the_labels_that_the_trainer_counts(
+    items: int | None,
+) -> None:
+    """Transformers' Trainer counts them in evaluation from release 5 on."""
+    given = batch(2, seqlen=24)
+    given["labels"][:, 3:15] = -100
+    wanted = build("llama", "sdpa", {}).eval()(**given, num_items_in_batch=items).loss
+
+    def evaluate(model: Any, _: Any) -> torch.Tensor:
+        return model.eval()(**given, num_items_in_batch=items).loss.detach()
+
+    for loss in hooked("llama", evaluate):
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 def test_documents_of_any_length_are_put_together_again() -> None:
