@@ -229,6 +229,6 @@ def placements(n: int, directed: bool, two_way: bool = False) -> tuple[Placed, .
         found += [
             replace(one, two_way=True)
             for one in found
-            if one.route["name"] in ("ring", "double_ring") and not one.reverse
+            if not ROUTES[one.route["name"]].gathers and not one.reverse
         ]
     return tuple(found)

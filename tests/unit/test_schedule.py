@@ -129,8 +129,9 @@ def test_every_route_can_be_made_from_words():
         "concentric": {"team_size": 2},
         "mesh": {"rows": 2, "cols": 4},
     }
-    for name in ROUTES:
-        assert check(make_schedule({"name": name, **words.get(name, {})}, 8)).num_ranks == 8
+    for name, kind in ROUTES.items():
+        schedule = check(make_schedule({"name": name, **words.get(name, {})}, 8))
+        assert schedule.num_ranks == 8 and any(schedule.gathers()) == kind.gathers
 
 
 @pytest.mark.parametrize(
