@@ -31,10 +31,10 @@ on() { # which node, command
 }
 
 hosts_down $name "$nodes"
-hosts_up $name 10.78.0 "$nodes"
+hosts_up $name 10.79.0 "$nodes"
 echo "127.0.0.1 localhost" >"$at/hosts"
 for ((i = 0; i < nodes; i++)); do
-    echo "10.78.0.$((i + 1)) node$i" >>"$at/hosts"
+    echo "10.79.0.$((i + 1)) node$i" >>"$at/hosts"
     mkdir "$at/spool.node$i"
 done
 mkdir "$at/state"
