@@ -87,23 +87,26 @@ def inverse(hop: Hop) -> Hop:
     return tuple(back)
 
 
-def _each(change: Callable[[Hop], Hop], hops: tuple[Hop, ...]) -> tuple[Hop, ...]:
-    """Every hop changed; once, where it is the same object, as all hops of a long ring are."""
-    changed = {key: change(hop) for key, hop in {id(hop): hop for hop in hops}.items()}
-    return tuple(changed[id(hop)] for hop in hops)
+def _each(
+    change: Callable[[tuple[int, ...]], tuple[int, ...]], several: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, ...], ...]:
+    """Each of them changed; once, where it is the same object, as all hops of a long ring are."""
+    changed = {key: change(one) for key, one in {id(one): one for one in several}.items()}
+    return tuple(changed[id(one)] for one in several)
 
 
 def mirrored(schedule: Schedule) -> Schedule:
     """The same route turning the other way: rank r plays the part of rank n - 1 - r."""
     last = schedule.num_ranks - 1
 
-    def flip(shards: tuple[Shards, ...]) -> tuple[Shards, ...]:
-        return tuple(tuple(sorted(last - shard for shard in own)) for own in reversed(shards))
+    def flip(own: Shards) -> Shards:
+        return tuple(sorted(last - shard for shard in own))
 
     def turn(hop: Hop) -> Hop:
         return tuple(last - rank for rank in reversed(hop))
 
-    return Schedule(flip(schedule.q), flip(schedule.kv), _each(turn, schedule.hops))
+    q, kv = (_each(flip, shards)[::-1] for shards in (schedule.q, schedule.kv))
+    return Schedule(q, kv, _each(turn, schedule.hops))
 
 
 def check(schedule: Schedule) -> Schedule:

@@ -98,7 +98,7 @@ def _seen_from_any_distance(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ran
 
 def _seen_in_window(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ranges]:
     """`seen` of one document, range by range."""
-    left, right = _limits(band)
+    left, right = limits(band)
     found = [reach for r in rows for k in keys if (reach := _reach(r, k, left, right))]
     if not found:
         return (), ()
@@ -157,7 +157,7 @@ def _pairs(rows: Ranges, keys: Ranges, band: Band, held: tuple[Ranges, Ranges]) 
     """One tile for each range of rows and range of keys that see each other at all."""
     found: list[Tile] = []
     q, kv = held
-    left, right = _limits(band)
+    left, right = limits(band)
     for row_range in rows:
         for key_range in keys:
             if reach := _reach(row_range, key_range, left, right):
@@ -169,7 +169,7 @@ def _pairs(rows: Ranges, keys: Ranges, band: Band, held: tuple[Ranges, Ranges]) 
     return found
 
 
-def _limits(band: Band) -> tuple[int, int]:
+def limits(band: Band) -> tuple[int, int]:
     """The bounds of a band of positions, as integers."""
     return int(min(band.left, FAR)), int(min(band.right, FAR))
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 from wf_backends.journeys import Journeys, still_read
 from wf_backends.layout import Layout
 from wf_backends.mask import Mask
+from wf_backends.nearby import Nearby
 from wf_backends.ranges import (
     Ranges,
     globalize,
@@ -98,6 +99,7 @@ class _Derivation:
         self.walk_home = _halves(self.walkers, problem.half)
         self.num_ranks, self.num_steps = roles.num_ranks, roles.num_steps
         self.stay_rows, self._seen = cache(self._brought), cache(self._find_seen)
+        self._nearby, self._near = self._make_nearby(), cache(self._find_near)
         homes = self.stay_home, self.walk_home
         self._stay, self._walk = (cache(partial(self._documents, home)) for home in homes)
         through = roles.has_laps and not self.mask.is_near
@@ -121,9 +123,22 @@ class _Derivation:
     def _find_seen(self, step: int, rank: int) -> tuple[Ranges, Ranges]:
         """The rows that some tile uses, of what stays and of what walks."""
         origin = self.tracks.origin(step, rank)
-        sides = self._ordered(self._stay(self.roles.q[rank]), self._walk(self.roles.kv[origin]))
+        stay, walk = self.roles.q[rank], self.roles.kv[origin]
+        if self._nearby and self._near(stay).isdisjoint(walk):
+            return (), ()
+        sides = self._ordered(self._stay(stay), self._walk(walk))
         found = self._ordered(*seen(*sides, self.mask.band))
         return found if found[0] and self._meet(origin, rank, step) else ((), ())
+
+    def _make_nearby(self) -> Nearby | None:
+        """Where walkers lie, if a window keeps most of them from most ranks."""
+        band = self.mask.band
+        return Nearby(self.walk_home, band, self.queries_walk) if band.edges == 2 else None
+
+    def _find_near(self, stay: Shards) -> frozenset[int]:
+        """The shards that walk of which some row may meet one of these that stay."""
+        assert self._nearby is not None
+        return self._nearby.of(tuple(piece for shard in stay for piece in self.stay_home[shard]))
 
     def _meet(self, origin: int, rank: int, step: int) -> bool:
         """Whether the pair that meets in this step is one of this problem's share."""

@@ -21,8 +21,8 @@ PURE = tuple(
     f"wf_backends.{name}"
     for name in (
         (
-            "schedule layout mask ranges tiles tracks journeys rankplan rankphases rounds walk "
-            "strands timeline traffic pace typical near calls pools "
+            "schedule layout mask ranges tiles nearby tracks journeys rankplan rounds walk "
+            "rankphases strands timeline traffic pace typical near calls pools "
             "topology presets areas loads placement cost axes estimate plans search planner config "
             "suggest documents launchers trading words launched splits"
         ).split()
