@@ -22,6 +22,9 @@ NEAR_UP_TO = 64
 """Ranks up to which every message is counted."""
 FEW_RANKS = 2 * EXACT_UP_TO
 """Ranks that stand for others, at least."""
+FEWEST_IN_A_PART = 3
+"""Halvings of its tokens down to the documents' mean length (see typical.py): of fewer documents a
+part says too little, since only some routes are looked at."""
 WINDOWS = 16
 """Windows that fit into the tokens of those ranks, at least."""
 PLAIN = tuple(Placed((("name", name),), (0,)) for name in ("ring", "all_gather"))
@@ -86,7 +89,7 @@ def _part(request: Request, size: int) -> Request | None:
     work, topology = request.workload, request.topology
     seqlen = work.seqlen * size // topology.size
     borders, band = work.mask.cu_seqlens, work.mask.band
-    kind = None if borders is None else typical_documents(borders, seqlen, size)
+    kind = None if borders is None else typical_documents(borders, seqlen, size, FEWEST_IN_A_PART)
     if kind is None and max(band.left, band.right) * WINDOWS > seqlen:
         return None
     share = packed(replace(work, seqlen=seqlen), kind)

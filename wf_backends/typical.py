@@ -16,7 +16,7 @@ LENGTHS = (
     *(17, 19, 21, 23, 26, 29, 34, 41, 53, 86),
 )
 """Quantiles of a log-normal distribution with sigma = 1, in tenths of its median."""
-FEWEST = 3
+FEWEST = 2
 """Halvings of the sequence down to the documents' mean length: with fewer it matters where each
 document begins."""
 DRAW = 3
@@ -27,7 +27,7 @@ their rank."""
 
 
 def typical_documents(
-    cu_seqlens: tuple[int, ...], seqlen: int, size: int
+    cu_seqlens: tuple[int, ...], seqlen: int, size: int, fewest: int = FEWEST
 ) -> tuple[int, ...] | None:
     """Borders of documents drawn so that their mean length, as tokens see it, is the given ones'.
 
@@ -35,7 +35,7 @@ def typical_documents(
 
     Args:
         cu_seqlens: the borders of the real documents. seqlen: where the result ends, which need
-            not be where the real ones do. size: the ranks.
+            not be where the real ones do. size: the ranks. fewest: see FEWEST.
 
     Returns:
         None where so few of these documents fill the sequence that no others stand for them.
@@ -43,7 +43,7 @@ def typical_documents(
     squares = sum((stop - start) ** 2 for start, stop in pairwise(cu_seqlens))
     times = (seqlen * cu_seqlens[-1]) ** 2 // squares**2  # (seqlen / mean)**2
     halvings = times.bit_length() // 2  # log2(seqlen / mean), rounded
-    if halvings < FEWEST:
+    if halvings < fewest:
         return None
     return draw_documents(seqlen, min(halvings, (SHORTEST * size).bit_length() - 1))
 

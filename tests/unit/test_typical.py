@@ -56,7 +56,7 @@ def test_lengths_are_quantiles() -> None:
 
 
 @pytest.mark.parametrize("seqlen", [4096, 65536, 1 << 20])
-@pytest.mark.parametrize("parts", [8, 11, 16, 30, 64])
+@pytest.mark.parametrize("parts", [4, 6, 8, 11, 16, 30, 64])
 def test_the_mean_length_is_kept_to_the_next_power_of_two(seqlen, parts) -> None:
     given = tuple(seqlen * at // parts for at in range(parts + 1))
     found = typical_documents(given, seqlen, 8)
@@ -64,11 +64,11 @@ def test_the_mean_length_is_kept_to_the_next_power_of_two(seqlen, parts) -> None
     assert all(start < stop for start, stop in pairwise(found))
     assert mean_length(given) / 2 < mean_length(found) < 2 * mean_length(given)
     lengths = {stop - start for start, stop in pairwise(found)}
-    assert len(lengths) > len(LENGTHS) / 4  # of many lengths
+    assert len(lengths) > min(len(LENGTHS) / 4, parts)  # of many lengths
 
 
 def test_few_documents_have_no_kind() -> None:
-    for borders in ((0, 4096), (0, 100, 4096), (0, *range(1000, 4096, 900), 4096)):
+    for borders in ((0, 4096), (0, 100, 4096), (0, 2000, 4096)):
         assert typical_documents(borders, 4096, 8) is None
 
 
@@ -93,7 +93,7 @@ def test_few_documents_are_planned_as_one() -> None:
 @pytest.mark.parametrize("size", [8, 16])
 def test_who_knows_the_kind_is_faster_on_the_real_documents(size) -> None:
     seqlen, gains = 8192 * size, list[float]()
-    for name, median, seed in product(CLUSTERS, (512, 1024, 2048), range(3)):
+    for name, median, seed in product(CLUSTERS, (512, 2048, 4096), range(3)):
         topology, borders = PRESETS[name].with_ranks(size), drawn(seqlen, median, seed)
         workload = Workload(SHAPE, seqlen, Mask(CAUSAL, borders), "document_zigzag")
         request = Request(topology, workload, exact_up_to=size)

@@ -110,7 +110,7 @@ class Model:
         most = self.seqlen >> FEWEST
         if not 1 <= self.documents <= most:
             raise ValueError(
-                f"--documents must be 1 to {most}, an eighth of --seqlen, got {self.documents}: "
+                f"--documents must be 1 to {most}, a quarter of --seqlen, got {self.documents}: "
                 "fewer documents are planned for as one"
             )
         return draw_documents(self.seqlen, round(log2(self.seqlen / self.documents)))
