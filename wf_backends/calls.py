@@ -79,8 +79,16 @@ def _plan(request: Request) -> Plan:
         return best_plan(request)
     one = replace(request, workload=packed(request.workload, None))
     few = request if is_small else on_few(request)
-    plans = price_again(few, best_plan(one)), best_plan(few)
-    return min(plans, key=plan_order(request.memory_limit))
+    plans = [*(price_again(few, plan) for plan in _fitting(one)), *_fitting(few)]
+    return min(plans, key=plan_order(request.memory_limit)) if plans else best_plan(few)
+
+
+def _fitting(request: Request) -> list[Plan]:
+    """The best plan, if one fits the memory: one document may need more of it than several."""
+    try:
+        return [best_plan(request)]
+    except ValueError:
+        return []
 
 
 def _request(

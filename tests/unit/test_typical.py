@@ -91,6 +91,21 @@ def test_few_documents_are_planned_as_one() -> None:
 
 
 @pytest.mark.parametrize("size", [8, 16])
+def test_documents_may_fit_where_one_does_not(size) -> None:
+    topology, seqlen = PRESETS["h100-8x400g"].with_ranks(size), 8192 * size
+    words = {"size": size, "route": "all_gather", "ulysses_degree": 1}
+    packed = drawn(seqlen, 256, 0)
+    one, many = (planned(cut, seqlen, topology, **words) for cut in (None, packed))
+    assert many.cost.memory_bytes < one.cost.memory_bytes
+    between = (many.cost.memory_bytes + one.cost.memory_bytes) / 2
+    small = replace(topology, memory_bytes=between)
+    assert planned(packed, seqlen, small, **words).choice == many.choice
+    for cut, limit in ((None, between), (packed, many.cost.memory_bytes / 2)):
+        with pytest.raises(ValueError, match="no plan fits the memory limit"):
+            planned(cut, seqlen, replace(topology, memory_bytes=limit), **words)
+
+
+@pytest.mark.parametrize("size", [8, 16])
 def test_who_knows_the_kind_is_faster_on_the_real_documents(size) -> None:
     seqlen, gains = 8192 * size, list[float]()
     for name, median, seed in product(CLUSTERS, (512, 2048, 4096), range(3)):
