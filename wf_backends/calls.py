@@ -74,11 +74,9 @@ def plan_call(
 @lru_cache(maxsize=64)
 def _plan(request: Request) -> Plan:
     mask, size = request.workload.mask, request.topology.size
-    is_small = size <= request.exact_up_to
-    if not mask.is_near or size > NEAR_UP_TO or (is_small and mask.cu_seqlens is None):
+    if not mask.is_near or size <= request.exact_up_to or size > NEAR_UP_TO:
         return best_plan(request)
-    one = replace(request, workload=packed(request.workload, None))
-    few = request if is_small else on_few(request)
+    one, few = replace(request, workload=packed(request.workload, None)), on_few(request)
     plans = [*(price_again(few, plan) for plan in _fitting(one)), *_fitting(few)]
     return min(plans, key=plan_order(request.memory_limit)) if plans else best_plan(few)
 
