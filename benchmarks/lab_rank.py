@@ -1,10 +1,14 @@
-"""One rank of the lab: measure the cluster, predict every scheme, run every scheme.
+"""One rank of the lab: measure the cluster, choose schemes, run them, predict them.
 
     benchmarks/lab_hosts.sh 4 2 rank 40mbit python benchmarks/lab_rank.py --out case.json
 
 Every rank runs it; rank 0 writes the figures. lab.py starts it for every case. A step is a forward
 and a backward. Schemes take turns, all ranks start a step together, and its time is the slowest
 rank's. Bytes are those of the NIC's own counters, headers and acknowledgements included.
+
+The cluster is measured once before schemes are chosen and once after every round of them. A machine
+that is shared has good and bad minutes: each field's median is what predictions go by, and those
+by the first alone stand beside them.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median, median_low
 from typing import Any
 
 import torch
@@ -33,8 +38,10 @@ from wf_backends.comm import make_comm
 from wf_backends.commands.options import Model
 from wf_backends.cost import Workload
 from wf_backends.layout import make_layout
-from wf_backends.plans import Request
+from wf_backends.planner import price_again
+from wf_backends.plans import Plan, Request
 from wf_backends.shards import positions
+from wf_backends.topology import Topology, from_dict
 
 Step = Callable[[], tuple[Tensor, ...]]  # returns out, dq, dk, dv of this rank's rows
 TOLERANCE = 1e-4  # of float32, relative to the largest value
@@ -81,16 +88,21 @@ def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
     workload = packed(model.workload(), args.documents)
     per_host = int(os.environ["LOCAL_WORLD_SIZE"])
     hosts = [f"host {rank // per_host}" for rank in range(comm.size)]
-    start = time.perf_counter()
-    cluster = measure(comm, hosts, torch.device("cpu"))
-    measured_in_s = time.perf_counter() - start
-    found = [schemes(Request(cluster, workload, exact_up_to=COUNTED)) if comm.rank == 0 else None]
+    clusters = [measured(comm, hosts)]
+    request = Request(clusters[0][0], workload, exact_up_to=COUNTED)
+    found = [schemes(request) if comm.rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
     assert found[0] is not None
     compared = [s for s in found[0] if not args.only or s.name in args.only]
     steps = [step_of(scheme, workload, comm) for scheme in compared]
     check_same(comm, steps)
-    runs = take_turns(comm, steps, args.repeats)
+    before, rounds = stolen(), list[list[Run]]()
+    for _ in range(args.repeats):
+        rounds.append([run(comm, step) for step in steps])
+        clusters.append(measured(comm, hosts))
+    cluster = middle([cluster for cluster, _ in clusters])
+    by_middle = replace(request, topology=cluster)
+    runs = zip(*rounds, strict=True)
     return {
         "hosts": int(os.environ["LAB_HOSTS"]),
         "ranks_per_host": per_host,
@@ -100,9 +112,14 @@ def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
         "documents": len(workload.mask.cu_seqlens or ()),
         "machine": machine(),
         "load": os.getloadavg()[0],
+        "stolen": stolen(before),
         "topology": cluster.to_dict(),
-        "measured_in_s": measured_in_s,
-        "schemes": [figures(*both) for both in zip(compared, runs, strict=True)],
+        "topologies": [cluster.to_dict() for cluster, _ in clusters],
+        "measured_in_s": max(took for _, took in clusters),
+        "schemes": [
+            figures(scheme, price_again(by_middle, scheme.plan), list(ran))
+            for scheme, ran in zip(compared, runs, strict=True)
+        ],
     }
 
 
@@ -115,16 +132,53 @@ def packed(workload: Workload, median: int) -> Workload:
     return replace(workload, mask=mask, layout="document_zigzag")
 
 
-def figures(scheme: Scheme, runs: list[Run]) -> dict[str, Any]:
-    """A scheme's predicted and measured figures, as JSON."""
-    cost = scheme.plan.cost
+def measured(comm: Timeline, hosts: list[str]) -> tuple[Topology, float]:
+    """The cluster as `bench-links` finds it, and the seconds that it took."""
+    start = time.perf_counter()
+    cluster = measure(comm, hosts, torch.device("cpu"))
+    return cluster, time.perf_counter() - start
+
+
+def middle(clusters: list[Topology]) -> Topology:
+    """The median of every figure."""
+    return from_dict(medians([cluster.to_dict() for cluster in clusters]))
+
+
+def medians(words: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of every number, in tables too; anything else as the first has it."""
+    found = dict(words[0])
+    for key, value in found.items():
+        values = [one[key] for one in words]
+        if isinstance(value, dict):
+            found[key] = medians(values)
+        elif isinstance(value, int):
+            found[key] = median_low(values)
+        elif isinstance(value, float):
+            found[key] = median(values)
+    return found
+
+
+def stolen(before: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+    """(ticks that other machines had of these cores, all ticks) since `before`."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return ticks[7] - before[0], sum(ticks) - before[1]
+
+
+def figures(scheme: Scheme, by_middle: Plan, runs: list[Run]) -> dict[str, Any]:
+    """A scheme's predicted and measured figures, as JSON.
+
+    Args:
+        by_middle: its plan, priced by the median of what was measured.
+    """
+    cost = by_middle.cost
     return {
         "name": scheme.name,
         "plan": scheme.words,
         "predicted_s": cost.seconds,
+        "predicted_first_s": scheme.plan.cost.seconds,
         "predicted_compute_s": cost.compute_s,
         "predicted_nic_bytes": cost.nic_bytes,
-        "predicted_phases": predicted(scheme.plan),
+        "predicted_phases": predicted(by_middle),
         "runs": [asdict(run) for run in runs],
     }
 
@@ -160,15 +214,6 @@ def check_same(comm: Timeline, steps: list[Step]) -> None:
             if off > TOLERANCE:
                 raise RuntimeError(f"rank {comm.rank}: schemes differ by {off:.1e}")
     sum_over_ranks(comm, torch.zeros(1))
-
-
-def take_turns(comm: Timeline, steps: list[Step], repeats: int) -> list[list[Run]]:
-    """Runs of every step; a round runs each step once."""
-    runs: list[list[Run]] = [[] for _ in steps]
-    for _ in range(repeats):
-        for found, step in zip(runs, steps, strict=True):
-            found.append(run(comm, step))
-    return runs
 
 
 def run(comm: Timeline, step: Step) -> Run:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf
 from statistics import median
 
@@ -32,6 +32,7 @@ REPEATS = 5
 FEW = 3  # of what varies little
 MIDDLE = 7  # of what the median is taken of
 ENOUGH_S = 1.5  # what took this long is not repeated
+HURRY_S = 6.5  # of measuring, after which nothing is repeated: ten seconds must do
 ROUNDS_BESIDE = 4  # of tiles and messages
 ROUNDS = 20  # exchanges in a row, of which one's latency is taken
 
@@ -41,10 +42,16 @@ Peers = tuple[int | None, int | None]  # whom a rank sends to, and whom it recei
 
 @dataclass(frozen=True, slots=True)
 class Meter:
-    """Times what all ranks do together."""
+    """Times what all ranks do together.
+
+    Args:
+        hurry_s: seconds after which nothing is repeated, whatever else is asked for.
+    """
 
     comm: Communicator
     device: torch.device
+    hurry_s: float = inf
+    began: float = field(default_factory=time.perf_counter)
 
     def seconds(self, work: Callable[[], object], repeats: int = REPEATS) -> float:
         """The shortest of several times: the best case is what a link can do.
@@ -59,23 +66,30 @@ class Meter:
         Args:
             enough_s: what took this long together is repeated no more, unless it ran only once.
         """
-        found: list[float] = []
-        while len(found) < repeats and (len(found) < 2 or sum(found) < enough_s):
+        found, late = list[float](), False
+        while not found or not late and len(found) < repeats:
             sum_over_ranks(self.comm, torch.zeros(1))  # all start together
             start = time.perf_counter()
             work()
             self.synchronize()
-            found.append(self._slowest(time.perf_counter() - start))
+            took, since = self._slowest(start)
+            found.append(took)
+            late = since > self.hurry_s or len(found) > 1 and sum(found) >= enough_s
         return found
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def _slowest(self, mine: float) -> float:
-        times = torch.zeros(self.comm.size, dtype=torch.float64)
-        times[self.comm.rank] = mine
-        return float(sum_over_ranks(self.comm, times).max())
+    def _slowest(self, start: float) -> tuple[float, float]:
+        """Seconds since `start`, and since the meter began, of the ranks for which it is longest.
+
+        The same on all ranks: so they stop repeating together.
+        """
+        now = time.perf_counter()
+        mine = torch.tensor([now - start, now - self.began], dtype=torch.float64)
+        took, since = gather_small(self.comm, mine).amax(0).tolist()
+        return took, since
 
     def exchange(self, peers: Peers, num_bytes: int, repeats: int, rounds: int = 1) -> list[float]:
         """Seconds until every rank has sent to its target and received from its source."""
@@ -117,7 +131,9 @@ class Meter:
         first, row = (min(self.exchange(peers, 4, FEW, rounds)) for rounds in (1, 1 + ROUNDS))
         return max(row - first, first / ROUNDS) / ROUNDS
 
-    def rate(self, peers: Peers, latency_s: float, long_s: float = LONG_S) -> float:
+    def rate(
+        self, peers: Peers, latency_s: float, long_s: float = LONG_S, repeats: int = REPEATS
+    ) -> float:
         """Bytes a second, from a message of `long_s` seconds and a shorter one.
 
         What the longer one takes more is free of latency, and of bursts that a shaped link lets
@@ -127,7 +143,7 @@ class Meter:
         """
         long = self._bytes_for(peers, long_s)
         short = long // GROWTH**2
-        took, before = (median(self.exchange(peers, size, REPEATS)) for size in (long, short))
+        took, before = (median(self.exchange(peers, size, repeats)) for size in (long, short))
         by_more, by_all = (max(took - less, took / 10) for less in (before, latency_s))
         return min((long - short) / by_more, long / by_all)
 
@@ -150,7 +166,7 @@ def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> T
     Raises:
         ValueError: if hosts have different numbers of ranks or are not numbered one by one.
     """
-    meter, count = Meter(comm, device), len(set(hosts))
+    meter, count = Meter(comm, device, HURRY_S), len(set(hosts))
     per_host = len(hosts) // count
     name = f"measured on {hosts[0]}" + (f" and {count - 1} more" if count > 1 else "")
     nominal = replace(
@@ -159,6 +175,8 @@ def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> T
     check_job(nominal, hosts)
     inside = _inside(meter, per_host) if per_host > 1 else nominal.inside
     between, nics = _between(meter, per_host) if count > 1 else (nominal.between, 1)
+    agreement_s = _agreement(meter)
+    exchange_s = _exchange(meter, per_host) if per_host > 1 else 0.0
     bench = KernelBench(device)
     rate = bench.rate(lambda work: meter.seconds(work, FEW))
     return replace(
@@ -168,8 +186,8 @@ def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> T
         nics_per_host=nics,
         kernels=((bench.kernel.name, rate),),
         memory_bytes=_memory(device, per_host),
-        agreement_s=_agreement(meter),
-        exchange_s=_exchange(meter, per_host) if per_host > 1 else 0.0,
+        agreement_s=agreement_s,
+        exchange_s=exchange_s,
         occupied=_occupied(meter, per_host, bench.works(bench.sizes.beside)[0]),
     )
 
@@ -235,7 +253,7 @@ def _between(meter: Meter, per_host: int) -> tuple[Link, int]:
     together = meter.rate(peers, latency)
     if per_host == 1:
         return Link(latency, together), 1
-    gain = per_host * together / meter.rate(first, latency, ROUGH_S)
+    gain = per_host * together / meter.rate(first, latency, ROUGH_S, FEW)
     nics = nearest_divisor(per_host, gain)
     return Link(latency, together * per_host / nics), nics
 

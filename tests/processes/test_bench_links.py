@@ -48,6 +48,17 @@ def test_a_job_is_measured_once(hosts: list[str], per_host: int, tmp_path: Path)
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def timed(comm: Communicator, hurry_s: float) -> int:
+    meter = Meter(comm, torch.device("cpu"), hurry_s)
+    return len(meter.times(lambda: time.sleep(0.4 * (comm.rank == 2)), repeats=4))
+
+
+@pytest.mark.parametrize(("hurry_s", "times"), ((10.0, 4), (0.1, 1), (0.7, 2)))
+def test_nothing_is_repeated_late_on_any_rank(hurry_s: float, times: int) -> None:
+    """Though only one rank takes so long."""
+    assert run_threads(3, timed, hurry_s) == [times] * 3
+
+
 class Steady(Meter):
     """A link of so many bytes a second, whose messages take 10 ms more."""
 
