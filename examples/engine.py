@@ -72,4 +72,8 @@ def open_engine(name: str, config: str, model: nn.Module) -> Engine:
         from engine_colossalai import ColossalAIEngine
 
         return ColossalAIEngine(config, model)
-    raise ValueError(f"--engine must be 'deepspeed' or 'colossalai', got {name!r}")
+    if name == "torch":
+        from engine_torch import TorchEngine
+
+        return TorchEngine(config, model)
+    raise ValueError(f"--engine must be 'deepspeed', 'colossalai' or 'torch', got {name!r}")

@@ -2,6 +2,8 @@
 
     mpirun -n 4 python examples/pretrain.py --deepspeed_config configs/deepspeed/zero0_ring.json
     torchrun --nproc-per-node 4 examples/pretrain.py --steps 60 --seq-len 8192 --data 'books/*.txt'
+    torchrun --nproc-per-node 4 examples/pretrain.py --engine torch \\
+        --config configs/torch/fsdp_concentric.json
 
 Writes the loss curve as PNG and CSV under --out, and checkpoints there with --save-every.
 """
@@ -73,7 +75,9 @@ def train(
 def parse_arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--engine", default="deepspeed", choices=["deepspeed", "colossalai"])
+    parser.add_argument(
+        "--engine", default="deepspeed", choices=["deepspeed", "colossalai", "torch"]
+    )
     parser.add_argument(
         "--deepspeed_config", "--config", default="configs/deepspeed/zero2_concentric.json"
     )

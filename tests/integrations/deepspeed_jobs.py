@@ -152,12 +152,13 @@ def dense_loss_sum(model: Any, batch: Batch) -> tuple[Tensor, int]:
     document = torch.bucketize(torch.arange(SEQLEN), torch.tensor(borders), right=True)
     causal = torch.ones(SEQLEN, SEQLEN, dtype=torch.bool).tril()
     seen = causal & (document[:, None] == document[None])
-    mask = torch.zeros(1, 1, SEQLEN, SEQLEN).masked_fill(~seen, float("-inf"))
+    mask = torch.zeros(1, 1, SEQLEN, SEQLEN, dtype=model.dtype).masked_fill(~seen, float("-inf"))
     starts = torch.tensor(borders)[document - 1]
     positions = (torch.arange(SEQLEN) - starts)[None]
     logits = model(batch["input_ids"], attention_mask=mask, position_ids=positions).logits[0]
     labels = batch["labels"][0]
     predicted = [i for i in range(SEQLEN - 1) if i + 1 not in borders and labels[i + 1] != -100]
     targets = labels[[i + 1 for i in predicted]]
-    losses = -torch.log_softmax(logits[predicted].float(), -1).gather(1, targets[:, None])
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    losses = -torch.log_softmax(logits[predicted].to(wide), -1).gather(1, targets[:, None])
     return losses.sum(), len(predicted)

@@ -1,0 +1,173 @@
+"""torch's own FSDP2 or DDP with WallFacer as the engine of the example."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from engine import Batch, StepResult
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+import wf_transformers
+from wf_backends import SequenceParallel, SequenceParallelConfig
+
+KEYS = (
+    *("parallelism", "bf16", "recompute", "accumulation", "gradient_clipping", "optimizer"),
+    "wallfacer",
+)
+
+
+class TorchEngine:
+    """A model under `fully_shard` or `DistributedDataParallel`, its attention by WallFacer.
+
+    Both average gradients over all ranks. A rank's `sp.loss` is its share of a sum over the ranks
+    of its sequence, so that times `sp.size` the average is the gradient of the mean loss of all
+    sequences.
+    """
+
+    def __init__(self, config: str, model: Any) -> None:
+        words = _read(config)
+        spread = SequenceParallelConfig.from_dict(words["wallfacer"])
+        self._sp = SequenceParallel(spread, dist.new_group())  # a queue of its own
+        application = wf_transformers.connect(model, self._sp)
+        if words.get("recompute", False):
+            model.gradient_checkpointing_enable(application.checkpoint_kwargs)
+        self.rank = dist.get_rank()
+        self.data_parallel_rank = self.rank // self._sp.size
+        self.data_parallel_size = dist.get_world_size() // self._sp.size
+        self.accumulation: int = words.get("accumulation", 1)
+        self._clipping = float(words.get("gradient_clipping", "inf"))
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model, self._sync = PARALLELISMS[words.get("parallelism", "fsdp")](
+            model.to(self._device), words.get("bf16", False)
+        )
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), **words.get("optimizer", {}))
+
+    def step(self, batches: Sequence[Batch]) -> StepResult:
+        """As in `engine.Engine`."""
+        losses = []
+        for at, batch in enumerate(batches, 1):
+            self._sync(at == len(batches))
+            loss = self._loss(batch) / len(batches)
+            loss.backward()
+            losses.append(loss.detach())
+        norm = clip_grad_norm_(self._model.parameters(), self._clipping)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        sent = sum(self._sp.report().values())
+        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return StepResult(_mean(torch.stack(losses).sum()), float(whole), sent)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> float:
+        """As in `engine.Engine`."""
+        self._model.eval()
+        loss = self._loss(batch)
+        self._model.train()
+        return _mean(loss)
+
+    def save(self, folder: Path, progress: dict[str, int]) -> None:
+        """As in `engine.Engine`."""
+        tag = folder / f"step{progress['step']}"
+        dcp.save(self._state(), checkpoint_id=tag)
+        if self.rank == 0:
+            (tag / "progress.json").write_text(json.dumps(progress))
+            (folder / "latest").write_text(tag.name)
+        dist.barrier()
+
+    def load(self, folder: Path) -> dict[str, int]:
+        """As in `engine.Engine`."""
+        if not (folder / "latest").exists():
+            raise ValueError(f"--resume: no checkpoint in {folder}")
+        tag = folder / (folder / "latest").read_text()
+        state = self._state()
+        dcp.load(state, checkpoint_id=tag)
+        set_state_dict(
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        return json.loads((tag / "progress.json").read_text())
+
+    def close(self) -> None:
+        """As in `engine.Engine`."""
+        dist.barrier()
+        dist.destroy_process_group()
+
+    def _loss(self, batch: Batch) -> Tensor:
+        """Of this rank's tokens; the mean over all ranks is the mean loss of all sequences."""
+        local = self._sp.shard_batch(batch)
+        local = {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in local.items()}
+        logits = self._model(**wf_transformers.forward_kwargs(self._model, local)).logits
+        return self._sp.loss(logits, local["labels"]) * self._sp.size
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self._model, self._optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+
+Parallel = tuple[nn.Module, Callable[[bool], None]]
+"""A model, and what tells it whether the next backward is to bring gradients together."""
+
+
+def _fully_sharded(model: Any, bf16: bool) -> Parallel:
+    """FSDP2, layer by layer; computing in bfloat16 if asked for, parameters in float32."""
+    policy = MixedPrecisionPolicy()
+    if bf16:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model, model.set_requires_gradient_sync
+
+
+def _replicated(model: nn.Module, bf16: bool) -> Parallel:
+    """DDP, which has no precision of its own."""
+    if bf16:
+        raise ValueError('"bf16" needs "parallelism": "fsdp"')
+    replicas = DistributedDataParallel(model)
+
+    def sync(now: bool) -> None:
+        replicas.require_backward_grad_sync = now
+
+    return replicas, sync
+
+
+PARALLELISMS: Mapping[str, Callable[[Any, bool], Parallel]] = MappingProxyType(
+    {"fsdp": _fully_sharded, "ddp": _replicated}
+)
+
+
+def _read(config: str) -> dict[str, Any]:
+    """The JSON file.
+
+    Raises:
+        ValueError: for a key or a parallelism that there is not.
+    """
+    words = json.loads(Path(config).read_text())
+    unknown = [key for key in words if key not in KEYS]
+    if unknown or "wallfacer" not in words:
+        raise ValueError(f'{config} must have "wallfacer", and of {KEYS} alone, got {list(words)}')
+    kind = words.get("parallelism", "fsdp")
+    if kind not in PARALLELISMS:
+        raise ValueError(f'"parallelism" must be one of {list(PARALLELISMS)}, got {kind!r}')
+    return words
+
+
+def _mean(loss: Tensor) -> float:
+    """Over all ranks."""
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return float(total) / dist.get_world_size()
