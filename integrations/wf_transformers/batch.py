@@ -92,5 +92,5 @@ def _carries_documents(model: nn.Module) -> bool:
 
 
 def _passes_documents(model: Any) -> bool:
-    kept = not model.is_gradient_checkpointing or LAYERS_KEEP_KEYWORDS
+    kept = LAYERS_KEEP_KEYWORDS or not model.is_gradient_checkpointing
     return kept and takes_any_keyword(model.base_model)

@@ -121,8 +121,11 @@ def dense(words: dict[str, Any]) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_setting_trains_as_one_device_does(name: str, trained: list[tuple[Found, Found]]) -> None:
-    """Each loss and gradient norm depends on the updates of all steps before it."""
-    tolerance = 2e-2 if SETTINGS[name].get("bf16") else 1e-12
+    """Each loss and gradient norm depends on the updates of all steps before it.
+
+    Here they are the same to 2e-16; but Llama's norms compute in float32 and may round otherwise.
+    """
+    tolerance = 2e-2 if SETTINGS[name].get("bf16") else 1e-7
     expected = dense(SETTINGS[name])
     for whole, resumed in trained:
         for ours, theirs in zip(whole[name], expected, strict=True):

@@ -143,7 +143,7 @@ def disagree_in_every_way(comm):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("run", (run_processes, run_mpi))
+@pytest.mark.parametrize("run", (run_processes, pytest.param(run_mpi, marks=pytest.mark.mpi)))
 def test_what_one_process_alone_refuses_raises_on_all(run):
     (heads, keys), (own, _) = run(2, disagree_in_every_way)
     assert "ranks [1] refuse" in heads and "kv heads must divide heads, got 3 and 4" in own

@@ -10,6 +10,7 @@ import torch
 from wf_backends import words
 from wf_backends.kernels import KernelSpec, select
 from wf_backends.kernels import flash as flash_module
+from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.select import KERNELS
 
 CPU = KernelSpec("cpu", torch.float32, head_dim=64, heads=8, kv_heads=2)
@@ -41,6 +42,14 @@ def test_auto_is_sdpa_on_a_cpu(dtype):
     choice = select("auto", replace(CPU, dtype=dtype))
     assert choice.kernel.name == "sdpa"
     assert f"sdpa is the fastest kernel that takes {dtype} on cpu" in choice.reason
+
+
+@pytest.mark.parametrize("kv_heads, release, refuses", [(2, (2, 8), True), (8, (2, 8), False)])
+def test_a_cpu_kernel_that_would_read_beyond_its_keys_is_refused(kv_heads, release, refuses):
+    told = SdpaKernel(release=release).refuses(replace(CPU, kv_heads=kv_heads))
+    assert (told is not None) == refuses
+    assert told is None or "grouped key heads from 2.9 on, this is 2.8" in told
+    assert SdpaKernel(release=(2, 9)).refuses(CPU) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

@@ -27,6 +27,12 @@ class KernelSpec:
     kv_heads: int
 
 
+def torch_release() -> tuple[int, int]:
+    """(2, 13) for torch 2.13.0."""
+    major, minor, *_ = torch.__version__.split(".")
+    return int(major), int(minor)
+
+
 OLDEST_FLASH = (8, 0)  # Ampere: compute capability that flash-attn and torch's copy of it need
 
 

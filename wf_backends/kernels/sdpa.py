@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wf_backends.kernels.pieces import Piece, cut_causal, split_keys, whole
 from wf_backends.kernels.piecewise import Operators, piecewise_backward, piecewise_forward
-from wf_backends.kernels.protocol import KernelSpec, too_old_for_flash
+from wf_backends.kernels.protocol import KernelSpec, too_old_for_flash, torch_release
 from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, Question, choose, machine, question
 from wf_backends.kernels.sdpa_cpu import MaskOf, additive_mask, cpu_backward, cpu_forward
 from wf_backends.mask import FULL, Band
@@ -24,6 +24,9 @@ from wf_backends.mask import FULL, Band
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)
 _CUDA_HEAD_DIM = 256
+_GROUPS_ON_CPU = (2, 9)
+"""The torch release from which its kernel for CPUs takes fewer key heads than query heads. Those
+before read and write beyond the tensors' ends."""
 
 
 def operators_for(q: Tensor, k: Tensor, band: Band) -> Operators:
@@ -47,19 +50,24 @@ class SdpaKernel:
     """The Kernel protocol on the operators behind torch's scaled_dot_product_attention.
 
     On a CPU it takes float64, float32, bfloat16 and float16; on CUDA bfloat16 and float16.
+
+    Args:
+        release: of torch; None = the one that is installed.
     """
 
     name = "sdpa"
 
     def __init__(
-        self, operators_for: Callable[[Tensor, Tensor, Band], Operators] = operators_for
+        self,
+        operators_for: Callable[[Tensor, Tensor, Band], Operators] = operators_for,
+        release: tuple[int, int] | None = None,
     ) -> None:
-        self._operators_for = operators_for
+        self._operators_for, self._release = operators_for, release or torch_release()
 
     def refuses(self, spec: KernelSpec) -> str | None:
         """What torch's flash kernels lack; see Kernel.refuses."""
         if spec.device == "cpu":
-            return None if spec.dtype in _CPU_DTYPES else _takes(_CPU_DTYPES, spec)
+            return self._refuses_on_cpu(spec)
         if spec.device != "cuda":
             return f"torch has flash kernels that return lse on cpu and cuda, not on {spec.device}"
         if spec.dtype not in _CUDA_DTYPES:
@@ -67,6 +75,14 @@ class SdpaKernel:
         if spec.head_dim % 8 or spec.head_dim > _CUDA_HEAD_DIM:
             return f"head_dim must be a multiple of 8 up to {_CUDA_HEAD_DIM}, got {spec.head_dim}"
         return too_old_for_flash()
+
+    def _refuses_on_cpu(self, spec: KernelSpec) -> str | None:
+        if spec.dtype not in _CPU_DTYPES:
+            return _takes(_CPU_DTYPES, spec)
+        if spec.kv_heads != spec.heads and self._release < _GROUPS_ON_CPU:
+            since, here = (".".join(map(str, r)) for r in (_GROUPS_ON_CPU, self._release))
+            return f"on cpu torch's takes grouped key heads from {since} on, this is {here}"
+        return None
 
     def runs(self, spec: KernelSpec) -> str:
         """See Kernel.runs; on CUDA the choice is made for each tile."""

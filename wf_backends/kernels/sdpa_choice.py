@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wf_backends.kernels.pieces import cut_window, effective, whole
 from wf_backends.kernels.piecewise import Operators
+from wf_backends.kernels.protocol import torch_release
 from wf_backends.kernels.sdpa_cuda import cuda_backward, cuda_forward
 from wf_backends.kernels.sdpa_cudnn import cudnn_backward, cudnn_forward
 from wf_backends.mask import CAUSAL, FULL, Band
@@ -129,11 +130,10 @@ def choose(question: Question) -> Choice:
 
 def machine(device: torch.device | None = None) -> Machine:
     """What torch says about itself and about `device` (None: the current GPU)."""
-    major, minor, *_ = torch.__version__.split(".")
     has_cudnn = torch.version.hip is None  # there the same question is answered by MIOpen
     has_gpu = torch.cuda.is_available()
     return Machine(
-        torch=(int(major), int(minor)),
+        torch=torch_release(),
         cudnn=(torch.backends.cudnn.version() or 0) if has_cudnn else 0,
         capability=torch.cuda.get_device_capability(device) if has_gpu else (0, 0),
         enabled=torch.backends.cuda.cudnn_sdp_enabled(),
