@@ -7,6 +7,7 @@ from typing import Any
 
 from lab_schemes import AGAIN, AT_ONCE, AUTO, BASELINES, RING, UNTOLD
 
+CALM = 0.04  # of the cores' time, that others may have while something is measured
 CLOSE = 0.10  # how far a prediction may be from the measured time
 NEAR_BEST = 1.05  # auto's time over that of the fastest scheme, at most
 OVER_RING, OVER_BASELINES = 2.0, 1.2  # how much faster auto should be, at least
@@ -29,10 +30,11 @@ nothing. Packed documents are of drawn lengths, on the layout document_zigzag; `
 which kind they are, `auto, one document` that there is one.
 
 Predictions know what `bench-links` measures, and nothing else. The cores are a share of a machine
-that others use, too; what they take away is said with each case, in % of the cores' time. So the
-topology is measured before the schemes are chosen, and once more after every round of them: the
-median of each figure is what predictions go by. `first ratio` is by what was measured first alone,
-as a user's plan would be.
+that others use, too. So the topology is measured before the schemes are chosen, and once more after
+every round of them: the median of each figure is what predictions go by. `first ratio` is by what
+was measured first alone, as a user's plan would be. What ran while others had more than
+{calm:.0f} % of the cores' time ran again, up to twice, and the calmest counts; what they had in
+those is said with each case.
 
 Seconds are the slowest rank's, median of {repeats} after one step that is not counted, schemes
 taking turns; spread is (largest - smallest) / median, ratio measured / predicted. MB go through the
@@ -45,7 +47,10 @@ def report(cases: Mapping[str, dict[str, Any]]) -> str:
         return "# The network lab\n\nNothing has run."
     first = next(iter(cases.values()))
     repeats = len(first["schemes"][0]["runs"])
-    parts = [HEAD.format(repeats=repeats), "## Targets\n\n" + "\n".join(target_lines(cases))]
+    parts = [
+        HEAD.format(repeats=repeats, calm=100 * CALM),
+        "## Targets\n\n" + "\n".join(target_lines(cases)),
+    ]
     parts += ["\n".join(case_lines(name, case)) for name, case in cases.items()]
     return "\n\n".join(parts)
 
@@ -58,7 +63,7 @@ def case_lines(name: str, case: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"{case['hosts']} hosts x {case['ranks_per_host']} ranks, one NIC a {case['nics']} at "
         f"{case['rate']}, {model['seqlen']} tokens{packed}, {model['heads']} heads. "
-        f"{case['machine']}, load {case['load']:.1f} before, {stolen(case):.1f} % taken away. "
+        f"{case['machine']}, load {case['load']:.1f} before; others had {stolen(case)}. "
         f"Topology, measured {len(case['topologies'])} times in at most "
         f"{case['measured_in_s']:.1f} s: {links(case)}.\n"
     )
@@ -220,10 +225,10 @@ def spread(scheme: Mapping[str, Any]) -> float:
     return (max(times) - min(times)) / seconds(scheme)
 
 
-def stolen(case: Mapping[str, Any]) -> float:
-    """% of the cores' time that others had while the schemes ran."""
-    taken, ticks = case["stolen"]
-    return 100 * taken / ticks
+def stolen(case: Mapping[str, Any]) -> str:
+    """What others had of the cores while the schemes ran: the median and the most."""
+    shares = sorted(run["stolen"] for scheme in case["schemes"] for run in scheme["runs"])
+    return f"{100 * _median(shares):.0f} % of the cores, {100 * shares[-1]:.0f} % at most"
 
 
 def holds(yes: bool) -> str:

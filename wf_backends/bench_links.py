@@ -166,13 +166,15 @@ def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> T
     Raises:
         ValueError: if hosts have different numbers of ranks or are not numbered one by one.
     """
-    meter, count = Meter(comm, device, HURRY_S), len(set(hosts))
+    count = len(set(hosts))
     per_host = len(hosts) // count
     name = f"measured on {hosts[0]}" + (f" and {count - 1} more" if count > 1 else "")
     nominal = replace(
         PRESETS["one-host"], name=name, hosts=count, ranks_per_host=per_host, nics_per_host=1
     )
     check_job(nominal, hosts)
+    _connect(Meter(comm, device), per_host, count)
+    meter = Meter(comm, device, HURRY_S)
     inside = _inside(meter, per_host) if per_host > 1 else nominal.inside
     between, nics = _between(meter, per_host) if count > 1 else (nominal.between, 1)
     agreement_s = _agreement(meter)
@@ -190,6 +192,13 @@ def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> T
         exchange_s=exchange_s,
         occupied=_occupied(meter, per_host, bench.works(bench.sizes.beside)[0]),
     )
+
+
+def _connect(meter: Meter, per_host: int, hosts: int) -> None:
+    """A first message to everybody who is sent one, so that no measured one opens a connection."""
+    for wanted, peers in ((per_host > 1, _neighbours), (hosts > 1, _across)):
+        if wanted:
+            meter.exchange(peers(meter, per_host), 4, 1)
 
 
 def _exchange(meter: Meter, per_host: int) -> float:

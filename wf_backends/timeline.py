@@ -96,10 +96,12 @@ class Clock:
 
     Args:
         spans: where to note everything that goes on; None = nowhere.
+        free: when the link has sent what was posted before the first phase.
     """
 
-    def __init__(self, spans: list[Span] | None = None) -> None:
-        self.now = self.free = self.done = 0.0
+    def __init__(self, spans: list[Span] | None = None, free: float = 0.0) -> None:
+        self.now = self.done = 0.0
+        self.free = free
         self.spans = spans
 
     def run(self, phase: Phase) -> None:
@@ -142,9 +144,9 @@ class Clock:
             self.spans.append(Span(label, kind, start, stop))
 
 
-def seconds(phases: Iterable[Phase]) -> float:
-    """How long the phases take in a row."""
-    clock = Clock()
+def seconds(phases: Iterable[Phase], free: float = 0.0) -> float:
+    """How long the phases take in a row, if the link is free from then on."""
+    clock = Clock(free=free)
     for phase in phases:
         clock.repeat(phase)
     return max(clock.now, clock.done)

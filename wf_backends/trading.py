@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from wf_backends.cost import Job
-from wf_backends.timeline import Cost, Phase, Transfer, transfer
+from wf_backends.timeline import Cost, Phase, Transfer, seconds, transfer
 from wf_backends.topology import Topology
 
 
@@ -86,26 +86,39 @@ def _pooled_bytes(job: Job) -> float:
 def pipelined(job: Job, cost: Cost) -> Cost:
     """The cost of all chunks, one after another, from that of one, with the trades meanwhile.
 
-    Links carry the trades of other chunks beside what the pass itself sends. That the backward's
-    go the other way round changes nothing in all.
+    Links carry the trades of other chunks beside what the pass itself sends, and before it: they
+    are posted first. That the backward's go the other way round changes nothing in all.
     """
     if job.chunks == 1:
         return cost
     come, leave = trade_costs(job)
-    last, seconds = job.chunks - 1, 0.0
+    last, took = job.chunks - 1, 0.0
     for at in range(job.chunks):
         beside = [come] * (at < last) + [leave] * (at > 0)
         held = cost.seconds + sum(one.hold_s for one in beside)
-        seconds += max(held, _links_s(job.topology, cost, beside))
+        held += _delay_s(job.topology, cost, beside)
+        took += max(held, _links_s(job.topology, cost, beside))
     return replace(
         cost,
         phases=cost.phases * job.chunks,
         nic_bytes=cost.nic_bytes * job.chunks,
         inside_bytes=cost.inside_bytes * job.chunks,
         gathered_bytes=cost.gathered_bytes * job.chunks,
-        seconds=seconds,
+        seconds=took,
         compute_s=cost.compute_s * job.chunks,
     )
+
+
+def _delay_s(topology: Topology, cost: Cost, beside: Sequence[TradeCost]) -> float:
+    """How much longer a pass takes whose messages queue behind those exchanges.
+
+    Those do not queue that go through links which the pass leaves alone.
+    """
+    nic_bytes = sum(one.nic_bytes for one in beside) if cost.nic_bytes else 0.0
+    inside_bytes = sum(one.inside_bytes for one in beside) if cost.inside_bytes else 0.0
+    far, near = topology.between.bytes_per_s, topology.inside.bytes_per_s
+    free = max(nic_bytes / far, inside_bytes / near)
+    return seconds(cost.phases, free) - seconds(cost.phases)
 
 
 def _links_s(topology: Topology, cost: Cost, beside: Sequence[TradeCost]) -> float:

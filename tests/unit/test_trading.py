@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from wf_backends.cost import Job, Workload
-from wf_backends.timeline import Cost
+from wf_backends.timeline import Chunk, Cost, Phase, Transfer
 from wf_backends.topology import KernelRate, Link, Topology
 from wf_backends.trading import pipelined, trade_costs, ulysses_cost
 from wf_backends.traffic import Shape
@@ -56,6 +56,22 @@ def test_links_carry_the_pass_beside_the_exchanges() -> None:
     found = pipelined(job(2), busy)
     assert found.seconds == pytest.approx(sum(links))
     assert found.nic_bytes == 1e4
+
+
+@pytest.mark.parametrize("computed", (1.0, 5.0, 9.0))
+def test_a_pass_waits_for_the_exchanges_that_were_posted_before_its_own_messages(
+    computed: float,
+) -> None:
+    """A step whose hop takes 2 s, and one of 3 s without; on another link the hop does not wait."""
+    steps = (Phase("0", Transfer(2.0), (Chunk(computed),)), Phase("1", chunks=(Chunk(3.0),)))
+    far, near = Cost(steps, 2e3, 0.0, 0.0), Cost(steps, 0.0, 2e3, 0.0)
+    two = job(2)
+    sent = [one.nic_bytes / 1e3 for one in trade_costs(two)]
+    behind = sum(max(computed, each + 2.0) + 3.0 for each in sent)
+    aside = sum(max(max(computed, 2.0) + 3.0, LATENCY + each) for each in sent)
+    assert pipelined(two, far).seconds == pytest.approx(behind)
+    assert pipelined(two, near).seconds == pytest.approx(aside)
+    assert aside < behind - 2.0
 
 
 def test_what_occupies_a_rank_is_added_to_its_pass() -> None:
