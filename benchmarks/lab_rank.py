@@ -106,21 +106,18 @@ def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
     workload = packed(model.workload(), args.documents)
     per_host = int(os.environ["LOCAL_WORLD_SIZE"])
     hosts = [f"host {rank // per_host}" for rank in range(comm.size)]
-    clusters = [calmest(comm, lambda: measured(comm, hosts))]
-    request = Request(clusters[0].topology, workload, exact_up_to=COUNTED)
+    first = calmest(comm, lambda: measured(comm, hosts))
+    request = Request(first.topology, workload, exact_up_to=COUNTED)
     found = [schemes(request) if comm.rank == 0 else None]
     dist.broadcast_object_list(found, src=0)
     assert found[0] is not None
     compared = [s for s in found[0] if not args.only or s.name in args.only]
     steps = [step_of(scheme, workload, comm) for scheme in compared]
     check_same(comm, steps)
-    rounds: list[list[Run]] = []
-    for _ in range(args.repeats):
-        rounds.append([calmest(comm, partial(run, comm, step)) for step in steps])
-        clusters.append(calmest(comm, lambda: measured(comm, hosts)))
+    runs, others = take_turns(comm, steps, hosts, args.repeats)
+    clusters = [first, *others]
     cluster = middle([one.topology for one in clusters])
     by_middle = replace(request, topology=cluster)
-    runs = zip(*rounds, strict=True)
     return {
         "hosts": int(os.environ["LAB_HOSTS"]),
         "ranks_per_host": per_host,
@@ -134,7 +131,7 @@ def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
         "topologies": [one.topology.to_dict() for one in clusters],
         "measured_in_s": max(one.seconds for one in clusters),
         "schemes": [
-            figures(scheme, price_again(by_middle, scheme.plan), list(ran))
+            figures(scheme, price_again(by_middle, scheme.plan), ran)
             for scheme, ran in zip(compared, runs, strict=True)
         ],
     }
@@ -243,6 +240,17 @@ def check_same(comm: Timeline, steps: list[Step]) -> None:
             if off > TOLERANCE:
                 raise RuntimeError(f"rank {comm.rank}: schemes differ by {off:.1e}")
     sum_over_ranks(comm, torch.zeros(1))
+
+
+def take_turns(
+    comm: Timeline, steps: list[Step], hosts: list[str], repeats: int
+) -> tuple[list[list[Run]], list[Measured]]:
+    """Runs of every step, a round of all of them at a time, and the cluster after each round."""
+    rounds, clusters = list[list[Run]](), list[Measured]()
+    for _ in range(repeats):
+        rounds.append([calmest(comm, partial(run, comm, step)) for step in steps])
+        clusters.append(calmest(comm, lambda: measured(comm, hosts)))
+    return [list(several) for several in zip(*rounds, strict=True)], clusters
 
 
 def run(comm: Timeline, step: Step) -> Run:
