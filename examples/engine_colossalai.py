@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from engine import Batch, StepResult
+from ranks import last_checkpoint, mean_over_ranks, note_checkpoint
 from torch import Tensor, nn
 
 import wf_colossalai
@@ -48,7 +48,7 @@ class ColossalAIEngine:
         self._optimizer.step()
         self._optimizer.zero_grad()
         sent = sum(self._sp.report().values())
-        return StepResult(self._mean(torch.stack(losses).mean()), self._grad_norm(), sent)
+        return StepResult(mean_over_ranks(torch.stack(losses).mean()), self._grad_norm(), sent)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
@@ -56,27 +56,21 @@ class ColossalAIEngine:
         self._model.eval()
         loss = self._model(**self._to_device(batch)).loss
         self._model.train()
-        return self._mean(loss)
+        return mean_over_ranks(loss)
 
     def save(self, folder: Path, progress: dict[str, int]) -> None:
         """As in `engine.Engine`."""
         tag = folder / f"step{progress['step']}"
         self._booster.save_model(self._model, str(tag / "model"), shard=True)
         self._booster.save_optimizer(self._optimizer, str(tag / "optimizer"), shard=True)
-        dist.barrier()
-        if self.rank == 0:
-            (tag / "progress.json").write_text(json.dumps(progress))
-            (folder / "latest").write_text(tag.name)
-        dist.barrier()
+        note_checkpoint(tag, progress)
 
     def load(self, folder: Path) -> dict[str, int]:
         """As in `engine.Engine`."""
-        if not (folder / "latest").exists():
-            raise ValueError(f"--resume: no checkpoint in {folder}")
-        tag = folder / (folder / "latest").read_text()
+        tag, progress = last_checkpoint(folder)
         self._booster.load_model(self._model, str(tag / "model"))
         self._booster.load_optimizer(self._optimizer, str(tag / "optimizer"))
-        return json.loads((tag / "progress.json").read_text())
+        return progress
 
     def close(self) -> None:
         """As in `engine.Engine`."""
@@ -87,12 +81,6 @@ class ColossalAIEngine:
     def _to_device(self, batch: Batch) -> dict[str, Any]:
         device = next(self._model.parameters()).device
         return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
-
-    def _mean(self, loss: Tensor) -> float:
-        """Over data parallelism; all ranks of a sequence have the same loss already."""
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return float(total) / dist.get_world_size()
 
     def _grad_norm(self) -> float:
         """Nan where the plugin does not tell."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engine import Batch, StepResult
+from ranks import last_checkpoint, mean_over_ranks, note_checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -67,7 +68,7 @@ class TorchEngine:
         self._optimizer.zero_grad()
         sent = sum(self._sp.report().values())
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        return StepResult(_mean(torch.stack(losses).sum()), float(whole), sent)
+        return StepResult(mean_over_ranks(torch.stack(losses).sum()), float(whole), sent)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> float:
@@ -75,22 +76,17 @@ class TorchEngine:
         self._model.eval()
         loss = self._loss(batch)
         self._model.train()
-        return _mean(loss)
+        return mean_over_ranks(loss)
 
     def save(self, folder: Path, progress: dict[str, int]) -> None:
         """As in `engine.Engine`."""
         tag = folder / f"step{progress['step']}"
         dcp.save(self._state(), checkpoint_id=tag)
-        if self.rank == 0:
-            (tag / "progress.json").write_text(json.dumps(progress))
-            (folder / "latest").write_text(tag.name)
-        dist.barrier()
+        note_checkpoint(tag, progress)
 
     def load(self, folder: Path) -> dict[str, int]:
         """As in `engine.Engine`."""
-        if not (folder / "latest").exists():
-            raise ValueError(f"--resume: no checkpoint in {folder}")
-        tag = folder / (folder / "latest").read_text()
+        tag, progress = last_checkpoint(folder)
         state = self._state()
         dcp.load(state, checkpoint_id=tag)
         set_state_dict(
@@ -99,7 +95,7 @@ class TorchEngine:
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        return json.loads((tag / "progress.json").read_text())
+        return progress
 
     def close(self) -> None:
         """As in `engine.Engine`."""
@@ -164,10 +160,3 @@ def _read(config: str) -> dict[str, Any]:
     if kind not in PARALLELISMS:
         raise ValueError(f'"parallelism" must be one of {list(PARALLELISMS)}, got {kind!r}')
     return words
-
-
-def _mean(loss: Tensor) -> float:
-    """Over all ranks."""
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return float(total) / dist.get_world_size()
