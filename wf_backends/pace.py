@@ -3,8 +3,9 @@
 Pure: standard library only. Ranks do not keep step: a rank waits for the messages that it sends
 and receives, and for nothing else, so a link that is busy now may be idle later while others are.
 What part of a message's time nothing hides, a rank spends as soon as it is posted.
-What leaves for home shares a link evenly with what was posted before it and is not there yet. All
-of it is sums and maxima, so that nothing gets slower where a link or a kernel gets faster.
+Messages of one moment share a link evenly, so that a short one is there before a long one; those of
+the next moment go after them. What leaves for home shares a link evenly with what was posted before
+it and is not there yet.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from operator import add
 
 from wf_backends.loads import LinkEnd, link_ends
@@ -22,11 +24,12 @@ from wf_backends.topology import Link, Topology
 
 @dataclass(frozen=True, slots=True)
 class Posted:
-    """Messages of one moment: what each rank's go through, and when a link is through with them."""
+    """Messages of one moment."""
 
-    ends: list[set[LinkEnd]]
-    served: dict[LinkEnd, tuple[float, float]]
-    """(seconds if nothing joins them, seconds of all that had left for home by then)."""
+    served: list[dict[LinkEnd, float]]
+    """By rank and link: when the last one that the rank waits for is through, if none joins it."""
+    left: dict[LinkEnd, float]
+    """Seconds of all that had left for home by then."""
 
 
 class Pace:
@@ -82,8 +85,8 @@ class Pace:
         Args:
             given: those that ranks wait for which receive any of them, and no others.
         """
-        queues: defaultdict[LinkEnd, list[tuple[float, int]]] = defaultdict(list)
-        users: list[set[LinkEnd]] = [set() for _ in sent]
+        queues: defaultdict[LinkEnd, list[tuple[float, float]]] = defaultdict(list)
+        users: defaultdict[LinkEnd, list[list[int]]] = defaultdict(list)
         got = {peer for messages in given for peer, _ in messages}
         held = [0.0] * len(sent)
         for several, waits in ((sent, range(len(sent))), (given, got)):
@@ -92,31 +95,37 @@ class Pace:
                     ready = max(self.now[rank], self.now[peer])
                     ends = self._link_ends(rank, peer)
                     for end in ends:
-                        queues[end].append((ready, num_bytes))
+                        queues[end].append((ready, num_bytes / self._link(end).bytes_per_s))
+                        users[end].append([one for one in (rank, peer) if one in waits])
                     for one in (rank, peer):
                         held[one] += self.topology.hold_s(num_bytes)
-                        if one in waits:
-                            users[one].update(ends)
+        served: list[dict[LinkEnd, float]] = [{} for _ in sent]
         for end, queue in queues.items():
-            self._serve(end, queue, leaving)
+            for ranks, through in zip(users[end], self._serve(end, queue, leaving), strict=True):
+                for one in ranks:
+                    served[one][end] = max(served[one].get(end, 0.0), through)
         self.now = list(map(add, self.now, held))
-        return Posted(users, {end: (self._free[end], self._left[end]) for end in queues})
+        return Posted(served, {end: self._left[end] for end in queues})
 
     def _landed(self, posted: Posted) -> list[float]:
         """When all messages of every rank, in and out, have landed; 0 for ranks that have none."""
-        landed = {
-            end: free + self._left[end] - left + self._link(end).latency_s
-            for end, (free, left) in posted.served.items()
+        later = {
+            end: self._left[end] - left + self._link(end).latency_s
+            for end, left in posted.left.items()
         }
-        return [max((landed[end] for end in ends), default=0.0) for ends in posted.ends]
+        return [
+            max((through + later[end] for end, through in ends.items()), default=0.0)
+            for ends in posted.served
+        ]
 
-    def _serve(self, end: LinkEnd, queue: list[tuple[float, int]], leaving: bool) -> None:
-        """Send a queue's messages, the first one that is ready first."""
-        rate = self._link(end).bytes_per_s
-        for ready, num_bytes in sorted(queue):
-            took = num_bytes / rate
-            self._free[end] = max(self._free[end], ready) + took
-            self._left[end] += took * leaving
+    def _serve(
+        self, end: LinkEnd, queue: Sequence[tuple[float, float]], leaving: bool
+    ) -> list[float]:
+        """When the link is through with each of these messages: (ready, seconds alone)."""
+        through = shared(queue, self._free[end])
+        self._free[end] = max(through)
+        self._left[end] += leaving * sum(took for _, took in queue)
+        return through
 
     def _link(self, end: LinkEnd) -> Link:
         return self.topology.between if end[0] else self.topology.inside
@@ -131,3 +140,32 @@ class Pace:
                 found += link_ends(self.topology, *ends)
             self._ends[rank, peer] = found
         return found
+
+
+def shared(queue: Sequence[tuple[float, float]], free: float) -> list[float]:
+    """When each is through of those that share something evenly.
+
+    Args:
+        queue: for each when it is ready, and how long it takes alone.
+        free: from when on there is anything to share.
+    """
+    through, active = [0.0] * len(queue), list[tuple[float, int]]()
+    now, done = free, 0.0  # how much of a message that was there all the time is done
+
+    def finish() -> None:
+        nonlocal now, done
+        upto, first = heappop(active)
+        now, done = now + (upto - done) * (len(active) + 1), upto
+        through[first] = now
+
+    for at in sorted(range(len(queue)), key=lambda at: queue[at][0]):
+        ready, took = queue[at]
+        while active and now + (active[0][0] - done) * len(active) <= ready:
+            finish()
+        if ready > now:
+            done += (ready - now) / max(1, len(active))
+            now = ready
+        heappush(active, (done + took, at))
+    while active:
+        finish()
+    return through

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from wf_backends.pace import Pace
+from wf_backends.pace import Pace, shared
 from wf_backends.pools import Pools
 from wf_backends.rankphases import Messages, RankPhase
 from wf_backends.timeline import Chunk, Phase, Transfer, seconds, transfer
@@ -68,6 +71,33 @@ def test_messages_of_one_moment_share_a_nic_both_ways() -> None:
     assert pace_of(topology(2, 2, 2), [both]).seconds == pytest.approx(1)
     back = both | {2: [(0, BYTES)], 3: [(1, BYTES)]}
     assert pace_of(topology(2, 2, 2), [back]).seconds == pytest.approx(1)
+
+
+def test_of_the_messages_that_share_a_nic_a_short_one_is_there_first() -> None:
+    """It has half of the link until then, the long one all of it afterwards."""
+    both = {0: [(2, BYTES)], 1: [(3, 3 * BYTES)]}
+    found = pace_of(topology(2, 2, 1), [both], [[1, 0, 0, 0]])
+    assert found.now == pytest.approx([2, 4, 2, 4])
+
+
+waits = st.tuples(st.floats(0, 10), st.floats(0.01, 10))
+
+
+@given(st.lists(waits, min_size=1, max_size=8), st.floats(0, 10))
+def test_what_is_shared_is_never_idle_and_everybody_gets_as_much(queue, free) -> None:
+    """By hand, in small steps: those that are ready and not through get equal parts."""
+    through = shared(queue, free)
+    in_turns = free
+    for ready, took in sorted(queue):
+        in_turns = max(in_turns, ready) + took
+    assert max(through) == pytest.approx(in_turns)
+    edges = sorted({free, *through, *(max(free, ready) for ready, _ in queue)})
+    got = [0.0] * len(queue)
+    for start, stop in pairwise(edges):
+        here = [at for at, (ready, _) in enumerate(queue) if ready <= start < through[at] - 1e-9]
+        for at in here:
+            got[at] += (stop - start) / len(here)
+    assert got == pytest.approx([took for _, took in queue], abs=1e-6)
 
 
 def test_members_of_a_rank_all_send_their_own_heads() -> None:
