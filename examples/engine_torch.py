@@ -15,6 +15,7 @@ from engine import Batch, StepResult
 from ranks import last_checkpoint, mean_over_ranks, note_checkpoint
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -24,8 +25,8 @@ import wf_transformers
 from wf_backends import SequenceParallel, SequenceParallelConfig
 
 KEYS = (
-    *("parallelism", "bf16", "recompute", "accumulation", "gradient_clipping", "optimizer"),
-    "wallfacer",
+    *("parallelism", "replicas", "bf16", "recompute", "accumulation", "gradient_clipping"),
+    *("optimizer", "wallfacer"),
 )
 
 
@@ -51,7 +52,7 @@ class TorchEngine:
         self._clipping = float(words.get("gradient_clipping", "inf"))
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model, self._sync = PARALLELISMS[words.get("parallelism", "fsdp")](
-            model.to(self._device), words.get("bf16", False)
+            model.to(self._device), words.get("bf16", False), words.get("replicas")
         )
         self._optimizer = torch.optim.AdamW(self._model.parameters(), **words.get("optimizer", {}))
 
@@ -118,21 +119,41 @@ Parallel = tuple[nn.Module, Callable[[bool], None]]
 """A model, and what tells it whether the next backward is to bring gradients together."""
 
 
-def _fully_sharded(model: Any, bf16: bool) -> Parallel:
-    """FSDP2, layer by layer; computing in bfloat16 if asked for, parameters in float32."""
+def _fully_sharded(model: Any, bf16: bool, replicas: int | None) -> Parallel:
+    """FSDP2, layer by layer; computing in bfloat16 if asked for, parameters in float32.
+
+    Args:
+        replicas: how many times the parameters are there, each time sharded over neighbours.
+    """
     policy = MixedPrecisionPolicy()
     if bf16:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    shape, names = mesh_of(replicas or 1, dist.get_world_size())
+    device = next(model.parameters()).device.type
+    mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     for layer in model.model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model, model.set_requires_gradient_sync
 
 
-def _replicated(model: nn.Module, bf16: bool) -> Parallel:
-    """DDP, which has no precision of its own."""
-    if bf16:
-        raise ValueError('"bf16" needs "parallelism": "fsdp"')
+def mesh_of(replicas: int, size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Ranks by replica and shard, and what torch calls the dimensions.
+
+    Raises:
+        ValueError: if the replicas do not have as many ranks each.
+    """
+    if replicas < 1 or size % replicas:
+        raise ValueError(f'"replicas" must divide the {size} ranks, got {replicas}')
+    if replicas == 1:
+        return (size,), ("shard",)
+    return (replicas, size // replicas), ("replicate", "shard")
+
+
+def _replicated(model: nn.Module, bf16: bool, replicas: int | None) -> Parallel:
+    """DDP, which has no precision of its own, and a replica on every rank."""
+    if bf16 or replicas is not None:
+        raise ValueError('"bf16" and "replicas" need "parallelism": "fsdp"')
     replicas = DistributedDataParallel(model)
 
     def sync(now: bool) -> None:
@@ -141,7 +162,7 @@ def _replicated(model: nn.Module, bf16: bool) -> Parallel:
     return replicas, sync
 
 
-PARALLELISMS: Mapping[str, Callable[[Any, bool], Parallel]] = MappingProxyType(
+PARALLELISMS: Mapping[str, Callable[[Any, bool, int | None], Parallel]] = MappingProxyType(
     {"fsdp": _fully_sharded, "ddp": _replicated}
 )
 

@@ -32,6 +32,16 @@ MORE: dict[str, dict[str, Any]] = {
         "wallfacer": {"sequence_parallel_size": 2, **RING},
     },
     "ddp_no_sequence": {"parallelism": "ddp", "wallfacer": {"sequence_parallel_size": 1}},
+    "fsdp_hybrid": {
+        "replicas": 2,
+        "accumulation": 2,
+        "wallfacer": {"sequence_parallel_size": 4, **RING},
+    },
+    "fsdp_hybrid_data_parallel": {
+        "replicas": 2,
+        "gradient_clipping": 0.01,
+        "wallfacer": {"sequence_parallel_size": 2, **RING},
+    },
     "fsdp_mesh_clipped": {
         "recompute": True,
         "gradient_clipping": 0.01,
@@ -143,3 +153,16 @@ def test_wrong_words_are_refused(tmp_path: Path) -> None:
         config.write_text(json.dumps(words))
         with pytest.raises(ValueError, match=told):
             engine(str(config), torch.float32)
+
+
+def test_replicas_are_as_many_ranks_each() -> None:
+    sys.path.insert(0, str(ROOT / "examples"))
+    from engine_torch import PARALLELISMS, mesh_of
+
+    assert mesh_of(1, 4) == ((4,), ("shard",))
+    assert mesh_of(2, 8) == ((2, 4), ("replicate", "shard"))
+    for wrong in (0, 3, -2):
+        with pytest.raises(ValueError, match=f"divide the 4 ranks, got {wrong}"):
+            mesh_of(wrong, 4)
+    with pytest.raises(ValueError, match="replicas"):
+        PARALLELISMS["ddp"](tiny_llama(), False, 2)

@@ -80,6 +80,11 @@ def test_of_the_messages_that_share_a_nic_a_short_one_is_there_first() -> None:
     assert found.now == pytest.approx([2, 4, 2, 4])
 
 
+def test_a_rank_waits_for_the_last_of_its_messages() -> None:
+    sent = {0: [(2, 3 * BYTES), (3, BYTES)]}
+    assert pace_of(topology(2, 2, 1), [sent]).now == pytest.approx([4, 0, 4, 2])
+
+
 waits = st.tuples(st.floats(0, 10), st.floats(0.01, 10))
 
 
