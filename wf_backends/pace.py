@@ -32,6 +32,16 @@ class Posted:
     """Seconds of all that had left for home by then."""
 
 
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """A message on one end of its link: it sets off when both its ranks are ready."""
+
+    ready: float
+    took: float
+    """Seconds, with the link to itself."""
+    awaited_by: list[int]
+
+
 class Pace:
     """The clocks of all ranks and links.
 
@@ -80,32 +90,39 @@ class Pace:
     def _post(
         self, sent: Sequence[Messages], given: Sequence[Messages] = (), leaving: bool = False
     ) -> Posted:
-        """A message sets off when both ends are ready; those of one moment share a link.
+        """Send all messages of one moment.
 
         Args:
             given: those that ranks wait for which receive any of them, and no others.
         """
-        queues: defaultdict[LinkEnd, list[tuple[float, float]]] = defaultdict(list)
-        users: defaultdict[LinkEnd, list[list[int]]] = defaultdict(list)
+        served: list[dict[LinkEnd, float]] = [{} for _ in sent]
+        queues, held = self._queues(sent, given)
+        for end, queue in queues.items():
+            through = self._serve(end, queue, leaving)
+            for one, upto in zip(queue, through, strict=True):
+                for rank in one.awaited_by:
+                    served[rank][end] = max(served[rank].get(end, 0.0), upto)
+        self.now = list(map(add, self.now, held))
+        return Posted(served, {end: self._left[end] for end in queues})
+
+    def _queues(
+        self, sent: Sequence[Messages], given: Sequence[Messages]
+    ) -> tuple[dict[LinkEnd, list[Queued]], list[float]]:
+        """The messages of every link, and for how long each rank is held by its own."""
+        queues: defaultdict[LinkEnd, list[Queued]] = defaultdict(list)
         got = {peer for messages in given for peer, _ in messages}
         held = [0.0] * len(sent)
-        for several, waits in ((sent, range(len(sent))), (given, got)):
+        for several, who_waits in ((sent, range(len(sent))), (given, got)):
             for rank, messages in enumerate(several):
                 for peer, num_bytes in messages:
                     ready = max(self.now[rank], self.now[peer])
-                    ends = self._link_ends(rank, peer)
-                    for end in ends:
-                        queues[end].append((ready, num_bytes / self._link(end).bytes_per_s))
-                        users[end].append([one for one in (rank, peer) if one in waits])
+                    awaited_by = [one for one in (rank, peer) if one in who_waits]
+                    for end in self._link_ends(rank, peer):
+                        took = num_bytes / self._link(end).bytes_per_s
+                        queues[end].append(Queued(ready, took, awaited_by))
                     for one in (rank, peer):
                         held[one] += self.topology.hold_s(num_bytes)
-        served: list[dict[LinkEnd, float]] = [{} for _ in sent]
-        for end, queue in queues.items():
-            for ranks, through in zip(users[end], self._serve(end, queue, leaving), strict=True):
-                for one in ranks:
-                    served[one][end] = max(served[one].get(end, 0.0), through)
-        self.now = list(map(add, self.now, held))
-        return Posted(served, {end: self._left[end] for end in queues})
+        return queues, held
 
     def _landed(self, posted: Posted) -> list[float]:
         """When all messages of every rank, in and out, have landed; 0 for ranks that have none."""
@@ -118,13 +135,11 @@ class Pace:
             for ends in posted.served
         ]
 
-    def _serve(
-        self, end: LinkEnd, queue: Sequence[tuple[float, float]], leaving: bool
-    ) -> list[float]:
-        """When the link is through with each of these messages: (ready, seconds alone)."""
-        through = shared(queue, self._free[end])
+    def _serve(self, end: LinkEnd, queue: Sequence[Queued], leaving: bool) -> list[float]:
+        """When the link is through with each of these messages."""
+        through = shared([(one.ready, one.took) for one in queue], self._free[end])
         self._free[end] = max(through)
-        self._left[end] += leaving * sum(took for _, took in queue)
+        self._left[end] += leaving * sum(one.took for one in queue)
         return through
 
     def _link(self, end: LinkEnd) -> Link:
