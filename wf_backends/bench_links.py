@@ -36,7 +36,6 @@ HURRY_S = 6.5  # of measuring, after which nothing is repeated: ten seconds must
 ROUNDS_BESIDE = 4  # of tiles and messages
 ROUNDS = 20  # exchanges in a row, of which one's latency is taken
 
-
 Peers = tuple[int | None, int | None]  # whom a rank sends to, and whom it receives from
 
 
@@ -141,18 +140,27 @@ class Meter:
         difference further still. Never more than all bytes in all the time but the latency: a
         shorter message that happened to take long would make a link faster than it is.
         """
-        long = self._bytes_for(peers, long_s)
+        long = self.bytes_for(peers, long_s)
         short = long // GROWTH**2
         took, before = (median(self.exchange(peers, size, repeats)) for size in (long, short))
         by_more, by_all = (max(took - less, took / 10) for less in (before, latency_s))
         return min((long - short) / by_more, long / by_all)
 
-    def _bytes_for(self, peers: Peers, long_s: float) -> int:
-        """The size of a message that takes about `long_s` seconds, or the largest."""
-        num_bytes, (took,) = SMALLEST, self.exchange(peers, SMALLEST, 1)
+    def bytes_for(self, peers: Peers, long_s: float) -> int:
+        """The size of a message whose bytes take about `long_s` seconds, or the largest.
+
+        Beside what a message takes whatever its size: most of its time where ranks share cores.
+        """
+        least = min(self.exchange(peers, 4, FEW))
+
+        def seconds(num_bytes: int) -> float:
+            return max(1e-9, min(self.exchange(peers, num_bytes, 2)) - least)
+
+        num_bytes = SMALLEST
+        took = seconds(num_bytes)
         while GROWTH**2 * took < long_s and num_bytes < LARGEST:
             num_bytes *= GROWTH
-            (took,) = self.exchange(peers, num_bytes, 1)
+            took = seconds(num_bytes)
         return min(LARGEST, int(num_bytes * max(1.0, long_s / took)))
 
 

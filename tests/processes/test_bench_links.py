@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import run_processes, run_threads
-from wf_backends.bench_links import Meter, _occupied
+from wf_backends.bench_links import LARGEST, Meter, _occupied
 from wf_backends.cluster import job_hosts, measured
 from wf_backends.comm import Communicator
 
@@ -90,6 +90,19 @@ def test_a_rate_is_free_of_latency_of_bursts_and_of_hiccups(link: type[Steady]) 
     latency = meter.latency((0, 0))
     assert latency == pytest.approx(0.01, rel=1e-3)
     assert meter.rate((0, 0), latency) == pytest.approx(Steady.RATE, rel=1e-4)
+
+
+class Fast(Steady):
+    """Its short messages take as long as none at all."""
+
+    RATE = 5e7
+
+
+def test_a_rate_is_measured_by_a_message_whose_bytes_take_long() -> None:
+    """As many bytes as the link carries in that time, whatever a message takes beside them."""
+    (meter,) = run_threads(1, lambda comm: Fast(comm, torch.device("cpu")))
+    assert meter.bytes_for((0, 0), 0.2) == pytest.approx(0.2 * Fast.RATE, rel=1e-3)
+    assert meter.bytes_for((0, 0), 20.0) == LARGEST
 
 
 class Beside(Meter):
