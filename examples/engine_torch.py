@@ -128,7 +128,7 @@ def _fully_sharded(model: Any, bf16: bool, replicas: int | None) -> Parallel:
     policy = MixedPrecisionPolicy()
     if bf16:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    shape, names = mesh_of(replicas or 1, dist.get_world_size())
+    shape, names = mesh_of(1 if replicas is None else replicas, dist.get_world_size())
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, shape, mesh_dim_names=names)
     for layer in model.model.layers:
