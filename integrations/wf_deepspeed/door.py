@@ -18,8 +18,8 @@ from wf_backends.switch import DynamicSequenceParallel
 from wf_deepspeed import block as blocks
 from wf_deepspeed import cpu
 from wf_deepspeed.component import WallFacer
-from wf_deepspeed.connect import Connection, connect
 from wf_deepspeed.mpu import Groups, NeutralMpu
+from wf_transformers import Connection, connect_any
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
 
@@ -65,7 +65,7 @@ def initialize_through(
 
 def _connect(model: nn.Module, sp: SequenceParallel, block: blocks.Block) -> Connection:
     if block.dsp is None:
-        return connect(model, sp)
+        return connect_any(model, sp)
     connection, dsp = Connection(), DynamicSequenceParallel(sp.comm, gradients="averaged")
     connection.undo.callback(spread(model, sp, dsp, block.dsp).remove)
     return connection

@@ -1,8 +1,8 @@
 """Running scripts that call deepspeed.initialize themselves: the one place where names are swapped.
 
-`opened()` swaps two names and puts them back: `deepspeed.initialize` (accelerate and the Hugging
-Face Trainer look it up when they call it), and accelerate's `prepare_data_loader`, so that all
-ranks of a sequence-parallel group read the same samples. docs/limits.md lists both.
+`opened()` swaps names and puts them back: `deepspeed.initialize` (accelerate and the Hugging Face
+Trainer look it up when they call it), and what lets all ranks of a sequence-parallel group read the
+same samples through accelerate (wf_accelerate.groups). docs/limits.md lists them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import functools
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -18,51 +19,40 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
+from wf_accelerate.groups import counted_by_group, swapped
 from wf_deepspeed.block import BATCH_KEYS, KEY, load_config, read_block
 from wf_deepspeed.door import given_config, initialize_through
-from wf_deepspeed.hooks import WholeBatchHooks
+from wf_transformers import WholeBatchHooks, loss_only
 
 
 @contextmanager
 def opened() -> Iterator[None]:
     """Inside, scripts that know nothing of WallFacer run with the component their JSON asks for."""
     with ExitStack() as stack:
-        stack.enter_context(swapped(deepspeed, "initialize", _initialize))
+        stack.enter_context(swapped(deepspeed, "initialize", functools.partial(_initialize, stack)))
         if importlib.util.find_spec("accelerate"):
-            import accelerate.accelerator
+            import accelerate
 
-            stack.enter_context(
-                swapped(accelerate.accelerator, "prepare_data_loader", _prepare_data_loader)
-            )
+            stack.enter_context(counted_by_group(accelerate.Accelerator, _active_size))
         yield
-
-
-@contextmanager
-def swapped(owner: Any, name: str, replace: Callable[..., Any]) -> Iterator[None]:
-    """Inside, owner.name is `replace(original, args, kwargs)`; afterwards the original again."""
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        return replace(original, args, kwargs)
-
-    setattr(owner, name, instead)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 def _initialize(
-    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    stack: ExitStack, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, Any, Any, Any]:
-    """deepspeed.initialize with the component, and a model that takes whole batches."""
+    """deepspeed.initialize with the component, and a model that takes whole batches.
+
+    A Trainer is told when the logits of an evaluation are not wanted, until `stack` closes.
+    """
     call = inspect.signature(original).bind(*args, **kwargs)
     call.arguments.update(corrected(call.arguments))
     engine, optimizer, loader, scheduler = initialize_through(original, call.args, call.kwargs)
     if hasattr(engine, "wallfacer") and engine.wallfacer.block.dsp is None:
         hooks = WholeBatchHooks(engine.module, engine.wallfacer)
         engine.wallfacer.connection.undo.callback(hooks.remove)
+        if "transformers.trainer" in sys.modules:  # imported by the script, if it is used at all
+            trainer = sys.modules["transformers.trainer"].Trainer
+            stack.enter_context(swapped(trainer, "prediction_step", loss_only))
     return engine, optimizer, loader, scheduler
 
 
@@ -87,33 +77,6 @@ def corrected(arguments: Mapping[str, Any]) -> dict[str, Any]:
     script = copy.copy(arguments["args"])  # DeepSpeed takes one of args.deepspeed_config, config
     script.deepspeed_config = None
     return {"args": script, "config": right}
-
-
-def _prepare_data_loader(
-    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """accelerate's loader, sharded by sequence-parallel group instead of by rank."""
-    size = _active_size()
-    if size > 1:
-        kwargs = kwargs | {
-            "num_processes": kwargs["num_processes"] // size,
-            "process_index": kwargs["process_index"] // size,
-        }
-    loader = original(*args, **kwargs)
-    if size > 1 and hasattr(loader, "begin"):
-        loader.begin = functools.partial(_begin, loader, loader.begin, size)
-    return loader
-
-
-def _begin(loader: Any, begin: Callable[[], None], size: int) -> None:
-    """accelerate's own `begin` of an epoch, with `remainder` counted over ranks.
-
-    `remainder` is how many samples of the last batch gather_for_metrics keeps (-1: not known). It
-    gathers every sample `size` times, once from each rank of a group.
-    """
-    begin()
-    if loader.remainder > 0:
-        loader.remainder *= size
 
 
 def _active_size() -> int:

@@ -10,17 +10,23 @@ loss = sp.loss(logits, local["labels"])
 from wf_transformers.apply import Application, apply, shard_between
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.connect import connect, connect_each
+from wf_transformers.connection import Connection, connect_any
 from wf_transformers.models import head_of, outermost
 from wf_transformers.registry import Registration, register
+from wf_transformers.whole import WholeBatchHooks, loss_only
 
 __all__ = [
     "Application",
+    "Connection",
     "Registration",
+    "WholeBatchHooks",
     "apply",
     "connect",
+    "connect_any",
     "connect_each",
     "forward_kwargs",
     "head_of",
+    "loss_only",
     "outermost",
     "register",
     "shard_between",

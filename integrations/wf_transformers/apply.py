@@ -111,19 +111,19 @@ def shard_between(application: Application, first: nn.Module, last: nn.Module) -
         padding = -full.shape[1] % multiple
         if padding:
             documents.replace((0, full.shape[1], full.shape[1] + padding))
-        _scale_gradient(full, 1 / sp.size)
+        scale_gradient(full, 1 / sp.size)
         return sp.shard(pad(full, (0, 0, 0, padding)), dim=1)
 
     def unshard(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         full = sp.unshard(args[0], dim=1)
-        _scale_gradient(full, sp.size)
+        scale_gradient(full, sp.size)
         return (full[:, : lengths[0]], *args[1:])
 
     application.undo.callback(first.register_forward_hook(shard).remove)
     application.undo.callback(last.register_forward_pre_hook(unshard).remove)
 
 
-def _scale_gradient(x: Tensor, factor: float) -> None:
+def scale_gradient(x: Tensor, factor: float) -> None:
     """In between, a rank's gradients are its share of a sum; outside they are the whole."""
     if x.requires_grad:
         x.register_hook(lambda grad: grad * factor)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -36,6 +37,7 @@ IMPORTED = (
     "deepspeed.ops.op_builder.all_ops",
     "deepspeed.module_inject.auto_ep_layer",
     "transformers.trainer",
+    "wf_accelerate",
     "wf_deepspeed",
     "wf_transformers",
 )
@@ -49,7 +51,8 @@ def environment(**more: str) -> dict[str, str]:
 
 def python() -> tuple[str, ...]:
     """`python` for a rank: a fork of a process that has imported DeepSpeed and transformers."""
-    return forked.python(*IMPORTED, **FIXED)
+    there = [name for name in IMPORTED if find_spec(name.partition(".")[0].removeprefix("wf_"))]
+    return forked.python(*there, **FIXED)
 
 
 def run_ranks(

@@ -5,6 +5,7 @@ python deepspeed_trainer.py OUT.json ACCUMULATION [DEEPSPEED.json]
 
 import json
 import sys
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -30,18 +31,21 @@ class Text(torch.utils.data.Dataset):
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def main() -> None:
-    out, accumulation, *config = sys.argv[1:]
+def model() -> LlamaForCausalLM:
+    """The same in every process."""
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    arguments = TrainingArguments(
-        output_dir=out + ".folder",
-        deepspeed=config[0] if config else None,
+    words = shape | heads | {"initializer_range": 0.2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **words))
+
+
+def arguments(folder: str, **more: Any) -> TrainingArguments:
+    words = {"average_tokens_across_devices": True} | more
+    return TrainingArguments(
+        output_dir=folder,
         per_device_train_batch_size=1,
         per_device_eval_batch_size=1,
-        gradient_accumulation_steps=int(accumulation),
-        average_tokens_across_devices=True,
         max_steps=6,
         learning_rate=1e-2,
         lr_scheduler_type="constant",
@@ -50,14 +54,27 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
+        **words,
     )
-    model = LlamaForCausalLM(
-        LlamaConfig(vocab_size=VOCABULARY, **shape, **heads, initializer_range=0.2)
+
+
+def assert_close_tokens(logits: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Predictions (n, S, vocabulary) of `Text`; what they are at padding is nobody's business."""
+    valid = torch.stack(
+        [Text(len(logits))[index]["attention_mask"] for index in range(len(logits))]
     )
+    assert (logits - wanted)[valid == 1].abs().max() < 1e-3 * wanted.abs().max()
+
+
+def main() -> None:
+    out, accumulation, *config = sys.argv[1:]
+    more = {"deepspeed": config[0] if config else None}
+    settings = arguments(out + ".folder", gradient_accumulation_steps=int(accumulation), **more)
     # 7: two groups' last batch lacks a sample
-    trainer = Trainer(model, arguments, train_dataset=Text(32), eval_dataset=Text(7))
+    trainer = Trainer(model(), settings, train_dataset=Text(32), eval_dataset=Text(7))
     loss = trainer.train().training_loss  # not rounded, as the losses in the log are
     result = {"loss": loss, "steps": trainer.state.log_history[:6], "eval": trainer.evaluate()}
+    result["predictions"] = trainer.predict(Text(7)).predictions.tolist()
     if trainer.is_world_process_zero():
         with open(out, "w") as file:
             json.dump(result, file)

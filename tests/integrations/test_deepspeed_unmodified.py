@@ -15,7 +15,7 @@ pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=I
 pytest.importorskip("accelerate", reason="accelerate is not installed", exc_type=ImportError)
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
-import accelerate.accelerator  # noqa: E402
+import accelerate  # noqa: E402
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
 import transformers as tf  # noqa: E402
@@ -23,6 +23,7 @@ import transformers as tf  # noqa: E402
 import wf_deepspeed  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
+from tests.integrations.deepspeed_trainer import assert_close_tokens  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     LLAMA,
     assert_close,
@@ -33,8 +34,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_deepspeed import Block, WallFacer, unmodified  # noqa: E402
 from wf_deepspeed.__main__ import script_first  # noqa: E402
-from wf_deepspeed.connect import connect  # noqa: E402
-from wf_deepspeed.hooks import WholeBatchHooks  # noqa: E402
+from wf_transformers import WholeBatchHooks, connect_any  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -85,6 +85,9 @@ def test_the_trainer_trains_as_without_us(
         assert step["loss"] == pytest.approx(plain["loss"], abs=1e-4)  # rounded
         assert step["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
     assert found["eval"]["eval_loss"] == pytest.approx(wanted["eval"]["eval_loss"], rel=1e-5)
+    logits, plain = (torch.tensor(one["predictions"]) for one in (found, wanted))
+    assert logits.shape == plain.shape and len(logits) == 7  # each sample once
+    assert_close_tokens(logits, plain)
 
 
 def hooked(
@@ -100,7 +103,7 @@ def hooked(
 
 
 def with_hooks(model: Any, sp: Any, fn: Callable[[Any, Any], Any]) -> Any:
-    connection = connect(model, sp)
+    connection = connect_any(model, sp)
     nobody: Any = None  # groups: asked for nothing here
     cpu = torch.device("cpu")
     component = WallFacer(sp, Block(sp.config), nobody, connection, cpu, lambda: 1)
@@ -206,12 +209,14 @@ def test_what_whole_batches_cannot_be_cut_for(
 
 
 def test_the_door_puts_back_what_it_swapped() -> None:
-    before = deepspeed.initialize, accelerate.accelerator.prepare_data_loader
+    kind = accelerate.Accelerator
+    before = deepspeed.initialize, kind.prepare_data_loader, kind.gather_for_metrics
     with pytest.raises(ZeroDivisionError), wf_deepspeed.opened():
         assert deepspeed.initialize is not before[0]
-        assert accelerate.accelerator.prepare_data_loader is not before[1]
+        assert kind.prepare_data_loader is not before[1]
+        assert kind.gather_for_metrics is not before[2]
         raise ZeroDivisionError
-    assert (deepspeed.initialize, accelerate.accelerator.prepare_data_loader) == before
+    assert (deepspeed.initialize, kind.prepare_data_loader, kind.gather_for_metrics) == before
 
 
 def test_without_a_script_there_is_a_usage_line() -> None:

@@ -2,28 +2,51 @@
 
 For scripts that know nothing of sequence parallelism: two forward hooks of torch cut the batch
 before the model and put the group's loss in its output. Nothing is replaced; both can be removed.
+Without labels, and in evaluation, the output has the logits of the whole batch on every rank;
+beside labels `whole_logits=` in the call says whether it has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import PreTrainedModel
 
+from wf_backends import SequenceParallel
 from wf_backends.loss import token_loss
-from wf_deepspeed.component import WallFacer
-from wf_transformers import forward_kwargs, head_of
+from wf_transformers.apply import scale_gradient
+from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import ON_ONE_PROCESS, PARTIAL_STATES, parameter_names, takes_any_keyword
+from wf_transformers.models import head_of
 
+WHOLE_LOGITS = "whole_logits"
 INSTEAD = (
-    "in a script of your own use wf_deepspeed.initialize, engine.wallfacer.shard_batch(batch, "
-    "labels_are_shifted=...), and a loss of your own"
+    "in a loop of your own cut batches by shard_batch(batch, labels_are_shifted=...), of a "
+    "SequenceParallel or of DeepSpeed's engine.wallfacer, and make a loss of your own"
 )
+
+
+class Share(Protocol):
+    """What the hooks ask of whoever trains the model: it averages gradients over all ranks."""
+
+    @property
+    def sp(self) -> SequenceParallel: ...
+
+    def shard_batch(
+        self, batch: Mapping[str, Any], pad_token_id: int = 0, labels_are_shifted: bool = False
+    ) -> dict[str, Any]:
+        """As `sp.shard_batch`."""
+        ...
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """This rank's share of the loss, x the ranks of a group."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +63,19 @@ class Call:
     """Valid labels of the optimizer step as the caller counted them on this rank's batches."""
     cu_seqlens: Sequence[int] | None
     """Documents, and the padding as one more."""
+    whole: bool
+    """Whether logits are to be of the whole batch."""
 
 
 class WholeBatchHooks:
-    """The two hooks of one model."""
+    """The two hooks of one model.
 
-    def __init__(self, model: nn.Module, component: WallFacer) -> None:
-        self._component, self._head = component, head_of(model)
+    Args:
+        whole_logits: whether logits are those of the whole batch in training beside labels, too.
+    """
+
+    def __init__(self, model: nn.Module, share: Share, whole_logits: bool = False) -> None:
+        self._share, self._head, self._always_whole = share, head_of(model), whole_logits
         self._names = parameter_names(model)
         self._call: Call | None = None
         self._handles: list[RemovableHandle] = [
@@ -63,6 +92,8 @@ class WholeBatchHooks:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         given = dict(zip(self._names, args, strict=False)) | kwargs
+        wanted = given.pop(WHOLE_LOGITS, self._always_whole or not model.training)
+        whole = wanted or given.get("labels") is None
         _refuse(given)
         if given.get("labels") is not None and self._head == "other":
             raise NotImplementedError(_unknown_labels(model))
@@ -70,9 +101,10 @@ class WholeBatchHooks:
         batch = with_documents({k: v for k, v in given.items() if _by_token(k, v, seqlen)})
         given = {k: v for k, v in given.items() if k not in batch}
         masked = self._head == "masked"
-        local = self._component.shard_batch(batch, labels_are_shifted=masked)
+        local = self._share.shard_batch(batch, labels_are_shifted=masked)
         rows, num_items = _num_rows(local), given.pop("num_items_in_batch", None)
-        self._call = Call(seqlen, rows, local.get("labels"), num_items, local.get("cu_seqlens"))
+        borders = local.get("cu_seqlens")
+        self._call = Call(seqlen, rows, local.get("labels"), num_items, borders, whole)
         words = given | forward_kwargs(model, local)
         _refuse_unknown_words(model, self._names, words)
         return (), words
@@ -85,21 +117,27 @@ class WholeBatchHooks:
         if call.labels is not None:
             loss = self._training_loss if model.training else self._evaluation_loss
             fields["loss"] = loss(logits, call.labels, call.num_items)
-        if not model.training:
-            whole = self._component.sp.unshard(logits, 1, call.cu_seqlens)
-            fields["logits"] = whole[:, : call.seqlen]
+        if call.whole:
+            fields["logits"] = self._whole(logits, call)
         return type(output)(**fields)
+
+    def _whole(self, logits: Tensor, call: Call) -> Tensor:
+        """(b, S, vocabulary): of all ranks. A loss that every rank makes of them counts once."""
+        sp = self._share.sp
+        whole = sp.unshard(logits, 1, call.cu_seqlens)
+        scale_gradient(whole, sp.size)  # the mean over the world divides by it
+        return whole[:, : call.seqlen]
 
     def _training_loss(
         self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None
     ) -> Tensor:
         """The loss of the group, the same on every rank of it, with the gradient of its share.
 
-        The share is x size: DeepSpeed's mean over the world makes the gradient of the loss of it.
+        The share is x size: the mean over the world makes the gradient of the loss of it.
         """
-        sp = self._component.sp
+        sp = self._share.sp
         if num_items is None:
-            share = self._component.loss(logits, labels)
+            share = self._share.loss(logits, labels)
         else:
             share = token_loss(logits, labels, num_items) * sp.size
         return sp.sum_over_ranks(share) / sp.size + (share - share.detach())
@@ -112,11 +150,19 @@ class WholeBatchHooks:
         The Trainer of transformers 5 counts valid labels here too, and scales by the number of
         ranks itself.
         """
-        sp = self._component.sp
+        sp = self._share.sp
         share = sp.loss(logits, labels)
         if num_items is not None:
             share = token_loss(logits, labels, num_items)
         return sp.sum_over_ranks(share)
+
+
+def loss_only(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Instead of the Trainer's `prediction_step`: logits that it drops are not brought together."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    if call.arguments["prediction_loss_only"]:
+        call.arguments["inputs"] = {**call.arguments["inputs"], WHOLE_LOGITS: False}
+    return original(*call.args, **call.kwargs)
 
 
 def _seqlen(given: Mapping[str, Any]) -> int:

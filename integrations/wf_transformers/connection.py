@@ -1,4 +1,4 @@
-"""How a model gets our attention: by transformers' registry, or by a method of its own."""
+"""How any model gets our attention: by transformers' registry, or by a method of its own."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
-import wf_transformers
 from wf_backends import SequenceParallel
 from wf_backends.dsp import RECEIVER, receivers
-from wf_transformers import Application
+from wf_transformers.apply import Application
+from wf_transformers.connect import connect_each
 
 
 @dataclass(slots=True)
@@ -28,7 +28,7 @@ class Connection:
         return next(iter(self.applications), None)
 
 
-def connect(model: nn.Module, sp: SequenceParallel) -> Connection:
+def connect_any(model: nn.Module, sp: SequenceParallel) -> Connection:
     """Let the model attend over the ranks of `sp`.
 
     Every Hugging Face model inside `model` is switched to a name that is registered for `sp`. Every
@@ -43,7 +43,7 @@ def connect(model: nn.Module, sp: SequenceParallel) -> Connection:
         getattr(receiver, RECEIVER)(sp)
     if find_pretrained(model) is not None:
         undo = ExitStack()
-        return Connection(wf_transformers.connect_each(model, sp, undo), undo)
+        return Connection(connect_each(model, sp, undo), undo)
     if sp.size > 1 and not attending:
         raise ValueError(
             f"nothing in {type(model).__name__} attends over ranks: it holds no Hugging Face "

@@ -1,0 +1,175 @@
+"""A model and an Accelerator whose ranks share sequences; see `connect`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from wf_accelerate.groups import counted_by_group, swapped
+from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_transformers import Connection, WholeBatchHooks, connect_any, loss_only
+from wf_transformers.registry import Removable
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers.trainer import Trainer
+
+Words = SequenceParallelConfig | Mapping[str, Any]
+AVERAGING = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
+"""accelerate's distributed types that average gradients over all ranks."""
+
+
+class Connected(Removable):
+    """A model that is called with whole batches, and computes this rank's part of them.
+
+    Attributes:
+        sp: the SequenceParallel object of this rank's group.
+        connection: how the model got our attention.
+    """
+
+    def __init__(self, sp: SequenceParallel, connection: Connection) -> None:
+        super().__init__()
+        self.sp, self.connection = sp, connection
+        self.undo.push(connection.undo)
+
+    @property
+    def checkpoint_kwargs(self) -> dict[str, Any]:
+        """Those of `wf_transformers.Application`; none without a Hugging Face model."""
+        application = self.connection.application
+        return {} if application is None else application.checkpoint_kwargs
+
+    def report(self) -> dict[str, int]:
+        """Bytes this rank's attention sent since the last report, by label."""
+        return self.sp.report()
+
+    def shard_batch(
+        self, batch: Mapping[str, Any], pad_token_id: int = 0, labels_are_shifted: bool = False
+    ) -> dict[str, Any]:
+        """`sp.shard_batch` of a full batch that every rank of the group must hold alike.
+
+        Raises:
+            ValueError: for a malformed batch, and on every rank of the group if they hold
+                different batches.
+        """
+        try:
+            return self.sp.shard_batch(batch, pad_token_id, labels_are_shifted)
+        except ValueError as error:
+            error.add_note(
+                f"all {self.sp.size} ranks of a sequence read the same samples: have the "
+                f"Accelerator that was connected prepare the loader, or shard the data by "
+                f"rank // {self.sp.size}"
+            )
+            raise
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """This rank's share x the ranks of a sequence: its mean over all ranks is the loss."""
+        return self.sp.loss(logits, labels) * self.sp.size
+
+
+def connect(
+    model: nn.Module, accelerator: Accelerator, words: Words, whole_logits: bool = False
+) -> Connected:
+    """Spread the sequences of `model` over the ranks of a job that accelerate runs.
+
+    Call it before `accelerator.prepare`. The model is then called with whole batches, as without
+    us: it computes this rank's part, and its loss is that of the whole batch on every rank of a
+    group. Loaders that the accelerator prepares give the ranks of a group the same samples, and
+    `gather_for_metrics` gathers them once.
+
+    Args:
+        model: a Hugging Face model, or a module around one; see `wf_transformers.connect_any`.
+        accelerator: the job's, under DDP or FSDP, or in one process.
+        words: a SequenceParallelConfig, or its words.
+        whole_logits: whether a training call with labels gives the logits of the whole batch too,
+            and not of this rank's tokens. (b, S, vocabulary) on every rank.
+
+    Returns:
+        What takes all of it back by `remove()`, or at the end of a `with` block.
+
+    Raises:
+        ValueError: for wrong words, a sequence_parallel_size that does not divide the ranks, an
+            accelerator that does not know all ranks, or that has prepared something already.
+        NotImplementedError: for an engine or a parallelism that cannot go with it, and for a model
+            that cannot be spread.
+    """
+    config = words if isinstance(words, SequenceParallelConfig) else _read(words)
+    _refuse(accelerator)
+    if "forward" in vars(model):
+        raise NotImplementedError(
+            f"somebody replaced the forward of this {type(model).__name__} by {model.forward}, as "
+            f"Trainers with a fused loss do: that loss would be of this rank's tokens"
+        )
+    sp = SequenceParallel(config, dist.new_group() if dist.is_initialized() else None)
+    connected = Connected(sp, connect_any(model, sp))
+    with ExitStack() as failed:
+        failed.callback(connected.remove)
+        connected.undo.callback(WholeBatchHooks(model, connected, whole_logits).remove)
+        connected.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
+        failed.pop_all()
+    return connected
+
+
+def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) -> Connected:
+    """`connect` for a Trainer of transformers, or one of its subclasses, before it trains.
+
+    Args:
+        whole_logits: for subclasses that look at the logits of training.
+
+    Raises:
+        ValueError, NotImplementedError: as `connect`, and for a Trainer that makes its model anew
+            or replicates it over the GPUs of one process.
+    """
+    if getattr(trainer, "model_init", None) is not None:
+        raise NotImplementedError("model_init=: the Trainer makes a new model later; give model=")
+    if trainer.args.n_gpu > 1:
+        raise ValueError(
+            f"this process has {trainer.args.n_gpu} GPUs, over which the Trainer would replicate "
+            f"the model; start a process for each, torchrun --nproc-per-node {trainer.args.n_gpu}"
+        )
+    if not isinstance(trainer.model, nn.Module):
+        raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
+    connected = connect(trainer.model, trainer.accelerator, words, whole_logits)
+    connected.undo.enter_context(swapped(trainer, "prediction_step", loss_only))
+    connected.undo.callback(setattr, trainer, "gather_function", trainer.gather_function)
+    trainer.gather_function = partial(  # the Trainer keeps what its accelerator had
+        trainer.accelerator.gather_for_metrics, **getattr(trainer.gather_function, "keywords", {})
+    )
+    return connected
+
+
+def _read(words: Mapping[str, Any]) -> SequenceParallelConfig:
+    return SequenceParallelConfig.from_dict(dict(words))
+
+
+def _refuse(accelerator: Accelerator) -> None:
+    """Whatever averages gradients otherwise, or spreads sequences itself."""
+    kind = str(accelerator.distributed_type.value)
+    if kind == "DEEPSPEED":
+        raise NotImplementedError(
+            'accelerate runs DeepSpeed here: put a "wallfacer" block into the DeepSpeed JSON and '
+            "start the script by python -m wf_deepspeed (docs/deepspeed.md)"
+        )
+    if kind not in AVERAGING:
+        raise NotImplementedError(f"accelerate's distributed_type {kind}; have {AVERAGING}")
+    own = getattr(accelerator, "parallelism_config", None)
+    if own is not None and own.non_data_parallel_size > 1:
+        raise NotImplementedError(
+            f"accelerate's own parallelism beside ours, {own}: leave parallelism_config out"
+        )
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    if accelerator.num_processes != ranks:
+        raise ValueError(
+            f"the accelerator counts {accelerator.num_processes} processes, the job has {ranks} "
+            f"ranks: gradients would not be averaged. Without GPUs say use_cpu=True in "
+            f"TrainingArguments, or Accelerator(cpu=True)"
+        )
+    if accelerator._models or accelerator._dataloaders:  # there is no public word for it
+        raise ValueError(
+            "the accelerator has prepared a model or a loader already: connect before "
+            "accelerator.prepare, and before the Trainer trains or evaluates"
+        )

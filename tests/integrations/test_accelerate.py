@@ -1,0 +1,238 @@
+"""The Trainer of transformers and loops of accelerate's, spread by wf_accelerate, train as without.
+
+Jobs of four ranks, beside jobs without us of one rank for each sequence at a time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate", reason="accelerate is not installed", exc_type=ImportError)
+pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
+
+import accelerate.accelerator  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
+
+import wf_accelerate  # noqa: E402
+from tests.helpers import run_threads  # noqa: E402
+from tests.integrations.deepspeed_jobs import ROOT, run_ranks  # noqa: E402
+from tests.integrations.deepspeed_trainer import assert_close_tokens  # noqa: E402
+from tests.integrations.deepspeed_trainer import model as llama  # noqa: E402
+from tests.integrations.transformers_models import (  # noqa: E402
+    batch,
+    build,
+    gradients,
+    sequence_parallel,
+)
+from wf_transformers import WholeBatchHooks, connect_any  # noqa: E402
+
+RANKS = 4
+CONCENTRIC = {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 2}}
+RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
+CASES: dict[str, dict[str, Any]] = {
+    "trainer": {"kind": "trainer", "words": CONCENTRIC, "gradient_accumulation": 4},
+    "trainer_groups": {"kind": "trainer", "words": RING, "gradient_accumulation": 2},
+    "trainer_fsdp": {"kind": "trainer_fsdp", "words": RING, "gradient_accumulation": 1},
+    "own_loss": {"kind": "own_loss", "words": RING, "gradient_accumulation": 1},
+    "smoothed": {"kind": "smoothed", "words": CONCENTRIC, "gradient_accumulation": 1},
+    "stream": {"kind": "stream", "words": RING, "gradient_accumulation": 1},
+    "ddp": {"kind": "ddp", "words": RING, "gradient_accumulation": 1},
+    "ddp_auto": {"kind": "ddp", "words": {"sequence_parallel_size": 4}, "gradient_accumulation": 1},
+    "fsdp": {"kind": "fsdp", "words": RING, "gradient_accumulation": 1},
+}
+TRAINERS = [name for name, case in CASES.items() if case["kind"] not in ("ddp", "fsdp")]
+LOOPS = [name for name in CASES if name not in TRAINERS]
+Results = dict[str, dict[str, Any]]
+
+
+def job(cases: list[dict[str, Any]], ranks: int, folder: Path) -> Results:
+    """What the first rank found, by case."""
+    folder.mkdir()
+    (folder / "cases.json").write_text(json.dumps(cases))
+    run_ranks([str(Path(__file__).with_name("accelerate_worker.py")), str(folder)], ranks)
+    return {
+        case["name"]: json.loads((folder / f"{case['name']}.json").read_text()) for case in cases
+    }
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
+    """By four ranks with us; and without, by as many ranks as sequences were there at a time."""
+    folder = tmp_path_factory.mktemp("accelerate")
+    cases = [{"name": name, **case} for name, case in CASES.items()]
+    ours = job(cases, RANKS, folder / "ours")
+    plain: Results = {}
+    for groups in (1, 2):
+        some = [c for c in cases if c["words"]["sequence_parallel_size"] * groups == RANKS]
+        kinds = {"fsdp": "ddp", "trainer_fsdp": "trainer"}
+        alone = [c | {"words": None, "kind": kinds.get(c["kind"], c["kind"])} for c in some]
+        plain |= job(alone, groups, folder / f"plain{groups}")
+    return ours, plain
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", TRAINERS)
+def test_the_trainer_trains_as_without_us(name: str, found: tuple[Results, Results]) -> None:
+    """Losses, gradient norms, the evaluation, and every sample's predictions, once."""
+    ours, plain = (results[name] for results in found)
+    assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    for (loss, norm), (its_loss, its_norm) in zip(ours["steps"], plain["steps"], strict=True):
+        assert loss == pytest.approx(its_loss, abs=1e-4)  # rounded
+        assert norm == pytest.approx(its_norm, rel=1e-5)
+    assert ours["eval"]["eval_loss"] == pytest.approx(plain["eval"]["eval_loss"], rel=1e-5)
+    for key in {"eval_samples", "eval_accuracy"} & set(plain["eval"]):
+        assert ours["eval"][key] == pytest.approx(plain["eval"][key], rel=1e-5)
+    assert ours["labels"] == plain["labels"]
+    logits, its_logits = (torch.tensor(one["logits"]) for one in (ours, plain))
+    assert logits.shape == its_logits.shape and len(logits) == 7
+    assert_close_tokens(logits, its_logits)
+
+
+@pytest.mark.processes
+def test_logits_travel_where_somebody_wants_them(found: tuple[Results, Results]) -> None:
+    """In training, evaluation and prediction: for a loss of one's own, for metrics, for both."""
+    ours, _ = found
+    whole = {
+        name: [any("unshard" in label for label in sent) for sent in ours[name]["sent"]]
+        for name in ("trainer", "smoothed", "stream")
+    }
+    assert whole["trainer"] == [False, True, True]
+    assert whole["smoothed"] == [True, True, True]
+    assert whole["stream"] == [False, False, True]  # it has no metrics
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_trains_as_without_us(name: str, found: tuple[Results, Results]) -> None:
+    """In float64, but for the norms inside Llama, which round in float32: up to ten steps of it.
+
+    FSDP2 beside DDP without us.
+    """
+    ours, plain = (results[name] for results in found)
+    for step, its_step in zip(ours["steps"], plain["steps"], strict=True):
+        assert step == pytest.approx(its_step, rel=1e-6)
+    assert ours["lengths"] == plain["lengths"]
+
+
+@pytest.mark.processes
+def test_the_example_trains_alike_on_one_and_on_four_ranks(tmp_path: Path) -> None:
+    words = ["--steps", "2", "--seq-len", "256", "--out", str(tmp_path)]
+    told = []
+    for ranks in (1, 4):
+        script = [str(ROOT / "examples" / "trainer.py"), *words]
+        printed = run_ranks([*script, "--sequence-parallel-size", str(ranks)], ranks)
+        (last,) = (line for line in printed[0].splitlines() if line.startswith("held-out loss"))
+        told.append(float(last.split()[2]))
+        assert not any("held-out loss" in text for text in printed[1:])
+    assert told[0] == pytest.approx(told[1], abs=2e-4)  # of four decimals
+
+
+def test_logits_without_labels_are_whole_and_pass_gradients() -> None:
+    """A loss that every rank makes of them counts once where gradients are averaged."""
+    given = batch(2)
+    ids = {"input_ids": given["input_ids"]}
+    alone = build("llama", "sdpa", {})
+    logits = alone(**ids).logits
+    logits.square().mean().backward()
+
+    def rank(comm: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model, sp = build("llama", "eager", {}), sequence_parallel(comm)
+        connected = wf_accelerate.Connected(sp, connect_any(model, sp))
+        WholeBatchHooks(model, connected)
+        ours = model(**ids).logits
+        ours.square().mean().backward()
+        return ours.detach(), gradients(model)
+
+    ranks = run_threads(2, rank)
+    for whole, _ in ranks:
+        assert (whole - logits).abs().max() < 1e-9
+    for name, grad in gradients(alone).items():
+        mean = sum(grads[name] for _, grads in ranks) / 2
+        assert (mean - grad).abs().max() < 1e-6 * grad.abs().max() + 1e-9, name
+
+
+def test_what_was_connected_is_as_before_when_it_is_removed() -> None:
+    accelerator, model = Accelerator(cpu=True), llama()
+    before, functions = dict(vars(accelerator)), dict(vars(accelerate.accelerator))
+    given = batch()["input_ids"] % 32
+    wanted = model(given, labels=given).loss
+    with wf_accelerate.connect(model, accelerator, {"sequence_parallel_size": 1}) as connected:
+        assert model(given, labels=given).loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+        assert set(vars(accelerator)) - set(before) == {"prepare_data_loader", "gather_for_metrics"}
+        assert connected.checkpoint_kwargs and connected.report() == {}
+    assert vars(accelerator) == before and vars(accelerate.accelerator) == functions
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+def accelerator_of(kind: str = "MULTI_GPU", **more: Any) -> Any:
+    """As much of one as is looked at before it is used."""
+    words = {"distributed_type": SimpleNamespace(value=kind), "_models": [], "_dataloaders": []}
+    words["num_processes"] = 1
+    return SimpleNamespace(**words | more)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "words", "error", "told"),
+    [
+        (accelerator_of("DEEPSPEED"), {}, NotImplementedError, "python -m wf_deepspeed"),
+        (accelerator_of("MEGATRON_LM"), {}, NotImplementedError, "MEGATRON_LM"),
+        (accelerator_of(_models=[1]), {}, ValueError, "before accelerator.prepare"),
+        (accelerator_of(_dataloaders=[1]), {}, ValueError, "before accelerator.prepare"),
+        (
+            accelerator_of(num_processes=4),
+            {},
+            ValueError,
+            "counts 4 processes, the job has 1 ranks",
+        ),
+        (accelerator_of(), {"sequence_paralel_size": 2}, ValueError, "sequence_parallel_size"),
+        (accelerator_of(), {"sequence_parallel_size": 2}, ValueError, "must divide the 1 ranks"),
+        (
+            accelerator_of(parallelism_config=SimpleNamespace(non_data_parallel_size=2)),
+            {},
+            NotImplementedError,
+            "leave parallelism_config out",
+        ),
+    ],
+)
+def test_what_cannot_go_with_it_is_refused(
+    accelerator: Any, words: dict[str, Any], error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        wf_accelerate.connect(llama(), accelerator, words)
+
+
+def test_a_model_with_another_forward_is_refused() -> None:
+    model = llama()
+    model.forward = lambda *_, **__: None
+    with pytest.raises(NotImplementedError, match="replaced the forward of this LlamaForCausalLM"):
+        wf_accelerate.connect(model, accelerator_of(), {})
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"model_init": llama}, "give model="),
+        ({"args": SimpleNamespace(n_gpu=8)}, "--nproc-per-node 8"),
+        ({"model": None}, "no model"),
+    ],
+)
+def test_a_trainer_that_cannot_be_spread_is_refused(more: dict[str, Any], told: str) -> None:
+    words = {"args": SimpleNamespace(n_gpu=1), "model": llama(), "model_init": None}
+    trainer: Any = SimpleNamespace(**words | more, accelerator=accelerator_of())
+    with pytest.raises((ValueError, NotImplementedError), match=told):
+        wf_accelerate.connect_trainer(trainer, {})
+
+
+def test_batches_that_rank_0_hands_out_are_refused() -> None:
+    data = torch.utils.data.DataLoader(list(range(4)))
+    accelerator = Accelerator(cpu=True)
+    accelerator.dataloader_config.dispatch_batches = True
+    with wf_accelerate.counted_by_group(accelerator, lambda: 2):
+        with pytest.raises(NotImplementedError, match="dispatch_batches=True"):
+            accelerator.prepare(data)
