@@ -1,6 +1,7 @@
 """The Trainer of transformers on real text, its sequences spread over the ranks by one line.
 
 torchrun --nproc-per-node 4 examples/trainer.py
+mpirun -n 4 python examples/trainer.py
 torchrun --nproc-per-node 4 examples/trainer.py --sequence-parallel-size 2 --steps 60
 """
 
@@ -19,6 +20,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 import wf_accelerate
+from wf_backends import launch
 
 HELD_OUT = 4  # sequences
 
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=4096)
     parser.add_argument("--out", default="runs/trainer")
     args = parser.parse_args()
+    launch.init()  # torchrun, mpirun, Slurm
     training, held_out = split(find_files())
     arguments = TrainingArguments(
         args.out,
@@ -56,6 +59,7 @@ def main() -> None:
         logging_steps=1,
         remove_unused_columns=False,  # documents are none of the model's own arguments
         accelerator_config={"dispatch_batches": False},  # every rank reads; cu_seqlens are integers
+        ddp_find_unused_parameters=False,
         save_strategy="no",
         report_to=[],
         use_cpu=not torch.cuda.is_available(),  # else accelerate looks for GPUs
