@@ -19,7 +19,7 @@ from wf_backends.comm.mpi import library_name, load_mpi
 from wf_backends.launchers import Place, detect
 from wf_backends.meeting import meet, open_store, take_gpu, with_local
 
-__all__ = ["Launch", "detect", "init"]
+__all__ = ["Launch", "detect", "init", "settle_at_exit"]
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
@@ -107,9 +107,18 @@ def init(backend: str | None = None, timeout: float = 600.0) -> Launch:
         device_id=device if device.type == "cuda" else None,
     )
     launch = replace(_describe(place), _exported=_export(place))
-    atexit.register(_settle)
+    settle_at_exit()
     atexit.register(launch._end)
     return launch
+
+
+def settle_at_exit() -> None:
+    """Wait a moment when Python ends, for the threads of groups that are there to its end.
+
+    `init` does so itself. For groups that somebody else started and nobody destroys.
+    """
+    atexit.unregister(_settle)  # once is enough
+    atexit.register(_settle)
 
 
 def _settle() -> None:

@@ -70,6 +70,7 @@ class SequenceParallel:
         cluster = Cluster(self.comm, config.topology, topology, cache_folder(os.environ))
         self._attention = STRATEGIES[config.strategy](config, self.comm, cluster)
 
+    @eager
     def shard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:
         """This rank's rows of a tensor that every rank holds whole, in layout order.
 
@@ -91,6 +92,7 @@ class SequenceParallel:
         there, back = (partial(f, self.comm, layout, dim) for f in (take_shard, gather_shards))
         return move(x, there, back, "shard")
 
+    @eager
     def unshard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:
         """The whole tensor, in sequence order, on every rank; its gradient is cut by `shard`.
 
@@ -167,6 +169,7 @@ class SequenceParallel:
         scale = 1 / sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
         return self._attention(q, k, v, mask, scale, seqlen)
 
+    @eager
     def shard_batch(
         self, batch: Mapping[str, Any], pad_token_id: int = 0, labels_are_shifted: bool = False
     ) -> dict[str, Any]:
@@ -213,6 +216,7 @@ class SequenceParallel:
         self._agreement.check(same, {}, like, remember=False)
         return tensors
 
+    @eager
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """This rank's share of the mean cross entropy over all valid labels of the sequence.
 
@@ -231,6 +235,7 @@ class SequenceParallel:
         num_valid = self.sum_over_ranks(count_valid(labels))
         return token_loss(logits, labels, num_valid)
 
+    @eager
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         """The sum of a small tensor over the sequence-parallel ranks, without a gradient."""
         return sum_over_ranks(self.comm, x.detach())

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from wf_accelerate.groups import counted_by_group, swapped
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.comm.process_group import own_group
+from wf_backends.launch import settle_at_exit
 from wf_transformers import Connection, WholeBatchHooks, connect_any, loss_only
 from wf_transformers.registry import Removable
 
@@ -104,7 +106,8 @@ def connect(
             f"somebody replaced the forward of this {type(model).__name__} by {model.forward}, as "
             f"Trainers with a fused loss do: that loss would be of this rank's tokens"
         )
-    sp = SequenceParallel(config, dist.new_group() if dist.is_initialized() else None)
+    sp = SequenceParallel(config, own_group())
+    settle_at_exit()  # Trainers do not destroy the group that they started
     connected = Connected(sp, connect_any(model, sp))
     with ExitStack() as failed:
         failed.callback(connected.remove)

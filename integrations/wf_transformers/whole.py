@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel
+from wf_backends.eager import eager
 from wf_backends.loss import token_loss
 from wf_transformers.apply import scale_gradient
 from wf_transformers.batch import forward_kwargs
@@ -88,6 +89,7 @@ class WholeBatchHooks:
         for handle in self._handles:
             handle.remove()
 
+    @eager
     def _before(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
@@ -109,6 +111,7 @@ class WholeBatchHooks:
         _refuse_unknown_words(model, self._names, words)
         return (), words
 
+    @eager
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call, self._call = self._call, None
         assert call is not None, "the hook before the model did not run"

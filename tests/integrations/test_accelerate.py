@@ -50,6 +50,8 @@ CASES: dict[str, dict[str, Any]] = {
 LOADS_ON_CPUS = int(transformers.__version__.partition(".")[0]) >= 5
 if LOADS_ON_CPUS:
     CASES["resumed"] = {"kind": "resumed", "words": RING, "gradient_accumulation": 2}
+# The last: the Trainer sets variables of the environment that compile whatever follows
+CASES["compiled"] = {"kind": "compiled", "words": RING, "gradient_accumulation": 1}
 LOOPS = [name for name, case in CASES.items() if case["kind"] in ("ddp", "fsdp")]
 TRAINERS = [name for name in CASES if name not in (*LOOPS, "resumed")]
 Results = dict[str, dict[str, Any]]
@@ -74,7 +76,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
     plain: Results = {}
     for groups in (1, 2):
         some = [c for c in cases if c["words"]["sequence_parallel_size"] * groups == RANKS]
-        kinds = {"fsdp": "ddp", "trainer_fsdp": "trainer", "resumed": "trainer"}
+        kinds = {"fsdp": "ddp"} | dict.fromkeys(("trainer_fsdp", "resumed", "compiled"), "trainer")
         alone = [c | {"words": None, "kind": kinds.get(c["kind"], c["kind"])} for c in some]
         plain |= job(alone, groups, folder / f"plain{groups}")
     return ours, plain
