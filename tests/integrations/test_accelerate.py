@@ -176,6 +176,22 @@ def test_logits_without_labels_are_whole_and_pass_gradients() -> None:
         assert (mean - grad).abs().max() < 1e-6 * grad.abs().max() + 1e-9, name
 
 
+@pytest.mark.parametrize("always", [False, True])
+def test_whose_logits_a_call_with_labels_gives(always: bool) -> None:
+    """In training, in evaluation, and where the call says it."""
+    given = batch(seqlen=24)
+
+    def rank(comm: Any) -> list[int]:
+        model, sp = build("llama", "eager", {}), sequence_parallel(comm)
+        hooks = WholeBatchHooks(model, wf_accelerate.Connected(sp, connect_any(model, sp)), always)
+        said = [model(**given, whole_logits=whole) for whole in (True, False)]
+        found = [model(**given), *said, model.eval()(**given), model(**given, whole_logits=False)]
+        hooks.remove()
+        return [one.logits.shape[1] for one in found]
+
+    assert run_threads(2, rank) == [[24 if always else 12, 24, 12, 24, 12]] * 2
+
+
 def test_what_was_connected_is_as_before_when_it_is_removed() -> None:
     accelerator, model = Accelerator(cpu=True), llama()
     before, functions = dict(vars(accelerator)), dict(vars(accelerate.accelerator))
