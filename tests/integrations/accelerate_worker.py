@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, Trainer
 
 import wf_accelerate
-from tests.integrations.deepspeed_trainer import Text, arguments, model
+from tests.integrations.deepspeed_trainer import Text, arguments, leave, model
 
 Result = dict[str, Any]
 
@@ -148,6 +148,7 @@ def main() -> None:
         result = KINDS.get(case["kind"], train)(case, str(folder / "trainer"))
         if AcceleratorState().is_main_process:
             (folder / f"{case['name']}.json").write_text(json.dumps(result))
+    leave()
 
 
 if __name__ == "__main__":
