@@ -161,11 +161,20 @@ class WholeBatchHooks:
 
 
 def loss_only(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Instead of the Trainer's `prediction_step`: logits that it drops are not brought together."""
+    """Instead of the Trainer's `prediction_step`: logits that it drops are not brought together.
+
+    A model without the hooks is called as ever.
+    """
     call = inspect.signature(original).bind(*args, **kwargs)
-    if call.arguments["prediction_loss_only"]:
+    if call.arguments["prediction_loss_only"] and _takes_whole_batches(call.arguments["model"]):
         call.arguments["inputs"] = {**call.arguments["inputs"], WHOLE_LOGITS: False}
     return original(*call.args, **call.kwargs)
+
+
+def _takes_whole_batches(model: nn.Module) -> bool:
+    """Whether the hooks are on the model, or on one inside a wrapper."""
+    before = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any(isinstance(getattr(hook, "__self__", None), WholeBatchHooks) for hook in before)
 
 
 def _seqlen(given: Mapping[str, Any]) -> int:

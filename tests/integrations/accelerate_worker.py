@@ -52,6 +52,8 @@ def trainer_of(case: Result, folder: str, **more: Any) -> tuple[Trainer, Any]:
     more["gradient_accumulation_steps"] = case["gradient_accumulation"]
     if case["kind"] == "smoothed":  # the Trainer multiplies that by the number of ranks, too
         more |= {"label_smoothing_factor": 0.1, "average_tokens_across_devices": False}
+    if case["kind"] == "recomputed":
+        more |= {"gradient_checkpointing": True, "dataloader_num_workers": 2}
     if case["kind"] == "compiled":
         more |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
     trainer = Trainer(

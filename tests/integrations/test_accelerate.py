@@ -31,7 +31,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
     gradients,
     sequence_parallel,
 )
-from wf_transformers import WholeBatchHooks, connect_any  # noqa: E402
+from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
+from wf_transformers import WholeBatchHooks, connect_any, loss_only  # noqa: E402
 
 RANKS = 4
 CONCENTRIC = {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 2}}
@@ -40,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "trainer": {"kind": "trainer", "words": CONCENTRIC, "gradient_accumulation": 4},
     "trainer_groups": {"kind": "trainer", "words": RING, "gradient_accumulation": 2},
     "trainer_fsdp": {"kind": "trainer_fsdp", "words": RING, "gradient_accumulation": 1},
+    "recomputed": {"kind": "recomputed", "words": RING, "gradient_accumulation": 1},
     "own_loss": {"kind": "own_loss", "words": RING, "gradient_accumulation": 1},
     "smoothed": {"kind": "smoothed", "words": CONCENTRIC, "gradient_accumulation": 1},
     "stream": {"kind": "stream", "words": RING, "gradient_accumulation": 1},
@@ -174,6 +176,19 @@ def test_logits_without_labels_are_whole_and_pass_gradients() -> None:
     for name, grad in gradients(alone).items():
         mean = sum(grads[name] for _, grads in ranks) / 2
         assert (mean - grad).abs().max() < 1e-6 * grad.abs().max() + 1e-9, name
+
+
+def test_a_trainer_is_told_nothing_of_logits_for_a_model_without_hooks() -> None:
+    def step(model: Any, inputs: dict[str, Any], prediction_loss_only: bool) -> dict[str, Any]:
+        return inputs
+
+    model, sp = llama(), SequenceParallel(SequenceParallelConfig())
+    wrapped = torch.nn.Sequential(model)
+    hooks = WholeBatchHooks(model, wf_accelerate.Connected(sp, connect_any(model, sp)))
+    assert loss_only(step, (wrapped, {}, True), {}) == {"whole_logits": False}
+    assert loss_only(step, (wrapped, {}), {"prediction_loss_only": False}) == {}
+    hooks.remove()
+    assert loss_only(step, (wrapped, {}, True), {}) == {}
 
 
 @pytest.mark.parametrize("always", [False, True])
