@@ -16,14 +16,14 @@ from wf_backends.cost import BACKWARD_FLOPS
 from wf_backends.executor import BackwardWork, ForwardWork
 from wf_backends.kernels import Kernel, KernelSpec, select
 from wf_backends.mask import CAUSAL, FULL, Band
+from wf_backends.meter import Work
 from wf_backends.outputs import Outputs
 from wf_backends.tiles import Tile
 from wf_backends.topology import KernelRate
 
 HEAD_DIM = 64
 
-Work = Callable[[], object]
-Timed = Callable[[Work], float]  # seconds of some work, until all ranks are done
+Timed = Callable[[Work, float], float]  # seconds of one of a row that takes so long at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,12 @@ class Sizes:
     beside: int
     """Of tiles computed while messages travel."""
     heads: int
+    row_s: float
+    """How long tiles are computed in a row, at least."""
 
 
-CPU = Sizes(16, 768, 512, 128, heads=4)
-GPU = Sizes(1024, 8192, 1024, 1024, heads=8)
+CPU = Sizes(16, 768, 512, 128, heads=4, row_s=0.15)
+GPU = Sizes(1024, 8192, 1024, 1024, heads=8, row_s=0.02)
 
 
 class KernelBench:
@@ -63,9 +65,8 @@ class KernelBench:
         sizes, lines = self.sizes, list[tuple[float, float]]()
         flops = [size * size * self._score_flops for size in (sizes.small, sizes.large)]
         works = zip(self.works(sizes.small), self.works(sizes.large), strict=True)
-        count = sizes.large // sizes.small  # in a row: ranks need not start together
-        for factor, (small, large) in zip((1.0, BACKWARD_FLOPS), works, strict=True):
-            first, second = seconds(partial(_repeat, small, count)) / count, seconds(large)
+        for factor, both in zip((1.0, BACKWARD_FLOPS), works, strict=True):
+            first, second = (seconds(work, sizes.row_s) for work in both)
             rate = factor * (flops[1] - flops[0]) / max(second - first, second / 10)
             lines.append((rate, first - factor * flops[0] / rate))
         (forward, there), (backward, back) = lines
@@ -102,7 +103,7 @@ class KernelBench:
         take beyond their calls and the scores that the mask lets through."""
         size = self.sizes.diagonal
         there, back = self.works(size, CAUSAL)
-        took = seconds(lambda: (there(), back())) - 2 * rate.call_s
+        took = seconds(lambda: (there(), back()), self.sizes.row_s) - 2 * rate.call_s
         score_s = 1 / rate.forward_flops_per_s + BACKWARD_FLOPS / rate.backward_flops_per_s
         scores = took / (self._score_flops * score_s)
         return max(0.0, scores - tile_area(_tile(size, CAUSAL))) / size
@@ -115,8 +116,3 @@ class KernelBench:
 
 def _tile(size: int, band: Band) -> Tile:
     return Tile(((0, size),), ((0, size),), band)
-
-
-def _repeat(work: Work, count: int) -> None:
-    for _ in range(count):
-        work()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 
 from tests.helpers import run_processes, run_threads
-from wf_backends.bench_links import LARGEST, Meter, _occupied
+from wf_backends.bench_links import _occupied
 from wf_backends.cluster import job_hosts, measured
 from wf_backends.comm import Communicator
+from wf_backends.meter import LARGEST, Meter
 
 pytestmark = pytest.mark.processes
 
@@ -57,6 +59,25 @@ def timed(comm: Communicator, hurry_s: float) -> int:
 def test_nothing_is_repeated_late_on_any_rank(hurry_s: float, times: int) -> None:
     """Though only one rank takes so long."""
     assert run_threads(3, timed, hurry_s) == [times] * 3
+
+
+@pytest.mark.parametrize(("row_s", "within"), ((0.2, 0.06), (1.0, 0.015)))
+def test_ranks_that_do_not_run_together_seem_no_faster(row_s: float, within: float) -> None:
+    """10 ms of a row are over before the last rank begins; a row may take longer than it must."""
+    ran = list[None]()
+
+    class Apart(Meter):
+        """A millisecond for each piece of work."""
+
+        def times(self, work: Any, repeats: int, enough_s: float = inf) -> list[float]:
+            ran.clear()
+            work()
+            return [max(0.0, 1e-3 * len(ran) - 0.01)] * repeats
+
+    def one(comm: Communicator) -> float:
+        return Apart(comm, torch.device("cpu")).one(lambda: ran.append(None), row_s)
+
+    assert run_threads(1, one) == [pytest.approx(1e-3, rel=within)]
 
 
 class Steady(Meter):

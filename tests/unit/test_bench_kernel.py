@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wf_backends.bench_kernel import CPU, HEAD_DIM, KernelBench, Work
+from wf_backends.bench_kernel import CPU, HEAD_DIM, KernelBench
 from wf_backends.cost import BACKWARD_FLOPS
+from wf_backends.meter import Work
 from wf_backends.topology import KernelRate
 
 FLOPS = 4 * CPU.heads * HEAD_DIM  # of a (query, key) pair
@@ -16,7 +17,8 @@ def rate_of(*told: float) -> KernelRate:
     """By times in the order in which they are asked for: what is timed runs, too."""
     times = iter(told)
 
-    def seconds(work: Work) -> float:
+    def seconds(work: Work, row_s: float) -> float:
+        assert row_s == CPU.row_s
         work()
         return next(times)
 
@@ -33,7 +35,7 @@ def lines(*calls_and_rates: tuple[float, float]) -> list[float]:
         seconds
         for call, rate in calls_and_rates
         for seconds in (
-            (CPU.large // CPU.small) * (call + FLOPS * CPU.small**2 / rate),
+            call + FLOPS * CPU.small**2 / rate,
             call + FLOPS * CPU.large**2 / rate,
         )
     ]
@@ -55,6 +57,6 @@ def test_a_line_through_two_times_and_a_diagonal(in_vain: int) -> None:
 
 def test_times_that_make_no_line_still_give_rates() -> None:
     """Noise: the tiny tiles took longer than the long one, and a causal one no time."""
-    rate = rate_of(64.0, 1e-3, 64.0, 1e-3, 1e-9)
+    rate = rate_of(1.0, 1e-3, 1.0, 1e-3, 1e-9)
     assert 0 < rate.forward_flops_per_s < 1e15 and rate.call_s > 0
     assert rate.diagonal_keys == 0
