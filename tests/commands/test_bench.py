@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,13 +99,14 @@ def test_bench_runs_nothing_over_the_memory(share: float) -> None:
 
 def run_on(comm: Communicator, topology: dict) -> list[frozenset[str]]:
     """What the plans of `bench` send to trade heads for tokens, on ranks as threads."""
-    from wf_backends.commands.bench import prepare
+    from wf_backends.commands.bench import Inputs, prepare
 
     model, found = Model(8, 8, 8, 256, dtype="float32"), []
+    inputs = Inputs(model, comm.rank, torch.device("cpu"))
     request = Request(from_dict(topology), model.workload())
     for plan in [p for p in all_plans(request) if not p.in_rank_order or p.degree > 1][:6]:
         comm.sent.clear()
-        prepare(plan, model, comm, torch.device("cpu"))()
+        prepare(plan, model, comm, inputs)()
         found.append(frozenset(label for label in comm.sent if "ulysses" in label))
         assert bool(found[-1]) == (plan.degree > 1)
     return found
@@ -112,6 +116,29 @@ def test_bench_runs_placements_and_degrees_through_the_config() -> None:
     topology = load("a100-4x-100gbe", 4).to_dict()
     for results in run_threads(4, run_on, topology):
         assert len(results) == 6
+
+
+def in_turns(comm: Communicator) -> list[str]:
+    """The order in which `bench` runs two plans, three times each."""
+    from wf_backends.commands.bench import Job
+
+    ran = list[str]()
+
+    class Recording(Job):
+        def __init__(self) -> None:
+            self.comm, self.device = comm, torch.device("cpu")
+
+        def works(self, plans: Any, model: Model) -> list[Callable[[], None]]:
+            return [partial(ran.append, plan) for plan in plans]
+
+    plans: Any = ["a", "b"]
+    assert len(Recording().run(plans, Model(1, 1, 1, 1), 3)) == 2
+    return ran
+
+
+def test_plans_take_turns() -> None:
+    """What the machine does at first, or for a while, is on all of them."""
+    assert run_threads(2, in_turns) == [["a", "b"] * 3] * 2
 
 
 def test_bench_says_what_was_fastest(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 from tests.command_line import SMALL, TWO_HOSTS
 from wf_backends.bench_links import nearest_divisor
 from wf_backends.cli import main
-from wf_backends.commands.options import Model
+from wf_backends.commands.options import Model, milliseconds
 from wf_backends.planner import all_plans
 from wf_backends.plans import Request
 from wf_backends.presets import load
@@ -177,3 +177,12 @@ def test_a_missing_extra_is_named(wallfacer, monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_the_number_of_nics_is_a_divisor(value: float, nics: int) -> None:
     assert nearest_divisor(8, value) == nics
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(0.0, "0"), (2.5e-8, "0.0000"), (1e-5, "0.0100"), (0.0235, "23.50"), (0.9, "900.0")]
+    + [(1.2345, "1,234"), (880.0, "880,000")],
+)
+def test_milliseconds_have_as_many_digits_whatever_they_are(seconds: float, told: str) -> None:
+    assert milliseconds(seconds) == told

@@ -40,6 +40,19 @@ def test_plan_as_json_gives_configs_that_work(wallfacer) -> None:
         assert plan["predicted_s"] == pytest.approx(plan["compute_s"] + plan["exposed_s"])
 
 
+@pytest.mark.parametrize("degree", ((), ("--ulysses-degree", "2")))
+def test_plan_ends_with_the_ring_that_it_compares_with(wallfacer, degree: tuple[str, ...]) -> None:
+    args = ("plan", *SMALL, "--topology", TWO_HOSTS, "--top", "2", *degree)
+    rows = [line.split("│") for line in wallfacer(*args)[1].splitlines() if line.startswith("│")]
+    assert len(rows) == 3
+    assert [cell.strip() for cell in rows[-1][2:9:6]] == ["1.00", "ring"]
+    told = json.loads(wallfacer(*args, "--json")[1])
+    best, ring = told["plans"][0], told["ring"]
+    assert ring["forward"] == ring["backward"] == "ring"
+    assert ring["config"]["ulysses_degree"] == 1
+    assert f"{ring['predicted_s'] / best['predicted_s']:.2f} x the ring's speed" in told["reason"]
+
+
 def test_plan_through_a_pipe_cuts_no_word_off() -> None:
     command = [sys.executable, "-m", "wf_backends.cli", "plan", *SMALL, "--topology", TWO_HOSTS]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout

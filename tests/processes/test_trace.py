@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers import run_processes
 from wf_backends.comm import Communicator
-from wf_backends.commands.bench import prepare
+from wf_backends.commands.bench import Inputs, prepare
 from wf_backends.commands.options import Model
 from wf_backends.commands.trace import from_all_ranks, record, write
 from wf_backends.placement import in_rank_order
@@ -28,7 +28,8 @@ def trace(comm: Communicator, path: str) -> None:
     request = Request(PRESETS["one-host"].with_ranks(comm.size), model.workload())
     mesh = in_rank_order({"name": "mesh", "rows": 2, "cols": comm.size // 2}, comm.size)
     plan = price_plan(request, 1, mesh, mesh)
-    spans = from_all_ranks(record(prepare(plan, model, comm, torch.device("cpu"))))
+    inputs = Inputs(model, comm.rank, torch.device("cpu"))
+    spans = from_all_ranks(record(prepare(plan, model, comm, inputs)))
     if comm.rank == 0:
         write(Path(path), [plan], [spans])
 

@@ -18,10 +18,9 @@ from rich.progress import track
 from rich.table import Table
 
 from wf_backends.commands import options as o
-from wf_backends.commands.plan import block, config, plan_words
+from wf_backends.commands.plan import beside_ring, block, config, plain_ring, plan_words
 from wf_backends.launched import check_job
-from wf_backends.placement import in_rank_order
-from wf_backends.planner import all_plans, check_memory, price_plan
+from wf_backends.planner import all_plans, check_memory
 from wf_backends.plans import Plan, Request
 from wf_backends.presets import PRESETS, load
 from wf_backends.topology import Topology
@@ -116,30 +115,33 @@ class Job:
         return measured(self.comm, self.hosts, self.device, self.folder)[0]
 
     def run(self, plans: list[Plan], model: o.Model, repeats: int) -> list[float]:
-        """Median seconds of each plan."""
-        shown = Console(stderr=True)
-        rows = track(plans, "running", disable=self.comm.rank > 0, console=shown)
-        return [self._median(self.work(plan, model), repeats) for plan in rows]
+        """Median seconds of each plan, each time until the slowest rank is done.
 
-    def work(self, plan: Plan, model: o.Model) -> Callable[[], None]:
-        """Forward and backward of a plan, done once already: plans and buffers are there."""
-        work = prepare(plan, model, self.comm, self.device)
-        work()
-        return work
+        They take turns: what else the machine does, or does at first, is no property of one plan.
+        """
+        from wf_backends.meter import Meter
+
+        meter, shown = Meter(self.comm, self.device), Console(stderr=True)
+        works = self.works(plans, model)
+        rounds = track(range(repeats), "running", disable=self.comm.rank > 0, console=shown)
+        times = [[meter.times(work, 1)[0] for work in works] for _ in rounds]
+        return [median(of_plan) for of_plan in zip(*times, strict=True)]
+
+    def works(self, plans: list[Plan], model: o.Model) -> list[Callable[[], None]]:
+        """Forward and backward of each plan, done once already: plans and buffers are there."""
+        inputs = Inputs(model, self.comm.rank, self.device)
+        works = [prepare(plan, model, self.comm, inputs) for plan in plans]
+        for work in works:
+            work()
+        return works
 
     def trace(self, plans: list[Plan], model: o.Model, path: Path) -> None:
         """Write what every rank does in one run of each plan, beside what is predicted."""
         from wf_backends.commands.trace import from_all_ranks, record, write
 
-        spans = [from_all_ranks(record(self.work(plan, model))) for plan in plans]
+        spans = [from_all_ranks(record(work)) for work in self.works(plans, model)]
         if self.comm.rank == 0:
             write(path, plans, spans)
-
-    def _median(self, work: Callable[[], None], repeats: int) -> float:
-        """The median of several times, each until the slowest rank is done."""
-        from wf_backends.bench_links import Meter
-
-        return median(Meter(self.comm, self.device).times(work, repeats))
 
 
 def show(plans: list[Plan], times: list[float], request: Request, as_json: bool) -> None:
@@ -181,16 +183,42 @@ def with_ring(plans: list[Plan], request: Request, top: int) -> list[Plan]:
         ValueError: if no plan fits the memory, naming the one that comes closest.
     """
     check_memory(plans[0], request)
-    placed = in_rank_order({"name": "ring"}, request.topology.size)
-    ring = price_plan(request, 1, placed, placed)
+    ring = plain_ring(request)
     fits = [plan for plan in plans if plan.cost.memory_bytes <= request.memory_limit]
-    first, is_over = fits[:top], ring.cost.memory_bytes > request.memory_limit
-    if is_over or ring.choice in [plan.choice for plan in first]:
-        return first
-    return [*first, ring]
+    is_over = ring.cost.memory_bytes > request.memory_limit
+    return fits[:top] if is_over else beside_ring(fits[:top], ring)
 
 
-def prepare(plan: Plan, model: o.Model, comm: Any, device: Any) -> Callable[[], None]:
+class Inputs:
+    """Random q, k, v and dout of this rank: the same ones for all plans that give it as many rows.
+
+    Each (batch, rows, heads, head_dim).
+    """
+
+    def __init__(self, model: o.Model, rank: int, device: Any) -> None:
+        self.model, self.rank, self.device = model, rank, device
+        self._by_rows: dict[int, tuple[Any, ...]] = {}
+
+    def of(self, rows: int) -> tuple[Any, ...]:
+        """(q, k, v, dout) of so many rows."""
+        if rows not in self._by_rows:
+            self._by_rows[rows] = self._draw(rows)
+        return self._by_rows[rows]
+
+    def _draw(self, rows: int) -> tuple[Any, ...]:
+        import torch
+
+        model, generator = self.model, torch.Generator().manual_seed(self.rank)
+        kv_heads = model.kv_heads or model.heads
+        drawn = [
+            torch.randn((model.batch, rows, heads, model.head_dim), generator=generator)
+            for heads in (model.heads, kv_heads, kv_heads, model.heads)
+        ]
+        q, k, v, dout = (x.to(self.device, getattr(torch, model.dtype)) for x in drawn)
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+
+def prepare(plan: Plan, model: o.Model, comm: Any, inputs: Inputs) -> Callable[[], None]:
     """Forward and backward of a plan on random inputs."""
     import torch
 
@@ -198,16 +226,7 @@ def prepare(plan: Plan, model: o.Model, comm: Any, device: Any) -> Callable[[], 
 
     words = plan.to_config(comm.size, model.layout) | {"kernel": model.kernel}
     sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
-    rows = len(sp.positions(model.seqlen))
-    generator = torch.Generator().manual_seed(comm.rank)
-
-    def tensor(heads: int) -> torch.Tensor:
-        shape = (model.batch, rows, heads, model.head_dim)
-        x = torch.randn(shape, generator=generator)
-        return x.to(device, getattr(torch, model.dtype)).requires_grad_()
-
-    q, k, v = (tensor(heads) for heads in (model.heads, *2 * [model.kv_heads or model.heads]))
-    dout = torch.randn_like(q)
+    q, k, v, dout = inputs.of(len(sp.positions(model.seqlen)))
 
     def once() -> None:
         out = sp.attention(q, k, v, model.causal, (model.window, -1), seqlen=model.seqlen)
@@ -235,8 +254,8 @@ def table(plans: list[Plan], times: list[float], request: Request) -> Table:
     for plan, took in zip(plans, times, strict=True):
         expected = plan.cost.seconds
         found.add_row(
-            f"{1e3 * expected:.4g}",
-            f"{1e3 * took:.4g}",
+            o.milliseconds(expected),
+            o.milliseconds(took),
             f"{took / expected:.2f}",
             plan.split,
             str(plan.forward.placed),

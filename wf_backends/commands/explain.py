@@ -102,9 +102,9 @@ def timeline(cost: Cost, name: str) -> Table:
     """Every phase of a pass on one time axis: what computes, what travels, and both at once."""
     drawn = seconds(cost.phases)
     total = max(drawn, 1e-12)
-    title = f"{name}: {1e3 * cost.seconds:.4g} ms predicted"
+    title = f"{name}: {o.milliseconds(cost.seconds)} ms predicted"
     if drawn > 1.01 * cost.seconds:
-        title += f" ({1e3 * drawn:.4g} ms if all ranks kept step, as drawn here)"
+        title += f" ({o.milliseconds(drawn)} ms if all ranks kept step, as drawn here)"
     found = Table(title=title)
     found.add_column("phase", no_wrap=True)
     for column in ("compute ms", "transfer ms"):
@@ -116,8 +116,8 @@ def timeline(cost: Cost, name: str) -> Table:
         clock.run(phase)
         found.add_row(
             phase.label,
-            f"{1e3 * phase.compute_s:.4g}",
-            f"{1e3 * phase.transfer_s:.4g}",
+            o.milliseconds(phase.compute_s),
+            o.milliseconds(phase.transfer_s),
             bar(spans[first:], total),
         )
     return found

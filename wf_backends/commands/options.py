@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import log2
+from math import floor, log2, log10
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -140,6 +140,13 @@ def check_folder(option: str, path: Path | None) -> None:
         raise ValueError(f"{option} {path} is a folder: name a file, which may be in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"{option} {path}: you may not write there; name another file")
+
+
+def milliseconds(seconds: float) -> str:
+    """Four digits of them, however many there are, and none beyond a tenth of a microsecond."""
+    value = 1e3 * seconds
+    whole = floor(log10(value)) if value else 3
+    return f"{value:,.{min(4, max(0, 3 - whole))}f}"
 
 
 def console_for(table: Table) -> Console:

@@ -85,11 +85,10 @@ def answer(asked: Request, added: int, top: int, as_json: bool) -> None:
     request = counted(asked)
     plans = all_plans(request)
     best = check_memory(plans[0], request)
-    ring = in_rank_order({"name": "ring"}, request.topology.size)
-    baseline = price_plan(request, 1, ring, ring)
+    baseline = plain_ring(request)
     reason = why(best, baseline, request) + stand_in(request, asked) + other_layout(best, request)
     if as_json:
-        typer.echo(json.dumps(to_json(plans[:top], reason, asked, added), indent=2))
+        typer.echo(json.dumps(to_json(plans[:top], baseline, reason, asked, added), indent=2))
         return
     shown = table(plans[:top], baseline, asked, added)
     console = o.console_for(shown)
@@ -118,6 +117,17 @@ def counted(request: Request) -> Request:
             f"{NEAR_UP_TO} ranks eight: give shorter --documents, fewer --ranks or none"
         )
     return request
+
+
+def plain_ring(request: Request) -> Plan:
+    """Ring Attention, whatever the planner thinks of it: what everything is compared with."""
+    ring = in_rank_order({"name": "ring"}, request.topology.size)
+    return price_plan(request, 1, ring, ring)
+
+
+def beside_ring(plans: list[Plan], ring: Plan) -> list[Plan]:
+    """The plans, and after them the plain ring if it is not among them."""
+    return plans if ring.choice in [plan.choice for plan in plans] else [*plans, ring]
 
 
 def stand_in(request: Request, asked: Request) -> str:
@@ -154,7 +164,7 @@ def why(best: Plan, baseline: Plan, request: Request) -> str:
     return (
         f"ulysses_degree {best.split}, forward {best.forward.placed}, backward "
         f"{best.backward.placed} with the {best.moves} walking{order}{kept}: "
-        f"{1e3 * cost.seconds:.4g} ms predicted, "
+        f"{o.milliseconds(cost.seconds)} ms predicted, "
         f"{ring.seconds / cost.seconds:.2f} x the ring's speed; "
         f"{sent / 1e9:.3g} GB through the busiest {link} against {rings / 1e9:.3g}"
         f"{hidden(best)} (counted {counted})"
@@ -190,7 +200,7 @@ def transfers(plan: Plan) -> list[float]:
 
 
 def table(plans: list[Plan], baseline: Plan, request: Request, added: int) -> Table:
-    """The candidates, fastest first.
+    """The candidates, fastest first, and below them the ring that they are compared with.
 
     Args:
         added: hosts that the topology's file does not have.
@@ -204,13 +214,13 @@ def table(plans: list[Plan], baseline: Plan, request: Request, added: int) -> Ta
         found.add_column(name, justify="right")
     for name in ("forward", "backward", "walks"):
         found.add_column(name)
-    for plan in plans:
+    for plan in beside_ring(plans, baseline):
         cost = plan.cost
         over = cost.memory_bytes > request.memory_limit
         found.add_row(
-            f"{1e3 * cost.seconds:.4g}",
+            o.milliseconds(cost.seconds),
             f"{baseline.cost.seconds / cost.seconds:.2f}",
-            f"{1e3 * cost.exposed_s:.3g}",
+            o.milliseconds(cost.exposed_s),
             f"{cost.nic_bytes / 1e9:.3g}",
             f"{cost.inside_bytes / 1e9:.3g}",
             f"{cost.memory_bytes / 2**20:.4g}{' too much' if over else ''}",
@@ -223,13 +233,16 @@ def table(plans: list[Plan], baseline: Plan, request: Request, added: int) -> Ta
     return found
 
 
-def to_json(plans: list[Plan], reason: str, request: Request, added: int) -> dict[str, Any]:
+def to_json(
+    plans: list[Plan], ring: Plan, reason: str, request: Request, added: int
+) -> dict[str, Any]:
     """The same as data; `config` is what a DeepSpeed block or SequenceParallelConfig takes."""
     return {
         "topology": request.topology.to_dict(),
         "hosts_added": added,
         "reason": reason,
         "plans": [plan_words(plan, request) for plan in plans],
+        "ring": plan_words(ring, request),
     }
 
 
