@@ -25,7 +25,7 @@ from wf_backends.ulysses import heads_for_tokens, make_exchange
 SHORT_S = 0.2  # how long a message takes inside a host, where nobody shapes the link
 ROUGH_S = 0.1  # one that is only compared with others
 MIDDLE = 7  # times of what the median is taken of
-HURRY_S = 6.5  # of measuring, after which nothing is repeated: ten seconds must do
+HURRY_S = 6.0  # of measuring, after which nothing is repeated: ten seconds must do
 
 
 def measure(comm: Communicator, hosts: Sequence[str], device: torch.device) -> Topology:

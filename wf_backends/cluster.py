@@ -71,7 +71,8 @@ class Cluster:
         hosts = job_hosts(self.comm, socket.gethostname())
         if self.known is not None:
             return check_job(self.known, hosts)
-        if self.source is None and len(set(hosts)) == 1:
+        on_cores = device.type == "cpu"  # of one host: links and kernels as the preset has them
+        if self.source is None and on_cores and len(set(hosts)) == 1:
             return one_host(self.comm.size)
         if is_host_by_host(hosts):
             return measured(self.comm, hosts, device, self.folder)[0]

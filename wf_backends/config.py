@@ -78,7 +78,7 @@ class SequenceParallelConfig:
 
     topology: str | None = None
     """What "auto" goes by: the name of a preset, a .json or .toml file, "measure" (the job's links,
-    at first use), or None = the one-host preset where all ranks are on one host, else measured."""
+    at first use), or None = the one-host preset on cores of one host, else measured."""
 
     def __post_init__(self) -> None:
         positive("sequence_parallel_size", self.sequence_parallel_size)

@@ -53,6 +53,10 @@ class Meter:
         Args:
             enough_s: what took this long together is repeated no more, unless it ran only once.
         """
+        return self.timed(work, repeats, enough_s)[0]
+
+    def timed(self, work: Work, repeats: int, enough_s: float = inf) -> tuple[list[float], bool]:
+        """(as `times`, whether it is too late to repeat anything: the same on all ranks)."""
         found, late = list[float](), False
         while not found or not late and len(found) < repeats:
             sum_over_ranks(self.comm, torch.zeros(1))  # all start together
@@ -61,20 +65,23 @@ class Meter:
             self.synchronize()
             took, since = self._slowest(start)
             found.append(took)
-            late = since > self.hurry_s or len(found) > 1 and sum(found) >= enough_s
-        return found
+            late = since > self.hurry_s
+            if len(found) > 1 and sum(found) >= enough_s:
+                break
+        return found, late
 
     def one(self, work: Work, row_s: float) -> float:
-        """The shortest seconds of one piece of work, of rows of it that take at least `row_s`.
+        """The shorter of two times of one piece of work, of rows of it that take `row_s` at least.
 
         Ranks do not start together, and ranks that share cores do not run together: one that is
         done before another begins seems faster than they all are at once.
         """
-        count, took = 1, self.times(work, 1)[0]
-        while took < row_s:
-            count *= max(2, ceil(row_s / max(took, row_s / GROWTH**3)))
-            took = self.times(partial(_row, work, count), 1)[0]
-        return min(took, *self.times(partial(_row, work, count), FEW - 1, ENOUGH_S)) / count
+        count, (found, late) = 1, self.timed(work, 1)
+        while found[0] < row_s:
+            count *= max(2, ceil(row_s / max(found[0], row_s / GROWTH**3)))
+            found, late = self.timed(partial(_row, work, count), 1)
+        again = [] if late else self.times(partial(_row, work, count), 1)
+        return min(found + again) / count
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":

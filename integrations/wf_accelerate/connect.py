@@ -15,6 +15,7 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm.process_group import own_group
 from wf_backends.launch import settle_at_exit
 from wf_transformers import Connection, WholeBatchHooks, connect_any, loss_only
+from wf_transformers.fused import has_fused_head
 from wf_transformers.registry import Removable
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def connect(
     """
     config = words if isinstance(words, SequenceParallelConfig) else _read(words)
     _refuse(accelerator)
-    if "forward" in vars(model):
+    if "forward" in vars(model) and not has_fused_head(model):
         raise NotImplementedError(
             f"somebody replaced the forward of this {type(model).__name__} by {model.forward}, as "
             f"Trainers with a fused loss do: that loss would be of this rank's tokens"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from wf_backends.loss import token_loss
 from wf_transformers.apply import scale_gradient
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import ON_ONE_PROCESS, PARTIAL_STATES, parameter_names, takes_any_keyword
+from wf_transformers.fused import FUSED, fused_fields, own_words
 from wf_transformers.models import head_of
 
 WHOLE_LOGITS = "whole_logits"
@@ -66,6 +68,8 @@ class Call:
     """Documents, and the padding as one more."""
     whole: bool
     """Whether logits are to be of the whole batch."""
+    fused: bool
+    """Whether the model gives no logits, but values by token of the labels."""
 
 
 class WholeBatchHooks:
@@ -93,7 +97,7 @@ class WholeBatchHooks:
     def _before(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+        given = own_words(dict(zip(self._names, args, strict=False)) | kwargs)
         wanted = given.pop(WHOLE_LOGITS, self._always_whole or not model.training)
         whole = wanted or given.get("labels") is None
         _refuse(given)
@@ -105,9 +109,14 @@ class WholeBatchHooks:
         masked = self._head == "masked"
         local = self._share.shard_batch(batch, labels_are_shifted=masked)
         rows, num_items = _num_rows(local), given.pop("num_items_in_batch", None)
-        borders = local.get("cu_seqlens")
-        self._call = Call(seqlen, rows, local.get("labels"), num_items, borders, whole)
+        labels, borders, fused = (
+            local.get("labels"),
+            local.get("cu_seqlens"),
+            bool(given.get(FUSED)),
+        )
+        self._call = Call(seqlen, rows, labels, num_items, borders, whole, fused)
         words = given | forward_kwargs(model, local)
+        words |= {"shift_labels": labels} if fused else {}
         _refuse_unknown_words(model, self._names, words)
         return (), words
 
@@ -115,6 +124,9 @@ class WholeBatchHooks:
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call, self._call = self._call, None
         assert call is not None, "the hook before the model did not run"
+        if call.fused:
+            whole = partial(self._whole, call=call)
+            return type(output)(**fused_fields(output, call.num_items, whole))
         logits = _logits(model, output, call.rows)
         fields = dict(output)
         if call.labels is not None:
@@ -124,10 +136,10 @@ class WholeBatchHooks:
             fields["logits"] = self._whole(logits, call)
         return type(output)(**fields)
 
-    def _whole(self, logits: Tensor, call: Call) -> Tensor:
-        """(b, S, vocabulary): of all ranks. A loss that every rank makes of them counts once."""
+    def _whole(self, x: Tensor, call: Call) -> Tensor:
+        """(b, S, ...): rows of all ranks. A loss that every rank makes of them counts once."""
         sp = self._share.sp
-        whole = sp.unshard(logits, 1, call.cu_seqlens)
+        whole = sp.unshard(x, 1, call.cu_seqlens)
         scale_gradient(whole, sp.size)  # the mean over the world divides by it
         return whole[:, : call.seqlen]
 

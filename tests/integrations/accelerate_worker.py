@@ -6,7 +6,7 @@ python accelerate_worker.py FOLDER, with FOLDER/cases.json: a list of cases. A c
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,16 +142,16 @@ def loop(case: Result, folder: str) -> Result:
 KINDS = {"ddp": loop, "fsdp": loop, "resumed": resume}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def run_cases(folder: Path, run: Callable[[Result, str], Result]) -> None:
+    """What the first rank found of every case, each in a file of its own."""
     for case in json.loads((folder / "cases.json").read_text()):
         AcceleratorState._reset_state(False)
         GradientState._reset_state()
-        result = KINDS.get(case["kind"], train)(case, str(folder / "trainer"))
+        result = run(case, str(folder / "trainer"))
         if AcceleratorState().is_main_process:
             (folder / f"{case['name']}.json").write_text(json.dumps(result))
     leave()
 
 
 if __name__ == "__main__":
-    main()
+    run_cases(Path(sys.argv[1]), lambda case, folder: KINDS.get(case["kind"], train)(case, folder))

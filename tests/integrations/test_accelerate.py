@@ -5,7 +5,6 @@ Jobs of four ranks, beside jobs without us of one rank for each sequence at a ti
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from accelerate import Accelerator  # noqa: E402
 
 import wf_accelerate  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
+from tests.integrations.accelerate_jobs import Results, run_both  # noqa: E402
 from tests.integrations.deepspeed_jobs import ROOT, run_ranks  # noqa: E402
 from tests.integrations.deepspeed_trainer import assert_close_tokens  # noqa: E402
 from tests.integrations.deepspeed_trainer import model as llama  # noqa: E402
@@ -34,7 +34,6 @@ from tests.integrations.transformers_models import (  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_transformers import WholeBatchHooks, connect_any, loss_only  # noqa: E402
 
-RANKS = 4
 CONCENTRIC = {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 2}}
 RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
 CASES: dict[str, dict[str, Any]] = {
@@ -56,32 +55,17 @@ if LOADS_ON_CPUS:
 CASES["compiled"] = {"kind": "compiled", "words": RING, "gradient_accumulation": 1}
 LOOPS = [name for name, case in CASES.items() if case["kind"] in ("ddp", "fsdp")]
 TRAINERS = [name for name in CASES if name not in (*LOOPS, "resumed")]
-Results = dict[str, dict[str, Any]]
-
-
-def job(cases: list[dict[str, Any]], ranks: int, folder: Path) -> Results:
-    """What the first rank found, by case."""
-    folder.mkdir()
-    (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks([str(Path(__file__).with_name("accelerate_worker.py")), str(folder)], ranks)
-    return {
-        case["name"]: json.loads((folder / f"{case['name']}.json").read_text()) for case in cases
-    }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
-    """By four ranks with us; and without, by as many ranks as sequences were there at a time."""
-    folder = tmp_path_factory.mktemp("accelerate")
-    cases = [{"name": name, **case} for name, case in CASES.items()]
-    ours = job(cases, RANKS, folder / "ours")
-    plain: Results = {}
-    for groups in (1, 2):
-        some = [c for c in cases if c["words"]["sequence_parallel_size"] * groups == RANKS]
-        kinds = {"fsdp": "ddp"} | dict.fromkeys(("trainer_fsdp", "resumed", "compiled"), "trainer")
-        alone = [c | {"words": None, "kind": kinds.get(c["kind"], c["kind"])} for c in some]
-        plain |= job(alone, groups, folder / f"plain{groups}")
-    return ours, plain
+    """With us, and without: under DDP, whatever it is with us."""
+    kinds = {"fsdp": "ddp"} | dict.fromkeys(("trainer_fsdp", "resumed", "compiled"), "trainer")
+    cases = {
+        name: case | {"alone": {"kind": kinds.get(case["kind"], case["kind"])}}
+        for name, case in CASES.items()
+    }
+    return run_both("accelerate_worker.py", cases, tmp_path_factory.mktemp("accelerate"))
 
 
 @pytest.mark.processes

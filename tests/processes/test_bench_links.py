@@ -61,18 +61,21 @@ def test_nothing_is_repeated_late_on_any_rank(hurry_s: float, times: int) -> Non
     assert run_threads(3, timed, hurry_s) == [times] * 3
 
 
+@pytest.mark.parametrize("late", (False, True))
 @pytest.mark.parametrize(("row_s", "within"), ((0.2, 0.06), (1.0, 0.015)))
-def test_ranks_that_do_not_run_together_seem_no_faster(row_s: float, within: float) -> None:
+def test_ranks_that_do_not_run_together_seem_no_faster(
+    row_s: float, within: float, late: bool
+) -> None:
     """10 ms of a row are over before the last rank begins; a row may take longer than it must."""
     ran = list[None]()
 
     class Apart(Meter):
         """A millisecond for each piece of work."""
 
-        def times(self, work: Any, repeats: int, enough_s: float = inf) -> list[float]:
+        def timed(self, work: Any, repeats: int, enough_s: float = inf) -> tuple[list[float], bool]:
             ran.clear()
             work()
-            return [max(0.0, 1e-3 * len(ran) - 0.01)] * repeats
+            return [max(0.0, 1e-3 * len(ran) - 0.01)] * repeats, late
 
     def one(comm: Communicator) -> float:
         return Apart(comm, torch.device("cpu")).one(lambda: ran.append(None), row_s)

@@ -7,6 +7,7 @@ import logging
 import os
 import socket
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 import torch
 
 from tests.dense import dense_attention
-from tests.helpers import run_mpi, run_processes
+from tests.helpers import run_mpi, run_processes, run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.cluster import Cluster
+from wf_backends.comm import Communicator
 from wf_backends.mask import make_mask
 from wf_backends.presets import one_host
 from wf_backends.topology import Topology
@@ -109,6 +112,21 @@ def test_one_host_is_measured_where_it_is_asked_for(tmp_path: Path) -> None:
     results = run_processes(2, use, ["a", "a"], str(tmp_path), words)
     assert {topology.name for topology, *_ in results} == {"measured on a"}
     assert "measured 1 hosts x 2 ranks" in results[0][1][0]
+
+
+@pytest.mark.parametrize(("device", "name"), (("cpu", "one-host"), ("cuda", "measured")))
+def test_one_host_of_gpus_is_measured(
+    device: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing runs on a GPU here: what measuring would say is given."""
+    found = replace(one_host(2), name="measured", memory_bytes=1e9)
+    monkeypatch.setattr("wf_backends.cluster.measure", lambda *_: found)
+
+    def rank(comm: Communicator) -> str:
+        return Cluster(comm, None, None, tmp_path).topology(torch.device(device)).name
+
+    assert run_threads(2, rank) == [name] * 2
+    assert len(list(tmp_path.iterdir())) == (device == "cuda")
 
 
 def test_groups_side_by_side_are_measured_each_for_itself(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.bench_links import measure
 from wf_backends.cluster import Cluster
 from wf_backends.comm.protocol import Communicator, Message, Pending
 from wf_backends.distributed_attention import AttentionPlan, DistributedAttention
@@ -30,6 +31,7 @@ from wf_backends.kernels.pieces import cut_window
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_choice import Machine, choose, question
+from wf_backends.kernels.select import Selection
 from wf_backends.lss import LssAttention
 from wf_backends.mask import CAUSAL, Band, Mask
 from wf_backends.presets import PRESETS
@@ -213,6 +215,14 @@ def test_so_does_what_stands_around_attention(work: Callable[[SequenceParallel],
     sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=SIZE), Silent())
     with Apart():
         work(sp)
+
+
+def test_measuring_takes_a_gpus_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but their times; no value of them is asked for either."""
+    kernel = Selection(sdpa_on((9, 0)), "")
+    monkeypatch.setattr("wf_backends.bench_kernel.select", lambda *_: kernel)
+    found = measure(Silent(), [f"host {rank // 4}" for rank in range(SIZE)], GPU)
+    assert (found.hosts, found.ranks_per_host, found.kernels[0][0]) == (2, 4, "sdpa")
 
 
 def test_what_waits_for_the_gpu_or_strays_from_it_is_seen() -> None:

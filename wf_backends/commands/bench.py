@@ -18,6 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 from wf_backends.commands import options as o
+from wf_backends.commands.models import ModelName
 from wf_backends.commands.plan import beside_ring, block, config, plain_ring, plan_words
 from wf_backends.launched import check_job
 from wf_backends.planner import all_plans, check_memory
@@ -33,6 +34,7 @@ EXACT_UP_TO = 16  # ranks; beyond, pricing every candidate message by message ta
 
 
 def bench(
+    _model: ModelName = "",
     heads: o.Heads = 8,
     kv_heads: o.KvHeads = 0,
     head_dim: o.HeadDim = 64,

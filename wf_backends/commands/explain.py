@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from wf_backends.commands import options as o
+from wf_backends.commands.models import ModelName
 from wf_backends.cost import FORWARD, FORWARD_QUERIES, Job, pass_cost
 from wf_backends.placement import Placed, place
 from wf_backends.plans import BACKWARDS
@@ -32,6 +33,7 @@ def explain(
             "mesh:rows=2,cols=4; placed with ,order=1-0 and ,reverse=true"
         ),
     ],
+    _model: ModelName = "",
     heads: o.Heads = 32,
     kv_heads: o.KvHeads = 0,
     head_dim: o.HeadDim = 128,

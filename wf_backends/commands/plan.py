@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from wf_backends.commands import options as o
+from wf_backends.commands.models import ModelName
 from wf_backends.layout import make_layout
 from wf_backends.near import NEAR_UP_TO, on_few, on_fewer_ranks
 from wf_backends.placement import in_rank_order
@@ -21,6 +22,7 @@ from wf_backends.words import AUTO
 
 
 def plan(
+    _model: ModelName = "",
     heads: o.Heads = 32,
     kv_heads: o.KvHeads = 0,
     head_dim: o.HeadDim = 128,
@@ -51,7 +53,7 @@ def plan(
 
         wallfacer plan --heads 32 --kv-heads 8 --seqlen 131072 --topology h100-8x400g
 
-        wallfacer plan --topology my_cluster.toml --ranks 16 --json
+        wallfacer plan --model path/of/a/model --topology my_cluster.toml --ranks 16 --json
 
         wallfacer plan --ranks 8 --seqlen 65536 --documents 2048 --layout document_zigzag
     """

@@ -1,0 +1,59 @@
+"""`--model`: a Hugging Face model's heads in the place of the defaults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="the transformers extra is missing")
+
+ON_EIGHT = ("--ranks", "8", "--seqlen", "65536", "--json")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> str:
+    """A folder with the config of a model of 16 heads of 96 on 4 key heads."""
+    config = transformers.LlamaConfig(
+        hidden_size=1536, num_attention_heads=16, num_key_value_heads=4, num_hidden_layers=2
+    )
+    config.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_plan_takes_the_shape_of_a_model(wallfacer, llama: str) -> None:
+    shape = ("--heads", "16", "--kv-heads", "4", "--head-dim", "96")
+    said = wallfacer("plan", *shape, *ON_EIGHT)
+    assert said != wallfacer("plan", *ON_EIGHT)
+    assert said == wallfacer("plan", "--model", llama, *ON_EIGHT)
+    assert said == wallfacer("plan", *ON_EIGHT, "--model", f"{llama}/config.json")
+
+
+def test_what_is_said_counts_more_than_the_model(wallfacer, llama: str) -> None:
+    whole = ("--kv-heads", "16")
+    wanted = wallfacer("plan", "--heads", "16", "--head-dim", "96", *whole, *ON_EIGHT)
+    assert wanted == wallfacer("plan", *whole, "--model", llama, *ON_EIGHT)
+
+
+def test_explain_and_bench_take_it_too(wallfacer, llama: str, tmp_path: Path) -> None:
+    said = wallfacer("explain", "ring", "--heads", "16", "--kv-heads", "4", "--head-dim", "96")
+    assert said == wallfacer("explain", "ring", "--model", llama)
+    args = ("--seqlen", "128", "--repeats", "1", "--cache-dir", str(tmp_path / "kept"), "--json")
+    code, out, _ = wallfacer("bench", "--model", llama, *args)
+    assert code == 0 and len(json.loads(out)["plans"]) == 1
+
+
+def test_a_model_that_tells_no_key_heads_has_as_many_as_heads(wallfacer, tmp_path: Path) -> None:
+    transformers.GPT2Config(n_embd=768, n_head=12).save_pretrained(tmp_path)
+    shape = ("--heads", "12", "--kv-heads", "12", "--head-dim", "64")
+    wanted = wallfacer("plan", *shape, *ON_EIGHT)
+    assert wanted == wallfacer("plan", "--model", str(tmp_path), *ON_EIGHT)
+
+
+def test_models_that_cannot_be_read_are_refused(wallfacer, tmp_path: Path) -> None:
+    code, _, err = wallfacer("plan", "--model", str(tmp_path / "nowhere"))
+    assert code == 2 and f"--model {tmp_path}/nowhere: " in err
+    transformers.MambaConfig().save_pretrained(tmp_path)
+    code, _, err = wallfacer("plan", "--model", str(tmp_path))
+    assert code == 2 and "MambaConfig tells no num_attention_heads; say --heads" in err
