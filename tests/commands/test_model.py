@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,19 +27,19 @@ def test_plan_takes_the_shape_of_a_model(wallfacer, llama: str) -> None:
     shape = ("--heads", "16", "--kv-heads", "4", "--head-dim", "96")
     said = wallfacer("plan", *shape, *ON_EIGHT)
     assert said != wallfacer("plan", *ON_EIGHT)
-    assert said == wallfacer("plan", "--model", llama, *ON_EIGHT)
-    assert said == wallfacer("plan", *ON_EIGHT, "--model", f"{llama}/config.json")
+    assert said[:2] == wallfacer("plan", "--model", llama, *ON_EIGHT)[:2]
+    assert said[:2] == wallfacer("plan", *ON_EIGHT, "--model", f"{llama}/config.json")[:2]
 
 
 def test_what_is_said_counts_more_than_the_model(wallfacer, llama: str) -> None:
     whole = ("--kv-heads", "16")
     wanted = wallfacer("plan", "--heads", "16", "--head-dim", "96", *whole, *ON_EIGHT)
-    assert wanted == wallfacer("plan", *whole, "--model", llama, *ON_EIGHT)
+    assert wanted[:2] == wallfacer("plan", *whole, "--model", llama, *ON_EIGHT)[:2]
 
 
 def test_explain_and_bench_take_it_too(wallfacer, llama: str, tmp_path: Path) -> None:
     said = wallfacer("explain", "ring", "--heads", "16", "--kv-heads", "4", "--head-dim", "96")
-    assert said == wallfacer("explain", "ring", "--model", llama)
+    assert said[:2] == wallfacer("explain", "ring", "--model", llama)[:2]
     args = ("--seqlen", "128", "--repeats", "1", "--cache-dir", str(tmp_path / "kept"), "--json")
     code, out, _ = wallfacer("bench", "--model", llama, *args)
     assert code == 0 and len(json.loads(out)["plans"]) == 1
@@ -48,7 +49,7 @@ def test_a_model_that_tells_no_key_heads_has_as_many_as_heads(wallfacer, tmp_pat
     transformers.GPT2Config(n_embd=768, n_head=12).save_pretrained(tmp_path)
     shape = ("--heads", "12", "--kv-heads", "12", "--head-dim", "64")
     wanted = wallfacer("plan", *shape, *ON_EIGHT)
-    assert wanted == wallfacer("plan", "--model", str(tmp_path), *ON_EIGHT)
+    assert wanted[:2] == wallfacer("plan", "--model", str(tmp_path), *ON_EIGHT)[:2]
 
 
 def test_models_that_cannot_be_read_are_refused(wallfacer, tmp_path: Path) -> None:
@@ -57,3 +58,11 @@ def test_models_that_cannot_be_read_are_refused(wallfacer, tmp_path: Path) -> No
     transformers.MambaConfig().save_pretrained(tmp_path)
     code, _, err = wallfacer("plan", "--model", str(tmp_path))
     assert code == 2 and "MambaConfig tells no num_attention_heads; say --heads" in err
+
+
+def test_without_transformers_it_says_what_to_install(wallfacer, monkeypatch) -> None:
+    for name in [n for n in sys.modules if n.startswith("wf_transformers")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    code, _, err = wallfacer("plan", "--model", "somebody/model")
+    assert code == 2 and "pip install '.[transformers]'" in err

@@ -1,17 +1,27 @@
-"""`--model`: heads and their size out of a Hugging Face model's config."""
+"""`--model`: heads and their size of a model that another package can read.
+
+Who can says so by an entry point of the group SHAPES, a function from the model's name to heads,
+kv_heads and head_dim: the core imports no framework.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import sys
+from contextlib import redirect_stdout
+from importlib.metadata import entry_points
+from typing import Annotated
 
 import typer
+
+SHAPES = "wallfacer.model_shapes"
 
 
 def take_shape(ctx: typer.Context, name: str) -> str:
     """Put the model's shape in the place of the defaults; what else is said counts more.
 
     Raises:
-        ValueError: if there is no such model, or its config does not tell its heads.
+        ValueError: if there is no such model, its config does not tell its heads, or nothing is
+            installed that reads models.
     """
     if name:
         ctx.default_map = {**(ctx.default_map or {}), **model_shape(name)}
@@ -19,37 +29,19 @@ def take_shape(ctx: typer.Context, name: str) -> str:
 
 
 def model_shape(name: str) -> dict[str, int]:
-    """heads, kv_heads and head_dim of a model: a folder, its config.json, or a name of the Hub.
+    """heads, kv_heads and head_dim of a model.
 
     Raises:
         ValueError: as `take_shape`.
     """
-    config = read_config(name)
-    heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int):
-        raise ValueError(
-            f"--model {name}: its {type(config).__name__} tells no num_attention_heads; say "
-            "--heads, --kv-heads and --head-dim instead"
-        )
-    return {
-        "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-    }
-
-
-def read_config(name: str) -> Any:
-    """The transformers config of a model; of one that also sees, its language model's."""
-    try:
-        from transformers.models.auto.configuration_auto import AutoConfig
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"--model needs transformers ({error}): pip install 'wallfacer[transformers]'"
-        ) from error
-    try:
-        return AutoConfig.from_pretrained(name).get_text_config()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {name}: {str(error).splitlines()[0]}") from error
+    why = "none is registered: install WallFacer itself, pip install '.[transformers]'"
+    for reader in entry_points(group=SHAPES):
+        try:
+            with redirect_stdout(sys.stderr):  # what libraries say when imported is no JSON
+                return reader.load()(name)
+        except ModuleNotFoundError as error:
+            why = f"{error}: pip install '.[transformers]'"
+    raise ValueError(f"--model needs what reads models; {why}")
 
 
 ModelName = Annotated[
