@@ -40,13 +40,6 @@ class Meter:
     hurry_s: float = inf
     began: float = field(default_factory=time.perf_counter)
 
-    def seconds(self, work: Work, repeats: int = REPEATS) -> float:
-        """The shortest of several times: the best case is what a link can do.
-
-        What else ran on the machine is not its property.
-        """
-        return min(self.times(work, repeats, ENOUGH_S))
-
     def times(self, work: Work, repeats: int, enough_s: float = inf) -> list[float]:
         """Several times of some work, each until the slowest rank is done.
 
