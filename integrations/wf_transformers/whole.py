@@ -109,11 +109,8 @@ class WholeBatchHooks:
         masked = self._head == "masked"
         local = self._share.shard_batch(batch, labels_are_shifted=masked)
         rows, num_items = _num_rows(local), given.pop("num_items_in_batch", None)
-        labels, borders, fused = (
-            local.get("labels"),
-            local.get("cu_seqlens"),
-            bool(given.get(FUSED)),
-        )
+        labels, fused = local.get("labels"), bool(given.get(FUSED))
+        borders = local.get("cu_seqlens")
         self._call = Call(seqlen, rows, labels, num_items, borders, whole, fused)
         words = given | forward_kwargs(model, local)
         words |= {"shift_labels": labels} if fused else {}
