@@ -23,9 +23,9 @@ from torch import Tensor
 
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 from wf_backends.comm import make_comm
-from wf_backends.layout import contiguous
-from wf_backends.switch import DynamicSequenceParallel, Sharded, chunk_sizes
-from wf_backends.ulysses import heads_for_tokens, make_exchange, tokens_for_heads
+from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, chunk_sizes
+from wf_backends.runtime.ulysses import heads_for_tokens, make_exchange, tokens_for_heads
+from wf_backends.schedule.layout import contiguous
 
 TIME, SPACE = 1, 2
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from wf_backends.kernels import KernelSpec, select
 from wf_backends.kernels.reference import band_mask
-from wf_backends.mask import CAUSAL, FULL, Band
+from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 
 def main() -> None:

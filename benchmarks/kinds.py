@@ -18,14 +18,14 @@ from dataclasses import replace
 from itertools import accumulate
 from statistics import geometric_mean
 
-from wf_backends.calls import plan_call
-from wf_backends.config import SequenceParallelConfig
-from wf_backends.cost import Workload
-from wf_backends.mask import CAUSAL, Mask
-from wf_backends.planner import best_plan, price_again
-from wf_backends.plans import EXACT_UP_TO, Plan, Request
-from wf_backends.presets import PRESETS
-from wf_backends.traffic import Shape
+from wf_backends.cluster.presets import PRESETS
+from wf_backends.lowering.message_bytes import Shape
+from wf_backends.parallel.choose import plan_call
+from wf_backends.parallel.config import SequenceParallelConfig
+from wf_backends.planner.exact_cost import Workload
+from wf_backends.planner.plan import EXACT_UP_TO, Plan, Request
+from wf_backends.planner.search import best_plan, price_again
+from wf_backends.schedule.mask import CAUSAL, Mask
 
 SHARD = 8192
 MEDIANS = (512, 1024, 2048, 4096)

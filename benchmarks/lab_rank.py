@@ -35,16 +35,16 @@ from lab_timeline import Timeline, phases, predicted
 from torch import Tensor
 
 from wf_backends import launch
-from wf_backends.agree import sum_over_ranks
-from wf_backends.bench_links import measure
+from wf_backends.cli.options import Model
+from wf_backends.cluster.measure_links import measure
+from wf_backends.cluster.topology import Topology, from_dict
 from wf_backends.comm import make_comm
-from wf_backends.commands.options import Model
-from wf_backends.cost import Workload
-from wf_backends.layout import make_layout
-from wf_backends.planner import price_again
-from wf_backends.plans import Plan, Request
-from wf_backends.shards import positions
-from wf_backends.topology import Topology, from_dict
+from wf_backends.comm.consistency import sum_over_ranks
+from wf_backends.planner.exact_cost import Workload
+from wf_backends.planner.plan import Plan, Request
+from wf_backends.planner.search import price_again
+from wf_backends.runtime.shards import positions
+from wf_backends.schedule.layout import make_layout
 
 Step = Callable[[], tuple[Tensor, ...]]  # returns out, dq, dk, dv of this rank's rows
 TOLERANCE = 1e-4  # of float32, relative to the largest value

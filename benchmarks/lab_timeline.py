@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from wf_backends.comm import Communicator, Message, Pending
-from wf_backends.plans import Plan
-from wf_backends.timeline import Clock
+from wf_backends.planner.overlap_model import Clock
+from wf_backends.planner.plan import Plan
 
 
 class Timeline(Communicator):

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 from wf_backends.comm import make_comm
-from wf_backends.gradients import GradientMean
-from wf_backends.switch import chunk_sizes
+from wf_backends.dsp.switch import chunk_sizes
+from wf_backends.parallel.gradients import GradientMean
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ from planning import packed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from wf_backends import SequenceParallelConfig
-from wf_backends.cluster import Cluster
-from wf_backends.distributed_attention import DistributedAttention
-from wf_backends.mask import CAUSAL, Band, Mask
-from wf_backends.presets import PRESETS
+from wf_backends.cluster.discover import Cluster
+from wf_backends.cluster.presets import PRESETS
+from wf_backends.parallel.attention import DistributedAttention
+from wf_backends.schedule.mask import CAUSAL, Band, Mask
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 2048, 32, 8, 128
 WINDOW, DOCUMENT = 4096, 8192

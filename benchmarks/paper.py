@@ -21,15 +21,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from wf_backends.cost import Workload
-from wf_backends.mask import CAUSAL, Mask
-from wf_backends.placement import divisors, in_rank_order
-from wf_backends.planner import best_plan, price_again, price_plan
-from wf_backends.plans import Plan, Request
-from wf_backends.presets import PRESETS
-from wf_backends.splits import legal_degrees
-from wf_backends.topology import Topology
-from wf_backends.traffic import Shape
+from wf_backends.cluster.presets import PRESETS
+from wf_backends.cluster.topology import Topology
+from wf_backends.lowering.message_bytes import Shape
+from wf_backends.planner.exact_cost import Workload
+from wf_backends.planner.plan import Plan, Request
+from wf_backends.planner.search import best_plan, price_again, price_plan
+from wf_backends.planner.splits import legal_degrees
+from wf_backends.schedule.mask import CAUSAL, Mask
+from wf_backends.schedule.placement import divisors, in_rank_order
 
 LENGTHS = (65536, 131072, 262144, 524288)
 HEADLINE = MappingProxyType({"GPT": 0.7712, "DiT": 1.1433})

@@ -16,14 +16,14 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from wf_backends.cost import Workload
-from wf_backends.mask import CAUSAL, Mask
-from wf_backends.placement import divisors, in_rank_order
-from wf_backends.planner import best_plan, price_plan
-from wf_backends.plans import Plan, Request
-from wf_backends.splits import legal_degrees
-from wf_backends.topology import KernelRate, Link, Topology
-from wf_backends.traffic import Shape
+from wf_backends.cluster.topology import KernelRate, Link, Topology
+from wf_backends.lowering.message_bytes import Shape
+from wf_backends.planner.exact_cost import Workload
+from wf_backends.planner.plan import Plan, Request
+from wf_backends.planner.search import best_plan, price_plan
+from wf_backends.planner.splits import legal_degrees
+from wf_backends.schedule.mask import CAUSAL, Mask
+from wf_backends.schedule.placement import divisors, in_rank_order
 
 SIZES = (4, 8, 16, 32, 64)
 RATES = (25, 50, 100, 200, 400, 800)  # Mbit/s

@@ -10,14 +10,14 @@ import random
 import time
 from itertools import accumulate
 
-from wf_backends.calls import plan_call
-from wf_backends.config import SequenceParallelConfig
-from wf_backends.layout import zigzag
-from wf_backends.mask import CAUSAL, Band, Mask
-from wf_backends.presets import PRESETS
-from wf_backends.schedule import Schedule, concentric, mesh, ring
-from wf_backends.traffic import Shape
-from wf_backends.walk import Problem, plan_rank
+from wf_backends.cluster.presets import PRESETS
+from wf_backends.lowering.lower import Problem, lower
+from wf_backends.lowering.message_bytes import Shape
+from wf_backends.parallel.choose import plan_call
+from wf_backends.parallel.config import SequenceParallelConfig
+from wf_backends.schedule.layout import zigzag
+from wf_backends.schedule.mask import CAUSAL, Band, Mask
+from wf_backends.schedule.schedule import Schedule, concentric, mesh, ring
 
 SEQLEN = 1 << 20
 
@@ -34,7 +34,7 @@ def milliseconds(schedule: Schedule, mask: Mask) -> float:
     """Time of one plan of a rank in the middle, nothing cached."""
     layout = zigzag(schedule.num_ranks, SEQLEN)
     start = time.perf_counter()
-    plan_rank(Problem(schedule, layout, layout, mask), schedule.num_ranks // 2)
+    lower(Problem(schedule, layout, layout, mask), schedule.num_ranks // 2)
     return (time.perf_counter() - start) * 1e3
 
 

@@ -11,24 +11,22 @@ from torch import Tensor
 from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends.comm import Communicator
-from wf_backends.executor import Attention, Call
 from wf_backends.kernels import Kernel
 from wf_backends.kernels.reference import ReferenceKernel
-from wf_backends.layout import Layout
-from wf_backends.mask import Mask
-from wf_backends.rankplan import RankPlan
-from wf_backends.schedule import (
-    Schedule,
-    all_gather,
-    concentric,
-    double_ring,
-    mesh,
-    ring,
+from wf_backends.lowering.direction import strands
+from wf_backends.lowering.lower import Problem, lower
+from wf_backends.lowering.message_bytes import (
+    Shape,
+    backward_row_bytes,
+    bytes_sent,
+    forward_row_bytes,
 )
-from wf_backends.shards import positions
-from wf_backends.strands import strands
-from wf_backends.traffic import Shape, backward_row_bytes, bytes_sent, forward_row_bytes
-from wf_backends.walk import Problem, plan_rank
+from wf_backends.lowering.program import RankProgram
+from wf_backends.runtime.attention import Attention, Call
+from wf_backends.runtime.shards import positions
+from wf_backends.schedule.layout import Layout
+from wf_backends.schedule.mask import Mask
+from wf_backends.schedule.schedule import Schedule, all_gather, concentric, double_ring, mesh, ring
 
 
 def schedules(n: int) -> dict[str, Schedule]:
@@ -71,13 +69,13 @@ class Case:
     def num_ranks(self) -> int:
         return self.forward.num_ranks
 
-    def plans(self, rank: int) -> tuple[tuple[RankPlan, ...], tuple[RankPlan, ...]]:
+    def plans(self, rank: int) -> tuple[tuple[RankProgram, ...], tuple[RankProgram, ...]]:
         """(forward, backward) of one rank."""
         layouts = self.layout, self.kv_layout or self.layout
         there = Problem(self.forward, *layouts, self.mask, self.queries_walk_there, kept=self.keep)
         back = Problem(self.backward, *layouts, self.mask, self.queries_walk, kept=self.keep)
         parts = (strands(one, self.two_way) for one in (there, back))
-        first, second = (tuple(plan_rank(one, rank) for one in part) for part in parts)
+        first, second = (tuple(lower(one, rank) for one in part) for part in parts)
         return first, second
 
     def derived_bytes(self, rank: int) -> dict[str, int]:

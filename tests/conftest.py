@@ -7,7 +7,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+RANKS_ARE_THREADS = ("comm", "runtime", "parallel", "dsp")  # folders of tests
 SLURM = ("ip", "unshare", "munged", "slurmctld", "slurmd", "srun")
 
 
@@ -52,7 +53,8 @@ def pytest_configure() -> None:
 
 def _is_job(nodeid: str) -> bool:
     """Whether it is a test of several processes, or shares a folder with such tests."""
-    return Path(nodeid.split("::")[0]).parts[-2] in ("integrations", "processes")
+    file = Path(nodeid.split("::")[0])
+    return file.parent.name == "integrations" or file.stem.endswith("_processes")
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
@@ -83,6 +85,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for marker, (available, reason) in REQUIREMENTS.items():
         if item.get_closest_marker(marker) and not available():
             pytest.skip(reason)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Memory that nobody wrote holds NaN where ranks are threads, so that no sum passes with it."""
+    if request.path.parent.name in RANKS_ARE_THREADS and not _is_job(request.node.nodeid):
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty gives
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wf_backends.mask import Mask
+from wf_backends.schedule.mask import Mask
 
 
 def visible(mask: Mask, num_rows: int, num_keys: int) -> Tensor:

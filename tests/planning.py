@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from wf_backends.mask import CAUSAL, Band, Mask
-from wf_backends.topology import KernelRate, Link, Topology
-from wf_backends.traffic import Shape
+from wf_backends.cluster.topology import KernelRate, Link, Topology
+from wf_backends.lowering.message_bytes import Shape
+from wf_backends.schedule.mask import CAUSAL, Band, Mask
 
 SHAPE = Shape(batch=1, heads=8, kv_heads=2, head_dim=16, itemsize=2)
 MASKS = (Mask(), Mask(CAUSAL), Mask(Band(30, 0)))

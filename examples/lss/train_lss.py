@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 from wf_backends.comm import make_comm
 from wf_backends.comm.protocol import Communicator
-from wf_backends.gradients import DoubleAverage
+from wf_backends.parallel.gradients import DoubleAverage
 
 
 def main() -> None:

@@ -15,9 +15,9 @@ from video_model import VideoDiT
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm.protocol import Communicator
-from wf_backends.gradients import GradientMean
-from wf_backends.stages import LayoutTracker, Stages
-from wf_backends.switch import DynamicSequenceParallel
+from wf_backends.dsp.stages import LayoutTracker, Stages
+from wf_backends.dsp.switch import DynamicSequenceParallel
+from wf_backends.parallel.gradients import GradientMean
 
 KEYS = ("switch", "wallfacer")
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from wf_accelerate.groups import counted_by_group, swapped
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.comm.process_group import own_group
-from wf_backends.launch import settle_at_exit
+from wf_backends.cluster import settle_at_exit
+from wf_backends.comm import own_group
 from wf_transformers import Connection, WholeBatchHooks, connect_any, loss_only
 from wf_transformers.fused import has_fused_head
 from wf_transformers.registry import Removable

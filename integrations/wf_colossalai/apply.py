@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from wf_backends import SequenceParallelConfig, dsp
-from wf_backends.comm.process_group import own_group
+from wf_backends.comm import own_group
 from wf_colossalai.connect import connect, connect_stages
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule
@@ -73,7 +73,7 @@ def apply(
     Args:
         model: a model whose attention is in `table`. It is changed in place.
         config: the configuration or its words; with "dsp" among them (the words of
-            `wf_backends.stages.Stages`) any model whose modules they name, `table` aside.
+            `wf_backends.dsp.stages.Stages`) any model whose modules they name, `table` aside.
         group: the ranks that the plugin averages gradients over. None: the world. It is cut into
             blocks of sequence_parallel_size consecutive ranks.
         table: the attention modules that are known.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from wf_backends import dsp
-from wf_backends.suggest import nearest
+from wf_backends._validation import nearest
 
 KEY = "wallfacer"
 TOP_LEVEL = (KEY, "colossalai", "optimizer", "gradient_accumulation_steps")

@@ -12,9 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 import wf_transformers
 from wf_backends import SequenceParallel
-from wf_backends.dsp import spread
-from wf_backends.stages import Stages
-from wf_backends.switch import DynamicSequenceParallel
+from wf_backends.dsp import DynamicSequenceParallel, Stages, spread
 from wf_colossalai.hooks import TokenHooks, same_inputs
 from wf_colossalai.table import AttentionModule, find
 from wf_transformers import Application

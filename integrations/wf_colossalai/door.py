@@ -13,7 +13,7 @@ from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, TorchDDP
 from torch import nn
 
 from wf_backends import SequenceParallel
-from wf_backends.suggest import nearest
+from wf_backends._validation import nearest
 from wf_colossalai.apply import apply
 from wf_colossalai.config import load, sequence_parallel_words
 from wf_colossalai.plugin import WallFacerPlugin

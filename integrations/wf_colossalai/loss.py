@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from wf_backends import SequenceParallel
-from wf_backends.loss import count_valid
+from wf_backends.parallel import count_valid
 
 
 def group_loss(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from wf_backends import SequenceParallelConfig, dsp
-from wf_backends.words import meant
+from wf_backends.parallel import meant
 from wf_colossalai.config import load, sequence_parallel_words
 from wf_colossalai.policy import KEY, WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel

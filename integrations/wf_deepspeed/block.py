@@ -18,8 +18,8 @@ from typing import Any, Literal, get_args
 import hjson
 
 from wf_backends import SequenceParallelConfig, dsp
-from wf_backends.stages import Stages
-from wf_backends.words import meant
+from wf_backends.dsp import Stages
+from wf_backends.parallel import meant
 
 KEY = "wallfacer"
 LossAverage = Literal["sequence", "token"]

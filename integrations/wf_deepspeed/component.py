@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from wf_backends import SequenceParallel
-from wf_backends.loss import count_valid, token_loss
+from wf_backends.parallel import count_valid, token_loss
 from wf_deepspeed.block import Block
 from wf_deepspeed.mpu import Groups
 from wf_transformers import Connection

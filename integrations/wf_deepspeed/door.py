@@ -13,8 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from wf_backends import SequenceParallel
-from wf_backends.dsp import spread
-from wf_backends.switch import DynamicSequenceParallel
+from wf_backends.dsp import DynamicSequenceParallel, spread
 from wf_deepspeed import block as blocks
 from wf_deepspeed import cpu
 from wf_deepspeed.component import WallFacer

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from wf_backends.comm.process_group import timeout_of
+from wf_backends.comm import timeout_of
 
 
 @dataclass(frozen=True, slots=True)

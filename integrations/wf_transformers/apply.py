@@ -14,7 +14,7 @@ from transformers.models.vit.modeling_vit import ViTModel
 
 from wf_backends import SequenceParallel
 from wf_backends.dsp import receivers
-from wf_backends.layout import padding_multiple
+from wf_backends.schedule import padding_multiple
 from wf_transformers.attention import UNSUPPORTED, Attention
 from wf_transformers.bert import BertSelfAttention
 from wf_transformers.calls import has_tokens, parameter_names, refuse_call, takes_any_keyword

@@ -9,7 +9,7 @@ from typing import Any
 import transformers
 from torch import Tensor, nn
 
-from wf_backends.loss import at_least_one
+from wf_backends.parallel import at_least_one
 from wf_transformers.apply import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.masks import silent_mask

@@ -20,8 +20,8 @@ from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel
-from wf_backends.eager import eager
-from wf_backends.loss import token_loss
+from wf_backends._compile import eager
+from wf_backends.parallel import token_loss
 from wf_transformers.apply import scale_gradient
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import ON_ONE_PROCESS, PARTIAL_STATES, parameter_names, takes_any_keyword

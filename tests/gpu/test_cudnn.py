@@ -13,13 +13,13 @@ from torch import Tensor
 from tests.cases import Case, run_case
 from tests.gpu import emulation
 from tests.gpu.test_flash_kernels import SCALE, compare
-from wf_backends.kernels.piecewise import Operators
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_choice import CUDNN, Machine, choose, machine, question
 from wf_backends.kernels.sdpa_cudnn import cudnn_backward, cudnn_forward
-from wf_backends.layout import zigzag
-from wf_backends.mask import CAUSAL, FULL, Band, Mask
-from wf_backends.schedule import concentric, ring
+from wf_backends.kernels.split_run import Operators
+from wf_backends.schedule.layout import zigzag
+from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
+from wf_backends.schedule.schedule import concentric, ring
 
 HOPPER = Machine((2, 13), 91900, (9, 0), enabled=True, deterministic=False)
 FOR_CUDNN = [

@@ -13,11 +13,11 @@ from torch import Tensor
 from tests.gpu import emulation
 from wf_backends.kernels import Kernel, KernelSpec, select
 from wf_backends.kernels.flash import FlashAttention2, FlashAttention3, FlashKernel
-from wf_backends.kernels.pieces import cut_window
-from wf_backends.kernels.piecewise import piecewise_backward, piecewise_forward
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa_cuda import cuda_backward, cuda_forward
-from wf_backends.mask import CAUSAL, FULL, Band
+from wf_backends.kernels.split_run import piecewise_backward, piecewise_forward
+from wf_backends.kernels.tile_split import cut_window
+from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 SCALE = 0.3
 TILES = [

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import wf_colossalai
 from tests.dense import dense_attention
 from tests.integrations.colossalai_models import VOCABULARY, batch, build
-from wf_backends.mask import make_mask
+from wf_backends.schedule.mask import make_mask
 from wf_colossalai import AttentionModule, WallFacerPlugin, WallFacerPolicy
 
 Case = dict[str, Any]

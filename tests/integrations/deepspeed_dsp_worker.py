@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import wf_deepspeed
-from tests.threads.test_video_dit import small, train_video
+from tests.dsp.test_video_dit import small, train_video
 
 STEPS = 4
 

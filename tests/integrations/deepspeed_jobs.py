@@ -31,7 +31,7 @@ FIXED["PYTHONWARNINGS"] = "ignore::FutureWarning"  # DeepSpeed's, thousands of t
 # What ranks import, once for all of them (tests/forked.py).
 IMPORTED = (
     "tests.integrations.deepspeed_jobs",
-    "tests.threads.test_video_dit",
+    "tests.dsp.test_video_dit",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.stage3",
     "deepspeed.ops.op_builder.all_ops",

@@ -15,8 +15,8 @@ pytest.importorskip("transformers", reason="transformers is not installed", exc_
 from tests.integrations.deepspeed_jobs import ROOT, run_ranks  # noqa: E402
 from wf_backends import SequenceParallel  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
-from wf_backends.dsp import spread  # noqa: E402
-from wf_backends.switch import DynamicSequenceParallel  # noqa: E402
+from wf_backends.dsp.model import spread  # noqa: E402
+from wf_backends.dsp.switch import DynamicSequenceParallel  # noqa: E402
 from wf_deepspeed.block import read_block  # noqa: E402
 
 TWO = ["space", "time", "space", "time"]

@@ -23,7 +23,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     call,
     one_device,
 )
-from wf_backends.loss import count_valid  # noqa: E402
+from wf_backends.parallel.loss import count_valid  # noqa: E402
 from wf_transformers.batch import LAYERS_KEEP_KEYWORDS  # noqa: E402
 
 DOCUMENTS = (0, 5, 16, 23)

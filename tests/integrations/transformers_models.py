@@ -15,8 +15,8 @@ from transformers.models.bert import modeling_bert
 import wf_transformers
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.data import prepare_batch
-from wf_backends.loss import count_valid, token_loss
+from wf_backends.parallel.data import prepare_batch
+from wf_backends.parallel.loss import count_valid, token_loss
 
 VOCAB, SEQLEN = 61, 23  # 23: needs padding on 2 and 4 ranks
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCAB, "num_hidden_layers": 2}

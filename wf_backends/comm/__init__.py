@@ -6,18 +6,45 @@ from typing import Any
 
 import torch.distributed as dist
 
+from wf_backends.comm.all_to_all import Sizes, all_to_all, chunk_sizes
+from wf_backends.comm.autograd import move, move_all
+from wf_backends.comm.consistency import (
+    HEADER,
+    Agreement,
+    fingerprint,
+    gather_small,
+    sum_over_ranks,
+)
+from wf_backends.comm.mpi import library_name, load_mpi
+from wf_backends.comm.process_group import own_group, timeout_of
 from wf_backends.comm.protocol import Communicator, Message, Pending, View
 from wf_backends.comm.threads import ThreadComm, World, run_threads
+from wf_backends.comm.turns import exchange
 
 __all__ = [
+    "Agreement",
     "Communicator",
+    "HEADER",
     "Message",
     "Pending",
+    "Sizes",
     "ThreadComm",
     "View",
     "World",
+    "all_to_all",
+    "chunk_sizes",
+    "exchange",
+    "fingerprint",
+    "gather_small",
+    "library_name",
+    "load_mpi",
     "make_comm",
+    "move",
+    "move_all",
+    "own_group",
     "run_threads",
+    "sum_over_ranks",
+    "timeout_of",
 ]
 
 

@@ -1,6 +1,16 @@
 """Attention of one tile: `reference`, `sdpa` (torch's own kernels), `flash` (flash-attn)."""
 
+from wf_backends.kernels.merge import merge_
 from wf_backends.kernels.protocol import Kernel, KernelSpec
-from wf_backends.kernels.select import Selection, select
+from wf_backends.kernels.reference import ReferenceKernel
+from wf_backends.kernels.select import KERNELS, Selection, select
 
-__all__ = ["Kernel", "KernelSpec", "Selection", "select"]
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "KernelSpec",
+    "ReferenceKernel",
+    "Selection",
+    "merge_",
+    "select",
+]

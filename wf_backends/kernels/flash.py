@@ -16,10 +16,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.pieces import Piece, cut_window, flash_window, whole
-from wf_backends.kernels.piecewise import piecewise_backward, piecewise_forward
 from wf_backends.kernels.protocol import KernelSpec, too_old_for_flash
-from wf_backends.mask import Band
+from wf_backends.kernels.split_run import piecewise_backward, piecewise_forward
+from wf_backends.kernels.tile_split import Piece, cut_window, flash_window, whole
+from wf_backends.schedule import Band
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIM = 256

@@ -15,9 +15,9 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.piecewise import Backward, Forward
-from wf_backends.mask import CAUSAL, FULL, Band
-from wf_backends.merge import merge_
+from wf_backends.kernels.merge import merge_
+from wf_backends.kernels.split_run import Backward, Forward
+from wf_backends.schedule import CAUSAL, FULL, Band
 
 BLOCK = 256
 """Rows of the blocks along the diagonal, at most. Measured in docs/kernels.md."""

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.pieces import Piece
-from wf_backends.mask import Band
+from wf_backends.kernels.tile_split import Piece
+from wf_backends.schedule import Band
 
 
 @dataclass(frozen=True, slots=True)

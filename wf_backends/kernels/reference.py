@@ -13,9 +13,9 @@ from math import inf
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.pieces import Piece, whole
 from wf_backends.kernels.protocol import KernelSpec
-from wf_backends.mask import Band
+from wf_backends.kernels.tile_split import Piece, whole
+from wf_backends.schedule import Band
 
 
 def band_mask(rows: int, keys: int, band: Band, device: torch.device) -> Tensor:

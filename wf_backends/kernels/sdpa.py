@@ -14,12 +14,12 @@ from math import inf
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.pieces import Piece, cut_causal, split_keys, whole
-from wf_backends.kernels.piecewise import Operators, piecewise_backward, piecewise_forward
 from wf_backends.kernels.protocol import KernelSpec, too_old_for_flash, torch_release
 from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, Question, choose, machine, question
 from wf_backends.kernels.sdpa_cpu import MaskOf, additive_mask, cpu_backward, cpu_forward
-from wf_backends.mask import FULL, Band
+from wf_backends.kernels.split_run import Operators, piecewise_backward, piecewise_forward
+from wf_backends.kernels.tile_split import Piece, cut_causal, split_keys, whole
+from wf_backends.schedule import FULL, Band
 
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _CUDA_DTYPES = (torch.bfloat16, torch.float16)

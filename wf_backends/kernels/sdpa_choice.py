@@ -13,12 +13,12 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.pieces import cut_window, effective, whole
-from wf_backends.kernels.piecewise import Operators
 from wf_backends.kernels.protocol import torch_release
 from wf_backends.kernels.sdpa_cuda import cuda_backward, cuda_forward
 from wf_backends.kernels.sdpa_cudnn import cudnn_backward, cudnn_forward
-from wf_backends.mask import CAUSAL, FULL, Band
+from wf_backends.kernels.split_run import Operators
+from wf_backends.kernels.tile_split import cut_window, effective, whole
+from wf_backends.schedule import CAUSAL, FULL, Band
 
 CUDNN = Operators("cudnn", whole, cudnn_forward, cudnn_backward)
 FLASH = Operators("flash", cut_window, cuda_forward, cuda_backward)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from wf_backends.kernels.halves import block_rows, halved_backward, halved_forward
-from wf_backends.kernels.pieces import is_reversed
 from wf_backends.kernels.reference import band_mask
-from wf_backends.mask import CAUSAL, FULL, Band
+from wf_backends.kernels.tile_split import is_reversed
+from wf_backends.schedule import CAUSAL, FULL, Band
 
 MaskOf = Callable[[int, int, Band, torch.dtype], Tensor]
 """`additive_mask`, or a cache of it: all blocks of a window share one mask."""

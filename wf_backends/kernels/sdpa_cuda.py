@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.pieces import flash_window
-from wf_backends.mask import Band
+from wf_backends.kernels.tile_split import flash_window
+from wf_backends.schedule import Band
 
 
 def cuda_forward(

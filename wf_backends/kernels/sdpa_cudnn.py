@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.pieces import effective
-from wf_backends.mask import CAUSAL, FULL, Band
+from wf_backends.kernels.tile_split import effective
+from wf_backends.schedule import CAUSAL, FULL, Band
 
 
 def cudnn_forward(

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from wf_backends._validation import AUTO, one_of
 from wf_backends.kernels.flash import FlashKernel
 from wf_backends.kernels.protocol import Kernel, KernelSpec
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
-from wf_backends.words import AUTO, one_of
 
 KERNELS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
     {"flash": FlashKernel, "sdpa": SdpaKernel, "reference": ReferenceKernel}

@@ -1,0 +1,188 @@
+"""The console script: exit codes, help, what it says to bad input, doctor and bench-links."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import SMALL, TWO_HOSTS
+from wf_backends.cli import main
+from wf_backends.cli.options import Model, milliseconds
+from wf_backends.cluster.measure_links import nearest_divisor
+from wf_backends.cluster.presets import load
+from wf_backends.cluster.topology import from_dict
+from wf_backends.planner.plan import Request
+from wf_backends.planner.search import all_plans
+
+
+def test_doctor_finds_the_core_working(wallfacer) -> None:
+    code, out, _ = wallfacer("doctor", "--json")
+    findings = {finding["name"]: finding for finding in json.loads(out)}
+    assert code == 0
+    for name in ("torch", "kernel reference", "threads", "gloo"):
+        assert findings[name]["works"], findings[name]
+    assert all(f["what"] for f in findings.values())
+    assert wallfacer("doctor")[0] == 0
+
+
+def test_what_others_wrote_is_no_markup(wallfacer, tmp_path: Path, capfd) -> None:
+    from rich.console import Console
+
+    from wf_backends.cli.bench import show
+    from wf_backends.cli.doctor import Finding, table
+
+    Console(width=200).print(table([Finding("x", False, "[/y]", "pip install 'wallfacer[cli]'")]))
+    told = capfd.readouterr().out
+    assert "'wallfacer[cli]'" in told and "[/y]" in told
+    topology = replace(load(TWO_HOSTS), name="cl[/x]uster")
+    (path := tmp_path / "odd.json").write_text(json.dumps(topology.to_dict()))
+    assert "cl[/x]uster: 2 hosts" in wallfacer("plan", *SMALL, "--topology", str(path))[1]
+    request = Request(topology, Model(8, 2, 64, 8192).workload())
+    show(all_plans(request)[:1], [0.1], request, as_json=False)
+    assert "cl[/x]uster: 8 ranks" in capfd.readouterr().out
+
+
+def test_doctor_says_no_with_its_exit_code(wallfacer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wf_backends.cli import doctor
+
+    def broken() -> str:
+        raise RuntimeError("no threads today")
+
+    monkeypatch.setattr(doctor, "_threads", broken)
+    code, out, _ = wallfacer("doctor")
+    assert code == 1 and "NO" in out and "RuntimeError: no threads today" in out
+
+
+def test_bench_links_says_where_its_answer_is_from(wallfacer, tmp_path: Path) -> None:
+    args = ["bench-links", "--cache-dir", str(tmp_path / "cache")]
+    code, out, err = wallfacer(*args)
+    assert code == 0 and from_dict(json.loads(out)).size == 1 and "measured in" in err
+    code, _, err = wallfacer(*args, "--out", str(tmp_path / "mine.json"))
+    assert code == 0 and "from" in err
+    assert json.loads((tmp_path / "mine.json").read_text()) == json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["plan", "--topology", "h100-8x400"], "did you mean 'h100-8x400g'?"),
+        (["plan", "--topology", "a100-4x-100gbe", "--ranks", "6"], "6 ranks do not fill hosts"),
+        (["plan", "--memory-gib", "0.001"], "the closest, ulysses_degree"),
+        (["plan", "--ulysses-degree", "3"], "no ulysses_degree of (3,)"),
+        (["plan", "--kv-heads", "5"], "--kv-heads must divide --heads 32, got 5"),
+        (["plan", "--seqlen", "0"], "--seqlen must be at least 1, got 0"),
+        (["plan", "--seqlen", "100"], "too short for the zigzag layout on 64 ranks"),
+        (["plan", "--top", "0"], "--top must be at least 1, got 0"),
+        (["plan", "--heads", "0"], "--heads must be at least 1, got 0"),
+        (["plan", "--window", "-3"], "--window must be at least -1, got -3"),
+        (["plan", "--exact-up-to", "-3"], "--exact-up-to must be at least 0, got -3"),
+        (["plan", "--memory-gib", "nan"], "--memory-gib must be at least 0, got nan"),
+        (["plan", "--memory-gib", "-1"], "--memory-gib must be at least 0, got -1"),
+        (["plan", "--ranks", "-4"], "--ranks must be at least 0, got -4"),
+        (["plan", "--layers", "-1"], "--layers must be at least 0, got -1"),
+        (["plan", "--dtype", "bfloat"], "--dtype must be one of"),
+        (["plan", "--layout", "zigzak"], "did you mean 'zigzag'?"),
+        (["plan", "--layout", "document_zigzag"], "document_zigzag needs --documents"),
+        (["explain", "ring", "--layout", "document_zigzag"], "which `wallfacer plan` takes"),
+        (["plan", "--documents", "40000"], "--documents must be 1 to 32768, a quarter of --seqlen"),
+        (["plan", "--documents", "-1"], "--documents must be 1 to 32768"),
+        (["plan", "--kernel", "sdpa"], "has rates for ['flash'], got kernel 'sdpa'"),
+        (["explain", "concentric:team_size=3"], "team_size must have a square that divides"),
+        (["explain", "mesh:rows=two"], "--route must look like"),
+        (["explain", "mesh:rows=2,cols=4,order=10"], "order must list every digit"),
+        (["explain", "mesh:rows=2,rows=4,cols=2"], "--route gives 'rows' twice"),
+        (["explain", "ring:reverse=yes"], "order=1-0,reverse=true, got 'ring:reverse=yes'"),
+        (["explain", "rong"], "did you mean 'ring'?"),
+        (["explain", "ring", "--moves", "both"], "--moves must be one of"),
+        (["explain", "ring", "--picture", "a.bmp"], "--picture must end in one of"),
+        (["explain", "ring", "--picture", "no/where/a.png"], "there is no folder no/where"),
+        (["bench", "--kernel", "flahs"], "--kernel must be one of"),
+        (["bench", "--top", "0"], "--top must be at least 1, got 0"),
+        (["bench", "--repeats", "0"], "--repeats must be at least 1, got 0"),
+        (["bench", "--trace", "no/where/a.json"], "there is no folder no/where"),
+        (["bench-links", "--out", "no/where/a.json"], "there is no folder no/where"),
+        (
+            ["bench", "--seqlen", "2000000", "--topology", "one-host"],
+            "no plan fits the memory limit",
+        ),
+        (["bench", "--topology", TWO_HOSTS], "contradicts the job: it has 2 hosts x 4 ranks"),
+    ],
+)
+def test_bad_input_is_named_and_exits_with_2(wallfacer, args: list[str], message: str) -> None:
+    code, _, err = wallfacer(*args)
+    assert code == 2 and message in err
+
+
+@pytest.mark.parametrize(
+    ("args", "ending"),
+    [
+        (["explain", "ring", "--picture"], ".svg"),
+        (["bench", "--trace"], ".json"),
+        (["bench-links", "--out"], ".json"),
+    ],
+)
+def test_a_path_that_cannot_be_written_is_refused_before_any_work(
+    wallfacer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], ending: str
+) -> None:
+    from wf_backends import launch
+    from wf_backends.cli import options
+
+    monkeypatch.setattr(launch, "init", lambda: pytest.fail("work has begun"))
+    (folder := tmp_path / f"folder{ending}").mkdir()
+    code, out, err = wallfacer(*args, str(folder))
+    assert (code, out) == (2, "") and f"{args[-1]} {folder} is a folder: name a file" in err
+    monkeypatch.setattr(options.os, "access", lambda *_: False)
+    code, out, err = wallfacer(*args, str(tmp_path / f"a{ending}"))
+    assert (code, out) == (2, "") and "you may not write there" in err
+
+
+def test_a_failing_disk_is_said_in_a_line(wallfacer, tmp_path: Path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    code, _, err = wallfacer("bench-links", "--fresh", "--out", str(tmp_path / "a.json"))
+    assert code == 2 and "wallfacer: [Errno 28] No space left on device" in err
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "bench", "bench-links", "doctor"])
+def test_every_command_helps_with_an_example(wallfacer, command: str) -> None:
+    code, out, _ = wallfacer(command, "--help")
+    assert (
+        code == 0
+        and "Example" in out
+        and f"wallfacer {command}" in out.replace("wf_backends.cli", "wallfacer")
+    )
+
+
+def test_no_command_shows_the_help(wallfacer) -> None:
+    assert "bench-links" in wallfacer("--help")[1]
+
+
+def test_a_missing_extra_is_named(wallfacer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [n for n in sys.modules if n.startswith("wf_backends.cli.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    monkeypatch.setattr(sys, "argv", ["wallfacer", "plan"])
+    with pytest.raises(SystemExit, match=r"needs typer.*pip install 'wallfacer\[cli\]'"):
+        main()
+
+
+@pytest.mark.parametrize(
+    ("value", "nics"), [(1.1, 1), (1.9, 2), (3.2, 4), (7.5, 8), (0.0, 1), (100, 8)]
+)
+def test_the_number_of_nics_is_a_divisor(value: float, nics: int) -> None:
+    assert nearest_divisor(8, value) == nics
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [(0.0, "0"), (2.5e-8, "0.0000"), (1e-5, "0.0100"), (0.0235, "23.50"), (0.9, "900.0")]
+    + [(1.2345, "1,234"), (880.0, "880,000")],
+)
+def test_milliseconds_have_as_many_digits_whatever_they_are(seconds: float, told: str) -> None:
+    assert milliseconds(seconds) == told

@@ -1,0 +1,59 @@
+"""`wallfacer explain`: the grid, the timeline, the picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import SMALL, TWO_HOSTS
+from wf_backends.cli.options import Model
+from wf_backends.cluster.presets import load
+from wf_backends.planner.exact_cost import FORWARD, Job, pass_cost
+from wf_backends.schedule.placement import place, read_placed
+from wf_backends.schedule.schedule import concentric, render, ring
+
+
+def test_explain_prints_the_grid_and_the_timeline(wallfacer) -> None:
+    code, out, _ = wallfacer("explain", "concentric:team_size=2", *SMALL, "--ranks", "8")
+    assert code == 0
+    assert render(concentric(8, 2)) in out
+    assert "forward step 1" in out and "backward home" in out
+
+
+def test_explain_takes_a_placement(wallfacer) -> None:
+    route = "mesh:rows=2,cols=4,order=1-0,reverse=true"
+    code, out, _ = wallfacer("explain", route, *SMALL, "--ranks", "8")
+    words = {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": True}
+    assert code == 0 and "mesh cols=4 rows=2, digits 1-0, reversed on 8 ranks" in out
+    assert render(place(read_placed(words, 8), 8)) in out
+
+
+def test_explain_counts_both_ways(wallfacer) -> None:
+    args = [*SMALL, "--topology", TWO_HOSTS, "--ranks", "16", "--dtype", "float32"]
+    out = wallfacer("explain", "ring:two_way=true", *args)[1]
+    assert "ring, two ways on 16 ranks, hosts added to the file's: 2" in out
+    job = Job(Model(8, 2, 64, 8192, dtype="float32").workload(), load(TWO_HOSTS).with_ranks(16))
+    one, two = (pass_cost(job, ring(16), FORWARD, way).seconds for way in (False, True))
+    assert f"forward: {1e3 * two:.4g} ms" in out and f"{1e3 * one:.4g} ms" not in out
+
+
+@pytest.mark.parametrize(("args", "size"), [([], 8), (["--ranks", "0"], 64), (["--ranks", "4"], 4)])
+def test_explain_takes_all_ranks_of_a_file(wallfacer, tmp_path: Path, args, size: int) -> None:
+    assert f"ring on {size} ranks" in wallfacer("explain", "ring", *SMALL, *args)[1]
+    path = tmp_path / "four.json"
+    path.write_text(json.dumps(load("a100-4x-100gbe", 4).to_dict()))
+    assert "ring on 4 ranks" in wallfacer("explain", "ring", *SMALL, "--topology", str(path))[1]
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_explain_draws(wallfacer, tmp_path: Path, ending: str) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"picture.{ending}"
+    code, out, _ = wallfacer(
+        "explain", "mesh:rows=2,cols=4", "--topology", TWO_HOSTS, "--picture", str(path)
+    )
+    assert code == 0 and "drawn" in out
+    magic = {"png": b"\x89PNG", "svg": b"<?xml"}[ending]
+    assert path.read_bytes().startswith(magic)

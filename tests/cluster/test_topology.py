@@ -1,0 +1,241 @@
+"""Topologies: files, presets, who shares a NIC, and what contradicts a job."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wf_backends.cluster.job import check_job, is_host_by_host
+from wf_backends.cluster.presets import PRESETS, load
+from wf_backends.cluster.topology import from_dict
+
+FILES = sorted((Path(__file__).parents[2] / "configs/topologies").iterdir())
+
+
+RATE = {"forward_tflops": 0.02, "backward_tflops": 0.04, "call_us": 50}
+
+
+def words(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "lab",
+        "hosts": 2,
+        "ranks_per_host": 4,
+        "nics_per_host": 2,
+        "inside": {"latency_us": 20, "gigabits_per_s": 80},
+        "between": {"latency_us": 50, "gigabits_per_s": 25},
+        "kernels": {"sdpa": RATE},
+        "memory_gib": 16,
+    } | changes
+
+
+def numbers(words: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    """All numbers, by their path."""
+    found: dict[str, float] = {}
+    for key, value in words.items():
+        if isinstance(value, dict):
+            found |= numbers(value, f"{prefix}{key}.")
+        elif not isinstance(value, str):
+            found[prefix + key] = value
+    return found
+
+
+@pytest.mark.parametrize(
+    ("hosts", "regular"),
+    [
+        ("a", 1),
+        ("aa", 1),
+        ("aabb", 1),
+        ("ab", 1),
+        ("aab", 0),
+        ("abab", 0),
+        ("aabbaa", 0),
+        ("abb", 0),
+    ],
+)
+def test_hosts_are_regular_or_not(hosts: str, regular: int) -> None:
+    assert is_host_by_host(list(hosts)) == bool(regular)
+
+
+def test_presets_and_files_for_a_number_of_ranks(tmp_path: Path) -> None:
+    assert load("h100-8x400g", 128).hosts == 16 and load("one-host", 12).hosts == 1
+    with pytest.raises(ValueError, match="12 ranks do not fill hosts of 8"):
+        load("h100-8x400g", 12)
+    path = tmp_path / "four.json"
+    path.write_text(json.dumps(load("a100-4x-100gbe", 4).to_dict()))
+    assert load(str(path), 2).size == 2
+    with pytest.raises(ValueError, match="four.json: it has 4 ranks, but 8 share a sequence"):
+        load(str(path), 8)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_every_file_in_configs_loads(path: Path) -> None:
+    assert load(str(path)).size > 1
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_survives_a_round_trip(name: str) -> None:
+    again = from_dict(json.loads(json.dumps(PRESETS[name].to_dict())))
+    assert numbers(again.to_dict()) == pytest.approx(numbers(PRESETS[name].to_dict()))
+    assert load(name) is PRESETS[name]
+
+
+@pytest.mark.parametrize("name", ["h100-8x400g", "a100-4x-100gbe"])
+def test_a_preset_in_configs_is_the_preset(name: str) -> None:
+    path = next(path for path in FILES if path.stem == name.replace("-", "_"))
+    assert numbers(load(str(path)).to_dict()) == pytest.approx(numbers(PRESETS[name].to_dict()))
+
+
+def test_units_are_seconds_bytes_and_flops() -> None:
+    topology = from_dict(words())
+    assert topology.between.seconds(25e9 / 8) == pytest.approx(1 + 50e-6)
+    assert topology.between.seconds(0) == 0
+    assert topology.rate("sdpa").forward_flops_per_s == pytest.approx(2e10)
+    assert topology.memory_bytes == 16 * 2**30
+
+
+def test_what_may_be_left_out_comes_back_from_words() -> None:
+    bare = from_dict(words())
+    assert (bare.direct_links, bare.agreement_s) == (False, 0.0)
+    assert (bare.occupied, bare.rate().diagonal_keys) == (0.0, 0.0)
+    more = {"direct_links": True, "agreement_us": 250, "exchange_us": 500, "occupied": 0.75}
+    full = from_dict(words(**more, kernels={"sdpa": RATE | {"diagonal_keys": 64}}))
+    assert (full.direct_links, full.occupied, full.rate().diagonal_keys) == (True, 0.75, 64)
+    assert (full.agreement_s, full.exchange_s) == pytest.approx((250e-6, 500e-6))
+    assert from_dict(full.to_dict()) == full and from_dict(bare.to_dict()) == bare
+
+
+def test_what_holds_a_rank_goes_by_the_nearest_link() -> None:
+    """Both ends of a message that takes 20 us and 1 s: half of the occupied share each."""
+    near = from_dict(words(occupied=0.5))
+    assert near.hold_s(1e10) == pytest.approx(0.25 * (1 + 20e-6))
+    assert near.hold_s(0, messages=3) == pytest.approx(0.25 * 3 * 20e-6)
+    alone = from_dict(words(occupied=0.5, ranks_per_host=1, nics_per_host=1))
+    assert alone.hold_s(25e9 / 8) == pytest.approx(0.25 * (1 + 50e-6))
+    assert from_dict(words()).hold_s(1e9) == 0
+
+
+def test_neighbours_share_a_nic() -> None:
+    topology = from_dict(words())
+    assert [topology.host(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [topology.nic(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("size", "hosts", "ranks", "nics"), [(16, 4, 4, 2), (8, 2, 4, 2), (2, 1, 2, 1), (1, 1, 1, 1)]
+)
+def test_more_or_fewer_of_the_same_hosts(size: int, hosts: int, ranks: int, nics: int) -> None:
+    topology = from_dict(words()).with_ranks(size)
+    assert topology.size == size
+    assert (topology.hosts, topology.ranks_per_host, topology.nics_per_host) == (hosts, ranks, nics)
+
+
+def test_ranks_that_do_not_fill_hosts_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 ranks do not fill hosts of 4.*multiple of 4"):
+        from_dict(words()).with_ranks(6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hosts": 0}, "'hosts' must be a positive integer, got 0"),
+        ({"hosts": True}, "'hosts' must be a positive integer, got True"),
+        ({"nics_per_host": 3}, "nics_per_host must divide ranks_per_host 4.*got 3"),
+        ({"memory_gib": -1}, "'memory_gib' must be a positive number, got -1"),
+        ({"inside": {"latency_us": 1}}, "inside: 'gigabits_per_s' is missing"),
+        ({"inside": 5}, "inside must be an object.*got 5"),
+        ({"between": {"latency_us": 0, "gigabits_per_s": 1}}, "'between.latency_us' must be"),
+        ({"kernels": {}}, "kernels must name at least one"),
+        ({"kernels": 3}, "'kernels' must be an object of kernels, got 3"),
+        ({"kernels": {"sdpa": {"forward_tflop": 1}}}, "forward_tflop'; did you mean 'forward_tfl"),
+        ({"direct_links": "yes"}, "'direct_links' must be true or false, got 'yes'"),
+        ({"occupied": 1.5}, "occupied must be a share, from 0 to 1, got 1.5"),
+        ({"occupied": "half"}, "'occupied' must be a positive number or 0, got 'half'"),
+        ({"kernels": {"sdpa": RATE | {"diagonal_keys": -1}}}, "'kernels.sdpa.diagonal_keys' must"),
+        ({"agreement_us": -1}, "'agreement_us' must be a positive number or 0, got -1"),
+        ({"name": None}, "'name' must be a string, got None"),
+        ({"name": ["lab"]}, "'name' must be a string, got \\['lab'\\]"),
+        ({"memory_gib": 10**400}, "'memory_gib' must be from 1e-30 to 1e\\+30, got 1000000"),
+        ({"agreement_us": 10**400}, "'agreement_us' must be from 1e-30 to 1e\\+30 or 0, got 1000"),
+        (
+            {"inside": {"latency_us": 1, "gigabits_per_s": 1e-320}},
+            "'inside.gigabits_per_s' must be",
+        ),
+        ({"hosts": 10**400}, "'hosts' must be at most 1000000, got 1000"),
+        ({"kernels": {"flahs": RATE}}, "unknown kernel 'flahs'; did you mean 'flash'"),
+        ({"host": 2}, "unknown key 'host'; did you mean 'hosts'"),
+    ],
+)
+def test_a_wrong_key_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_dict(words(**changes))
+
+
+def test_a_topology_is_an_object() -> None:
+    with pytest.raises(ValueError, match=r"topology must be an object.*got \[1\]"):
+        from_dict([1])  # type: ignore[arg-type]
+
+
+def test_a_missing_key_is_named() -> None:
+    incomplete = words()
+    del incomplete["between"]
+    with pytest.raises(ValueError, match="'between' is missing"):
+        from_dict(incomplete)
+
+
+def test_the_file_is_named_too(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(words(hosts=0)))
+    with pytest.raises(ValueError, match="mine.json: topology key 'hosts'"):
+        load(str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "Expecting property name"),
+        ('{"hosts": 2, "hosts": 4}', "key 'hosts' is given twice: 2 and 4"),
+        (
+            '{"inside": {"latency_us": 1, "latency_us": 2}}',
+            "key 'latency_us' is given twice: 1 and",
+        ),
+        ("[" * 100_000, "nested too deep"),
+    ],
+)
+def test_a_file_that_is_no_topology_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (path := tmp_path / "mine.json").write_text(text)
+    with pytest.raises(ValueError, match=f"mine.json: .*{message}"):
+        load(str(path))
+
+
+def test_a_name_that_no_file_can_have_is_refused() -> None:
+    with pytest.raises(ValueError, match="topology must be one of .* file that exists"):
+        load("x" * 5000 + ".json")
+
+
+def test_an_unknown_preset_gets_the_nearest_name() -> None:
+    with pytest.raises(ValueError, match="did you mean 'h100-8x400g'"):
+        load("h100-8x400")
+
+
+def test_an_unknown_kernel_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match=r"has rates for \['sdpa'\], got kernel 'spda'.*sdpa"):
+        from_dict(words()).rate("spda")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "message"),
+    [
+        (["a"] * 4 + ["b"] * 3, "2 hosts x 4 ranks = 8, the job 7 ranks"),
+        (["a"] * 8, "it has 2 hosts, the job 1"),
+        (["a", "b"] * 4, "ranks 0 and 1 should share host 0, but run on 'a' and 'b'"),
+        (["a"] * 3 + ["b"] * 5, "ranks 0 and 3 should share host 0"),
+    ],
+)
+def test_a_topology_that_contradicts_the_job_is_refused(hosts: list[str], message: str) -> None:
+    topology = from_dict(words())
+    assert check_job(topology, ["a"] * 4 + ["b"] * 4) is topology
+    with pytest.raises(ValueError, match=f"contradicts the job.*{message}.*bench-links"):
+        check_job(topology, hosts)

@@ -1,0 +1,200 @@
+"""Bad input: an error that names the cause, on every rank, instead of a hang or a wrong number."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.helpers import run_threads
+from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.cluster.presets import one_host
+from wf_backends.comm import World
+
+
+def alone(**words):
+    return SequenceParallel(SequenceParallelConfig(**words), World(1).comm(0))
+
+
+def qkv(seqlen=8, heads=4, kv_heads=2, dtype=torch.float32, head_dim=8):
+    return [torch.randn(1, seqlen, n, head_dim, dtype=dtype) for n in (heads, kv_heads, kv_heads)]
+
+
+def refused(change, says, error=ValueError, **options):
+    tensors = qkv()
+    with pytest.raises(error, match=says):
+        alone().attention(*change(*tensors), **options)
+
+
+def same(*tensors):
+    return tensors
+
+
+def test_ranks_with_different_topologies_are_told(tmp_path):
+    def attend(comm):
+        path = tmp_path / f"{comm.rank}.json"
+        path.write_text(json.dumps(one_host(2).to_dict() | {"memory_gib": 1 + comm.rank}))
+        words = {"sequence_parallel_size": 2, "topology": str(path)}
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+        sp.attention(*3 * [torch.zeros(1, 8, 2, 8)])
+
+    with pytest.raises(ValueError, match=r"the ranks do not agree .*config: \["):
+        run_threads(2, attend)
+
+
+def test_sequence_parallel_size_must_divide_the_world():
+    config = SequenceParallelConfig(sequence_parallel_size=3)
+    with pytest.raises(ValueError, match="must divide the 4 ranks of the group, got 3"):
+        run_threads(4, lambda comm: SequenceParallel(config, comm))
+    with pytest.raises(ValueError, match="1 ranks of the group, got 3: start 3 ranks"):
+        SequenceParallel(config)
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    refused(lambda q, k, v: (q.double(), k, v), "one dtype, got torch.float64, torch.float32")
+    refused(lambda q, k, v: (q, k.to("meta"), v), "one device, got cpu, meta, cpu")
+    refused(lambda q, k, v: (q[0], k, v), r"must be \(batch, seqlen, heads, head_dim\)")
+    refused(lambda q, k, v: (q, k, v[:, :4]), r"one shape.*v \(1, 4, 2, 8\)")
+    refused(lambda q, k, v: (q[..., :4], k, v), "head_dim")
+    refused(lambda q, k, v: (q[:, :, :3], k, v), "kv heads must divide heads, got 2 and 3")
+    refused(lambda q, k, v: (q.long(), k.long(), v.long()), "floating point dtype, got torch.int64")
+
+
+class Wrapped(torch.Tensor):
+    """A subclass, as frameworks have them for distributed or managed tensors."""
+
+
+def test_tensor_subclasses_are_refused_not_given_zero_gradients():
+    refused(lambda q, k, v: (q, k.as_subclass(Wrapped), v), "k must be a plain.*got a Wrapped")
+
+
+def test_masks_that_do_not_fit_are_refused():
+    refused(same, "end at the sequence length 8, got 6", cu_seqlens=[0, 3, 6])
+    refused(same, "host integers", cu_seqlens=torch.tensor([0, 8]))
+    refused(same, r"host integers, got \[0, 3.5, 8\]", cu_seqlens=[0, 3.5, 8])
+    for window in ((-3, 0), (1, 2, 3), 3, None):
+        refused(same, r"window_size must be \(left, right\)", window_size=window)
+    refused(same, "dropout_p=0.1", NotImplementedError, dropout_p=0.1)
+
+    def shorter(q, k, v):
+        return q, k[:, :4], v[:, :4]
+
+    refused(shorter, "cross attention.*8 queries, 4 keys", NotImplementedError, causal=True)
+
+
+def test_a_sequence_too_short_is_refused():
+    config = SequenceParallelConfig(sequence_parallel_size=4, layout="zigzag")
+
+    def short(comm):
+        SequenceParallel(config, comm).shard(torch.zeros(1, 7, 1, 8))
+
+    with pytest.raises(ValueError, match="7 tokens is too short for the zigzag layout on 4 ranks"):
+        run_threads(4, short)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    (
+        ({"seqlen": 12}, r"q rows must be the shards.*got \[8, 8, 12\]"),
+        ({"heads": 8}, r"heads: \[4, 4, 8\]"),
+        ({"kv_heads": 4}, r"kv heads: \[2, 2, 4\]"),
+        ({"head_dim": 16}, r"head_dim: \[8, 8, 16\]"),
+        ({"dtype": torch.float64}, "dtype"),
+    ),
+)
+def test_shapes_that_differ_between_ranks_are_named_by_rank(change, says):
+    def attend(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=3, route="ring"), comm)
+        sp.attention(*qkv(**(change if comm.rank == 2 else {})))
+
+    with pytest.raises(ValueError, match=says):
+        run_threads(3, attend)
+
+
+@pytest.mark.parametrize("strategy", (None, "lss"))
+@pytest.mark.parametrize("wrong", ("tensors", "mask", "dropout"))
+def test_arguments_that_one_rank_refuses_are_waited_for_by_none(strategy, wrong):
+    words = {"route": "all_gather", "strategy": strategy}
+
+    def attend(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=3, **words), comm)
+        q, k, v = qkv()
+        bad = {
+            "tensors": ((q, k, v[:, :4]), {}),
+            "mask": ((q, k, v), {"cu_seqlens": [0, 9, 3]}),
+            "dropout": ((q, k, v), {"dropout_p": 0.1}),
+        }
+        tensors, options = bad[wrong] if comm.rank == 1 else ((q, k, v), {})
+        with pytest.raises((ValueError, NotImplementedError)) as refusal:
+            sp.attention(*tensors, **options)
+        sp.attention(q, k, v)  # and the group is as good as before
+        return str(refusal.value)
+
+    others, own, _ = told = run_threads(3, attend, timeout=20)
+    assert others == told[2] == "the ranks do not agree: ranks [1] refuse their own arguments"
+    assert {"tensors": "one shape", "mask": "cu_seqlens", "dropout": "0.1"}[wrong] in own
+
+
+def test_different_calls_on_different_ranks_are_named():
+    def call(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
+        sp.attention(*qkv()) if comm.rank else sp.unshard(qkv()[0])
+
+    with pytest.raises(ValueError, match=r"rank . compares \[.*, ranks \[.\] something else"):
+        run_threads(2, call, timeout=20)
+
+
+def test_options_and_configs_that_differ_between_ranks_are_named():
+    def attend(comm, differing):
+        route = "ring" if comm.rank == 0 or differing != "config" else "all_gather"
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2, route=route), comm)
+        sp.attention(*qkv(), causal=comm.rank == 0 and differing == "mask")
+
+    for differing in ("config", "mask"):
+        with pytest.raises(ValueError, match=f"the ranks do not agree.*{differing}"):
+            run_threads(2, attend, differing)
+
+
+def test_batches_that_differ_between_ranks_are_named():
+    def prepare(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
+        sp.shard_batch({"input_ids": torch.full((1, 8), comm.rank)})
+
+    with pytest.raises(ValueError, match="the ranks do not agree.*input_ids"):
+        run_threads(2, prepare)
+
+
+def test_batches_with_different_keys_and_malformed_ones_are_named():
+    def prepare(comm, second):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
+        ids = torch.zeros(1, 8, dtype=torch.int64)
+        sp.shard_batch({"input_ids": ids} | (second if comm.rank else {}))
+
+    with pytest.raises(ValueError, match=r"do not agree.*keys of the batch: \["):
+        run_threads(2, prepare, {"labels": torch.zeros(1, 8, dtype=torch.int64)}, timeout=20)
+    with pytest.raises(ValueError, match=r"ranks \[1\] refuse|labels must be a tensor \(1, 8\)"):
+        run_threads(2, prepare, {"labels": torch.zeros(1, 7, dtype=torch.int64)}, timeout=20)
+
+
+@pytest.mark.parametrize("act", ["shard", "unshard"])
+def test_a_dim_that_the_tensor_lacks_is_named(act):
+    with pytest.raises(
+        ValueError, match=r"dim must be one of the 1 dimensions of a tensor \(8,\), got 1"
+    ):
+        getattr(alone(), act)(torch.zeros(8))
+
+
+def test_a_tensor_that_is_no_shard_is_not_joined():
+    def join(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
+        sp.unshard(torch.zeros(1, 3 + 4 * comm.rank, 2))
+
+    with pytest.raises(ValueError, match=r"must be the shards of the zigzag layout.*got \[3, 7\]"):
+        run_threads(2, join)
+
+
+def test_a_kernel_asked_for_by_name_and_not_there_is_refused():
+    sp = alone(kernel="flash")
+    with pytest.raises(ValueError, match="flash"):
+        sp.attention(*qkv())

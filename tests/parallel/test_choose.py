@@ -1,0 +1,173 @@
+"""What an attention call runs: what its config names, and what is chosen for the rest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.planning import MASKS, SHAPE, cluster
+from wf_backends.cluster.presets import PRESETS
+from wf_backends.lowering.message_bytes import Shape
+from wf_backends.parallel.choose import choose, plan_call
+from wf_backends.parallel.config import SequenceParallelConfig
+from wf_backends.planner.exact_cost import Workload
+from wf_backends.planner.plan import EXACT_UP_TO, Request, plan_order
+from wf_backends.planner.proxy import on_few, on_fewer_ranks
+from wf_backends.planner.search import best_plan, price_again
+from wf_backends.schedule.mask import CAUSAL, Band, Mask
+from wf_backends.schedule.schedule import check
+
+
+def config(**words: object) -> SequenceParallelConfig:
+    return SequenceParallelConfig.from_dict({"sequence_parallel_size": 8, **words})
+
+
+@pytest.mark.parametrize("size", [4, 16, 128])
+@pytest.mark.parametrize("left", [239, 240, 10**30])
+def test_a_window_over_the_whole_sequence_is_none(size: int, left: int) -> None:
+    config = SequenceParallelConfig(sequence_parallel_size=size, route="auto")
+    topology = cluster(size // 4, 4)
+    plain = plan_call(config, SHAPE, 240, Mask(CAUSAL), topology)
+    assert plan_call(config, SHAPE, 240, Mask(Band(left, 0)), topology) == plain
+    documents = (0, 200, 240)
+    packed = plan_call(config, SHAPE, 240, Mask(CAUSAL, documents), topology)
+    assert plan_call(config, SHAPE, 240, Mask(Band(left - 40, 0), documents), topology) == packed
+
+
+def test_a_window_that_hides_something_is_one() -> None:
+    assert Mask(Band(238, 0)).within(240) == Mask(Band(238, 0))
+    assert Mask(Band(239, 5)).within(240) == Mask(Band(right=5))
+
+
+def test_a_call_keeps_as_many_layers_as_fit() -> None:
+    shape = Shape(batch=1, heads=4, kv_heads=4, head_dim=64, itemsize=4)
+    links = cluster(4, 2, gbit=0.025)
+    words = {"ulysses_degree": 1, "backward_moves": "auto", "keep_gathered": "auto"}
+    one = plan_call(config(**words), shape, 8192, Mask(), links)
+    room = replace(links, memory_bytes=one.cost.memory_bytes + 3 * one.forward.cost.gathered_bytes)
+    keeps = [
+        plan_call(config(**words, kept_layers=layers), shape, 8192, Mask(), room).keep
+        for layers in (1, 4, 64)
+    ]
+    assert one.keep and keeps == [True, True, False]
+
+
+def test_a_call_keeps_what_the_config_names() -> None:
+    named = config(route={"name": "concentric", "team_size": 2}, backward_moves="queries")
+    plan = plan_call(named, SHAPE, 240, Mask())
+    for one in (plan.forward, plan.backward):
+        assert one.placed.route == {"name": "concentric", "team_size": 2}
+        assert one.placed.in_rank_order
+    assert plan.moves == "queries"
+    placed = {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True}
+    plan = plan_call(config(route=placed), SHAPE, 240, Mask())
+    assert plan.forward.placed == plan.backward.placed
+    assert plan.forward.placed.to_words() == placed
+    half = plan_call(config(route="ring", backward_route="auto"), SHAPE, 240, Mask())
+    assert half.forward.placed.route == {"name": "ring"}
+
+
+def test_a_call_chooses_what_the_config_leaves_open() -> None:
+    plan = plan_call(config(ulysses_degree=2, backward_moves="keys"), SHAPE, 240, Mask(CAUSAL))
+    assert plan.degree == 2 and plan.moves == "keys"
+    check(plan.forward.schedule(4))
+    slow = cluster(8, 1, gbit=0.001)
+    alone = replace(SHAPE, heads=1, kv_heads=1, itemsize=4)
+    assert plan_call(config(), alone, 8192, Mask(), slow).forward.placed.route["name"] != "ring"
+
+
+@settings(max_examples=25)
+@given(
+    size=st.sampled_from([1, 2, 4, 6, 8, 12, 64]),
+    heads=st.sampled_from([(8, 8), (8, 2), (6, 3), (12, 1), (1, 1)]),
+    gbit=st.floats(0.001, 100),
+    mask=st.sampled_from(MASKS),
+)
+def test_a_size_alone_gives_the_best_of_all(
+    size: int, heads: tuple[int, int], gbit: float, mask: Mask
+) -> None:
+    shape = replace(SHAPE, heads=heads[0], kv_heads=heads[1])
+    topology = cluster(1, size) if size < 4 else cluster(size // 2, 2, gbit=gbit)
+    alone = SequenceParallelConfig(sequence_parallel_size=size)
+    plan = plan_call(alone, shape, 2048, mask, topology)
+    request = Request(topology, Workload(shape, 2048, mask))
+    best = best_plan(request)
+    if mask.is_near and size > EXACT_UP_TO:  # counted, and not by closed forms
+        by_forms, counted = (price_again(on_few(request), one) for one in (best, plan))
+        assert counted.cost.seconds <= 1.02 * by_forms.cost.seconds
+        if on_fewer_ranks(request) is None:
+            order = plan_order(request.memory_limit)
+            assert plan == counted and order(plan) <= order(by_forms)
+    else:
+        assert plan == best
+    assert choose(alone, shape, 2048, mask, topology) == plan.choice
+    said = SequenceParallelConfig.from_dict(plan.to_config(size, "zigzag"))
+    assert not said.leaves_open and choose(said, shape, 2048, mask) == plan.choice
+
+
+def test_auto_degrees_keep_to_what_heads_and_named_routes_allow() -> None:
+    fast = cluster(4, 2, gbit=0.01)
+    many = replace(SHAPE, heads=8, kv_heads=8)
+    at_once = config(ulysses_chunks=1)
+    assert plan_call(at_once, many, 8192, Mask(), fast).degree == 8
+    six = replace(SHAPE, heads=6, kv_heads=6)  # of 8 ranks only 1 and 2 divide them
+    assert plan_call(config(), six, 8192, Mask(), fast).degree == 2
+    teams = config(route={"name": "concentric", "team_size": 2}, ulysses_degree="auto")
+    plan = plan_call(teams, many, 8192, Mask(), fast)
+    assert plan.degree == 2 and plan.forward.placed.route["team_size"] == 2
+    mesh = config(route={"name": "mesh", "rows": 2, "cols": 1}, ulysses_degree="auto")
+    with pytest.raises(ValueError, match=r"no ulysses_degree of \(4,\) divides.*6 heads"):
+        plan_call(mesh, six, 240, Mask())
+
+
+def test_cross_attention_moves_the_shorter_side() -> None:
+    """Many queries and few keys: a plan for as many keys would bring queries together."""
+    slow, shape = cluster(8, 1, gbit=0.025), Shape(1, 1, 1, 64, itemsize=2)
+
+    def gathers_queries(keys: int | None) -> list[bool]:
+        plan = plan_call(config(), shape, 65536, Mask(), slow, keys)
+        return [one.schedule(8).gathers()[0] for one in (plan.forward, plan.backward)]
+
+    assert gathers_queries(None) == [True, True]
+    assert gathers_queries(128) == [False, False]
+
+
+def test_queries_walk_back_where_that_is_faster() -> None:
+    """A mesh of one column has no hops with keys walking; a named side stays the side."""
+    shape = Shape(batch=1, heads=1, kv_heads=1, head_dim=64, itemsize=2)
+    links = cluster(8, 1, gbit=0.05)
+    plans = {
+        moves: plan_call(config(backward_moves=moves), shape, 8192, Mask(), links)
+        for moves in ("keys", "queries", "auto")
+    }
+    assert plans["keys"].moves == "keys" and plans["queries"].moves == "queries"
+    best = min(plans["keys"].cost.seconds, plans["queries"].cost.seconds)
+    assert plans["auto"].cost.seconds == pytest.approx(best, rel=0.01)
+
+
+def test_lengths_that_differ_little_are_planned_as_one() -> None:
+    lengths = (8192, 8193, 9000, 9216)
+    plans = [plan_call(config(), SHAPE, length, Mask(CAUSAL)) for length in lengths]
+    assert plans[0] != plans[1] == plans[2] == plans[3]
+    assert all(plan_call(config(), SHAPE, n, Mask()).cost.seconds for n in (16, 17, 31))
+
+
+def test_a_call_chooses_the_same_for_every_batch_of_documents() -> None:
+    plans = [
+        plan_call(config(), SHAPE, 240, Mask(CAUSAL, borders))
+        for borders in (None, (0, 240), (0, 10, 240))
+    ]
+    assert plans[0] == plans[1] == plans[2]
+
+
+def test_a_call_on_part_of_a_cluster() -> None:
+    plan = plan_call(config(), SHAPE, 240, Mask(), cluster(8, 4))
+    assert plan == plan_call(config(), SHAPE, 240, Mask(), cluster(2, 4))
+
+
+def test_a_call_on_hosts_nobody_described_is_never_short_of_memory() -> None:
+    plan = plan_call(config(), replace(SHAPE, heads=64, head_dim=256), 1 << 24, Mask(CAUSAL))
+    assert plan.cost.memory_bytes > PRESETS["one-host"].memory_bytes

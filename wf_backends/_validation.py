@@ -1,0 +1,40 @@
+# pyright: reportUnnecessaryIsInstance=false
+"""Checks of a user's values, and what was meant by a misspelt one.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+AUTO = "auto"
+
+
+def nearest(word: object, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the known word nearest to `word`, or an empty string."""
+    close = get_close_matches(str(word), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def is_number(name: str, value: object) -> bool:
+    """Whether it is a number and not "auto"; ValueError if it is neither."""
+    if value == AUTO:
+        return False
+    if isinstance(value, str):
+        raise ValueError(f'{name} must be a positive integer or "{AUTO}", got {value!r}')
+    positive(name, value)
+    return True
+
+
+def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(
+            f"{name} must be one of {list(known)}, got {value!r}{nearest(value, known)}"
+        )

@@ -1,0 +1,25 @@
+"""The commands put together."""
+
+from __future__ import annotations
+
+import typer
+
+from wf_backends.cli.bench import bench
+from wf_backends.cli.doctor import doctor
+from wf_backends.cli.explain import explain
+from wf_backends.cli.links import bench_links
+from wf_backends.cli.plan import plan
+
+app = typer.Typer(
+    name="wallfacer",
+    help="Exact long-context attention over many ranks: what to run on your cluster, and why.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(plan)
+app.command()(explain)
+app.command()(bench)
+app.command("bench-links")(bench_links)
+app.command()(doctor)

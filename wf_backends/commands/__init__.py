@@ -1,1 +1,0 @@
-"""The commands of the console script, one file each; they need the `cli` extra."""

@@ -1,0 +1,245 @@
+"""Which dimension is sharded where: a model's modules are named, and switched between, not edited.
+
+A stage is a module whose first argument is the hidden state and which needs one of its sequence
+dimensions whole, such as a residual block of temporal attention. What is not a stage works on the
+hidden state wherever it is cut. A switch happens before a stage that needs the sharded dimension,
+and the new cut is kept until the next stage that needs it: one switch, not two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from fnmatch import fnmatchcase
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from wf_backends._validation import nearest
+from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, Sizes, chunk_sizes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """What a model says about its modules, by their names in `named_modules()`.
+
+    `dims` names the sequence dimensions of the hidden state, e.g. {"time": 1, "space": 2};
+    `needs` says which of them a stage needs whole, by name or pattern of names, e.g.
+    {"blocks.*.temporal": "time"}. The whole hidden state is cut along `starts_along` before the
+    module `enters`, and gathered behind the module `leaves`.
+    """
+
+    dims: Mapping[str, int]
+    enters: str
+    starts_along: str
+    leaves: str
+    needs: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_dict(cls, words: Mapping[str, Any]) -> Stages:
+        """The stages of a JSON object.
+
+        Raises:
+            ValueError: for an unknown, missing or wrong key; names it and what would be right.
+        """
+        if not isinstance(words, Mapping):
+            raise ValueError(f"must be an object with the keys of Stages, got {words!r}")
+        known = {f.name: f for f in fields(cls)}
+        for key in words:
+            if key not in known:
+                raise ValueError(
+                    f"unknown key {key!r}{nearest(key, known)} (known keys: {list(known)})"
+                )
+        for key, word in known.items():
+            if key not in words and word.default_factory is MISSING:
+                raise ValueError(f"{key!r} is missing. Known keys: {list(known)}")
+        return cls(**words)
+
+    def __post_init__(self) -> None:
+        for key, kind, what in (
+            ("dims", int, '{"time": 1, "space": 2}'),
+            ("needs", str, '{"blocks.*.temporal": "time"}'),
+        ):
+            value = getattr(self, key)
+            if not isinstance(value, Mapping) or not all(type(v) is kind for v in value.values()):
+                raise ValueError(f"{key} must be an object such as {what}, got {value!r}")
+        if self.needs and len(self.dims) < 2:
+            raise ValueError(f"dims must name at least two dimensions to switch, got {self.dims}")
+        named = {"starts_along": self.starts_along}
+        named |= {f"needs[{pattern!r}]": name for pattern, name in self.needs.items()}
+        for key, name in named.items():
+            if name not in self.dims:
+                raise ValueError(
+                    f"{key} must be one of {list(self.dims)}, got {name!r}"
+                    f"{nearest(name, self.dims)}"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Where the hidden state is sharded; lengths of the whole by dimension."""
+
+    name: str
+    lengths: Mapping[str, int]
+
+
+class LayoutTracker:
+    """Hooks that cut, switch and gather a model's hidden state; `remove()` takes them off again.
+
+    The model is called as on one device: with whole inputs, the same on every rank, and with a
+    whole output. Average the gradients of its parameters over the ranks
+    (`wf_backends.parallel.gradients.GradientMean`, or a data-parallel wrapper over these ranks).
+
+    Works under activation checkpointing: a stage that is run again in the backward pass finds
+    its input as it came in the forward pass.
+
+    Args:
+        dsp: the ranks; made with gradients="averaged".
+        stages: which module needs what.
+
+    Raises:
+        ValueError: if gradients are not averaged, a pattern matches no module, or a module needs
+            two dimensions.
+    """
+
+    def __init__(self, model: nn.Module, dsp: DynamicSequenceParallel, stages: Stages) -> None:
+        if dsp.gradients != "averaged":
+            raise ValueError(f'dsp must have gradients="averaged", got {dsp.gradients!r}')
+        self.dsp, self.stages = dsp, stages
+        self.switches = 0
+        """Switches in the forward passes so far."""
+        self._now: Cut | None = None
+        self._running = False
+        self._arrived: dict[str, Cut | None] = {}
+        modules = dict(model.named_modules())
+        needs = _resolve(stages.needs, modules)
+        for name in (stages.enters, stages.leaves):
+            _find(name, modules)
+        self._hooks: list[RemovableHandle] = [
+            model.register_forward_pre_hook(lambda *_: self._begin()),
+            model.register_forward_hook(lambda *_: self._end(), always_call=True),
+            modules[stages.leaves].register_forward_hook(lambda _, args, out: self._leave(out)),
+        ]
+        for name in dict.fromkeys((stages.enters, *needs)):
+            self._hooks.append(self._register(modules[name], name, needs.get(name)))
+
+    def remove(self) -> None:
+        """Take all hooks off: the model is as it was."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __enter__(self) -> LayoutTracker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.remove()
+
+    def _register(self, module: nn.Module, name: str, need: str | None) -> RemovableHandle:
+        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not args or not isinstance(args[0], Tensor):
+                raise ValueError(f"{name} must get the hidden state as its first argument")
+            return (self._arrive(name, need, args[0]), *args[1:]), kwargs
+
+        return module.register_forward_pre_hook(before, with_kwargs=True)
+
+    def _begin(self) -> None:
+        self._running, self._now = True, None
+
+    def _end(self) -> None:
+        self._running, self._now = False, None
+
+    def _arrive(self, name: str, need: str | None, x: Tensor) -> Tensor:
+        """The hidden state as the stage `name` needs it."""
+        cut = self._recall(name)
+        if cut is None:
+            cut, x = self._split(name, x)
+        if cut.name == need:
+            target = next(dim for dim in self.stages.dims if dim != need)
+            cut, x = self._switch(name, cut, target, x)
+        if self._running:
+            self._now = cut
+        return x
+
+    def _recall(self, name: str) -> Cut | None:
+        """Where the hidden state is cut at `name`; when run again, as in the forward pass."""
+        if self._running:
+            self._arrived[name] = self._now
+        return self._arrived[name]
+
+    def _split(self, name: str, x: Tensor) -> tuple[Cut, Tensor]:
+        if name != self.stages.enters:
+            raise ValueError(
+                f"the stage {name!r} runs before {self.stages.enters!r}, where the hidden state "
+                "is cut: enters must be the first of them"
+            )
+        start = self.stages.starts_along
+        if max(self.stages.dims.values()) >= x.dim():
+            raise ValueError(
+                f"dims {dict(self.stages.dims)} do not fit the hidden state {tuple(x.shape)} "
+                f"that {name!r} gets"
+            )
+        lengths = {dim: x.shape[axis] for dim, axis in self.stages.dims.items()}
+        return Cut(start, lengths), self.dsp.split(x, self.stages.dims[start]).tensor
+
+    def _switch(self, name: str, cut: Cut, target: str, x: Tensor) -> tuple[Cut, Tensor]:
+        dims = self.stages.dims
+        held = self._held(name, cut, x)
+        self.switches += self._running
+        return Cut(target, cut.lengths), self.dsp.switch(held, dims[cut.name], dims[target]).tensor
+
+    def _held(self, name: str, cut: Cut, x: Tensor) -> Sharded:
+        """x as the shard that it must be; refuses one of another shape."""
+        wanted = {dim: cut.lengths[dim] for dim in self.stages.dims}
+        sizes = self._sizes(cut)
+        wanted[cut.name] = sizes[self.dsp.rank]
+        got = {dim: x.shape[axis] for dim, axis in self.stages.dims.items()}
+        if got != wanted:
+            raise ValueError(
+                f"{name!r} got a hidden state with {got}, but sharded along {cut.name!r} it has "
+                f"{wanted} on rank {self.dsp.rank}"
+            )
+        return Sharded(x, self.stages.dims[cut.name], sizes)
+
+    def _sizes(self, cut: Cut) -> Sizes:
+        return chunk_sizes(cut.lengths[cut.name], self.dsp.size)
+
+    def _leave(self, out: Any) -> Tensor:
+        """The whole output of the module `leaves`."""
+        name = self.stages.leaves
+        cut = self._recall(name)
+        if cut is None:
+            raise ValueError(f"{name!r} ran before {self.stages.enters!r}: nothing is sharded yet")
+        if not isinstance(out, Tensor):
+            raise ValueError(f"{name!r} must return the hidden state, got {type(out).__name__}")
+        self._now = None
+        return self.dsp.gather(self._held(name, cut, out), self.stages.dims[cut.name])
+
+
+def _resolve(needs: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Module name -> dimension, in the order of the model."""
+    found: dict[str, str] = {}
+    for pattern, dim in needs.items():
+        matching = [name for name in modules if fnmatchcase(name, pattern)]
+        if not matching:
+            raise ValueError(f"needs: {pattern!r} matches no module{nearest(pattern, modules)}")
+        for name in matching:
+            if found.setdefault(name, dim) != dim:
+                raise ValueError(
+                    f"needs: the module {name!r} needs {found[name]!r} and {dim!r}; attention over "
+                    "all dimensions at once is SequenceParallel.attention's, and no stage"
+                )
+    return found
+
+
+def _find(name: str, modules: Mapping[str, nn.Module]) -> None:
+    if name not in modules or not name:
+        known = [module for module in modules if module]
+        raise ValueError(f"the model has no module {name!r}{nearest(name, known)}")

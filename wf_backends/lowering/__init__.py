@@ -1,0 +1,61 @@
+"""What one rank does for a schedule, step by step. Pure: standard library only."""
+
+from wf_backends.lowering.areas import (
+    BACKWARD_FLOPS,
+    area_in_vain,
+    mask_area,
+    tile_area,
+    unevenness,
+)
+from wf_backends.lowering.direction import Way, strands
+from wf_backends.lowering.gather_rounds import bundles
+from wf_backends.lowering.lower import Problem, lower
+from wf_backends.lowering.message_bytes import (
+    RowBytes,
+    Shape,
+    backward_row_bytes,
+    forward_row_bytes,
+)
+from wf_backends.lowering.program import (
+    Exchange,
+    Gather,
+    Parcel,
+    Parcels,
+    RankProgram,
+    Round,
+    Stay,
+    Step,
+    met,
+    parcels,
+)
+from wf_backends.lowering.tiles import Tile
+from wf_backends.lowering.ulysses_groups import Pools
+
+__all__ = [
+    "BACKWARD_FLOPS",
+    "Exchange",
+    "Gather",
+    "Parcel",
+    "Parcels",
+    "Pools",
+    "Problem",
+    "RankProgram",
+    "Round",
+    "RowBytes",
+    "Shape",
+    "Stay",
+    "Step",
+    "Tile",
+    "Way",
+    "area_in_vain",
+    "backward_row_bytes",
+    "bundles",
+    "forward_row_bytes",
+    "mask_area",
+    "met",
+    "parcels",
+    "lower",
+    "strands",
+    "tile_area",
+    "unevenness",
+]

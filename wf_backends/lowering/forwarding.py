@@ -1,0 +1,248 @@
+"""Where the rows of a walker are at every step, and how they get there and home again.
+
+Pure: standard library only. A row is only where it is read. If the next rank on the way reads it
+too, it is handed on, and its partial result with it. If not, the partial result goes home, and the
+owner sends the row again, straight to the next rank that reads it: as many messages as readers.
+Everything is found when it is asked for, so that one rank among thousands looks at its own part.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from itertools import accumulate
+
+from wf_backends.lowering.program import Gather, Parcel, Parcels, Round, Step, handover, parcels
+from wf_backends.lowering.tracks import carriers, tracks
+from wf_backends.schedule import Layout, Ranges, Schedule, intersect, locate, size, subtract, union
+
+Sent = tuple[int, Ranges]  # the rank at the far end, and rows (positions)
+Rows = Callable[[int], Ranges]  # step -> rows (positions)
+
+
+class Journey:
+    """Rows (positions) of one walker, by step.
+
+    Args:
+        wanted: rows that the step's rank reads. owned: rows of the walker that are the rank's own.
+        whole: bring to the first step all that any step reads.
+    """
+
+    def __init__(self, wanted: Rows, owned: Rows, num_steps: int, whole: bool = False) -> None:
+        self.wanted, self.owned, self.num_steps, self.whole = wanted, owned, num_steps, whole
+        self.held = cache(self._held)
+        """Those that it brings."""
+        self.handed = cache(self._handed)
+        """Of them, those that the rank of the step before hands on; owners send the others."""
+        self.moved = cache(self._moved)
+        """Those whose partial results go on to the next step."""
+
+    def left(self, step: int) -> Ranges:
+        """Those whose partial results go home."""
+        return subtract(self._summed(step), self.moved(step))
+
+    def sent(self, step: int) -> Ranges:
+        """Those that it brings because their owners send them."""
+        return subtract(self.held(step), self.handed(step))
+
+    def _held(self, step: int) -> Ranges:
+        if step == 0 and self.whole:
+            return still_read([self.wanted(at) for at in range(self.num_steps)])[0]
+        return self.wanted(step)
+
+    def _handed(self, step: int) -> Ranges:
+        if not step:
+            return ()
+        near = union(self.owned(step - 1), self.owned(step))
+        # owners send their own rows, and keep those that come to them
+        return subtract(intersect(self.held(step - 1), self.held(step)), near)
+
+    def _summed(self, step: int) -> Ranges:
+        """Those with partial results after a step: what moved there is read there."""
+        return self.wanted(step)
+
+    def _moved(self, step: int) -> Ranges:
+        return self._onward(self._summed(step), step)
+
+    def _onward(self, rows: Ranges, step: int) -> Ranges:
+        """Of these rows, those that the next step holds."""
+        held = self.held(step + 1) if step + 1 < self.num_steps else ()
+        return intersect(subtract(rows, self.owned(step)), held)
+
+
+class Laps(Journey):
+    """Rows that are handed on by way of ranks that do not read them, until nobody further down
+    does: every link of a step then carries as much as any other."""
+
+    def __init__(self, wanted: Rows, owned: Rows, num_steps: int, whole: bool = False) -> None:
+        super().__init__(wanted, owned, num_steps, whole)
+        self._later = still_read([wanted(step) for step in range(num_steps)])
+        self._sums: list[Ranges] = []
+        moved: Ranges = ()
+        for step in range(num_steps):
+            self._sums.append(union(moved, wanted(step)))
+            moved = self._onward(self._sums[-1], step)
+
+    def _held(self, step: int) -> Ranges:
+        return self._later[step]
+
+    def _summed(self, step: int) -> Ranges:
+        return self._sums[step]
+
+
+def still_read(wanted: Sequence[Ranges]) -> list[Ranges]:
+    """The rows that are read in a step or further down, [step]."""
+    return list(accumulate(reversed(wanted), union))[::-1]
+
+
+class Journeys:
+    """Those of all walkers of a schedule, and the messages that follow from them.
+
+    Args:
+        roles: its field `kv` names the shards that walk. home: the walkers' rows that each rank
+            owns.
+        wanted: (step, origin) -> the rows of a walker that the step's rank reads.
+        whole: see `Journey`; only where walkers are gathered. through: `Laps`.
+    """
+
+    def __init__(
+        self,
+        roles: Schedule,
+        home: Layout,
+        wanted: Callable[[int, int], Ranges],
+        whole: bool = False,
+        through: bool = False,
+    ) -> None:
+        self.kv, self.home, self.num_steps = roles.kv, home, roles.num_steps
+        self.tracks = tracks(roles)
+        self.carriers = carriers(roles.kv)
+        self._wanted, self._whole = wanted, whole and roles.gathers()[1]
+        self._kind = Laps if through else Journey
+        self.one = cache(self._one)
+        """The journey of the walker that a rank first holds."""
+        self.reads = cache(self._reads)
+        """The later steps in which a rank reads anything."""
+        self._given, self._taken = cache(self._gifts), cache(self._takings)
+
+    def held(self, step: int, rank: int) -> Ranges:
+        """The rows of walkers that a rank holds in a step."""
+        return self.one(self.tracks.origin(step, rank)).held(step)
+
+    def gather(self, rank: int) -> Gather:
+        """How the walkers that a rank first holds get there from their homes."""
+        rows, home = self.held(0, rank), self.home[rank]
+        give = ((other, intersect(self.held(0, other), home)) for other in self.carriers[rank])
+        take = ((owner, intersect(rows, self.home[owner])) for owner in sorted(self.kv[rank]))
+        return Gather(size(home), size(rows), _all(rank, give, home), _all(rank, take, rows))
+
+    def step(self, step: int, rank: int, rounds: tuple[Round, ...], blank: Ranges) -> Step:
+        """A step of a rank's plan, with all its messages about walkers."""
+        origin, home, held = self.tracks.origin(step, rank), self.home[rank], self.held(step, rank)
+        one = self.one(origin)
+        hand, after, came, past = (), -1, -1, ()
+        if step + 1 < self.num_steps:
+            after = self.tracks.place(step + 1, origin)
+            hand = handover(after, one.handed(step + 1), held, one.held(step + 1))
+        if step:
+            came, past = self.tracks.place(step - 1, origin), one.moved(step - 1)
+        take, get, more = self._arriving(step, rank)
+        return Step(
+            num_rows=size(held),
+            rounds=rounds,
+            blank=blank,
+            hand=hand,
+            take=take,
+            give=_all(rank, self._given(rank).get(step, ()), home),
+            get=get,
+            more=more,
+            partial_in=_parcel(came, past, held),
+            partial_out=_parcel(after, one.moved(step), held),
+            home_out=_all(rank, self._leaving(step, rank), held),
+            home_in=_all(rank, self._returning(step, rank), home),
+        )
+
+    def _one(self, origin: int) -> Journey:
+        def wanted(step: int) -> Ranges:
+            return self._wanted(step, origin)
+
+        return self._kind(wanted, partial(self._owned, origin), self.num_steps, self._whole)
+
+    def _owned(self, origin: int, step: int) -> Ranges:
+        """The rows of a walker that are the step's rank's own."""
+        rank = self.tracks.place(step, origin)
+        return self.home[rank] if rank in self.kv[origin] else ()
+
+    def _reads(self, rank: int) -> list[int]:
+        return [step for step in range(1, self.num_steps) if self.held(step, rank)]
+
+    def _before(self, step: int, rank: int) -> int:
+        """The step in which owners send what a rank reads in `step`: the one before in which it
+        has something to compute."""
+        earlier = range(step - 1, 0, -1)
+        return next((at for at in earlier if self.held(at, rank)), 0)
+
+    def _gifts(self, owner: int) -> defaultdict[int, list[Sent]]:
+        """What an owner sends later readers of its rows, by the step in which it does."""
+        found: defaultdict[int, list[Sent]] = defaultdict(list)
+        for origin in self.carriers[owner]:
+            for step in range(1, self.num_steps):
+                if own := intersect(self.one(origin).sent(step), self.home[owner]):
+                    reader = self.tracks.place(step, origin)
+                    found[self._before(step, reader)].append((reader, own))
+        return found
+
+    def _takings(self, reader: int) -> defaultdict[int, list[Sent]]:
+        """What owners send a reader, by the step in which they do."""
+        found: defaultdict[int, list[Sent]] = defaultdict(list)
+        reads = self.reads(reader)
+        for before, step in zip((0, *reads), reads, strict=False):
+            origin = self.tracks.origin(step, reader)
+            rows = self.one(origin).sent(step)
+            for owner in self.kv[origin] if rows else ():
+                if own := intersect(rows, self.home[owner]):
+                    found[before].append((owner, own))
+        return found
+
+    def _arriving(self, step: int, rank: int) -> tuple[Parcels, Parcels, int]:
+        """(take, get) during a step, and the rows of the buffer that they fill."""
+        reads = self.reads(rank)
+        at = bisect_right(reads, step)
+        if at == len(reads):
+            return (), (), 0
+        ahead = reads[at]
+        origin = self.tracks.origin(ahead, rank)
+        one, rows = self.one(origin), self.held(ahead, rank)
+        take: Parcels = ()
+        if ahead == step + 1:
+            take = handover(
+                self.tracks.place(step, origin), one.handed(ahead), rows, one.held(step)
+            )
+        return take, _all(rank, self._taken(rank).get(step, ()), rows), size(rows)
+
+    def _leaving(self, step: int, rank: int) -> Iterator[Sent]:
+        """The partial results that a rank sends home after a step."""
+        origin = self.tracks.origin(step, rank)
+        rows = self.one(origin).left(step)
+        for owner in sorted(self.kv[origin]):
+            yield owner, intersect(rows, self.home[owner])
+
+    def _returning(self, step: int, rank: int) -> Iterator[Sent]:
+        """Those that come home to a rank."""
+        holders = sorted((self.tracks.place(step, one), one) for one in self.carriers[rank])
+        for holder, origin in holders:
+            yield holder, intersect(self.one(origin).left(step), self.home[rank])
+
+
+def _parcel(peer: int, rows: Ranges, held: Ranges) -> Parcel | None:
+    return Parcel(peer, locate(rows, held)) if rows else None
+
+
+def _all(rank: int, found: Iterable[Sent], held: Ranges) -> Parcels:
+    """All parcels of a rank; what it keeps is one."""
+    several = (
+        (_parcel(peer, rows, held),) if peer == rank else parcels(peer, rows, held)
+        for peer, rows in found
+    )
+    return tuple(parcel for ones in several for parcel in ones if parcel)

@@ -1,0 +1,106 @@
+"""How many bytes a rank sends, by message label, derived from its plan.
+
+Pure: standard library only. The labels are the executor's, so that what is derived and what a
+communicator counted can be compared one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from wf_backends.lowering.program import Parcel, RankProgram
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of the tensors at hand. `itemsize`, `accumulator_size`: bytes of one element."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    accumulator_size: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RowBytes:
+    """Bytes of one row of what travels: the sides' tensors, and their partial results."""
+
+    stay: int
+    walk: int
+    stay_partial: int
+    walk_partial: int
+    stay_kept: int = 0
+    """The part of `stay` that the forward left in the buffer: it is not gathered."""
+    walk_kept: int = 0
+    stay_output: int = 0
+    """What stands in for the output of queries that are not at home; it never travels."""
+    walk_output: int = 0
+
+    @property
+    def stay_gathered(self) -> int:
+        return self.stay - self.stay_kept
+
+    @property
+    def walk_gathered(self) -> int:
+        return self.walk - self.walk_kept
+
+
+def forward_row_bytes(shape: Shape, queries_walk: bool = False) -> RowBytes:
+    """Forward: queries are (q) and (out, lse), keys are [K|V] and nothing goes home."""
+    heads = shape.batch * shape.heads
+    queries = heads * shape.head_dim * shape.itemsize
+    output = heads * (shape.head_dim + 1) * shape.accumulator_size
+    keys = _keys(shape) * shape.itemsize
+    return (
+        RowBytes(keys, queries, 0, output) if queries_walk else RowBytes(queries, keys, output, 0)
+    )
+
+
+def backward_row_bytes(shape: Shape, queries_walk: bool = False, keep: bool = False) -> RowBytes:
+    """Backward: queries are (q, dout, lse, delta) and dq, keys are [K|V] and [dK|dV].
+
+    Args:
+        keep: q and [K|V], where the forward gathered them, are still there.
+    """
+    heads = shape.batch * shape.heads
+    stats = 2 * heads * shape.accumulator_size
+    queries = 2 * heads * shape.head_dim * shape.itemsize + stats
+    query_grad = heads * shape.head_dim * shape.accumulator_size
+    keys = _keys(shape) * shape.itemsize
+    key_grad = _keys(shape) * shape.accumulator_size
+    output = heads * shape.head_dim * shape.itemsize
+    kept = (output, keys) if keep else (0, 0)
+    if queries_walk:
+        return RowBytes(keys, queries, key_grad, query_grad, *kept[::-1], walk_output=output)
+    return RowBytes(queries, keys, query_grad, key_grad, *kept, stay_output=output)
+
+
+def bytes_sent(plan: RankProgram, rows: RowBytes, name: str) -> dict[str, int]:
+    """Bytes that the plan's rank sends in the pass called `name`, by message label."""
+
+    def count(parcels: Iterable[Parcel | None]) -> int:
+        return sum(p.num_rows for p in parcels if p and p.peer != plan.rank)
+
+    rounds = [one for step in plan.steps for one in step.rounds]
+    fetched = (parcel for one in rounds for parcel in one.fetch.send)
+    returned = (parcel for one in rounds for parcel in one.home.send)
+    sent = {f"{name} gather": count(plan.walk.give) * rows.walk_gathered}
+    sent[f"{name} gather"] += count(fetched) * rows.stay_gathered
+    leaving = 0
+    for index, step in enumerate(plan.steps):
+        sent[f"{name} step {index}"] = count((*step.hand, *step.give)) * rows.walk + leaving
+        leaving = count((step.partial_out, *step.home_out)) * rows.walk_partial
+    sent[f"{name} home"] = count(returned) * rows.stay_partial + leaving
+    return {label: num_bytes for label, num_bytes in sent.items() if num_bytes}
+
+
+def total(sent: Mapping[str, int]) -> int:
+    """All bytes of a report."""
+    return sum(sent.values())
+
+
+def _keys(shape: Shape) -> int:
+    return 2 * shape.batch * shape.kv_heads * shape.head_dim

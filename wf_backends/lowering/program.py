@@ -1,0 +1,179 @@
+"""What one rank does in one pass, as plain data: buffers, tiles and messages.
+
+Pure: standard library only. Rows of a buffer are in sequence order; slices are local to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from wf_backends.lowering.tiles import Tile
+from wf_backends.schedule import Ranges, locate, size
+
+LONG = 256
+"""Rows from which a range of positions is a message of its own: then it is neither packed before
+it is sent nor unpacked where it lands. Shorter ones share one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Rows that one message carries: slices of this rank's buffer, and who is at the far end."""
+
+    peer: int
+    rows: Ranges
+
+    @property
+    def num_rows(self) -> int:
+        return size(self.rows)
+
+
+Parcels = tuple[Parcel, ...]
+
+
+def parcels(peer: int, rows: Ranges, held: Ranges) -> Parcels:
+    """What carries the positions `rows` between this rank's buffer of `held` and the peer's.
+
+    Both ends cut alike: a range of positions is one slice of either buffer.
+    """
+    if len(rows) > 1 and min(stop - start for start, stop in rows) >= LONG:
+        return tuple(Parcel(peer, locate((piece,), held)) for piece in rows)
+    return (Parcel(peer, locate(rows, held)),) if rows else ()
+
+
+def handover(peer: int, rows: Ranges, held: Ranges, far: Ranges) -> Parcels:
+    """As `parcels`, to or from a buffer of `far`; one message where both ends need no packing."""
+    here = locate(rows, held)
+    if len(here) == len(locate(rows, far)) == 1:
+        return (Parcel(peer, here),)
+    return parcels(peer, rows, held)
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Rows of shards brought together in one buffer; read backwards, the way home.
+
+    `give` slices this rank's own shard of `shard_rows` rows, `take` slices the buffer of
+    `num_rows` rows. A parcel to oneself is no message.
+    """
+
+    shard_rows: int
+    num_rows: int
+    give: Parcels
+    take: Parcels
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """The buffer of the side that stays: rows of this rank's own shard, and of other owners'."""
+
+    shard_rows: int
+    num_rows: int
+    mine: Ranges
+    """Slices of this rank's own shard that the buffer holds."""
+    at: Ranges
+    """Where they lie in the buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What this rank sends and receives in one round."""
+
+    send: Parcels = ()
+    receive: Parcels = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Tiles on the rows of one owner, or of all.
+
+    Before them `fetch` must have arrived (sent: slices of this rank's own shard; received: of the
+    buffer that stays). After them the owner's results are finished and leave by `home` (sent:
+    slices of the buffer; received: of this rank's own shard).
+    """
+
+    tiles: tuple[Tile, ...]
+    fetch: Exchange = Exchange()
+    home: Exchange = Exchange()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step: compute on the held walkers, round by round, while the next ones arrive.
+
+    `blank` are the held rows whose partial results start from nothing; a tile overwrites the rest.
+    `hand` goes to the next rank on the way, `take` is what the one before hands on; `give` goes to
+    whoever reads this rank's own rows next, `get` is what owners give. What arrives fills the
+    buffer of the next step in which this rank reads anything; `more` are its rows. Slices of
+    `hand`, `partial_*` and `home_out` are in this step's buffer of held rows, those of `take` and
+    `get` in the one that fills, those of `give` and `home_in` in this rank's own shard.
+    """
+
+    num_rows: int
+    rounds: tuple[Round, ...]
+    blank: Ranges
+    hand: Parcels
+    take: Parcels
+    give: Parcels
+    get: Parcels
+    more: int
+    partial_in: Parcel | None
+    partial_out: Parcel | None
+    home_out: Parcels
+    home_in: Parcels
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Those of all rounds, in order."""
+        return tuple(tile for one in self.rounds for tile in one.tiles)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to compute, to send or to receive."""
+        rounds = any(one != Round(()) for one in self.rounds)
+        return not (rounds or self.hand or self.take or self.give or self.get or self.partial_in)
+
+    @property
+    def parts(self) -> bool:
+        """Whether partial results leave or come home after it."""
+        return bool(self.partial_out or self.home_out or self.home_in)
+
+
+def met(step: Step, before: Step | None) -> set[int]:
+    """Peers of a step's hop, either way: what is handed on, and the last partial results.
+
+    What owners give to or get from one of them goes with the hop, since a link that carries one
+    way a long message in another post does not even ask for what comes the other way.
+    """
+    parcels = [*step.hand, *step.take]
+    if before is not None:
+        parcels += (*before.home_out, *before.home_in)
+        parcels += [one for one in (before.partial_out, step.partial_in) if one]
+    return {parcel.peer for parcel in parcels}
+
+
+@dataclass(frozen=True)
+class RankProgram:
+    """Everything that one rank does in one pass.
+
+    All ranks post their messages in one order: those of `walk`, the fetches of the first step's
+    rounds, and then for each step what is handed on, what partial results go on or home, what
+    owners give and, round by round, what goes home.
+    """
+
+    rank: int
+    queries_walk: bool
+    stay: Stay
+    walk: Gather
+    steps: tuple[Step, ...]
+    blank: Ranges
+    """As in Step, of the side that stays."""
+    part: Ranges
+    """Slices of this rank's shard of the side that walks which this plan is about."""
+
+    @cached_property
+    def busy(self) -> tuple[int, ...]:
+        """The steps in which something happens: under documents and windows most are empty."""
+        before = (None, *self.steps)
+        pairs = enumerate(zip(before, self.steps, strict=False))
+        return tuple(at for at, (last, one) in pairs if not one.is_idle or (last and last.parts))

@@ -1,0 +1,197 @@
+"""One attention call: check, plan (once), trade heads for tokens, run the route.
+
+Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from wf_backends.cluster import Cluster
+from wf_backends.comm import Agreement, Communicator, fingerprint
+from wf_backends.kernels import KernelSpec, Selection, select
+from wf_backends.lowering import Pools, Problem, RankProgram, Shape, Way, lower, strands
+from wf_backends.parallel.choose import choose
+from wf_backends.parallel.config import SequenceParallelConfig
+from wf_backends.planner import Choice
+from wf_backends.runtime import (
+    Attention,
+    Call,
+    ChunkedAttention,
+    ChunkedCall,
+    Exchange,
+    accumulator_dtype,
+    heads_for_tokens,
+    make_exchange,
+    tokens_for_heads,
+)
+from wf_backends.schedule import Layout, Mask, check, layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """Everything that this rank does for one kind of call."""
+
+    pool: Communicator
+    """Ranks that trade heads for tokens."""
+    route: Communicator
+    """Ranks that the keys (or queries) go around."""
+    queries: tuple[Exchange, ...]
+    """Of every chunk of the heads; like the keys'."""
+    keys: tuple[Exchange, ...]
+    forward: tuple[RankProgram, ...]
+    backward: tuple[RankProgram, ...]
+    selection: Selection
+    keep: tuple[bool, bool]
+    """Whether gathered (queries, keys) stay in memory until the backward."""
+
+
+class DistributedAttention:
+    """Attention over one sequence-parallel group, by one configuration.
+
+    Args:
+        cluster: what the planner goes by where the config leaves something to it.
+    """
+
+    def __init__(
+        self, config: SequenceParallelConfig, comm: Communicator, cluster: Cluster
+    ) -> None:
+        self.config, self.comm, self.cluster = config, comm, cluster
+        self._agreement = Agreement(comm)
+        self._plan = lru_cache(maxsize=64)(self._make_plan)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
+    ) -> Tensor:
+        """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
+        plan = self.plan(q, k, v, mask, scale, seqlen)
+        kernel = plan.selection.kernel
+        call = Call(plan.forward, plan.backward, plan.route, kernel, scale, plan.keep)
+        whole = ChunkedCall(call, plan.pool, plan.queries, plan.keys)
+        if len(plan.queries) > 1:
+            return ChunkedAttention.apply(q, k, v, whole)
+        q, k, v = heads_for_tokens((q, k, v), whole.qkv[0], plan.pool, "ulysses qkv")
+        out = Attention.apply(q, k, v, call)
+        return tokens_for_heads((out,), whole.out[0], plan.pool, "ulysses out")[0]
+
+    def plan(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
+    ) -> AttentionPlan:
+        """The plan of a call, once all ranks are known to ask for the same."""
+        with self._agreement.telling():
+            _check_tensors(q, k, v)
+        (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
+        same = {
+            "batch size": b,
+            "heads": h,
+            "kv heads": g,
+            "head_dim": d,
+            "dtype": fingerprint(q.dtype),
+            "mask": fingerprint(mask),
+            "softmax_scale": fingerprint(scale),
+            "config": fingerprint((self.config, self.cluster.known)),
+            "seqlen": -1 if seqlen is None else seqlen,
+        }
+        told = self._agreement.check(same, {"q rows": s, "key rows": keys}, q)
+        _check_mask(mask, *map(sum, told.values()))
+        spec = KernelSpec(q.device.type, q.dtype, d, h, g)
+        return self._plan(tuple(told.items()), mask, spec, b)
+
+    def _make_plan(
+        self,
+        told: tuple[tuple[str, tuple[int, ...]], ...],
+        mask: Mask,
+        spec: KernelSpec,
+        batch: int,
+    ) -> AttentionPlan:
+        """The plan for the queries' and the keys' (name in errors, rows of every rank)."""
+        q_layout, kv_layout = (
+            layout_of(self.config.layout, rows, mask.cu_seqlens, name) for name, rows in told
+        )
+        choice = self._choose([sum(rows) for _, rows in told], mask, spec, batch)
+        pools = Pools(self.comm.size, choice.degree, choice.stride)
+        at, member = pools.find(self.comm.rank)
+        pool = pools.members(at)
+        queries, keys = (
+            make_exchange([layout[rank] for rank in pool], heads, spec.heads).split(choice.chunks)
+            for layout, heads in ((q_layout, spec.heads), (kv_layout, spec.kv_heads))
+        )
+        pooled = map(pools.merge, (q_layout, kv_layout))
+        there, back, keep = _problems(choice, self.comm.size, mask, *pooled)
+        tile = replace(spec, heads=queries[0].share, kv_heads=keys[0].share)
+        return AttentionPlan(
+            self.comm.view(pool),
+            self.comm.view(pools.route(member)),
+            queries,
+            keys,
+            tuple(lower(one, at) for one in there),
+            tuple(lower(one, at) for one in back),
+            select(self.config.kernel, tile),
+            keep,
+        )
+
+    def _choose(self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int) -> Choice:
+        """What the call runs, by the lengths of its queries and keys."""
+        sizes = spec.dtype.itemsize, accumulator_dtype(spec.dtype).itemsize
+        shape = Shape(batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes)
+        topology = None
+        if self.config.leaves_open and self.comm.size > 1:
+            topology = self.cluster.topology(torch.device(spec.device))
+        seqlen, keys = lengths
+        return choose(self.config, shape, seqlen, mask, topology, keys)
+
+
+def _problems(
+    choice: Choice, size: int, mask: Mask, queries: Layout, keys: Layout
+) -> tuple[Way, Way, tuple[bool, bool]]:
+    """(forward, backward, what is kept in between: queries, keys) of a choice for `size` ranks."""
+    forward, backward = (check(one) for one in choice.schedules(size))
+    stays = choice.forward.keys_stay
+    there = Problem(forward, queries, keys, mask, stays, kept=choice.keep)
+    there = strands(there, choice.forward.two_way)
+    back = Problem(backward, queries, keys, mask, choice.moves == "queries")
+    if not choice.keep:
+        return there, strands(back, choice.backward.two_way), (False, False)
+    way = there[0].schedule
+    return there, (replace(back, schedule=way, kept=True),), way.gathers()
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse tensors that do not belong together; ValueError with their shapes, dtypes, devices."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if type(x) not in (Tensor, Parameter):  # others need not write into views, nor travel
+            raise ValueError(
+                f"{name} must be a plain torch.Tensor, got a {type(x).__name__}: pass the local "
+                "tensor, such as x.to_local() or x.as_subclass(torch.Tensor)"
+            )
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if any(x.dim() != 4 for x in (q, k, v)):
+        raise ValueError(f"q, k, v must be (batch, seqlen, heads, head_dim), got {shapes}")
+    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"k and v must have one shape, and q their batch size and head_dim, got {shapes}"
+        )
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"kv heads must divide heads, got {k.shape[2]} and {q.shape[2]} ({shapes})"
+        )
+    if len({x.dtype for x in (q, k, v)}) > 1:
+        raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not q.dtype.is_floating_point:
+        raise ValueError(f"q, k, v must have a floating point dtype, got {q.dtype}")
+    if len({x.device for x in (q, k, v)}) > 1:
+        raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def _check_mask(mask: Mask, seqlen: int, num_keys: int) -> None:
+    if seqlen != num_keys and mask != Mask():
+        raise NotImplementedError(
+            f"cross attention ({seqlen} queries, {num_keys} keys) has no common positions: "
+            "causal, window_size and cu_seqlens need as many keys as queries"
+        )

@@ -1,0 +1,98 @@
+"""The loss of a rank's tokens, as its share of the mean over all valid tokens of the group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from wf_backends.parallel.data import IGNORE_INDEX
+
+CHUNK_ELEMENTS = 1 << 24  # logits upcast at one time: 64 MiB in float32
+
+
+def token_loss(
+    logits: Tensor, labels: Tensor, num_valid: Tensor | int, ignore_index: int = IGNORE_INDEX
+) -> Tensor:
+    """Sum of the cross entropies of the valid local tokens / max(1, num_valid).
+
+    With num_valid counted over the group, the sum of this over its ranks is the mean of one device,
+    whatever the number of valid tokens on each rank; a rank without any gives 0 and zero gradients.
+    Logits are upcast a chunk of tokens at a time, in the forward and again in the backward.
+
+    Args:
+        logits: (..., vocab), any float dtype.
+        labels: (...), int64, already shifted: the token that each position predicts.
+        num_valid: tokens with a label, over all ranks that share the sequence.
+        ignore_index: the label of tokens that count for nothing.
+
+    Returns:
+        A scalar, float32 (float64 for float64 logits).
+
+    Raises:
+        ValueError: if the shapes of logits and labels do not belong together.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise ValueError(
+            f"labels must have the shape of logits without the vocabulary, "
+            f"{tuple(logits.shape[:-1])}, got {tuple(labels.shape)}"
+        )
+    total = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), ignore_index)
+    return total / at_least_one(num_valid)
+
+
+def count_valid(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
+    """How many labels count, as an int64 scalar on the labels' device."""
+    return (labels != ignore_index).sum()
+
+
+def at_least_one(num_valid: Tensor | int) -> Tensor | int:
+    """The divisor of a sum over `num_valid` tokens, of which there may be none."""
+    return num_valid.clamp(min=1) if isinstance(num_valid, Tensor) else max(1, num_valid)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """sum over valid rows of logsumexp(row) - row[label]; n rows, v columns."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        lse = logits.new_empty(len(logits), dtype=wide)
+        total = logits.new_zeros((), dtype=wide)
+        for rows in _chunks(logits):
+            valid, index = _index(labels[rows], ignore_index)
+            chunk = logits[rows].to(wide)
+            lse[rows] = torch.logsumexp(chunk, dim=-1)
+            picked = chunk.gather(1, index).squeeze(1)
+            total += (lse[rows] - picked).masked_fill(~valid, 0).sum()
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.ignore_index = ignore_index
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Row by row, grad * (softmax - one hot)."""
+        logits, labels, lse = ctx.saved_tensors
+        out = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            valid, index = _index(labels[rows], ctx.ignore_index)
+            chunk = torch.exp(logits[rows].to(lse.dtype) - lse[rows, None])
+            chunk.scatter_add_(1, index, -torch.ones_like(index, dtype=chunk.dtype))
+            out[rows] = (chunk * grads[0]).masked_fill(~valid[:, None], 0).to(out.dtype)
+        return out, None, None
+
+
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Ranges of rows whose logits may be upcast at one time."""
+    step = max(1, CHUNK_ELEMENTS // logits.shape[1])
+    return (slice(start, start + step) for start in range(0, len(logits), step))
+
+
+def _index(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """(n,) whether a row counts, (n, 1) the column of its label (0 where it does not)."""
+    valid = labels != ignore_index
+    return valid, labels.masked_fill(~valid, 0)[:, None]

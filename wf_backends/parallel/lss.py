@@ -1,0 +1,73 @@
+"""LSS Transformer: one fused gather forward, one fused reduction backward.
+
+Every rank keeps its own queries and gathers one buffer [K|V]; backward it sends one buffer
+[dK|dV] home. The gathered keys are kept for the backward: 2 collectives for each attention layer.
+Rows that a rank's mask does not let it see are not sent to it. Gradients of parameters are
+averaged by `wf_backends.parallel.gradients.DoubleAverage`.
+
+Source: arXiv 2311.02382. Shapes: s rows of this rank, n rows that it needs, b batch, g key heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from wf_backends.comm import Communicator, move
+from wf_backends.lowering import Gather, Parcel, RankProgram
+from wf_backends.parallel.attention import DistributedAttention
+from wf_backends.runtime import Attention, Call, Home, Mail, Tensors, add, bring_together, send_home
+from wf_backends.schedule import Mask
+
+
+class LssAttention(DistributedAttention):
+    """Attention by the "all_gather" route, with the gathered keys kept for the backward."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
+    ) -> Tensor:
+        """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
+        plan = self.plan(q, k, v, mask, scale, seqlen)
+        (both,) = plan.backward  # in which keys are brought together at once
+        gather, local = both.walk, _local(both)
+        there, back = partial(_fetch, self.comm, gather), partial(_return, self.comm, gather)
+        fused = torch.stack((k.transpose(0, 1), v.transpose(0, 1)), dim=1)  # (s, 2, b, g, d)
+        held = move(fused, there, back, "lss")  # (n, 2, b, g, d)
+        k, v = (x.transpose(0, 1) for x in held.unbind(1))
+        alone = self.comm.view([self.comm.rank])
+        call = Call((local,), (local,), alone, plan.selection.kernel, scale)
+        return Attention.apply(q, k, v, call)
+
+
+def _local(plan: RankProgram) -> RankProgram:
+    """The plan of a rank that has all rows of its one step already."""
+    (step,) = plan.steps
+    held = (Parcel(0, ((0, step.num_rows),)),)
+    walk = Gather(step.num_rows, step.num_rows, held, held)
+    only = replace(step, home_out=held, home_in=held)
+    return replace(plan, rank=0, walk=walk, steps=(only,), part=held[0].rows)
+
+
+def _fetch(comm: Communicator, gather: Gather, kv: Tensor, label: str) -> Tensor:
+    """The rows that this rank needs, from all ranks."""
+    mail = Mail(comm, label)
+    finish = bring_together(mail, gather, (kv,))
+    mail.deliver()
+    return finish()[0]
+
+
+def _return(comm: Communicator, gather: Gather, grad: Tensor, label: str) -> Tensor:
+    """The sum over all ranks of the gradients of this rank's rows."""
+    dtype = torch.promote_types(grad.dtype, torch.float32)
+
+    def blank(num_rows: int) -> Tensors:
+        return (grad.new_zeros((num_rows, *grad.shape[1:]), dtype=dtype),)
+
+    mail, home = Mail(comm, label), Home(gather.shard_rows, blank, add)
+    home.total()  # a sum of its own, not begun in what is given: that is autograd's, and narrow
+    finish = send_home(mail, gather, (grad,), home)
+    mail.deliver()
+    return finish()[0].to(grad.dtype)

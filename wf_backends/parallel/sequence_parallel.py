@@ -1,0 +1,258 @@
+"""What a user holds: one sequence spread over the ranks of a group.
+
+Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from math import sqrt
+from types import MappingProxyType
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from wf_backends._compile import eager
+from wf_backends.cluster import Cluster, Topology, cache_folder
+from wf_backends.comm import Agreement, fingerprint, make_comm, move, sum_over_ranks
+from wf_backends.parallel.attention import DistributedAttention
+from wf_backends.parallel.config import LSS, SequenceParallelConfig
+from wf_backends.parallel.data import prepare_batch
+from wf_backends.parallel.loss import count_valid, token_loss
+from wf_backends.parallel.lss import LssAttention
+from wf_backends.runtime import dimension, gather_shards, positions, take_shard
+from wf_backends.schedule import layout_of, make_layout, make_mask, padding_multiple
+
+STRATEGIES: Mapping[str | None, type[DistributedAttention]] = MappingProxyType(
+    {None: DistributedAttention, LSS: LssAttention}
+)
+
+
+class SequenceParallel:
+    """Exact attention, batches and losses over one sequence-parallel group.
+
+    Args:
+        config: how the sequence is spread.
+        group: None (the default group), a torch ProcessGroup, an mpi4py communicator, or one of
+            our communicators. A group of several times `sequence_parallel_size` ranks is cut
+            into blocks of consecutive ranks, one sequence each (data x sequence parallel).
+        topology: hosts and links of the ranks, for what is "auto"; None = what the config's
+            "topology" says.
+
+    Raises:
+        ValueError: if sequence_parallel_size does not divide the size of the group, or for a
+            topology file that cannot be read.
+    """
+
+    def __init__(
+        self, config: SequenceParallelConfig, group: Any = None, topology: Topology | None = None
+    ) -> None:
+        everyone, size = make_comm(group), config.sequence_parallel_size
+        if everyone.size % size:
+            start = f": start {size} ranks and call launch.init(), or give a group"
+            raise ValueError(
+                f"sequence_parallel_size must divide the {everyone.size} ranks of the group, "
+                f"got {size}{start if everyone.size == 1 else ''}"
+            )
+        first = everyone.rank // size * size
+        self.config = config
+        self.comm = everyone.view(range(first, first + size))
+        self.rank, self.size = self.comm.rank, size
+        self._agreement = Agreement(self.comm)
+        cluster = Cluster(self.comm, config.topology, topology, cache_folder(os.environ))
+        self._attention = STRATEGIES[config.strategy](config, self.comm, cluster)
+
+    @eager
+    def shard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:
+        """This rank's rows of a tensor that every rank holds whole, in layout order.
+
+        The gradient is gathered: every rank gets that of the whole tensor.
+
+        Args:
+            x: (..., S, ...), any dtype, the same on every rank.
+            dim: which dimension of x the sequence is.
+            cu_seqlens: the packed documents; needed by the document_zigzag layout alone.
+
+        Returns:
+            (..., s, ...), a copy.
+
+        Raises:
+            ValueError: if the sequence is too short for the layout, or x has no such dim.
+        """
+        dim = dimension(x, dim)
+        layout = make_layout(self.config.layout, self.size, x.shape[dim], cu_seqlens)
+        there, back = (partial(f, self.comm, layout, dim) for f in (take_shard, gather_shards))
+        return move(x, there, back, "shard")
+
+    @eager
+    def unshard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:
+        """The whole tensor, in sequence order, on every rank; its gradient is cut by `shard`.
+
+        Every rank is taken to use the whole tensor in the same way: a loss that all ranks compute
+        from it counts once, not once a rank.
+
+        Args:
+            x: (..., s, ...), any dtype, this rank's rows as `shard` gives them.
+            dim, cu_seqlens: as those of `shard`.
+
+        Returns:
+            (..., S, ...).
+
+        Raises:
+            ValueError: if the ranks' tensors are not the shards of one tensor, or have no such dim.
+        """
+        with self._agreement.telling():
+            dim = dimension(x, dim)
+        others = [n for axis, n in enumerate(x.shape) if axis != dim]
+        same = {"dtype": fingerprint(x.dtype), "shape beside dim": fingerprint(others)}
+        told = self._agreement.check(same, {"rows": x.shape[dim]}, x, remember=False)
+        rows = told["rows"]  # of others they may have changed where this rank's are the same
+        layout = layout_of(self.config.layout, rows, cu_seqlens, f"dim {dim} of x")
+        there, back = (partial(f, self.comm, layout, dim) for f in (gather_shards, take_shard))
+        return move(x, there, back, "unshard")
+
+    def positions(
+        self,
+        seqlen: int,
+        device: torch.device | None = None,
+        cu_seqlens: Sequence[int] | None = None,
+    ) -> Tensor:
+        """(s,) int64: the global positions of this rank's rows of a sequence of `seqlen`."""
+        layout = make_layout(self.config.layout, self.size, seqlen, cu_seqlens)
+        return positions(layout[self.rank], device)
+
+    @eager
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        cu_seqlens: Sequence[int] | None = None,
+        softmax_scale: float | None = None,
+        dropout_p: float = 0.0,
+        seqlen: int | None = None,
+    ) -> Tensor:
+        """softmax(scale q k^T + mask) v over the whole sequence, for this rank's rows.
+
+        Args:
+            q: (b, s, h, d), any float dtype. k, v: (b, s', g, d), g divides h; s' may differ from
+                s (cross attention) where nothing is masked.
+            causal: no query sees a later key.
+            window_size: (left, right) tokens that a query sees beside its own, -1 = unlimited.
+            cu_seqlens: borders 0 = c0 < c1 < ... = S of packed documents, host integers; the same
+                cut for every sample of the batch.
+            softmax_scale: default 1 / sqrt(d).
+            dropout_p: must be 0.
+            seqlen: S. None = the sum over the ranks; give it where shards are uneven and messages
+                do not pass through host memory.
+
+        Returns:
+            (b, s, h, d), q's dtype.
+
+        Raises:
+            ValueError: if shapes, dtypes, devices, heads or the mask do not fit, here or between
+                ranks. NotImplementedError: for dropout, and for masked cross attention.
+        """
+        with self._agreement.telling():
+            _refuse_dropout(dropout_p)
+            mask = make_mask(causal, window_size, cu_seqlens, seqlen)
+        scale = 1 / sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+        return self._attention(q, k, v, mask, scale, seqlen)
+
+    @eager
+    def shard_batch(
+        self, batch: Mapping[str, Any], pad_token_id: int = 0, labels_are_shifted: bool = False
+    ) -> dict[str, Any]:
+        """This rank's part of a batch that every rank holds whole.
+
+        Args:
+            batch: "input_ids" (b, S), and optionally "labels", "attention_mask", "position_ids",
+                "cu_seqlens" and other tensors (b, S, ...); see
+                `wf_backends.parallel.data.prepare_batch`.
+
+        Returns:
+            The same keys, cut along dim 1: labels shifted before the cut, position_ids added,
+            everything padded to equal shards, padding labelled -100. "cu_seqlens" stays whole.
+
+        Raises:
+            ValueError: for a malformed batch, or one that is not the same on every rank.
+        """
+        with self._agreement.telling():
+            whole = prepare_batch(
+                batch,
+                multiple=padding_multiple(self.config.layout, self.size),
+                pad_token_id=pad_token_id,
+                labels_are_shifted=labels_are_shifted,
+            )
+        tensors = self.check_same(whole)
+        borders = whole.get("cu_seqlens")
+        return whole | {key: self.shard(x, 1, borders) for key, x in tensors.items()}
+
+    def check_same(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors of a batch, once it is known to be the same on every rank.
+
+        Raises:
+            ValueError: on every rank, naming what differs.
+        """
+        tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
+        same = {key: _checksum(value) for key, value in sorted(tensors.items())}
+        same["cu_seqlens"] = fingerprint(batch.get("cu_seqlens"))
+        like = next(iter(tensors.values()), torch.empty(0))
+        keys = {"keys of the batch": fingerprint(sorted(same))}
+        try:
+            self._agreement.check(keys, {}, like, remember=False)
+        except ValueError as error:
+            error.add_note(f"keys of the batch on rank {self.rank}: {sorted(same)}")
+            raise
+        self._agreement.check(same, {}, like, remember=False)
+        return tensors
+
+    @eager
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """This rank's share of the mean cross entropy over all valid labels of the sequence.
+
+        The sum over the ranks is the loss of one device, and the sum of the gradients its gradient,
+        however the valid labels are spread.
+
+        Args:
+            logits: (b, s, vocab). labels: (b, s), already shifted (as shard_batch gives them).
+
+        Returns:
+            A scalar: sum over local tokens / global number of valid labels, float32 or wider.
+
+        Raises:
+            ValueError: if labels do not have the shape of logits without the vocabulary.
+        """
+        num_valid = self.sum_over_ranks(count_valid(labels))
+        return token_loss(logits, labels, num_valid)
+
+    @eager
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        """The sum of a small tensor over the sequence-parallel ranks, without a gradient."""
+        return sum_over_ranks(self.comm, x.detach())
+
+    def report(self) -> dict[str, int]:
+        """Bytes that this rank sent since the last report, by hop and collective.
+
+        Headers that check that the ranks agree, and counts of labels, are left out.
+        """
+        sent = {label: num_bytes for label, num_bytes in self.comm.sent.items() if num_bytes}
+        self.comm.sent.clear()
+        return sent
+
+
+def _refuse_dropout(dropout_p: float) -> None:
+    if dropout_p:
+        raise NotImplementedError(
+            f"dropout inside attention is not supported, got dropout_p={dropout_p}; set it to 0"
+        )
+
+
+def _checksum(x: Tensor) -> int:
+    return crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -1,0 +1,190 @@
+"""Plans as data: what is asked, what is found, and which of two is better.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
+
+from wf_backends.cluster import Topology
+from wf_backends.planner.exact_cost import BACKWARD_KEYS, BACKWARD_QUERIES, Cost, Walk, Workload
+from wf_backends.schedule import Placed, Schedule, place
+
+BACKWARDS: Mapping[str, Walk] = MappingProxyType(
+    {"keys": BACKWARD_KEYS, "queries": BACKWARD_QUERIES}
+)
+MOVES = ("keys", "queries")  # which side walks in a backward
+EXACT_UP_TO = 8  # ranks up to which every message is counted, by default
+DIGITS = 3  # of predicted seconds that count; what is as fast is told apart by other merits
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a plan is wanted for."""
+
+    topology: Topology
+    workload: Workload
+    memory_bytes: float | None = None
+    """What attention may take of a rank's memory beyond its inputs; None = the topology's."""
+    degrees: tuple[int, ...] | None = None
+    """The ulysses degrees to look at; None = all that the ranks and heads allow."""
+    strides: tuple[int, ...] | None = None
+    """How far apart the ranks may be that trade heads for tokens; None = 1, one host, or all."""
+    chunks: tuple[int, ...] | None = None
+    """In how many chunks a rank's heads may be traded; None = all numbers that the heads allow."""
+    forward: tuple[Placed, ...] | None = None
+    """The forward routes to look at; None = all. They fit every degree looked at."""
+    backward: tuple[Placed, ...] | None = None
+    moves: tuple[str, ...] = MOVES
+    """Which sides may walk in the backward."""
+    keeps: tuple[bool, ...] = (False,)
+    """Whether what the forward gathers may be kept for the backward: then both take one route."""
+    layers: int = 1
+    """Attention layers that keep it at the same time."""
+    exact_up_to: int = EXACT_UP_TO
+    """Ranks up to which every message is counted."""
+
+    @property
+    def memory_limit(self) -> float:
+        return self.topology.memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PassPlan:
+    """One pass: its route, who plays which part, which side walks, and what it costs."""
+
+    placed: Placed
+    walk: Walk
+    cost: Cost
+
+    def schedule(self, size: int) -> Schedule:
+        """The schedule for `size` ranks of the route."""
+        return place(self.placed, size)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is run: the head split, both routes as they are placed, and which side walks back."""
+
+    degree: int
+    forward: Placed
+    backward: Placed
+    moves: str
+    keep: bool = False
+    stride: int = 1
+    """How far apart the ranks are that trade heads for tokens."""
+    chunks: int = 1
+    """In how many chunks these heads are traded, one while another is computed."""
+
+    def schedules(self, size: int) -> tuple[Schedule, Schedule]:
+        """(forward, backward) for `size` ranks, each of the route's being `degree` of them."""
+        size //= self.degree
+        return place(self.forward, size), place(self.backward, size)
+
+    def to_config(self, size: int, layout: str) -> dict[str, Any]:
+        """The words of the config that runs this and nothing else."""
+        words = {
+            "sequence_parallel_size": size,
+            "route": self.forward.to_words(),
+            "backward_route": self.backward.to_words(),
+            "backward_moves": self.moves,
+            "ulysses_degree": self.degree,
+            "layout": layout,
+        }
+        words |= {"ulysses_stride": self.stride} if self.stride > 1 else {}
+        words |= {"ulysses_chunks": self.chunks} if self.chunks > 1 else {}
+        return words | {"keep_gathered": True} if self.keep else words
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole way to run attention, forward and backward."""
+
+    degree: int
+    forward: PassPlan
+    backward: PassPlan
+    around: Cost
+    """The ranks' agreement, and trading heads for tokens in both passes."""
+    layers: int = 1
+    """How many keep what the forward gathers, if the backward uses it."""
+    stride: int = 1
+    """How far apart the ranks are that trade heads for tokens."""
+    chunks: int = 1
+    """In how many chunks these heads are traded; both passes' costs are those of all of them."""
+
+    @property
+    def keep(self) -> bool:
+        """Whether what the forward gathers is kept for the backward."""
+        return self.backward.walk.keep
+
+    @property
+    def cost(self) -> Cost:
+        """Both passes and what is around them."""
+        total = self.around + self.forward.cost + self.backward.cost
+        memory = self.around.memory_bytes
+        memory += max(self.forward.cost.memory_bytes, self.backward.cost.memory_bytes)
+        memory += self.layers * self.forward.cost.gathered_bytes if self.keep else 0.0
+        return replace(total, memory_bytes=memory)
+
+    @property
+    def moves(self) -> str:
+        """Which side walks in the backward, as in the config."""
+        return "queries" if self.backward.walk.queries_walk else "keys"
+
+    @property
+    def choice(self) -> Choice:
+        """The plan without its price."""
+        placed = self.forward.placed, self.backward.placed
+        return Choice(self.degree, *placed, self.moves, self.keep, self.stride, self.chunks)
+
+    @property
+    def split(self) -> str:
+        """The head split in words."""
+        words = [str(self.degree)]
+        words += [f"{self.stride} apart"] if self.stride > 1 else []
+        words += [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        return ", ".join(words)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether ranks stand in order and all heads are traded at once."""
+        return self.in_rank_order and self.chunks == 1
+
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether every part is played by the rank of its number."""
+        return (
+            self.stride == 1
+            and self.forward.placed.in_rank_order
+            and self.backward.placed.in_rank_order
+        )
+
+    def to_config(self, size: int, layout: str) -> dict[str, Any]:
+        """The words of the config that runs this plan and no other."""
+        return self.choice.to_config(size, layout)
+
+
+def rounded(seconds: float) -> float:
+    """A time to the digits that count."""
+    return float(f"{seconds:.{DIGITS}g}")
+
+
+Order = tuple[float, ...]  # bytes over the limit, seconds, and what else tells plans apart
+
+
+def _order(cost: Cost, is_plain: bool, limit: float) -> Order:
+    """Sorts costs: over the limit last, by memory; then by time, plainness and bytes."""
+    over = cost.memory_bytes if cost.memory_bytes > limit else 0.0
+    return over, rounded(cost.seconds), float(not is_plain), cost.nic_bytes, cost.inside_bytes
+
+
+def pass_order(limit: float) -> Callable[[PassPlan], Order]:
+    return lambda one: _order(one.cost, one.placed.in_rank_order, limit)
+
+
+def plan_order(limit: float) -> Callable[[Plan], Order]:
+    return lambda plan: _order(plan.cost, plan.is_plain, limit)

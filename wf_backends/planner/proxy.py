@@ -1,0 +1,97 @@
+"""What is planned for where tokens see only near ones: under a window, or in packed documents.
+
+Pure: standard library only. Closed forms count what a full mask sends, so messages are counted, of
+few routes. Hosts that are far apart have nothing to do with each other, so some hosts with their
+share of the tokens stand for all of them, however many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from wf_backends.planner.exact_cost import Workload
+from wf_backends.planner.plan import EXACT_UP_TO, Request
+from wf_backends.planner.splits import legal_degrees
+from wf_backends.planner.typical import typical_documents
+from wf_backends.schedule import LAYOUTS, Mask, Placed
+
+NEAR_UP_TO = 64
+"""Ranks up to which every message is counted."""
+FEW_RANKS = 2 * EXACT_UP_TO
+"""Ranks that stand for others, at least."""
+FEWEST_IN_A_PART = 3
+"""Halvings of its tokens down to the documents' mean length (see planner/typical.py): of fewer
+documents a part says too little, since only some routes are looked at."""
+WINDOWS = 16
+"""Windows that fit into the tokens of those ranks, at least."""
+PLAIN = tuple(Placed((("name", name),), (0,)) for name in ("ring", "all_gather"))
+"""Routes that send nothing but what is read, whatever their size."""
+
+
+def on_few(request: Request) -> Request:
+    """The request on few routes, of which every message is counted."""
+    routes = {"forward": request.forward or PLAIN, "backward": request.backward or PLAIN}
+    return replace(request, exact_up_to=NEAR_UP_TO, **routes)
+
+
+def packed(work: Workload, borders: tuple[int, ...] | None) -> Workload:
+    """The workload with these documents; None = one, on shards that are as even without any."""
+    layout = work.layout
+    if borders is None and LAYOUTS[layout].needs_documents:
+        layout = "zigzag"
+    return replace(work, mask=Mask(work.mask.band, borders), layout=layout)
+
+
+def of_its_kind(request: Request) -> Request:
+    """The request with typical documents in place of its own, or as one where none are typical."""
+    work = request.workload
+    borders, size = work.mask.cu_seqlens, request.topology.size
+    kind = None
+    if borders is not None and size <= NEAR_UP_TO:
+        kind = typical_documents(borders, work.seqlen, size)
+    return replace(request, workload=packed(work, kind))
+
+
+def on_fewer_ranks(request: Request) -> Request | None:
+    """The request on some of its hosts, whose fastest plan is one for all of them.
+
+    Returns:
+        None if no part of the hosts holds several windows or documents, or if a route or a head
+        split is wanted that a part does not have.
+    """
+    work, routes = request.workload, (request.forward or PLAIN) + (request.backward or PLAIN)
+    plain = set(routes) <= set(PLAIN) and {request.strides, request.chunks} <= {None, (1,)}
+    if not work.mask.is_near or work.keys is not None or not plain:
+        return None
+    parts = (_part(request, size) for size in _part_sizes(request))
+    return next((part for part in parts if part is not None), None)
+
+
+def _part_sizes(request: Request) -> Sequence[int]:
+    """How many ranks may stand for all, whole hosts if there are several; the best number first.
+
+    For documents as many as may be counted: how far the longest reach tells. For a window few do.
+    """
+    topology, known = request.topology, request.workload.mask.cu_seqlens
+    if known is not None and topology.size <= NEAR_UP_TO:
+        return ()
+    unit = 1 if topology.hosts == 1 else topology.ranks_per_host
+    least = unit * max(2, -(-FEW_RANKS // unit))
+    sizes = range(least, min(NEAR_UP_TO, topology.size - 1) + 1, unit)
+    return sizes if known is None else sizes[::-1]
+
+
+def _part(request: Request, size: int) -> Request | None:
+    """The request on `size` of its ranks, with their share of the tokens."""
+    work, topology = request.workload, request.topology
+    seqlen = work.seqlen * size // topology.size
+    borders, band = work.mask.cu_seqlens, work.mask.band
+    kind = None if borders is None else typical_documents(borders, seqlen, size, FEWEST_IN_A_PART)
+    if kind is None and max(band.left, band.right) * WINDOWS > seqlen:
+        return None
+    share = packed(replace(work, seqlen=seqlen), kind)
+    part = on_few(replace(request, topology=topology.with_ranks(size), workload=share))
+    fits = (d for d in legal_degrees(part) if topology.size % d == 0)
+    degrees = tuple(d for d in fits if 2 * d <= size)  # some ranks are left for the route
+    return replace(part, degrees=degrees) if degrees else None

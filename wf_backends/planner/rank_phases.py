@@ -1,0 +1,94 @@
+"""What one rank does in a pass, phase by phase: its messages with their bytes, and its tiles.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from wf_backends.lowering import Parcel, RankProgram, RowBytes, Step, Tile, met
+
+Messages = list[tuple[int, int]]  # (peer, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RankPhase:
+    """What one rank does in a phase: the messages and tiles of the rounds, and the hop."""
+
+    label: str
+    hop: Messages
+    fetches: tuple[Messages, ...] = ()
+    tiles: tuple[tuple[Tile, ...], ...] = ()
+    leaves: tuple[Messages, ...] = ()
+    gives: Messages = field(default_factory=list[tuple[int, int]])
+    """What others read next, sent apart from the hop; who gets nothing so does not wait for it."""
+
+
+def rank_phases(plan: RankProgram, rows: RowBytes, name: str) -> Iterator[RankPhase]:
+    """Everything that one rank does in a pass, in order.
+
+    The bytes are those of `message_bytes.bytes_sent`, and of the executor; fetches count there as
+    gathering, and what leaves as going home.
+    """
+
+    def messages(parcels: Iterable[Parcel | None], row: int) -> Messages:
+        sent = ((parcel.peer, parcel.num_rows * row) for parcel in parcels if parcel)
+        return [(peer, num_bytes) for peer, num_bytes in sent if peer != plan.rank and num_bytes]
+
+    def partials(step: Step | None) -> Messages:
+        if step is None:
+            return []
+        return messages((step.partial_out, *step.home_out), rows.walk_partial)
+
+    yield RankPhase(f"{name} gather", messages(plan.walk.give, rows.walk_gathered))
+    before: Step | None = None
+    for index, step in enumerate(plan.steps):
+        hop = met(step, before)
+        along = [parcel for parcel in step.give if parcel.peer in hop]
+        apart = [parcel for parcel in step.give if parcel.peer not in hop]
+        yield RankPhase(
+            f"{name} step {index}",
+            hop=messages((*step.hand, *along), rows.walk) + partials(before),
+            fetches=tuple(messages(one.fetch.send, rows.stay_gathered) for one in step.rounds),
+            tiles=tuple(one.tiles for one in step.rounds),
+            leaves=tuple(messages(one.home.send, rows.stay_partial) for one in step.rounds),
+            gives=messages(apart, rows.walk),
+        )
+        before = step
+    yield RankPhase(f"{name} home", partials(before))
+
+
+def side_by_side(strands: Sequence[Iterable[RankPhase]]) -> list[RankPhase]:
+    """Phases that go on at the same time as one: their messages, and their tiles in a row."""
+    return [
+        RankPhase(
+            ones[0].label,
+            hop=[message for one in ones for message in one.hop],
+            fetches=tuple(fetch for one in ones for fetch in one.fetches),
+            tiles=tuple(found for one in ones for found in one.tiles),
+            leaves=tuple(leave for one in ones for leave in one.leaves),
+            gives=[message for one in ones for message in one.gives],
+        )
+        for ones in zip(*strands, strict=True)
+    ]
+
+
+def in_step(ranks: Sequence[RankPhase]) -> list[RankPhase]:
+    """One phase of all ranks, with as many rounds on each: the last of some may be empty."""
+    most = max(len(rank.tiles) for rank in ranks)
+
+    def filled(rank: RankPhase) -> RankPhase:
+        missing = most - len(rank.tiles)
+        if not missing:
+            return rank
+        nothing = (Messages(),) * missing
+        return replace(
+            rank,
+            fetches=rank.fetches + nothing,
+            tiles=rank.tiles + ((),) * missing,
+            leaves=rank.leaves + nothing,
+        )
+
+    return list(map(filled, ranks))

@@ -1,0 +1,53 @@
+"""Cutting a whole tensor into shards, and bringing shards together again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from wf_backends.comm import Communicator
+from wf_backends.lowering import Parcel
+from wf_backends.runtime.messages import Mail, copy, scatter
+from wf_backends.schedule import Layout, size
+
+
+def dimension(x: Tensor, dim: int, name: str = "dim") -> int:
+    """`dim` counted from the front.
+
+    Raises:
+        ValueError: if x has no such dimension, naming it by `name`.
+    """
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"{name} must be one of the {x.dim()} dimensions of a tensor {tuple(x.shape)}, "
+            f"got {dim}"
+        )
+    return dim % x.dim()
+
+
+def take_shard(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
+    """A copy of this rank's rows of the whole x along `dim`; nothing is sent."""
+    pieces = [x.narrow(dim, start, stop - start) for start, stop in layout[comm.rank]]
+    return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim).contiguous()
+
+
+def gather_shards(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
+    """The whole tensor along `dim`, in sequence order, from this rank's rows x and all others'."""
+    rows = x.movedim(dim, 0).contiguous()
+    mail = Mail(comm, label)
+    for peer in range(comm.size):
+        mail.send(Parcel(peer, ((0, len(rows)),)), (rows,))
+    places = [Parcel(peer, shard) for peer, shard in enumerate(layout)]
+    arriving = [mail.receive(place, (rows,)) for place in places]
+    mail.deliver()
+    shape = list(x.shape)
+    shape[dim] = sum(map(size, layout))
+    whole = x.new_empty(shape)
+    for place, values in zip(places, arriving, strict=True):
+        scatter((whole.movedim(dim, 0),), place.rows, values, copy)
+    return whole
+
+
+def positions(shard: tuple[tuple[int, int], ...], device: torch.device | None = None) -> Tensor:
+    """(s,) int64: the global positions of a shard's rows."""
+    return torch.cat([torch.arange(start, stop, device=device) for start, stop in shard])

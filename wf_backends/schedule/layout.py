@@ -1,0 +1,153 @@
+"""Which tokens a rank owns.
+
+Pure: standard library only. A layout gives every rank its shard: the sorted ranges of global
+positions whose rows it holds, in sequence order. Sequence lengths need not divide: chunks then
+differ by one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from types import MappingProxyType
+
+from wf_backends._validation import nearest
+from wf_backends.schedule.documents import deal_documents
+from wf_backends.schedule.ranges import Range, Ranges, join, size
+
+Layout = tuple[Ranges, ...]  # rank -> its shard
+
+
+def contiguous(num_ranks: int, seqlen: int) -> Layout:
+    """Rank r owns chunk r of `num_ranks` chunks.
+
+    Raises:
+        ValueError: if there are fewer tokens than ranks.
+    """
+    return tuple((chunk,) for chunk in _chunks("contiguous", num_ranks, num_ranks, seqlen))
+
+
+def zigzag(num_ranks: int, seqlen: int) -> Layout:
+    """Rank r owns chunks r and 2P-1-r of 2P chunks: a causal mask then gives all the same work.
+
+    Raises:
+        ValueError: if there are fewer tokens than 2P chunks.
+
+    Source: ring-flash-attention issue 2; PyTorch calls it "head-tail".
+    """
+    chunks = _chunks("zigzag", num_ranks, 2 * num_ranks, seqlen)
+    return tuple(join((chunks[r], chunks[-1 - r])) for r in range(num_ranks))
+
+
+def document_zigzag(num_ranks: int, cu_seqlens: Sequence[int]) -> Layout:
+    """Packed documents of any lengths, balanced: short ones whole on a rank, long ones zigzag.
+
+    Shards may differ in length; attention inside documents then is even where a zigzag over the
+    whole sequence would not be.
+
+    Args:
+        cu_seqlens: the documents' borders 0 = c0 < c1 < ... = S.
+
+    Raises:
+        ValueError: if there are so few tokens that a rank would get none.
+    """
+    layout = deal_documents(num_ranks, tuple(cu_seqlens))
+    if not all(layout):
+        raise _too_short("document_zigzag", cu_seqlens[-1], num_ranks, 2 * num_ranks)
+    return layout
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutKind:
+    """A layout by name: how to build it from ranks, tokens and documents."""
+
+    build: Callable[[int, int, Sequence[int]], Layout]
+    chunks_per_rank: int
+    """A sequence length divisible by ranks x this gives every rank the same number of tokens; 0 =
+    shards are not meant to be equal, nothing is padded for them."""
+    needs_documents: bool = False
+    """Whether the layout follows from the documents, so that none may be left unsaid."""
+
+
+LAYOUTS: Mapping[str, LayoutKind] = MappingProxyType(
+    {
+        "contiguous": LayoutKind(lambda n, seqlen, _: contiguous(n, seqlen), 1),
+        "zigzag": LayoutKind(lambda n, seqlen, _: zigzag(n, seqlen), 2),
+        "document_zigzag": LayoutKind(
+            lambda n, _, borders: document_zigzag(n, borders), 0, needs_documents=True
+        ),
+    }
+)
+
+
+def check_layout_name(name: str) -> str:
+    """The name itself; ValueError with the nearest right one if there is no such layout."""
+    if name not in tuple(LAYOUTS):  # a tuple: what cannot be hashed is refused too
+        raise ValueError(
+            f"layout must be one of {list(LAYOUTS)}, got {name!r}{nearest(name, LAYOUTS)}"
+        )
+    return name
+
+
+def make_layout(
+    name: str, num_ranks: int, seqlen: int, cu_seqlens: Sequence[int] | None = None
+) -> Layout:
+    """The layout called `name` for `seqlen` tokens on `num_ranks` ranks.
+
+    Raises:
+        ValueError: for an unknown name, a sequence too short, or documents that the layout needs
+            and that were not given or do not end at `seqlen`.
+    """
+    kind = LAYOUTS[check_layout_name(name)]
+    if kind.needs_documents and cu_seqlens is None:
+        raise ValueError(
+            f"the {name} layout follows from the documents: pass cu_seqlens ((0, {seqlen}) if "
+            "there is one)"
+        )
+    if cu_seqlens is not None and cu_seqlens[-1] != seqlen:
+        raise ValueError(
+            f"cu_seqlens must end at the sequence length {seqlen}, got {cu_seqlens[-1]}"
+        )
+    return kind.build(num_ranks, seqlen, cu_seqlens or (0, seqlen))
+
+
+def layout_of(
+    name: str, rows: Sequence[int], cu_seqlens: Sequence[int] | None, what: str
+) -> Layout:
+    """The layout called `name` whose shards have the lengths `rows`, by rank.
+
+    Raises:
+        ValueError: as `make_layout`, and naming `what` if there is no such layout.
+    """
+    layout = make_layout(name, len(rows), sum(rows), cu_seqlens)
+    if lengths(layout) != tuple(rows):
+        raise ValueError(
+            f"{what} must be the shards of the {name} layout: for {sum(rows)} tokens these have "
+            f"{list(lengths(layout))} rows, got {list(rows)}"
+        )
+    return layout
+
+
+def padding_multiple(name: str, num_ranks: int) -> int:
+    """What to pad a sequence to a multiple of, so that all shards have the same length."""
+    return max(1, num_ranks * LAYOUTS[name].chunks_per_rank)
+
+
+def lengths(layout: Layout) -> tuple[int, ...]:
+    """How many tokens each rank owns."""
+    return tuple(size(shard) for shard in layout)
+
+
+def _chunks(name: str, num_ranks: int, num_chunks: int, seqlen: int) -> list[Range]:
+    if seqlen < num_chunks:
+        raise _too_short(name, seqlen, num_ranks, num_chunks)
+    edges = [chunk * seqlen // num_chunks for chunk in range(num_chunks + 1)]
+    return list(pairwise(edges))
+
+
+def _too_short(name: str, seqlen: int, num_ranks: int, least: int) -> ValueError:
+    return ValueError(
+        f"a sequence of {seqlen} tokens is too short for the {name} layout on {num_ranks} "
+        f"ranks: it needs at least {least} tokens, one for each chunk"
+    )

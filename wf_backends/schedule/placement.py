@@ -1,0 +1,234 @@
+# pyright: reportUnnecessaryIsInstance=false
+"""Which rank plays which part of a schedule.
+
+Pure: standard library only. The ranks of a route are numbers with digits: of a mesh (column, row),
+of concentric rings (block, position in the sub-ring, member of the team). Writing the digits in
+another order, or counting backwards, puts other ranks on one host; a schedule with its ranks
+renumbered is a schedule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import permutations
+from typing import Any, cast
+
+from wf_backends._validation import nearest
+from wf_backends.schedule.schedule import ROUTES, Hop, Schedule, make_schedule
+
+Words = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
+ORDER, REVERSE = "order", "reverse"  # a placement, as words of a route
+TWO_WAY = "two_way"
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A route by its words, and which rank plays which of its parts.
+
+    Digit i of a part's number is worth more than digit i + 1; `order` lists the digits as they
+    stand in the rank's number. `reverse` counts the ranks from the last to the first.
+    """
+
+    words: Words
+    order: tuple[int, ...]
+    reverse: bool = False
+    two_way: bool = False
+    """Whether each shard walks in two halves that go opposite ways."""
+
+    @property
+    def route(self) -> dict[str, Any]:
+        """The route as in the config, without its placement."""
+        return dict(self.words)
+
+    @property
+    def keys_stay(self) -> bool:
+        """Whether keys stay in its forward: see `RouteKind`."""
+        return ROUTES[self.route["name"]].keys_stay
+
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether part r is played by rank r, as where a route says nothing of placement."""
+        return self.order == tuple(range(len(self.order))) and not self.reverse
+
+    def to_words(self) -> dict[str, Any]:
+        """What `read_placed` takes, as a JSON has it; rank order goes without saying."""
+        placement: dict[str, Any] = {}
+        if self.order != tuple(range(len(self.order))):
+            placement[ORDER] = list(self.order)
+        flags = {REVERSE: self.reverse, TWO_WAY: self.two_way}
+        return self.route | placement | {name: True for name, is_set in flags.items() if is_set}
+
+    def __str__(self) -> str:
+        route = self.route
+        keys = " ".join(f"{key}={value}" for key, value in route.items() if key != "name")
+        text = f"{route['name']} {keys}".strip()
+        if self.order != tuple(range(len(self.order))):
+            text += f", digits {'-'.join(map(str, self.order))}"
+        text += ", reversed" if self.reverse else ""
+        return f"{text}, two ways" if self.two_way else text
+
+
+def named_digits(route: Mapping[str, Any], n: int) -> dict[str, int]:
+    """The digits of a route's parts, the most worthy first: what they count, and their sizes."""
+    match route["name"]:
+        case "double_ring":
+            return {"outer": n // route["inner"], "inner": route["inner"]}
+        case "mesh":
+            return {"column": route["cols"], "row": route["rows"]}
+        case "concentric":
+            team = route["team_size"]
+            return {"block": team, "place": n // team**2, "member": team}
+        case _:
+            return {"rank": n}
+
+
+def digits(route: Mapping[str, Any], n: int) -> tuple[int, ...]:
+    """The sizes of the digits of a route's parts, the most worthy first."""
+    return tuple(named_digits(route, n).values())
+
+
+def in_rank_order(route: Mapping[str, Any], n: int) -> Placed:
+    """A route whose part r is played by rank r."""
+    return Placed(tuple(sorted(route.items())), tuple(range(len(digits(route, n)))))
+
+
+def read_placed(route: Mapping[str, Any], n: int) -> Placed:
+    """A route for n ranks and its placement, in the words of a config.
+
+    Args:
+        route: such as {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": true}.
+            "order" (default: rank order) lists the digits as they stand in a rank's number, the
+            most worthy first; "reverse" (default: false) counts the ranks backwards. "two_way"
+            (default: false) lets each shard walk in two halves, in opposite directions.
+
+    Raises:
+        ValueError: if the route does not fit n ranks, naming its digits and their sizes if the
+            order is none of them, or if it cannot go two ways.
+    """
+    words = {key: value for key, value in route.items() if key not in (ORDER, REVERSE, TWO_WAY)}
+    for key in words:
+        if meant := nearest(key, (ORDER, REVERSE, TWO_WAY)):
+            raise ValueError(f"no route takes {key!r}{meant}")
+    schedule, plain = make_schedule(words, n), in_rank_order(words, n)
+    flags = {name: route.get(name, False) for name in (REVERSE, TWO_WAY)}
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {value!r}")
+    if flags[TWO_WAY] and any(schedule.gathers()):
+        raise ValueError(
+            f"{TWO_WAY} needs a route that walks with nothing gathered, ring or double_ring; "
+            f"got {words['name']!r}"
+        )
+    order = route.get(ORDER, plain.order)
+    listed = tuple(cast(tuple[Any, ...], order)) if isinstance(order, list | tuple) else ()
+    if any(type(at) is not int for at in listed) or sorted(listed) != list(plain.order):
+        sizes = enumerate(named_digits(words, n).items())
+        told = ", ".join(f"{at} = {name} (of {size})" for at, (name, size) in sizes)
+        raise ValueError(
+            f"{ORDER} must list every digit of route {words['name']!r} once, here {told}; "
+            f"got {order!r}"
+        )
+    return Placed(plain.words, listed, **flags)
+
+
+def orders(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The orders of the digits that differ, the route's own first."""
+    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for order in permutations(range(len(sizes))):
+        found.setdefault(tuple(digit for digit in order if sizes[digit] > 1), order)
+    return list(found.values())
+
+
+def strides(sizes: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
+    """How far apart the ranks are that differ by one in digit i, for every i."""
+    apart, stride = [1] * len(sizes), 1
+    for digit in reversed(order):
+        apart[digit] = stride
+        stride *= sizes[digit]
+    return tuple(apart)
+
+
+def permutation(placed: Placed, n: int) -> tuple[int, ...]:
+    """The rank that plays each part."""
+    sizes = digits(placed.route, n)
+    worth = strides(sizes, tuple(range(len(sizes))))
+    apart = strides(sizes, placed.order)
+    ranks = [
+        sum(part // w % s * a for w, s, a in zip(worth, sizes, apart, strict=True))
+        for part in range(n)
+    ]
+    return tuple(n - 1 - rank for rank in ranks) if placed.reverse else tuple(ranks)
+
+
+def relabel(schedule: Schedule, ranks: tuple[int, ...]) -> Schedule:
+    """The schedule in which rank `ranks[r]` plays the part of rank r, shards and all.
+
+    Raises:
+        ValueError: if `ranks` is no permutation of the schedule's ranks.
+    """
+    n = schedule.num_ranks
+    if sorted(ranks) != list(range(n)):
+        raise ValueError(f"ranks must be a permutation of the {n} ranks, got {ranks}")
+    part = {rank: at for at, rank in enumerate(ranks)}
+
+    def moved(shards: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(sorted(ranks[s] for s in shards[part[r]])) for r in range(n))
+
+    hops: dict[Hop, Hop] = {
+        hop: tuple(ranks[hop[part[r]]] for r in range(n)) for hop in set(schedule.hops)
+    }
+    return Schedule(
+        moved(schedule.q), moved(schedule.kv), tuple(hops[hop] for hop in schedule.hops)
+    )
+
+
+def place(placed: Placed, n: int) -> Schedule:
+    """The schedule of a route for n ranks, its parts given to ranks."""
+    schedule = make_schedule(placed.route, n)
+    return schedule if placed.in_rank_order else relabel(schedule, permutation(placed, n))
+
+
+def divisors(n: int) -> list[int]:
+    """All divisors of n, rising."""
+    low = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
+
+
+def routes(n: int) -> list[dict[str, Any]]:
+    """Every route for n ranks that is no other one by another name, the simplest first."""
+    inner = [d for d in divisors(n) if 1 < d < n]
+    found: list[dict[str, Any]] = [{"name": "ring"}]
+    if n == 1:
+        return found
+    found.append({"name": "all_gather"})
+    found += [{"name": "double_ring", "inner": d} for d in inner]
+    found += [{"name": "mesh", "rows": d, "cols": n // d} for d in (*inner, n)]
+    teams = [c for c in divisors(n) if c > 1 and n % (c * c) == 0]
+    return found + [{"name": "concentric", "team_size": c} for c in teams]
+
+
+@lru_cache(maxsize=64)  # forward and backward have the same
+def placements(n: int, directed: bool, two_way: bool = False) -> tuple[Placed, ...]:
+    """Every route for n ranks with every order of its digits.
+
+    Args:
+        directed: also count the ranks backwards, which changes nothing unless the mask tells
+            earlier from later.
+        two_way: also in halves that go opposite ways, which changes nothing unless a rank's links
+            to the next rank and to the one before are two.
+    """
+    found: list[Placed] = []
+    for route in routes(n):
+        words = tuple(sorted(route.items()))
+        for order in orders(digits(route, n)):
+            ways = (False, True) if directed and n > 1 else (False,)
+            found += [Placed(words, order, back) for back in ways]
+    if two_way:
+        found += [
+            replace(one, two_way=True)
+            for one in found
+            if not ROUTES[one.route["name"]].gathers and not one.reverse
+        ]
+    return tuple(found)
