@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wf_backends.kernels import KernelSpec, select
+from wf_backends.kernels import KernelSpec, TileGrad, select
 from wf_backends.kernels.reference import band_mask
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
@@ -93,7 +93,8 @@ def our_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[
     k, v = (rows_first(args, args.kv_heads, dtype) for _ in range(2))
     out, lse = kernel.forward(q, k, v, scale, band)
     delta = (dout * out).sum(-1).transpose(1, 2)
-    backward = partial(kernel.backward, dout, q, k, v, out.to(dtype), lse, delta, scale, band)
+    tile = TileGrad(dout, q, k, v, out.to(dtype), lse, delta)
+    backward = partial(kernel.backward, tile, scale, band)
     return [partial(kernel.forward, q, k, v, scale, band), backward]
 
 

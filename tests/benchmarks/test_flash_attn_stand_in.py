@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from wf_backends.kernels import TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.schedule.mask import Band
 
@@ -72,7 +73,8 @@ def test_forward_and_backward_are_those_of_the_reference(rows, keys, causal, win
         dout, q, k, v, out, lse, *grads, **words(causal, window), deterministic=False
     )
     right_delta = (dout * right_out).sum(-1).transpose(1, 2)
-    right = kernel.backward(dout, q, k, v, right_out, right_lse, right_delta, SCALE, band)
+    tile = TileGrad(dout, q, k, v, right_out, right_lse, right_delta)
+    right = kernel.backward(tile, SCALE, band)
     torch.testing.assert_close(delta.double(), right_delta, rtol=1e-5, atol=1e-5)
     for grad, expected in zip(grads, right, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-10)

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.cases import Case, run_case
 from tests.gpu import emulation
 from tests.gpu.test_flash_kernels import SCALE, compare
+from wf_backends.kernels import TileGrad
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_choice import CUDNN, Machine, choose, machine, question
 from wf_backends.kernels.sdpa_cudnn import cudnn_backward, cudnn_forward
@@ -131,7 +132,7 @@ def test_torch_takes_our_arguments(operator, band):
         assert (out.dtype, lse.dtype) == (q.dtype, torch.float32)
     else:
         lse = empty(128, 2, 4, dtype=torch.float32).permute(1, 2, 0)
-        grads = cudnn_backward(q, q, k, v, q, lse, SCALE, band)
+        grads = cudnn_backward(TileGrad(q, q, k, v, q, lse, lse), SCALE, band)
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
         assert {x.dtype for x in grads} == {q.dtype}
 
@@ -198,8 +199,8 @@ def test_another_memory_order_of_dout_changes_nothing_on_a_gpu():
     kernel = SdpaKernel(cudnn_here)
     out, lse = kernel.forward(q, k, v, SCALE, CAUSAL)
     delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
-    first = kernel.backward(dout, q, k, v, out, lse, delta, SCALE, CAUSAL)
+    first = kernel.backward(TileGrad(dout, q, k, v, out, lse, delta), SCALE, CAUSAL)
     moved = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (dout, out)]
-    again = kernel.backward(moved[0], q, k, v, moved[1], lse, delta, SCALE, CAUSAL)
+    again = kernel.backward(TileGrad(moved[0], q, k, v, moved[1], lse, delta), SCALE, CAUSAL)
     for a, b in zip(first, again, strict=True):
         assert (a.float() - b.float()).norm() < 1e-2 * a.float().norm()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu import emulation
-from wf_backends.kernels import Kernel, KernelSpec, select
+from wf_backends.kernels import Kernel, KernelSpec, TileGrad, select
 from wf_backends.kernels.flash import FlashAttention2, FlashAttention3, FlashKernel
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa_cuda import cuda_backward, cuda_forward
@@ -50,9 +50,9 @@ class TorchFlash:
         pieces = cut_window(q.shape[1], k.shape[1], band)
         return piecewise_forward(cuda_forward, pieces, q, k, v, scale)
 
-    def backward(self, dout, q, k, v, out, lse, delta, scale, band) -> Grads:
-        pieces = cut_window(q.shape[1], k.shape[1], band)
-        return piecewise_backward(cuda_backward, pieces, dout, q, k, v, out, lse, scale)
+    def backward(self, tile: TileGrad, scale, band) -> Grads:
+        pieces = cut_window(tile.q.shape[1], tile.k.shape[1], band)
+        return piecewise_backward(cuda_backward, pieces, tile, scale)
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def compare(kernel: Kernel, tile: tuple[int, int, Band], heads=(4, 2), **options
     row_out = (expected_out * 0.5).to(q.dtype)  # as if the row had met as many keys elsewhere
     row_lse = (expected_lse + 0.7).transpose(1, 2).contiguous().transpose(1, 2)
     delta = (dout.float() * row_out.float()).sum(-1).transpose(1, 2)
-    backward = (dout, q, k, v, row_out, row_lse, delta, SCALE, band)
+    backward = (TileGrad(dout, q, k, v, row_out, row_lse, delta), SCALE, band)
     pairs = zip(
         [out, lse, *kernel.backward(*backward)],
         [expected_out, expected_lse, *reference.backward(*backward)],
@@ -136,7 +136,7 @@ def test_torch_takes_our_arguments(operator):
         assert lse.dtype == torch.float32
     else:
         lse = empty(2, 4, 24, dtype=torch.float32)
-        grads = cuda_backward(q, q, k, k, q, lse, SCALE, Band(3, 30))
+        grads = cuda_backward(TileGrad(q, q, k, k, q, lse, lse), SCALE, Band(3, 30))
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
 

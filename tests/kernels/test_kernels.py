@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wf_backends.kernels import Kernel, KernelSpec, halves, select
+from wf_backends.kernels import Kernel, KernelSpec, TileGrad, halves, select
 from wf_backends.kernels.halves import USUALLY, block_rows
 from wf_backends.kernels.merge import merge_
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
@@ -126,7 +126,7 @@ def run(name: str, case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
     q, k, v, dout = case.q, case.k, case.v, case.dout
     out, lse = kernel.forward(q, k, v, SCALE, case.band)
     delta = delta_of(dout, out).to(lse.dtype)
-    grads = kernel.backward(dout, q, k, v, out, lse, delta, SCALE, case.band)
+    grads = kernel.backward(TileGrad(dout, q, k, v, out, lse, delta), SCALE, case.band)
     return out, lse, list(grads)
 
 
@@ -257,7 +257,7 @@ def test_tiles_of_a_row_add_up_with_the_lse_and_delta_of_the_row(name, dtype, to
     for r, c in tiles:
         k, v, local = case.k[:, c], case.v[:, c], band.shift(c.start - r.start)
         stats = out[:, r], row_lse[:, :, r], delta[:, :, r]
-        grads = kernel.backward(dout[:, r], q[:, r], k, v, *stats, SCALE, local)
+        grads = kernel.backward(TileGrad(dout[:, r], q[:, r], k, v, *stats), SCALE, local)
         for total, part in zip((dq[:, r], dk[:, c], dv[:, c]), grads, strict=True):
             total += part
     assert max(errors((out, row_lse, [dq, dk, dv]), case)) < tolerance

@@ -26,7 +26,7 @@ from wf_backends.cluster.measure_links import measure
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.comm.protocol import Communicator, Message, Pending
 from wf_backends.dsp.switch import DynamicSequenceParallel
-from wf_backends.kernels import Kernel, KernelSpec
+from wf_backends.kernels import Kernel, KernelSpec, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_choice import Machine, choose, question
@@ -178,7 +178,7 @@ def test_so_does_a_tile_in_pieces(rows: int, keys: int, band: Band) -> None:
     k = torch.empty(2, keys, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=GPU)
     with Apart():
         out, lse = kernel.forward(q, k, k, 0.1, band)
-        grads = kernel.backward(q, q, k, k, q, lse, lse, 0.1, band)
+        grads = kernel.backward(TileGrad(q, q, k, k, q, lse, lse), 0.1, band)
     assert [x.shape for x in (out, *grads)] == [q.shape, q.shape, k.shape, k.shape]
 
 

@@ -1,7 +1,7 @@
 """Attention of one tile: `reference`, `sdpa` (torch's own kernels), `flash` (flash-attn)."""
 
 from wf_backends.kernels.merge import merge_
-from wf_backends.kernels.protocol import Kernel, KernelSpec
+from wf_backends.kernels.protocol import Kernel, KernelSpec, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.select import KERNELS, Selection, select
 
@@ -11,6 +11,7 @@ __all__ = [
     "KernelSpec",
     "ReferenceKernel",
     "Selection",
+    "TileGrad",
     "merge_",
     "select",
 ]

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.protocol import KernelSpec, too_old_for_flash
+from wf_backends.kernels.protocol import Grads, KernelSpec, TileGrad, too_old_for_flash
 from wf_backends.kernels.split_run import piecewise_backward, piecewise_forward
 from wf_backends.kernels.tile_split import Piece, cut_window, flash_window, whole
 from wf_backends.schedule import Band
@@ -28,24 +28,18 @@ _OLDEST = (2, 7)
 _INSTALL = 'pip install "flash-attn>=2.7" --no-build-isolation'
 
 
+Window = tuple[int, int]
+"""flash-attn's window_size: (left, right), -1 = unlimited."""
+
+
 class FlashApi(Protocol):
     """One flash-attn's way of saying Kernel.forward and Kernel.backward with a window_size."""
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int]
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window
     ) -> tuple[Tensor, Tensor]: ...
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        window: tuple[int, int],
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def backward(self, tile: TileGrad, scale: float, window: Window) -> Grads: ...
 
 
 class FlashAttention2:
@@ -55,7 +49,7 @@ class FlashAttention2:
         self._interface = import_module("flash_attn.flash_attn_interface")
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int]
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window
     ) -> tuple[Tensor, Tensor]:
         """See FlashApi; the function also returns dropout's mask and random state."""
         out, lse, *_ = self._interface._flash_attn_forward(
@@ -63,23 +57,14 @@ class FlashAttention2:
         )
         return out, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        window: tuple[int, int],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileGrad, scale: float, window: Window) -> Grads:
         """See FlashApi; the function fills the gradients it is handed."""
+        dout, q, k, v, out, lse, _ = tile
         grads = _empty_grads(q, k, v)
         deterministic = torch.are_deterministic_algorithms_enabled()
         options = _options_2(scale, window)
         self._interface._flash_attn_backward(
-            dout, q, k, v, out, lse, *grads, deterministic=deterministic, **options
+            dout, q, k, v, out, lse.contiguous(), *grads, deterministic=deterministic, **options
         )
         return grads
 
@@ -92,28 +77,21 @@ class FlashAttention3:
         self._ops = torch.ops.flash_attn_3
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int]
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window
     ) -> tuple[Tensor, Tensor]:
         """See FlashApi."""
         out, lse, *_ = self._ops.fwd(q, k, v, num_splits=1, **_options_3(scale, window))
         return out, lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        window: tuple[int, int],
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileGrad, scale: float, window: Window) -> Grads:
         """See FlashApi; what the operator fills is the same in every release."""
+        dout, q, k, v, out, lse, _ = tile
         grads = _empty_grads(q, k, v)
         deterministic = torch.are_deterministic_algorithms_enabled()
         options = _options_3(scale, window)
-        self._ops.bwd(dout, q, k, v, out, lse, *grads, deterministic=deterministic, **options)
+        self._ops.bwd(
+            dout, q, k, v, out, lse.contiguous(), *grads, deterministic=deterministic, **options
+        )
         return grads
 
 
@@ -150,21 +128,10 @@ class FlashKernel:
         pieces = cut_window(q.shape[1], k.shape[1], band)
         return piecewise_forward(self._forward_piece, pieces, q, k, v, scale)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        band: Band,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileGrad, scale: float, band: Band) -> Grads:
         """See Kernel.backward; flash-attn computes delta again, from dout and out."""
-        pieces = cut_window(q.shape[1], k.shape[1], band)
-        return piecewise_backward(self._backward_piece, pieces, dout, q, k, v, out, lse, scale)
+        pieces = cut_window(tile.q.shape[1], tile.k.shape[1], band)
+        return piecewise_backward(self._backward_piece, pieces, tile, scale)
 
     def _forward_piece(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
@@ -172,19 +139,9 @@ class FlashKernel:
         window = flash_window(band, q.shape[1], k.shape[1])
         return self._api().forward(q, k, v, scale, window)
 
-    def _backward_piece(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        scale: float,
-        band: Band,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        window = flash_window(band, q.shape[1], k.shape[1])
-        return self._api().backward(dout, q, k, v, out, lse.contiguous(), scale, window)
+    def _backward_piece(self, tile: TileGrad, scale: float, band: Band) -> Grads:
+        window = flash_window(band, tile.q.shape[1], tile.k.shape[1])
+        return self._api().backward(tile, scale, window)
 
     def _api(self) -> FlashApi:
         if self._loaded is None:
@@ -211,7 +168,7 @@ def _has_flash_3() -> bool:
     return find_spec("flash_attn_interface") is not None
 
 
-def _options_2(scale: float, window: tuple[int, int]) -> dict[str, object]:
+def _options_2(scale: float, window: Window) -> dict[str, object]:
     return {
         "dropout_p": 0.0,
         "softmax_scale": scale,
@@ -223,7 +180,7 @@ def _options_2(scale: float, window: tuple[int, int]) -> dict[str, object]:
     }
 
 
-def _options_3(scale: float, window: tuple[int, int]) -> dict[str, object]:
+def _options_3(scale: float, window: Window) -> dict[str, object]:
     return {
         "softmax_scale": scale,
         "window_size_left": window[0],

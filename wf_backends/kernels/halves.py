@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.kernels.merge import merge_
+from wf_backends.kernels.protocol import Grads, TileGrad
 from wf_backends.kernels.split_run import Backward, Forward
 from wf_backends.schedule import CAUSAL, FULL, Band
 
@@ -70,27 +71,20 @@ def halved_forward(
     return out, lse.transpose(1, 2)
 
 
-def halved_backward(
-    run: Backward,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    block: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def halved_backward(run: Backward, tile: TileGrad, scale: float, block: int) -> Grads:
     """Kernel.backward of the same tile.
 
     Returns:
         dq (b, n, h, d), dk and dv (b, n, g, d), float32 or float64.
     """
 
-    def call(queries: Blocks, keys: Blocks, rows: int, band: Band) -> tuple[Tensor, Tensor, Tensor]:
+    dout, q, k, v, out, *stats = tile
+
+    def call(queries: Blocks, keys: Blocks, rows: int, band: Band) -> Grads:
         grad, own, found = (queries(x, rows) for x in (dout, q, out))
-        stats = queries(lse.transpose(1, 2), rows).transpose(1, 2)
-        return run(grad, own, keys(k, rows), keys(v, rows), found, stats, scale, band)
+        lse, delta = (queries(x.transpose(1, 2), rows).transpose(1, 2) for x in stats)
+        own_tile = TileGrad(grad, own, keys(k, rows), keys(v, rows), found, lse, delta)
+        return run(own_tile, scale, band)
 
     dtype = torch.promote_types(q.dtype, torch.float32)
     parts = zip(call(_blocks, _blocks, block, CAUSAL), (q, k, v), strict=True)

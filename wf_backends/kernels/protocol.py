@@ -6,7 +6,7 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads (g divides
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,6 +42,43 @@ def too_old_for_flash() -> str | None:
         return None
     has = torch.cuda.get_device_capability()
     return f"flash kernels need compute capability {OLDEST_FLASH} or later, this GPU has {has}"
+
+
+Grads = tuple[Tensor, Tensor, Tensor]
+"""dq, dk, dv."""
+
+
+class TileGrad(NamedTuple):
+    """What the backward of one tile needs.
+
+    out, lse and delta are those of the whole rows, which meet other keys in other tiles.
+    """
+
+    dout: Tensor
+    """(b, i, h, d), the gradient of the whole rows' output."""
+    q: Tensor
+    """(b, i, h, d)."""
+    k: Tensor
+    """(b, j, g, d)."""
+    v: Tensor
+    """(b, j, g, d)."""
+    out: Tensor
+    """(b, i, h, d), the whole rows' output, or any tensor with rowsum(dout * out) == delta."""
+    lse: Tensor
+    """(b, h, i), of the whole rows."""
+    delta: Tensor
+    """(b, h, i), rowsum(dout * out)."""
+
+    def part(self, rows: slice, keys: slice) -> TileGrad:
+        """Some of its rows and keys."""
+        dout, q, k, v, out, lse, delta = self
+        k, v, lse, delta = k[:, keys], v[:, keys], lse[:, :, rows], delta[:, :, rows]
+        return TileGrad(dout[:, rows], q[:, rows], k, v, out[:, rows], lse, delta)
+
+    def reversed(self) -> TileGrad:
+        """The last row and the last key first."""
+        dout, q, k, v, out = (x.flip(1) for x in self[:5])
+        return TileGrad(dout, q, k, v, out, self.lse.flip(2), self.delta.flip(2))
 
 
 class Kernel(Protocol):
@@ -83,25 +120,8 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        band: Band,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of one tile, given the statistics of the whole row.
-
-        Args:
-            dout: (b, i, h, d), the gradient of the whole row's output.
-            out: (b, i, h, d), a tensor with rowsum(dout * out) == delta.
-            lse: (b, h, i), of the whole row, not of this tile.
-            delta: (b, h, i), rowsum(dout * out).
+    def backward(self, tile: TileGrad, scale: float, band: Band) -> Grads:
+        """Gradients of one tile.
 
         Returns:
             dq (b, i, h, d), dk (b, j, g, d), dv (b, j, g, d), any float dtype.

@@ -13,7 +13,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.protocol import KernelSpec
+from wf_backends.kernels.protocol import Grads, KernelSpec, TileGrad
 from wf_backends.kernels.tile_split import Piece, whole
 from wf_backends.schedule import Band
 
@@ -60,20 +60,9 @@ class ReferenceKernel:
             out = torch.einsum("bgrij,bjgd->bigrd", torch.exp(scores - lse[..., None]), v)
         return out.flatten(2, 3), lse.flatten(1, 2)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        band: Band,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileGrad, scale: float, band: Band) -> Grads:
         """Gradients of the tile from delta alone: `out` is not looked at. See Kernel.backward."""
-        dout, q, k, v, lse, delta = _widen(dout, q, k, v, lse, delta)
+        dout, q, k, v, lse, delta = _widen(tile.dout, tile.q, tile.k, tile.v, tile.lse, tile.delta)
         q_heads, kv_heads = q.shape[2], k.shape[2]
         by_group = (kv_heads, q_heads // kv_heads)
         dout, q_grouped = dout.unflatten(2, by_group), q.unflatten(2, by_group)  # b i g r d

@@ -14,7 +14,13 @@ from math import inf
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.protocol import KernelSpec, too_old_for_flash, torch_release
+from wf_backends.kernels.protocol import (
+    Grads,
+    KernelSpec,
+    TileGrad,
+    too_old_for_flash,
+    torch_release,
+)
 from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, Question, choose, machine, question
 from wf_backends.kernels.sdpa_cpu import MaskOf, additive_mask, cpu_backward, cpu_forward
 from wf_backends.kernels.split_run import Operators, piecewise_backward, piecewise_forward
@@ -103,22 +109,11 @@ class SdpaKernel:
         pieces = run.cut(q.shape[1], k.shape[1], band)
         return piecewise_forward(run.forward, pieces, q, k, v, scale)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        delta: Tensor,
-        scale: float,
-        band: Band,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileGrad, scale: float, band: Band) -> Grads:
         """See Kernel.backward; the operators compute delta again, from dout and out."""
-        run = self._operators_for(q, k, band)
-        pieces = run.cut(q.shape[1], k.shape[1], band)
-        return piecewise_backward(run.backward, pieces, dout, q, k, v, out, lse, scale)
+        run = self._operators_for(tile.q, tile.k, band)
+        pieces = run.cut(tile.q.shape[1], tile.k.shape[1], band)
+        return piecewise_backward(run.backward, pieces, tile, scale)
 
 
 def _takes(dtypes: tuple[torch.dtype, ...], spec: KernelSpec) -> str:

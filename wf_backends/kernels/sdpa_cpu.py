@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.kernels.halves import block_rows, halved_backward, halved_forward
+from wf_backends.kernels.protocol import Grads, TileGrad
 from wf_backends.kernels.reference import band_mask
 from wf_backends.kernels.tile_split import is_reversed
 from wf_backends.schedule import CAUSAL, FULL, Band
@@ -37,27 +38,15 @@ def cpu_forward(
     return out.transpose(1, 2), lse
 
 
-def cpu_backward(
-    mask_of: MaskOf,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    band: Band,
-) -> tuple[Tensor, Tensor, Tensor]:
+def cpu_backward(mask_of: MaskOf, tile: TileGrad, scale: float, band: Band) -> Grads:
     """A piece of `cut_causal`; see Kernel.backward, but for delta, which the operator computes."""
     if is_reversed(band):
-        dout, q, k, v, out = (x.flip(1) for x in (dout, q, k, v, out))
-        grads = cpu_backward(mask_of, dout, q, k, v, out, lse.flip(2), scale, CAUSAL)
-        dq, dk, dv = (x.flip(1) for x in grads)
-        return dq, dk, dv
+        dq, dk, dv = cpu_backward(mask_of, tile.reversed(), scale, CAUSAL)
+        return dq.flip(1), dk.flip(1), dv.flip(1)
+    dout, q, k, v, out, lse, _ = tile
     block = block_rows(q.shape[1], k.shape[1], q.dtype, backward=True)
     if band == CAUSAL and block < q.shape[1]:
-        run = partial(cpu_backward, mask_of)
-        return halved_backward(run, dout, q, k, v, out, lse, scale, block)
+        return halved_backward(partial(cpu_backward, mask_of), tile, scale, block)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
         *(x.transpose(1, 2) for x in (dout, q, k, v, out)),
         lse,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wf_backends.kernels.protocol import Grads, TileGrad
 from wf_backends.kernels.tile_split import flash_window
 from wf_backends.schedule import Band
 
@@ -42,17 +43,9 @@ def cuda_forward(
     return out, lse
 
 
-def cuda_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    band: Band,
-) -> tuple[Tensor, Tensor, Tensor]:
+def cuda_backward(tile: TileGrad, scale: float, band: Band) -> Grads:
     """A piece of `cut_window`; see Kernel.backward, but for delta, which the operator computes."""
+    dout, q, k, v, out, lse, _ = tile
     left, right = flash_window(band, q.shape[1], k.shape[1])
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._flash_attention_backward.default(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wf_backends.kernels.protocol import Grads, TileGrad
 from wf_backends.kernels.tile_split import effective
 from wf_backends.schedule import CAUSAL, FULL, Band
 
@@ -32,23 +33,15 @@ def cudnn_forward(
     return out.transpose(1, 2), lse.squeeze(-1)  # (b, h, i, 1), packed
 
 
-def cudnn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    band: Band,
-) -> tuple[Tensor, Tensor, Tensor]:
+def cudnn_backward(tile: TileGrad, scale: float, band: Band) -> Grads:
     """A full or square causal tile; see Kernel.backward, but for delta.
 
     torch keeps one compiled graph for each layout of q, k and v, and not every release looks at
     the layouts of out, dout and lse before it uses one again. So they always arrive as torch
     itself would have made them: out and dout laid out like q, lse packed, without a gap.
     """
-    dout, q, k, v, out = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    *tensors, lse, _ = tile
+    dout, q, k, v, out = (x.transpose(1, 2) for x in tensors)
     no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
         _laid_out_like(q, dout),
@@ -65,7 +58,7 @@ def cudnn_backward(
         q.shape[2],
         k.shape[2],
         0.0,
-        _is_causal(q.transpose(1, 2), k.transpose(1, 2), band),
+        _is_causal(tile.q, tile.k, band),
         scale=scale,
     )
     dq, dk, dv = (x.transpose(1, 2) for x in grads)

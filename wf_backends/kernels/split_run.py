@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from wf_backends.kernels.merge import merge_
+from wf_backends.kernels.protocol import Grads, TileGrad
 from wf_backends.kernels.tile_split import Cut, Piece
 from wf_backends.schedule import Band
 
 Forward = Callable[[Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor]]
-Backward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor, Tensor]
-]
+Backward = Callable[[TileGrad, float, Band], Grads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +54,19 @@ def piecewise_forward(
 
 
 def piecewise_backward(
-    run: Backward,
-    pieces: Sequence[Piece],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    run: Backward, pieces: Sequence[Piece], tile: TileGrad, scale: float
+) -> Grads:
     """Kernel.backward of a tile that `run` takes piece by piece.
 
     Returns:
         dq (b, i, h, d), dk and dv (b, j, g, d), in the dtype that `run` gives if there is one
         piece, else float32 or float64.
     """
-    dout, out = dout.to(q.dtype), out.to(q.dtype)
+    dout, q, k, v, out, *stats = tile
+    tile = TileGrad(dout.to(q.dtype), q, k, v, out.to(q.dtype), *stats)
     if len(pieces) == 1:  # has all rows and keys
-        return run(dout, q, k, v, out, lse, scale, pieces[0].band)
-    parts = (
-        run(dout[:, r], q[:, r], k[:, c], v[:, c], out[:, r], lse[:, :, r], scale, p.band)
-        for p in pieces
-        for r, c in [(p.rows, p.keys)]
-    )
+        return run(tile, scale, pieces[0].band)
+    parts = (run(tile.part(p.rows, p.keys), scale, p.band) for p in pieces)
     dtype = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for piece, (part_dq, part_dk, part_dv) in zip(pieces, parts, strict=True):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.comm import Communicator
-from wf_backends.kernels import Kernel, merge_
+from wf_backends.kernels import Kernel, TileGrad, merge_
 from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.messages import Tensors, add, copy, pack, scatter
 from wf_backends.runtime.runner import Accumulators, Pass, run
@@ -160,7 +160,8 @@ class BackwardWork(_Work):
         q, dout, out = map(_batch_first, (q, dout, out))
         lse, delta = (x.permute(1, 2, 0) for x in stats.unbind(1))
         k, v = map(_batch_first, pack(keys[0], tile.keys).unbind(1))
-        grads = self.kernel.backward(dout, q, k, v, out, lse, delta, self.scale, tile.band)
+        given = TileGrad(dout, q, k, v, out, lse, delta)
+        grads = self.kernel.backward(given, self.scale, tile.band)
         grads = tuple(map(_rows_first, grads))
         scatter(to_queries, tile.rows, grads[:1], copy if tile.first_on_rows else add)
         halves = to_keys[0].unbind(1)
