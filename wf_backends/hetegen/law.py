@@ -1,0 +1,178 @@
+"""The law of HeteGen (arXiv 2403.01164): which share of a linear's rows the host computes.
+
+Of a weight of W bytes the share rho lies in the accelerator's memory for good, the host computes
+the share alpha where it lies, and the rest streams to the accelerator:
+
+    T = max( alpha W / host,  (1 - alpha - rho) W / link,  (1 - rho) W / memory,
+             (1 - alpha) W / accelerator )
+
+The four parts work at the same time. Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from math import inf, isfinite
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the parts of a machine take, in weight bytes a second for a GEMM over one token.
+
+    Attributes:
+        link: host memory that is pinned -> accelerator.
+        host: the host's GEMM, reading weights where they lie.
+        accelerator: the accelerator's GEMM.
+        memory: the host's memory, which the host's GEMM and the link share.
+        staging: host memory that is not pinned -> pinned.
+        host_flops, accelerator_flops: operations a second, which bound a GEMM over many tokens.
+        call_seconds: what one call of a split linear takes beside its GEMMs and copies.
+    """
+
+    link: float
+    host: float
+    accelerator: float
+    memory: float = inf
+    staging: float = inf
+    host_flops: float = inf
+    accelerator_flops: float = inf
+    call_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name == "call_seconds":
+                if not (isfinite(value) and value >= 0):
+                    raise ValueError(f"call_seconds must be at least 0 seconds, got {value!r}")
+            elif not value > 0:
+                raise ValueError(f"{field.name} must be a positive rate, got {value!r}")
+        for name in ("link", "host"):
+            if not isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite rate, got {getattr(self, name)!r}")
+
+    def at(self, tokens: int, itemsize: int) -> Rates:
+        """The rates of a GEMM over `tokens` tokens with weights of `itemsize` bytes.
+
+        It takes the longer of reading the weights and of 2 operations a weight and token. The
+        link's rate is then that of copies which are staged.
+        """
+        operations = 2 * tokens / itemsize  # for each byte
+        return replace(
+            self,
+            link=min(self.link, self.staging),
+            host=min(self.host, self.host_flops / operations),
+            accelerator=min(self.accelerator, self.accelerator_flops / operations),
+            staging=inf,
+            host_flops=inf,
+            accelerator_flops=inf,
+        )
+
+    def contended(self, streams: bool, host_works: bool) -> Rates:
+        """The rates while the link and the host's GEMM read the host's memory, which is shared."""
+        wanted = self.link * streams + self.host * host_works
+        slower = min(1.0, self.memory / wanted) if wanted else 1.0
+        return replace(self, link=self.link * slower, host=self.host * slower, memory=inf)
+
+
+def seconds_per_byte(alpha: float, resident: float, rates: Rates) -> float:
+    """T / W of the law, `rates` being those at the tokens at hand."""
+    return max(
+        alpha / rates.host,
+        (1 - alpha - resident) / rates.link,
+        (1 - resident) / rates.memory,
+        (1 - alpha) / rates.accelerator,
+    )
+
+
+def best_alpha(resident: float, rates: Rates) -> float:
+    """The alpha for which the law's T is least.
+
+        alpha = min( 1 - rho,  max( (1 - rho) / (1 + link / host),  1 / (1 + accelerator / host) ) )
+
+    alpha / host grows with alpha and the other terms fall, so T is least where the first is as
+    large as the largest of the others, or where nothing is left to stream.
+    """
+    with_link = (1 - resident) / (1 + rates.link / rates.host)
+    with_accelerator = 1 / (1 + rates.accelerator / rates.host)
+    return min(1 - resident, max(with_link, with_accelerator))
+
+
+def resident_limits(rates: Rates) -> tuple[float, float]:
+    """(rho up to which each resident byte saves time, rho beyond which one costs time).
+
+    With the best alpha T / W = max( (1 - rho) / min(link + host, memory),
+    1 / (accelerator + host) ), until 1 - rho is less than the alpha of the second term.
+    """
+    served = min(rates.link + rates.host, rates.memory)
+    together = rates.accelerator + rates.host
+    useful = 1 - served / together if isfinite(together) else 1.0
+    harmless = 1 / (1 + rates.host / rates.accelerator)
+    return min(max(useful, 0.0), harmless), harmless
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A weight for which memory is shared out.
+
+    Attributes:
+        nbytes: its size.
+        uses: how often it is used in a pass, on average; below 1 for an expert.
+        rates: those at the tokens at hand.
+    """
+
+    nbytes: float
+    uses: float
+    rates: Rates
+
+    @property
+    def saved_per_byte(self) -> float:
+        """Seconds of a pass that a resident byte saves."""
+        return self.uses / min(self.rates.link + self.rates.host, self.rates.memory)
+
+
+def residency(weights: list[Weight], nbytes: float, alpha: float | None = None) -> list[float]:
+    """The share of each weight that is resident, where `nbytes` bytes may be: the least total time.
+
+    Bytes go to where one saves the most time; weights where it saves as much get equal shares,
+    since T is convex in rho. What is left then goes where it costs nothing.
+
+    Args:
+        weights: in any order.
+        nbytes: at most this much is resident.
+        alpha: of all weights, if it is not for the law to choose; nothing of alpha is resident.
+    """
+    limits = [resident_limits(w.rates) if alpha is None else 2 * (1 - alpha,) for w in weights]
+    shares = [0.0] * len(weights)
+    values = sorted({w.saved_per_byte for w in weights}, reverse=True)
+    for turn in (0, 1):  # what saves time; what costs none
+        for value in values:
+            group = [i for i, w in enumerate(weights) if w.saved_per_byte == value]
+            nbytes -= _raise_evenly(weights, shares, group, [lim[turn] for lim in limits], nbytes)
+    return shares
+
+
+def _raise_evenly(
+    weights: list[Weight],
+    shares: list[float],
+    group: list[int],
+    limits: list[float],
+    nbytes: float,
+) -> float:
+    """Raise the shares of `group` to one level, each up to its limit; the bytes that this took."""
+    taken = 0.0
+    while nbytes - taken > 0:
+        able = [i for i in group if shares[i] < limits[i]]
+        if not able:
+            break
+        level = min(shares[i] for i in able)
+        lowest = [i for i in able if shares[i] == level]
+        higher = [shares[i] for i in able if shares[i] > level]
+        top = min([limits[i] for i in lowest] + higher)
+        size = sum(weights[i].nbytes for i in lowest)
+        step = min(top - level, (nbytes - taken) / size)
+        for i in lowest:
+            shares[i] = top if step == top - level else level + step
+        taken += step * size
+        if step < top - level:
+            break
+    return taken
