@@ -24,7 +24,7 @@ from torch import Tensor
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 from wf_backends.comm import make_comm
 from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, chunk_sizes
-from wf_backends.runtime.ulysses import heads_for_tokens, make_exchange, tokens_for_heads
+from wf_backends.runtime.ulysses import heads_for_tokens, make_head_exchange, tokens_for_heads
 from wf_backends.schedule.layout import contiguous
 
 TIME, SPACE = 1, 2
@@ -173,7 +173,7 @@ def embedded(video: Video, sp: SequenceParallel) -> Step:
 
 def ulysses_everywhere(video: Video, comm: Counting) -> Step:
     """The video as one sequence: heads for tokens around every attention."""
-    exchange = make_exchange(contiguous(comm.size, video.tokens), video.heads, video.heads)
+    exchange = make_head_exchange(contiguous(comm.size, video.tokens), video.heads, video.heads)
     sizes, layers = chunk_sizes(video.tokens, comm.size), video.layers()
 
     def attend(dim: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

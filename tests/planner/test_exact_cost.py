@@ -31,7 +31,7 @@ from wf_backends.planner.exact_cost import (
 from wf_backends.planner.link_loads import Loads
 from wf_backends.planner.overlap_model import seconds
 from wf_backends.planner.ulysses_cost import ulysses_cost
-from wf_backends.runtime.ulysses import make_exchange
+from wf_backends.runtime.ulysses import make_head_exchange
 from wf_backends.schedule.layout import make_layout
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.placement import Placed, digits, orders, place, placements
@@ -344,10 +344,10 @@ def test_ulysses_bytes_are_those_of_the_exchange(degree: int, kv_heads: int, key
     row = shape.head_dim * shape.itemsize
     sent = 0
     for heads, rows in ((8, 12), (kv_heads, keys // 8), (kv_heads, keys // 8), (8, 12)):
-        exchange = make_exchange(layout, heads, 8)  # q, k, v there, out back
+        exchange = make_head_exchange(layout, heads, 8)  # q, k, v there, out back
         sent += sum(stop - start for start, stop in exchange.heads[1:]) * rows * row
     assert ulysses_cost(job).nic_bytes == sent
-    assert job.shape.kv_heads == make_exchange(layout, kv_heads, 8).heads[0][1]
+    assert job.shape.kv_heads == make_head_exchange(layout, kv_heads, 8).heads[0][1]
 
 
 def test_time_is_the_longer_of_compute_and_transfer_step_by_step() -> None:

@@ -32,7 +32,7 @@ from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_choice import Machine, choose, question
 from wf_backends.kernels.select import Selection
 from wf_backends.kernels.tile_split import cut_window
-from wf_backends.parallel.attention import AttentionPlan, DistributedAttention
+from wf_backends.parallel.attention import DistributedAttention
 from wf_backends.parallel.dropout import position_dropout
 from wf_backends.parallel.lss import LssAttention
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
@@ -87,10 +87,10 @@ class OnGpu:
 
     kernel: Kernel
 
-    def _make_plan(self, told: Any, mask: Mask, spec: KernelSpec, batch: int) -> AttentionPlan:
+    def _make_call(self, told: Any, mask: Mask, spec: KernelSpec, *args: Any) -> Any:
         make: Any = super()
-        plan = make._make_plan(told, mask, replace(spec, device="cuda"), batch)
-        return replace(plan, selection=replace(plan.selection, kernel=self.kernel))
+        call, group = make._make_call(told, mask, replace(spec, device="cuda"), *args)
+        return replace(call, kernel=self.kernel), group
 
 
 class AttentionOnGpu(OnGpu, DistributedAttention): ...

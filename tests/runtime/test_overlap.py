@@ -15,8 +15,8 @@ from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.lowering.gather_rounds import pairs
 from wf_backends.lowering.lower import Problem, lower
 from wf_backends.runtime.attention import Attention, Call
-from wf_backends.runtime.ulysses import make_exchange
-from wf_backends.runtime.ulysses_pipeline import ChunkedAttention, ChunkedCall
+from wf_backends.runtime.ulysses import HeadGroup, make_head_exchange
+from wf_backends.runtime.ulysses_pipeline import ChunkedAttention
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.ranges import intersect, subtract
@@ -74,13 +74,13 @@ def events_of(comm, case):
 
 def chunk_events(comm, chunks):
     events, queries = [], zigzag(2, 16)
-    trade = make_exchange(queries, 12, 12).split(chunks)
+    trade = make_head_exchange(queries, 12, 12).split(chunks)
     case = Case(ring(1), ring(1), contiguous(1, 16), Mask(CAUSAL))
     recorder = Recorder(comm, events)
-    call = Call(*case.plans(0), recorder.view([comm.rank]), RecordedKernel(events), 0.3)
+    alone, group = recorder.view([comm.rank]), HeadGroup(recorder, trade, trade)
+    call = Call(*case.plans(0), alone, RecordedKernel(events), 0.3)
     q, k, v = (torch.randn(1, 8, 12, 8).requires_grad_() for _ in range(3))
-    whole = ChunkedCall(call, recorder, trade, trade)
-    ChunkedAttention.apply(q, k, v, whole).sum().backward()
+    ChunkedAttention.apply(q, k, v, call, group).sum().backward()
     return [kind for kind, _ in groupby(events)]
 
 

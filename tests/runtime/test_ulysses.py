@@ -13,7 +13,7 @@ from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
 from wf_backends.comm.turns import TURNS, exchange
-from wf_backends.runtime.ulysses import make_exchange
+from wf_backends.runtime.ulysses import make_head_exchange
 from wf_backends.schedule.layout import lengths, make_layout
 from wf_backends.schedule.mask import CAUSAL, Mask
 
@@ -138,7 +138,7 @@ def ulysses(comm, window, heads, kv_heads, causal):
 def derived(rank, size, heads, kv_heads):
     """Bytes that a rank sends, by label: heads of its rows, or rows of its heads, to the others."""
     layout = make_layout("zigzag", size, SEQLEN)
-    queries, keys = (make_exchange(layout, count, heads) for count in (heads, kv_heads))
+    queries, keys = (make_head_exchange(layout, count, heads) for count in (heads, kv_heads))
     rows, element = lengths(layout), BATCH * HEAD_DIM * 8
     others = [peer for peer in range(size) if peer != rank]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 
 import torch
 
@@ -15,7 +16,7 @@ from wf_backends.cluster.timer import Work
 from wf_backends.cluster.topology import KernelRate
 from wf_backends.kernels import Kernel, KernelSpec, select
 from wf_backends.lowering import BACKWARD_FLOPS, Tile, tile_area
-from wf_backends.runtime import BackwardWork, ForwardWork, Outputs
+from wf_backends.runtime import BackwardTiles, ForwardTiles, SurrogateOut, accumulator_dtype
 from wf_backends.schedule import CAUSAL, FULL, Band
 
 HEAD_DIM = 64
@@ -82,17 +83,18 @@ class KernelBench:
             torch.randn(shape, generator=source).to(self.device, self.dtype) for _ in range(4)
         )
         kv = torch.stack((k, v), 1)
-        there = ForwardWork(self.kernel, scale, False, q)
-        out, lse = there.stay.blank(size)
-        there.compute(tile, (q,), (kv,), (out, lse), ())
+        there = ForwardTiles(self.kernel, scale)
+        wide = accumulator_dtype(self.dtype)
+        out, lse = q.new_zeros(shape, dtype=wide), q.new_full(shape[:-1], -inf, dtype=wide)
+        forward = partial(there, tile, (q,), (kv,), (out, lse), ())
+        forward()
         delta = (dout.to(lse.dtype) * out).sum(-1)
         queries = q, dout, torch.stack((lse, delta), dim=1)
-        own = Outputs(dout, out.to(self.dtype), ((0, size),))
-        back = BackwardWork(self.kernel, scale, False, queries, (kv,), own)
-        grads = back.stay.blank(size), back.walk.blank(size)
-        backward = partial(back.compute, tile, queries, (kv,), *grads)
+        back = BackwardTiles(self.kernel, scale, SurrogateOut(dout, out.to(self.dtype)))
+        grads = (torch.zeros_like(out),), (torch.zeros_like(kv, dtype=wide),)
+        backward = partial(back, tile, queries, (kv,), *grads)
         backward()
-        return partial(there.compute, tile, (q,), (kv,), (out, lse), ()), backward
+        return forward, backward
 
     def _diagonal_keys(self, rate: KernelRate, seconds: Timed) -> float:
         """Keys that a row of a causal tile is computed with in vain, by what forward and backward

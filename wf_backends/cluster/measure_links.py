@@ -18,7 +18,7 @@ from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.timer import FEW, SMALLEST, Meter, Peers, Work
 from wf_backends.cluster.topology import Link, Topology
 from wf_backends.comm import HEADER, Communicator, gather_small
-from wf_backends.runtime import heads_for_tokens, make_exchange
+from wf_backends.runtime import heads_for_tokens, make_head_exchange
 from wf_backends.schedule import make_layout
 
 SHORT_S = 0.2  # how long a message takes inside a host, where nobody shapes the link
@@ -80,7 +80,7 @@ def _exchange(meter: Meter, per_host: int) -> float:
     comm = meter.comm
     counted, first = dict(comm.sent), comm.rank // per_host * per_host
     host = comm.view(range(first, first + per_host))
-    trade = make_exchange(make_layout("contiguous", per_host, per_host), per_host, per_host)
+    trade = make_head_exchange(make_layout("contiguous", per_host, per_host), per_host, per_host)
     x = torch.zeros(1, 1, per_host, HEAD_DIM, device=meter.device)
 
     def work() -> object:

@@ -6,7 +6,7 @@ Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -15,8 +15,8 @@ from torch.nn import Parameter
 
 from wf_backends.cluster import Cluster
 from wf_backends.comm import Agreement, Communicator, fingerprint
-from wf_backends.kernels import KernelSpec, Selection, select
-from wf_backends.lowering import Pools, Problem, RankProgram, Shape, Way, lower, strands
+from wf_backends.kernels import KernelSpec, select
+from wf_backends.lowering import Pools, Problem, Shape, Way, lower, strands
 from wf_backends.parallel.choose import choose
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner import Choice
@@ -24,32 +24,14 @@ from wf_backends.runtime import (
     Attention,
     Call,
     ChunkedAttention,
-    ChunkedCall,
-    Exchange,
+    HeadGroup,
     accumulator_dtype,
     heads_for_tokens,
-    make_exchange,
+    make_head_exchange,
+    split_tiles,
     tokens_for_heads,
 )
 from wf_backends.schedule import Layout, Mask, check, layout_of
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """Everything that this rank does for one kind of call."""
-
-    pool: Communicator
-    """Ranks that trade heads for tokens."""
-    route: Communicator
-    """Ranks that the keys (or queries) go around."""
-    queries: tuple[Exchange, ...]
-    """Of every chunk of the heads; like the keys'."""
-    keys: tuple[Exchange, ...]
-    forward: tuple[RankProgram, ...]
-    backward: tuple[RankProgram, ...]
-    selection: Selection
-    keep: tuple[bool, bool]
-    """Whether gathered (queries, keys) stay in memory until the backward."""
 
 
 class DistributedAttention:
@@ -64,26 +46,23 @@ class DistributedAttention:
     ) -> None:
         self.config, self.comm, self.cluster = config, comm, cluster
         self._agreement = Agreement(comm)
-        self._plan = lru_cache(maxsize=64)(self._make_plan)
+        self._call = lru_cache(maxsize=64)(self._make_call)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
-        plan = self.plan(q, k, v, mask, scale, seqlen)
-        kernel = plan.selection.kernel
-        call = Call(plan.forward, plan.backward, plan.route, kernel, scale, plan.keep)
-        whole = ChunkedCall(call, plan.pool, plan.queries, plan.keys)
-        if len(plan.queries) > 1:
-            return ChunkedAttention.apply(q, k, v, whole)
-        q, k, v = heads_for_tokens((q, k, v), whole.qkv[0], plan.pool, "ulysses qkv")
+        call, group = self.call(q, k, v, mask, scale, seqlen)
+        if len(group.queries) > 1:
+            return ChunkedAttention.apply(q, k, v, call, group)
+        q, k, v = heads_for_tokens((q, k, v), group.qkv(0), group.comm, "ulysses qkv")
         out = Attention.apply(q, k, v, call)
-        return tokens_for_heads((out,), whole.out[0], plan.pool, "ulysses out")[0]
+        return tokens_for_heads((out,), group.out(0), group.comm, "ulysses out")[0]
 
-    def plan(
+    def call(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
-    ) -> AttentionPlan:
-        """The plan of a call, once all ranks are known to ask for the same."""
+    ) -> tuple[Call, HeadGroup]:
+        """The call and its exchange of heads, once all ranks are known to ask for the same."""
         with self._agreement.telling():
             _check_tensors(q, k, v)
         (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
@@ -101,16 +80,17 @@ class DistributedAttention:
         told = self._agreement.check(same, {"q rows": s, "key rows": keys}, q)
         _check_mask(mask, *map(sum, told.values()))
         spec = KernelSpec(q.device.type, q.dtype, d, h, g)
-        return self._plan(tuple(told.items()), mask, spec, b)
+        return self._call(tuple(told.items()), mask, spec, b, scale)
 
-    def _make_plan(
+    def _make_call(
         self,
         told: tuple[tuple[str, tuple[int, ...]], ...],
         mask: Mask,
         spec: KernelSpec,
         batch: int,
-    ) -> AttentionPlan:
-        """The plan for the queries' and the keys' (name in errors, rows of every rank)."""
+        scale: float,
+    ) -> tuple[Call, HeadGroup]:
+        """The call for the queries' and the keys' (name in errors, rows of every rank)."""
         q_layout, kv_layout = (
             layout_of(self.config.layout, rows, mask.cu_seqlens, name) for name, rows in told
         )
@@ -119,22 +99,22 @@ class DistributedAttention:
         at, member = pools.find(self.comm.rank)
         pool = pools.members(at)
         queries, keys = (
-            make_exchange([layout[rank] for rank in pool], heads, spec.heads).split(choice.chunks)
+            make_head_exchange([layout[rank] for rank in pool], heads, spec.heads).split(
+                choice.chunks
+            )
             for layout, heads in ((q_layout, spec.heads), (kv_layout, spec.kv_heads))
         )
         pooled = map(pools.merge, (q_layout, kv_layout))
         there, back, keep = _problems(choice, self.comm.size, mask, *pooled)
         tile = replace(spec, heads=queries[0].share, kv_heads=keys[0].share)
-        return AttentionPlan(
-            self.comm.view(pool),
-            self.comm.view(pools.route(member)),
-            queries,
-            keys,
-            tuple(lower(one, at) for one in there),
-            tuple(lower(one, at) for one in back),
-            select(self.config.kernel, tile),
-            keep,
+        kernel, device = select(self.config.kernel, tile).kernel, torch.device(spec.device)
+        forward, backward = (
+            tuple(split_tiles(lower(one, at), kernel, device) for one in way)
+            for way in (there, back)
         )
+        route = self.comm.view(pools.route(member))
+        group = HeadGroup(self.comm.view(pool), queries, keys)
+        return Call(forward, backward, route, kernel, scale, keep), group
 
     def _choose(self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int) -> Choice:
         """What the call runs, by the lengths of its queries and keys."""

@@ -19,7 +19,16 @@ from torch import Tensor
 from wf_backends.comm import Communicator, move
 from wf_backends.lowering import Gather, Parcel, RankProgram
 from wf_backends.parallel.attention import DistributedAttention
-from wf_backends.runtime import Attention, Call, Home, Mail, Tensors, add, bring_together, send_home
+from wf_backends.runtime import (
+    Accumulators,
+    Attention,
+    Call,
+    Messages,
+    Total,
+    add,
+    gather,
+    send_home,
+)
 from wf_backends.schedule import Mask
 
 
@@ -30,15 +39,15 @@ class LssAttention(DistributedAttention):
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
-        plan = self.plan(q, k, v, mask, scale, seqlen)
-        (both,) = plan.backward  # in which keys are brought together at once
-        gather, local = both.walk, _local(both)
-        there, back = partial(_fetch, self.comm, gather), partial(_return, self.comm, gather)
+        planned, _ = self.call(q, k, v, mask, scale, seqlen)
+        (both,) = planned.backward  # in which keys are brought together at once
+        rows, local = both.walk, _local(both)
+        there, back = partial(_fetch, self.comm, rows), partial(_return, self.comm, rows)
         fused = torch.stack((k.transpose(0, 1), v.transpose(0, 1)), dim=1)  # (s, 2, b, g, d)
         held = move(fused, there, back, "lss")  # (n, 2, b, g, d)
         k, v = (x.transpose(0, 1) for x in held.unbind(1))
         alone = self.comm.view([self.comm.rank])
-        call = Call((local,), (local,), alone, plan.selection.kernel, scale)
+        call = Call((local,), (local,), alone, planned.kernel, scale)
         return Attention.apply(q, k, v, call)
 
 
@@ -51,23 +60,20 @@ def _local(plan: RankProgram) -> RankProgram:
     return replace(plan, rank=0, walk=walk, steps=(only,), part=held[0].rows)
 
 
-def _fetch(comm: Communicator, gather: Gather, kv: Tensor, label: str) -> Tensor:
+def _fetch(comm: Communicator, rows: Gather, kv: Tensor, label: str) -> Tensor:
     """The rows that this rank needs, from all ranks."""
-    mail = Mail(comm, label)
-    finish = bring_together(mail, gather, (kv,))
-    mail.deliver()
-    return finish()[0]
+    messages = Messages(comm, label)
+    (held,) = gather(messages, rows, (kv,))
+    messages.deliver()
+    return held
 
 
-def _return(comm: Communicator, gather: Gather, grad: Tensor, label: str) -> Tensor:
+def _return(comm: Communicator, rows: Gather, grad: Tensor, label: str) -> Tensor:
     """The sum over all ranks of the gradients of this rank's rows."""
     dtype = torch.promote_types(grad.dtype, torch.float32)
-
-    def blank(num_rows: int) -> Tensors:
-        return (grad.new_zeros((num_rows, *grad.shape[1:]), dtype=dtype),)
-
-    mail, home = Mail(comm, label), Home(gather.shard_rows, blank, add)
-    home.total()  # a sum of its own, not begun in what is given: that is autograd's, and narrow
-    finish = send_home(mail, gather, (grad,), home)
-    mail.deliver()
-    return finish()[0].to(grad.dtype)
+    messages = Messages(comm, label)
+    total = Total(rows.shard_rows, Accumulators((grad,), (0.0,), dtype, add))
+    total.buffers()  # a sum of its own, not begun in what is given: that is autograd's, and narrow
+    send_home(messages, rows, (grad,), total)
+    messages.deliver()
+    return total.buffers()[0].to(grad.dtype)

@@ -2,39 +2,48 @@
 
 from wf_backends.runtime.attention import (
     Attention,
-    BackwardWork,
+    BackwardTiles,
     Call,
-    ForwardWork,
+    ForwardTiles,
     accumulator_dtype,
+    split_tiles,
 )
-from wf_backends.runtime.messages import SPAN, Home, Mail, Tensors, add, bring_together, send_home
+from wf_backends.runtime.buffers import Accumulators, Total, add
+from wf_backends.runtime.messages import SPAN, Messages, gather, send_home
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
-from wf_backends.runtime.surrogate_out import Outputs
-from wf_backends.runtime.ulysses import Exchange, heads_for_tokens, make_exchange, tokens_for_heads
-from wf_backends.runtime.ulysses_pipeline import ChunkedAttention, ChunkedCall
+from wf_backends.runtime.surrogate_out import SurrogateOut
+from wf_backends.runtime.ulysses import (
+    HeadExchange,
+    HeadGroup,
+    heads_for_tokens,
+    make_head_exchange,
+    tokens_for_heads,
+)
+from wf_backends.runtime.ulysses_pipeline import ChunkedAttention
 
 __all__ = [
+    "Accumulators",
     "Attention",
-    "BackwardWork",
+    "BackwardTiles",
     "Call",
     "ChunkedAttention",
-    "ChunkedCall",
-    "Exchange",
-    "ForwardWork",
-    "Home",
-    "Mail",
-    "Outputs",
+    "ForwardTiles",
+    "HeadExchange",
+    "HeadGroup",
+    "Messages",
     "SPAN",
-    "Tensors",
+    "SurrogateOut",
+    "Total",
     "accumulator_dtype",
     "add",
-    "bring_together",
     "dimension",
+    "gather",
     "gather_shards",
     "heads_for_tokens",
-    "make_exchange",
+    "make_head_exchange",
     "positions",
     "send_home",
+    "split_tiles",
     "take_shard",
     "tokens_for_heads",
 ]

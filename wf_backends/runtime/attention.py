@@ -6,7 +6,6 @@ rows-first, so that a message is a contiguous slice: q (s, b, h, d), kv = [K|V] 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf
@@ -17,11 +16,11 @@ from torch import Tensor
 
 from wf_backends.comm import Communicator
 from wf_backends.kernels import Kernel, TileGrad, merge_
-from wf_backends.lowering import RankProgram, Tile
-from wf_backends.runtime.messages import Tensors, add, copy, pack, scatter
-from wf_backends.runtime.runner import Accumulators, Pass, run
-from wf_backends.runtime.surrogate_out import Outputs
-from wf_backends.schedule import globalize, size
+from wf_backends.lowering import RankProgram, Round, Tile
+from wf_backends.runtime.buffers import Accumulators, Tensors, add, copy, pack, scatter
+from wf_backends.runtime.runner import ComputeTile, Results, Side, run
+from wf_backends.runtime.surrogate_out import SurrogateOut
+from wf_backends.schedule import Ranges, globalize, intersect, join, size, union
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +59,12 @@ class Attention(torch.autograd.Function):
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensors:
     """The forward: (out, what the backward needs beside q, k, v and out)."""
     queries, kv = _rows_first(q), _fuse(k, v)
-    work = ForwardWork(call.kernel, call.scale, call.forward[0].queries_walk, queries)
-    sides = work.ordered((queries,), (kv,))
-    passes = [Pass(plan, call.comm, "forward", *sides, work) for plan in call.forward]
-    (out, lse), _ = work.ordered(*run(passes))
-    held = work.ordered(passes[0].stay, passes[0].gathered)
+    dtype = accumulator_dtype(q.dtype)
+    found = Accumulators((queries, queries[..., 0]), (0.0, -inf), dtype, _merge)
+    sides = Side((queries,), found), Side((kv,), Accumulators((), (), dtype, copy))
+    (out, lse), _, *held = _run(
+        call.forward, call, "forward", ForwardTiles(call.kernel, call.scale), *sides
+    )
     gathered = [side[0] for keep, side in zip(call.keep, held, strict=True) if keep]
     return _batch_first(out).to(q.dtype), lse, *gathered
 
@@ -76,116 +76,122 @@ def differentiate(saved: Sequence[Tensor], dout: Tensor, call: Call) -> Tensors:
         saved: q, k, v and everything that `attend` gave.
     """
     (q, k, v, out, lse, *gathered), dout = saved, dense(dout)
-    kept = tuple((gathered.pop(0),) if keep else () for keep in call.keep)
+    kept_q, kept_kv = ((gathered.pop(0),) if keep else () for keep in call.keep)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    stats = torch.stack((lse, _rows_first(delta)), dim=1)
-    queries, turn = (_rows_first(q), _rows_first(dout), stats), call.backward[0].queries_walk
-    keys = turn and kept[1] or (_fuse(k, v),)  # keys that walk are sent anew by their owners
-    own = Outputs(queries[1], _rows_first(out), ((0, len(queries[1])),))
-    work = BackwardWork(call.kernel, call.scale, turn, queries, keys, own)
-    sides = work.ordered(queries, keys)
-    kept = work.ordered(*kept)
-    grads = run([Pass(p, call.comm, "backward", *sides, work, kept) for p in call.backward])
-    (dq,), (dkv,) = work.ordered(*grads)
-    dq, dk, dv = (_batch_first(g).to(q.dtype) for g in (dq, *dkv.unbind(1)))
+    queries = (_rows_first(q), _rows_first(dout), torch.stack((lse, _rows_first(delta)), dim=1))
+    turn, dtype = call.backward[0].queries_walk, accumulator_dtype(q.dtype)
+    keys = turn and kept_kv or (_fuse(k, v),)  # keys that walk are sent anew by their owners
+    sides = (
+        Side(queries, Accumulators(queries[:1], (0.0,), dtype, add), kept_q),
+        Side(keys, Accumulators(keys, (0.0,), dtype, add), kept_kv),
+    )
+    tiles = BackwardTiles(call.kernel, call.scale, SurrogateOut(queries[1], _rows_first(out)))
+    (dq,), (dkv,), *_ = _run(call.backward, call, "backward", tiles, *sides)
+    dq, dk, dv = (_batch_first(grad).to(q.dtype) for grad in (dq, *dkv.unbind(1)))
     return dq, dk, dv
 
 
-class _Work(ABC):
-    """Tiles of a pass, in pieces, by a kernel; either side may walk."""
+class ForwardTiles:
+    """Queries are (q) and collect (out, lse); keys are ([K|V]) and collect nothing."""
 
-    def __init__(self, kernel: Kernel, scale: float, queries_walk: bool) -> None:
-        self.kernel, self.scale, self.queries_walk = kernel, scale, queries_walk
+    def __init__(self, kernel: Kernel, scale: float) -> None:
+        self.kernel, self.scale = kernel, scale
 
-    def ordered(self, a: Any, b: Any) -> tuple[Any, Any]:
-        """(stay, walk) from (queries, keys); and back, since it is its own inverse."""
-        return (b, a) if self.queries_walk else (a, b)
-
-    def compute(
-        self, tile: Tile, stay: Tensors, held: Tensors, partial: Tensors, moving: Tensors
-    ) -> None:
-        sides, collected = self.ordered(stay, held), self.ordered(partial, moving)
-        for part in split(self.kernel, tile, stay[0].device):
-            self._compute(part, *sides, *collected)
-
-    @abstractmethod
-    def _compute(
+    def __call__(
         self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
     ) -> None:
-        """One kernel call, and what it finds combined into what the sides collect."""
-
-
-class ForwardWork(_Work):
-    """Queries are (q) and collect (out, lse); keys collect nothing."""
-
-    def __init__(self, kernel: Kernel, scale: float, queries_walk: bool, queries: Tensor) -> None:
-        super().__init__(kernel, scale, queries_walk)
-        like, dtype = (queries, queries[..., 0]), accumulator_dtype(queries.dtype)
-        found = Accumulators(like, (0.0, -inf), dtype, _merge)
-        self.stay, self.walk = self.ordered(found, Accumulators((), (), dtype, copy))
-
-    def _compute(
-        self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
-    ) -> None:
-        kv = pack(keys[0], tile.keys)
-        q, k, v = map(_batch_first, (pack(queries[0], tile.rows), *kv.unbind(1)))
+        """Compute a tile; see runner.ComputeTile."""
+        q = _batch_first(pack(queries[0], tile.rows))
+        k, v = _keys_and_values(keys[0], tile)
         out, lse = self.kernel.forward(q, k, v, self.scale, tile.band)
         combine = copy if tile.first_on_rows else _merge
-        scatter(to_queries, tile.rows, (_rows_first(out), lse.permute(2, 0, 1)), combine)
+        scatter(to_queries, combine, tile.rows, (_rows_first(out), lse.permute(2, 0, 1)))
 
 
-class BackwardWork(_Work):
-    """Queries are (q, dout, [lse, delta]) and collect dq; keys collect dkv."""
+class BackwardTiles:
+    """Queries are (q, dout, [lse, delta]) and collect (dq); keys are ([K|V]), collect ([dK|dV]).
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        scale: float,
-        queries_walk: bool,
-        queries: Tensors,
-        keys: Tensors,
-        own: Outputs,
-    ) -> None:
-        super().__init__(kernel, scale, queries_walk)
-        self.outputs = [own]
-        dtype = accumulator_dtype(queries[0].dtype)
-        sides = self.ordered(queries[:1], keys)
-        self.stay, self.walk = (Accumulators(like, (0.0,), dtype, add) for like in sides)
+    Args:
+        own: of this rank's queries.
+    """
 
-    def _compute(
+    def __init__(self, kernel: Kernel, scale: float, own: SurrogateOut) -> None:
+        self.kernel, self.scale, self._outs = kernel, scale, own
+
+    def __call__(
         self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
     ) -> None:
-        out = self._outputs(queries[1]).read(tile.rows, queries[2])
-        q, dout, out, stats = (pack(x, tile.rows) for x in (*queries[:2], out, queries[2]))
-        q, dout, out = map(_batch_first, (q, dout, out))
-        lse, delta = (x.permute(1, 2, 0) for x in stats.unbind(1))
-        k, v = map(_batch_first, pack(keys[0], tile.keys).unbind(1))
+        """Compute a tile; see runner.ComputeTile."""
+        q, dout, stats = queries
+        if self._outs.dout is not dout:  # other queries than before
+            self._outs = SurrogateOut(dout)
+        out = self._outs.read(tile.rows, stats)
+        q, dout, out = (_batch_first(pack(x, tile.rows)) for x in (q, dout, out))
+        k, v = _keys_and_values(keys[0], tile)
+        lse, delta = pack(stats, tile.rows).permute(1, 2, 3, 0).unbind(0)
         given = TileGrad(dout, q, k, v, out, lse, delta)
-        grads = self.kernel.backward(given, self.scale, tile.band)
-        grads = tuple(map(_rows_first, grads))
-        scatter(to_queries, tile.rows, grads[:1], copy if tile.first_on_rows else add)
-        halves = to_keys[0].unbind(1)
-        scatter(halves, tile.keys, grads[1:], copy if tile.first_on_keys else add)
-
-    def _outputs(self, dout: Tensor) -> Outputs:
-        """Those of the queries in a buffer; walkers are in one for a step alone."""
-        found = next((one for one in self.outputs if one.dout is dout), None)
-        if found is None:
-            found = Outputs(dout)
-            self.outputs = [*([] if self.queries_walk else self.outputs), found]
-        return found
+        dq, dk, dv = (
+            _rows_first(grad) for grad in self.kernel.backward(given, self.scale, tile.band)
+        )
+        scatter(to_queries, copy if tile.first_on_rows else add, tile.rows, (dq,))
+        combine = copy if tile.first_on_keys else add
+        scatter(to_keys[0].unbind(1), combine, tile.keys, (dk, dv))
 
 
-def split(kernel: Kernel, tile: Tile, device: torch.device) -> Iterator[Tile]:
-    """The tile in the pieces in which the kernel is best handed it."""
-    pieces = kernel.split(size(tile.rows), size(tile.keys), tile.band, device)
-    if len(pieces) == 1:
-        yield tile
-        return
-    for at, piece in enumerate(pieces):
-        keys = globalize(((piece.keys.start, piece.keys.stop),), tile.keys)
-        first = tile.first_on_rows and not at  # all have all rows
-        yield replace(tile, keys=keys, band=piece.band, first_on_rows=first)
+def _keys_and_values(kv: Tensor, tile: Tile) -> tuple[Tensor, ...]:
+    """k and v (b, j, g, d) of a tile."""
+    return pack(kv, tile.keys).permute(1, 2, 0, 3, 4).unbind(0)
+
+
+def split_tiles(program: RankProgram, kernel: Kernel, device: torch.device) -> RankProgram:
+    """The program with every tile in the pieces in which the kernel is best handed it."""
+
+    def pieces(tile: Tile) -> Iterator[Tile]:
+        found = kernel.split(size(tile.rows), size(tile.keys), tile.band, device)
+        for at, piece in enumerate(found):
+            keys = globalize(((piece.keys.start, piece.keys.stop),), tile.keys)
+            first = tile.first_on_rows and not at  # all have all rows
+            yield replace(tile, keys=keys, band=piece.band, first_on_rows=first)
+
+    def split(one: Round) -> Round:
+        return replace(one, tiles=tuple(part for tile in one.tiles for part in pieces(tile)))
+
+    steps = (replace(one, rounds=tuple(map(split, one.rounds))) for one in program.steps)
+    return replace(program, steps=tuple(steps))
+
+
+def _run(
+    programs: Sequence[RankProgram],
+    call: Call,
+    name: str,
+    compute: ComputeTile,
+    queries: Side,
+    keys: Side,
+) -> tuple[Tensors, Tensors, Tensors, Tensors]:
+    """(queries' results, keys', gathered queries, gathered keys) of the programs of one pass."""
+    turn = programs[0].queries_walk
+    stay, walk = (keys, queries) if turn else (queries, keys)
+    found = [run(one, call.comm, name, compute, stay, walk) for one in programs]
+    results = _together(programs, found, stay.found, walk.found)
+    a, b, c, d = results
+    return (b, a, d, c) if turn else (a, b, c, d)
+
+
+def _together(
+    programs: Sequence[RankProgram], found: list[Results], stays: Accumulators, walks: Accumulators
+) -> Results:
+    """One result of several: of the same rows that stay, and of some or all rows that walk."""
+    if len(found) == 1:
+        return found[0]
+    walked: Ranges = ()
+    walk = walks.prepare(size(join(rows for one in programs for rows in one.part)), ())
+    for one, part in zip(programs, found, strict=True):
+        combine = walks.combine if intersect(walked, one.part) else copy
+        scatter(walk, combine, one.part, part.walk)
+        walked = union(walked, one.part)
+        if part is not found[0]:
+            stays.combine(found[0].stay, part.stay)
+    return found[0]._replace(walk=walk)
 
 
 def _merge(targets: Tensors, values: Tensors) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from wf_backends.comm import Communicator
 from wf_backends.lowering import Parcel
-from wf_backends.runtime.messages import Mail, copy, scatter
+from wf_backends.runtime.messages import Messages
 from wf_backends.schedule import Layout, size
 
 
@@ -34,17 +34,15 @@ def take_shard(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: s
 def gather_shards(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
     """The whole tensor along `dim`, in sequence order, from this rank's rows x and all others'."""
     rows = x.movedim(dim, 0).contiguous()
-    mail = Mail(comm, label)
-    for peer in range(comm.size):
-        mail.send(Parcel(peer, ((0, len(rows)),)), (rows,))
-    places = [Parcel(peer, shard) for peer, shard in enumerate(layout)]
-    arriving = [mail.receive(place, (rows,)) for place in places]
-    mail.deliver()
     shape = list(x.shape)
     shape[dim] = sum(map(size, layout))
     whole = x.new_empty(shape)
-    for place, values in zip(places, arriving, strict=True):
-        scatter((whole.movedim(dim, 0),), place.rows, values, copy)
+    messages = Messages(comm, label)
+    for peer in range(comm.size):
+        messages.send(Parcel(peer, ((0, len(rows)),)), (rows,))
+    for peer, shard in enumerate(layout):
+        messages.receive(Parcel(peer, shard), (whole.movedim(dim, 0),))
+    messages.deliver()
     return whole
 
 

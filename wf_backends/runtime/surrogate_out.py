@@ -11,17 +11,19 @@ from torch import Tensor
 from wf_backends.schedule import Ranges, subtract, union
 
 
-class Outputs:
+class SurrogateOut:
     """For the rows of a buffer of queries their output, or a stand-in that is computed once.
 
     Args:
         dout: (s, b, h, d), the buffer with the gradients of the outputs.
-        rows: (s, b, h, d), dout's dtype, where some outputs are known.
-        known: the slices of `rows` that are.
+        out: (s, b, h, d), dout's dtype, the outputs of all rows where they are known.
     """
 
-    def __init__(self, dout: Tensor, rows: Tensor | None = None, known: Ranges = ()) -> None:
-        self.dout, self._rows, self._known = dout, rows, known
+    def __init__(self, dout: Tensor, out: Tensor | None = None) -> None:
+        self.dout = dout
+        self._out = torch.empty_like(dout) if out is None else out
+        self._known: Ranges = () if out is None else ((0, dout.size(0)),)
+        self._read = set[Ranges]()
 
     def read(self, rows: Ranges, stats: Tensor) -> Tensor:
         """A buffer like dout, filled at least in the slices `rows`.
@@ -29,20 +31,14 @@ class Outputs:
         Args:
             stats: (s, 2, b, h), [lse, delta], which has landed for these rows as dout has.
         """
-        for start, stop in subtract(rows, self._known):
-            delta = stats[start:stop, 1].permute(1, 2, 0)
-            found = stand_in(self.dout[start:stop].transpose(0, 1), delta).transpose(0, 1)
-            if stop - start == self.dout.size(0):
-                self._rows = found
-            else:
-                self._buffer()[start:stop] = found
-        self._known = union(self._known, rows)
-        return self._buffer()
-
-    def _buffer(self) -> Tensor:
-        if self._rows is None:
-            self._rows = torch.empty_like(self.dout)
-        return self._rows
+        if rows not in self._read:
+            for start, stop in subtract(rows, self._known):
+                delta = stats[start:stop, 1].permute(1, 2, 0)
+                found = stand_in(self.dout[start:stop].transpose(0, 1), delta)
+                self._out[start:stop] = found.transpose(0, 1)
+            self._known = union(self._known, rows)
+            self._read.add(rows)
+        return self._out
 
 
 def stand_in(dout: Tensor, delta: Tensor) -> Tensor:

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from wf_backends.comm import Communicator, move_all
 from wf_backends.lowering import Parcels, parcels
-from wf_backends.runtime.messages import Mail, Tensors, add, copy, scatter
+from wf_backends.runtime.buffers import Tensors, add, copy, scatter
+from wf_backends.runtime.messages import Messages
 from wf_backends.schedule import Range, Ranges, join, locate, size
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class HeadExchange:
     """Which heads every member gets, and where its rows lie in the group's buffer."""
 
     num_heads: int
@@ -53,7 +54,15 @@ class Exchange:
         """The same of a member's shard, as slices of the group's buffer."""
         return parcels(member, self.rows[member], ((0, self.num_rows),))
 
-    def split(self, chunks: int) -> tuple[Exchange, ...]:
+    def blank(self, me: int, like: Tensor) -> Tensor:
+        """(b, s, h, d): room for all heads of my rows, to be written or, of copies, added to."""
+        shape = (size(self.rows[me]), len(like), self.num_heads, *like.shape[3:])
+        if self.copies == 1:
+            return like.new_empty(shape).transpose(0, 1)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        return like.new_zeros(shape, dtype=wide).transpose(0, 1)
+
+    def split(self, chunks: int) -> tuple[HeadExchange, ...]:
         """As many exchanges, each of an equal part of every member's heads, in order.
 
         Raises:
@@ -71,7 +80,7 @@ class Exchange:
         return tuple(replace(self, heads=tuple((s, s + each) for s in own)) for own in starts)
 
 
-def make_exchange(shards: Sequence[Ranges], num_heads: int, query_heads: int) -> Exchange:
+def make_head_exchange(shards: Sequence[Ranges], num_heads: int, query_heads: int) -> HeadExchange:
     """The exchange of a group whose members own `shards`.
 
     Args:
@@ -94,121 +103,97 @@ def make_exchange(shards: Sequence[Ranges], num_heads: int, query_heads: int) ->
     firsts = range(0, query_heads, share)
     heads = tuple((at // group, (at + share - 1) // group + 1) for at in firsts)
     buffer = join(piece for shard in shards for piece in shard)
-    return Exchange(num_heads, heads, tuple(locate(shard, buffer) for shard in shards))
+    return HeadExchange(num_heads, heads, tuple(locate(shard, buffer) for shard in shards))
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGroup:
+    """The ranks that exchange heads for tokens, and what they exchange, chunk by chunk of heads."""
+
+    comm: Communicator
+    queries: tuple[HeadExchange, ...]
+    keys: tuple[HeadExchange, ...]
+
+    def qkv(self, chunk: int) -> tuple[HeadExchange, ...]:
+        """The exchanges of q, k and v."""
+        return self.queries[chunk], self.keys[chunk], self.keys[chunk]
+
+    def out(self, chunk: int) -> tuple[HeadExchange, ...]:
+        """The exchange of out."""
+        return (self.queries[chunk],)
 
 
 def heads_for_tokens(
-    xs: Tensors, exchanges: Sequence[Exchange], comm: Communicator, label: str
+    xs: Tensors, exchanges: Sequence[HeadExchange], comm: Communicator, label: str
 ) -> Tensors:
     """All heads of my rows (b, s, h, d) -> my heads of the group's rows (b, n, h', d).
 
     Args:
         xs: tensors that travel together, forward and backward. exchanges: one for each.
     """
-    there, back = (partial(_trade, way, exchanges, comm) for way in (pool_rows, bring_back))
-    return xs if comm.size == 1 else move_all(xs, there, back, label)
+    if comm.size == 1:
+        return xs
+    there, back = (partial(_exchange, way, exchanges, comm) for way in (pool_rows, bring_back))
+    return move_all(xs, there, back, label)
 
 
 def tokens_for_heads(
-    xs: Tensors, exchanges: Sequence[Exchange], comm: Communicator, label: str
+    xs: Tensors, exchanges: Sequence[HeadExchange], comm: Communicator, label: str
 ) -> Tensors:
     """My heads of the group's rows (b, n, h', d) -> all heads of my rows (b, s, h, d)."""
-    there, back = (partial(_trade, way, exchanges, comm) for way in (bring_back, pool_rows))
-    return xs if comm.size == 1 else move_all(xs, there, back, label)
+    if comm.size == 1:
+        return xs
+    there, back = (partial(_exchange, way, exchanges, comm) for way in (bring_back, pool_rows))
+    return move_all(xs, there, back, label)
 
 
-Place = Callable[[int], None]  # puts what a member sent where it belongs
-Register = Callable[[Mail, Exchange, Tensor], tuple[Place, Callable[[], Tensor]]]
+Register = Callable[[Messages, HeadExchange, Tensor], Tensor]
+"""Registers an exchange's messages; gives the tensor that holds what they bring."""
 
 
-class Trade:
-    """One exchange of several tensors, in one mail.
-
-    Args:
-        registers: `pool_rows` or `bring_back`, one for each tensor, like the exchanges.
-    """
-
-    def __init__(
-        self,
-        registers: Sequence[Register],
-        exchanges: Sequence[Exchange],
-        comm: Communicator,
-        xs: Tensors,
-        label: str,
-    ) -> None:
-        self._mail, self._posted = Mail(comm, label), False
-        self._sides = [
-            register(self._mail, exchange, x)
-            for register, exchange, x in zip(registers, exchanges, xs, strict=True)
-        ]
-
-    def post(self) -> Trade:
-        """Start all of it, for what is computed meanwhile to hide."""
-        self._posted = self._mail.post()
-        return self
-
-    def finish(self) -> Tensors:
-        """What has come. What was not posted goes in turns: the first is placed while the rest is
-        on its way."""
-        if self._posted:
-            self._mail.wait()
-        for member in range(self._mail.comm.size) if self._posted else self._mail.arrivals():
-            for place, _ in self._sides:
-                place(member)
-        return tuple(finish() for _, finish in self._sides)
-
-
-def _trade(
-    register: Register, exchanges: Sequence[Exchange], comm: Communicator, xs: Tensors, label: str
+def _exchange(
+    register: Register,
+    exchanges: Sequence[HeadExchange],
+    comm: Communicator,
+    xs: Tensors,
+    label: str,
 ) -> Tensors:
-    return Trade([register] * len(xs), exchanges, comm, xs, label).finish()
+    """Exchange several tensors together."""
+    messages = Messages(comm, label)
+    found = [register(messages, one, x) for one, x in zip(exchanges, xs, strict=True)]
+    messages.deliver()
+    return tuple(total.to(x.dtype) for total, x in zip(found, xs, strict=True))
 
 
-def pool_rows(mail: Mail, exchange: Exchange, x: Tensor) -> tuple[Place, Callable[[], Tensor]]:
-    """Register x's heads for the members, and theirs for me, which land where they belong."""
-    rows, me = x.transpose(0, 1), mail.comm.rank
+def pool_rows(messages: Messages, exchange: HeadExchange, x: Tensor) -> Tensor:
+    """Register x's heads for the members, and theirs for me: (b, s, h, d) -> (b, n, h', d)."""
+    rows, me = x.transpose(0, 1), messages.comm.rank
+    buffer = x.new_empty((exchange.num_rows, len(x), exchange.share, *x.shape[3:]))
     for member, heads in enumerate(exchange.heads):
         for parcel in exchange.own(me, member):
-            mail.send(parcel, (rows[:, :, slice(*heads)],))
-    buffer = x.new_empty((exchange.num_rows, len(x), exchange.share, *x.shape[3:]))
-    landing = [
-        [mail.land(parcel, (buffer,)) for parcel in exchange.pooled(member)]
-        for member in range(mail.comm.size)
-    ]
-
-    def place(member: int) -> None:
-        for land in landing[member]:
-            land()
-
-    return place, lambda: buffer.transpose(0, 1)
+            messages.send(parcel, (rows[:, :, slice(*heads)],))
+        for parcel in exchange.pooled(member):
+            messages.receive(parcel, (buffer,))
+    return buffer.transpose(0, 1)
 
 
 def bring_back(
-    mail: Mail, exchange: Exchange, x: Tensor, into: Tensor | None = None
-) -> tuple[Place, Callable[[], Tensor]]:
-    """The transpose of `pool_rows`: what several members hold of one head is summed in float32.
+    messages: Messages, exchange: HeadExchange, x: Tensor, into: Tensor | None = None
+) -> Tensor:
+    """The transpose of `pool_rows`: (b, n, h', d) -> (b, s, h, d).
+
+    What several members hold of one head is summed in float32 or wider.
 
     Args:
-        into: (s, b, h, d), where other heads than these are already; None = a new tensor.
+        into: (b, s, h, d), where other heads than these are already; None = a new tensor.
     """
-    buffer, me = x.transpose(0, 1), mail.comm.rank
-    members = range(mail.comm.size)
-    for member in members:
+    buffer, me = x.transpose(0, 1), messages.comm.rank
+    total = (exchange.blank(me, x) if into is None else into).transpose(0, 1)
+    combine = copy if exchange.copies == 1 else add
+    for member, heads in enumerate(exchange.heads):
         for parcel in exchange.pooled(member):
-            mail.send(parcel, (buffer,))
-    arriving = [
-        [(parcel.rows, mail.receive(parcel, (buffer,))) for parcel in exchange.own(me, member)]
-        for member in members
-    ]
-    shape = (size(exchange.rows[me]), buffer.shape[1], exchange.num_heads, *buffer.shape[3:])
-    alone = exchange.copies == 1
-    dtype = x.dtype if alone else torch.promote_types(x.dtype, torch.float32)
-    blank = buffer.new_empty if alone else buffer.new_zeros
-    total = blank(shape, dtype=dtype) if into is None else into
-
-    def place(member: int) -> None:
-        heads = total[:, :, slice(*exchange.heads[member])]
-        for rows, values in arriving[member]:
-            scatter((heads,), rows, values, copy if alone else add)
-
-    return place, lambda: total.to(x.dtype).transpose(0, 1)
+            messages.send(parcel, (buffer,))
+        place = partial(scatter, (total[:, :, slice(*heads)],), combine)
+        for parcel in exchange.own(me, member):
+            messages.collect(parcel, (buffer,), place)
+    return total.transpose(0, 1)

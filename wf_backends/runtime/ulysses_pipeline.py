@@ -9,114 +9,94 @@ Shapes: s rows of this rank, n rows of its pool, b batch, h query heads, g key h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wf_backends.comm import Communicator
 from wf_backends.runtime.attention import Call, attend, differentiate
-from wf_backends.runtime.messages import Tensors
-from wf_backends.runtime.ulysses import Exchange, Trade, bring_back, pool_rows
-from wf_backends.schedule import size
+from wf_backends.runtime.buffers import Tensors
+from wf_backends.runtime.messages import Messages
+from wf_backends.runtime.ulysses import HeadExchange, HeadGroup, bring_back, pool_rows
 
-Trades = Sequence[Sequence[Exchange]]  # of every chunk, one for each tensor
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkedCall:
-    """A call of every chunk, and the exchanges around it."""
-
-    call: Call
-    pool: Communicator
-    """Ranks that trade heads for tokens."""
-    queries: tuple[Exchange, ...]
-    keys: tuple[Exchange, ...]
-
-    @property
-    def out(self) -> Trades:
-        return [(one,) for one in self.queries]
-
-    @property
-    def qkv(self) -> Trades:
-        return [(q, k, k) for q, k in zip(self.queries, self.keys, strict=True)]
+Exchanges = Callable[[int], tuple[HeadExchange, ...]]  # of a chunk, one for each tensor
 
 
 class ChunkedAttention(torch.autograd.Function):
     """attention(q, k, v) of this rank's rows, all heads; q (b, s, h, d), k and v (b, s, g, d)."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, whole: ChunkedCall) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, group: HeadGroup) -> Tensor:
         held: list[Tensors] = []
 
         def compute(here: Tensors) -> Tensors:
             q, k, v = here
-            out, *more = attend(q, k, v, whole.call)
+            out, *more = attend(q, k, v, call)
             held.append((*here, out, *more))
             return (out,)
 
         labels = "forward ulysses qkv", "forward ulysses out"
-        (out,) = _through(whole.pool, (q, k, v), whole.qkv, whole.out, labels, compute)
-        ctx.whole = whole
+        (out,) = _through(group, (q, k, v), group.qkv, group.out, labels, compute)
+        ctx.call, ctx.group = call, group
         ctx.save_for_backward(*(x for one in held for x in one))
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        whole: ChunkedCall = ctx.whole
-        saved, count = ctx.saved_tensors, len(whole.queries)
+        call: Call = ctx.call
+        group: HeadGroup = ctx.group
+        saved, count = ctx.saved_tensors, len(group.queries)
         each = len(saved) // count
         held = iter([saved[at * each : (at + 1) * each] for at in range(count)])
 
         def compute(here: Tensors) -> Tensors:
-            (dout,) = here
-            return differentiate(next(held), dout, whole.call)
+            return differentiate(next(held), here[0], call)
 
         labels = "backward ulysses out", "backward ulysses qkv"
-        return (*_through(whole.pool, (dout,), whole.out, whole.qkv, labels, compute), None)
+        return (*_through(group, (dout,), group.out, group.qkv, labels, compute), None, None)
 
 
 def _through(
-    comm: Communicator,
+    group: HeadGroup,
     xs: Tensors,
-    come: Trades,
-    leave: Trades,
+    come: Exchanges,
+    leave: Exchanges,
     labels: tuple[str, str],
     compute: Callable[[Tensors], Tensors],
 ) -> Tensors:
-    """What `compute` makes of every chunk of the pooled rows, brought back to this rank's.
+    """What `compute` makes of every chunk of the group's rows, brought back to this rank's.
 
     Args:
         xs: this rank's rows, all heads. come, leave: the exchanges of what is computed with, and
             of what comes of it. labels: of their messages.
     """
     totals: Tensors = ()
-    coming, going = _arrive(comm, xs, come[0], labels[0]), None
-    for at, exchanges in enumerate(leave, 1):
-        here = coming.finish()
-        if at < len(come):
-            coming = _arrive(comm, xs, come[at], labels[0]).post()
-        found = compute(here)
-        totals = totals or tuple(map(partial(_blank, comm), exchanges, found))
-        if going is not None:
-            going.finish()
-        registers = [partial(bring_back, into=total) for total in totals]
-        going = Trade(registers, exchanges, comm, found, labels[1])
-        if at < len(come):
+    coming, going = Messages(group.comm, labels[0]), Messages(group.comm, labels[1])
+    arriving = _arrive(coming, come(0), xs)
+    last = len(group.queries) - 1
+    for chunk in range(last + 1):
+        coming.deliver()
+        here = arriving
+        if chunk < last:
+            coming = Messages(group.comm, labels[0])
+            arriving = _arrive(coming, come(chunk + 1), xs)
+            coming.post()
+        found, exchanges = compute(here), leave(chunk)
+        me = group.comm.rank
+        totals = totals or tuple(one.blank(me, x) for one, x in zip(exchanges, found, strict=True))
+        if chunk:
+            going.deliver()
+        going = Messages(group.comm, labels[1])
+        for one, x, total in zip(exchanges, found, totals, strict=True):
+            bring_back(going, one, x, total)
+        if chunk < last:
             going.post()
-    assert going is not None
-    return going.finish()
+    going.deliver()
+    return totals
 
 
-def _arrive(comm: Communicator, xs: Tensors, exchanges: Sequence[Exchange], label: str) -> Trade:
-    return Trade([pool_rows] * len(xs), exchanges, comm, xs, label)
-
-
-def _blank(comm: Communicator, exchange: Exchange, like: Tensor) -> Tensor:
-    """(s, b, h, d): room for all heads of this rank's rows."""
-    b, _, _, d = like.shape
-    return like.new_empty(size(exchange.rows[comm.rank]), b, exchange.num_heads, d)
+def _arrive(messages: Messages, exchanges: tuple[HeadExchange, ...], xs: Tensors) -> Tensors:
+    """Register the heads of a chunk."""
+    return tuple(pool_rows(messages, one, x) for one, x in zip(exchanges, xs, strict=True))
