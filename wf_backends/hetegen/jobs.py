@@ -105,7 +105,7 @@ class JobMaker:
         self._free: deque[tuple[int, int | None]] = deque((slab, None) for slab in range(slabs))
         self._ahead: deque[Copy] = deque()
         self._next = {i: (i + 1) % len(linears) for i in range(len(linears))}
-        self._first: int | None = None  # linear of a pass
+        self.first: int | None = None  # linear of a pass
         self._last: int | None = None  # that was called
         self._cursor: tuple[int, int, Phase] | None = None  # linear, row: where copying goes on
 
@@ -126,6 +126,8 @@ class JobMaker:
                 break
             copied = copy.stop
         end = max(copied, rows.end(phase))
+        if self._cursor is not None and self._cursor[0] == linear:
+            self._cursor = (linear, self._cursor[1], phase)  # its copies were begun for a guess
         jobs: list[Job] = []
         if end < rows.rows:
             jobs.append(Host(self._new(), (), linear, end, rows.rows))
@@ -145,8 +147,8 @@ class JobMaker:
     def _learn(self, linear: int) -> None:
         if self._last is not None:
             self._next[self._last] = linear
-        if self._first is None:
-            self._first = linear
+        if self.first is None:
+            self.first = linear
         self._last = linear
 
     def _compute_piece(self, jobs: list[Job], linear: int, row: int, phase: Phase) -> int:
@@ -188,6 +190,6 @@ class JobMaker:
             if following.expert not in ("", rows.expert):
                 break
             row = following.resident
-            phase = "decode" if linear == self._first else phase
+            phase = "decode" if linear == self.first else phase
         self._cursor = None
         return None

@@ -101,6 +101,11 @@ class Plan:
     host_seconds: float = 0.0
 
     @property
+    def fits(self) -> bool:
+        """Whether everything is resident."""
+        return all(split.resident == split.linear.rows for split in self.splits)
+
+    @property
     def accelerator_bytes(self) -> int:
         """Bytes of the accelerator's memory that weights and slabs take."""
         resident = sum(split.resident_bytes for split in self.splits)

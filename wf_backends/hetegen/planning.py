@@ -19,6 +19,8 @@ from wf_backends.hetegen.plan import (
     used,
 )
 
+CALLS_OF_COPY = 5  # a copy takes no less than so many times the overhead of a call
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -90,13 +92,11 @@ def candidates(request: Request, alpha: float | None) -> Iterator[Plan]:
     resident = room / request.split_bytes
     share = 1 - resident - (best_alpha(resident, rates) if alpha is None else alpha)
     largest = max(linear.nbytes for linear in request.linears)
-    sizes = {
-        max(largest_row(request), min(int(share * largest / n), room // (4 * request.slabs)))
-        for n in SLABS_OF_LARGEST
-    }
+    row, most = largest_row(request), room // request.slabs
+    least = max(row, int(CALLS_OF_COPY * rates.call_seconds * rates.link))
+    sizes = {max(row, min(max(least, int(share * largest / n)), most)) for n in SLABS_OF_LARGEST}
     for size in sorted(sizes, reverse=True):
-        rows = largest_row(request)
-        yield split_plan(request, alpha, size // rows * rows)
+        yield split_plan(request, alpha, size // row * row)
 
 
 def split_plan(request: Request, alpha: float | None, slab_bytes: int) -> Plan:

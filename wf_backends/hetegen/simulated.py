@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from wf_backends.hetegen.jobs import Accel, Copy, Free, Host, Job, JobMaker, Join, Phase
 
-LANES = ("link", "host", "accelerator")
+LANES: tuple[str, ...] = ("link", "host", "accelerator")
 
 
 def lane_of(job: Job) -> str | None:

@@ -1,0 +1,107 @@
+"""What the runner asks of a device: three lanes, memory, and how tensors get from side to side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from wf_backends.hetegen.law import Rates
+
+Event = Any  # what `submit` returns; only the device that made it looks inside
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Something for a lane to do.
+
+    Attributes:
+        run: does it.
+        nbytes: of weights that it copies or reads.
+        operations: of its GEMM, 0 for a copy.
+    """
+
+    run: Callable[[], None]
+    nbytes: int
+    operations: float = 0.0
+
+
+class Lane(Protocol):
+    """Does one work after the other, in the order of `submit`, like a stream.
+
+    Attributes:
+        busy_seconds, nbytes: of everything done so far.
+    """
+
+    busy_seconds: float
+    nbytes: int
+
+    def submit(self, work: Work, after: Sequence[Event] = ()) -> Event:
+        """Do it after these events, and return at once. What it raises, `Device.wait` raises."""
+        ...
+
+
+class Device(Protocol):
+    """An accelerator, the link to it and the host."""
+
+    link: Lane
+    accelerator: Lane
+    host: Lane
+
+    def rates(self) -> Rates:
+        """Of its lanes, for one token."""
+        ...
+
+    def pageable_link(self) -> float:
+        """Bytes a second of copies from memory that is not pinned."""
+        ...
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Pinned host memory, (nbytes,) uint8.
+
+        Raises:
+            MemoryError: if there is none left.
+        """
+        ...
+
+    def slab(self, nbytes: int) -> Tensor:
+        """Memory of the accelerator, (nbytes,) uint8."""
+        ...
+
+    def resident(self, rows: Tensor) -> Tensor:
+        """A copy of rows of a weight in the accelerator's memory."""
+        ...
+
+    def place(self, tensor: Tensor) -> Tensor:
+        """A tensor that is not split, in the accelerator's memory."""
+        ...
+
+    def copy(self, source: Tensor, pinned: Tensor | None, slab: Tensor) -> None:
+        """In the link's lane: rows of a weight into a slab, all three of one shape."""
+        ...
+
+    def to_host(self, x: Tensor) -> tuple[Tensor, Sequence[Event]]:
+        """(x in host memory, what comes before it may be read)."""
+        ...
+
+    def from_host(self, y: Tensor, out: Tensor) -> None:
+        """In the host's lane: write y to `out`, a part of a tensor of the accelerator."""
+        ...
+
+    def wait(self, events: Sequence[Event]) -> None:
+        """What the caller does next comes after these events."""
+        ...
+
+    def stop(self) -> None:
+        """End the lanes' threads, and whatever waits. The next `submit` starts them again."""
+        ...
+
+    def close(self) -> None:
+        """Stop, and give all memory back."""
+        ...
+
+
+class LaneStopped(RuntimeError):
+    """The work was not done because its lane was stopped."""
