@@ -15,7 +15,7 @@ from tests.gpu import emulation
 from tests.gpu.test_flash_kernels import SCALE, compare
 from wf_backends.kernels import TileGrad
 from wf_backends.kernels.sdpa import SdpaKernel
-from wf_backends.kernels.sdpa_choice import CUDNN, Machine, choose, machine, question
+from wf_backends.kernels.sdpa_choice import CUDNN, Machine, choose, cuda_tile, machine
 from wf_backends.kernels.sdpa_cudnn import cudnn_backward, cudnn_forward
 from wf_backends.kernels.split_run import Operators
 from wf_backends.schedule.layout import zigzag
@@ -51,7 +51,7 @@ EXECUTED = {
 
 def on_hopper(q: Tensor, k: Tensor, band: Band) -> Operators:
     """The choice for a bfloat16 tile on a Hopper, whatever q is."""
-    return choose(replace(question(HOPPER, q, k, band), dtype=torch.bfloat16)).operators
+    return choose(replace(cuda_tile(HOPPER, q, k, band), dtype=torch.bfloat16)).operators
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def test_cudnn_refuses_a_tile_that_it_would_get_wrong():
 
 def cudnn_here(q: Tensor, k: Tensor, band: Band) -> Operators:
     """cuDNN for a tile on this machine; skips where the choice is another."""
-    choice = choose(question(machine(q.device), q, k, band))
+    choice = choose(cuda_tile(machine(q.device), q, k, band))
     if choice.operators is not CUDNN:
         pytest.skip(choice.reason)
     return CUDNN

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from tests.gpu import emulation
 from wf_backends.kernels import Kernel, KernelSpec, TileGrad, select
-from wf_backends.kernels.flash import FlashAttention2, FlashAttention3, FlashKernel
+from wf_backends.kernels.flash import FlashKernel, flash_attn_2, flash_attn_3
 from wf_backends.kernels.reference import ReferenceKernel
+from wf_backends.kernels.sdpa import SdpaKernel
+from wf_backends.kernels.sdpa_choice import FLASH
 from wf_backends.kernels.sdpa_cuda import cuda_backward, cuda_forward
-from wf_backends.kernels.split_run import piecewise_backward, piecewise_forward
-from wf_backends.kernels.tile_split import cut_window
+from wf_backends.kernels.split_run import Operators
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 SCALE = 0.3
@@ -35,24 +36,6 @@ TILES = [
     (1, 24, FULL),
     (24, 1, FULL),
 ]
-Grads = tuple[Tensor, Tensor, Tensor]
-
-
-class TorchFlash:
-    """The CUDA side of the sdpa kernel, on whatever device."""
-
-    name = "sdpa on CUDA"
-
-    def refuses(self, spec: KernelSpec) -> str | None:
-        return None
-
-    def forward(self, q, k, v, scale, band) -> tuple[Tensor, Tensor]:
-        pieces = cut_window(q.shape[1], k.shape[1], band)
-        return piecewise_forward(cuda_forward, pieces, q, k, v, scale)
-
-    def backward(self, tile: TileGrad, scale, band) -> Grads:
-        pieces = cut_window(tile.q.shape[1], tile.k.shape[1], band)
-        return piecewise_backward(cuda_backward, pieces, tile, scale)
 
 
 @pytest.fixture
@@ -64,23 +47,23 @@ def emulated(monkeypatch, request) -> Kernel:
         package.__dict__["flash_attn_interface"] = module
         monkeypatch.setitem(sys.modules, "flash_attn", package)
         monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", module)
-        return with_api(monkeypatch, FlashAttention2)
+        return with_operators(monkeypatch, flash_attn_2())
     if request.param == "flash-attn 3":
         library = torch.library.Library("flash_attn_3", "FRAGMENT")
         emulation.register_flash_attn_3(library)
         request.addfinalizer(library._destroy)
         module = ModuleType("flash_attn_interface")
         monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-        return with_api(monkeypatch, FlashAttention3)
+        return with_operators(monkeypatch, flash_attn_3())
     library = torch.library.Library("aten", "IMPL", "CPU")
     emulation.register_torch_flash(library)
     request.addfinalizer(library._destroy)
-    return TorchFlash()
+    return SdpaKernel(lambda q, k, band: FLASH)
 
 
-def with_api(monkeypatch, api: type) -> FlashKernel:
+def with_operators(monkeypatch, operators: Operators) -> FlashKernel:
     kernel = FlashKernel()
-    monkeypatch.setattr(kernel, "_loaded", api())
+    monkeypatch.setattr(kernel, "_loaded", operators)
     return kernel
 
 

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wf_backends.kernels import Kernel, KernelSpec, TileGrad, halves, select
-from wf_backends.kernels.halves import USUALLY, block_rows
+from wf_backends.kernels import Kernel, KernelSpec, TileGrad, select
 from wf_backends.kernels.merge import merge_
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
@@ -52,11 +51,11 @@ LONG_TILES = {
     "window that only starts to bind": (600, 600, Band(590, 0)),
     "causal": (700, 500, Band(right=100)),
     "anti-causal": (500, 700, Band(left=100)),
-    "causal in halves": (512, 512, CAUSAL),
-    "causal in halves of halves": (520, 520, CAUSAL),
-    "anti-causal in halves": (512, 512, Band(left=0)),
-    "causal, shifted, in halves": (512, 600, Band(right=88)),
-    "causal, no halves": (513, 513, CAUSAL),
+    "causal, short": (512, 512, CAUSAL),
+    "causal, short and odd": (511, 511, CAUSAL),
+    "anti-causal, short": (512, 512, Band(left=0)),
+    "causal, short, shifted": (512, 600, Band(right=88)),
+    "causal, just too long to split": (513, 513, CAUSAL),
 }
 HALF_TILES = {name: TILES[name] for name in ("full", "causal", "anti-causal", "window")}
 HALF_TILES |= {f"long: {name}": tile for name, tile in LONG_TILES.items()}
@@ -175,29 +174,6 @@ def test_long_tiles_that_are_cut_into_blocks(name, dtype, tolerance, tile):
     for batch in (1, 2):  # rows of one sequence lie evenly apart; those of two do not
         case = make_case(tile, heads=(2, 1), dtype=dtype, batch=batch)
         assert max(errors(run(name, case), case)) < tolerance
-
-
-def test_a_causal_square_is_halved_down_to_even_blocks():
-    wide, half = torch.float32, torch.bfloat16
-    for dtype in (wide, half):
-        assert [block_rows(n, n, dtype) for n in (256, 257, 512, 1000, 1022, 2048)] == [
-            256, 257, 256, 250, 1022, 256,
-        ]  # fmt: skip
-        assert block_rows(512, 1024, dtype) == 512
-        assert block_rows(4 * USUALLY, 4 * USUALLY, dtype) == 4 * USUALLY
-    assert [block_rows(2 * USUALLY, 2 * USUALLY, d) for d in (wide, half)] == [256, 2 * USUALLY]
-
-
-@pytest.mark.parametrize("native", (True, False))
-def test_a_bfloat16_backward_is_halved_where_the_cpu_widens_it(native, monkeypatch):
-    monkeypatch.setattr(halves, "multiplies_bfloat16", lambda: native)
-    found = {
-        (dtype, backward): block_rows(512, 512, dtype, backward)
-        for dtype in (torch.float32, torch.bfloat16)
-        for backward in (False, True)
-    }
-    assert found.pop((torch.bfloat16, True)) == (512 if native else 256)
-    assert set(found.values()) == {256}
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 80, 128, 256])

@@ -9,15 +9,15 @@ import torch
 
 from wf_backends.kernels import KernelSpec, sdpa
 from wf_backends.kernels.sdpa import SdpaKernel
-from wf_backends.kernels.sdpa_choice import ORDER, Machine, Question, choose, machine
+from wf_backends.kernels.sdpa_choice import CudaTile, Machine, choose, machine
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 HOPPER = Machine((2, 13), 91900, (9, 0), enabled=True, deterministic=False)
-TILE = Question(HOPPER, torch.bfloat16, head_dim=128, rows=256, keys=256, band=CAUSAL)
+TILE = CudaTile(HOPPER, torch.bfloat16, head_dim=128, rows=256, keys=256, band=CAUSAL)
 
 
 @pytest.mark.parametrize(
-    "question",
+    "tile",
     [
         TILE,
         replace(TILE, band=FULL),
@@ -30,12 +30,12 @@ TILE = Question(HOPPER, torch.bfloat16, head_dim=128, rows=256, keys=256, band=C
     ],
     ids=str,
 )
-def test_cudnn_comes_first_where_it_lacks_nothing(question):
-    assert choose(question).operators.name == choose(question).reason == "cudnn"
+def test_cudnn_comes_first_where_it_lacks_nothing(tile):
+    assert choose(tile).operators.name == choose(tile).reason == "cudnn"
 
 
 @pytest.mark.parametrize(
-    "question, says",
+    "tile, says",
     [
         (replace(TILE, machine=replace(HOPPER, torch=(2, 12))), "torch 2.13 or later, got torch"),
         (replace(TILE, machine=replace(HOPPER, cudnn=91500)), "9.15.1 or later, got cudnn 91500"),
@@ -56,15 +56,11 @@ def test_cudnn_comes_first_where_it_lacks_nothing(question):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_what_cudnn_lacks_goes_to_flash_and_the_reason_says_what(question, says):
-    choice = choose(question)
+def test_what_cudnn_lacks_goes_to_flash_and_the_reason_says_what(tile, says):
+    choice = choose(tile)
     assert choice.operators.name == "flash"
     assert choice.reason.startswith("flash; not cudnn, which needs ")
     assert says in choice.reason
-
-
-def test_the_last_operators_in_order_need_nothing():
-    assert ORDER[-1][0].name == "flash" and ORDER[-1][1] == ()
 
 
 def test_a_machine_without_a_gpu_has_no_capability(monkeypatch):

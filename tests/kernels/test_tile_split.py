@@ -1,4 +1,4 @@
-"""Cutting a tile: every cut shows exactly what the band shows, in pieces that kernels can take."""
+"""Every split of a tile shows exactly what its band shows, in parts that kernels can take."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import pytest
 
 from wf_backends.kernels.tile_split import (
     BLOCK_ROWS,
-    Piece,
-    cut_causal,
-    cut_window,
-    effective,
+    SubTile,
     flash_window,
     is_reversed,
-    split_keys,
+    split_causal,
+    split_window,
 )
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
@@ -37,34 +35,23 @@ def small_tiles() -> list[tuple[int, int, Band]]:
     return [tile for tile in tiles if is_trimmed(*tile)]
 
 
-def seen_by_piece(piece: Piece) -> Seen:
-    r, c = piece.rows, piece.keys
-    pairs = seen(r.stop - r.start, c.stop - c.start, piece.band)
+def seen_by_part(part: SubTile) -> Seen:
+    r, c = part.rows, part.keys
+    pairs = seen(r.stop - r.start, c.stop - c.start, part.band)
     return {(i + r.start, j + c.start) for i, j in pairs}
 
 
-def check_cut(pieces: tuple[Piece, ...], rows: int, keys: int, band: Band) -> None:
-    """Each pair in exactly one piece, and no piece with a row that sees nothing."""
-    covered = [pair for piece in pieces for pair in seen_by_piece(piece)]
+def check_split(parts: tuple[SubTile, ...], rows: int, keys: int, band: Band) -> None:
+    """Each pair in exactly one part, no part with a row that sees nothing, rows in order."""
+    covered = [pair for part in parts for pair in seen_by_part(part)]
     assert len(covered) == len(set(covered))
     assert set(covered) == seen(rows, keys, band)
-    for piece in pieces:
-        assert {i for i, _ in seen_by_piece(piece)} == set(range(piece.rows.start, piece.rows.stop))
-
-
-def test_pieces_to_hand_over_have_all_rows_and_every_key_once():
-    for rows, keys, band in small_tiles():
-        pieces = split_keys(rows, keys, band, most=2)
-        check_cut(pieces, rows, keys, band)
-        assert all(piece.rows == slice(0, rows) for piece in pieces)
-        held = sorted(key for piece in pieces for key in range(keys)[piece.keys])
-        assert held == list(range(keys))
-        one_sided = inf in (effective(rows, keys, band).left, effective(rows, keys, band).right)
-        for piece in pieces:
-            part = rows, piece.keys.stop - piece.keys.start, piece.band
-            assert part[1] <= 2 or piece.band != FULL
-            if one_sided:  # the kernel takes it as it is
-                assert len(cut_causal(*part)) == 1
+    for part in parts:
+        assert {i for i, _ in seen_by_part(part)} == set(range(part.rows.start, part.rows.stop))
+    begun = 0  # a part has rows that all have appeared before, or none that has
+    for part in parts:
+        assert part.rows.start == begun or part.rows.stop <= begun
+        begun = max(begun, part.rows.stop)
 
 
 def flash_2_sees(rows: int, keys: int, window: tuple[int, int]) -> Seen:
@@ -89,7 +76,7 @@ def flash_3_sees(rows: int, keys: int, window: tuple[int, int]) -> Seen:
 
 def test_every_small_tile_is_cut_exactly_for_a_causal_kernel():
     for tile in small_tiles():
-        check_cut(cut_causal(*tile), *tile)
+        check_split(split_causal(*tile), *tile)
 
 
 @pytest.mark.parametrize("rows, keys", [(450, 450), (250, 600), (600, 250)])
@@ -97,38 +84,51 @@ def test_every_small_tile_is_cut_exactly_for_a_causal_kernel():
 def test_long_windows_are_cut_exactly_into_blocks(rows: int, keys: int, left: int, right: int):
     band = Band(left + max(rows - keys, 0), right + max(keys - rows, 0))
     assert is_trimmed(rows, keys, band)
-    check_cut(cut_causal(rows, keys, band), rows, keys, band)
+    check_split(split_causal(rows, keys, band), rows, keys, band)
 
 
-def test_one_sided_tiles_need_no_mask_and_at_most_two_pieces():
+def test_one_sided_tiles_need_no_mask_and_at_most_two_parts():
     for rows, keys, band in small_tiles():
         if band.left < rows - 1 and band.right < keys - 1:
             continue
-        pieces = cut_causal(rows, keys, band)
-        assert len(pieces) <= 2
-        assert all(p.band in (FULL, CAUSAL) or is_reversed(p.band) for p in pieces)
+        parts = split_causal(rows, keys, band)
+        assert len(parts) <= 2
+        assert all(p.band in (FULL, CAUSAL) or is_reversed(p.band) for p in parts)
 
 
-def test_a_reversed_piece_is_causal_when_read_backwards():
+def test_a_short_causal_square_is_two_on_the_diagonal_and_one_between():
+    shifted = Band(right=88)
+    for rows, keys, band in [(512, 512, CAUSAL), (257, 257, CAUSAL), (512, 600, shifted)]:
+        parts = split_causal(rows, keys, band)
+        check_split(parts, rows, keys, band)
+        assert [part.band for part in parts[-3:]] == [CAUSAL, FULL, CAUSAL]
+        assert len(parts) == (3 if band == CAUSAL else 4)
+    for rows in (256, 513):
+        assert split_causal(rows, rows, CAUSAL) == (
+            SubTile(slice(0, rows), slice(0, rows), CAUSAL),
+        )
+
+
+def test_a_reversed_part_is_causal_when_read_backwards():
     for tile in small_tiles():
-        for piece in filter(lambda p: is_reversed(p.band), cut_causal(*tile)):
-            rows, keys = piece.rows.stop - piece.rows.start, piece.keys.stop - piece.keys.start
-            backwards = {(rows - 1 - i, keys - 1 - j) for i, j in seen(rows, keys, piece.band)}
+        for part in filter(lambda p: is_reversed(p.band), split_causal(*tile)):
+            rows, keys = part.rows.stop - part.rows.start, part.keys.stop - part.keys.start
+            backwards = {(rows - 1 - i, keys - 1 - j) for i, j in seen(rows, keys, part.band)}
             assert backwards == seen(rows, keys, CAUSAL)
 
 
-def test_no_masked_piece_is_longer_than_a_block():
+def test_no_masked_part_is_longer_than_a_block():
     for width in (100, 2000):
         band = Band(width, 0)
         masked = [
             p
-            for p in cut_causal(8192, 8192, band)
+            for p in split_causal(8192, 8192, band)
             if p.band not in (FULL, CAUSAL) and not is_reversed(p.band)
         ]
         assert masked
-        for piece in masked:
-            assert piece.rows.stop - piece.rows.start <= BLOCK_ROWS
-            assert piece.keys.stop - piece.keys.start <= BLOCK_ROWS + width
+        for part in masked:
+            assert part.rows.stop - part.rows.start <= BLOCK_ROWS
+            assert part.keys.stop - part.keys.start <= BLOCK_ROWS + width
 
 
 def test_flash_window_says_the_band_of_every_small_tile():
@@ -138,23 +138,23 @@ def test_flash_window_says_the_band_of_every_small_tile():
         assert flash_3_sees(rows, keys, (left, right)) == seen(rows, keys, band)
 
 
-def test_flash_2_shows_every_piece_of_every_small_tile_exactly():
+def test_flash_2_shows_every_part_of_every_small_tile_exactly():
     for tile in small_tiles():
-        pieces = cut_window(*tile)
-        assert len(pieces) <= 3
-        check_cut(pieces, *tile)
-        for piece in pieces:
-            rows, keys = piece.rows.stop - piece.rows.start, piece.keys.stop - piece.keys.start
-            window = flash_window(piece.band, rows, keys)
-            assert flash_2_sees(rows, keys, window) == seen(rows, keys, piece.band)
+        parts = split_window(*tile)
+        assert len(parts) <= 3
+        check_split(parts, *tile)
+        for part in parts:
+            rows, keys = part.rows.stop - part.rows.start, part.keys.stop - part.keys.start
+            window = flash_window(part.band, rows, keys)
+            assert flash_2_sees(rows, keys, window) == seen(rows, keys, part.band)
 
 
-def test_more_rows_than_keys_show_why_flash_2_needs_pieces():
+def test_more_rows_than_keys_show_why_flash_2_needs_parts():
     window = flash_window(CAUSAL, 8, 2)
     assert flash_2_sees(8, 2, window) != seen(8, 2, CAUSAL)
-    assert cut_window(8, 2, CAUSAL) == (
-        Piece(slice(0, 1), slice(0, 1), CAUSAL),
-        Piece(slice(1, 8), slice(0, 2), Band(right=1)),
+    assert split_window(8, 2, CAUSAL) == (
+        SubTile(slice(0, 1), slice(0, 1), CAUSAL),
+        SubTile(slice(1, 8), slice(0, 2), Band(right=1)),
     )
     left_only = Band(left=6)
     assert flash_2_sees(8, 2, flash_window(left_only, 8, 2)) != seen(8, 2, left_only)
@@ -163,4 +163,4 @@ def test_more_rows_than_keys_show_why_flash_2_needs_pieces():
 def test_tiles_of_equal_rows_and_keys_are_never_cut_for_flash():
     squares = [tile for tile in small_tiles() if tile[0] == tile[1]]
     assert squares
-    assert all(len(cut_window(*tile)) == 1 for tile in squares)
+    assert all(len(split_window(*tile)) == 1 for tile in squares)

@@ -29,9 +29,9 @@ from wf_backends.dsp.switch import DynamicSequenceParallel
 from wf_backends.kernels import Kernel, KernelSpec, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
-from wf_backends.kernels.sdpa_choice import Machine, choose, question
+from wf_backends.kernels.sdpa_choice import Machine, choose, cuda_tile
 from wf_backends.kernels.select import Selection
-from wf_backends.kernels.tile_split import cut_window
+from wf_backends.kernels.tile_split import split_window
 from wf_backends.parallel.attention import DistributedAttention
 from wf_backends.parallel.dropout import position_dropout
 from wf_backends.parallel.lss import LssAttention
@@ -111,7 +111,7 @@ def attention_on_gpu(words: dict[str, Any], kernel: Kernel) -> DistributedAttent
 
 def sdpa_on(capability: tuple[int, int]) -> SdpaKernel:
     machine = Machine((2, 13), 91501, capability, enabled=True, deterministic=False)
-    return SdpaKernel(lambda q, k, band: choose(question(machine, q, k, band)).operators)
+    return SdpaKernel(lambda q, k, band: choose(cuda_tile(machine, q, k, band)).operators)
 
 
 KERNELS: dict[str, Callable[[], Any]] = {
@@ -170,10 +170,10 @@ def test_a_call_stays_on_the_gpu_and_asks_for_no_value(
 
 
 @pytest.mark.parametrize(("rows", "keys", "band"), ((40, 12, Band(right=3)), (40, 12, Band(20, 2))))
-def test_so_does_a_tile_in_pieces(rows: int, keys: int, band: Band) -> None:
+def test_so_does_a_tile_in_parts(rows: int, keys: int, band: Band) -> None:
     """More rows than keys, as flash-attn's window does not say it."""
     kernel = sdpa_on((8, 0))
-    assert len(cut_window(rows, keys, band)) > 1
+    assert len(split_window(rows, keys, band)) > 1
     q = torch.empty(2, rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=GPU)
     k = torch.empty(2, keys, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=GPU)
     with Apart():

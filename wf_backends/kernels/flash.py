@@ -9,90 +9,54 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_di
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.protocol import Grads, KernelSpec, TileGrad, too_old_for_flash
-from wf_backends.kernels.split_run import piecewise_backward, piecewise_forward
-from wf_backends.kernels.tile_split import Piece, cut_window, flash_window, whole
+from wf_backends.kernels.protocol import FLASH_DTYPES, Grads, KernelSpec, TileGrad, flash_refuses
+from wf_backends.kernels.split_run import Operators, split_backward, split_forward
+from wf_backends.kernels.tile_split import flash_window, split_window
 from wf_backends.schedule import Band
 
-_DTYPES = (torch.bfloat16, torch.float16)
-_HEAD_DIM = 256
 _HOPPER = (9, 0)
 _OLDEST = (2, 7)
 _INSTALL = 'pip install "flash-attn>=2.7" --no-build-isolation'
 
 
-Window = tuple[int, int]
-"""flash-attn's window_size: (left, right), -1 = unlimited."""
+def flash_attn_2() -> Operators:
+    """flash-attn 2.7 and later: functions that are told of dropout, ALiBi and softcap too."""
+    interface = import_module("flash_attn.flash_attn_interface")
+    without = {"dropout_p": 0.0, "causal": False, "softcap": 0.0, "alibi_slopes": None}
 
-
-class FlashApi(Protocol):
-    """One flash-attn's way of saying Kernel.forward and Kernel.backward with a window_size."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def backward(self, tile: TileGrad, scale: float, window: Window) -> Grads: ...
-
-
-class FlashAttention2:
-    """flash-attn 2.7 and later."""
-
-    def __init__(self) -> None:
-        self._interface = import_module("flash_attn.flash_attn_interface")
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window
-    ) -> tuple[Tensor, Tensor]:
-        """See FlashApi; the function also returns dropout's mask and random state."""
-        out, lse, *_ = self._interface._flash_attn_forward(
-            q, k, v, return_softmax=False, **_options_2(scale, window)
-        )
+    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
+        options = without | _options(q, k, scale, band)
+        out, lse, *_ = interface._flash_attn_forward(q, k, v, return_softmax=False, **options)
         return out, lse
 
-    def backward(self, tile: TileGrad, scale: float, window: Window) -> Grads:
-        """See FlashApi; the function fills the gradients it is handed."""
-        dout, q, k, v, out, lse, _ = tile
-        grads = _empty_grads(q, k, v)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        options = _options_2(scale, window)
-        self._interface._flash_attn_backward(
-            dout, q, k, v, out, lse.contiguous(), *grads, deterministic=deterministic, **options
-        )
-        return grads
+    def backward(tile: TileGrad, scale: float, band: Band) -> Grads:
+        options = without | _options(tile.q, tile.k, scale, band)
+        return _filled(interface._flash_attn_backward, tile, options)
+
+    return Operators("flash-attn 2", split_window, forward, backward)
 
 
-class FlashAttention3:
+def flash_attn_3() -> Operators:
     """flash-attn 3, whose operators are the same in every release that registers them."""
+    import_module("flash_attn_interface")  # registers the operators
+    ops = torch.ops.flash_attn_3
 
-    def __init__(self) -> None:
-        import_module("flash_attn_interface")  # registers the operators
-        self._ops = torch.ops.flash_attn_3
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: Window
-    ) -> tuple[Tensor, Tensor]:
-        """See FlashApi."""
-        out, lse, *_ = self._ops.fwd(q, k, v, num_splits=1, **_options_3(scale, window))
+    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = ops.fwd(q, k, v, num_splits=1, **_options(q, k, scale, band))
         return out, lse
 
-    def backward(self, tile: TileGrad, scale: float, window: Window) -> Grads:
-        """See FlashApi; what the operator fills is the same in every release."""
-        dout, q, k, v, out, lse, _ = tile
-        grads = _empty_grads(q, k, v)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        options = _options_3(scale, window)
-        self._ops.bwd(
-            dout, q, k, v, out, lse.contiguous(), *grads, deterministic=deterministic, **options
-        )
-        return grads
+    def backward(tile: TileGrad, scale: float, band: Band) -> Grads:
+        return _filled(ops.bwd, tile, _options(tile.q, tile.k, scale, band))
+
+    return Operators("flash-attn 3", split_window, forward, backward)
 
 
 class FlashKernel:
@@ -101,51 +65,33 @@ class FlashKernel:
     name = "flash"
 
     def __init__(self) -> None:
-        self._loaded: FlashApi | None = None
+        self._loaded: Operators | None = None
 
     def refuses(self, spec: KernelSpec) -> str | None:
         """What flash-attn lacks, or what to type to have it; see Kernel.refuses."""
         if spec.device != "cuda":
             return f"flash-attn needs a CUDA device, got {spec.device}"
-        if spec.dtype not in _DTYPES:
+        if spec.dtype not in FLASH_DTYPES:
             return f"flash-attn takes torch.bfloat16 and torch.float16, got {spec.dtype}"
-        if spec.head_dim % 8 or spec.head_dim > _HEAD_DIM:
-            return f"head_dim must be a multiple of 8 up to {_HEAD_DIM}, got {spec.head_dim}"
-        return too_old_for_flash() or (None if _has_flash_3() else missing_flash_2())
+        return flash_refuses(spec) or (None if _has_flash_3() else missing_flash_2())
 
     def runs(self, spec: KernelSpec) -> str:
         """See Kernel.runs."""
         return "flash-attn 3" if _has_flash_3() else "flash-attn 2"
 
-    def split(self, rows: int, keys: int, band: Band, device: torch.device) -> tuple[Piece, ...]:
-        """Uncut; see Kernel.split."""
-        return whole(rows, keys, band)
-
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
     ) -> tuple[Tensor, Tensor]:
         """See Kernel.forward."""
-        pieces = cut_window(q.shape[1], k.shape[1], band)
-        return piecewise_forward(self._forward_piece, pieces, q, k, v, scale)
+        return split_forward(self._operators(), q, k, v, scale, band)
 
     def backward(self, tile: TileGrad, scale: float, band: Band) -> Grads:
         """See Kernel.backward; flash-attn computes delta again, from dout and out."""
-        pieces = cut_window(tile.q.shape[1], tile.k.shape[1], band)
-        return piecewise_backward(self._backward_piece, pieces, tile, scale)
+        return split_backward(self._operators(), tile, scale, band)
 
-    def _forward_piece(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
-    ) -> tuple[Tensor, Tensor]:
-        window = flash_window(band, q.shape[1], k.shape[1])
-        return self._api().forward(q, k, v, scale, window)
-
-    def _backward_piece(self, tile: TileGrad, scale: float, band: Band) -> Grads:
-        window = flash_window(band, tile.q.shape[1], tile.k.shape[1])
-        return self._api().backward(tile, scale, window)
-
-    def _api(self) -> FlashApi:
+    def _operators(self) -> Operators:
         if self._loaded is None:
-            self._loaded = FlashAttention3() if _has_flash_3() else FlashAttention2()
+            self._loaded = flash_attn_3() if _has_flash_3() else flash_attn_2()
         return self._loaded
 
 
@@ -168,27 +114,17 @@ def _has_flash_3() -> bool:
     return find_spec("flash_attn_interface") is not None
 
 
-def _options_2(scale: float, window: Window) -> dict[str, object]:
-    return {
-        "dropout_p": 0.0,
-        "softmax_scale": scale,
-        "causal": False,
-        "window_size_left": window[0],
-        "window_size_right": window[1],
-        "softcap": 0.0,
-        "alibi_slopes": None,
-    }
+def _options(q: Tensor, k: Tensor, scale: float, band: Band) -> dict[str, Any]:
+    """What both releases are told about a tile."""
+    left, right = flash_window(band, q.shape[1], k.shape[1])
+    return {"softmax_scale": scale, "window_size_left": left, "window_size_right": right}
 
 
-def _options_3(scale: float, window: Window) -> dict[str, object]:
-    return {
-        "softmax_scale": scale,
-        "window_size_left": window[0],
-        "window_size_right": window[1],
-    }
-
-
-def _empty_grads(*tensors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Contiguous tensors for flash-attn to fill with dq, dk, dv."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
+def _filled(backward: Callable[..., Any], tile: TileGrad, options: dict[str, Any]) -> Grads:
+    """dq, dk, dv: contiguous tensors that `backward` fills; lse is read as (b, h, i), packed."""
+    dout, q, k, v, out, lse, _ = tile
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    given = dout, q, k, v, out, lse.contiguous(), dq, dk, dv
+    backward(*given, deterministic=deterministic, **options)
     return dq, dk, dv

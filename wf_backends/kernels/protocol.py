@@ -11,7 +11,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.tile_split import Piece
 from wf_backends.schedule import Band
 
 
@@ -33,15 +32,19 @@ def torch_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-OLDEST_FLASH = (8, 0)  # Ampere: compute capability that flash-attn and torch's copy of it need
+FLASH_DTYPES = (torch.bfloat16, torch.float16)
+FLASH_HEAD_DIM = 256  # the largest
+FLASH_CAPABILITY = (8, 0)  # the oldest GPUs: Ampere
 
 
-def too_old_for_flash() -> str | None:
-    """Why no flash kernel runs on the current GPU; None if one does, or there is no GPU."""
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= OLDEST_FLASH:
+def flash_refuses(spec: KernelSpec) -> str | None:
+    """Why neither flash-attn nor torch's copy of it runs a head_dim, or on the current GPU."""
+    if spec.head_dim % 8 or spec.head_dim > FLASH_HEAD_DIM:
+        return f"head_dim must be a multiple of 8 up to {FLASH_HEAD_DIM}, got {spec.head_dim}"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= FLASH_CAPABILITY:
         return None
     has = torch.cuda.get_device_capability()
-    return f"flash kernels need compute capability {OLDEST_FLASH} or later, this GPU has {has}"
+    return f"flash kernels need compute capability {FLASH_CAPABILITY} or later, this GPU has {has}"
 
 
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -96,14 +99,6 @@ class Kernel(Protocol):
 
     def runs(self, spec: KernelSpec) -> str:
         """What computes the tiles of a `spec` that is not refused, in words for the user."""
-        ...
-
-    def split(self, rows: int, keys: int, band: Band, device: torch.device) -> tuple[Piece, ...]:
-        """The pieces in which a tile of so many rows and keys is best handed over, one by one.
-
-        Each has all rows of the tile, and every key is in one of them: their results go straight
-        to where they are summed.
-        """
         ...
 
     def forward(

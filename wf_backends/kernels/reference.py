@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from wf_backends.kernels.protocol import Grads, KernelSpec, TileGrad
-from wf_backends.kernels.tile_split import Piece, whole
 from wf_backends.schedule import Band
 
 
@@ -44,10 +43,6 @@ class ReferenceKernel:
     def runs(self, spec: KernelSpec) -> str:
         """See Kernel.runs."""
         return "einsums that hold all scores of a tile"
-
-    def split(self, rows: int, keys: int, band: Band, device: torch.device) -> tuple[Piece, ...]:
-        """Uncut; see Kernel.split."""
-        return whole(rows, keys, band)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band

@@ -8,48 +8,37 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_di
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
 from math import inf
 
 import torch
 from torch import Tensor
 
 from wf_backends.kernels.protocol import (
+    FLASH_DTYPES,
     Grads,
     KernelSpec,
     TileGrad,
-    too_old_for_flash,
+    flash_refuses,
     torch_release,
 )
-from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, Question, choose, machine, question
-from wf_backends.kernels.sdpa_cpu import MaskOf, additive_mask, cpu_backward, cpu_forward
-from wf_backends.kernels.split_run import Operators, piecewise_backward, piecewise_forward
-from wf_backends.kernels.tile_split import Piece, cut_causal, split_keys, whole
+from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, CudaTile, choose, cuda_tile, machine
+from wf_backends.kernels.sdpa_cpu import cpu_operators
+from wf_backends.kernels.split_run import Operators, split_backward, split_forward
 from wf_backends.schedule import FULL, Band
 
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_CUDA_DTYPES = (torch.bfloat16, torch.float16)
-_CUDA_HEAD_DIM = 256
 _GROUPS_ON_CPU = (2, 9)
 """The torch release from which its kernel for CPUs takes fewer key heads than query heads. Those
 before read and write beyond the tensors' ends."""
+
+_CPU = cpu_operators()  # for tiles that need no mask
 
 
 def operators_for(q: Tensor, k: Tensor, band: Band) -> Operators:
     """What computes the tile of q (b, i, h, d) and k (b, j, g, d) under `band`."""
     if q.is_cuda:
-        return choose(question(machine(q.device), q, k, band)).operators
-    if inf in (band.left, band.right):
-        return _CPU
-    return _cpu(cache(additive_mask))
-
-
-def _cpu(mask_of: MaskOf) -> Operators:
-    there, back = partial(cpu_forward, mask_of), partial(cpu_backward, mask_of)
-    return Operators("cpu", cut_causal, there, back)
-
-
-_CPU = _cpu(additive_mask)  # for tiles that need no mask
+        return choose(cuda_tile(machine(q.device), q, k, band))[0]
+    return _CPU if inf in (band.left, band.right) else cpu_operators()
 
 
 class SdpaKernel:
@@ -72,19 +61,14 @@ class SdpaKernel:
 
     def refuses(self, spec: KernelSpec) -> str | None:
         """What torch's flash kernels lack; see Kernel.refuses."""
-        if spec.device == "cpu":
-            return self._refuses_on_cpu(spec)
-        if spec.device != "cuda":
+        takes = {"cpu": _CPU_DTYPES, "cuda": FLASH_DTYPES}.get(spec.device)
+        if takes is None:
             return f"torch has flash kernels that return lse on cpu and cuda, not on {spec.device}"
-        if spec.dtype not in _CUDA_DTYPES:
-            return _takes(_CUDA_DTYPES, spec)
-        if spec.head_dim % 8 or spec.head_dim > _CUDA_HEAD_DIM:
-            return f"head_dim must be a multiple of 8 up to {_CUDA_HEAD_DIM}, got {spec.head_dim}"
-        return too_old_for_flash()
-
-    def _refuses_on_cpu(self, spec: KernelSpec) -> str | None:
-        if spec.dtype not in _CPU_DTYPES:
-            return _takes(_CPU_DTYPES, spec)
+        if spec.dtype not in takes:
+            names = ", ".join(map(str, takes))
+            return f"torch's flash kernels on {spec.device} take {names}, got {spec.dtype}"
+        if spec.device == "cuda":
+            return flash_refuses(spec)
         if spec.kv_heads != spec.heads and self._release < _GROUPS_ON_CPU:
             since, here = (".".join(map(str, r)) for r in (_GROUPS_ON_CPU, self._release))
             return f"on cpu torch's takes grouped key heads from {since} on, this is {here}"
@@ -94,28 +78,15 @@ class SdpaKernel:
         """See Kernel.runs; on CUDA the choice is made for each tile."""
         if spec.device != "cuda":
             return f"torch's flash operators for {spec.device}"
-        best = Question(machine(), spec.dtype, spec.head_dim, CUDNN_MULTIPLE, CUDNN_MULTIPLE, FULL)
-        return f"torch's operators for full tiles: {choose(best).reason}"
-
-    def split(self, rows: int, keys: int, band: Band, device: torch.device) -> tuple[Piece, ...]:
-        """Uncut on CUDA; see Kernel.split."""
-        return (split_keys if device.type == "cpu" else whole)(rows, keys, band)
+        best = CudaTile(machine(), spec.dtype, spec.head_dim, CUDNN_MULTIPLE, CUDNN_MULTIPLE, FULL)
+        return f"torch's operators for full tiles: {choose(best)[1]}"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
     ) -> tuple[Tensor, Tensor]:
         """See Kernel.forward."""
-        run = self._operators_for(q, k, band)
-        pieces = run.cut(q.shape[1], k.shape[1], band)
-        return piecewise_forward(run.forward, pieces, q, k, v, scale)
+        return split_forward(self._operators_for(q, k, band), q, k, v, scale, band)
 
     def backward(self, tile: TileGrad, scale: float, band: Band) -> Grads:
         """See Kernel.backward; the operators compute delta again, from dout and out."""
-        run = self._operators_for(tile.q, tile.k, band)
-        pieces = run.cut(tile.q.shape[1], tile.k.shape[1], band)
-        return piecewise_backward(run.backward, pieces, tile, scale)
-
-
-def _takes(dtypes: tuple[torch.dtype, ...], spec: KernelSpec) -> str:
-    names = ", ".join(str(dtype) for dtype in dtypes)
-    return f"torch's flash kernels on {spec.device} take {names}, got {spec.dtype}"
+        return split_backward(self._operators_for(tile.q, tile.k, band), tile, scale, band)

@@ -1,27 +1,30 @@
 """Which of torch's CUDA operators computes a tile, and why: cuDNN's or flash-attn's.
 
-The order and what each needs are data; `machine` is the one place that asks torch and the GPU.
+What cuDNN needs is one table; `machine` is the one place that asks torch and the GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.protocol import torch_release
+from wf_backends.kernels.protocol import FLASH_DTYPES, torch_release
 from wf_backends.kernels.sdpa_cuda import cuda_backward, cuda_forward
 from wf_backends.kernels.sdpa_cudnn import cudnn_backward, cudnn_forward
 from wf_backends.kernels.split_run import Operators
-from wf_backends.kernels.tile_split import cut_window, effective, whole
+from wf_backends.kernels.tile_split import effective, split_window, whole
 from wf_backends.schedule import CAUSAL, FULL, Band
 
 CUDNN = Operators("cudnn", whole, cudnn_forward, cudnn_backward)
-FLASH = Operators("flash", cut_window, cuda_forward, cuda_backward)
+FLASH = Operators("flash", split_window, cuda_forward, cuda_backward)
+
+CUDNN_MULTIPLE = 128
+"""Rows and keys of a tile for cuDNN come in multiples of this: see docs/kernels.md."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class CudaTile:
     """A tile on a machine: all that the choice looks at."""
 
     machine: Machine
@@ -52,64 +55,7 @@ class Question:
     band: Band
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What operators ask of a tile: in words, as a test, and the fields that it looks at."""
-
-    words: str
-    holds: Callable[[Question], bool]
-    fields: tuple[str, ...]
-
-    def got(self, question: Question) -> str:
-        """The fields and their values, for the user."""
-        return ", ".join(f"{f.split('.')[-1]} {attrgetter(f)(question)}" for f in self.fields)
-
-
-CUDNN_MULTIPLE = 128
-"""Rows and keys of a tile for cuDNN come in multiples of this: see docs/kernels.md."""
-
-CUDNN_NEEDS = (
-    Need("torch 2.13 or later", lambda q: q.machine.torch >= (2, 13), ("machine.torch",)),
-    Need("cuDNN 9.15.1 or later", lambda q: q.machine.cudnn >= 91501, ("machine.cudnn",)),
-    Need(
-        "compute capability (9, 0), (10, 0) or (10, 3)",
-        lambda q: q.machine.capability in ((9, 0), (10, 0), (10, 3)),
-        ("machine.capability",),
-    ),
-    Need("enable_cudnn_sdp(True)", lambda q: q.machine.enabled, ("machine.enabled",)),
-    Need(
-        "use_deterministic_algorithms(False)",
-        lambda q: not q.machine.deterministic,
-        ("machine.deterministic",),
-    ),
-    Need(
-        "torch.bfloat16 or torch.float16",
-        lambda q: q.dtype in (torch.bfloat16, torch.float16),
-        ("dtype",),
-    ),
-    Need(
-        "a head_dim that is a multiple of 8 up to 128",
-        lambda q: q.head_dim % 8 == 0 and q.head_dim <= 128,
-        ("head_dim",),
-    ),
-    Need(
-        "a full or square causal tile",
-        lambda q: _is_full(q) or _is_square_causal(q),
-        ("rows", "keys", "band"),
-    ),
-    Need(
-        f"rows and keys in multiples of {CUDNN_MULTIPLE}",
-        lambda q: q.rows % CUDNN_MULTIPLE == 0 == q.keys % CUDNN_MULTIPLE,
-        ("rows", "keys"),
-    ),
-)
-
-ORDER: tuple[tuple[Operators, tuple[Need, ...]], ...] = ((CUDNN, CUDNN_NEEDS), (FLASH, ()))
-"""Fastest first; the last takes every tile that the sdpa kernel takes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
+class CudaChoice(NamedTuple):
     """The operators for a tile, and why these."""
 
     operators: Operators
@@ -117,15 +63,33 @@ class Choice:
 
 
 @lru_cache(maxsize=1024)  # asked for every tile
-def choose(question: Question) -> Choice:
-    """The first operators in ORDER that lack nothing."""
-    lacking: list[str] = []
-    for operators, needs in ORDER:
-        need = next((n for n in needs if not n.holds(question)), None)
-        if need is None:
-            return Choice(operators, "; ".join((operators.name, *lacking)))
-        lacking.append(f"not {operators.name}, which needs {need.words}, got {need.got(question)}")
-    raise AssertionError(f"no operators take {question}")
+def choose(tile: CudaTile) -> CudaChoice:
+    """cuDNN if it lacks nothing, since it is faster; else flash, which takes every tile."""
+    for holds, need, got in cudnn_needs(tile):
+        if not holds:
+            return CudaChoice(FLASH, f"flash; not cudnn, which needs {need}, got {got}")
+    return CudaChoice(CUDNN, "cudnn")
+
+
+def cudnn_needs(tile: CudaTile) -> Iterator[tuple[bool, str, str]]:
+    """What cuDNN needs of a tile: (whether it is so, in words, what there is instead)."""
+    on, head_dim, rows, keys = tile.machine, tile.head_dim, tile.rows, tile.keys
+    gpus, shown = ((9, 0), (10, 0), (10, 3)), effective(rows, keys, tile.band)
+    right_band = shown == FULL or (shown == CAUSAL and rows == keys)
+    multiples = rows % CUDNN_MULTIPLE == 0 == keys % CUDNN_MULTIPLE
+    size = f"rows {rows}, keys {keys}"
+    yield on.torch >= (2, 13), "torch 2.13 or later", f"torch {on.torch}"
+    yield on.cudnn >= 91501, "cuDNN 9.15.1 or later", f"cudnn {on.cudnn}"
+    capability = "compute capability (9, 0), (10, 0) or (10, 3)"
+    yield on.capability in gpus, capability, f"capability {on.capability}"
+    yield on.enabled, "enable_cudnn_sdp(True)", f"enabled {on.enabled}"
+    random_order = "use_deterministic_algorithms(False)"
+    yield not on.deterministic, random_order, f"deterministic {on.deterministic}"
+    yield tile.dtype in FLASH_DTYPES, "torch.bfloat16 or torch.float16", f"dtype {tile.dtype}"
+    short = head_dim % 8 == 0 and head_dim <= 128
+    yield short, "a head_dim that is a multiple of 8 up to 128", f"head_dim {head_dim}"
+    yield right_band, "a full or square causal tile", f"{size}, band {tile.band}"
+    yield multiples, f"rows and keys in multiples of {CUDNN_MULTIPLE}", size
 
 
 def machine(device: torch.device | None = None) -> Machine:
@@ -142,14 +106,6 @@ def machine(device: torch.device | None = None) -> Machine:
     )
 
 
-def question(machine: Machine, q: Tensor, k: Tensor, band: Band) -> Question:
+def cuda_tile(machine: Machine, q: Tensor, k: Tensor, band: Band) -> CudaTile:
     """The tile of q (b, i, h, d) and k (b, j, g, d) under `band`, on `machine`."""
-    return Question(machine, q.dtype, q.shape[3], q.shape[1], k.shape[1], band)
-
-
-def _is_full(q: Question) -> bool:
-    return effective(q.rows, q.keys, q.band) == FULL
-
-
-def _is_square_causal(q: Question) -> bool:
-    return q.rows == q.keys and effective(q.rows, q.keys, q.band) == CAUSAL
+    return CudaTile(machine, q.dtype, q.shape[3], q.shape[1], k.shape[1], band)

@@ -1,4 +1,4 @@
-"""A piece of a tile on torch's flash kernel for CUDA: its copy of flash-attn 2.
+"""A sub-tile on torch's flash kernel for CUDA: its copy of flash-attn 2.
 
 If `torch.nn.attention.activate_flash_attention_impl` has put flash-attn 3 or 4 behind the
 operators, this runs those.
@@ -19,7 +19,7 @@ from wf_backends.schedule import Band
 def cuda_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
 ) -> tuple[Tensor, Tensor]:
-    """A piece of `cut_window`; see Kernel.forward.
+    """A sub-tile of `split_window`; see Kernel.forward.
 
     Only the first two results are used: the others, whose meaning changed in torch 2.7, belong to
     dropout and debugging.
@@ -44,7 +44,7 @@ def cuda_forward(
 
 
 def cuda_backward(tile: TileGrad, scale: float, band: Band) -> Grads:
-    """A piece of `cut_window`; see Kernel.backward, but for delta, which the operator computes."""
+    """A sub-tile of `split_window`; see Kernel.backward. The operator computes delta again."""
     dout, q, k, v, out, lse, _ = tile
     left, right = flash_window(band, q.shape[1], k.shape[1])
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)

@@ -1,20 +1,19 @@
-"""Run a kernel over the pieces of a tile and put the results together.
+"""A tile computed sub-tile by sub-tile, by a library that cannot take its Band whole.
 
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 
 import torch
 from torch import Tensor
 
 from wf_backends.kernels.merge import merge_
 from wf_backends.kernels.protocol import Grads, TileGrad
-from wf_backends.kernels.tile_split import Cut, Piece
+from wf_backends.kernels.tile_split import Split
 from wf_backends.schedule import Band
 
 Forward = Callable[[Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor]]
@@ -23,54 +22,55 @@ Backward = Callable[[TileGrad, float, Band], Grads]
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """A library's forward and backward, and the cut that makes pieces which they take."""
+    """A library's forward and backward, and the split that makes sub-tiles which they take."""
 
     name: str
-    cut: Cut
+    split: Split
     forward: Forward
     backward: Backward
 
 
-def piecewise_forward(
-    run: Forward, pieces: Sequence[Piece], q: Tensor, k: Tensor, v: Tensor, scale: float
+def split_forward(
+    run: Operators, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
 ) -> tuple[Tensor, Tensor]:
-    """Kernel.forward of a tile that `run` takes piece by piece.
+    """Kernel.forward of a tile by `run`.
 
     Returns:
-        out (b, i, h, d), in the dtype that `run` gives if there is one piece, else float32 or
-        float64;
-        lse (b, h, i).
+        out (b, i, h, d), in the dtype that `run` gives if there is one sub-tile, else float32 or
+        float64; lse (b, h, i).
     """
-    if len(pieces) == 1:  # has all rows and keys
-        return run(q, k, v, scale, pieces[0].band)
-    parts = ((p.rows, run(q[:, p.rows], k[:, p.keys], v[:, p.keys], scale, p.band)) for p in pieces)
-    b, i, h, _ = q.shape
+    parts = run.split(q.shape[1], k.shape[1], band)
+    if len(parts) == 1:  # has all rows and keys
+        return run.forward(q, k, v, scale, parts[0].band)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    lse = torch.full((b, i, h), -inf, dtype=dtype, device=q.device)
-    for rows, (part, part_lse) in parts:
-        merge_(out[:, rows], lse[:, rows], part, part_lse.transpose(1, 2))
+    out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
+    begun = 0  # rows before have met keys already
+    for rows, keys, part_band in parts:
+        block_out, block_lse = run.forward(q[:, rows], k[:, keys], v[:, keys], scale, part_band)
+        block_lse = block_lse.transpose(1, 2)
+        if rows.start < begun:
+            merge_(out[:, rows], lse[:, rows], block_out, block_lse)
+        else:
+            out[:, rows], lse[:, rows], begun = block_out, block_lse, rows.stop
     return out, lse.transpose(1, 2)
 
 
-def piecewise_backward(
-    run: Backward, pieces: Sequence[Piece], tile: TileGrad, scale: float
-) -> Grads:
-    """Kernel.backward of a tile that `run` takes piece by piece.
+def split_backward(run: Operators, tile: TileGrad, scale: float, band: Band) -> Grads:
+    """Kernel.backward of a tile by `run`, which gets out and dout in the dtype of q.
 
     Returns:
         dq (b, i, h, d), dk and dv (b, j, g, d), in the dtype that `run` gives if there is one
-        piece, else float32 or float64.
+        sub-tile, else float32 or float64.
     """
-    dout, q, k, v, out, *stats = tile
-    tile = TileGrad(dout.to(q.dtype), q, k, v, out.to(q.dtype), *stats)
-    if len(pieces) == 1:  # has all rows and keys
-        return run(tile, scale, pieces[0].band)
-    parts = (run(tile.part(p.rows, p.keys), scale, p.band) for p in pieces)
+    dout, q, k, v, out, lse, delta = tile
+    tile = TileGrad(dout.to(q.dtype), q, k, v, out.to(q.dtype), lse, delta)
+    parts = run.split(q.shape[1], k.shape[1], band)
+    if len(parts) == 1:  # has all rows and keys
+        return run.backward(tile, scale, parts[0].band)
     dtype = torch.promote_types(q.dtype, torch.float32)
-    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
-    for piece, (part_dq, part_dk, part_dv) in zip(pieces, parts, strict=True):
-        dq[:, piece.rows] += part_dq
-        dk[:, piece.keys] += part_dk
-        dv[:, piece.keys] += part_dv
+    totals = dq, dk, dv = [x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)]
+    for rows, keys, part_band in parts:
+        grads = run.backward(tile.part(rows, keys), scale, part_band)
+        for total, where, grad in zip(totals, (rows, keys, keys), grads, strict=True):
+            total[:, where] += grad
     return dq, dk, dv

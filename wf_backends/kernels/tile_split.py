@@ -1,16 +1,16 @@
-"""How a tile is cut where a kernel cannot take its Band whole.
+"""How a tile is split where a library cannot take its Band whole.
 
-Pure: standard library only. Every cut covers each (row, key) that the band shows exactly once, so
-the partial results merge by lse in the forward and add up in the backward.
+Pure: standard library only. Every split covers each (row, key) that the band shows exactly once,
+so the partial results merge by lse in the forward and add up in the backward. Sub-tiles come in
+the order of their rows: all rows of one have appeared in earlier ones, or none has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 from math import inf
+from typing import NamedTuple
 
 from wf_backends.schedule import CAUSAL, FULL, Band
 
@@ -18,26 +18,25 @@ BLOCK_ROWS = 192
 """Rows of a masked block. Longer ones compute more scores that the window hides; shorter ones make
 torch's CPU kernel fall back to blocks of 32 rows. Measured in docs/kernels.md."""
 
-MOST_KEYS = 2048
-"""Keys of a full piece for torch's CPU kernel. Its gradients of keys and values are new memory in
-every call: with more keys malloc gives that back, and each call pays for page faults again."""
+UNSKIPPED_ROWS = 512
+"""Rows of a causal square up to which torch's CPU kernel computes every score, also those above
+the diagonal: it skips blocks of 512 keys."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Some consecutive rows and keys of a tile; `band` counts from the piece's own first ones."""
+class SubTile(NamedTuple):
+    """Some consecutive rows and keys of a tile; `band` counts from its own first ones."""
 
     rows: slice
     keys: slice
     band: Band
 
 
-Cut = Callable[[int, int, Band], tuple[Piece, ...]]
+Split = Callable[[int, int, Band], tuple[SubTile, ...]]
 
 
-def whole(rows: int, keys: int, band: Band) -> tuple[Piece, ...]:
-    """The tile uncut."""
-    return (Piece(slice(0, rows), slice(0, keys), band),)
+def whole(rows: int, keys: int, band: Band) -> tuple[SubTile, ...]:
+    """The tile as it is."""
+    return (SubTile(slice(0, rows), slice(0, keys), band),)
 
 
 def effective(rows: int, keys: int, band: Band) -> Band:
@@ -47,65 +46,69 @@ def effective(rows: int, keys: int, band: Band) -> Band:
     return Band(left, right)
 
 
-def cut_causal(rows: int, keys: int, band: Band) -> tuple[Piece, ...]:
-    """A trimmed tile for a kernel that knows no window.
+@lru_cache(maxsize=1024)  # asked for every tile
+def split_causal(rows: int, keys: int, band: Band) -> tuple[SubTile, ...]:
+    """A trimmed tile for torch's CPU kernel, which knows no window.
 
-    The pieces are full, causal from the top left, causal seen from the last row backwards
+    The sub-tiles are full, causal from the top left, causal seen from the last row backwards
     (`is_reversed`), or short blocks of rows of a two-sided window, which need a mask. Tiles bound
-    on one side only, as all tiles of causal attention are, need no mask and at most two pieces.
+    on one side only, as all tiles of causal attention are, need no mask.
     """
-    left_bound = band.left < rows - 1  # the last row does not see the first key
-    right_bound = band.right < keys - 1  # the first row does not see the last key
-    if left_bound and right_bound:
+    shown = effective(rows, keys, band)
+    left, right = shown.left, shown.right
+    if left < inf and right < inf:
         return tuple(_two_sided(rows, keys, band))
-    if right_bound:
-        return tuple(_full_and_rest(rows, keys, slice(0, int(band.right)), CAUSAL))
-    if left_bound:
-        diagonal = rows - int(band.left)  # keys from here on are seen by every row
-        return tuple(_full_and_rest(rows, keys, slice(diagonal, keys), Band(left=band.left)))
+    if right < inf:  # all rows see the first keys
+        return (*_full(rows, 0, int(right)), *_causal(rows, slice(int(right), keys)))
+    if left < inf:  # all rows see the keys from the diagonal of the last row on
+        diagonal = rows - int(left)
+        rest = SubTile(slice(0, rows), slice(0, diagonal), Band(left=left))
+        return (*_full(rows, diagonal, keys), rest)
     return whole(rows, keys, FULL)
 
 
-@lru_cache(maxsize=1024)  # asked for every tile
-def split_keys(rows: int, keys: int, band: Band, most: int = MOST_KEYS) -> tuple[Piece, ...]:
-    """A trimmed tile as pieces that each have all rows, and every key once; see Kernel.split.
-
-    Those of `cut_causal`, the full ones with at most `most` keys; a two-sided window uncut.
-    """
-    shown = effective(rows, keys, band)
-    if shown.left < inf and shown.right < inf:
-        return whole(rows, keys, band)
-    return tuple(part for piece in cut_causal(rows, keys, band) for part in _shorter(piece, most))
+def _full(rows: int, start: int, stop: int) -> Iterator[SubTile]:
+    if start < stop:
+        yield SubTile(slice(0, rows), slice(start, stop), FULL)
 
 
-def _shorter(piece: Piece, most: int) -> Iterator[Piece]:
-    """A full piece in several that are about as long as one another; any other as it is."""
-    start, stop = piece.keys.start, piece.keys.stop
-    count = -(-(stop - start) // most) if piece.band == FULL else 1
-    edges = [start + (stop - start) * at // count for at in range(count + 1)]
-    for first, upto in pairwise(edges):
-        yield Piece(piece.rows, slice(first, upto), piece.band)
+def _causal(rows: int, keys: slice) -> Iterator[SubTile]:
+    """Causal from the first of `keys` on; a short square as two on the diagonal and a full one."""
+    if not UNSKIPPED_ROWS // 2 < rows == keys.stop - keys.start <= UNSKIPPED_ROWS:
+        yield SubTile(slice(0, rows), keys, CAUSAL)
+        return
+    half, middle = rows // 2, keys.start + rows // 2
+    first, last = slice(0, half), slice(half, rows)
+    earlier, later = slice(keys.start, middle), slice(middle, keys.stop)
+    yield SubTile(first, earlier, CAUSAL)
+    yield SubTile(last, earlier, FULL)
+    yield SubTile(last, later, CAUSAL)
 
 
 def is_reversed(band: Band) -> bool:
-    """Whether a piece of `cut_causal` is causal once its rows and its keys are read backwards."""
+    """Whether a sub-tile of `split_causal` is causal once rows and keys are read backwards."""
     return band.left != inf and band.right == inf
 
 
-def cut_window(rows: int, keys: int, band: Band) -> tuple[Piece, ...]:
-    """A trimmed tile for a kernel that takes flash-attn's window_size: one to three pieces.
+@lru_cache(maxsize=1024)  # asked for every tile
+def split_window(rows: int, keys: int, band: Band) -> tuple[SubTile, ...]:
+    """A trimmed tile as one to three that flash-attn's window_size can say.
 
     flash-attn counts a window from the bottom right, so with more rows than keys a window longer
     than the keys can still hide some from the first rows. flash-attn 2 (and torch's copy of it)
     takes such a right window for none (flash_api.cpp, mha_fwd), and puts the number of keys for
-    none if there is a left one (set_params_fprop). The rows at fault become a piece of their own.
+    none if there is a left one (set_params_fprop). The rows at fault become a sub-tile of their
+    own.
     """
     left, right = flash_window(band, rows, keys)
     if right >= keys:
-        return _split_rows(rows, keys, band, keys - 1 - int(band.right))
-    if left >= 0 and right == -1 and rows > keys + 1:
-        return _split_rows(rows, keys, band, int(band.left) + 1)
-    return whole(rows, keys, band)
+        at = keys - 1 - int(band.right)
+    elif left >= 0 and right == -1 and rows > keys + 1:
+        at = int(band.left) + 1
+    else:
+        return whole(rows, keys, band)
+    before = _split_rows(split_window, slice(0, at), keys, band)
+    return (*before, *_split_rows(split_window, slice(at, rows), keys, band))
 
 
 def flash_window(band: Band, rows: int, keys: int) -> tuple[int, int]:
@@ -119,53 +122,39 @@ def flash_window(band: Band, rows: int, keys: int) -> tuple[int, int]:
     return (-1 if left >= keys - 1 else int(left), -1 if right >= rows - 1 else int(right))
 
 
-def _full_and_rest(rows: int, keys: int, full: slice, band: Band) -> Iterator[Piece]:
-    """The keys that all rows see, and those before or after them under `band`."""
-    rest = slice(full.stop, keys) if full.start == 0 else slice(0, full.start)
-    if full.start < full.stop:
-        yield Piece(slice(0, rows), full, FULL)
-    yield Piece(slice(0, rows), rest, band)
-
-
-def _split_rows(rows: int, keys: int, band: Band, at: int) -> tuple[Piece, ...]:
-    """The pieces of `cut_window` for the rows before `at` and for those from there on."""
-    before = _cut_rows(cut_window, slice(0, at), keys, band)
-    return (*before, *_cut_rows(cut_window, slice(at, rows), keys, band))
-
-
-def _two_sided(rows: int, keys: int, band: Band) -> Iterator[Piece]:
+def _two_sided(rows: int, keys: int, band: Band) -> Iterator[SubTile]:
     """The first rows, bound on the right only; the last, on the left only; blocks between them."""
     if rows <= 2 * BLOCK_ROWS:  # more calls would cost more than the hidden scores
         yield from whole(rows, keys, band)
         return
-    head = _peel(int(band.left) + 1)
-    tail = max(rows - _peel(rows - (keys - 1 - int(band.right))), head)
-    yield from _cut_rows(cut_causal, slice(0, head), keys, band)
+    head = _worth_a_call(int(band.left) + 1)
+    tail = max(rows - _worth_a_call(rows - (keys - 1 - int(band.right))), head)
+    yield from _split_rows(split_causal, slice(0, head), keys, band)
     for start in range(head, tail, BLOCK_ROWS):
-        yield _sub(slice(start, min(start + BLOCK_ROWS, tail)), keys, band)
-    yield from _cut_rows(cut_causal, slice(tail, rows), keys, band)
+        yield _sub_tile(slice(start, min(start + BLOCK_ROWS, tail)), keys, band)
+    yield from _split_rows(split_causal, slice(tail, rows), keys, band)
 
 
-def _peel(rows: int) -> int:
-    """How many of `rows` one-sided rows to take out of the blocks: too few are not worth a call."""
+def _worth_a_call(rows: int) -> int:
+    """`rows` that are bound on one side only, or 0 if they are too few for a call of their own."""
     return rows if rows >= BLOCK_ROWS else 0
 
 
-def _cut_rows(cut: Cut, rows: slice, keys: int, band: Band) -> Iterator[Piece]:
-    """The pieces of some rows of a tile, in the tile's own indices."""
+def _split_rows(split: Split, rows: slice, keys: int, band: Band) -> Iterator[SubTile]:
+    """The sub-tiles of some rows of a tile, in the tile's own indices."""
     if rows.start == rows.stop:
         return
-    part = _sub(rows, keys, band)
+    part = _sub_tile(rows, keys, band)
     first = part.keys.start
-    for piece in cut(rows.stop - rows.start, part.keys.stop - first, part.band):
-        yield Piece(_move(piece.rows, rows.start), _move(piece.keys, first), piece.band)
+    for one in split(rows.stop - rows.start, part.keys.stop - first, part.band):
+        yield SubTile(_move(one.rows, rows.start), _move(one.keys, first), one.band)
 
 
-def _sub(rows: slice, keys: int, band: Band) -> Piece:
+def _sub_tile(rows: slice, keys: int, band: Band) -> SubTile:
     """Some rows of a tile, with the keys that they see."""
     first = max(0, rows.start - band.left)
     stop = min(keys, rows.stop + band.right)
-    return Piece(rows, slice(int(first), int(stop)), band.shift(int(first) - rows.start))
+    return SubTile(rows, slice(int(first), int(stop)), band.shift(int(first) - rows.start))
 
 
 def _move(part: slice, by: int) -> slice:

@@ -28,7 +28,6 @@ from wf_backends.runtime import (
     accumulator_dtype,
     heads_for_tokens,
     make_head_exchange,
-    split_tiles,
     tokens_for_heads,
 )
 from wf_backends.schedule import Layout, Mask, check, layout_of
@@ -107,11 +106,8 @@ class DistributedAttention:
         pooled = map(pools.merge, (q_layout, kv_layout))
         there, back, keep = _problems(choice, self.comm.size, mask, *pooled)
         tile = replace(spec, heads=queries[0].share, kv_heads=keys[0].share)
-        kernel, device = select(self.config.kernel, tile).kernel, torch.device(spec.device)
-        forward, backward = (
-            tuple(split_tiles(lower(one, at), kernel, device) for one in way)
-            for way in (there, back)
-        )
+        kernel = select(self.config.kernel, tile).kernel
+        forward, backward = (tuple(lower(one, at) for one in way) for way in (there, back))
         route = self.comm.view(pools.route(member))
         group = HeadGroup(self.comm.view(pool), queries, keys)
         return Call(forward, backward, route, kernel, scale, keep), group

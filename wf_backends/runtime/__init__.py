@@ -6,7 +6,6 @@ from wf_backends.runtime.attention import (
     Call,
     ForwardTiles,
     accumulator_dtype,
-    split_tiles,
 )
 from wf_backends.runtime.buffers import Accumulators, Total, add
 from wf_backends.runtime.messages import SPAN, Messages, gather, send_home
@@ -43,7 +42,6 @@ __all__ = [
     "make_head_exchange",
     "positions",
     "send_home",
-    "split_tiles",
     "take_shard",
     "tokens_for_heads",
 ]

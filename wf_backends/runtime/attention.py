@@ -6,8 +6,8 @@ rows-first, so that a message is a contiguous slice: q (s, b, h, d), kv = [K|V] 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from wf_backends.comm import Communicator
 from wf_backends.kernels import Kernel, TileGrad, merge_
-from wf_backends.lowering import RankProgram, Round, Tile
+from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.buffers import Accumulators, Tensors, add, copy, pack, scatter
 from wf_backends.runtime.runner import ComputeTile, Results, Side, run
 from wf_backends.runtime.surrogate_out import SurrogateOut
-from wf_backends.schedule import Ranges, globalize, intersect, join, size, union
+from wf_backends.schedule import Ranges, intersect, join, size, union
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,23 +141,6 @@ class BackwardTiles:
 def _keys_and_values(kv: Tensor, tile: Tile) -> tuple[Tensor, ...]:
     """k and v (b, j, g, d) of a tile."""
     return pack(kv, tile.keys).permute(1, 2, 0, 3, 4).unbind(0)
-
-
-def split_tiles(program: RankProgram, kernel: Kernel, device: torch.device) -> RankProgram:
-    """The program with every tile in the pieces in which the kernel is best handed it."""
-
-    def pieces(tile: Tile) -> Iterator[Tile]:
-        found = kernel.split(size(tile.rows), size(tile.keys), tile.band, device)
-        for at, piece in enumerate(found):
-            keys = globalize(((piece.keys.start, piece.keys.stop),), tile.keys)
-            first = tile.first_on_rows and not at  # all have all rows
-            yield replace(tile, keys=keys, band=piece.band, first_on_rows=first)
-
-    def split(one: Round) -> Round:
-        return replace(one, tiles=tuple(part for tile in one.tiles for part in pieces(tile)))
-
-    steps = (replace(one, rounds=tuple(map(split, one.rounds))) for one in program.steps)
-    return replace(program, steps=tuple(steps))
 
 
 def _run(
