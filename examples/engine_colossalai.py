@@ -25,16 +25,16 @@ class ColossalAIEngine:
         self._stack = ExitStack()
         if not torch.cuda.is_available():
             self._stack.enter_context(cpu_accelerator())
-        opened = wf_colossalai.from_config(config, model)
-        if getattr(opened.plugin, "stage_manager", None) is not None:
+        handle = wf_colossalai.from_config(config, model)
+        if getattr(handle.plugin, "stage_manager", None) is not None:
             raise ValueError(f"{config}: pp_size must be 1, the example runs no pipeline")
-        self._sp = opened.sp
+        self._sp = handle.sp
         self.rank = dist.get_rank()
-        self.data_parallel_rank = opened.data_parallel_rank
-        self.data_parallel_size = opened.data_parallel_size
-        self.accumulation = opened.config.get("gradient_accumulation_steps", 1)
-        optimizer = _make_optimizer(model, opened.config.get("optimizer", {}))
-        self._booster = Booster(plugin=opened.plugin)
+        self.data_parallel_rank = handle.data_parallel_rank
+        self.data_parallel_size = handle.data_parallel_size
+        self.accumulation = handle.config.get("gradient_accumulation_steps", 1)
+        optimizer = _make_optimizer(model, handle.config.get("optimizer", {}))
+        self._booster = Booster(plugin=handle.plugin)
         boosted: Any = self._booster.boost(model, optimizer)
         self._model, self._optimizer = boosted[:2]
 

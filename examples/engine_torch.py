@@ -42,9 +42,9 @@ class TorchEngine:
         words = _read(config)
         spread = SequenceParallelConfig.from_dict(words["wallfacer"])
         self._sp = SequenceParallel(spread, dist.new_group())  # a queue of its own
-        application = wf_transformers.connect(model, self._sp)
+        handle = wf_transformers.attach(model, self._sp)
         if words.get("recompute", False):
-            model.gradient_checkpointing_enable(application.checkpoint_kwargs)
+            model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
         self.rank = dist.get_rank()
         self.data_parallel_rank = self.rank // self._sp.size
         self.data_parallel_size = dist.get_world_size() // self._sp.size

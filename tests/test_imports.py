@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[1]
 SOURCE_ROOTS = (".", "integrations")
 
 FRAMEWORKS = ("deepspeed", "colossalai", "transformers", "accelerate")
-INTEGRATIONS = ("integrations", "wf_deepspeed", "wf_colossalai", "wf_transformers", "wf_accelerate")
+DOORS = ("wf_deepspeed", "wf_colossalai", "wf_transformers", "wf_accelerate")
+INTEGRATIONS = ("integrations", *DOORS)
 
 # The packages of the core, in the order in which they build on each other. Those of one row know
 # nothing of each other.
@@ -68,9 +69,13 @@ RULES = (
         for row, names in enumerate(ROWS)
         for name in names
     ),
-    Rule(("wf_transformers",), ("deepspeed", "colossalai", "wf_deepspeed", "wf_colossalai")),
-    Rule(("wf_deepspeed",), ("colossalai", "wf_colossalai")),
-    Rule(("wf_colossalai",), ("deepspeed", "wf_deepspeed")),
+    *(
+        Rule((name,), tuple(other for other in DOORS if other not in (name, "wf_transformers")))
+        for name in DOORS
+    ),
+    Rule(("wf_transformers", "wf_accelerate"), ("deepspeed", "colossalai")),
+    Rule(("wf_deepspeed",), ("colossalai",)),
+    Rule(("wf_colossalai",), ("deepspeed",)),
 )
 
 
@@ -188,6 +193,9 @@ COMMS_MPI = "wf_backends.comm.mpi.load_mpi"
         ("integrations/wf_deepspeed/a.py", "import wf_colossalai", "wf_colossalai"),
         ("integrations/wf_colossalai/a.py", "import wf_deepspeed.mpu", "wf_deepspeed.mpu"),
         ("integrations/wf_transformers/a.py", "import wf_deepspeed", "wf_deepspeed"),
+        ("integrations/wf_transformers/a.py", "import wf_accelerate", "wf_accelerate"),
+        ("integrations/wf_deepspeed/a.py", "import wf_accelerate", "wf_accelerate"),
+        ("integrations/wf_colossalai/a.py", "import wf_accelerate", "wf_accelerate"),
     ],
 )
 def test_an_import_against_the_direction_is_found(

@@ -5,7 +5,7 @@ wf_accelerate.connect_trainer(trainer, {"sequence_parallel_size": 4})
 trainer.train()
 """
 
-from wf_accelerate.connect import Connected, connect, connect_trainer
-from wf_accelerate.groups import counted_by_group
+from wf_accelerate.entry import connect, connect_trainer
+from wf_transformers import Handle, counted_by_group
 
-__all__ = ["Connected", "connect", "connect_trainer", "counted_by_group"]
+__all__ = ["Handle", "connect", "connect_trainer", "counted_by_group"]

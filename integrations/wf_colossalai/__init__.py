@@ -5,17 +5,15 @@ from wf_colossalai.doctor import check
 
 check()
 
-from wf_colossalai.apply import Applied, apply
-from wf_colossalai.door import Opened, from_config
+from wf_colossalai.entry import PluginHandle, apply, from_config
 from wf_colossalai.plugin import WallFacerPlugin
 from wf_colossalai.policy import WallFacerPolicy
 from wf_colossalai.table import TABLE, AttentionModule
 
 __all__ = [
     "TABLE",
-    "Applied",
     "AttentionModule",
-    "Opened",
+    "PluginHandle",
     "WallFacerPlugin",
     "WallFacerPolicy",
     "apply",

@@ -11,6 +11,7 @@ from wf_backends import dsp
 from wf_backends._validation import nearest
 
 KEY = "wallfacer"
+HYBRID = "hybrid"
 TOP_LEVEL = (KEY, "colossalai", "optimizer", "gradient_accumulation_steps")
 
 

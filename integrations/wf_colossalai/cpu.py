@@ -20,6 +20,8 @@ from colossalai.kernel.extensions.base_extension import _Extension
 from colossalai.kernel.kernel_loader import CPUAdamLoader
 from torch import Tensor
 
+from wf_transformers import temporarily_replace
+
 
 class HostAccelerator(CpuAccelerator):
     """The host as the one device, called "cuda" because ZeRO asserts a device of that name."""
@@ -134,18 +136,7 @@ def cpu_accelerator() -> Iterator[None]:
         extension: Any = _AdamExtension  # a class, whatever the annotation there says
         CPUAdamLoader.register_extension(extension)
         undo.callback(CPUAdamLoader.REGISTRY.remove, extension)
-        undo.enter_context(_answer(dist, "is_hccl_available", lambda: False))
-        undo.enter_context(_answer(torch.cuda, "set_device", lambda device: None))
+        # ColossalAI calls these without asking an accelerator
+        undo.enter_context(temporarily_replace(dist, "is_hccl_available", lambda _: False))
+        undo.enter_context(temporarily_replace(torch.cuda, "set_device", lambda _, device: None))
         yield
-
-
-@contextmanager
-def _answer(module: Any, name: str, function: Any) -> Iterator[None]:
-    """Inside, module.name is `function`; ColossalAI calls it without asking an accelerator."""
-    missing = object()
-    before = getattr(module, name, missing)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        delattr(module, name) if before is missing else setattr(module, name, before)

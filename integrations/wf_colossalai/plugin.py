@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader
 
 from wf_backends import SequenceParallelConfig, dsp
 from wf_backends.parallel import meant
-from wf_colossalai.config import load, sequence_parallel_words
-from wf_colossalai.policy import KEY, WallFacerPolicy
+from wf_colossalai.config import HYBRID, KEY, load, sequence_parallel_words
+from wf_colossalai.policy import WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
+from wf_transformers import Handle
 
 WORDS = tuple(field.name for field in fields(SequenceParallelConfig))
 OURS: Mapping[str, str] = MappingProxyType(
@@ -85,7 +86,11 @@ class WallFacerPlugin(HybridParallelPlugin):
         )
         self.sp = PlainSequenceParallel(config, self.sp_group, owner=self)
         """The sequence parallelism of this rank: `plugin.sp.report()` has the bytes it sent."""
-        self.shard_config.extra_kwargs[KEY] = self.sp
+        self.handle = Handle(self.sp)
+        """What takes back what is done to the model when it is boosted."""
+        self.handle.data_parallel_rank = dist.get_rank(self.dp_group)
+        self.handle.data_parallel_size = self.dp_group.size()
+        self.shard_config.extra_kwargs[KEY] = self.handle
 
     @classmethod
     def from_config(cls, path: str | Path) -> WallFacerPlugin:
@@ -96,7 +101,7 @@ class WallFacerPlugin(HybridParallelPlugin):
         """
         config = load(path)
         options = dict(config.get("colossalai", {}))
-        if options.pop("plugin", "hybrid") != "hybrid":
+        if options.pop("plugin", HYBRID) != HYBRID:
             raise ValueError(
                 f'{path}: "colossalai.plugin" is {config["colossalai"]["plugin"]!r}; use '
                 "wf_colossalai.from_config(path, model), which makes that plugin"

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_colossalai.connect import connect
+from wf_colossalai.attach import attach
+from wf_colossalai.config import KEY
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule, find
-from wf_transformers import Application
+from wf_transformers import Handle
 
-KEY = "wallfacer"
 CARRIERS = ("ring_attn", "all_to_all")
 
 
@@ -45,8 +45,8 @@ class WallFacerPolicy(Policy):
     ) -> None:
         super().__init__()
         self._words, self._native = words, native
-        self.application: Application | None = None
-        """What was done to the model, once it is boosted; `application.attention.sp.report()`."""
+        self.handle: Handle | None = None
+        """What was done to the model, once it is boosted; `handle.report()`."""
 
     @property
     def native(self) -> Policy:
@@ -133,13 +133,14 @@ class WallFacerPolicy(Policy):
         self.model = self.native.postprocess()
         split = self._config.enable_tensor_parallelism and self._config.parallel_output
         group = self._config.tensor_parallel_process_group if split else None
-        self.application = connect(self.model, self._sequence_parallel(), self.table, group)
+        given = self._config.extra_kwargs.get(KEY) if self._words is None else self._words
+        sp = given.sp if isinstance(given, Handle) else self._sequence_parallel(given)
+        self.handle = attach(self.model, sp, self.table, group)
+        if isinstance(given, Handle):  # the plugin's own
+            given.undo.push(self.handle.undo)
         return self.model
 
-    def _sequence_parallel(self) -> SequenceParallel:
-        words = self._config.extra_kwargs.get(KEY) if self._words is None else self._words
-        if isinstance(words, SequenceParallel):
-            return words
+    def _sequence_parallel(self, words: Any) -> SequenceParallel:
         if isinstance(words, SequenceParallelConfig):
             words = words.to_dict()
         size = self._config.sequence_parallel_size

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from wf_backends import launch
-from wf_deepspeed.door import start
+from wf_deepspeed.entry import start
 from wf_deepspeed.unmodified import opened
 
 

@@ -1,8 +1,8 @@
-"""Running scripts that call deepspeed.initialize themselves: the one place where names are swapped.
+"""Running scripts that call deepspeed.initialize themselves, with functions replaced meanwhile.
 
-`opened()` swaps names and puts them back: `deepspeed.initialize` (accelerate and the Hugging Face
-Trainer look it up when they call it), and what lets all ranks of a sequence-parallel group read the
-same samples through accelerate (wf_accelerate.groups). docs/limits.md lists them.
+`opened()` is the one place where that is done: `deepspeed.initialize` (accelerate and the Hugging
+Face Trainer look it up when they call it), and what lets all ranks of a sequence-parallel group
+read the same samples through accelerate (`counted_by_group`). docs/limits.md lists them.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 
-from wf_accelerate.groups import counted_by_group, swapped
-from wf_deepspeed.block import BATCH_KEYS, KEY, load_config, read_block
-from wf_deepspeed.door import given_config, initialize_through
-from wf_transformers import WholeBatchHooks, loss_only
+from wf_deepspeed.config import BATCH_KEYS, KEY, load_config, read_block
+from wf_deepspeed.entry import given_config, initialize_through
+from wf_transformers import WholeBatchHooks, counted_by_group, loss_only, temporarily_replace
 
 
 @contextmanager
 def opened() -> Iterator[None]:
     """Inside, scripts that know nothing of WallFacer run with the component their JSON asks for."""
     with ExitStack() as stack:
-        stack.enter_context(swapped(deepspeed, "initialize", functools.partial(_initialize, stack)))
+        initialize = functools.partial(_initialize, stack)
+        stack.enter_context(temporarily_replace(deepspeed, "initialize", initialize))
         if importlib.util.find_spec("accelerate"):
             import accelerate
 
@@ -38,7 +38,7 @@ def opened() -> Iterator[None]:
 
 
 def _initialize(
-    stack: ExitStack, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    stack: ExitStack, original: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, Any, Any, Any]:
     """deepspeed.initialize with the component, and a model that takes whole batches.
 
@@ -48,11 +48,10 @@ def _initialize(
     call.arguments.update(corrected(call.arguments))
     engine, optimizer, loader, scheduler = initialize_through(original, call.args, call.kwargs)
     if hasattr(engine, "wallfacer") and engine.wallfacer.block.dsp is None:
-        hooks = WholeBatchHooks(engine.module, engine.wallfacer)
-        engine.wallfacer.connection.undo.callback(hooks.remove)
+        WholeBatchHooks(engine.module, engine.wallfacer)
         if "transformers.trainer" in sys.modules:  # imported by the script, if it is used at all
             trainer = sys.modules["transformers.trainer"].Trainer
-            stack.enter_context(swapped(trainer, "prediction_step", loss_only))
+            stack.enter_context(temporarily_replace(trainer, "prediction_step", loss_only))
     return engine, optimizer, loader, scheduler
 
 

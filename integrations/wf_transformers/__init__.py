@@ -1,33 +1,45 @@
 """WallFacer as an attention implementation of Hugging Face transformers.
 
-registration = wf_transformers.register(sp)
-model = AutoModelForCausalLM.from_config(config, attn_implementation="wallfacer")
-local = sp.shard_batch(batch)
+handle = wf_transformers.attach(model, sp)
+local = handle.shard_batch(batch)
 logits = model(**wf_transformers.forward_kwargs(model, local)).logits
 loss = sp.loss(logits, local["labels"])
 """
 
-from wf_transformers.apply import Application, apply, shard_between
+from wf_transformers.attach import (
+    attach_pretrained,
+    attach_stages,
+    scope_documents,
+    shard_between,
+    without_documents,
+)
 from wf_transformers.batch import forward_kwargs
-from wf_transformers.connect import connect, connect_each
-from wf_transformers.connection import Connection, connect_any
+from wf_transformers.entry import apply, attach, connect, connect_any
+from wf_transformers.handle import Handle, data_parallel
+from wf_transformers.hooks import WholeBatchHooks, loss_only
+from wf_transformers.loaders import counted_by_group
 from wf_transformers.models import head_of, outermost
-from wf_transformers.registry import Registration, register
-from wf_transformers.whole import WholeBatchHooks, loss_only
+from wf_transformers.registry import register
+from wf_transformers.replace import temporarily_replace
 
 __all__ = [
-    "Application",
-    "Connection",
-    "Registration",
+    "Handle",
     "WholeBatchHooks",
     "apply",
+    "attach",
+    "attach_pretrained",
+    "attach_stages",
     "connect",
     "connect_any",
-    "connect_each",
+    "counted_by_group",
+    "data_parallel",
     "forward_kwargs",
     "head_of",
     "loss_only",
     "outermost",
     "register",
+    "scope_documents",
     "shard_between",
+    "temporarily_replace",
+    "without_documents",
 ]

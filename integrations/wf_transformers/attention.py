@@ -37,8 +37,10 @@ class Attention:
     One object per SequenceParallel, called by every layer of every model that uses it.
     """
 
-    def __init__(self, sp: SequenceParallel) -> None:
+    def __init__(self, sp: SequenceParallel, name: str = "") -> None:
         self.sp = sp
+        self.name = name
+        """In transformers' registry; "" if it is not there."""
         self.documents = Documents()
         self.applied: WeakSet[nn.Module] = WeakSet()
         """Models that tell this object their documents, whatever they pass down."""

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from wf_backends.parallel import at_least_one
-from wf_transformers.apply import is_applied
+from wf_transformers.attach import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.masks import silent_mask
 from wf_transformers.models import outermost, refuse_unspreadable

@@ -11,7 +11,7 @@ Borders = Sequence[int] | None  # cu_seqlens as host integers; None is one docum
 OUTSIDE = (
     "this call does not say which documents it has, but earlier calls did. Call the model that "
     "wf_transformers.apply was given, not a part of it; with gradient checkpointing, call "
-    "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=application."
+    "model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=handle."
     "checkpoint_kwargs), so that recomputed layers find their documents"
 )
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import transformers
 from torch import Tensor
@@ -14,45 +13,14 @@ from transformers.models.bert import modeling_bert
 from wf_backends import SequenceParallel
 from wf_transformers.attention import Attention
 from wf_transformers.bert import BertSelfAttention
+from wf_transformers.handle import Handle
 
 # BERT's own registry, of modules: in versions of transformers whose BERT asks no other.
 BERTS: dict[str, Any] | None = getattr(modeling_bert, "BERT_SELF_ATTENTION_CLASSES", None)
 MASKS: Any = getattr(transformers, "AttentionMaskInterface", None)  # from 4.53 on
 
 
-class Removable:
-    """Something that was put in place and can be taken out again, by hand or by a `with` block."""
-
-    def __init__(self) -> None:
-        self.undo = ExitStack()
-
-    def remove(self) -> None:
-        """Take it out. A second call does nothing."""
-        self.undo.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
-
-
-class Registration(Removable):
-    """A name in the registry, and the attention function behind it."""
-
-    def __init__(self, name: str, attention: Attention) -> None:
-        super().__init__()
-        self.name, self.attention = name, attention
-        self.undo.callback(self._unregister)
-
-    def _unregister(self) -> None:
-        if ALL_ATTENTION_FUNCTIONS.get(self.name) is self.attention:
-            del ALL_ATTENTION_FUNCTIONS[self.name]
-            if BERTS is not None:
-                del BERTS[self.name]
-
-
-def register(sp: SequenceParallel, name: str = "wallfacer") -> Registration:
+def register(sp: SequenceParallel, name: str = "wallfacer") -> Handle:
     """Let models built with `attn_implementation=name` attend over the ranks of `sp`.
 
     A name of ours may be registered again, for another `sp`: models look it up at every call
@@ -69,13 +37,31 @@ def register(sp: SequenceParallel, name: str = "wallfacer") -> Registration:
     ours = found is None and name not in (BERTS or ()) or isinstance(found, Attention)
     if name == "eager" or not ours or not _mask_name_is_free(name):
         raise ValueError(f"attention implementation {name!r} is taken; choose another name")
-    attention = Attention(sp)
+    attention = Attention(sp, name)
     ALL_ATTENTION_FUNCTIONS[name] = attention
     if BERTS is not None:
         BERTS[name] = partial(_build_bert, attention)
     if MASKS is not None:
         MASKS.register(name, mask_function)
-    return Registration(name, attention)
+    handle = Handle(sp, attention)
+    handle.undo.callback(_unregister, attention)
+    return handle
+
+
+def _unregister(attention: Attention) -> None:
+    if ALL_ATTENTION_FUNCTIONS.get(attention.name) is attention:
+        del ALL_ATTENTION_FUNCTIONS[attention.name]
+        if BERTS is not None:
+            del BERTS[attention.name]
+
+
+def free_name() -> str:
+    """ "wallfacer", or with a number if another model of this process has it."""
+    name, number = "wallfacer", 1
+    while name in ALL_ATTENTION_FUNCTIONS:
+        number += 1
+        name = f"wallfacer_{number}"
+    return name
 
 
 def _build_bert(

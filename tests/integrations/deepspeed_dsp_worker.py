@@ -59,7 +59,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"losses": losses}
     if component:
         found |= told(component)
-        component.connection.undo.close()
+        component.remove()
     hooks = (len(m._forward_pre_hooks) for m in (engine.module.blocks[0], engine.module.final))
     found["hooks"] = sum(hooks) if case["zero"] < 3 else 0  # ZeRO 3 has hooks of its own
     engine.destroy()

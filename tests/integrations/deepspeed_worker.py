@@ -70,7 +70,7 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     result |= {"labels": sorted(sent), "weights": weights(engine), "partitioned": partitioned}
     result["compiled"] = engine.is_compiled
     if hasattr(engine, "wallfacer"):
-        engine.wallfacer.connection.undo.close()
+        engine.wallfacer.remove()
     engine.destroy()
     return result
 

@@ -32,7 +32,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
-from wf_transformers import WholeBatchHooks, connect_any, loss_only  # noqa: E402
+from wf_transformers import WholeBatchHooks, attach, loss_only  # noqa: E402
 
 CONCENTRIC = {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 2}}
 RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
@@ -148,7 +148,7 @@ def test_logits_without_labels_are_whole_and_pass_gradients() -> None:
 
     def rank(comm: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model, sp = build("llama", "eager", {}), sequence_parallel(comm)
-        connected = wf_accelerate.Connected(sp, connect_any(model, sp))
+        connected = attach(model, sp)
         WholeBatchHooks(model, connected)
         ours = model(**ids).logits
         ours.square().mean().backward()
@@ -168,11 +168,11 @@ def test_a_trainer_is_told_nothing_of_logits_for_a_model_without_hooks() -> None
 
     model, sp = llama(), SequenceParallel(SequenceParallelConfig())
     wrapped = torch.nn.Sequential(model)
-    hooks = WholeBatchHooks(model, wf_accelerate.Connected(sp, connect_any(model, sp)))
-    assert loss_only(step, (wrapped, {}, True), {}) == {"whole_logits": False}
-    assert loss_only(step, (wrapped, {}), {"prediction_loss_only": False}) == {}
+    hooks = WholeBatchHooks(model, attach(model, sp))
+    assert loss_only(step, wrapped, {}, True) == {"whole_logits": False}
+    assert loss_only(step, wrapped, {}, prediction_loss_only=False) == {}
     hooks.remove()
-    assert loss_only(step, (wrapped, {}, True), {}) == {}
+    assert loss_only(step, wrapped, {}, True) == {}
 
 
 @pytest.mark.parametrize("always", [False, True])
@@ -182,7 +182,7 @@ def test_whose_logits_a_call_with_labels_gives(always: bool) -> None:
 
     def rank(comm: Any) -> list[int]:
         model, sp = build("llama", "eager", {}), sequence_parallel(comm)
-        hooks = WholeBatchHooks(model, wf_accelerate.Connected(sp, connect_any(model, sp)), always)
+        hooks = WholeBatchHooks(model, attach(model, sp), always)
         said = [model(**given, whole_logits=whole) for whole in (True, False)]
         found = [model(**given), *said, model.eval()(**given), model(**given, whole_logits=False)]
         hooks.remove()

@@ -29,7 +29,7 @@ if INSTALLED:
     from tests.integrations.colossalai_models import alone, batch, build
     from tests.integrations.transformers_models import sequence_parallel
     from wf_colossalai import TABLE, WallFacerPlugin, config, doctor
-    from wf_colossalai.connect import connect
+    from wf_colossalai.attach import attach
     from wf_colossalai.cpu import cpu_accelerator
     from wf_colossalai.table import find
 
@@ -158,7 +158,7 @@ def test_what_would_be_of_one_ranks_tokens_is_refused(word: str) -> None:
     def rank(comm: Any) -> None:
         model = build("llama")
         with (
-            connect(model, sequence_parallel(comm), TABLE),
+            attach(model, sequence_parallel(comm), TABLE),
             pytest.raises(NotImplementedError, match=f"{word}.*leave"),
         ):
             model(batch("llama", "plain", 0)["input_ids"], **{word: 1})

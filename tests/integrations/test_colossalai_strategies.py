@@ -125,7 +125,7 @@ def test_attention_of_ones_own_that_does_not_call_us_is_refused() -> None:
     from tests.helpers import run_threads
     from tests.integrations.transformers_models import sequence_parallel
     from wf_colossalai import AttentionModule
-    from wf_colossalai.connect import connect
+    from wf_colossalai.attach import attach
 
     own = type(
         "OwnAttention", (torch.nn.Embedding,), {"forward": lambda self, input_ids: input_ids}
@@ -133,7 +133,7 @@ def test_attention_of_ones_own_that_does_not_call_us_is_refused() -> None:
 
     def rank(comm: Any) -> None:
         model = own(8, 8)
-        connect(model, sequence_parallel(comm), {"OwnAttention": AttentionModule()})
+        attach(model, sequence_parallel(comm), {"OwnAttention": AttentionModule()})
         with pytest.raises(NotImplementedError, match="no layer of OwnAttention called self.wallf"):
             model(torch.ones(1, 8, dtype=torch.int64))
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
 
-from wf_deepspeed import block as blocks  # noqa: E402
+from wf_deepspeed import config as blocks  # noqa: E402
 from wf_deepspeed import cpu  # noqa: E402
 
 RING = {"sequence_parallel_size": 4, "route": {"name": "ring"}}

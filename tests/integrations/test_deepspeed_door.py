@@ -19,8 +19,8 @@ import deepspeed  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm.threads import run_threads  # noqa: E402
-from wf_deepspeed.door import initialize_through, start  # noqa: E402
-from wf_transformers import connect_any  # noqa: E402
+from wf_deepspeed.entry import initialize_through, start  # noqa: E402
+from wf_transformers import attach  # noqa: E402
 
 pytestmark = pytest.mark.deepspeed
 
@@ -101,9 +101,9 @@ class Attends(nn.Module):
 
 
 def spread(model: nn.Module) -> list[Any]:
-    """`connect_any(model, sp)` on two ranks that are threads."""
+    """`attach(model, sp)` on two ranks that are threads."""
     config = SequenceParallelConfig(sequence_parallel_size=2, route="ring")
-    return run_threads(2, lambda comm: connect_any(model, SequenceParallel(config, comm)))
+    return run_threads(2, lambda comm: attach(model, SequenceParallel(config, comm)))
 
 
 def test_a_module_of_ones_own_is_given_the_object() -> None:

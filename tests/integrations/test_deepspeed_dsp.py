@@ -17,7 +17,7 @@ from wf_backends import SequenceParallel  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
 from wf_backends.dsp.model import spread  # noqa: E402
 from wf_backends.dsp.switch import DynamicSequenceParallel  # noqa: E402
-from wf_deepspeed.block import read_block  # noqa: E402
+from wf_deepspeed.config import read_block  # noqa: E402
 
 TWO = ["space", "time", "space", "time"]
 MIX = ["space", "full", "time", "full"]

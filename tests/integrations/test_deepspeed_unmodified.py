@@ -34,7 +34,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_deepspeed import Block, WallFacer, unmodified  # noqa: E402
 from wf_deepspeed.__main__ import script_first  # noqa: E402
-from wf_transformers import WholeBatchHooks, connect_any  # noqa: E402
+from wf_transformers import WholeBatchHooks, attach  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -103,10 +103,9 @@ def hooked(
 
 
 def with_hooks(model: Any, sp: Any, fn: Callable[[Any, Any], Any]) -> Any:
-    connection = connect_any(model, sp)
     nobody: Any = None  # groups: asked for nothing here
     cpu = torch.device("cpu")
-    component = WallFacer(sp, Block(sp.config), nobody, connection, cpu, lambda: 1)
+    component = WallFacer(attach(model, sp), Block(sp.config), nobody, cpu, lambda: 1)
     WholeBatchHooks(model, component)
     return fn(model, sp)
 

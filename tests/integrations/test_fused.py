@@ -20,7 +20,6 @@ pytest.importorskip("transformers", reason="transformers is not installed", exc_
 
 from transformers.utils import ModelOutput  # noqa: E402
 
-import wf_accelerate  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     batch,
@@ -28,7 +27,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     gradients,
     sequence_parallel,
 )
-from wf_transformers import WholeBatchHooks, connect_any  # noqa: E402
+from wf_transformers import WholeBatchHooks, attach  # noqa: E402
 from wf_transformers.fused import has_fused_head, own_words  # noqa: E402
 
 IGNORED = -100
@@ -128,7 +127,7 @@ def test_values_by_token_are_those_of_the_whole_batch(
 
     def rank(comm: Any) -> Found:
         model, sp = fuse(build("llama", "eager", {})), sequence_parallel(comm)
-        hooks = WholeBatchHooks(model, wf_accelerate.Connected(sp, connect_any(model, sp)))
+        hooks = WholeBatchHooks(model, attach(model, sp))
         found = run(model, loss, ours)
         hooks.remove()
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,11 +54,11 @@ def test_a_model_built_otherwise_is_switched_and_switched_back(family: str) -> N
     sp = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
     given = {"input_ids": batch()["input_ids"]}
     before = model(**given).logits
-    application = wf_transformers.connect(model, sp)
+    handle = wf_transformers.attach(model, sp)
     assert model.config._attn_implementation.startswith("wallfacer")
     ours = model(**wf_transformers.forward_kwargs(model, sp.shard_batch(given))).logits
     torch.testing.assert_close(ours[:, : before.shape[1]], before, rtol=1e-9, atol=1e-11)
-    application.remove()
+    handle.remove()
     assert model.config._attn_implementation == "sdpa"
     assert torch.equal(model(**given).logits, before)
 
@@ -80,8 +79,7 @@ def test_every_model_of_a_module_is_connected() -> None:
     def rank(comm: Any) -> list[torch.Tensor]:
         sp, both = sequence_parallel(comm), pair()
         both.student.gradient_checkpointing_enable({"use_reentrant": False})
-        with ExitStack() as undo:
-            assert len(wf_transformers.connect_each(both, sp, undo)) == 2
+        with wf_transformers.attach(both, sp):
             words = wf_transformers.forward_kwargs(both, sp.shard_batch(given))
             found = [sp.unshard(logits.detach())[:, :23] for logits in both(**words)]
         assert both.student.config._attn_implementation == "sdpa"
@@ -124,9 +122,7 @@ def test_a_model_that_cannot_ask_is_refused_at_once() -> None:
 
     def rank(comm: Any) -> None:
         with pytest.raises(NotImplementedError, match="no layer of OPTForCausalLM"):
-            wf_transformers.connect_each(
-                nn.ModuleList([model]), sequence_parallel(comm), ExitStack()
-            )
+            wf_transformers.attach(nn.ModuleList([model]), sequence_parallel(comm))
 
     run_threads(2, rank)
     assert model.config._attn_implementation != "wallfacer"

@@ -1,9 +1,9 @@
 """A model that is called with whole batches and computes its part of them.
 
-For scripts that know nothing of sequence parallelism: two forward hooks of torch cut the batch
-before the model and put the group's loss in its output. Nothing is replaced; both can be removed.
-Without labels, and in evaluation, the output has the logits of the whole batch on every rank;
-beside labels `whole_logits=` in the call says whether it has.
+Two forward hooks of torch: one cuts the batch before the model, one puts the group's loss into its
+output. Nothing is replaced; both can be removed. Without labels, and in evaluation, the output has
+the logits of the whole batch on every rank; beside labels `whole_logits=` in the call says whether
+it has.
 """
 
 from __future__ import annotations
@@ -12,44 +12,26 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers.modeling_utils import PreTrainedModel
 
-from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.parallel import token_loss
-from wf_transformers.apply import scale_gradient
+from wf_transformers.attach import scale_gradient
 from wf_transformers.batch import forward_kwargs
-from wf_transformers.calls import ON_ONE_PROCESS, PARTIAL_STATES, parameter_names, takes_any_keyword
+from wf_transformers.calls import ON_ONE_PROCESS, PARTIAL_STATES, takes_any_keyword
 from wf_transformers.fused import FUSED, fused_fields, own_words
-from wf_transformers.models import head_of
+from wf_transformers.handle import Handle
+from wf_transformers.models import Head, head_of
 
 WHOLE_LOGITS = "whole_logits"
 INSTEAD = (
     "in a loop of your own cut batches by shard_batch(batch, labels_are_shifted=...), of a "
     "SequenceParallel or of DeepSpeed's engine.wallfacer, and make a loss of your own"
 )
-
-
-class Share(Protocol):
-    """What the hooks ask of whoever trains the model: it averages gradients over all ranks."""
-
-    @property
-    def sp(self) -> SequenceParallel: ...
-
-    def shard_batch(
-        self, batch: Mapping[str, Any], pad_token_id: int = 0, labels_are_shifted: bool = False
-    ) -> dict[str, Any]:
-        """As `sp.shard_batch`."""
-        ...
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """This rank's share of the loss, x the ranks of a group."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,49 +55,78 @@ class Call:
 
 
 class WholeBatchHooks:
-    """The two hooks of one model.
+    """The two hooks of one model, whose gradients are averaged over all ranks of the job.
 
     Args:
+        handle: what attached the model; its `remove()` takes the hooks off, too.
         whole_logits: whether logits are those of the whole batch in training beside labels, too.
+        head: what labels are. None: told by the model's class.
     """
 
-    def __init__(self, model: nn.Module, share: Share, whole_logits: bool = False) -> None:
-        self._share, self._head, self._always_whole = share, head_of(model), whole_logits
-        self._names = parameter_names(model)
+    whole_without_labels = True
+    """Whether logits are whole where no labels are passed, for a loss that the caller makes."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        handle: Handle,
+        whole_logits: bool = False,
+        head: Head | None = None,
+    ) -> None:
+        self._handle, self._always_whole = handle, whole_logits
+        self._head = head_of(model) if head is None else head
+        _, *self._names = inspect.signature(type(model).forward).parameters  # without self
         self._call: Call | None = None
-        self._handles: list[RemovableHandle] = [
+        self._hooks = (
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after),
-        ]
+        )
+        handle.undo.callback(self.remove)
 
     def remove(self) -> None:
         """Take both hooks off the model."""
-        for handle in self._handles:
-            handle.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     @eager
     def _before(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         given = own_words(dict(zip(self._names, args, strict=False)) | kwargs)
+        labelled = given.get("labels") is not None
         wanted = given.pop(WHOLE_LOGITS, self._always_whole or not model.training)
-        whole = wanted or given.get("labels") is None
+        whole = wanted or (self.whole_without_labels and not labelled)
         _refuse(given)
-        if given.get("labels") is not None and self._head == "other":
+        if labelled and self._head == "other":
             raise NotImplementedError(_unknown_labels(model))
         seqlen = _seqlen(given)
-        batch = with_documents({k: v for k, v in given.items() if _by_token(k, v, seqlen)})
+        batch = self._batch(given, seqlen)
         given = {k: v for k, v in given.items() if k not in batch}
-        masked = self._head == "masked"
-        local = self._share.shard_batch(batch, labels_are_shifted=masked)
-        rows, num_items = _num_rows(local), given.pop("num_items_in_batch", None)
-        labels, fused = local.get("labels"), bool(given.get(FUSED))
-        borders = local.get("cu_seqlens")
-        self._call = Call(seqlen, rows, labels, num_items, borders, whole, fused)
+        local = self._handle.shard_batch(batch, labels_are_shifted=self._head == "masked")
+        _keep_padding_in_range(model, local, seqlen)
+        self._call = Call(
+            seqlen,
+            rows=_num_rows(local),
+            labels=local.get("labels"),
+            num_items=given.pop("num_items_in_batch", None),
+            cu_seqlens=local.get("cu_seqlens"),
+            whole=whole,
+            fused=bool(given.get(FUSED)),
+        )
+        return (), self._words(model, given, local)
+
+    def _batch(self, given: dict[str, Any], seqlen: int) -> dict[str, Any]:
+        """Those arguments of a call that are cut."""
+        return with_documents({k: v for k, v in given.items() if _by_token(k, v, seqlen)})
+
+    def _words(
+        self, model: nn.Module, given: dict[str, Any], local: dict[str, Any]
+    ) -> dict[str, Any]:
+        """What the model is called with: this rank's part, and what was given beside it."""
         words = given | forward_kwargs(model, local)
-        words |= {"shift_labels": labels} if fused else {}
+        words |= {"shift_labels": local.get("labels")} if given.get(FUSED) else {}
         _refuse_unknown_words(model, self._names, words)
-        return (), words
+        return words
 
     @eager
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -127,49 +138,55 @@ class WholeBatchHooks:
         logits = _logits(model, output, call.rows)
         fields = dict(output)
         if call.labels is not None:
-            loss = self._training_loss if model.training else self._evaluation_loss
-            fields["loss"] = loss(logits, call.labels, call.num_items)
+            fields["loss"] = self._loss(model, logits, call.labels, call.num_items)
         if call.whole:
             fields["logits"] = self._whole(logits, call)
         return type(output)(**fields)
 
     def _whole(self, x: Tensor, call: Call) -> Tensor:
         """(b, S, ...): rows of all ranks. A loss that every rank makes of them counts once."""
-        sp = self._share.sp
+        sp = self._handle.sp
         whole = sp.unshard(x, 1, call.cu_seqlens)
         scale_gradient(whole, sp.size)  # the mean over the world divides by it
         return whole[:, : call.seqlen]
 
-    def _training_loss(
-        self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None
+    def _loss(
+        self,
+        model: nn.Module,
+        logits: Tensor,
+        labels: Tensor,
+        num_items: Tensor | int | None,
     ) -> Tensor:
-        """The loss of the group, the same on every rank of it, with the gradient of its share.
+        """The loss of the batch, the same on every rank of the group, in float32 or wider.
 
-        The share is x size: the mean over the world makes the gradient of the loss of it.
+        Its gradient is that of this rank's share x size: the mean over the world makes the gradient
+        of the loss of it.
         """
-        sp = self._share.sp
-        if num_items is None:
-            share = self._share.loss(logits, labels)
-        else:
-            share = token_loss(logits, labels, num_items) * sp.size
+        sp = self._handle.sp
+        share = self._share(model, logits, labels, num_items)
         return sp.sum_over_ranks(share) / sp.size + (share - share.detach())
 
-    def _evaluation_loss(
-        self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None
+    def _share(
+        self,
+        model: nn.Module,
+        logits: Tensor,
+        labels: Tensor,
+        num_items: Tensor | int | None,
     ) -> Tensor:
-        """The loss of the batch, the same on every rank of the group.
+        """This rank's share of the loss x size.
 
-        The Trainer of transformers 5 counts valid labels here too, and scales by the number of
-        ranks itself.
+        The Trainer of transformers 5 counts valid labels in evaluation too, and scales by the
+        number of ranks itself.
         """
-        sp = self._share.sp
-        share = sp.loss(logits, labels)
+        sp = self._handle.sp
         if num_items is not None:
-            share = token_loss(logits, labels, num_items)
-        return sp.sum_over_ranks(share)
+            return token_loss(logits, labels, num_items) * sp.size
+        if model.training:
+            return self._handle.loss(logits, labels)
+        return sp.loss(logits, labels) * sp.size
 
 
-def loss_only(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def loss_only(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Instead of the Trainer's `prediction_step`: logits that it drops are not brought together.
 
     A model without the hooks is called as ever.
@@ -198,9 +215,16 @@ def _num_rows(local: Mapping[str, Any]) -> int:
 
 
 def _by_token(key: str, value: Any, seqlen: int) -> bool:
-    """Whether an argument is (b, S, ...) and so has to be cut."""
+    """Whether an argument is (b, S, ...) and so has to be cut; a mask that is not gets refused."""
     tokens = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == seqlen
-    return key == "cu_seqlens" or tokens
+    return key in ("cu_seqlens", "attention_mask") or tokens
+
+
+def _keep_padding_in_range(model: nn.Module, local: dict[str, Any], seqlen: int) -> None:
+    """Positions of our padding may lie beyond a position table; no valid token sees them."""
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if limit is not None and seqlen <= limit and "position_ids" in local:
+        local["position_ids"] = local["position_ids"].clamp(max=limit - 1)
 
 
 def _logits(model: nn.Module, output: Any, rows: int) -> Tensor:

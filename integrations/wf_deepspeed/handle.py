@@ -10,74 +10,54 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
-from wf_backends import SequenceParallel
 from wf_backends.parallel import count_valid, token_loss
-from wf_deepspeed.block import Block
+from wf_deepspeed.config import Block
 from wf_deepspeed.mpu import Groups
-from wf_transformers import Connection
+from wf_transformers import Handle
 
 
-class WallFacer:
-    """The sequence-parallel component of one DeepSpeed engine.
+class WallFacer(Handle):
+    """The handle of one DeepSpeed engine.
 
     Attributes:
-        sp: the SequenceParallel object of this rank's group.
         block: the "wallfacer" block of the JSON.
         groups: the process groups it built.
-        connection: how the model got our attention; `connection.undo.close()` takes it out again.
     """
 
     def __init__(
         self,
-        sp: SequenceParallel,
+        attached: Handle,
         block: Block,
         groups: Groups,
-        connection: Connection,
         device: torch.device,
         accumulation: Callable[[], int],
     ) -> None:
-        self.sp, self.block, self.groups, self.connection = sp, block, groups, connection
+        """
+        Args:
+            attached: the handle of the engine's model; removed with this one.
+            accumulation: micro-batches of an optimizer step.
+        """
+        super().__init__(attached.sp, attached.attention)
+        self.undo.push(attached.undo)
+        self.block, self.groups = block, groups
         self._device, self._accumulation = device, accumulation
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of sequence-parallel groups in the world."""
-        return dist.get_world_size(self.groups.world) // self.sp.size
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """The sequence-parallel group this rank belongs to."""
-        return dist.get_rank(self.groups.world) // self.sp.size
+        self.advice = (
+            f"all {self.sp.size} ranks of a sequence-parallel group read the same samples: shard "
+            f"the data by engine.wallfacer.data_parallel_rank (of {self.data_parallel_size}), not "
+            f"by rank"
+        )
 
     def shard_batch(
         self, batch: Mapping[str, Any], pad_token_id: int = 0, labels_are_shifted: bool = False
     ) -> dict[str, Any]:
-        """`sp.shard_batch` of a full batch that every rank of the group must hold alike.
-
-        Under "dsp" the batch itself, once that is known: the model takes it whole.
-
-        Args:
-            labels_are_shifted: labels already stand where they are predicted: a masked model's, a
-                token classifier's.
-
-        Raises:
-            ValueError: for a malformed batch, and on every rank of the group if they hold
-                different batches.
-        """
-        try:
-            if self.block.dsp is not None:
-                self.sp.check_same(batch)
-                return dict(batch)
-            return self.sp.shard_batch(batch, pad_token_id, labels_are_shifted)
-        except ValueError as error:
-            error.add_note(
-                f"all {self.sp.size} ranks of a sequence-parallel group read the same samples: "
-                f"shard the data by engine.wallfacer.data_parallel_rank "
-                f"(of {self.data_parallel_size}), not by rank"
-            )
-            raise
+        """As `Handle.shard_batch`. Under "dsp" the batch itself: the model takes it whole."""
+        if self.block.dsp is None:
+            return super().shard_batch(batch, pad_token_id, labels_are_shifted)
+        with self.advising():
+            self.sp.check_same(batch)
+        return dict(batch)
 
     def loss(self, logits: Tensor, labels: Tensor, valid: Tensor | int | None = None) -> Tensor:
         """The loss of this rank's tokens, scaled so that DeepSpeed's mean over the world is exact.
@@ -98,7 +78,7 @@ class WallFacer:
             ValueError: if `valid` is missing where it is needed.
         """
         if self.block.loss_average == "sequence":
-            return self.sp.loss(logits, labels) * self.sp.size
+            return super().loss(logits, labels)
         steps = self._accumulation()
         if valid is None and steps > 1:
             raise ValueError(
@@ -123,10 +103,6 @@ class WallFacer:
         dist.all_reduce(total, group=self.groups.world)
         return total / dist.get_world_size(self.groups.world)
 
-    def report(self) -> dict[str, int]:
-        """Bytes this rank's attention sent since the last report, by label."""
-        return self.sp.report()
-
     def dataloader(
         self,
         dataset: Dataset[Any],
@@ -142,18 +118,14 @@ class WallFacer:
 
         Args:
             dataset: map-style; its collated batches are dicts as `shard_batch` takes them.
-            batch_size: samples per sequence-parallel group.
             pad_token_id, labels_are_shifted: as for `shard_batch`.
-            options: passed to torch's DataLoader (collate_fn, num_workers, drop_last, ...).
+            batch_size, shuffle, seed, options: as for `prepare_dataloader`.
         """
-        sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, self.data_parallel_size, self.data_parallel_rank, shuffle=shuffle, seed=seed
-        )
-        loader = DataLoader(dataset, batch_size, sampler=sampler, **options)
+        loader = self.prepare_dataloader(dataset, batch_size, shuffle=shuffle, seed=seed, **options)
         shard = partial(
             self.shard_batch, pad_token_id=pad_token_id, labels_are_shifted=labels_are_shifted
         )
-        return ShardedLoader(self, loader, sampler, shard)
+        return ShardedLoader(self, loader, shard)
 
     def step_batches(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Sharded batches with "valid_labels" of their whole optimizer step added to each.
@@ -173,11 +145,10 @@ class ShardedLoader:
         self,
         component: WallFacer,
         loader: DataLoader[Any],
-        sampler: DistributedSampler[Any],
         shard: Callable[[dict[str, Any]], dict[str, Any]],
     ) -> None:
         self._component, self._loader, self._shard = component, loader, shard
-        self.sampler = sampler
+        self.sampler = loader.sampler
 
     def __len__(self) -> int:
         return len(self._loader)

@@ -7,35 +7,17 @@ functions are told of groups. This is the one place where that is done; docs/lim
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-Replace = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""What runs instead of a function: replace(original, args, kwargs)."""
+from wf_transformers.replace import temporarily_replace
 
-
-@contextmanager
-def swapped(owner: Any, name: str, replace: Replace) -> Iterator[None]:
-    """Inside, owner.name is `replace(original, args, kwargs)`; afterwards all is as it was."""
-    original, own = getattr(owner, name), name in vars(owner)
-
-    @functools.wraps(original)
-    def instead(*args: Any, **kwargs: Any) -> Any:
-        return replace(original, args, kwargs)
-
-    setattr(owner, name, instead)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
+Function = Callable[..., Any]
 
 
 @contextmanager
@@ -49,31 +31,29 @@ def counted_by_group(owner: Any, size: Callable[[], int]) -> Iterator[None]:
     """
     with ExitStack() as stack:
         for method, functions in FUNCTIONS.items():
-            stack.enter_context(swapped(owner, method, functools.partial(_run, functions, size)))
+            stack.enter_context(temporarily_replace(owner, method, partial(_run, functions, size)))
         yield
 
 
 def _run(
-    functions: Mapping[str, Callable[..., Any]],
+    functions: Mapping[str, Function],
     size: Callable[[], int],
-    method: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    method: Function,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """A method of an Accelerator, with `functions` for those of its module."""
     import accelerate.accelerator
 
     ranks = size()
     with ExitStack() as stack:
-        for name, replace in functions.items() if ranks > 1 else ():
-            instead = functools.partial(replace, ranks)
-            stack.enter_context(swapped(accelerate.accelerator, name, instead))
+        for name, function in functions.items() if ranks > 1 else ():
+            by_group = partial(function, ranks)
+            stack.enter_context(temporarily_replace(accelerate.accelerator, name, by_group))
         return method(*args, **kwargs)
 
 
-def _prepare_data_loader(
-    size: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
     """accelerate's loader, sharded by group instead of by rank; every rank reads for itself."""
     if kwargs.get("dispatch_batches"):
         raise NotImplementedError(
@@ -88,9 +68,7 @@ def _prepare_data_loader(
     return original(*args, **kwargs | by_group)
 
 
-def _gather(
-    size: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _gather(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
     """What the first rank of every group has, of tensors that all ranks gathered along dim 0."""
     from accelerate.state import PartialState
     from accelerate.utils import recursively_apply
@@ -104,17 +82,14 @@ def _gather(
     return recursively_apply(first_of_each, original(*args, **kwargs))
 
 
-def _gather_object(
-    size: int, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _gather_object(size: int, original: Function, mine: Any, **kwargs: Any) -> Any:
     """The same of lists of anything, which may differ in length."""
     from accelerate.state import PartialState
 
-    (mine,) = args
     return original([] if PartialState().process_index % size else mine, **kwargs)
 
 
-FUNCTIONS: Mapping[str, Mapping[str, Callable[..., Any]]] = MappingProxyType(
+FUNCTIONS: Mapping[str, Mapping[str, Function]] = MappingProxyType(
     {
         "prepare_data_loader": {"prepare_data_loader": _prepare_data_loader},
         "gather_for_metrics": {"gather": _gather, "gather_object": _gather_object},

@@ -1,4 +1,4 @@
-"""`initialize`: deepspeed.initialize with the "wallfacer" block understood."""
+"""What a user calls: deepspeed.initialize with the "wallfacer" block understood."""
 
 from __future__ import annotations
 
@@ -13,12 +13,18 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from wf_backends import SequenceParallel
-from wf_backends.dsp import DynamicSequenceParallel, spread
-from wf_deepspeed import block as blocks
 from wf_deepspeed import cpu
-from wf_deepspeed.component import WallFacer
+from wf_deepspeed.config import (
+    KEY,
+    check_batch,
+    data_parallel_size,
+    load_config,
+    read_block,
+    refuse_neighbours,
+)
+from wf_deepspeed.handle import WallFacer
 from wf_deepspeed.mpu import Groups, NeutralMpu
-from wf_transformers import Connection, connect_any
+from wf_transformers import attach, attach_stages
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
 
@@ -44,30 +50,24 @@ def initialize_through(
     """As `initialize`, with the function that starts DeepSpeed handed in."""
     call = inspect.signature(original).bind(*args, **kwargs)
     config = given_config(call.arguments)
-    block = None if config is None else blocks.read_block(config)
+    block = None if config is None else read_block(config)
     if config is None or block is None:
         return original(*args, **kwargs)
-    blocks.refuse_neighbours(config, block)
+    refuse_neighbours(config, block)
     _refuse_arguments(call.arguments)
     start(call.arguments)
-    blocks.check_batch(config, blocks.data_parallel_size(block, dist.get_world_size()))
+    check_batch(config, data_parallel_size(block, dist.get_world_size()))
     groups = Groups.build(block.sequence_parallel.sequence_parallel_size)
     sp = SequenceParallel(block.sequence_parallel, group=groups.sequence)
-    connection = _connect(call.arguments["model"], sp, block)
+    model = call.arguments["model"]
+    handle = attach_stages(model, sp, block.dsp) if block.dsp else attach(model, sp)
     call.arguments["mpu"] = NeutralMpu(groups)
-    engine, optimizer, loader, scheduler = original(*call.args, **call.kwargs)
+    with handle.removed_on_error():
+        engine, optimizer, loader, scheduler = original(*call.args, **call.kwargs)
     engine.wallfacer = WallFacer(
-        sp, block, groups, connection, engine.device, engine.gradient_accumulation_steps
+        handle, block, groups, engine.device, engine.gradient_accumulation_steps
     )
     return engine, optimizer, loader, scheduler
-
-
-def _connect(model: nn.Module, sp: SequenceParallel, block: blocks.Block) -> Connection:
-    if block.dsp is None:
-        return connect_any(model, sp)
-    connection, dsp = Connection(), DynamicSequenceParallel(sp.comm, gradients="averaged")
-    connection.undo.callback(spread(model, sp, dsp, block.dsp).remove)
-    return connection
 
 
 def given_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -77,19 +77,19 @@ def given_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
         given = arguments.get("config_params")
     if given is None:
         given = getattr(arguments.get("args"), "deepspeed_config", None)
-    return None if given is None else blocks.load_config(given)
+    return None if given is None else load_config(given)
 
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
     for name in ("mpu", "mesh_param"):
         if arguments.get(name) is not None:
             raise ValueError(
-                f'{name}= beside an enabled "{blocks.KEY}" block: the block builds the groups '
+                f'{name}= beside an enabled "{KEY}" block: the block builds the groups '
                 f"itself; leave {name} out"
             )
     if isinstance(arguments.get("model"), deepspeed.PipelineModule):
         raise NotImplementedError(
-            f'a PipelineModule together with "{blocks.KEY}" is not supported; use ZeRO'
+            f'a PipelineModule together with "{KEY}" is not supported; use ZeRO'
         )
     if not isinstance(arguments.get("model"), nn.Module):
         raise ValueError(f"model must be a torch.nn.Module, got {type(arguments.get('model'))}")

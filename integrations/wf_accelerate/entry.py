@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from wf_accelerate.groups import counted_by_group, swapped
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.cluster import settle_at_exit
 from wf_backends.comm import own_group
-from wf_transformers import Connection, WholeBatchHooks, connect_any, loss_only
+from wf_transformers import (
+    Handle,
+    WholeBatchHooks,
+    attach,
+    counted_by_group,
+    loss_only,
+    temporarily_replace,
+)
 from wf_transformers.fused import has_fused_head
-from wf_transformers.registry import Removable
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -27,56 +31,9 @@ AVERAGING = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 """accelerate's distributed types that average gradients over all ranks."""
 
 
-class Connected(Removable):
-    """A model that is called with whole batches, and computes this rank's part of them.
-
-    Attributes:
-        sp: the SequenceParallel object of this rank's group.
-        connection: how the model got our attention.
-    """
-
-    def __init__(self, sp: SequenceParallel, connection: Connection) -> None:
-        super().__init__()
-        self.sp, self.connection = sp, connection
-        self.undo.push(connection.undo)
-
-    @property
-    def checkpoint_kwargs(self) -> dict[str, Any]:
-        """Those of `wf_transformers.Application`; none without a Hugging Face model."""
-        application = self.connection.application
-        return {} if application is None else application.checkpoint_kwargs
-
-    def report(self) -> dict[str, int]:
-        """Bytes this rank's attention sent since the last report, by label."""
-        return self.sp.report()
-
-    def shard_batch(
-        self, batch: Mapping[str, Any], pad_token_id: int = 0, labels_are_shifted: bool = False
-    ) -> dict[str, Any]:
-        """`sp.shard_batch` of a full batch that every rank of the group must hold alike.
-
-        Raises:
-            ValueError: for a malformed batch, and on every rank of the group if they hold
-                different batches.
-        """
-        try:
-            return self.sp.shard_batch(batch, pad_token_id, labels_are_shifted)
-        except ValueError as error:
-            error.add_note(
-                f"all {self.sp.size} ranks of a sequence read the same samples: have the "
-                f"Accelerator that was connected prepare the loader, or shard the data by "
-                f"rank // {self.sp.size}"
-            )
-            raise
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """This rank's share x the ranks of a sequence: its mean over all ranks is the loss."""
-        return self.sp.loss(logits, labels) * self.sp.size
-
-
 def connect(
     model: nn.Module, accelerator: Accelerator, words: Words, whole_logits: bool = False
-) -> Connected:
+) -> Handle:
     """Spread the sequences of `model` over the ranks of a job that accelerate runs.
 
     Call it before `accelerator.prepare`. The model is then called with whole batches, as without
@@ -85,14 +42,14 @@ def connect(
     `gather_for_metrics` gathers them once.
 
     Args:
-        model: a Hugging Face model, or a module around one; see `wf_transformers.connect_any`.
+        model: a Hugging Face model, or a module around one; see `wf_transformers.attach`.
         accelerator: the job's, under DDP or FSDP, or in one process.
         words: a SequenceParallelConfig, or its words.
         whole_logits: whether a training call with labels gives the logits of the whole batch too,
             and not of this rank's tokens. (b, S, vocabulary) on every rank.
 
     Returns:
-        What takes all of it back by `remove()`, or at the end of a `with` block.
+        What takes all of it back.
 
     Raises:
         ValueError: for wrong words, a sequence_parallel_size that does not divide the ranks, an
@@ -100,25 +57,28 @@ def connect(
         NotImplementedError: for an engine or a parallelism that cannot go with it, and for a model
             that cannot be spread.
     """
-    config = words if isinstance(words, SequenceParallelConfig) else _read(words)
+    if not isinstance(words, SequenceParallelConfig):
+        words = SequenceParallelConfig.from_dict(dict(words))
     _refuse(accelerator)
     if "forward" in vars(model) and not has_fused_head(model):
         raise NotImplementedError(
             f"somebody replaced the forward of this {type(model).__name__} by {model.forward}, as "
             f"Trainers with a fused loss do: that loss would be of this rank's tokens"
         )
-    sp = SequenceParallel(config, own_group())
+    sp = SequenceParallel(words, own_group())
     settle_at_exit()  # Trainers do not destroy the group that they started
-    connected = Connected(sp, connect_any(model, sp))
-    with ExitStack() as failed:
-        failed.callback(connected.remove)
-        connected.undo.callback(WholeBatchHooks(model, connected, whole_logits).remove)
-        connected.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
-        failed.pop_all()
-    return connected
+    handle = attach(model, sp)
+    handle.advice = (
+        f"all {sp.size} ranks of a sequence read the same samples: have the Accelerator that was "
+        f"connected prepare the loader, or shard the data by rank // {sp.size}"
+    )
+    with handle.removed_on_error():
+        WholeBatchHooks(model, handle, whole_logits)
+        handle.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
+    return handle
 
 
-def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) -> Connected:
+def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) -> Handle:
     """`connect` for a Trainer of transformers, or one of its subclasses, before it trains.
 
     Args:
@@ -137,17 +97,13 @@ def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) 
         )
     if not isinstance(trainer.model, nn.Module):
         raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
-    connected = connect(trainer.model, trainer.accelerator, words, whole_logits)
-    connected.undo.enter_context(swapped(trainer, "prediction_step", loss_only))
-    connected.undo.callback(setattr, trainer, "gather_function", trainer.gather_function)
+    handle = connect(trainer.model, trainer.accelerator, words, whole_logits)
+    handle.undo.enter_context(temporarily_replace(trainer, "prediction_step", loss_only))
+    handle.undo.callback(setattr, trainer, "gather_function", trainer.gather_function)
     trainer.gather_function = partial(  # the Trainer keeps what its accelerator had
         trainer.accelerator.gather_for_metrics, **getattr(trainer.gather_function, "keywords", {})
     )
-    return connected
-
-
-def _read(words: Mapping[str, Any]) -> SequenceParallelConfig:
-    return SequenceParallelConfig.from_dict(dict(words))
+    return handle
 
 
 def _refuse(accelerator: Accelerator) -> None:

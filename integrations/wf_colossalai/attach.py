@@ -1,0 +1,103 @@
+"""One model instance, attached to the ranks that share its sequences. All of it can be undone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from transformers.modeling_utils import PreTrainedModel
+
+from wf_backends import SequenceParallel
+from wf_backends.dsp import Stages
+from wf_colossalai.hooks import TokenHooks
+from wf_colossalai.table import AttentionModule, find
+from wf_transformers import (
+    Handle,
+    attach_pretrained,
+    attach_stages,
+    scope_documents,
+    without_documents,
+)
+
+OWN_ATTENTION = (
+    "no layer of {} called self.wallfacer(...): every rank attended to its own tokens only; give "
+    "its row in the table a method that does (docs/colossalai.md)"
+)
+SAME_SAMPLES = (
+    "All ranks of a sequence-parallel group read the same samples: use prepare_dataloader of "
+    "WallFacerPlugin, or of what wf_colossalai.apply returned"
+)
+
+
+def attach(
+    model: nn.Module,
+    sp: SequenceParallel,
+    table: Mapping[str, AttentionModule],
+    tensor_parallel: ProcessGroup | None = None,
+) -> Handle:
+    """Let `model` take whole batches, compute this rank's part, and attend over the ranks of `sp`.
+
+    Args:
+        model: what a booster plugin will wrap, or has cut; it is changed in place.
+        sp: the sequence parallelism of this rank.
+        table: the attention modules that are known.
+        tensor_parallel: the group that the logits may be split over.
+
+    Raises:
+        ValueError: if the model's attention is not in the table.
+    """
+    row = find(model, table)
+    handle = _attach_layers(model, sp)
+    handle.advice = SAME_SAMPLES
+    for module in model.modules():
+        if any(table.get(base.__name__) is row for base in type(module).__mro__):
+            _replace_methods(module, row, handle)
+    if row.cut == "tokens":
+        TokenHooks(model, handle, row.causal, tensor_parallel)
+    else:
+        _check_inputs(model, handle)
+    return handle
+
+
+def attach_whole(model: nn.Module, sp: SequenceParallel, stages: Stages) -> Handle:
+    """Let `model` switch its hidden state over the ranks of `sp` (DSP); it takes whole inputs.
+
+    Raises:
+        ValueError: if the stages do not fit the model.
+    """
+    handle = attach_stages(model, sp, stages)
+    handle.advice = SAME_SAMPLES
+    _check_inputs(model, handle)
+    return handle
+
+
+def _attach_layers(model: nn.Module, sp: SequenceParallel) -> Handle:
+    """By transformers' registry; a module that transformers knows nothing of calls us itself."""
+    if isinstance(model, PreTrainedModel):
+        return attach_pretrained([model], sp)
+    handle = Handle(sp)
+    problem = OWN_ATTENTION.format(type(model).__name__)
+    scope_documents(model, handle, without_documents, problem)
+    return handle
+
+
+def _replace_methods(module: Any, row: AttentionModule, handle: Handle) -> None:
+    for name, function in row.methods.items():
+        module.wallfacer = handle.attention
+        setattr(module, name, MethodType(function, module))
+        handle.undo.callback(delattr, module, name)
+
+
+def _check_inputs(model: nn.Module, handle: Handle) -> None:
+    """Before every forward of a model that every rank gives the whole input."""
+
+    def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = {f"argument {index}": value for index, value in enumerate(args)}
+        with handle.advising():
+            handle.sp.check_same(named | kwargs)
+
+    hook = model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
+    handle.undo.callback(hook.remove)

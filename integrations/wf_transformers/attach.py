@@ -1,0 +1,230 @@
+"""How one model instance is attached. Every step goes into `handle.undo`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.bert import modeling_bert
+from transformers.models.vit.modeling_vit import ViTModel
+
+from wf_backends import SequenceParallel
+from wf_backends.dsp import DynamicSequenceParallel, Stages, receivers, spread
+from wf_backends.schedule import padding_multiple
+from wf_transformers.attention import UNSUPPORTED
+from wf_transformers.bert import BertSelfAttention
+from wf_transformers.calls import has_tokens, parameter_names, refuse_call, takes_any_keyword
+from wf_transformers.handle import Handle
+from wf_transformers.models import asks_registry, refuse_unspreadable
+from wf_transformers.registry import free_name, register, registered_for
+
+Words = dict[str, Any]
+
+
+def attach_pretrained(models: Sequence[Any], sp: SequenceParallel) -> Handle:
+    """Switch Hugging Face models to a free name that is registered for `sp`, and prepare them.
+
+    One name for all, because models may share a config, which is where their name stands.
+
+    Raises:
+        NotImplementedError: on several ranks, for a model whose tokens cannot be spread.
+    """
+    handle = register(sp, free_name())
+    with handle.removed_on_error():
+        for model in models:
+            _set_name(model, handle)
+            prepare(model, handle)
+    return handle
+
+
+def attach_stages(model: nn.Module, sp: SequenceParallel, stages: Stages) -> Handle:
+    """Switch the hidden state of `model` over the ranks of `sp` between its stages (DSP).
+
+    Raises:
+        ValueError: if the stages do not fit the model.
+    """
+    handle = Handle(sp)
+    dsp = DynamicSequenceParallel(sp.comm, gradients="averaged")
+    handle.undo.callback(spread(model, sp, dsp, stages).remove)
+    return handle
+
+
+def _set_name(model: Any, handle: Handle) -> None:
+    undo, name = handle.undo, handle.name
+    if hasattr(model, "set_attn_implementation"):  # transformers 5
+        undo.callback(model.set_attn_implementation, model.config._attn_implementation)
+        model.set_attn_implementation(name)
+        return
+    # GPT-2 of transformers 4 keeps a copy of its config's choice
+    copies = (module for module in model.modules() if "_attn_implementation" in vars(module))
+    for holder in (model.config, *copies):
+        undo.callback(setattr, holder, "_attn_implementation", holder._attn_implementation)
+        holder._attn_implementation = name
+
+
+def prepare(model: PreTrainedModel, handle: Handle) -> None:
+    """What registering a name alone does not reach: BERT's modules, documents, a ViT's patches.
+
+    Raises:
+        NotImplementedError: as `apply`.
+    """
+    if handle.sp.size > 1:
+        refuse_unspreadable(model)
+    _take_over_bert(model, handle)
+    _tell_documents(model, handle)
+    vit = model.base_model
+    if isinstance(vit, ViTModel):
+        shard_between(handle, vit.embeddings, vit.layernorm)
+
+
+def _take_over_bert(model: nn.Module, handle: Handle) -> None:
+    """BERT's modules that ask no registry become ours; ours from before call this attention."""
+    attention, undo = handle.attention, handle.undo
+    for parent, name, module in list(unhooked_bert(model)):
+        setattr(parent, name, BertSelfAttention(module, attention))
+        undo.callback(setattr, parent, name, module)
+    for module in _our_bert(model):
+        if module.attention is not attention:
+            undo.callback(setattr, module, "attention", module.attention)
+            module.attention = attention
+
+
+def shard_between(handle: Handle, first: nn.Module, last: nn.Module) -> None:
+    """Shard what `first` returns, and give `last` the rows of all ranks: for encoders like ViT.
+
+    What runs in between sees this rank's rows (b, s, width) of (b, S, width), padded to equal
+    shards; the padding is a document of its own and gone again before `last`. Everything else
+    is computed on every rank alike, so that all ranks have the same loss. Gradients of all
+    parameters are then to be averaged over the ranks, as data parallelism does.
+
+    Args:
+        handle: what `apply` gave for the model; its `remove()` takes this back too.
+        first, last: modules of the model; `first` returns the rows, `last` takes them as its
+            first argument.
+    """
+    sp, documents = handle.sp, handle.attention.documents
+    multiple = padding_multiple(sp.config.layout, sp.size)
+    lengths: list[int] = []
+
+    def shard(_: nn.Module, __: Any, full: Tensor) -> Tensor:
+        lengths[:] = [full.shape[1]]
+        padding = -full.shape[1] % multiple
+        if padding:
+            documents.replace((0, full.shape[1], full.shape[1] + padding))
+        scale_gradient(full, 1 / sp.size)
+        return sp.shard(pad(full, (0, 0, 0, padding)), dim=1)
+
+    def unshard(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        full = sp.unshard(args[0], dim=1)
+        scale_gradient(full, sp.size)
+        return (full[:, : lengths[0]], *args[1:])
+
+    handle.undo.callback(first.register_forward_hook(shard).remove)
+    handle.undo.callback(last.register_forward_pre_hook(unshard).remove)
+
+
+def scale_gradient(x: Tensor, factor: float) -> None:
+    """In between, a rank's gradients are its share of a sum; outside they are the whole."""
+    if x.requires_grad:
+        x.register_hook(lambda grad: grad * factor)
+
+
+def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
+    """Open a scope of the call's documents around every forward of the model, and check it."""
+    attention, undo = handle.attention, handle.undo
+    names, passes_on = parameter_names(model), takes_any_keyword(model)
+
+    def check(args: tuple[Any, ...], kwargs: Words) -> Words:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("output_attentions"):
+            raise NotImplementedError(f"{UNSUPPORTED['output_attentions']}, which WallFacer lacks")
+        if handle.sp.size > 1:
+            refuse_call(model, given, names)
+        if not passes_on:
+            return without_documents(args, kwargs)
+        # Where there were documents before, a layer that is recomputed must know of none
+        none = {"cu_seqlens": None} if attention.documents.used and has_tokens(given) else {}
+        return none | kwargs
+
+    problem = None if receivers(model) else attends_alone(model)
+    scope_documents(model, handle, check, problem)
+    attention.applied.add(model)
+    undo.callback(attention.applied.discard, model)
+
+
+def without_documents(_: tuple[Any, ...], kwargs: Words) -> Words:
+    """A call's keyword arguments for a model that does not know "cu_seqlens"."""
+    return {key: value for key, value in kwargs.items() if key != "cu_seqlens"}
+
+
+def scope_documents(
+    model: nn.Module,
+    handle: Handle,
+    change: Callable[[tuple[Any, ...], Words], Words],
+    problem: str | None,
+) -> None:
+    """Open a scope of the call's documents around every forward of the model.
+
+    Args:
+        change: (args, kwargs) of a call -> the kwargs that the model gets; may refuse it.
+        problem: the `NotImplementedError` after a forward on several ranks in which no layer called
+            us. None: layers need not.
+    """
+    attention, undo = handle.attention, handle.undo
+
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Words) -> tuple[Any, Words]:
+        attention.documents.push(kwargs.get("cu_seqlens"))  # before any error: `leave` always runs
+        attention.asked = False
+        return args, change(args, kwargs)
+
+    def check_asked(*_: Any) -> None:
+        if not attention.asked and registered_for(model) in (None, attention):
+            raise NotImplementedError(problem)  # else the model was attached once more
+
+    def leave(*_: Any) -> None:
+        attention.documents.pop()
+
+    if problem is not None and handle.sp.size > 1:
+        undo.callback(model.register_forward_hook(check_asked).remove)
+    undo.callback(model.register_forward_pre_hook(enter, with_kwargs=True).remove)
+    undo.callback(model.register_forward_hook(leave, always_call=True).remove)
+
+
+def attends_alone(model: nn.Module) -> str:
+    """What is wrong with a model whose attention is its own."""
+    return (
+        f"no layer of {type(model).__name__} (transformers {transformers.__version__}) asks "
+        "transformers' attention registry: every rank would attend to its own tokens only. Take a "
+        "model whose attention does, or a transformers in which this one's does"
+    )
+
+
+def can_ask(model: PreTrainedModel) -> bool:
+    """Whether a layer of the model may ask us: by the registry, by what we replace, by itself."""
+    replaced = any(unhooked_bert(model)) or any(_our_bert(model))
+    return asks_registry(model) or replaced or bool(receivers(model))
+
+
+def is_applied(model: nn.Module) -> bool:
+    """Whether `apply` was called on this very module."""
+    mine = [module.attention for module in _our_bert(model)]
+    named = registered_for(model)
+    return any(attention is not None and model in attention.applied for attention in [*mine, named])
+
+
+def _our_bert(model: nn.Module) -> Iterator[BertSelfAttention]:
+    return (module for module in model.modules() if isinstance(module, BertSelfAttention))
+
+
+def unhooked_bert(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, module) of every BERT self attention that asks no registry."""
+    if hasattr(modeling_bert, "ALL_ATTENTION_FUNCTIONS"):
+        return
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, modeling_bert.BertSelfAttention):
+                yield parent, name, child

@@ -1,0 +1,89 @@
+"""What a user calls: `attach` for any model, `apply` for one that was built with our name."""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers.modeling_utils import PreTrainedModel
+
+from wf_backends import SequenceParallel
+from wf_backends.dsp import RECEIVER, receivers
+from wf_transformers.attach import (
+    attach_pretrained,
+    attends_alone,
+    can_ask,
+    prepare,
+    unhooked_bert,
+)
+from wf_transformers.attention import Attention
+from wf_transformers.handle import Handle
+from wf_transformers.models import outermost
+from wf_transformers.registry import registered_for
+
+
+def attach(model: nn.Module, sp: SequenceParallel) -> Handle:
+    """Let `model` attend over the ranks of `sp`.
+
+    Every outermost Hugging Face model in `model`, itself included, is switched to a free name that
+    is registered for `sp`, and prepared as `apply` does. Every module with a method
+    `set_sequence_parallel(sp)` has it called.
+
+    Raises:
+        ValueError: if nothing in the model can attend over ranks, and there are several.
+        NotImplementedError: for a Hugging Face model that cannot be spread over several.
+    """
+    models, attending = outermost(model), receivers(model)
+    if sp.size > 1:
+        _refuse_alone(model, models, attending)
+    for receiver in attending:
+        getattr(receiver, RECEIVER)(sp)
+    return attach_pretrained(models, sp) if models else Handle(sp)
+
+
+def _refuse_alone(
+    model: nn.Module, models: list[PreTrainedModel], attending: list[nn.Module]
+) -> None:
+    """Refuse a model of which a part would attend to its own tokens only."""
+    if not models and not attending:
+        raise ValueError(
+            f"nothing in {type(model).__name__} attends over ranks: it holds no Hugging Face "
+            f"model and no module with a method {RECEIVER}(sp) to give the SequenceParallel to"
+        )
+    for one in models:
+        if not can_ask(one):
+            raise NotImplementedError(attends_alone(one))
+
+
+connect = connect_any = attach
+"""Earlier names of `attach`."""
+
+
+def apply(model: PreTrainedModel, sp: SequenceParallel) -> Handle:
+    """Make `model(..., cu_seqlens=...)` reach every attention layer of this model instance.
+
+    Replaces the self-attention modules of a BERT of transformers 4 that was built with another name
+    (parameters and state dict stay the same), and for a ViT shards the embedded patches and
+    brings the rows together again before the last norm, on every rank.
+
+    Args:
+        model: built with `attn_implementation=` a name registered for `sp` (a BERT of
+            transformers 4: or "eager").
+        sp: the sequence parallelism of this process.
+
+    Raises:
+        ValueError: if nothing in the model uses WallFacer, or it uses another `sp`.
+        NotImplementedError: for a BERT decoder, or relative position embeddings; on several ranks
+            also for a model whose tokens cannot be spread (see `refuse_unspreadable`).
+    """
+    attention = registered_for(model)
+    if attention is None and not any(unhooked_bert(model)):
+        raise ValueError(
+            f"{type(model).__name__} uses attn_implementation="
+            f"{model.config._attn_implementation!r}; call wf_transformers.register(sp) and build "
+            "the model with the registered name"
+        )
+    if attention is not None and attention.sp is not sp:
+        raise ValueError("the model's attn_implementation was registered for another sp")
+    handle = Handle(sp, attention or Attention(sp))
+    with handle.removed_on_error():
+        prepare(model, handle)
+    return handle

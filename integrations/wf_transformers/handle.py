@@ -1,0 +1,150 @@
+"""What every entry gives back: a model that was attached to the ranks that share its sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from wf_backends import SequenceParallel
+from wf_transformers.attention import Attention
+
+
+class Handle:
+    """One attached model. `remove()`, or the end of a `with` block, takes everything back.
+
+    Attributes:
+        sp: the sequence parallelism of this rank.
+        attention: what the layers of a Hugging Face model call.
+        data_parallel_rank, data_parallel_size: which sequence-parallel group this rank is in, of
+            how many: what part of the data it reads.
+        advice: how the ranks of a sequence get the same samples; added to the error where they
+            do not.
+        undo: the steps that `remove()` takes, the last first.
+    """
+
+    def __init__(self, sp: SequenceParallel, attention: Attention | None = None) -> None:
+        self.sp, self.attention, self.undo = sp, attention or Attention(sp), ExitStack()
+        self.data_parallel_rank, self.data_parallel_size = data_parallel(sp)
+        self.advice = (
+            f"all {sp.size} ranks of a sequence read the same samples: shard the data by "
+            f"rank // {sp.size}"
+        )
+
+    @property
+    def name(self) -> str:
+        """What a model's `attn_implementation` is to be; "" if no name was registered."""
+        return self.attention.name
+
+    @property
+    def checkpoint_kwargs(self) -> dict[str, Any]:
+        """For `model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=...)`.
+
+        Needed with documents (padding of full attention among them) in models that do not pass
+        keyword arguments down; harmless in others.
+        """
+        context_fn = self.attention.documents.checkpoint_contexts
+        return {"use_reentrant": False, "context_fn": context_fn}
+
+    @property
+    def connection(self) -> Self:
+        """An earlier name of what is this handle now."""
+        return self
+
+    application = connection
+
+    def report(self) -> dict[str, int]:
+        """Bytes this rank's attention sent since the last report, by label."""
+        return self.sp.report()
+
+    def shard_batch(
+        self, batch: Mapping[str, Any], pad_token_id: int = 0, labels_are_shifted: bool = False
+    ) -> dict[str, Any]:
+        """`sp.shard_batch` of a full batch that every rank of the group must hold alike.
+
+        Args:
+            labels_are_shifted: labels already stand where they are predicted: a masked model's, a
+                token classifier's.
+
+        Raises:
+            ValueError: for a malformed batch, and on every rank of the group if they hold
+                different batches.
+        """
+        with self.advising():
+            return self.sp.shard_batch(batch, pad_token_id, labels_are_shifted)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """This rank's share x the ranks of a sequence: its mean over all ranks is the loss.
+
+        Args:
+            logits: (b, s_local, vocabulary). labels: (b, s_local), already shifted.
+
+        Returns:
+            float32 scalar.
+        """
+        return self.sp.loss(logits, labels) * self.sp.size
+
+    def prepare_dataloader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        shuffle: bool = False,
+        seed: int = 1024,
+        **options: Any,
+    ) -> DataLoader[Any]:
+        """Whole batches of `dataset`, the same for all ranks of a sequence-parallel group.
+
+        Args:
+            dataset: map-style.
+            batch_size: samples per sequence-parallel group.
+            options: passed to torch's DataLoader (collate_fn, drop_last, num_workers, ...).
+        """
+        sampler: DistributedSampler[Any] = DistributedSampler(
+            dataset, self.data_parallel_size, self.data_parallel_rank, shuffle=shuffle, seed=seed
+        )
+        return DataLoader(dataset, batch_size, sampler=sampler, **options)
+
+    @contextmanager
+    def advising(self) -> Iterator[None]:
+        """Inside, an error about a batch says how ranks get the same one."""
+        try:
+            yield
+        except ValueError as error:
+            error.add_note(self.advice)
+            raise
+
+    def remove(self) -> None:
+        """Take everything back. A second call does nothing."""
+        self.undo.close()
+
+    @contextmanager
+    def removed_on_error(self) -> Iterator[Self]:
+        """Inside, an error takes back what was done so far."""
+        try:
+            yield self
+        except BaseException:
+            self.remove()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def data_parallel(sp: SequenceParallel, group: ProcessGroup | None = None) -> tuple[int, int]:
+    """(rank, size): this rank's sequence-parallel group, of how many.
+
+    Args:
+        group: the ranks over which gradients are averaged. None: all of the job.
+    """
+    if not dist.is_initialized():
+        return 0, 1
+    return dist.get_rank(group) // sp.size, dist.get_world_size(group) // sp.size
