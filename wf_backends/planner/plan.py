@@ -83,7 +83,8 @@ class Choice:
     def schedules(self, size: int) -> tuple[Schedule, Schedule]:
         """(forward, backward) for `size` ranks, each of the route's being `degree` of them."""
         size //= self.degree
-        return place(self.forward, size), place(self.backward, size)
+        forward = place(self.forward, size)
+        return forward, forward if self.backward == self.forward else place(self.backward, size)
 
     def to_config(self, size: int, layout: str) -> dict[str, Any]:
         """The words of the config that runs this and nothing else."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain, pairwise
 from types import MappingProxyType
 
@@ -303,4 +304,10 @@ def make_schedule(route: Mapping[str, object], n: int) -> Schedule:
         value = values.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"route {name!r} needs {key!r}, a positive integer, got {value!r}")
-    return kind.build(n, **values)
+    return _build(name, n, tuple(values[key] for key in kind.keys))
+
+
+@lru_cache(maxsize=64)  # asked when a config is checked, and by every plan of its calls
+def _build(name: str, n: int, values: tuple[object, ...]) -> Schedule:
+    kind = ROUTES[name]
+    return kind.build(n, **dict(zip(kind.keys, values, strict=True)))
