@@ -36,7 +36,7 @@ from torch import Tensor
 
 from wf_backends import launch
 from wf_backends.cli.options import Model
-from wf_backends.cluster.measure_links import measure
+from wf_backends.cluster.measure import measure_topology
 from wf_backends.cluster.topology import Topology, from_dict
 from wf_backends.comm import make_comm
 from wf_backends.comm.consistency import sum_over_ranks
@@ -161,7 +161,7 @@ def calmest(comm: Timeline, work: Callable[[], Timed]) -> Timed:
 def measured(comm: Timeline, hosts: list[str]) -> Measured:
     """The cluster as `bench-links` finds it."""
     start = time.perf_counter()
-    cluster = measure(comm, hosts, torch.device("cpu"))
+    cluster = measure_topology(comm, hosts, torch.device("cpu"))
     return Measured(cluster, time.perf_counter() - start)
 
 

@@ -27,7 +27,7 @@ from planning import packed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from wf_backends import SequenceParallelConfig
-from wf_backends.cluster.discover import Cluster
+from wf_backends.cluster.discover import JobTopology
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.parallel.attention import DistributedAttention
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
@@ -72,7 +72,7 @@ def plan_one(size: int, config: str, kind: str) -> tuple[float, float, int]:
     dist.init_process_group("fake", store=FakeStore(), rank=size // 2, world_size=size)
     spread = SequenceParallelConfig(sequence_parallel_size=size, **CONFIGS[config])
     comm, topology = Alone(), PRESETS["h100-8x400g"].with_ranks(size)
-    attention = DistributedAttention(spread, comm, Cluster(comm, None, topology, Path()))
+    attention = DistributedAttention(spread, comm, JobTopology(comm, None, topology, Path()))
     q = torch.zeros(1, ROWS, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     kv = torch.zeros(1, ROWS, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     mask = masks(size)[kind]

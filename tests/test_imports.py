@@ -168,7 +168,7 @@ def test_the_core_is_its_packages() -> None:
     assert len([path for path in core.glob("*.py") if path.stem != "__init__"]) <= FLAT
 
 
-CLUSTERS_METER = "wf_backends.cluster.Meter"
+CLUSTERS_TIMER = "wf_backends.cluster.Timer"
 COMMS_MPI = "wf_backends.comm.mpi.load_mpi"
 
 
@@ -188,7 +188,7 @@ COMMS_MPI = "wf_backends.comm.mpi.load_mpi"
         ("wf_backends/comm/a.py", "import wf_backends.kernels", "wf_backends.kernels"),
         ("wf_backends/runtime/a.py", "from wf_backends import parallel", "wf_backends.parallel"),
         ("wf_backends/dsp/a.py", "from wf_backends.hetegen import x", "wf_backends.hetegen.x"),
-        ("wf_backends/planner/a.py", "from wf_backends.cluster import Meter", CLUSTERS_METER),
+        ("wf_backends/planner/a.py", "from wf_backends.cluster import Timer", CLUSTERS_TIMER),
         ("wf_backends/cli/a.py", "from wf_backends.comm.mpi import load_mpi", COMMS_MPI),
         ("integrations/wf_deepspeed/a.py", "import wf_colossalai", "wf_colossalai"),
         ("integrations/wf_colossalai/a.py", "import wf_deepspeed.mpu", "wf_deepspeed.mpu"),

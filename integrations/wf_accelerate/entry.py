@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.cluster import settle_at_exit
 from wf_backends.comm import own_group
+from wf_backends.launch import settle_at_exit
 from wf_transformers import (
     Handle,
     WholeBatchHooks,

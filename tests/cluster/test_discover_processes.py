@@ -17,7 +17,7 @@ import torch
 from tests.dense import dense_attention
 from tests.helpers import run_mpi, run_processes, run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.cluster.discover import Cluster
+from wf_backends.cluster.discover import JobTopology
 from wf_backends.cluster.presets import one_host
 from wf_backends.cluster.topology import Topology
 from wf_backends.comm import Communicator
@@ -60,9 +60,9 @@ def use(group: Any, hosts: list[str], folder: str, words: dict) -> tuple[Topolog
     error = attend(sp)
     facts = {"seconds": time.process_time() - start, "error": error, "again": attend(sp)}
     facts["random state kept"] = torch.equal(before, torch.random.get_rng_state())
-    cluster = sp._attention.cluster
+    topology = sp._attention.topology
     log.removeHandler(handler)
-    return cluster._found or one_host(1), handler.lines, facts
+    return topology._found or one_host(1), handler.lines, facts
 
 
 def use_twice(group: Any, hosts: list[str], folder: str, words: dict) -> tuple[Any, Any]:
@@ -120,10 +120,10 @@ def test_one_host_of_gpus_is_measured(
 ) -> None:
     """Nothing runs on a GPU here: what measuring would say is given."""
     found = replace(one_host(2), name="measured", memory_bytes=1e9)
-    monkeypatch.setattr("wf_backends.cluster.discover.measure", lambda *_: found)
+    monkeypatch.setattr("wf_backends.cluster.discover.measure_topology", lambda *_: found)
 
     def rank(comm: Communicator) -> str:
-        return Cluster(comm, None, None, tmp_path).topology(torch.device(device)).name
+        return JobTopology(comm, None, None, tmp_path).find(torch.device(device)).name
 
     assert run_threads(2, rank) == [name] * 2
     assert len(list(tmp_path.iterdir())) == (device == "cuda")
@@ -195,7 +195,7 @@ def use_by_mpi(world: Any, folder: str) -> tuple[str, float, int]:
     socket.gethostname = lambda: "ab"[rank]
     sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), world)
     error = attend(sp)
-    return sp._attention.cluster.topology(CPU).name, error, len(list(Path(folder).iterdir()))
+    return sp._attention.topology.find(CPU).name, error, len(list(Path(folder).iterdir()))
 
 
 @pytest.mark.mpi

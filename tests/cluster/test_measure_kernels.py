@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wf_backends.cluster.measure_kernels import CPU, HEAD_DIM, KernelBench
+from wf_backends.cluster.measure_kernels import CPU, HEAD_DIM, KernelTimer
 from wf_backends.cluster.timer import Work
 from wf_backends.cluster.topology import KernelRate
 from wf_backends.lowering.areas import BACKWARD_FLOPS
@@ -22,7 +22,7 @@ def rate_of(*told: float) -> KernelRate:
         work()
         return next(times)
 
-    bench = KernelBench(torch.device("cpu"))
+    bench = KernelTimer(torch.device("cpu"))
     assert bench.kernel.name == "sdpa"
     found = bench.rate(seconds)
     assert not list(times)

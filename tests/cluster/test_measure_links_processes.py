@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.helpers import run_processes, run_threads
-from wf_backends.cluster.discover import job_hosts, measured
-from wf_backends.cluster.measure_links import _occupied
-from wf_backends.cluster.timer import LARGEST, Meter
+from wf_backends.cluster.discover import job_hosts, measured_topology
+from wf_backends.cluster.measure_links import measure_occupied
+from wf_backends.cluster.timer import MAX_BYTES, Timer
 from wf_backends.comm import Communicator
 
 pytestmark = pytest.mark.processes
@@ -23,10 +23,10 @@ def measure_twice(comm: Communicator, hosts: list[str], folder: str) -> tuple[An
     torch.set_num_threads(1)
     assert job_hosts(comm, hosts[comm.rank]) == hosts
     start = time.process_time()  # of a core: other tests may run beside this one
-    first = measured(comm, hosts, torch.device("cpu"), Path(folder))
+    first = measured_topology(comm, hosts, torch.device("cpu"), Path(folder))
     took = time.process_time() - start
     assert not comm.sent  # what is measured is no traffic of the job's
-    return first, measured(comm, hosts, torch.device("cpu"), Path(folder)), took
+    return first, measured_topology(comm, hosts, torch.device("cpu"), Path(folder)), took
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_a_job_is_measured_once(hosts: list[str], per_host: int, tmp_path: Path)
 
 
 def timed(comm: Communicator, hurry_s: float) -> int:
-    meter = Meter(comm, torch.device("cpu"), hurry_s)
-    return len(meter.times(lambda: time.sleep(0.4 * (comm.rank == 2)), repeats=4))
+    timer = Timer(comm, torch.device("cpu"), hurry_s)
+    return len(timer.times(lambda: time.sleep(0.4 * (comm.rank == 2)), repeats=4))
 
 
 @pytest.mark.parametrize(("hurry_s", "times"), ((10.0, 4), (0.1, 1), (0.7, 2)))
@@ -69,21 +69,21 @@ def test_ranks_that_do_not_run_together_seem_no_faster(
     """10 ms of a row are over before the last rank begins; a row may take longer than it must."""
     ran = list[None]()
 
-    class Apart(Meter):
+    class Apart(Timer):
         """A millisecond for each piece of work."""
 
-        def timed(self, work: Any, repeats: int, enough_s: float = inf) -> tuple[list[float], bool]:
+        def times(self, work: Any, repeats: int, enough_s: float = inf) -> list[float]:
             ran.clear()
             work()
-            return [max(0.0, 1e-3 * len(ran) - 0.01)] * repeats, late
+            return [max(0.0, 1e-3 * len(ran) - 0.01)] * (1 if late else repeats)
 
     def one(comm: Communicator) -> float:
-        return Apart(comm, torch.device("cpu")).one(lambda: ran.append(None), row_s)
+        return Apart(comm, torch.device("cpu")).per_run(lambda: ran.append(None), row_s)
 
     assert run_threads(1, one) == [pytest.approx(1e-3, rel=within)]
 
 
-class Steady(Meter):
+class Steady(Timer):
     """A link of so many bytes a second, whose messages take 10 ms more."""
 
     RATE = 1e6
@@ -110,10 +110,10 @@ class Hiccup(Steady):
 
 @pytest.mark.parametrize("link", (Steady, Bursting, Hiccup))
 def test_a_rate_is_free_of_latency_of_bursts_and_of_hiccups(link: type[Steady]) -> None:
-    (meter,) = run_threads(1, lambda comm: link(comm, torch.device("cpu")))
-    latency = meter.latency((0, 0))
+    (timer,) = run_threads(1, lambda comm: link(comm, torch.device("cpu")))
+    latency = timer.latency((0, 0))
     assert latency == pytest.approx(0.01, rel=1e-3)
-    assert meter.rate((0, 0), latency) == pytest.approx(Steady.RATE, rel=1e-4)
+    assert timer.rate((0, 0), latency) == pytest.approx(Steady.RATE, rel=1e-4)
 
 
 class Fast(Steady):
@@ -124,21 +124,21 @@ class Fast(Steady):
 
 def test_a_rate_is_measured_by_a_message_whose_bytes_take_long() -> None:
     """As many bytes as the link carries in that time, whatever a message takes beside them."""
-    (meter,) = run_threads(1, lambda comm: Fast(comm, torch.device("cpu")))
-    assert meter.bytes_for((0, 0), 0.2) == pytest.approx(0.2 * Fast.RATE, rel=1e-3)
-    assert meter.bytes_for((0, 0), 20.0) == LARGEST
+    (timer,) = run_threads(1, lambda comm: Fast(comm, torch.device("cpu")))
+    assert timer.bytes_for((0, 0), 0.2) == pytest.approx(0.2 * Fast.RATE, rel=1e-3)
+    assert timer.bytes_for((0, 0), 20.0) == MAX_BYTES
 
 
-class Beside(Meter):
+class Overlapping(Timer):
     """A message takes 1 s and a tile 0.3; together they take `both` times what they take apart."""
 
     both = 0.0
 
-    def poster(self, peers: Any, num_bytes: int) -> Any:
+    def make_post(self, peers: Any, num_bytes: int) -> Any:
         assert peers == (1 - self.comm.rank,) * 2 and num_bytes > 0
         return object()
 
-    def beside(self, post: Any, tile: Any, tiles: int) -> float:
+    def overlapped(self, post: Any, tile: Any, tiles: int) -> float:
         if post is None or not tiles:
             return 0.3 * tiles if tiles else 1.0
         assert tiles == 3  # as long as the message
@@ -146,9 +146,9 @@ class Beside(Meter):
 
 
 def occupied(comm: Communicator, both: float, per_host: int) -> float:
-    meter = Beside(comm, torch.device("cpu"))
-    object.__setattr__(meter, "both", both)
-    return _occupied(meter, per_host, lambda: None)
+    timer = Overlapping(comm, torch.device("cpu"))
+    object.__setattr__(timer, "both", both)
+    return measure_occupied(timer, per_host, lambda: None)
 
 
 @pytest.mark.parametrize("per_host", (1, 2))
@@ -159,7 +159,7 @@ def test_what_of_a_message_tiles_do_not_hide(both: float, share: float, per_host
 
 def refused(comm: Communicator, hosts: list[str], folder: str) -> str:
     with pytest.raises(ValueError) as caught:
-        measured(comm, hosts, torch.device("cpu"), Path(folder))
+        measured_topology(comm, hosts, torch.device("cpu"), Path(folder))
     return str(caught.value)
 
 

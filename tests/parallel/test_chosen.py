@@ -112,7 +112,7 @@ def topology_of(comm, words, topology=None):
     sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm, topology)
     q, k, v, _ = tensors(8, 8)
     sp.attention(sp.shard(q), sp.shard(k), sp.shard(v))
-    return sp._attention.cluster.topology(torch.device("cpu"))
+    return sp._attention.topology.find(torch.device("cpu"))
 
 
 def test_where_the_topology_comes_from(tmp_path, monkeypatch):

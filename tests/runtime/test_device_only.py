@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.cluster.discover import Cluster
-from wf_backends.cluster.measure_links import measure
+from wf_backends.cluster.discover import JobTopology
+from wf_backends.cluster.measure import measure_topology
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.comm.protocol import Communicator, Message, Pending
 from wf_backends.dsp.switch import DynamicSequenceParallel
@@ -104,7 +104,7 @@ def attention_on_gpu(words: dict[str, Any], kernel: Kernel) -> DistributedAttent
     config = SequenceParallelConfig.from_dict({"sequence_parallel_size": SIZE} | words)
     kind = LssOnGpu if config.strategy == "lss" else AttentionOnGpu
     comm = Silent()
-    found = kind(config, comm, Cluster(comm, None, PRESETS["one-host"], Path()))
+    found = kind(config, comm, JobTopology(comm, None, PRESETS["one-host"], Path()))
     found.kernel = kernel
     return found
 
@@ -225,7 +225,7 @@ def test_measuring_takes_a_gpus_tensors(monkeypatch: pytest.MonkeyPatch) -> None
     """All but their times; no value of them is asked for either."""
     kernel = Selection(sdpa_on((9, 0)), "")
     monkeypatch.setattr("wf_backends.cluster.measure_kernels.select", lambda *_: kernel)
-    found = measure(Silent(), [f"host {rank // 4}" for rank in range(SIZE)], GPU)
+    found = measure_topology(Silent(), [f"host {rank // 4}" for rank in range(SIZE)], GPU)
     assert (found.hosts, found.ranks_per_host, found.kernels[0][0]) == (2, 4, "sdpa")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +24,7 @@ from wf_backends.cluster import PRESETS, Topology, check_job, load
 from wf_backends.planner import Plan, Request, all_plans, check_memory
 
 if TYPE_CHECKING:
-    from wf_backends.cluster import Launch
+    from wf_backends.launch import Launch
 
 EXACT_UP_TO = 16  # ranks; beyond, pricing every candidate message by message takes long
 
@@ -97,7 +96,7 @@ class Job:
         from wf_backends.comm import make_comm
 
         self.device, self.comm = launched.device, make_comm()
-        self.hosts = job_hosts(self.comm, socket.gethostname())
+        self.hosts = job_hosts(self.comm)
         self.folder = cache_dir or cache_folder(os.environ)
 
     def cluster(self, source: str) -> Topology:
@@ -105,25 +104,25 @@ class Job:
 
         A preset has as many ranks as the job; a file says itself how many.
         """
-        from wf_backends.cluster import measured
+        from wf_backends.cluster import measured_topology
 
         if source:
             size = self.comm.size
             named = o.cluster(source, size) if source in PRESETS else load(source)
             return check_job(named, self.hosts)
-        return measured(self.comm, self.hosts, self.device, self.folder)[0]
+        return measured_topology(self.comm, self.hosts, self.device, self.folder)[0]
 
     def run(self, plans: list[Plan], model: o.Model, repeats: int) -> list[float]:
         """Median seconds of each plan, each time until the slowest rank is done.
 
         They take turns: what else the machine does, or does at first, is no property of one plan.
         """
-        from wf_backends.cluster import Meter
+        from wf_backends.cluster import Timer
 
-        meter, shown = Meter(self.comm, self.device), Console(stderr=True)
+        timer, shown = Timer(self.comm, self.device), Console(stderr=True)
         works = self.works(plans, model)
         rounds = track(range(repeats), "running", disable=self.comm.rank > 0, console=shown)
-        times = [[meter.times(work, 1)[0] for work in works] for _ in rounds]
+        times = [[timer.times(work, 1)[0] for work in works] for _ in rounds]
         return [median(of_plan) for of_plan in zip(*times, strict=True)]
 
     def works(self, plans: list[Plan], model: o.Model) -> list[Callable[[], None]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Annotated
@@ -32,7 +31,7 @@ def bench_links(
         torchrun --nproc-per-node 4 -m wf_backends.cli bench-links
     """
     from wf_backends import launch
-    from wf_backends.cluster import cache_folder, job_hosts, measure, measured
+    from wf_backends.cluster import cache_folder, job_hosts, measured_topology
     from wf_backends.comm import make_comm
 
     o.check_folder("--out", out)
@@ -40,11 +39,8 @@ def bench_links(
     try:
         start = time.perf_counter()
         comm = make_comm()
-        hosts = job_hosts(comm, socket.gethostname())
-        if fresh:
-            topology, known = measure(comm, hosts, launched.device), False
-        else:
-            topology, known = measured(comm, hosts, launched.device, folder)
+        hosts = job_hosts(comm)
+        topology, known = measured_topology(comm, hosts, launched.device, folder, fresh)
         took = time.perf_counter() - start
     finally:
         launched.close()

@@ -1,7 +1,7 @@
-"""The topology that "auto" goes by: handed in, named, or measured on the job at first use.
+"""The topology that "auto" uses: given, named, or measured on the job at first use.
 
-Whatever it is, it is the same on every rank of a group. What is measured is kept in a folder, one
-file for every list of hosts and kind of device.
+It is the same on every rank of a group. What was measured is kept in a folder: one file for each
+list of hosts and kind of device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from wf_backends.cluster.job import check_job, is_host_by_host
-from wf_backends.cluster.measure_links import measure
+from wf_backends.cluster.measure import measure_topology
 from wf_backends.cluster.presets import MEASURE, load, one_host
 from wf_backends.cluster.topology import Topology, from_dict
 from wf_backends.comm import Communicator, gather_small
@@ -30,12 +30,12 @@ from wf_backends.comm import Communicator, gather_small
 NAME_BYTES = 256  # more than any host name has
 
 
-class Cluster:
-    """The topology of the ranks of `comm`.
+class JobTopology:
+    """The topology of the ranks of `comm`, found when it is first asked for.
 
     Args:
         comm: the ranks of one sequence.
-        source: the config's "topology".
+        source: the config's "topology": a preset, a file, "measure" or None.
         given: a topology that is taken as it is, whatever the source.
         folder: where measured topologies are kept.
 
@@ -49,11 +49,11 @@ class Cluster:
         self.comm, self.source, self.folder = comm, source, folder
         named = None if source in (None, MEASURE) else load(str(source), comm.size)
         self.known = given or named
-        """What is known without asking the other ranks."""
+        """The topology, where it is known without asking the other ranks."""
         self._found = given
 
-    def topology(self, device: torch.device) -> Topology:
-        """The topology; at the first call, which is collective, asked for or measured.
+    def find(self, device: torch.device) -> Topology:
+        """The topology. The first call is collective; it may measure.
 
         Args:
             device: what this rank computes on and sends from.
@@ -66,17 +66,16 @@ class Cluster:
         return self._found
 
     def _find(self, device: torch.device) -> Topology:
-        hosts = job_hosts(self.comm, socket.gethostname())
+        hosts = job_hosts(self.comm)
         if self.known is not None:
             return check_job(self.known, hosts)
-        on_cores = device.type == "cpu"  # of one host: links and kernels as the preset has them
-        if self.source is None and on_cores and len(set(hosts)) == 1:
+        if self.source is None and device.type == "cpu" and len(set(hosts)) == 1:
             return one_host(self.comm.size)
         if is_host_by_host(hosts):
-            return measured(self.comm, hosts, device, self.folder)[0]
-        return self._as_ranks_apart(hosts, device)
+            return measured_topology(self.comm, hosts, device, self.folder)[0]
+        return self._ranks_apart(hosts, device)
 
-    def _as_ranks_apart(self, hosts: Sequence[str], device: torch.device) -> Topology:
+    def _ranks_apart(self, hosts: Sequence[str], device: torch.device) -> Topology:
         """Every rank as a host of its own: for hosts with different numbers of ranks, or mixed."""
         if self.comm.rank == 0:
             logging.getLogger(__name__).warning(
@@ -85,46 +84,55 @@ class Cluster:
                 dict(Counter(hosts)),
             )
         apart = [f"{host}, rank {rank}" for rank, host in enumerate(hosts)]
-        found = measured(self.comm, apart, device, self.folder)[0]
+        found = measured_topology(self.comm, apart, device, self.folder)[0]
         shared = 1 if device.type == "cuda" else max(Counter(hosts).values())
         return replace(found, memory_bytes=found.memory_bytes / shared)
 
 
-def job_hosts(comm: Communicator, host: str) -> list[str]:
-    """The host of every rank, by rank. Collective."""
+def job_hosts(comm: Communicator, host: str | None = None) -> list[str]:
+    """The host name of every rank, by rank. Collective.
+
+    Args:
+        host: what to call this rank's host; None = by its name.
+    """
     mine = torch.zeros(NAME_BYTES, dtype=torch.uint8)
-    name = host.encode()[:NAME_BYTES]
+    name = (host or socket.gethostname()).encode()[:NAME_BYTES]
     mine[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
     return [bytes(row).rstrip(b"\0").decode() for row in gather_small(comm, mine).tolist()]
 
 
-def measured(
-    comm: Communicator, hosts: Sequence[str], device: torch.device, folder: Path
+def measured_topology(
+    comm: Communicator,
+    hosts: Sequence[str],
+    device: torch.device,
+    folder: Path,
+    fresh: bool = False,
 ) -> tuple[Topology, bool]:
-    """(topology, whether it was measured before) of the ranks of `comm`. Collective.
+    """(topology of the ranks of `comm`, whether it comes from the folder). Collective.
 
-    Rank 0 alone reads and writes the folder, and tells the others.
+    Only rank 0 reads and writes the folder; it sends the others the text.
 
     Args:
         hosts: the host name of every rank, by rank.
+        fresh: measure in any case, and keep nothing.
 
     Raises:
         ValueError: if hosts have different numbers of ranks or are not numbered one by one.
     """
     key = sha256(repr((list(hosts), device.type)).encode()).hexdigest()[:16]
     path, log = folder / f"topology-{key}.json", logging.getLogger(__name__)
-    kept = _from_first(comm, _read(path) if comm.rank == 0 else "")
+    kept = _from_rank_0(comm, _read(path) if comm.rank == 0 and not fresh else "")
     if kept:
         if comm.rank == 0:
             log.info("topology of %d ranks: from %s", comm.size, path)
         return from_dict(json.loads(kept)), True
     start = time.perf_counter()
-    words = measure(comm, hosts, device).to_dict()
+    words = measure_topology(comm, hosts, device).to_dict()
     took = time.perf_counter() - start
-    found = _from_first(comm, json.dumps(words, indent=2))  # rank 0's: memory is a rank's own
-    if comm.rank == 0:
-        log.warning(_told(json.loads(found), took) + _keep(path, found))
-    return from_dict(json.loads(found)), False
+    text = _from_rank_0(comm, json.dumps(words, indent=2))  # memory is a rank's own
+    if comm.rank == 0 and not fresh:
+        log.warning(_summary(json.loads(text), took) + _keep(path, text))
+    return from_dict(json.loads(text)), False
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
@@ -136,17 +144,17 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     return cache / "wallfacer"
 
 
-def _told(words: Mapping[str, Any], took: float) -> str:
+def _summary(words: Mapping[str, Any], took: float) -> str:
     rates = {name: f"{words[name]['gigabits_per_s']:.3g} Gbit/s" for name in ("inside", "between")}
     links = [f"{rates['inside']} inside"] if words["ranks_per_host"] > 1 else []
     if words["hosts"] > 1:
         links.append(f"{rates['between']} for each of {words['nics_per_host']} NICs of a host")
-    shape = f"{words['hosts']} hosts x {words['ranks_per_host']} ranks"
-    return f"measured {shape} in {took:.1f} s: {', '.join(links) or 'no links'}; "
+    hosts = f"{words['hosts']} hosts x {words['ranks_per_host']} ranks"
+    return f"measured {hosts} in {took:.1f} s: {', '.join(links) or 'no links'}; "
 
 
 def _read(path: Path) -> str:
-    """A topology that was kept; nothing if there is none that can be read."""
+    """The text of a topology that was kept; empty if there is none that can be read."""
     try:
         text = path.read_text()
         from_dict(json.loads(text))
@@ -156,7 +164,7 @@ def _read(path: Path) -> str:
 
 
 def _keep(path: Path, text: str) -> str:
-    """Write the file, whole or not at all; what to say about it."""
+    """Write the file, whole or not at all. Returns what to log about it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
@@ -167,7 +175,7 @@ def _keep(path: Path, text: str) -> str:
     return f"kept in {path}, delete it to measure again"
 
 
-def _from_first(comm: Communicator, text: str) -> str:
+def _from_rank_0(comm: Communicator, text: str) -> str:
     """Rank 0's text, on every rank."""
     data = text.encode()
     length = int(gather_small(comm, torch.tensor([len(data)]))[0])

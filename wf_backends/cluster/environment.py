@@ -1,4 +1,4 @@
-"""What the environment says about this process: every launcher's variables, in one table.
+"""Which launcher started this process, and as which rank, by the variables that launchers set.
 
 Pure: standard library only.
 """
@@ -23,56 +23,42 @@ class Place:
     local_rank: int | None = None
     local_size: int | None = None
     address: str | None = None
-    """Host at which the ranks meet."""
+    """Host on which the ranks' store listens."""
     port: int | None = None
     restart: int = 0
-    """How often torchrun started the job again; keys of an earlier attempt are stale."""
+    """How often torchrun has restarted the job; keys of earlier attempts are stale."""
     agent_store: bool = False
-    """Whether torchrun itself listens at address:port, so that rank 0 must not."""
+    """Whether torchrun itself listens at address:port; then rank 0 must not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The variables of one launcher; `mark` tells that it is this one."""
+    """The variables of one launcher. It started this process if `mark` is set."""
 
     name: str
     mark: str
-    rank: str
-    sizes: tuple[str, ...]
-    local_rank: str
-    local_size: str
+    rank: str = "RANK"
+    sizes: tuple[str, ...] = ("WORLD_SIZE",)
+    """The first of them that is set counts."""
+    local_rank: str = "LOCAL_RANK"
+    local_size: str = "LOCAL_WORLD_SIZE"
 
 
-# The first whose mark is set. Innermost first: torchrun and deepspeed may run inside the others,
-# and mpirun starts its daemons through srun, so that Slurm's numbers are then the daemons'.
+_OMPI = "OMPI_COMM_WORLD_"
+_OPENMPI = _OMPI + "RANK", (_OMPI + "SIZE",), _OMPI + "LOCAL_RANK", _OMPI + "LOCAL_SIZE"
+_MPICH = "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+_SLURM = "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"
+
+# The first whose mark is set counts. Inner launchers come first: torchrun and deepspeed run inside
+# the others, and mpirun may start its daemons by srun; then Slurm's numbers are the daemons'.
 LAUNCHERS = (
-    Launcher(
-        "torchrun", "TORCHELASTIC_RUN_ID", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    ),
-    Launcher("deepspeed", "CROSS_SIZE", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_SIZE"),
-    Launcher(
-        "openmpi",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_RANK",
-        ("OMPI_COMM_WORLD_SIZE",),
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Launcher(
-        "mpich", "MPI_LOCALRANKID", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
-    ),
-    Launcher(
-        "slurm",
-        "SLURM_PROCID",
-        "SLURM_PROCID",
-        ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-        "SLURM_LOCALID",
-        "LOCAL_WORLD_SIZE",
-    ),
-    Launcher("mpich", "PMI_SIZE", "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    Launcher(
-        "environment", "WORLD_SIZE", "RANK", ("WORLD_SIZE",), "LOCAL_RANK", "LOCAL_WORLD_SIZE"
-    ),
+    Launcher("torchrun", "TORCHELASTIC_RUN_ID"),
+    Launcher("deepspeed", "CROSS_SIZE", local_size="LOCAL_SIZE"),
+    Launcher("openmpi", _OMPI + "SIZE", *_OPENMPI),
+    Launcher("mpich", "MPI_LOCALRANKID", *_MPICH),
+    Launcher("slurm", "SLURM_PROCID", *_SLURM),
+    Launcher("mpich", "PMI_SIZE", *_MPICH),
+    Launcher("environment", "WORLD_SIZE"),
 )
 
 

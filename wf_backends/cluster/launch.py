@@ -23,7 +23,7 @@ __all__ = ["Launch", "detect", "init", "settle_at_exit"]
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
-GRACE = 0.05  # seconds for threads of torch at the end of Python
+GRACE_S = 0.05  # for torch's threads at the end of Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,8 @@ class Launch:
     """How this process was started and what it is in its job."""
 
     launcher: str
-    """torchrun, deepspeed, openmpi, mpich, slurm, mpi4py (a launcher we do not know, asked through
-    MPI), environment (RANK and WORLD_SIZE set by something we do not know) or single."""
+    """torchrun, deepspeed, openmpi, mpich, slurm, mpi4py (an unknown launcher of MPI), environment
+    (something unknown that sets RANK and WORLD_SIZE) or single."""
     rank: int
     world_size: int
     local_rank: int
@@ -51,17 +51,17 @@ class Launch:
         )
 
     def close(self) -> None:
-        """Undo `init`: destroy the group, remove the variables. Nothing, if init only reported."""
+        """Undo `init`: destroy the group, remove the variables. Nothing if init made no group."""
         if self._exported is None or not dist.is_initialized():
             return
         dist.destroy_process_group()
-        gc.collect()  # what is left of the group: its threads must end before Python does
+        gc.collect()  # the group's threads must end before Python does
         for name in self._exported:
             os.environ.pop(name, None)
         atexit.unregister(self._end)
 
     def _end(self) -> None:
-        """`close` at the exit of Python; not after an error, as a peer may wait in what we left."""
+        """`close` at the exit of Python. Not after an error: peers may still wait in the group."""
         if getattr(sys, "last_value", None) is None:
             self.close()
 
@@ -113,22 +113,18 @@ def init(backend: str | None = None, timeout: float = 600.0) -> Launch:
 
 
 def settle_at_exit() -> None:
-    """Wait a moment when Python ends, for the threads of groups that are there to its end.
+    """When Python ends, first wait a moment for the threads of groups that nobody destroyed.
 
-    `init` does so itself. For groups that somebody else started and nobody destroys.
+    A thread of gloo that frees a tensor while Python ends aborts the process (pytorch issue
+    190489). `init` calls this; call it for groups that were made otherwise.
     """
     atexit.unregister(_settle)  # once is enough
     atexit.register(_settle)
 
 
 def _settle() -> None:
-    """Let the threads of groups that somebody still holds drop their last tensors.
-
-    A thread of gloo that frees a tensor just when Python ends aborts the process: torch waits for
-    an interpreter that never comes (pytorch issue 190489).
-    """
-    sys.setswitchinterval(1e-6)  # whoever waits for the interpreter has it at once
-    time.sleep(GRACE)
+    sys.setswitchinterval(1e-6)  # a thread that waits for the interpreter gets it at once
+    time.sleep(GRACE_S)
 
 
 def _check_backend(backend: str | None) -> str:
@@ -148,7 +144,7 @@ def _check_backend(backend: str | None) -> str:
 
 
 def _name_mpi(place: Place) -> Place:
-    """A launcher we do not know, where the program has loaded MPI and MPI sees several ranks."""
+    """The place by MPI, if an unknown launcher started ranks and the program has loaded MPI."""
     MPI = sys.modules.get("mpi4py.MPI")
     if place.launcher not in ("single", "environment") or MPI is None or MPI.COMM_WORLD.size == 1:
         return place
@@ -160,7 +156,7 @@ def _name_mpi(place: Place) -> Place:
 
 
 def _mpi_world(place: Place) -> Any:
-    """The MPI communicator by which the ranks meet; None where they meet without MPI."""
+    """The MPI communicator that tells the ranks where the store is; None if they know."""
     if place.launcher not in MPI_LAUNCHERS or place.address is not None:
         return None
     try:
@@ -180,7 +176,7 @@ def _mpi_world(place: Place) -> Any:
 
 
 def _describe(place: Place) -> Launch:
-    """The initialised group, which has the last word, with what the environment adds."""
+    """What this process is in the group that is there, with what the environment adds to it."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if (place.rank, place.world_size) != (rank, size):
         place = Place("environment", rank, size)
@@ -196,7 +192,7 @@ def _describe(place: Place) -> Launch:
 
 
 def _export(place: Place) -> tuple[str, ...]:
-    """Set the variables that other frameworks look for; the names of those that were missing."""
+    """Set the variables that other frameworks look for; returns those that were missing."""
     facts = {
         "RANK": place.rank,
         "WORLD_SIZE": place.world_size,

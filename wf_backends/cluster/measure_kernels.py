@@ -1,12 +1,9 @@
-"""What a rank's tiles take on the running job: the kernel's rates, and what each call costs beside.
-
-Shapes: s rows of a tile, b batch, h heads, d head_dim; buffers are rows-first.
-"""
+"""The rates of the kernel on the running job, and what each call of it costs beside them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
@@ -21,33 +18,35 @@ from wf_backends.schedule import CAUSAL, FULL, Band
 
 HEAD_DIM = 64
 
-Timed = Callable[[Work, float], float]  # seconds of one of a row that takes so long at least
+Timed = Callable[[Work, float], float]  # seconds of one of a row that takes HEAD_DIM = 64
+
+Seconds = Callable[[Work, float], float]  # of one run, from rows that take so long at least
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Rows and keys of the tiles that are timed."""
+    """Rows (and as many keys) of the tiles that are timed."""
 
     small: int
-    """With `large` one of the two that a kernel's rate is fitted to."""
+    """With `large` the two tiles that a kernel's rate is fitted to."""
     large: int
     diagonal: int
-    """Of a causal tile."""
+    """The causal tile."""
     beside: int
-    """Of tiles computed while messages travel."""
+    """The tile that is computed while messages travel."""
     heads: int
     row_s: float
-    """How long tiles are computed in a row, at least."""
+    """How long a row of equal tiles is computed, at least."""
 
 
 CPU = Sizes(16, 768, 512, 128, heads=4, row_s=0.15)
 GPU = Sizes(1024, 8192, 1024, 1024, heads=8, row_s=0.02)
 
 
-class KernelBench:
-    """Times the kernel that "auto" takes, by tiles as the executor runs them.
+class KernelTimer:
+    """Times tiles of the kernel that "auto" selects, as a run computes them.
 
-    They are merged into results that are there: on a CPU that is most of what short ones take.
+    Merging into earlier results is part of it: on a CPU most of the time of a small tile.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,25 +56,47 @@ class KernelBench:
         heads = self.sizes.heads
         spec = KernelSpec(device.type, self.dtype, HEAD_DIM, heads, heads)
         self.kernel: Kernel = select("auto", spec).kernel
+        self.name = self.kernel.name
+        self.flops_per_score = 4 * heads * HEAD_DIM  # of the forward, per (query, key)
 
-    def rate(self, seconds: Timed) -> KernelRate:
-        """A line through two tiles' times, and what a causal one takes beyond it."""
-        sizes, lines = self.sizes, list[tuple[float, float]]()
-        flops = [size * size * self._score_flops for size in (sizes.small, sizes.large)]
-        works = zip(self.works(sizes.small), self.works(sizes.large), strict=True)
-        for factor, both in zip((1.0, BACKWARD_FLOPS), works, strict=True):
-            first, second = (seconds(work, sizes.row_s) for work in both)
-            rate = factor * (flops[1] - flops[0]) / max(second - first, second / 10)
-            lines.append((rate, first - factor * flops[0] / rate))
-        (forward, there), (backward, back) = lines
-        rate = KernelRate(forward, backward, max(1e-7, (there + back) / 2))
-        return KernelRate(forward, backward, rate.call_s, self._diagonal_keys(rate, seconds))
+    def rate(self, seconds: Seconds) -> KernelRate:
+        """Rates and call from the times of two tiles, diagonal_keys from that of a causal one."""
+        small, large = (self.tiles(rows) for rows in (self.sizes.small, self.sizes.large))
+        forward, forward_call = self._line(seconds, small[0], large[0], 1.0)
+        backward, backward_call = self._line(seconds, small[1], large[1], BACKWARD_FLOPS)
+        rate = KernelRate(forward, backward, max(1e-7, (forward_call + backward_call) / 2))
+        return replace(rate, diagonal_keys=self._diagonal_keys(rate, seconds))
 
-    def works(self, size: int, band: Band = FULL) -> tuple[Work, Work]:
-        """The (forward, backward) of a tile of so many rows and keys, as the executor runs it.
+    def _line(
+        self, seconds: Seconds, small: Work, large: Work, factor: float
+    ) -> tuple[float, float]:
+        """(FLOP/s, seconds of a call) of the line through two tiles' times."""
+        sizes = self.sizes
+        small_s, large_s = (seconds(tile, sizes.row_s) for tile in (small, large))
+        small_flops, large_flops = (
+            factor * rows**2 * self.flops_per_score for rows in (sizes.small, sizes.large)
+        )
+        rate = (large_flops - small_flops) / max(large_s - small_s, large_s / 10)
+        return rate, small_s - small_flops / rate
 
-        Both have run once: what a first call takes beyond others is in no measured time.
+    def _diagonal_keys(self, rate: KernelRate, seconds: Seconds) -> float:
+        """Masked keys computed for each row of a causal tile.
+
+        By what forward and backward take beyond their calls and the scores that the mask shows.
         """
+        rows = self.sizes.diagonal
+        forward, backward = self.tiles(rows, CAUSAL)
+        took = seconds(lambda: (forward(), backward()), self.sizes.row_s) - 2 * rate.call_s
+        score_s = 1 / rate.forward_flops_per_s + BACKWARD_FLOPS / rate.backward_flops_per_s
+        scores = took / (self.flops_per_score * score_s)
+        return max(0.0, scores - tile_area(_tile(rows, CAUSAL))) / rows
+
+    def tile_beside_messages(self) -> Work:
+        """The forward of the tile that is computed while messages travel."""
+        return self.tiles(self.sizes.beside)[0]
+
+    def tiles(self, size: int, band: Band = FULL) -> tuple[Work, Work]:
+        """The (forward, backward) of a tile of `size` rows and keys; each has run once already."""
         tile, scale = _tile(size, band), HEAD_DIM**-0.5
         source = torch.Generator().manual_seed(0)  # the program's own is left alone
         shape = (size, 1, self.sizes.heads, HEAD_DIM)
@@ -95,21 +116,6 @@ class KernelBench:
         backward = partial(back, tile, queries, (kv,), *grads)
         backward()
         return forward, backward
-
-    def _diagonal_keys(self, rate: KernelRate, seconds: Timed) -> float:
-        """Keys that a row of a causal tile is computed with in vain, by what forward and backward
-        take beyond their calls and the scores that the mask lets through."""
-        size = self.sizes.diagonal
-        there, back = self.works(size, CAUSAL)
-        took = seconds(lambda: (there(), back()), self.sizes.row_s) - 2 * rate.call_s
-        score_s = 1 / rate.forward_flops_per_s + BACKWARD_FLOPS / rate.backward_flops_per_s
-        scores = took / (self._score_flops * score_s)
-        return max(0.0, scores - tile_area(_tile(size, CAUSAL))) / size
-
-    @property
-    def _score_flops(self) -> int:
-        """The forward's, of one (query, key) pair, all heads."""
-        return 4 * self.sizes.heads * HEAD_DIM
 
 
 def _tile(size: int, band: Band) -> Tile:

@@ -9,7 +9,6 @@ import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from math import inf
 from pathlib import Path
 from types import MappingProxyType
@@ -18,75 +17,49 @@ from typing import Any
 from wf_backends._validation import nearest
 from wf_backends.cluster.topology import KernelRate, Link, Topology, from_dict
 
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, of which json itself would take the last of two values."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"key {key!r} is given twice: {found[key]!r} and {value!r}")
-        found[key] = value
-    return found
-
-
-MEASURE = "measure"  # in place of a name: the topology is measured in the job
-
-READERS = MappingProxyType(
-    {".json": partial(json.loads, object_pairs_hook=_once), ".toml": tomllib.loads}
-)
+MEASURE = "measure"  # instead of a name: the job measures its topology
+SUFFIXES = (".json", ".toml")
 
 # Nominal figures of the makers; kernel rates of the FlashAttention-2 paper (arXiv 2307.08691):
 # 73 % and 63 % of an A100's 312 TFLOP/s, 335 TFLOP/s on an H100. one-host: gloo and one CPU core
 # a rank, in round numbers. Measure your own cluster.
-_H100 = KernelRate(335e12, 335e12, 10e-6)
-_A100 = KernelRate(228e12, 197e12, 10e-6)
-_CPU = KernelRate(2e10, 4e10, 50e-6)
+_H100 = (("flash", KernelRate(335e12, 335e12, 10e-6)),)
+_A100 = (("flash", KernelRate(228e12, 197e12, 10e-6)),)
+_CPU = (("sdpa", KernelRate(2e10, 4e10, 50e-6)),)
 
-PRESETS: Mapping[str, Topology] = MappingProxyType(
-    {
-        "h100-8x400g": Topology(
-            "h100-8x400g",
-            hosts=8,
-            ranks_per_host=8,
-            nics_per_host=8,
-            inside=Link(5e-6, 450e9),
-            between=Link(10e-6, 50e9),
-            kernels=(("flash", _H100),),
-            memory_bytes=80 * 2**30,
-        ),
-        "a100-4x-100gbe": Topology(
-            "a100-4x-100gbe",
-            hosts=8,
-            ranks_per_host=4,
-            nics_per_host=1,
-            inside=Link(5e-6, 300e9),
-            between=Link(30e-6, 12.5e9),
-            kernels=(("flash", _A100),),
-            memory_bytes=40 * 2**30,
-        ),
-        "one-host": Topology(
-            "one-host",
-            hosts=1,
-            ranks_per_host=8,
-            nics_per_host=1,
-            inside=Link(100e-6, 1.3e9),
-            between=Link(200e-6, 1.25e9),
-            kernels=(("sdpa", _CPU),),
-            memory_bytes=8 * 2**30,
-        ),
-    }
+# name, hosts, ranks of a host, NICs of a host, link inside, link between; kernels, memory of a rank
+_TOPOLOGIES = (
+    Topology("h100-8x400g", 8, 8, 8, Link(5e-6, 450e9), Link(10e-6, 50e9), _H100, 80 * 2**30),
+    Topology("a100-4x-100gbe", 8, 4, 1, Link(5e-6, 300e9), Link(30e-6, 12.5e9), _A100, 40 * 2**30),
+    Topology("one-host", 1, 8, 1, Link(100e-6, 1.3e9), Link(200e-6, 1.25e9), _CPU, 8 * 2**30),
 )
+PRESETS: Mapping[str, Topology] = MappingProxyType({one.name: one for one in _TOPOLOGIES})
+
+
+def check_source(source: object) -> None:
+    """Nothing, if `source` may name a topology; whether there is such a file is seen by `load`.
+
+    Raises:
+        ValueError: if it is no preset, no .json or .toml file, and not "measure".
+    """
+    known = (*PRESETS, MEASURE)
+    if source not in known and not str(source).endswith(SUFFIXES):
+        raise ValueError(
+            f"topology must be one of {list(known)}, or a {' or '.join(SUFFIXES)} file, got "
+            f"{source!r}{nearest(source, known)}"
+        )
 
 
 def load(source: str, size: int | None = None) -> Topology:
-    """The topology of a preset's name or of a .json or .toml file.
+    """The topology of a preset's name, or of a .json or .toml file.
 
     Args:
-        size: ranks that are meant; a preset has as many, and a file at least as many.
+        size: how many ranks it is for. A preset of several hosts gets as many hosts as they fill;
+            a file must have at least as many ranks. None = the ranks that the source has.
 
     Raises:
-        ValueError: if there is no such preset or file, naming the key that is wrong in it, or if
-            it has not so many ranks.
+        ValueError: if there is no such preset or file, a key is wrong in it, or it has too few
+            ranks.
     """
     if source in PRESETS:
         preset = PRESETS[source]
@@ -94,13 +67,13 @@ def load(source: str, size: int | None = None) -> Topology:
             return preset
         return one_host(size) if preset.hosts == 1 else preset.with_ranks(size)
     path = Path(source)
-    if path.suffix not in READERS or not _is_file(path):
+    if path.suffix not in SUFFIXES or not _is_file(path):
         raise ValueError(
-            f"topology must be one of {list(PRESETS)}, or a {' or '.join(READERS)} file that "
+            f"topology must be one of {list(PRESETS)}, or a {' or '.join(SUFFIXES)} file that "
             f"exists; got {source!r}{nearest(source, PRESETS)}"
         )
     try:
-        topology = from_dict(READERS[path.suffix](path.read_text()))
+        topology = from_dict(_read(path))
         if size is not None and size > topology.size:
             raise ValueError(f"it has {topology.size} ranks, but {size} share a sequence")
         return topology if size is None else topology.with_ranks(size)
@@ -110,14 +83,30 @@ def load(source: str, size: int | None = None) -> Topology:
         raise ValueError(f"{path}: it is nested too deep for a topology") from None
 
 
+def one_host(size: int) -> Topology:
+    """The one-host preset for `size` ranks; its memory is unknown, and so unlimited."""
+    return replace(PRESETS["one-host"], ranks_per_host=size, memory_bytes=inf)
+
+
 def _is_file(path: Path) -> bool:
-    """Whether there is such a file; a name longer than names may be is none of one."""
     try:
         return path.is_file()
-    except OSError:
+    except OSError:  # the name is longer than the system allows
         return False
 
 
-def one_host(size: int) -> Topology:
-    """The one-host preset for `size` ranks, of whose memory nothing is known."""
-    return replace(PRESETS["one-host"], ranks_per_host=size, memory_bytes=inf)
+def _read(path: Path) -> Any:
+    text = path.read_text()
+    if path.suffix == ".toml":
+        return tomllib.loads(text)
+    return json.loads(text, object_pairs_hook=_refuse_doubles)
+
+
+def _refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; json itself would silently take the last of two values of a key."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {key!r} is given twice: {found[key]!r} and {value!r}")
+        found[key] = value
+    return found

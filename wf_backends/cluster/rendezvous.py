@@ -1,4 +1,8 @@
-"""Where the ranks of a job meet before they are a group, and which GPU each of them takes."""
+"""The store at which the ranks of a job meet before they are a group, and each rank's GPU.
+
+torch's own "env://" opens such a store too, but waits for all ranks while it opens it: it cannot
+name the ranks that did not come. And it has nothing for MPI.
+"""
 
 from __future__ import annotations
 
@@ -15,33 +19,51 @@ from wf_backends.cluster.environment import Place
 
 
 def open_store(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
-    """The store at which the ranks meet, and where it is."""
+    """The store at which the ranks meet, and the place with its address and port.
+
+    Args:
+        world: the MPI communicator that tells the ranks where the store is; None = `place` knows.
+    """
     if world is not None:
         return _open_by_mpi(place, world, timeout)
     if place.world_size == 1 and place.address is None:
-        store = _listen("127.0.0.1", 0, 1, timeout)
-        return replace(place, address="127.0.0.1", port=store.port), store
+        place = replace(place, address="127.0.0.1", port=0)
     if place.address is None or place.port is None:
         raise ValueError(
             f"MASTER_ADDR is not set, and {place.launcher} does not say where rank 0 of "
             f"{place.world_size} is: set MASTER_ADDR and MASTER_PORT on every rank"
         )
-    if place.rank == 0 and not place.agent_store:
-        return place, _listen(place.address, place.port, place.world_size, timeout)
-    return place, _connect(place, timeout)
+    return _open(place, timeout)
 
 
 def _open_by_mpi(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
-    """Rank 0 listens on a port that is free and then tells the others: nobody else can take it."""
-    one_host = len(set(world.allgather(socket.gethostname()))) == 1
+    """Rank 0 listens on a free port and then tells the others: nobody can take it in between."""
+    is_one_host = len(set(world.allgather(socket.gethostname()))) == 1
     store = None
     if place.rank == 0:
-        address = "127.0.0.1" if one_host else _outward_address()
-        store = _listen(address, 0, place.world_size, timeout)
-        place = replace(place, address=address, port=store.port)
+        address = "127.0.0.1" if is_one_host else _outward_address()
+        place, store = _open(replace(place, address=address, port=0), timeout)
     address, port = world.bcast((place.address, place.port))
-    place = replace(place, address=address, port=port)
-    return place, store or _connect(place, timeout)
+    return (place, store) if store else _open(replace(place, address=address, port=port), timeout)
+
+
+def _open(place: Place, timeout: float) -> tuple[Place, TCPStore]:
+    """Listen as rank 0, at a free port where the port is 0; connect as any other rank."""
+    assert place.address is not None and place.port is not None
+    listens = place.rank == 0 and not place.agent_store
+    wait = timedelta(seconds=timeout)
+    try:
+        store = TCPStore(
+            place.address, place.port, place.world_size, listens, wait, wait_for_workers=False
+        )
+    except RuntimeError as error:
+        if listens:
+            raise
+        raise RuntimeError(
+            f"rank {place.rank} of {place.world_size} ({place.launcher}) did not reach rank 0 at "
+            f"{place.address}:{place.port} within {timeout:g} s: {error}"
+        ) from error
+    return replace(place, port=store.port), store
 
 
 def _outward_address() -> str:
@@ -57,29 +79,13 @@ def _outward_address() -> str:
         return probe.getsockname()[0]
 
 
-def _listen(address: str, port: int, size: int, timeout: float) -> TCPStore:
-    wait = timedelta(seconds=timeout)
-    return TCPStore(address, port, size, True, wait, wait_for_workers=False)
-
-
-def _connect(place: Place, timeout: float) -> TCPStore:
-    assert place.address is not None and place.port is not None
-    wait = timedelta(seconds=timeout)
-    try:
-        return TCPStore(
-            place.address, place.port, place.world_size, False, wait, wait_for_workers=False
-        )
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {place.rank} of {place.world_size} ({place.launcher}) did not reach rank 0 at "
-            f"{place.address}:{place.port} within {timeout:g} s: {error}"
-        ) from error
-
-
 def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
-    """Wait for all ranks; then the part of the store for this meeting, and the local rank and size.
+    """Wait for all ranks. The part of the store for this group, and the place with local ranks.
 
     Keys of an attempt that torchrun restarted, or of a group that was closed, are never read.
+
+    Raises:
+        RuntimeError: if ranks do not come within the timeout, naming them.
     """
     store = PrefixStore(f"wallfacer/restart {place.restart}", store)
     visit = store.add(f"visits of {place.rank}", 1)
@@ -94,13 +100,19 @@ def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
             f"rank {place.rank} of {place.world_size} ({place.launcher}) waited {timeout:g} s at "
             f"{place.address}:{place.port}: ranks {late} did not come"
         ) from error
-    if place.local_rank is None or place.local_size is None:  # all of all is much for thousands
+    if (
+        place.local_rank is None or place.local_size is None
+    ):  # P keys for each of P ranks: only if needed
         place = with_local(place, [store.get(key).decode() for key in keys])
     return store, place
 
 
 def with_local(place: Place, hosts: Sequence[str]) -> Place:
-    """The launcher's local rank and size; where it names none, counted over the ranks' hosts."""
+    """The place with local rank and size; those that no variable names are counted over hosts.
+
+    Args:
+        hosts: the host name of every rank, by rank.
+    """
     here = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
     return replace(
         place,
@@ -110,13 +122,13 @@ def with_local(place: Place, hosts: Sequence[str]) -> Place:
 
 
 def take_gpu(store: Store, place: Place) -> torch.device:
-    """Make one GPU of this host the current device: one for each rank.
+    """Make one GPU of this host the current device: another one for each rank.
 
-    That of the local rank's number, or the one there is where a launcher shows each rank its own
-    (srun --gpus-per-task=1). Every rank of the host must call this.
+    It is the GPU with the number of the local rank, or the only one where a launcher shows each
+    rank its own (srun --gpus-per-task=1). Every rank of the host must call this.
 
     Raises:
-        ValueError: if a rank has no GPU or ranks share one; in the second case on all of the host.
+        ValueError: if a rank has no GPU, or on all ranks of the host if some share one.
     """
     count, local_rank = torch.cuda.device_count(), place.local_rank
     index = 0 if count == 1 else local_rank

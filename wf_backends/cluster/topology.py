@@ -1,8 +1,8 @@
-# pyright: reportUnnecessaryIsInstance=false
 """The machine as data: hosts, ranks and NICs, links, compute rates, memory.
 
 Pure: standard library only. Ranks are numbered host by host, as every launcher does by default:
-rank r is on host r // ranks_per_host. Seconds, bytes and FLOP/s throughout; links are full duplex.
+rank r is on host r // ranks_per_host. Seconds, bytes and FLOP/s; links are full duplex. A file has
+the same in its own units.
 """
 
 from __future__ import annotations
@@ -10,35 +10,39 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as short
-from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 from wf_backends._validation import nearest
 
 KERNEL_NAMES = ("reference", "sdpa", "flash")
+MAX_COUNT = 10**6  # hosts, ranks or NICs
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # of a file: beyond them bytes over rates are not finite
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """One way of one NIC, or of one rank's connection to the others of its host."""
+    """One direction of a NIC, or of a rank's connection to the other ranks of its host."""
 
     latency_s: float
     bytes_per_s: float
 
     def seconds(self, num_bytes: float) -> float:
-        """How long `num_bytes` sent at once take; nothing at all takes no time."""
+        """How long a message of `num_bytes` takes; one of no bytes is not sent."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class KernelRate:
-    """A kernel's speed on one rank: seconds = call_s + FLOPs / rate, so that small tiles cost."""
+    """A kernel's speed on one rank.
+
+    seconds of a tile = call_s + FLOPs / flops_per_s
+    """
 
     forward_flops_per_s: float
     backward_flops_per_s: float
     call_s: float = 0.0
     diagonal_keys: float = 0.0
-    """Where an edge of the mask crosses a tile: the keys that a row is computed with in vain."""
+    """Masked keys that are computed for each row of a tile that an edge of the mask crosses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +60,25 @@ class Topology:
     nics_per_host: int
     """Ranks of a host share its NICs evenly, neighbours together."""
     inside: Link
-    """Between two ranks of one host; what one rank sends, or receives, goes through its own."""
+    """Between ranks of one host. Every rank has such a link of its own."""
     between: Link
-    """Between hosts; what all ranks of one NIC send, or receive, goes through it."""
+    """Between hosts. All ranks of one NIC share it."""
     kernels: tuple[tuple[str, KernelRate], ...]
     memory_bytes: float
     """What one rank has."""
     direct_links: bool = False
-    """Whether every two ranks of a host have a link of their own, which `inside` then describes
-    (NVLink without a switch)."""
+    """Whether `inside` is the link of two ranks, each pair having its own (NVLink, no switch)."""
     agreement_s: float = 0.0
-    """What the ranks' check that all pass the same takes, once a call; 0 where it is remembered."""
+    """Seconds of the check that all ranks pass the same, once a call; 0 where it is remembered."""
     exchange_s: float = 0.0
-    """What trading heads for tokens takes at least, beside its bytes; 0 = a message's latency."""
+    """Seconds of an all-to-all of heads for tokens without its bytes; 0 = a message's latency."""
     occupied: float = 0.0
-    """The share of a message's time on the nearest link for which it keeps the ranks at its ends
-    from computing: 0 if tiles hide all of it, 1 if nothing of it, as where ranks share a core."""
+    """The share of a message's time during which its sender and receiver cannot compute: 0 if
+    tiles hide all of it, 1 if nothing, as where ranks share a core."""
 
     def __post_init__(self) -> None:
-        for name in ("hosts", "ranks_per_host", "nics_per_host"):
-            _whole(name, getattr(self, name))
+        for name in _COUNTS:
+            _check_count(name, getattr(self, name))
         if self.ranks_per_host % self.nics_per_host:
             raise ValueError(
                 f"nics_per_host must divide ranks_per_host {self.ranks_per_host} (every rank "
@@ -104,10 +107,10 @@ class Topology:
         return rank // self.ranks_per_nic
 
     def hold_s(self, num_bytes: float, messages: int = 1) -> float:
-        """How long messages that leave, or that arrive, keep a rank from computing."""
+        """Seconds for which messages that a rank sends, or receives, keep it from computing."""
         nearest = self.inside if self.ranks_per_host > 1 else self.between
         each = messages * nearest.latency_s + num_bytes / nearest.bytes_per_s
-        return self.occupied / 2 * each  # the other half is that of the far end
+        return self.occupied / 2 * each  # sender and receiver: half each
 
     def rate(self, kernel: str = "auto") -> KernelRate:
         """The rate of a kernel; of the first one listed for "auto".
@@ -144,38 +147,36 @@ class Topology:
         nics = nics if size % nics == 0 else 1
         return replace(self, hosts=1, ranks_per_host=size, nics_per_host=nics)
 
-    @property
-    def _measured(self) -> dict[str, float]:
-        return {
-            "agreement_us": self.agreement_s * 1e6,
-            "exchange_us": self.exchange_s * 1e6,
-            "occupied": self.occupied,
-        }
-
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` takes."""
         return {
             "name": self.name,
-            "hosts": self.hosts,
-            "ranks_per_host": self.ranks_per_host,
-            "nics_per_host": self.nics_per_host,
-            "inside": _link_words(self.inside),
-            "between": _link_words(self.between),
-            "kernels": {name: _rate_words(rate) for name, rate in self.kernels},
-            "memory_gib": self.memory_bytes / 2**30,
+            **{key: getattr(self, key) for key in _COUNTS},
+            "inside": _write(self.inside, _LINK),
+            "between": _write(self.between, _LINK),
+            "kernels": {name: _write(rate, _RATE) for name, rate in self.kernels},
+            **_write(self, _TOPOLOGY),
             **({"direct_links": True} if self.direct_links else {}),
-            **{key: value for key, value in self._measured.items() if value},
         }
 
 
-LINK_KEYS = ("latency_us", "gigabits_per_s")
-OPTIONAL: Mapping[str, Any] = MappingProxyType(
-    {"direct_links": False, "agreement_us": 0, "exchange_us": 0, "occupied": 0}
-)
-RATE_KEYS = ("forward_tflops", "backward_tflops", "call_us")
-DIAGONAL = "diagonal_keys"
-LEAST, MOST = 1e-30, 1e30  # of a number: beyond, bytes over rates are no longer finite
-MOST_OF_A_KIND = 10**6  # hosts, ranks and NICs
+_COUNTS = ("hosts", "ranks_per_host", "nics_per_host")
+# Keys of a file's numbers -> the field, a factor and a divisor: field = number * factor / divisor.
+_Units = Mapping[str, tuple[str, float, float]]
+_LINK: _Units = {"latency_us": ("latency_s", 1, 1e6), "gigabits_per_s": ("bytes_per_s", 1e9, 8)}
+_RATE: _Units = {
+    "forward_tflops": ("forward_flops_per_s", 1e12, 1),
+    "backward_tflops": ("backward_flops_per_s", 1e12, 1),
+    "call_us": ("call_s", 1, 1e6),
+    "diagonal_keys": ("diagonal_keys", 1, 1),
+}
+_TOPOLOGY: _Units = {
+    "memory_gib": ("memory_bytes", 2**30, 1),
+    "agreement_us": ("agreement_s", 1, 1e6),
+    "exchange_us": ("exchange_s", 1, 1e6),
+    "occupied": ("occupied", 1, 1),
+}
+_OPTIONAL = ("diagonal_keys", "agreement_us", "exchange_us", "occupied", "direct_links")
 
 
 def from_dict(words: Mapping[str, Any]) -> Topology:
@@ -190,73 +191,57 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
     Raises:
         ValueError: naming the key that is unknown, missing or no positive number.
     """
-    counts = ("hosts", "ranks_per_host", "nics_per_host")
-    keys = ("name", *counts, "inside", "between", "kernels", "memory_gib")
-    words = {**OPTIONAL, **_check_keys("topology", words, keys, tuple(OPTIONAL))}
-    if not isinstance(words["name"], str):
-        raise ValueError(f"topology key 'name' must be a string, got {words['name']!r}")
-    if not isinstance(words["direct_links"], bool):
-        raise ValueError(
-            f"topology key 'direct_links' must be true or false, got {words['direct_links']!r}"
-        )
+    keys = ("name", *_COUNTS, "inside", "between", "kernels", *_TOPOLOGY, "direct_links")
+    words = _check_keys("topology", words, keys)
+    name, direct = words["name"], words.get("direct_links", False)
+    if not isinstance(name, str):
+        raise ValueError(f"topology key 'name' must be a string, got {name!r}")
+    if not isinstance(direct, bool):
+        raise ValueError(f"topology key 'direct_links' must be true or false, got {direct!r}")
+    rates = words["kernels"]
+    if not isinstance(rates, Mapping):
+        raise ValueError(f"topology key 'kernels' must be an object of kernels, got {rates!r}")
+    _refuse_unknown("kernels", "kernel", rates, KERNEL_NAMES)
+    kernels = ((key, KernelRate(**_read(f"kernels.{key}", rates[key], _RATE))) for key in rates)
     return Topology(
-        name=words["name"],
-        **{key: _whole(key, words[key]) for key in counts},
-        inside=_link("inside", words["inside"]),
-        between=_link("between", words["between"]),
-        kernels=_rates(words["kernels"]),
-        memory_bytes=_number("memory_gib", words["memory_gib"]) * 2**30,
-        direct_links=words["direct_links"],
-        agreement_s=_number("agreement_us", words["agreement_us"], zero=True) / 1e6,
-        exchange_s=_number("exchange_us", words["exchange_us"], zero=True) / 1e6,
-        occupied=_number("occupied", words["occupied"], zero=True),
+        name=name,
+        **{key: words[key] for key in _COUNTS},
+        inside=Link(**_read("inside", words["inside"], _LINK)),
+        between=Link(**_read("between", words["between"], _LINK)),
+        kernels=tuple(kernels),
+        direct_links=direct,
+        **_fields("", words, _TOPOLOGY),
     )
 
 
-def _link(key: str, words: Any) -> Link:
-    words = _check_keys(key, words, LINK_KEYS)
-    latency, rate = (_number(f"{key}.{name}", words[name]) for name in LINK_KEYS)
-    return Link(latency / 1e6, rate * 1e9 / 8)
+def _read(where: str, words: Any, units: _Units) -> dict[str, Any]:
+    """The fields of an object that has these numbers and nothing else."""
+    return _fields(f"{where}.", _check_keys(where, words, units), units)
 
 
-def _link_words(link: Link) -> dict[str, float]:
-    return dict(zip(LINK_KEYS, (link.latency_s * 1e6, link.bytes_per_s * 8 / 1e9), strict=True))
+def _fields(prefix: str, words: Mapping[str, Any], units: _Units) -> dict[str, Any]:
+    found = dict[str, float]()
+    for key, (field, factor, divisor) in units.items():
+        number = _check_number(prefix + key, words.get(key, 0), key in _OPTIONAL)
+        found[field] = number * factor / divisor
+    return found
 
 
-def _rates(words: Any) -> tuple[tuple[str, KernelRate], ...]:
-    """The rates of kernels by their names, in the order in which they are listed."""
-    if not isinstance(words, Mapping):
-        raise ValueError(f"topology key 'kernels' must be an object of kernels, got {words!r}")
-    rates = cast(Mapping[str, Any], words)
-    _refuse_unknown("kernels", "kernel", rates, KERNEL_NAMES)
-    return tuple((name, _rate(f"kernels.{name}", rates[name])) for name in rates)
+def _write(value: object, units: _Units) -> dict[str, float]:
+    """The inverse of `_fields`."""
+    numbers = {key: getattr(value, field) * d / f for key, (field, f, d) in units.items()}
+    return {key: number for key, number in numbers.items() if number or key not in _OPTIONAL}
 
 
-def _rate(key: str, words: Any) -> KernelRate:
-    words = {DIAGONAL: 0, **_check_keys(key, words, RATE_KEYS, (DIAGONAL,))}
-    forward, backward, call = (_number(f"{key}.{name}", words[name]) for name in RATE_KEYS)
-    diagonal = _number(f"{key}.{DIAGONAL}", words[DIAGONAL], zero=True)
-    return KernelRate(forward * 1e12, backward * 1e12, call / 1e6, diagonal)
-
-
-def _rate_words(rate: KernelRate) -> dict[str, float]:
-    values = (rate.forward_flops_per_s / 1e12, rate.backward_flops_per_s / 1e12, rate.call_s * 1e6)
-    words = dict(zip(RATE_KEYS, values, strict=True))
-    return words | ({DIAGONAL: rate.diagonal_keys} if rate.diagonal_keys else {})
-
-
-def _check_keys(
-    where: str, words: Any, keys: Sequence[str], optional: Sequence[str] = ()
-) -> Mapping[str, Any]:
-    allowed = [*keys, *optional]
+def _check_keys(where: str, words: Any, keys: Iterable[str]) -> Mapping[str, Any]:
+    allowed = list(keys)
     if not isinstance(words, Mapping):
         raise ValueError(f"{where} must be an object with the keys {allowed}, got {words!r}")
-    given = cast(Mapping[str, Any], words)
-    _refuse_unknown(where, "key", given, allowed)
-    for key in keys:
-        if key not in given:
+    _refuse_unknown(where, "key", words, allowed)
+    for key in allowed:
+        if key not in words and key not in _OPTIONAL:
             raise ValueError(f"{where}: {key!r} is missing. Keys: {allowed}")
-    return given
+    return words
 
 
 def _refuse_unknown(where: str, kind: str, names: Iterable[str], known: Sequence[str]) -> None:
@@ -266,21 +251,22 @@ def _refuse_unknown(where: str, kind: str, names: Iterable[str], known: Sequence
             raise ValueError(f"{where}: {told}")
 
 
-def _number(key: str, value: object, zero: bool = False) -> float:
-    """A number beyond 0, or 0 if that is allowed, with which one can compute."""
+def _check_number(key: str, value: object, may_be_zero: bool) -> float:
+    """A positive number, or 0 if that is allowed, with which one can compute."""
     wanted = "a positive number"
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if LEAST <= value <= MOST or (zero and value == 0):
+        if MIN_NUMBER <= value <= MAX_NUMBER or (may_be_zero and value == 0):
             return float(value)
         if value > 0:
-            wanted = f"from {LEAST:g} to {MOST:g}"
-    raise ValueError(f"topology key {key!r} must be {wanted}{zero * ' or 0'}, got {short(value)}")
+            wanted = f"from {MIN_NUMBER:g} to {MAX_NUMBER:g}"
+    zero = " or 0" if may_be_zero else ""
+    raise ValueError(f"topology key {key!r} must be {wanted}{zero}, got {short(value)}")
 
 
-def _whole(key: str, value: object) -> int:
+def _check_count(key: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"topology key {key!r} must be a positive integer, got {value!r}")
-    if value > MOST_OF_A_KIND:
-        most = f"at most {MOST_OF_A_KIND}"
+    if value > MAX_COUNT:
+        most = f"at most {MAX_COUNT}"
         raise ValueError(f"topology key {key!r} must be {most}, got {short(value)}")
     return value

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from wf_backends.cluster import Cluster
+from wf_backends.cluster import JobTopology
 from wf_backends.comm import Agreement, Communicator, fingerprint
 from wf_backends.kernels import KernelSpec, select
 from wf_backends.lowering import Pools, Problem, Shape, Way, lower, strands
@@ -37,13 +37,13 @@ class DistributedAttention:
     """Attention over one sequence-parallel group, by one configuration.
 
     Args:
-        cluster: what the planner goes by where the config leaves something to it.
+        topology: what the planner uses where the config leaves something to it.
     """
 
     def __init__(
-        self, config: SequenceParallelConfig, comm: Communicator, cluster: Cluster
+        self, config: SequenceParallelConfig, comm: Communicator, topology: JobTopology
     ) -> None:
-        self.config, self.comm, self.cluster = config, comm, cluster
+        self.config, self.comm, self.topology = config, comm, topology
         self._agreement = Agreement(comm)
         self._call = lru_cache(maxsize=64)(self._make_call)
 
@@ -73,7 +73,7 @@ class DistributedAttention:
             "dtype": fingerprint(q.dtype),
             "mask": fingerprint(mask),
             "softmax_scale": fingerprint(scale),
-            "config": fingerprint((self.config, self.cluster.known)),
+            "config": fingerprint((self.config, self.topology.known)),
             "seqlen": -1 if seqlen is None else seqlen,
         }
         told = self._agreement.check(same, {"q rows": s, "key rows": keys}, q)
@@ -118,7 +118,7 @@ class DistributedAttention:
         shape = Shape(batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes)
         topology = None
         if self.config.leaves_open and self.comm.size > 1:
-            topology = self.cluster.topology(torch.device(spec.device))
+            topology = self.topology.find(torch.device(spec.device))
         seqlen, keys = lengths
         return choose(self.config, shape, seqlen, mask, topology, keys)
 

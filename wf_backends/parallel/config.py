@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from wf_backends._validation import AUTO, is_number, nearest, one_of, positive
-from wf_backends.cluster import KERNEL_NAMES, MEASURE, PRESETS, READERS
+from wf_backends.cluster import KERNEL_NAMES, check_source
 from wf_backends.planner import MOVES
 from wf_backends.schedule import ORDER, ROUTES, check_layout_name, divisors, read_placed
 
@@ -240,13 +240,7 @@ class SequenceParallelConfig:
             )
 
     def _check_topology(self) -> None:
-        """Whether there is such a file is for those who read it to say."""
-        known = (*PRESETS, MEASURE)
-        if self.topology not in known and not str(self.topology).endswith(tuple(READERS)):
-            raise ValueError(
-                f"topology must be one of {list(known)}, or a {' or '.join(READERS)} file, got "
-                f"{self.topology!r}{nearest(self.topology, known)}"
-            )
+        check_source(self.topology)
         if not self.leaves_open:
             raise ValueError(
                 f'topology {self.topology!r} is what "{AUTO}" goes by, but nothing is "{AUTO}": '

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from wf_backends._compile import eager
-from wf_backends.cluster import Cluster, Topology, cache_folder
+from wf_backends.cluster import JobTopology, Topology, cache_folder
 from wf_backends.comm import Agreement, fingerprint, make_comm, move, sum_over_ranks
 from wf_backends.parallel.attention import DistributedAttention
 from wf_backends.parallel.config import LSS, SequenceParallelConfig
@@ -63,8 +63,8 @@ class SequenceParallel:
         self.comm = everyone.view(range(first, first + size))
         self.rank, self.size = self.comm.rank, size
         self._agreement = Agreement(self.comm)
-        cluster = Cluster(self.comm, config.topology, topology, cache_folder(os.environ))
-        self._attention = STRATEGIES[config.strategy](config, self.comm, cluster)
+        found = JobTopology(self.comm, config.topology, topology, cache_folder(os.environ))
+        self._attention = STRATEGIES[config.strategy](config, self.comm, found)
 
     @eager
     def shard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:

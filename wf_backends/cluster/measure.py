@@ -1,0 +1,98 @@
+"""The topology of the running job, measured within ten seconds: links, NICs, kernels, memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import median
+
+import torch
+
+from wf_backends.cluster.job import check_job
+from wf_backends.cluster.measure_kernels import HEAD_DIM, KernelTimer
+from wf_backends.cluster.measure_links import (
+    measure_between,
+    measure_inside,
+    measure_occupied,
+    open_connections,
+)
+from wf_backends.cluster.presets import PRESETS
+from wf_backends.cluster.timer import Timer
+from wf_backends.cluster.topology import Topology
+from wf_backends.comm import HEADER, Communicator, gather_small
+from wf_backends.runtime import heads_for_tokens, make_head_exchange
+from wf_backends.schedule import make_layout
+
+REPEATS = 7  # of which the median counts
+HURRY_S = 6.0  # of measuring, after which nothing is repeated: all must be done in ten seconds
+
+
+def measure_topology(comm: Communicator, hosts: Sequence[str], device: torch.device) -> Topology:
+    """The topology of a job. Collective; the same on all ranks, but for each rank's own memory.
+
+    Args:
+        comm: all ranks of the job.
+        hosts: the host name of every rank, by rank.
+        device: what this rank computes on and sends from.
+
+    Raises:
+        ValueError: if hosts have different numbers of ranks or are not numbered one by one.
+    """
+    count = len(set(hosts))
+    per_host = len(hosts) // count
+    name = f"measured on {hosts[0]}" + (f" and {count - 1} more" if count > 1 else "")
+    nominal = replace(
+        PRESETS["one-host"], name=name, hosts=count, ranks_per_host=per_host, nics_per_host=1
+    )
+    check_job(nominal, hosts)
+    open_connections(Timer(comm, device), per_host)
+    timer, kernel = Timer(comm, device, HURRY_S), KernelTimer(device)
+    inside = measure_inside(timer, per_host) if per_host > 1 else nominal.inside
+    between, nics = measure_between(timer, per_host) if count > 1 else (nominal.between, 1)
+    return replace(
+        nominal,
+        inside=inside,
+        between=between,
+        nics_per_host=nics,
+        agreement_s=_agreement_s(timer),
+        exchange_s=_exchange_s(timer, per_host) if per_host > 1 else 0.0,
+        kernels=((kernel.name, kernel.rate(timer.per_run)),),
+        memory_bytes=_memory(device, per_host),
+        occupied=measure_occupied(timer, per_host, kernel.tile_beside_messages()),
+    )
+
+
+def _agreement_s(timer: Timer) -> float:
+    """Seconds until all ranks have a header of each; 0 where it is exchanged once for all calls.
+
+    The median: most of it is how long ranks take to be ready, as in a real call.
+    """
+    if not timer.comm.on_host:
+        return 0.0
+    header = torch.zeros(HEADER, dtype=torch.int64)
+    return median(timer.times(lambda: gather_small(timer.comm, header), REPEATS))
+
+
+def _exchange_s(timer: Timer, per_host: int) -> float:
+    """Seconds of an all-to-all of heads for a few tokens inside a host, on all hosts at once."""
+    comm = timer.comm
+    sent, first = dict(comm.sent), comm.rank // per_host * per_host
+    host = comm.view(range(first, first + per_host))
+    exchange = make_head_exchange(make_layout("contiguous", per_host, per_host), per_host, per_host)
+    x = torch.zeros(1, 1, per_host, HEAD_DIM, device=timer.device)
+
+    def work() -> object:
+        return heads_for_tokens((x, x, x), (exchange,) * 3, host, "bench")
+
+    times = timer.times(work, REPEATS)
+    comm.sent.clear()
+    comm.sent.update(sent)  # measuring is no traffic of the job's
+    return median(times)
+
+
+def _memory(device: torch.device, per_host: int) -> float:
+    """Bytes of one rank: its GPU's, or its share of the host's."""
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / per_host
