@@ -25,8 +25,6 @@ def post_bundled(
     Args:
         post: posts messages of CPU tensors, as `Communicator._post`.
     """
-    if len(sends) < 2 and len(recvs) < 2:
-        return post(label, sends, recvs)
     out, sends = _bundles(sends)
     into, recvs = _bundles(recvs)
     if not out and not into:

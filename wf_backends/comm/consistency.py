@@ -38,14 +38,17 @@ def _everyones(comm: Communicator, mine: Tensor, label: str) -> Tensor:
     Rank r passes what it holds to the rank as far ahead as it holds tensors, so that every round
     doubles them: ceil(log2 P) messages of a rank, not P - 1 (Bruck et al. 1997, section 3).
     """
-    held = mine.unsqueeze(0)  # row i is of rank r - i
-    while (ahead := len(held)) < comm.size:
-        out = held[: comm.size - ahead]
-        into = torch.empty_like(out)
-        to, source = (comm.rank + ahead) % comm.size, (comm.rank - ahead) % comm.size
-        comm.post_control(label, [(to, out)], [(source, into)]).wait()
-        held = torch.cat((held, into))
-    return held.flip(0).roll(comm.rank + 1, 0)
+    rank, size = comm.rank, comm.size
+    held = mine.new_empty((size, *mine.shape))  # row i is of rank r - i
+    held[0] = mine
+    ahead = 1
+    while ahead < size:
+        count = min(ahead, size - ahead)
+        out, into = held[:count], held[ahead : ahead + count]
+        sends, recvs = [((rank + ahead) % size, out)], [((rank - ahead) % size, into)]
+        comm.post_control(label, sends, recvs).wait()
+        ahead += count
+    return held.flip(0).roll(rank + 1, 0)
 
 
 class Agreement:

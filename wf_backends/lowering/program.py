@@ -16,14 +16,14 @@ LONG = 256
 it is sent nor unpacked where it lands. Shorter ones share one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parcel:
     """Rows that one message carries: slices of this rank's buffer, and who is at the far end."""
 
     peer: int
     rows: Ranges
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return size(self.rows)
 
@@ -170,6 +170,12 @@ class RankProgram:
     """As in Step, of the side that stays."""
     part: Ranges
     """Slices of this rank's shard of the side that walks which this plan is about."""
+
+    @cached_property
+    def met(self) -> tuple[frozenset[int], ...]:
+        """The peers of each step's hop; see `met`."""
+        pairs = zip(self.steps, (None, *self.steps), strict=False)
+        return tuple(frozenset(met(step, before)) for step, before in pairs)
 
     @cached_property
     def busy(self) -> tuple[int, ...]:

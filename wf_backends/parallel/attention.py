@@ -45,6 +45,7 @@ class DistributedAttention:
     ) -> None:
         self.config, self.comm, self.topology = config, comm, topology
         self._agreement = Agreement(comm)
+        self._same = lru_cache(maxsize=64)(self._make_same)
         self._call = lru_cache(maxsize=64)(self._make_call)
 
     def __call__(
@@ -52,6 +53,8 @@ class DistributedAttention:
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
         call, group = self.call(q, k, v, mask, scale, seqlen)
+        if group.comm.size == 1:
+            return Attention.apply(q, k, v, call)
         if len(group.queries) > 1:
             return ChunkedAttention.apply(q, k, v, call, group)
         q, k, v = heads_for_tokens((q, k, v), group.qkv(0), group.comm, "ulysses qkv")
@@ -65,21 +68,26 @@ class DistributedAttention:
         with self._agreement.telling():
             _check_tensors(q, k, v)
         (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
-        same = {
-            "batch size": b,
-            "heads": h,
-            "kv heads": g,
-            "head_dim": d,
-            "dtype": fingerprint(q.dtype),
+        spec = KernelSpec(q.device.type, q.dtype, d, h, g)
+        same = self._same(spec, b, mask, scale, seqlen)
+        told = self._agreement.check(same, {"q rows": s, "key rows": keys}, q)
+        return self._call(tuple(told.items()), mask, spec, b, scale)
+
+    def _make_same(
+        self, spec: KernelSpec, batch: int, mask: Mask, scale: float, seqlen: int | None
+    ) -> dict[str, int]:
+        """What must be the same on all ranks, by its name in errors."""
+        return {
+            "batch size": batch,
+            "heads": spec.heads,
+            "kv heads": spec.kv_heads,
+            "head_dim": spec.head_dim,
+            "dtype": fingerprint(spec.dtype),
             "mask": fingerprint(mask),
             "softmax_scale": fingerprint(scale),
             "config": fingerprint((self.config, self.topology.known)),
             "seqlen": -1 if seqlen is None else seqlen,
         }
-        told = self._agreement.check(same, {"q rows": s, "key rows": keys}, q)
-        _check_mask(mask, *map(sum, told.values()))
-        spec = KernelSpec(q.device.type, q.dtype, d, h, g)
-        return self._call(tuple(told.items()), mask, spec, b, scale)
 
     def _make_call(
         self,
@@ -90,6 +98,7 @@ class DistributedAttention:
         scale: float,
     ) -> tuple[Call, HeadGroup]:
         """The call for the queries' and the keys' (name in errors, rows of every rank)."""
+        _check_mask(mask, *(sum(rows) for _, rows in told))
         q_layout, kv_layout = (
             layout_of(self.config.layout, rows, mask.cu_seqlens, name) for name, rows in told
         )
@@ -146,23 +155,29 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} must be a plain torch.Tensor, got a {type(x).__name__}: pass the local "
                 "tensor, such as x.to_local() or x.as_subclass(torch.Tensor)"
             )
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if any(x.dim() != 4 for x in (q, k, v)):
-        raise ValueError(f"q, k, v must be (batch, seqlen, heads, head_dim), got {shapes}")
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise ValueError(
+            f"q, k, v must be (batch, seqlen, heads, head_dim), got {_shapes(q, k, v)}"
+        )
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"k and v must have one shape, and q their batch size and head_dim, got {shapes}"
+            f"k and v must have one shape, and q their batch size and head_dim, got "
+            f"{_shapes(q, k, v)}"
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"kv heads must divide heads, got {k.shape[2]} and {q.shape[2]} ({shapes})"
+            f"kv heads must divide heads, got {k.shape[2]} and {q.shape[2]} ({_shapes(q, k, v)})"
         )
-    if len({x.dtype for x in (q, k, v)}) > 1:
+    if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v must have one dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not q.dtype.is_floating_point:
         raise ValueError(f"q, k, v must have a floating point dtype, got {q.dtype}")
-    if len({x.device for x in (q, k, v)}) > 1:
+    if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
 def _check_mask(mask: Mask, seqlen: int, num_keys: int) -> None:

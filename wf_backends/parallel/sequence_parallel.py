@@ -30,6 +30,7 @@ from wf_backends.schedule import layout_of, make_layout, make_mask, padding_mult
 STRATEGIES: Mapping[str | None, type[DistributedAttention]] = MappingProxyType(
     {None: DistributedAttention, LSS: LssAttention}
 )
+PLAIN = (make_mask(), make_mask(causal=True))  # the masks of most calls, causal or not
 
 
 class SequenceParallel:
@@ -161,7 +162,10 @@ class SequenceParallel:
         """
         with self._agreement.telling():
             _refuse_dropout(dropout_p)
-            mask = make_mask(causal, window_size, cu_seqlens, seqlen)
+            plain = cu_seqlens is None and window_size == (-1, -1)
+            mask = (
+                PLAIN[bool(causal)] if plain else make_mask(causal, window_size, cu_seqlens, seqlen)
+            )
         scale = 1 / sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
         return self._attention(q, k, v, mask, scale, seqlen)
 

@@ -6,7 +6,7 @@ rows-first, so that a message is a contiguous slice: q (s, b, h, d), kv = [K|V] 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -126,7 +126,7 @@ class BackwardTiles:
         if self._outs.dout is not dout:  # other queries than before
             self._outs = SurrogateOut(dout)
         out = self._outs.read(tile.rows, stats)
-        q, dout, out = (_batch_first(pack(x, tile.rows)) for x in (q, dout, out))
+        q, dout, out = (pack(x, tile.rows).transpose(0, 1) for x in (q, dout, out))
         k, v = _keys_and_values(keys[0], tile)
         lse, delta = pack(stats, tile.rows).permute(1, 2, 3, 0).unbind(0)
         given = TileGrad(dout, q, k, v, out, lse, delta)
@@ -177,7 +177,7 @@ def _together(
     return found[0]._replace(walk=walk)
 
 
-def _merge(targets: Tensors, values: Tensors) -> None:
+def _merge(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """Combine by folding other keys' (out, lse) into these."""
     merge_(*targets, *values)
 

@@ -5,16 +5,18 @@ Buffers are rows-first: dimension 0 counts rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import starmap
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from wf_backends.schedule import Ranges, size
+from wf_backends.schedule import Ranges
 
 Tensors = tuple[Tensor, ...]
-Combine = Callable[[Tensors, Tensors], None]
+Combine = Callable[[Iterable[Tensor], Iterable[Tensor]], None]
 """Folds values of some rows into buffers of these rows, in place."""
 
 
@@ -23,28 +25,27 @@ def pack(buffer: Tensor, rows: Ranges) -> Tensor:
     if len(rows) == 1:
         ((start, stop),) = rows
         return buffer if stop - start == buffer.size(0) else buffer[start:stop]
-    return torch.cat([buffer[start:stop] for start, stop in rows]) if rows else buffer[:0]
+    slices = map(buffer.__getitem__, starmap(slice, rows))
+    return torch.cat(tuple(slices)) if rows else buffer[:0]
 
 
 def scatter(buffers: Tensors, combine: Combine, rows: Ranges, values: Tensors) -> None:
     """Combine values, packed as in `pack`, into the slices of the buffers."""
-    if len(rows) == 1:
-        combine(tuple([pack(buffer, rows) for buffer in buffers]), values)
-        return
     at = 0
     for start, stop in rows:
         upto = at + stop - start
-        combine(tuple(b[start:stop] for b in buffers), tuple(v[at:upto] for v in values))
+        here, there = itemgetter(slice(start, stop)), itemgetter(slice(at, upto))
+        combine(map(here, buffers), values if len(rows) == 1 else map(there, values))
         at = upto
 
 
-def copy(targets: Tensors, values: Tensors) -> None:
+def copy(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """Combine by overwriting."""
     for target, value in zip(targets, values, strict=True):
         target.copy_(value)
 
 
-def add(targets: Tensors, values: Tensors) -> None:
+def add(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """Combine by summing."""
     for target, value in zip(targets, values, strict=True):
         target.add_(value)
@@ -91,7 +92,7 @@ class Total:
 
     def add(self, rows: Ranges, values: Tensors) -> None:
         """Add what one rank found; the first that covers all rows is taken as it is."""
-        if self._buffers is None and size(rows) == self._num_rows:
+        if self._buffers is None and (not values or values[0].size(0) == self._num_rows):
             self._buffers = values
         else:
             scatter(self.buffers(), self._found.combine, rows, values)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from wf_backends.comm import Communicator
-from wf_backends.lowering import Exchange, RankProgram, Stay, Step, Tile, met
+from wf_backends.lowering import Exchange, RankProgram, Stay, Step, Tile
 from wf_backends.runtime.buffers import (
     Accumulators,
     Tensors,
@@ -129,7 +129,9 @@ class _Pass:
         for parcel in step.take:
             hop.receive(parcel, self.arriving)
         self._part(hop, before, step)
-        return [hop.post()] if not (step.give or step.get) else self._give(hop, before, step)
+        if not (step.give or step.get):
+            return [hop.post()]
+        return self._give(hop, step, self.program.met[index])
 
     def compute(self, index: int) -> None:
         """The tiles of a step, round by round; what is finished leaves."""
@@ -182,13 +184,12 @@ class _Pass:
             messages.receive(parcel, self.room)
         return messages.post()
 
-    def _give(self, hop: Messages, before: Step | None, step: Step) -> list[Messages]:
+    def _give(self, hop: Messages, step: Step, met: frozenset[int]) -> list[Messages]:
         """Post the hop; send own rows to whoever reads them next, and ask for what owners give.
 
         Who only gives does not wait for it, unless it goes to a peer of the hop.
         """
-        near = {*met(step, before), self.comm.rank}
-        owners = Messages(self.comm, hop.label, self.in_flight)
+        near, owners = met | {self.comm.rank}, Messages(self.comm, hop.label, self.in_flight)
         for parcel in step.give:
             (hop if parcel.peer in near else owners).send(parcel, self.walkers)
         for parcel in step.get:
