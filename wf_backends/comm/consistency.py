@@ -87,13 +87,10 @@ class Agreement:
         if key in self._seen:
             return self._seen[key]
         names, values = [*same, *lengths], [value for _, value in key]
-        headers = self._exchange([fingerprint(names), *values], like)
-        alike = 1 + len(same)
-        if not bool((headers[:, :alike] == headers[self.comm.rank, :alike]).all()):
-            _check_calls(headers[:, 0].tolist(), names, self.comm.rank)
-            _refuse_differing(dict(zip(same, headers[:, 1:alike].T.tolist(), strict=True)))
-        told = headers[:, alike : 1 + len(key)].T.tolist()
-        found = dict(zip(lengths, map(tuple, told), strict=True))
+        kinds, *columns = self._exchange([fingerprint(names), *values], like)
+        _check_calls(kinds, names, self.comm.rank)
+        _refuse_differing(dict(zip(same, columns, strict=False)))
+        found = dict(zip(lengths, columns[len(same) :], strict=False))
         if remember and not self.comm.on_host:
             if len(self._seen) == KNOWN:
                 del self._seen[next(iter(self._seen))]  # the oldest: the same call on every rank
@@ -115,19 +112,21 @@ class Agreement:
                     self._exchange([REFUSED], torch.empty(0))
             raise
 
-    def _exchange(self, values: list[int], like: Tensor) -> Tensor:
-        """(ranks, n) on the host: all headers, filled up to a multiple of HEADER integers."""
+    def _exchange(self, values: list[int], like: Tensor) -> list[tuple[int, ...]]:
+        """Each value, by rank; headers travel filled up to a multiple of HEADER integers."""
         filled = values + [0] * (-len(values) % HEADER)
         mine = torch.tensor(filled, dtype=torch.int64, device=_home(self.comm, like))
-        return _everyones(self.comm, mine, "agreement").cpu()
+        return list(zip(*_everyones(self.comm, mine, "agreement").tolist(), strict=True))
 
 
-def _check_calls(kinds: list[int], names: list[str], rank: int) -> None:
+def _check_calls(kinds: tuple[int, ...], names: list[str], rank: int) -> None:
     """Refuse to go on if a rank refused its arguments, or makes another kind of call.
 
     Raises:
         ValueError: naming the ranks.
     """
+    if len({*kinds}) == 1:
+        return
     if refusing := [peer for peer, kind in enumerate(kinds) if kind == REFUSED]:
         raise ValueError(f"the ranks do not agree: ranks {refusing} refuse their own arguments")
     if others := [peer for peer, kind in enumerate(kinds) if kind != kinds[rank]]:
@@ -136,7 +135,7 @@ def _check_calls(kinds: list[int], names: list[str], rank: int) -> None:
         )
 
 
-def _refuse_differing(columns: Mapping[str, list[int]]) -> None:
+def _refuse_differing(columns: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse to go on if ranks differ.
 
     Args:
@@ -145,7 +144,7 @@ def _refuse_differing(columns: Mapping[str, list[int]]) -> None:
     Raises:
         ValueError: naming what differs and the values.
     """
-    told = [f"{name}: {values}" for name, values in columns.items() if len(set(values)) > 1]
+    told = [f"{name}: {list(values)}" for name, values in columns.items() if len({*values}) > 1]
     if told:
         raise ValueError(f"the ranks do not agree (values by rank): {'; '.join(told)}")
 

@@ -55,12 +55,17 @@ class Communicator(ABC):
         """
         for _, tensor in sends:
             self.sent[label] += tensor.numel() * tensor.element_size()
-        return self.post_control(label, sends, recvs)
+        return self._post_checked(label, sends, recvs)
 
     def post_control(
         self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> Pending:
         """As `post`, not counted: headers of a few bytes that check that the ranks agree."""
+        return self._post_checked(label, sends, recvs)
+
+    def _post_checked(
+        self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
+    ) -> Pending:
         for peer, tensor in (*sends, *recvs):
             assert peer != self.rank, f"{label!r}: rank {self.rank} sends to itself"
             assert tensor.is_contiguous(), f"{label!r}: a buffer is not contiguous"

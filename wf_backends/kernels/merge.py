@@ -23,6 +23,7 @@ def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> No
     Source: Milakov & Gimelshein 2018 (online softmax); the sigmoid form as in
     ring-flash-attention PR 34.
     """
-    weight = torch.sigmoid(block_lse.to(lse.dtype) - lse)
-    out.lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
-    torch.logaddexp(lse, block_lse.to(lse.dtype), out=lse)
+    block_out, block_lse = block_out.to(out.dtype), block_lse.to(lse.dtype)
+    weight = (block_lse - lse).sigmoid_()
+    out.lerp_(block_out, weight.unsqueeze(-1))
+    torch.logaddexp(lse, block_lse, out=lse)

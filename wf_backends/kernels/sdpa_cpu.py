@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, partial
 from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,36 +32,34 @@ def cpu_forward(
     mask_of: MaskOf, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
 ) -> tuple[Tensor, Tensor]:
     """A sub-tile of `split_causal`; see Kernel.forward. Causal is from the top left here."""
-    if is_reversed(band):
-        out, lse = cpu_forward(mask_of, q.flip(1), k.flip(1), v.flip(1), scale, CAUSAL)
-        return out.flip(1), lse.flip(2)
+    mask = None
+    if band not in (FULL, CAUSAL):
+        if is_reversed(band):
+            out, lse = cpu_forward(mask_of, q.flip(1), k.flip(1), v.flip(1), scale, CAUSAL)
+            return out.flip(1), lse.flip(2)
+        mask = mask_of(q.shape[1], k.shape[1], band, q.dtype)
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        *(x.transpose(1, 2) for x in (q, k, v)), 0.0, **_options(mask_of, q, k, scale, band)
+        q, k, v, 0.0, band == CAUSAL, attn_mask=mask, scale=scale
     )
     return out.transpose(1, 2), lse
 
 
 def cpu_backward(mask_of: MaskOf, tile: TileGrad, scale: float, band: Band) -> Grads:
     """A sub-tile of `split_causal`; see Kernel.backward. The operator computes delta again."""
-    if is_reversed(band):
-        dq, dk, dv = cpu_backward(mask_of, tile.reversed(), scale, CAUSAL)
-        return dq.flip(1), dk.flip(1), dv.flip(1)
     dout, q, k, v, out, lse, _ = tile
+    mask = None
+    if band not in (FULL, CAUSAL):
+        if is_reversed(band):
+            dq, dk, dv = cpu_backward(mask_of, tile.reversed(), scale, CAUSAL)
+            return dq.flip(1), dk.flip(1), dv.flip(1)
+        mask = mask_of(q.shape[1], k.shape[1], band, q.dtype)
+    dout, out, q = dout.transpose(1, 2), out.transpose(1, 2), q.transpose(1, 2)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        *(x.transpose(1, 2) for x in (dout, q, k, v, out)),
-        lse,
-        0.0,
-        **_options(mask_of, q, k, scale, band),
+        dout, q, k, v, out, lse, 0.0, band == CAUSAL, attn_mask=mask, scale=scale
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-
-
-def _options(mask_of: MaskOf, q: Tensor, k: Tensor, scale: float, band: Band) -> dict[str, Any]:
-    """The operator's words for a band."""
-    if band in (FULL, CAUSAL):
-        return {"is_causal": band == CAUSAL, "scale": scale}
-    mask = mask_of(q.shape[1], k.shape[1], band, q.dtype)
-    return {"is_causal": False, "attn_mask": mask, "scale": scale}
 
 
 def additive_mask(rows: int, keys: int, band: Band, dtype: torch.dtype) -> Tensor:

@@ -64,7 +64,7 @@ class Messages:
     def receive(self, parcel: Parcel, buffers: Tensors) -> None:
         """Receive into the parcel's rows of the buffers."""
         peer, rows = parcel.peer, parcel.rows
-        in_place = len(rows) == 1 and all([buffer.is_contiguous() for buffer in buffers])
+        in_place = len(rows) == 1 and buffers and buffers[0].is_contiguous()
         if peer == self.comm.rank or not in_place:
             self.collect(parcel, buffers, partial(scatter, buffers, copy))
             return
