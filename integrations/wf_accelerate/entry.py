@@ -99,10 +99,9 @@ def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) 
         raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
     handle = connect(trainer.model, trainer.accelerator, words, whole_logits)
     handle.undo.enter_context(temporarily_replace(trainer, "prediction_step", loss_only))
-    handle.undo.callback(setattr, trainer, "gather_function", trainer.gather_function)
-    trainer.gather_function = partial(  # the Trainer keeps what its accelerator had
-        trainer.accelerator.gather_for_metrics, **getattr(trainer.gather_function, "keywords", {})
-    )
+    options = getattr(trainer.gather_function, "keywords", {})
+    gather = partial(trainer.accelerator.gather_for_metrics, **options)
+    handle.set(trainer, "gather_function", gather)  # the Trainer keeps what its accelerator had
     return handle
 
 

@@ -86,9 +86,8 @@ def _attach_layers(model: nn.Module, sp: SequenceParallel) -> Handle:
 
 def _replace_methods(module: Any, row: AttentionModule, handle: Handle) -> None:
     for name, function in row.methods.items():
-        module.wallfacer = handle.attention
-        setattr(module, name, MethodType(function, module))
-        handle.undo.callback(delattr, module, name)
+        handle.set(module, "wallfacer", handle.attention)
+        handle.set(module, name, MethodType(function, module))
 
 
 def _check_inputs(model: nn.Module, handle: Handle) -> None:

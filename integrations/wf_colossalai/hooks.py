@@ -16,6 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends.parallel import count_valid
 from wf_transformers import Handle, WholeBatchHooks
+from wf_transformers.hooks import Call
 
 BATCH_KEYS = (
     "input_ids",
@@ -71,28 +72,21 @@ class TokenHooks(WholeBatchHooks):
         self._call = None  # not the last stage of a pipeline
         return None
 
-    def _share(
-        self,
-        model: nn.Module,
-        logits: Tensor,
-        labels: Tensor,
-        num_items: Tensor | int | None,
-    ) -> Tensor:
+    def _share(self, model: nn.Module, logits: Tensor, call: Call) -> Tensor:
         """As without ColossalAI, and of logits that are this rank's columns of the vocabulary."""
-        vocabulary = _split_vocabulary(model, logits)
-        if self._tensor_parallel is None or vocabulary is None:
-            return super()._share(model, logits, labels, num_items)
-        sp = self._handle.sp
+        vocabulary, labels = _split_vocabulary(model, logits), call.labels
+        if self._tensor_parallel is None or vocabulary is None or labels is None:
+            return super()._share(model, logits, call)
+        wide, sp = logits.float(), self._handle.sp
         total = cross_entropy_1d(
-            logits.float().flatten(0, -2),
+            wide.flatten(0, -2),
             labels.flatten(),
             process_group=self._tensor_parallel,
             vocab_size=vocabulary,
-            dtype=logits.float().dtype,
+            dtype=wide.dtype,
             mode="sum",
         )
-        num_valid = sp.sum_over_ranks(count_valid(labels)).clamp(min=1)
-        return total / num_valid * sp.size
+        return total / sp.sum_over_ranks(count_valid(labels)).clamp(min=1) * sp.size
 
 
 def _split_vocabulary(model: nn.Module, logits: Tensor) -> int | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -122,10 +121,12 @@ class WallFacer(Handle):
             batch_size, shuffle, seed, options: as for `prepare_dataloader`.
         """
         loader = self.prepare_dataloader(dataset, batch_size, shuffle=shuffle, seed=seed, **options)
-        shard = partial(
-            self.shard_batch, pad_token_id=pad_token_id, labels_are_shifted=labels_are_shifted
-        )
-        return ShardedLoader(self, loader, shard)
+
+        def cut(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+            shards = (self.shard_batch(one, pad_token_id, labels_are_shifted) for one in batches)
+            return self.step_batches(shards) if self.block.loss_average == "token" else shards
+
+        return ShardedLoader(loader, cut)
 
     def step_batches(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Sharded batches with "valid_labels" of their whole optimizer step added to each.
@@ -141,20 +142,11 @@ class WallFacer(Handle):
 class ShardedLoader:
     """An iterable of this rank's parts of batches; `sampler.set_epoch` as torch has it."""
 
-    def __init__(
-        self,
-        component: WallFacer,
-        loader: DataLoader[Any],
-        shard: Callable[[dict[str, Any]], dict[str, Any]],
-    ) -> None:
-        self._component, self._loader, self._shard = component, loader, shard
-        self.sampler = loader.sampler
+    def __init__(self, loader: DataLoader[Any], cut: Callable[[Any], Iterator[Any]]) -> None:
+        self._loader, self._cut, self.sampler = loader, cut, loader.sampler
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        component = self._component
-        shards = (self._shard(batch) for batch in self._loader)
-        token = component.block.loss_average == "token"
-        yield from component.step_batches(shards) if token else shards
+        return self._cut(self._loader)

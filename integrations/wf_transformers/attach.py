@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import transformers
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.bert import modeling_bert
 from transformers.models.vit.modeling_vit import ViTModel
 
 from wf_backends import SequenceParallel
 from wf_backends.dsp import DynamicSequenceParallel, Stages, receivers, spread
 from wf_backends.schedule import padding_multiple
 from wf_transformers.attention import UNSUPPORTED
-from wf_transformers.bert import BertSelfAttention
+from wf_transformers.bert import bert_attributes, unhooked_bert
 from wf_transformers.calls import has_tokens, parameter_names, refuse_call, takes_any_keyword
 from wf_transformers.handle import Handle
 from wf_transformers.models import asks_registry, refuse_unspreadable
@@ -82,15 +81,11 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
 
 
 def _take_over_bert(model: nn.Module, handle: Handle) -> None:
-    """BERT's modules that ask no registry become ours; ours from before call this attention."""
-    attention, undo = handle.attention, handle.undo
-    for parent, name, module in list(unhooked_bert(model)):
-        setattr(parent, name, BertSelfAttention(module, attention))
-        undo.callback(setattr, parent, name, module)
-    for module in _our_bert(model):
-        if module.attention is not attention:
-            undo.callback(setattr, module, "attention", module.attention)
-            module.attention = attention
+    """Have BERT's modules that ask no registry call us, those from before this attention."""
+    for module in unhooked_bert(model):
+        if getattr(module, "wallfacer", None) is not handle.attention:
+            for name, value in bert_attributes(module, handle.attention).items():
+                handle.set(module, name, value)
 
 
 def shard_between(handle: Handle, first: nn.Module, last: nn.Module) -> None:
@@ -205,26 +200,11 @@ def attends_alone(model: nn.Module) -> str:
 
 def can_ask(model: PreTrainedModel) -> bool:
     """Whether a layer of the model may ask us: by the registry, by what we replace, by itself."""
-    replaced = any(unhooked_bert(model)) or any(_our_bert(model))
-    return asks_registry(model) or replaced or bool(receivers(model))
+    return asks_registry(model) or bool(unhooked_bert(model)) or bool(receivers(model))
 
 
 def is_applied(model: nn.Module) -> bool:
     """Whether `apply` was called on this very module."""
-    mine = [module.attention for module in _our_bert(model)]
+    mine = [getattr(module, "wallfacer", None) for module in unhooked_bert(model)]
     named = registered_for(model)
     return any(attention is not None and model in attention.applied for attention in [*mine, named])
-
-
-def _our_bert(model: nn.Module) -> Iterator[BertSelfAttention]:
-    return (module for module in model.modules() if isinstance(module, BertSelfAttention))
-
-
-def unhooked_bert(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(parent, name, module) of every BERT self attention that asks no registry."""
-    if hasattr(modeling_bert, "ALL_ATTENTION_FUNCTIONS"):
-        return
-    for parent in model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, modeling_bert.BertSelfAttention):
-                yield parent, name, child

@@ -12,9 +12,9 @@ from wf_transformers.attach import (
     attends_alone,
     can_ask,
     prepare,
-    unhooked_bert,
 )
 from wf_transformers.attention import Attention
+from wf_transformers.bert import unhooked_bert
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
 from wf_transformers.registry import registered_for
@@ -60,9 +60,9 @@ connect = connect_any = attach
 def apply(model: PreTrainedModel, sp: SequenceParallel) -> Handle:
     """Make `model(..., cu_seqlens=...)` reach every attention layer of this model instance.
 
-    Replaces the self-attention modules of a BERT of transformers 4 that was built with another name
-    (parameters and state dict stay the same), and for a ViT shards the embedded patches and
-    brings the rows together again before the last norm, on every rank.
+    Replaces the forward of the self-attention modules of a BERT of transformers 4 that was built
+    with another name (parameters and state dict stay), and for a ViT shards the embedded patches
+    and brings the rows together again before the last norm, on every rank.
 
     Args:
         model: built with `attn_implementation=` a name registered for `sp` (a BERT of
@@ -75,7 +75,7 @@ def apply(model: PreTrainedModel, sp: SequenceParallel) -> Handle:
             also for a model whose tokens cannot be spread (see `refuse_unspreadable`).
     """
     attention = registered_for(model)
-    if attention is None and not any(unhooked_bert(model)):
+    if attention is None and not unhooked_bert(model):
         raise ValueError(
             f"{type(model).__name__} uses attn_implementation="
             f"{model.config._attn_implementation!r}; call wf_transformers.register(sp) and build "

@@ -119,6 +119,14 @@ class Handle:
             error.add_note(self.advice)
             raise
 
+    def set(self, owner: Any, name: str, value: Any) -> None:
+        """owner.name = value, until `remove()`."""
+        if name in vars(owner):
+            self.undo.callback(setattr, owner, name, vars(owner)[name])
+        else:
+            self.undo.callback(delattr, owner, name)
+        setattr(owner, name, value)
+
     def remove(self) -> None:
         """Take everything back. A second call does nothing."""
         self.undo.close()

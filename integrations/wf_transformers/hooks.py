@@ -138,7 +138,7 @@ class WholeBatchHooks:
         logits = _logits(model, output, call.rows)
         fields = dict(output)
         if call.labels is not None:
-            fields["loss"] = self._loss(model, logits, call.labels, call.num_items)
+            fields["loss"] = self._loss(model, logits, call)
         if call.whole:
             fields["logits"] = self._whole(logits, call)
         return type(output)(**fields)
@@ -150,37 +150,25 @@ class WholeBatchHooks:
         scale_gradient(whole, sp.size)  # the mean over the world divides by it
         return whole[:, : call.seqlen]
 
-    def _loss(
-        self,
-        model: nn.Module,
-        logits: Tensor,
-        labels: Tensor,
-        num_items: Tensor | int | None,
-    ) -> Tensor:
-        """The loss of the batch, the same on every rank of the group, in float32 or wider.
+    def _loss(self, model: nn.Module, logits: Tensor, call: Call) -> Tensor:
+        """The loss of the batch, the same on every rank of the group.
 
         Its gradient is that of this rank's share x size: the mean over the world makes the gradient
         of the loss of it.
         """
-        sp = self._handle.sp
-        share = self._share(model, logits, labels, num_items)
-        return sp.sum_over_ranks(share) / sp.size + (share - share.detach())
+        size, share = self._handle.sp.size, self._share(model, logits, call)
+        return self._handle.sp.sum_over_ranks(share) / size + (share - share.detach())
 
-    def _share(
-        self,
-        model: nn.Module,
-        logits: Tensor,
-        labels: Tensor,
-        num_items: Tensor | int | None,
-    ) -> Tensor:
-        """This rank's share of the loss x size.
+    def _share(self, model: nn.Module, logits: Tensor, call: Call) -> Tensor:
+        """This rank's share of the loss x size, float32 or wider.
 
         The Trainer of transformers 5 counts valid labels in evaluation too, and scales by the
         number of ranks itself.
         """
-        sp = self._handle.sp
-        if num_items is not None:
-            return token_loss(logits, labels, num_items) * sp.size
+        sp, labels = self._handle.sp, call.labels
+        assert labels is not None, "else there is no loss"
+        if call.num_items is not None:
+            return token_loss(logits, labels, call.num_items) * sp.size
         if model.training:
             return self._handle.loss(logits, labels)
         return sp.loss(logits, labels) * sp.size

@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any
 
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert import modeling_bert
 
 from wf_backends import SequenceParallel
 from wf_transformers.attention import Attention
-from wf_transformers.bert import BertSelfAttention
+from wf_transformers.bert import bert_attributes
 from wf_transformers.handle import Handle
 
 # BERT's own registry, of modules: in versions of transformers whose BERT asks no other.
@@ -66,10 +66,12 @@ def free_name() -> str:
 
 def _build_bert(
     attention: Attention, config: Any, position_embedding_type: str | None = None
-) -> BertSelfAttention:
+) -> nn.Module:
     """What BertAttention of transformers 4 builds for a name."""
-    original = modeling_bert.BertSelfAttention(config, position_embedding_type)
-    return BertSelfAttention(original, attention)
+    module = modeling_bert.BertSelfAttention(config, position_embedding_type)
+    for name, value in bert_attributes(module, attention).items():
+        setattr(module, name, value)
+    return module
 
 
 def registered(name: Any) -> Attention | None:
