@@ -16,10 +16,8 @@ from wf_backends.cluster import KERNEL_NAMES, check_source
 from wf_backends.planner import MOVES
 from wf_backends.schedule import ORDER, ROUTES, check_layout_name, divisors, read_placed
 
-APART = ("ulysses_stride", "ulysses_chunks")
+ULYSSES_DETAILS = ("ulysses_stride", "ulysses_chunks")
 LSS = "lss"
-STRATEGIES = (LSS,)
-KEEPS_NOTHING: Mapping[str, Any] = MappingProxyType({"keep_gathered": False, "kept_layers": 1})
 LSS_ROUTE: Mapping[str, Any] = MappingProxyType({"name": "all_gather"})
 
 Route = Mapping[str, Any] | str | None
@@ -43,41 +41,42 @@ class SequenceParallelConfig:
     take "two_way": true: each shard walks in two halves that go opposite ways (see
     lowering/direction.py)."""
     backward_route: Route = None
-    """The same forms; None = the forward's, or the planner's choice where route is "auto"."""
+    """The route of the backward, in the same forms. None = the forward's, or what the planner
+    chooses where route is "auto"."""
     backward_moves: str | None = None
-    """Which side walks in the backward: "keys", "queries", or "auto". None = "keys" where the
-    backward's route is named, else "auto"."""
+    """Which side is passed from rank to rank in the backward: "keys", "queries", or "auto". None =
+    "keys" where the backward's route is named, else "auto"."""
     ulysses_degree: int | str | None = None
-    """Ranks that trade heads for tokens; it divides sequence_parallel_size. Or "auto": chosen for
-    each call by its heads. None = 1 where a route is named, else "auto"."""
+    """Ranks that trade heads for tokens (DeepSpeed-Ulysses). It divides sequence_parallel_size. Or
+    "auto": chosen for each call by its heads. None = 1 where a route is named, else "auto"."""
     ulysses_stride: int | str | None = None
-    """How far apart these are: 1 = consecutive ranks ("head-first" in LoongTrain), at most
-    sequence_parallel_size / ulysses_degree ("context-first"), which it divides; see
-    lowering/ulysses_groups.py. Or "auto". None = 1 where ulysses_degree is a number, else
-    "auto"."""
+    """How far apart these ranks are: 1 = consecutive ranks ("head-first" in LoongTrain), up to
+    sequence_parallel_size / ulysses_degree ("context-first"), which it divides. Or "auto". None = 1
+    where ulysses_degree is a number, else "auto"."""
     ulysses_chunks: int | str | None = None
-    """In how many chunks a rank's heads are traded for tokens: while one is computed, the next is
-    on its way here and the last one's results are on their way home. It divides the query and the
-    key heads that a rank has after the exchange. Or "auto". None = as ulysses_stride."""
+    """In how many parts a rank's heads are traded for tokens: while one part is computed, the next
+    one arrives and the results of the one before are sent back. It divides the query and the key
+    heads that a rank has after the exchange. Or "auto". None = like ulysses_stride."""
     layout: str = "zigzag"
-    """"zigzag", "contiguous" or "document_zigzag" (packed documents of any length, balanced): which
-    tokens a rank owns."""
+    """Which tokens a rank owns: "zigzag" (balances causal attention), "contiguous", or
+    "document_zigzag" (balances packed documents of any length)."""
     kernel: str = AUTO
-    """"auto", "reference", "sdpa" or "flash"."""
+    """What computes attention on a rank: "auto", "reference", "sdpa" or "flash"."""
     keep_gathered: bool | str = False
-    """Keep the queries and keys that the forward gathered for the backward, in memory, instead of
-    gathering them again. Both passes then take one route. "auto": where that is faster and those
-    of `kept_layers` fit the topology's memory."""
+    """Whether queries and keys that the forward gathered stay in memory for the backward, instead
+    of being gathered again. Both passes then take one route. "auto": where that is faster and
+    those of `kept_layers` layers fit the topology's memory."""
     kept_layers: int = 1
-    """How many attention layers keep them at a time: all of the model's, or 1 under activation
-    checkpointing."""
+    """How many attention layers keep them at the same time: all of the model's, or 1 under
+    activation checkpointing."""
     strategy: str | None = None
-    """None: the route decides. "lss": LSS Transformer, which is the route "all_gather" with all
-    gathered keys kept for the backward."""
+    """None, or "lss": LSS Transformer, the route "all_gather" with all keys gathered in one
+    exchange and kept for the backward."""
 
     topology: str | None = None
-    """What "auto" goes by: the name of a preset, a .json or .toml file, "measure" (the job's links,
-    at first use), or None = the one-host preset on cores of one host, else measured."""
+    """Hosts and links, from which "auto" is chosen: the name of a preset, a .json or .toml file,
+    "measure" (measured at first use), or None = the one-host preset on cores of one host, else
+    measured."""
 
     def __post_init__(self) -> None:
         positive("sequence_parallel_size", self.sequence_parallel_size)
@@ -88,21 +87,16 @@ class SequenceParallelConfig:
         self._check_keep()
         self._fill_in()
         one_of("backward_moves", self.backward_moves, (AUTO, *MOVES))
-        self._check_degree()
-        self._check_stride()
-        self._check_chunks()
-        for name in ("route", "backward_route"):
-            object.__setattr__(self, name, self._checked_route(name))
-        if not self.degrees:
-            stride = self.ulysses_stride
-            apart = "" if stride in (AUTO, 1) else f" with ulysses_stride {stride}"
-            raise ValueError(
-                f"no ulysses_degree of sequence_parallel_size {self.sequence_parallel_size} fits "
-                f"both route {self.to_dict()['route']} and backward_route "
-                f"{self.to_dict()['backward_route']}{apart}"
-            )
+        self._check_ulysses()
+        self._set("route", self._checked_route("route"))
+        if self.backward_route is not None:
+            self._set("backward_route", self._checked_route("backward_route"))
+        self._check_degrees()
         if self.topology is not None:
             self._check_topology()
+
+    def _set(self, key: str, value: object) -> None:
+        object.__setattr__(self, key, value)  # frozen from here on
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -111,11 +105,12 @@ class SequenceParallelConfig:
             return (cast(int, self.ulysses_degree),)
         routes = [r for r in (self.route, self.backward_route) if isinstance(r, Mapping)]
         size, stride = self.sequence_parallel_size, self.ulysses_stride
+        near = stride in (AUTO, 1)
         return tuple(
             degree
             for degree in divisors(size)
             if all(_fits(route, size // degree) for route in routes)
-            and (stride in (AUTO, 1) or (degree > 1 and size // degree % cast(int, stride) == 0))
+            and (near or (degree > 1 and size // degree % cast(int, stride) == 0))
         )
 
     @property
@@ -135,16 +130,11 @@ class SequenceParallelConfig:
         return cls(**words)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` takes; keys added later only where they are set."""
-        words = {f.name: getattr(self, f.name) for f in fields(self)}
-        later = {"strategy": None, "topology": None, **dict.fromkeys(APART, self._usually)}
-        for key, unset in {**later, **KEEPS_NOTHING}.items():
-            if words[key] == unset:
-                del words[key]
-        return {
-            key: _plain(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
-            for key, value in words.items()
-        }
+        """What `from_dict` takes, as a JSON has it; some keys only where they say something."""
+        words = {f.name: _as_json(getattr(self, f.name)) for f in fields(self)}
+        silent = {"strategy": None, "topology": None, "keep_gathered": False, "kept_layers": 1}
+        silent |= dict.fromkeys(ULYSSES_DETAILS, self._ulysses_default)
+        return {k: v for k, v in words.items() if k not in silent or v != silent[k]}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SequenceParallelConfig.from_dict, (self.to_dict(),)
@@ -153,16 +143,16 @@ class SequenceParallelConfig:
         return hash(repr(self.to_dict()))
 
     def _check_strategy(self) -> None:
-        """Refuse what contradicts the strategy, and spell out the route that it names."""
-        one_of("strategy", self.strategy, STRATEGIES)
+        """Refuse what contradicts the strategy, and write out the route that it means."""
+        one_of("strategy", self.strategy, (LSS,))
         if self.route == AUTO:
-            object.__setattr__(self, "route", LSS_ROUTE["name"])
+            self._set("route", LSS_ROUTE["name"])
         right = {
             "route": (LSS_ROUTE["name"], LSS_ROUTE),
             "backward_route": (None, LSS_ROUTE["name"], LSS_ROUTE),
             "backward_moves": (None, "keys"),
             "ulysses_degree": (None, 1),
-            **dict.fromkeys(APART, (None, 1)),
+            **dict.fromkeys(ULYSSES_DETAILS, (None, 1)),
             "keep_gathered": (False,),
         }
         for key, values in right.items():
@@ -190,54 +180,56 @@ class SequenceParallelConfig:
             )
 
     def _fill_in(self) -> None:
-        """What follows from the routes where it is not given."""
+        """What follows from the other keys where it is not given."""
         back = self.route if self.backward_route is None else self.backward_route
         if self.backward_moves is None:
-            object.__setattr__(self, "backward_moves", AUTO if back == AUTO else MOVES[0])
+            self._set("backward_moves", AUTO if back == AUTO else MOVES[0])
         if self.ulysses_degree is None:
-            named = self.route != AUTO or back != AUTO
-            object.__setattr__(self, "ulysses_degree", 1 if named else AUTO)
-        for key in APART:
+            self._set("ulysses_degree", AUTO if self.route == back == AUTO else 1)
+        for key in ULYSSES_DETAILS:
             if getattr(self, key) is None:
-                object.__setattr__(self, key, self._usually)
+                self._set(key, self._ulysses_default)
 
     @property
-    def _usually(self) -> int | str:
-        """What the keys in APART are where they are not given."""
+    def _ulysses_default(self) -> int | str:
+        """What the keys in ULYSSES_DETAILS are where they are not given."""
         return AUTO if self.ulysses_degree == AUTO else 1
 
-    def _check_degree(self) -> None:
-        degree, size = self.ulysses_degree, self.sequence_parallel_size
+    def _check_ulysses(self) -> None:
+        """What "auto" leaves open is checked with the routes (`degrees`), and with the heads."""
+        size, degree = self.sequence_parallel_size, self.ulysses_degree
+        stride, chunks = self.ulysses_stride, self.ulysses_chunks
         if is_number("ulysses_degree", degree) and size % cast(int, degree):
             raise ValueError(
                 f"ulysses_degree must divide sequence_parallel_size {size}, got {degree}"
             )
-
-    def _check_stride(self) -> None:
-        """That of a degree left to the planner is checked with the routes: see `degrees`."""
-        degree, stride = self.ulysses_degree, self.ulysses_stride
-        if not is_number("ulysses_stride", stride) or degree == AUTO or stride == 1:
-            return
-        pools = self.sequence_parallel_size // cast(int, degree)
-        if degree == 1:
+        is_number("ulysses_stride", stride)
+        is_number("ulysses_chunks", chunks)
+        if degree == 1 and stride not in (AUTO, 1):
             raise ValueError(
                 f"ulysses_stride {stride} is how far apart ranks are that trade heads for tokens, "
                 "and with ulysses_degree 1 none do: leave ulysses_stride out"
             )
-        if pools % cast(int, stride):
+        if AUTO not in (degree, stride) and size // cast(int, degree) % cast(int, stride):
             raise ValueError(
-                f"ulysses_stride must divide sequence_parallel_size / ulysses_degree = {pools}, "
-                f"got {stride}"
+                "ulysses_stride must divide sequence_parallel_size / ulysses_degree = "
+                f"{size // cast(int, degree)}, got {stride}"
             )
-
-    def _check_chunks(self) -> None:
-        """Whether they divide the heads is seen when there are heads: see `Exchange.split`."""
-        degree, chunks = self.ulysses_degree, self.ulysses_chunks
-        if is_number("ulysses_chunks", chunks) and degree == 1 and chunks != 1:
+        if degree == 1 and chunks not in (AUTO, 1):
             raise ValueError(
                 f"ulysses_chunks {chunks} is in how many parts heads are traded for tokens, and "
                 "with ulysses_degree 1 none are: leave ulysses_chunks out"
             )
+
+    def _check_degrees(self) -> None:
+        if self.degrees:
+            return
+        words, stride = self.to_dict(), self.ulysses_stride
+        apart = "" if stride in (AUTO, 1) else f" with ulysses_stride {stride}"
+        raise ValueError(
+            f"no ulysses_degree of sequence_parallel_size {self.sequence_parallel_size} fits "
+            f"both route {words['route']} and backward_route {words['backward_route']}{apart}"
+        )
 
     def _check_topology(self) -> None:
         check_source(self.topology)
@@ -248,10 +240,8 @@ class SequenceParallelConfig:
             )
 
     def _checked_route(self, key: str) -> Route:
-        """The route with its name spelled out, once it is known to fit."""
+        """The route as an object, once it is known to fit."""
         route: Any = getattr(self, key)
-        if route is None and key == "backward_route":
-            return None
         if route == AUTO:
             return AUTO
         if not isinstance(route, str | Mapping):
@@ -281,9 +271,12 @@ def _fits(route: Mapping[str, Any], size: int) -> bool:
     return True
 
 
-def _plain(route: Mapping[str, Any]) -> dict[str, Any]:
-    """A route as a JSON has it."""
-    return {key: list(value) if key == ORDER else value for key, value in route.items()}
+def _as_json(value: Any) -> Any:
+    """A route with its order as a list; any other value as it is."""
+    if not isinstance(value, Mapping):
+        return value
+    route = cast(Mapping[str, Any], value)
+    return {key: list(part) if key == ORDER else part for key, part in route.items()}
 
 
 def meant(key: str, known: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BITS = 24  # of the random numbers
+RANDOM_BITS = 24  # of the numbers drawn, compared with p
 
 
 def position_dropout(x: Tensor, positions: Tensor, p: float, seed: int) -> Tensor:
@@ -28,8 +28,8 @@ def position_dropout(x: Tensor, positions: Tensor, p: float, seed: int) -> Tenso
         return x
     samples, channels = (torch.arange(n, device=x.device) for n in (x.shape[0], x.shape[2]))
     rows = _hash(_hash(samples + seed)[:, None] + positions)
-    drawn = _hash(rows[..., None] + channels) & ((1 << BITS) - 1)
-    return x * (drawn >= int(p * (1 << BITS))) / (1 - p)
+    drawn = _hash(rows[..., None] + channels) & ((1 << RANDOM_BITS) - 1)
+    return x * (drawn >= int(p * (1 << RANDOM_BITS))) / (1 - p)
 
 
 def _hash(x: Tensor) -> Tensor:
