@@ -182,7 +182,7 @@ COMMS_MPI = "wf_backends.comm.mpi.load_mpi"
         ("wf_backends/dsp/a.py", "m = importlib.import_module('colossalai')", "colossalai"),
         ("wf_backends/schedule/a.py", "from torch import Tensor", "torch.Tensor"),
         ("wf_backends/schedule/a.py", "import numpy as np", "numpy"),
-        ("wf_backends/lowering/a.py", "from ..kernels import merge_", "wf_backends.kernels.merge_"),
+        ("wf_backends/lowering/a.py", "from ..kernels import merge", "wf_backends.kernels.merge"),
         ("wf_backends/kernels/a.py", "from ..comm import local", "wf_backends.comm.local"),
         ("wf_backends/kernels/a.py", "from wf_backends import comm", "wf_backends.comm"),
         ("wf_backends/comm/a.py", "import wf_backends.kernels", "wf_backends.kernels"),

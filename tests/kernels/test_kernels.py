@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wf_backends.kernels import Kernel, KernelSpec, TileGrad, select
-from wf_backends.kernels.merge import merge_
+from wf_backends.kernels.merge import merge
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 SCALE = 0.3
@@ -227,7 +227,7 @@ def test_tiles_of_a_row_add_up_with_the_lse_and_delta_of_the_row(name, dtype, to
     for r, c in tiles:
         local = band.shift(c.start - r.start)
         part, part_lse = kernel.forward(q[:, r], case.k[:, c], case.v[:, c], SCALE, local)
-        merge_(out[:, r], lse[:, r], part, part_lse.transpose(1, 2))
+        merge(out[:, r], lse[:, r], part, part_lse.transpose(1, 2))
     row_lse, delta = lse.transpose(1, 2), delta_of(dout, out).to(dtype)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, case.k, case.v))
     for r, c in tiles:

@@ -93,7 +93,7 @@ def test_a_merge_that_forgets_the_lse_is_noticed(monkeypatch):
         out.lerp_(block_out, 0.5)
         lse.copy_(block_lse)
 
-    monkeypatch.setattr(executor, "merge_", average)
+    monkeypatch.setattr(executor, "merge", average)
     assert run_case(CAUSAL_RING).errors["out"] > 1e-3
 
 

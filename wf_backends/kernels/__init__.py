@@ -1,6 +1,6 @@
 """Attention of one tile: `reference`, `sdpa` (torch's own kernels), `flash` (flash-attn)."""
 
-from wf_backends.kernels.merge import merge_
+from wf_backends.kernels.merge import merge
 from wf_backends.kernels.protocol import Kernel, KernelSpec, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.select import KERNELS, Selection, select
@@ -12,6 +12,6 @@ __all__ = [
     "ReferenceKernel",
     "Selection",
     "TileGrad",
-    "merge_",
+    "merge",
     "select",
 ]

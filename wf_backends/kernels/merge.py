@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-def merge_(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Fold one block's attention into (out, lse), in place.
 
         lse' = log(exp(lse) + exp(block_lse))

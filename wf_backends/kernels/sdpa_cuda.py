@@ -8,6 +8,8 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_di
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,21 +26,9 @@ def cuda_forward(
     Only the first two results are used: the others, whose meaning changed in torch 2.7, belong to
     dropout and debugging.
     """
-    left, right = flash_window(band, q.shape[1], k.shape[1])
+    rows, keys, options = q.shape[1], k.shape[1], _options(q, k, scale, band)
     out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
-        q,
-        k,
-        v,
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
-        0.0,
-        False,
-        False,
-        scale=scale,
-        window_size_left=left,
-        window_size_right=right,
+        q, k, v, None, None, rows, keys, 0.0, False, False, **options
     )
     return out, lse
 
@@ -46,24 +36,13 @@ def cuda_forward(
 def cuda_backward(tile: TileGrad, scale: float, band: Band) -> Grads:
     """A sub-tile of `split_window`; see Kernel.backward. The operator computes delta again."""
     dout, q, k, v, out, lse, _ = tile
+    rows, keys, options = q.shape[1], k.shape[1], _options(q, k, scale, band)
+    lse = lse.contiguous()  # the operator reads it as (b, h, i), whatever its strides
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
+    given = dout, q, k, v, out, lse, None, None, rows, keys, 0.0, False, seed, seed[0]
+    return torch.ops.aten._flash_attention_backward.default(*given, **options)
+
+
+def _options(q: Tensor, k: Tensor, scale: float, band: Band) -> dict[str, Any]:
     left, right = flash_window(band, q.shape[1], k.shape[1])
-    no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    return torch.ops.aten._flash_attention_backward.default(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse.contiguous(),  # the operator reads it as (b, h, i), whatever its strides
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
-        0.0,
-        False,
-        no_dropout,
-        no_dropout[0],
-        scale=scale,
-        window_size_left=left,
-        window_size_right=right,
-    )
+    return {"scale": scale, "window_size_left": left, "window_size_right": right}

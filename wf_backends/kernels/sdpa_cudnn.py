@@ -21,14 +21,9 @@ def cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
 ) -> tuple[Tensor, Tensor]:
     """A full or square causal tile; see Kernel.forward."""
+    causal, (q, k, v) = _is_causal(q, k, band), (x.transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-        *(x.transpose(1, 2) for x in (q, k, v)),
-        None,
-        True,
-        0.0,
-        _is_causal(q, k, band),
-        False,
-        scale=scale,
+        q, k, v, None, True, 0.0, causal, False, scale=scale
     )
     return out.transpose(1, 2), lse.squeeze(-1)  # (b, h, i, 1), packed
 
@@ -40,26 +35,15 @@ def cudnn_backward(tile: TileGrad, scale: float, band: Band) -> Grads:
     the layouts of out, dout and lse before it uses one again. So they always arrive as torch
     itself would have made them: out and dout laid out like q, lse packed, without a gap.
     """
+    causal = _is_causal(tile.q, tile.k, band)
     *tensors, lse, _ = tile
     dout, q, k, v, out = (x.transpose(1, 2) for x in tensors)
-    no_dropout = torch.zeros((), dtype=torch.int64, device=q.device)
+    dout, out = _laid_out_like(q, dout), _laid_out_like(q, out)
+    lse = torch.empty((*lse.shape, 1), dtype=lse.dtype, device=lse.device).copy_(lse[..., None])
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
+    lengths = None, None, None, q.shape[2], k.shape[2]
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        _laid_out_like(q, dout),
-        q,
-        k,
-        v,
-        _laid_out_like(q, out),
-        torch.empty((*lse.shape, 1), dtype=lse.dtype, device=lse.device).copy_(lse[..., None]),
-        no_dropout,
-        no_dropout,
-        None,
-        None,
-        None,
-        q.shape[2],
-        k.shape[2],
-        0.0,
-        _is_causal(tile.q, tile.k, band),
-        scale=scale,
+        dout, q, k, v, out, lse, seed, seed, *lengths, 0.0, causal, scale=scale
     )
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
     return dq, dk, dv

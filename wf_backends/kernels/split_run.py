@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.merge import merge_
+from wf_backends.kernels.merge import merge
 from wf_backends.kernels.protocol import Grads, TileGrad
 from wf_backends.kernels.tile_split import Split
 from wf_backends.schedule import Band
@@ -49,7 +49,7 @@ def split_forward(
         block_out, block_lse = run.forward(q[:, rows], k[:, keys], v[:, keys], scale, part_band)
         block_lse = block_lse.transpose(1, 2)
         if rows.start < begun:
-            merge_(out[:, rows], lse[:, rows], block_out, block_lse)
+            merge(out[:, rows], lse[:, rows], block_out, block_lse)
         else:
             out[:, rows], lse[:, rows], begun = block_out, block_lse, rows.stop
     return out, lse.transpose(1, 2)
@@ -63,7 +63,8 @@ def split_backward(run: Operators, tile: TileGrad, scale: float, band: Band) -> 
         sub-tile, else float32 or float64.
     """
     dout, q, k, v, out, lse, delta = tile
-    tile = TileGrad(dout.to(q.dtype), q, k, v, out.to(q.dtype), lse, delta)
+    if not dout.dtype == out.dtype == q.dtype:
+        tile = TileGrad(dout.to(q.dtype), q, k, v, out.to(q.dtype), lse, delta)
     parts = run.split(q.shape[1], k.shape[1], band)
     if len(parts) == 1:  # has all rows and keys
         return run.backward(tile, scale, parts[0].band)

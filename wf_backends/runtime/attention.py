@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.comm import Communicator
-from wf_backends.kernels import Kernel, TileGrad, merge_
+from wf_backends.kernels import Kernel, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.buffers import Accumulators, Tensors, add, copy, pack, scatter
 from wf_backends.runtime.runner import ComputeTile, Results, Side, run
@@ -179,7 +179,7 @@ def _together(
 
 def _merge(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """Combine by folding other keys' (out, lse) into these."""
-    merge_(*targets, *values)
+    merge(*targets, *values)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
