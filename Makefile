@@ -1,12 +1,13 @@
 # make demo   the main job: a language model on real text, 4 ranks under mpirun
 # make test   format, lint, types, tests
-# Both set up .venv first (`make setup`), once. Needs Python 3.11, pip and a C++ compiler.
+# make docs   the documentation as a site, in build/site; a warning is an error
+# All of them set up .venv first (`make setup`), once. Needs Python 3.11, pip and a C++ compiler.
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 STEPS ?= 30
 # Processes that share the tests; some of them start ranks of their own.
 WORKERS ?= 2
-EXTRAS := mpi,transformers,deepspeed,colossalai,demo,dev
+EXTRAS := mpi,transformers,deepspeed,colossalai,demo,dev,docs
 # Runs as root and with more ranks than cores too.
 MPIRUN := mpirun --allow-run-as-root --map-by slot:OVERSUBSCRIBE --bind-to none
 
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 # DeepSpeed compiles what a job needs at its first use, not now.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test check docs clean
 .DELETE_ON_ERROR:
 
 setup: .venv/stamp
@@ -38,6 +39,9 @@ check: setup
 	ruff format --check .
 	ruff check .
 	pyright --pythonpath .venv/bin/python
+
+docs: setup
+	mkdocs build --strict
 
 test: check
 	pytest -n $(WORKERS)

@@ -24,7 +24,7 @@ CUDNN = Operators("cudnn", whole, cudnn_forward, cudnn_backward)
 FLASH = Operators("flash", split_window, cuda_forward, cuda_backward)
 
 CUDNN_MULTIPLE = 128
-"""Rows and keys of a tile for cuDNN come in multiples of this: see docs/kernels.md."""
+"""Rows and keys of a tile for cuDNN come in multiples of this: see docs/internals/kernels.md."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from wf_backends.schedule import CAUSAL, FULL, Band
 
 BLOCK_ROWS = 192
 """Rows of a masked block. Longer ones compute more scores that the window hides; shorter ones make
-torch's CPU kernel fall back to blocks of 32 rows. Measured in docs/kernels.md."""
+torch's CPU kernel fall back to blocks of 32 rows. Measured in docs/internals/kernels.md."""
 
 UNSKIPPED_ROWS = 512
 """Rows of a causal square up to which torch's CPU kernel computes every score, also those above

@@ -29,7 +29,7 @@ from wf_backends.schedule import (
 SHORT = 2048
 """Rows up to which a range is read together with others of the same tile, at the price of a copy:
 kernels compute hidden scores along every diagonal, and one long diagonal has fewer of them than
-several short ones. Measured in docs/kernels.md."""
+several short ones. Measured in docs/internals/kernels.md."""
 
 
 FAR = 1 << 60
