@@ -74,8 +74,8 @@ class TokenHooks(WholeBatchHooks):
 
     def _share(self, model: nn.Module, logits: Tensor, call: Call) -> Tensor:
         """As without ColossalAI, and of logits that are this rank's columns of the vocabulary."""
-        vocabulary, labels = _split_vocabulary(model, logits), call.labels
-        if self._tensor_parallel is None or vocabulary is None or labels is None:
+        vocabulary, labels = _split_vocabulary(model, logits), call.local["labels"]
+        if self._tensor_parallel is None or vocabulary is None:
             return super()._share(model, logits, call)
         wide, sp = logits.float(), self._handle.sp
         total = cross_entropy_1d(

@@ -28,6 +28,13 @@ BATCH_KEYS = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
 )
+LACKING = (
+    "expert_parallel.enabled",
+    "hybrid_engine.enabled",
+    "data_efficiency.data_sampling.enabled",
+    "curriculum_learning.enabled",
+)
+"""Switches of DeepSpeed that we do not carry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +158,11 @@ def refuse_neighbours(config: Mapping[str, Any], block: Block) -> None:
 
 
 def _refuse_lacking(config: Mapping[str, Any]) -> None:
-    lacking = {
-        "tensor_parallel.autotp_size": (_dig(config, "tensor_parallel.autotp_size") or 0) > 1,
-        "expert_parallel.enabled": bool(_dig(config, "expert_parallel.enabled")),
-        "hybrid_engine.enabled": bool(_dig(config, "hybrid_engine.enabled")),
-        "data_efficiency.data_sampling.enabled": bool(
-            _dig(config, "data_efficiency.data_sampling.enabled")
-        ),
-        "curriculum_learning.enabled": bool(_dig(config, "curriculum_learning.enabled")),
-    }
-    for key, asked in lacking.items():
-        if asked:
-            raise NotImplementedError(f'"{key}" together with "{KEY}" is not supported; remove one')
+    asked = [key for key in LACKING if _dig(config, key)]
+    if (_dig(config, "tensor_parallel.autotp_size") or 0) > 1:
+        asked = ["tensor_parallel.autotp_size", *asked]
+    for key in asked:
+        raise NotImplementedError(f'"{key}" together with "{KEY}" is not supported; remove one')
 
 
 def _dig(config: Mapping[str, Any], path: str) -> Any:

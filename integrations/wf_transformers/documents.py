@@ -21,16 +21,12 @@ class Documents:
 
     def __init__(self) -> None:
         self._scopes: list[Borders] = []
-        self._used = False
-
-    @property
-    def used(self) -> bool:
+        self.used = False
         """Whether any call so far had documents."""
-        return self._used
 
     def push(self, cu_seqlens: Borders) -> None:
         self._scopes.append(cu_seqlens)
-        self._used = self._used or cu_seqlens is not None
+        self.used = self.used or cu_seqlens is not None
 
     def pop(self) -> None:
         if self._scopes:  # there is none where a hook failed that ran before the one that pushes
@@ -60,7 +56,7 @@ class Documents:
             return kwargs["cu_seqlens"]
         if self._scopes:
             return self._scopes[-1]
-        if self._used:
+        if self.used:
             raise ValueError(OUTSIDE)
         return None
 

@@ -9,7 +9,7 @@ it has.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,14 +40,11 @@ class Call:
 
     seqlen: int
     """Tokens before padding."""
-    rows: int
-    """Tokens of this rank."""
-    labels: Tensor | None
-    """(b, s_local), where they are predicted."""
+    local: Mapping[str, Any]
+    """This rank's part: "labels" (b, s_local) where they are predicted, "cu_seqlens" with the
+    padding as one more document."""
     num_items: Tensor | int | None
     """Valid labels of the optimizer step as the caller counted them on this rank's batches."""
-    cu_seqlens: Sequence[int] | None
-    """Documents, and the padding as one more."""
     whole: bool
     """Whether logits are to be of the whole batch."""
     fused: bool
@@ -104,15 +101,8 @@ class WholeBatchHooks:
         given = {k: v for k, v in given.items() if k not in batch}
         local = self._handle.shard_batch(batch, labels_are_shifted=self._head == "masked")
         _keep_padding_in_range(model, local, seqlen)
-        self._call = Call(
-            seqlen,
-            rows=_num_rows(local),
-            labels=local.get("labels"),
-            num_items=given.pop("num_items_in_batch", None),
-            cu_seqlens=local.get("cu_seqlens"),
-            whole=whole,
-            fused=bool(given.get(FUSED)),
-        )
+        num_items = given.pop("num_items_in_batch", None)
+        self._call = Call(seqlen, local, num_items, whole, fused=bool(given.get(FUSED)))
         return (), self._words(model, given, local)
 
     def _batch(self, given: dict[str, Any], seqlen: int) -> dict[str, Any]:
@@ -135,9 +125,9 @@ class WholeBatchHooks:
         if call.fused:
             whole = partial(self._whole, call=call)
             return type(output)(**fused_fields(output, call.num_items, whole))
-        logits = _logits(model, output, call.rows)
+        logits = _logits(model, output, _seqlen(call.local))
         fields = dict(output)
-        if call.labels is not None:
+        if call.local.get("labels") is not None:
             fields["loss"] = self._loss(model, logits, call)
         if call.whole:
             fields["logits"] = self._whole(logits, call)
@@ -146,7 +136,7 @@ class WholeBatchHooks:
     def _whole(self, x: Tensor, call: Call) -> Tensor:
         """(b, S, ...): rows of all ranks. A loss that every rank makes of them counts once."""
         sp = self._handle.sp
-        whole = sp.unshard(x, 1, call.cu_seqlens)
+        whole = sp.unshard(x, 1, call.local.get("cu_seqlens"))
         scale_gradient(whole, sp.size)  # the mean over the world divides by it
         return whole[:, : call.seqlen]
 
@@ -165,8 +155,7 @@ class WholeBatchHooks:
         The Trainer of transformers 5 counts valid labels in evaluation too, and scales by the
         number of ranks itself.
         """
-        sp, labels = self._handle.sp, call.labels
-        assert labels is not None, "else there is no loss"
+        sp, labels = self._handle.sp, call.local["labels"]
         if call.num_items is not None:
             return token_loss(logits, labels, call.num_items) * sp.size
         if model.training:
@@ -196,10 +185,6 @@ def _seqlen(given: Mapping[str, Any]) -> int:
         if isinstance(given.get(key), Tensor):
             return given[key].shape[1]
     raise ValueError(f'the model was called without "input_ids", with {sorted(given)}')
-
-
-def _num_rows(local: Mapping[str, Any]) -> int:
-    return local["input_ids" if "input_ids" in local else "inputs_embeds"].shape[1]
 
 
 def _by_token(key: str, value: Any, seqlen: int) -> bool:

@@ -32,7 +32,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
-from wf_transformers import WholeBatchHooks, attach, loss_only  # noqa: E402
+from wf_transformers import Handle, WholeBatchHooks, attach, loss_only  # noqa: E402
 
 CONCENTRIC = {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 2}}
 RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
@@ -191,6 +191,40 @@ def test_whose_logits_a_call_with_labels_gives(always: bool) -> None:
     assert run_threads(2, rank) == [[24 if always else 12, 24, 12, 24, 12]] * 2
 
 
+def test_a_position_table_without_room_for_padding_is_enough() -> None:
+    """23 tokens on two ranks are padded to 24."""
+    given = batch(seqlen=23)
+    wanted = build("gpt2", "eager", {"n_positions": 23})(**given).loss
+
+    def rank(comm: Any) -> torch.Tensor:
+        model = build("gpt2", "eager", {"n_positions": 23})
+        WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
+        return model(**given).loss.detach()
+
+    for loss in run_threads(2, rank):
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def test_a_mask_that_is_none_of_tokens_is_refused() -> None:
+    """It would be replaced by one that says nothing."""
+    model, sp = llama(), SequenceParallel(SequenceParallelConfig())
+    mask = torch.ones(1, 1, 8, 8).tril()
+    with attach(model, sp) as handle:
+        WholeBatchHooks(model, handle)
+        with pytest.raises(ValueError, match=r"attention_mask must be a tensor \(1, 8\)"):
+            model(torch.ones(1, 8, dtype=torch.int64), attention_mask=mask)
+    assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+def test_an_error_takes_back_what_was_attached() -> None:
+    model, sp = llama(), SequenceParallel(SequenceParallelConfig())
+    before = model.config._attn_implementation
+    with pytest.raises(ZeroDivisionError), attach(model, sp).removed_on_error() as handle:
+        assert model.config._attn_implementation == handle.name
+        raise ZeroDivisionError
+    assert model.config._attn_implementation == before and not model._forward_pre_hooks
+
+
 def test_what_was_connected_is_as_before_when_it_is_removed() -> None:
     accelerator, model = Accelerator(cpu=True), llama()
     before, functions = dict(vars(accelerator)), dict(vars(accelerate.accelerator))
@@ -199,6 +233,7 @@ def test_what_was_connected_is_as_before_when_it_is_removed() -> None:
     with wf_accelerate.connect(model, accelerator, {"sequence_parallel_size": 1}) as connected:
         assert model(given, labels=given).loss.item() == pytest.approx(wanted.item(), rel=1e-6)
         assert set(vars(accelerator)) - set(before) == {"prepare_data_loader", "gather_for_metrics"}
+        assert isinstance(connected, Handle) and connected.sp.size == 1
         assert connected.checkpoint_kwargs and connected.report() == {}
     assert vars(accelerator) == before and vars(accelerate.accelerator) == functions
     assert not model._forward_pre_hooks and not model._forward_hooks
