@@ -18,8 +18,15 @@ from rich.table import Table
 
 from wf_backends._validation import AUTO
 from wf_backends.cli import options as o
-from wf_backends.cli.models import ModelName
-from wf_backends.cli.plan import beside_ring, block, config, plain_ring, plan_words
+from wf_backends.cli.plan import (
+    add_plan_columns,
+    beside_ring,
+    block,
+    config,
+    plain_ring,
+    plan_cells,
+    plan_words,
+)
 from wf_backends.cluster import PRESETS, Topology, check_job, load
 from wf_backends.planner import Plan, Request, all_plans, check_memory
 
@@ -29,18 +36,9 @@ if TYPE_CHECKING:
 EXACT_UP_TO = 16  # ranks; beyond, pricing every candidate message by message takes long
 
 
+@o.describes_model(heads=8, kv_heads=0, head_dim=64, seqlen=8192, dtype="float32")
 def bench(
-    _model: ModelName = "",
-    heads: o.Heads = 8,
-    kv_heads: o.KvHeads = 0,
-    head_dim: o.HeadDim = 64,
-    seqlen: o.Seqlen = 8192,
-    batch: o.Batch = 1,
-    dtype: o.Dtype = "float32",
-    causal: o.Causal = True,
-    window: o.Window = -1,
-    layout: o.Layout = "zigzag",
-    kernel: o.Kernel = "auto",
+    model: o.Model,
     topology: Annotated[
         str, typer.Option(help="A preset's name or a file; empty = measured on this job.")
     ] = "",
@@ -51,7 +49,7 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option(help="Write a Chrome trace of every candidate here: .json.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: o.AsJson = False,
 ) -> None:
     """Run the best candidates on this job, and the plain ring beside them.
 
@@ -65,18 +63,15 @@ def bench(
     """
     from wf_backends import launch
 
-    if trace is not None and trace.suffix != ".json":
-        raise ValueError(f"--trace must end in .json, got {str(trace)!r}")
-    o.check_folder("--trace", trace)
+    o.check_file("--trace", trace, (".json",))
     for option, value in (("--top", top), ("--repeats", repeats)):
         o.check_least(option, value, 1)
-    model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
     workload = model.workload()
     launched = launch.init()
     try:
         job = Job(launched, cache_dir)
         request = Request(
-            job.cluster(topology), workload, exact_up_to=EXACT_UP_TO, **o.keeping(layers)
+            job.topology(topology), workload, exact_up_to=EXACT_UP_TO, **o.keeping(layers)
         )
         plans = with_ring(all_plans(priced(request)), priced(request), top)
         times = job.run(plans, model, repeats)
@@ -89,7 +84,7 @@ def bench(
 
 
 class Job:
-    """The running job: its ranks and hosts, and its topology once that is asked for."""
+    """The running job: its ranks, its hosts and its device."""
 
     def __init__(self, launched: Launch, cache_dir: Path | None) -> None:
         from wf_backends.cluster import cache_folder, job_hosts
@@ -99,23 +94,23 @@ class Job:
         self.hosts = job_hosts(self.comm)
         self.folder = cache_dir or cache_folder(os.environ)
 
-    def cluster(self, source: str) -> Topology:
-        """The topology that is named, if it describes the job; without a name, measured.
+    def topology(self, source: str) -> Topology:
+        """The topology of this name, which must describe the job; measured if the name is empty.
 
-        A preset has as many ranks as the job; a file says itself how many.
+        A preset gets as many ranks as the job; a file must have as many.
         """
         from wf_backends.cluster import measured_topology
 
         if source:
             size = self.comm.size
-            named = o.cluster(source, size) if source in PRESETS else load(source)
+            named = o.topology_for(source, size) if source in PRESETS else load(source)
             return check_job(named, self.hosts)
         return measured_topology(self.comm, self.hosts, self.device, self.folder)[0]
 
     def run(self, plans: list[Plan], model: o.Model, repeats: int) -> list[float]:
-        """Median seconds of each plan, each time until the slowest rank is done.
+        """Median seconds of each plan until the slowest rank is done.
 
-        They take turns: what else the machine does, or does at first, is no property of one plan.
+        The plans take turns, so that whatever else the machine does slows all of them alike.
         """
         from wf_backends.cluster import Timer
 
@@ -126,7 +121,7 @@ class Job:
         return [median(of_plan) for of_plan in zip(*times, strict=True)]
 
     def works(self, plans: list[Plan], model: o.Model) -> list[Callable[[], None]]:
-        """Forward and backward of each plan, done once already: plans and buffers are there."""
+        """Forward and backward of each plan; each has run once, so that buffers exist."""
         inputs = Inputs(model, self.comm.rank, self.device)
         works = [prepare(plan, model, self.comm, inputs) for plan in plans]
         for work in works:
@@ -134,7 +129,7 @@ class Job:
         return works
 
     def trace(self, plans: list[Plan], model: o.Model, path: Path) -> None:
-        """Write what every rank does in one run of each plan, beside what is predicted."""
+        """Write what every rank does in one run of each plan, and what is predicted."""
         from wf_backends.cli.trace import from_all_ranks, record, write
 
         spans = [from_all_ranks(record(work)) for work in self.works(plans, model)]
@@ -162,20 +157,20 @@ def show(plans: list[Plan], times: list[float], request: Request, as_json: bool)
 
 
 def rate_of(request: Request) -> str:
-    """The kernel whose rate predictions go by: the one asked for, if the topology has its rate."""
+    """The kernel whose rate predictions use: the one asked for, if the topology has its rate."""
     rates, wanted = request.topology.kernels, request.workload.kernel
     return wanted if wanted in dict(rates) else rates[0][0]
 
 
 def priced(request: Request) -> Request:
-    """The request by a rate that its topology has; what is run is the kernel that was asked for."""
+    """The request priced by `rate_of`; what runs is the kernel that was asked for."""
     return replace(request, workload=replace(request.workload, kernel=rate_of(request)))
 
 
 def with_ring(plans: list[Plan], request: Request, top: int) -> list[Plan]:
-    """The first of the plans, and the plain ring to compare with if it is not among them.
+    """The first `top` plans, followed by the plain ring if it is not among them.
 
-    None of them needs more than the memory there is: it would be measured swapping, or end the job.
+    Plans that need more memory than there is are left out: they would swap, or end the job.
 
     Raises:
         ValueError: if no plan fits the memory, naming the one that comes closest.
@@ -188,9 +183,9 @@ def with_ring(plans: list[Plan], request: Request, top: int) -> list[Plan]:
 
 
 class Inputs:
-    """Random q, k, v and dout of this rank: the same ones for all plans that give it as many rows.
+    """Random q, k, v and dout of this rank, (batch, rows, heads, head_dim) each.
 
-    Each (batch, rows, heads, head_dim).
+    Plans that give the rank the same number of rows get the same tensors.
     """
 
     def __init__(self, model: o.Model, rank: int, device: Any) -> None:
@@ -234,7 +229,7 @@ def prepare(plan: Plan, model: o.Model, comm: Any, inputs: Inputs) -> Callable[[
 
 
 def heading(request: Request) -> str:
-    """What is measured, and what its predictions go by where that is not what runs."""
+    """What is measured, and whose rate predicts it if that is not the kernel that runs."""
     cluster, wanted, known = request.topology, request.workload.kernel, rate_of(request)
     told = f"{cluster.name}: {cluster.size} ranks; forward and backward"
     if wanted in (AUTO, known):
@@ -245,19 +240,15 @@ def heading(request: Request) -> str:
 def table(plans: list[Plan], times: list[float], request: Request) -> Table:
     """Predicted beside measured."""
     found = Table(title=escape(heading(request)))
-    for name in ("predicted ms", "measured ms", "measured / predicted", "u"):
+    for name in ("predicted ms", "measured ms", "measured / predicted"):
         found.add_column(name, justify="right")
-    for name in ("forward", "backward", "walks"):
-        found.add_column(name)
+    add_plan_columns(found)
     for plan, took in zip(plans, times, strict=True):
         expected = plan.cost.seconds
         found.add_row(
             o.milliseconds(expected),
             o.milliseconds(took),
             f"{took / expected:.2f}",
-            plan.split,
-            str(plan.forward.placed),
-            str(plan.backward.placed),
-            plan.moves + (", kept" if plan.keep else ""),
+            *plan_cells(plan),
         )
     return found

@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
-from typing import Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from wf_backends.cli import options as o
+
+if TYPE_CHECKING:
+    from wf_backends.kernels import Kernel, KernelSpec
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing looked at."""
+    """One thing that was tried."""
 
     name: str
     works: bool
     what: str
     mend: str = ""
-    """The command that makes it work."""
+    """What makes it work."""
     needed: bool = False
-    """Whether nothing works without it."""
+    """Whether the core needs it."""
 
 
 PACKAGES = (
@@ -38,7 +45,7 @@ PACKAGES = (
 
 
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: o.AsJson = False,
 ) -> None:
     """Say what is installed and what works here, by trying it; exit code 1 if the core does not.
 
@@ -48,9 +55,6 @@ def doctor(
     """
     findings = [*packages(), *devices(), *kernels(), *communicators()]
     if as_json:
-        import json
-        from dataclasses import asdict
-
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         Console().print(table(findings))
@@ -98,27 +102,26 @@ def kernels() -> Iterator[Finding]:
         if refusal is not None:
             yield Finding(f"kernel {name}", False, refusal, needed=needed)
             continue
-        yield attempt(f"kernel {name}", lambda: _compare(kernel, spec), needed=needed)  # noqa: B023
+        yield attempt(f"kernel {name}", partial(_compare, kernel, spec), needed=needed)
 
 
-def _compare(kernel: object, spec: object) -> str:
+def _compare(kernel: Kernel, spec: KernelSpec) -> str:
+    """How far the kernel is from the reference on a causal tile."""
     import torch
 
-    from wf_backends.kernels import Kernel, KernelSpec, ReferenceKernel
+    from wf_backends.kernels import ReferenceKernel
     from wf_backends.schedule import CAUSAL
 
-    assert isinstance(spec, KernelSpec)
-    tried: Kernel = kernel  # type: ignore[assignment]
-    shapes = [
-        (1, 128, heads, spec.head_dim) for heads in (spec.heads, spec.kv_heads, spec.kv_heads)
-    ]
-    q, k, v = (torch.randn(shape, device=spec.device).to(spec.dtype) for shape in shapes)
-    mine, _ = tried.forward(q, k, v, 0.125, CAUSAL)
+    q, k, v = (
+        torch.randn((1, 128, heads, spec.head_dim), device=spec.device).to(spec.dtype)
+        for heads in (spec.heads, spec.kv_heads, spec.kv_heads)
+    )
+    mine, _ = kernel.forward(q, k, v, 0.125, CAUSAL)
     right, _ = ReferenceKernel().forward(q, k, v, 0.125, CAUSAL)
     error = (mine.float() - right.float()).abs().max().item()
     if error > (0.05 if spec.dtype == torch.bfloat16 else 1e-4):
         raise RuntimeError(f"a {spec.device} tile is off by {error:.2g}")
-    return f"{spec.dtype} on {spec.device}, off by {error:.1g} ({tried.runs(spec)})"
+    return f"{spec.dtype} on {spec.device}, off by {error:.1g} ({kernel.runs(spec)})"
 
 
 def communicators() -> Iterator[Finding]:
@@ -169,7 +172,7 @@ def _mpi() -> str:
 
 
 def attempt(name: str, work: Callable[[], str], mend: str = "", needed: bool = False) -> Finding:
-    """What `work` says, or how it failed: whatever is broken here is what this command reports."""
+    """What `work` says, or how it failed. Any error is a finding."""
     try:
         return Finding(name, True, work(), needed=needed)
     except Exception as error:

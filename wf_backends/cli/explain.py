@@ -12,7 +12,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from wf_backends.cli import options as o
-from wf_backends.cli.models import ModelName
 from wf_backends.cluster import PRESETS
 from wf_backends.planner import (
     BACKWARDS,
@@ -32,6 +31,7 @@ RANKS = 8  # of a preset: a grid of more is hard to read
 WIDTH = 36  # characters of the time axis: with it the table fits 80 columns
 
 
+@o.describes_model(heads=32, kv_heads=0, head_dim=128, seqlen=131072)
 def explain(
     route: Annotated[
         str,
@@ -40,18 +40,8 @@ def explain(
             "mesh:rows=2,cols=4; placed with ,order=1-0 and ,reverse=true"
         ),
     ],
-    _model: ModelName = "",
-    heads: o.Heads = 32,
-    kv_heads: o.KvHeads = 0,
-    head_dim: o.HeadDim = 128,
-    seqlen: o.Seqlen = 131072,
-    batch: o.Batch = 1,
-    dtype: o.Dtype = "bfloat16",
-    causal: o.Causal = True,
-    window: o.Window = -1,
-    layout: o.Layout = "zigzag",
-    kernel: o.Kernel = "auto",
-    topology: o.Cluster = "h100-8x400g",
+    model: o.Model,
+    topology: o.TopologyName = "h100-8x400g",
     ranks: Annotated[
         int | None,
         typer.Option(
@@ -75,13 +65,10 @@ def explain(
     """
     if moves not in BACKWARDS:
         raise ValueError(f"--moves must be one of {list(BACKWARDS)}, got {moves!r}")
-    if picture is not None and picture.suffix not in PICTURES:
-        raise ValueError(f"--picture must end in one of {list(PICTURES)}, got {str(picture)!r}")
-    o.check_folder("--picture", picture)
-    model = o.Model(heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel)
+    o.check_file("--picture", picture, PICTURES)
     if ranks is None:
         ranks = RANKS if topology in PRESETS else 0
-    cluster = o.cluster(topology, ranks)
+    cluster = o.topology_for(topology, ranks)
     placed = o.parse_route(route, cluster.size)
     job, added = Job(model.workload(), cluster), o.hosts_added(topology, cluster)
     show(placed, job, moves, added)

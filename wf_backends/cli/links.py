@@ -34,7 +34,7 @@ def bench_links(
     from wf_backends.cluster import cache_folder, job_hosts, measured_topology
     from wf_backends.comm import make_comm
 
-    o.check_folder("--out", out)
+    o.check_file("--out", out)
     launched, folder = launch.init(), cache_dir or cache_folder(os.environ)
     try:
         start = time.perf_counter()

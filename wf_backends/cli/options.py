@@ -1,22 +1,25 @@
-"""Options that several commands take, and what their words mean."""
+"""Options that several commands take, their checks, and how numbers and tables are printed."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from math import floor, log2, log10
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from wf_backends._validation import AUTO, nearest, one_of
+from wf_backends._validation import AUTO, one_of
+from wf_backends.cli.models import ModelName
 from wf_backends.cluster import KERNEL_NAMES, PRESETS, Topology, load
 from wf_backends.lowering import Shape
 from wf_backends.planner import FEWEST, Workload, draw_documents
@@ -36,25 +39,9 @@ ITEMSIZES: Mapping[str, int] = MappingProxyType(
     {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 )
 
-Heads = Annotated[int, typer.Option(help="Query heads of the model.")]
-KvHeads = Annotated[int, typer.Option(help="Key and value heads; 0 = as many as heads.")]
-HeadDim = Annotated[int, typer.Option(help="Size of one head.")]
-Seqlen = Annotated[int, typer.Option(help="Tokens of the whole sequence.")]
-Batch = Annotated[int, typer.Option(help="Sequences at once.")]
-Dtype = Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZES)}.")]
-Causal = Annotated[bool, typer.Option("--causal/--full", help="Whether no query sees later keys.")]
-Window = Annotated[int, typer.Option(help="Tokens that a query sees to its left; -1 = all.")]
-Layout = Annotated[str, typer.Option(help="zigzag, contiguous; with documents document_zigzag.")]
-Documents = Annotated[
-    int,
-    typer.Option(
-        help="Packed documents of drawn lengths, in the mean so many tokens long as a token sees "
-        "them, to the next power of two of the sequence; 0 = one."
-    ),
-]
-Kernel = Annotated[str, typer.Option(help="Whose rate counts; auto = the topology's first.")]
-Cluster = Annotated[str, typer.Option(help="A preset's name, or a .json or .toml file.")]
-Ranks = Annotated[int, typer.Option(help="Ranks of one sequence; 0 = all of the topology.")]
+KEYWORD = Parameter.KEYWORD_ONLY
+
+TopologyName = Annotated[str, typer.Option(help="A preset's name, or a .json or .toml file.")]
 Layers = Annotated[
     int,
     typer.Option(help="Attention layers; with it, also plans that keep what the forward gathers."),
@@ -63,23 +50,38 @@ CacheDir = Annotated[
     Path | None,
     typer.Option(help="Where measured topologies are kept, by host list; ~/.cache/wallfacer."),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is computed, in the words of the command line."""
+    """What is computed: the options that describe it."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    seqlen: int
-    batch: int = 1
-    dtype: str = "bfloat16"
-    causal: bool = True
-    window: int = -1
-    layout: str = "zigzag"
-    kernel: str = "auto"
-    documents: int = 0
+    heads: Annotated[int, typer.Option(help="Query heads of the model.")]
+    kv_heads: Annotated[int, typer.Option(help="Key and value heads; 0 = as many as heads.")]
+    head_dim: Annotated[int, typer.Option(help="Size of one head.")]
+    seqlen: Annotated[int, typer.Option(help="Tokens of the whole sequence.")]
+    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZES)}.")] = "bfloat16"
+    causal: Annotated[
+        bool, typer.Option("--causal/--full", help="Whether no query sees later keys.")
+    ] = True
+    window: Annotated[
+        int, typer.Option(help="Tokens that a query sees to its left; -1 = all.")
+    ] = -1
+    layout: Annotated[
+        str, typer.Option(help="zigzag, contiguous; with documents document_zigzag.")
+    ] = "zigzag"
+    kernel: Annotated[str, typer.Option(help="Whose rate counts; auto = the topology's first.")] = (
+        "auto"
+    )
+    documents: Annotated[
+        int,
+        typer.Option(
+            help="Packed documents of drawn lengths, in the mean so many tokens long as a token "
+            "sees them, to the next power of two of the sequence; 0 = one."
+        ),
+    ] = 0
 
     def workload(self) -> Workload:
         """The same as the planner takes it.
@@ -93,22 +95,19 @@ class Model:
         kv_heads = self.kv_heads or self.heads
         if kv_heads < 1 or self.heads % kv_heads:
             raise ValueError(f"--kv-heads must divide --heads {self.heads}, got {kv_heads}")
-        if self.dtype not in ITEMSIZES:
-            known = list(ITEMSIZES)
-            raise ValueError(
-                f"--dtype must be one of {known}, got {self.dtype!r}{nearest(self.dtype, known)}"
-            )
+        one_of("--dtype", self.dtype, tuple(ITEMSIZES))
         one_of("--kernel", self.kernel, (AUTO, *KERNEL_NAMES))
         if LAYOUTS[check_layout_name(self.layout)].needs_documents and not self.documents:
-            takes = "which `wallfacer plan` takes"
-            raise ValueError(f"--layout {self.layout} needs --documents, {takes}")
+            raise ValueError(
+                f"--layout {self.layout} needs --documents, which `wallfacer plan` takes"
+            )
         itemsize = ITEMSIZES[self.dtype]
         shape = Shape(self.batch, self.heads, kv_heads, self.head_dim, itemsize, max(4, itemsize))
         mask = make_mask(self.causal, (self.window, -1), self._borders())
         return Workload(shape, self.seqlen, mask.within(self.seqlen), self.layout, self.kernel)
 
     def _borders(self) -> tuple[int, ...] | None:
-        """Of the packed documents."""
+        """cu_seqlens of the packed documents; None without documents."""
         if not self.documents:
             return None
         most = self.seqlen >> FEWEST
@@ -120,24 +119,56 @@ class Model:
         return draw_documents(self.seqlen, round(log2(self.seqlen / self.documents)))
 
 
-def check_least(option: str, value: float, least: int) -> None:
-    """Nothing, if an option's number is at least `least`.
+def describes_model(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command, in place of its argument `model`, the options of `Model` and --model.
 
-    Raises:
-        ValueError: if it is not.
+    Args:
+        defaults: of the options; those of `Model` where there are none. `documents` is an option
+            only if it is among them.
     """
-    if not value >= least:  # nor is NaN
+    hints = get_type_hints(Model, include_extras=True)
+    options = [Parameter("_model", KEYWORD, default="", annotation=ModelName)]
+    for one in fields(Model):
+        if one.name in defaults or one.name != "documents":
+            default = defaults.get(one.name, one.default)
+            options.append(
+                Parameter(one.name, KEYWORD, default=default, annotation=hints[one.name])
+            )
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @wraps(command)
+        def call(_model: str, **given: Any) -> None:
+            words = {one.name: given.pop(one.name) for one in options if one.name in given}
+            command(model=Model(**words), **given)
+
+        own = signature(command, eval_str=True)
+        others = [own.parameters[name] for name in own.parameters if name != "model"]
+        taken = options + [one.replace(kind=KEYWORD) for one in others]
+        call.__signature__ = Signature(taken)  # pyright: ignore[reportAttributeAccessIssue]
+        call.__annotations__ = {one.name: one.annotation for one in taken}
+        return call
+
+    return decorate
+
+
+def check_least(option: str, value: float, least: int) -> None:
+    """Refuse an option's number below `least`."""
+    if not value >= least:  # so NaN is refused too
         raise ValueError(f"{option} must be at least {least}, got {value:g}")
 
 
-def check_folder(option: str, path: Path | None) -> None:
-    """Nothing, if a file can be written there, or none is wanted.
+def check_file(option: str, path: Path | None, endings: tuple[str, ...] = ()) -> None:
+    """Refuse, before any work, a file with another ending or that cannot be written.
 
-    Raises:
-        ValueError: if not, so that nobody works for nothing first.
+    Args:
+        path: None = no file is wanted.
+        endings: that the name may have; none = any.
     """
     if path is None:
         return
+    if endings and path.suffix not in endings:
+        known = f"one of {list(endings)}" if len(endings) > 1 else "".join(endings)
+        raise ValueError(f"{option} must end in {known}, got {str(path)!r}")
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
     if path.is_dir():
@@ -147,14 +178,14 @@ def check_folder(option: str, path: Path | None) -> None:
 
 
 def milliseconds(seconds: float) -> str:
-    """Four digits of them, however many there are, and none beyond a tenth of a microsecond."""
+    """In milliseconds, with four digits, but none beyond a tenth of a microsecond."""
     value = 1e3 * seconds
     whole = floor(log10(value)) if value else 3
     return f"{value:,.{min(4, max(0, 3 - whole))}f}"
 
 
 def console_for(table: Table) -> Console:
-    """The terminal; where there is none (a pipe, a file), one that is wide enough for the table."""
+    """The terminal; in a pipe or a file, a console that is wide enough for the table."""
     console = Console()
     if console.is_terminal:
         return console
@@ -162,10 +193,10 @@ def console_for(table: Table) -> Console:
     return Console(width=max(needed, console.width))
 
 
-def cluster(name: str, ranks: int) -> Topology:
-    """The topology called `name` for `ranks` ranks (0: as it is), with more hosts if need be.
+def topology_for(name: str, ranks: int) -> Topology:
+    """The topology of a preset or file with as many hosts as `ranks` ranks fill; 0 = as it is.
 
-    The preset of one host is one host of any number of ranks.
+    The preset of one host stays one host.
     """
     check_least("--ranks", ranks, 0)
     topology = load(name)
@@ -175,21 +206,17 @@ def cluster(name: str, ranks: int) -> Topology:
 
 
 def hosts_added(name: str, topology: Topology) -> int:
-    """Hosts that a topology has beyond those of its file; a preset is for any number of hosts."""
+    """Hosts that a topology has beyond those of its file. A preset has any number of hosts."""
     return 0 if name in PRESETS else max(0, topology.hosts - load(name).hosts)
 
 
 def added_words(count: int) -> str:
-    """What to say of hosts that nobody measured."""
+    """What the title says of hosts that the file does not have."""
     return f", hosts added to the file's: {count}" if count else ""
 
 
 def keeping(layers: int) -> dict[str, Any]:
-    """What a Request says of `layers`; 0 = everything is gathered again.
-
-    Raises:
-        ValueError: if it is negative.
-    """
+    """The arguments of a Request for --layers; 0 = the backward gathers everything again."""
     check_least("--layers", layers, 0)
     return {"keeps": (False, True), "layers": layers} if layers else {}
 

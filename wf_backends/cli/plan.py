@@ -13,7 +13,6 @@ from rich.table import Table
 
 from wf_backends._validation import AUTO
 from wf_backends.cli import options as o
-from wf_backends.cli.models import ModelName
 from wf_backends.planner import (
     EXACT_UP_TO,
     NEAR_UP_TO,
@@ -29,21 +28,11 @@ from wf_backends.planner import (
 from wf_backends.schedule import in_rank_order, make_layout
 
 
+@o.describes_model(heads=32, kv_heads=0, head_dim=128, seqlen=131072, documents=0)
 def plan(
-    _model: ModelName = "",
-    heads: o.Heads = 32,
-    kv_heads: o.KvHeads = 0,
-    head_dim: o.HeadDim = 128,
-    seqlen: o.Seqlen = 131072,
-    batch: o.Batch = 1,
-    dtype: o.Dtype = "bfloat16",
-    causal: o.Causal = True,
-    window: o.Window = -1,
-    layout: o.Layout = "zigzag",
-    documents: o.Documents = 0,
-    kernel: o.Kernel = "auto",
-    topology: o.Cluster = "h100-8x400g",
-    ranks: o.Ranks = 0,
+    model: o.Model,
+    topology: o.TopologyName = "h100-8x400g",
+    ranks: Annotated[int, typer.Option(help="Ranks of one sequence; 0 = all.")] = 0,
     ulysses_degree: Annotated[int, typer.Option(help="Only this head split; 0 = all.")] = 0,
     memory_gib: Annotated[
         float, typer.Option(help="What attention may take of a rank; 0 = all it has.")
@@ -53,7 +42,7 @@ def plan(
     ] = EXACT_UP_TO,
     layers: o.Layers = 0,
     top: Annotated[int, typer.Option(help="Rows of the table.")] = 12,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: o.AsJson = False,
 ) -> None:
     """Predict what every scheme costs on a cluster, and name the fastest.
 
@@ -68,18 +57,16 @@ def plan(
     for option, value in (("--memory-gib", memory_gib), ("--exact-up-to", exact_up_to)):
         o.check_least(option, value, 0)
     o.check_least("--top", top, 1)
-    model = o.Model(
-        heads, kv_heads, head_dim, seqlen, batch, dtype, causal, window, layout, kernel, documents
-    )
     asked = Request(
-        o.cluster(topology, ranks),
-        workload := model.workload(),
+        o.topology_for(topology, ranks),
+        work := model.workload(),
         memory_bytes=memory_gib * 2**30 or None,
         degrees=(ulysses_degree,) if ulysses_degree else None,
         exact_up_to=exact_up_to,
         **o.keeping(layers),
     )
-    make_layout(layout, asked.topology.size, seqlen, workload.mask.cu_seqlens)  # or too short
+    # refuses sequences that are too short
+    make_layout(work.layout, asked.topology.size, work.seqlen, work.mask.cu_seqlens)
     answer(asked, o.hosts_added(topology, asked.topology), top, as_json)
 
 
@@ -108,10 +95,12 @@ def answer(asked: Request, added: int, top: int, as_json: bool) -> None:
 
 
 def counted(request: Request) -> Request:
-    """The request; every message is counted under a window or documents, of some ranks if of many.
+    """The request that is priced: under a window or documents, one that counts every message.
+
+    On many ranks, some stand for all of them.
 
     Raises:
-        NotImplementedError: for documents of which those ranks would hold few.
+        NotImplementedError: for documents so long that those ranks would hold few of them.
     """
     mask, size = request.workload.mask, request.topology.size
     all_routes = EXACT_UP_TO if mask.cu_seqlens is not None else request.exact_up_to
@@ -130,18 +119,18 @@ def counted(request: Request) -> Request:
 
 
 def plain_ring(request: Request) -> Plan:
-    """Ring Attention, whatever the planner thinks of it: what everything is compared with."""
+    """Ring Attention, with which every plan is compared."""
     ring = in_rank_order({"name": "ring"}, request.topology.size)
     return price_plan(request, 1, ring, ring)
 
 
 def beside_ring(plans: list[Plan], ring: Plan) -> list[Plan]:
-    """The plans, and after them the plain ring if it is not among them."""
+    """The plans, followed by the plain ring if it is not among them."""
     return plans if ring.choice in [plan.choice for plan in plans] else [*plans, ring]
 
 
 def stand_in(request: Request, asked: Request) -> str:
-    """What to say where some ranks were counted, and not all."""
+    """What the reason says if some ranks were counted in place of all."""
     some, every = request.topology.size, asked.topology.size
     return "" if some == every else f". {some} ranks stand for all {every}"
 
@@ -182,7 +171,7 @@ def why(best: Plan, baseline: Plan, request: Request) -> str:
 
 
 def hidden(plan: Plan) -> str:
-    """How much of the transfers is hidden; nothing where nothing is transferred."""
+    """What the reason says of hidden transfers; empty if nothing is transferred."""
     cost = plan.cost
     if not cost.nic_bytes + cost.inside_bytes:
         return ""
@@ -191,7 +180,7 @@ def hidden(plan: Plan) -> str:
 
 
 def other_layout(best: Plan, request: Request) -> str:
-    """What to say where a sliding window makes contiguous shards the better ones."""
+    """What the reason says if contiguous shards are faster under a sliding window."""
     work = request.workload
     if work.mask.band.left == inf or work.layout == "contiguous":
         return ""
@@ -220,10 +209,9 @@ def table(plans: list[Plan], baseline: Plan, request: Request, added: int) -> Ta
         title=f"{escape(cluster.name)}: {cluster.hosts} hosts x {cluster.ranks_per_host} ranks, "
         f"{cluster.nics_per_host} NICs a host{o.added_words(added)}; forward and backward"
     )
-    for name in ("predicted ms", "x ring", "exposed ms", "NIC GB", "inside GB", "memory MiB", "u"):
+    for name in ("predicted ms", "x ring", "exposed ms", "NIC GB", "inside GB", "memory MiB"):
         found.add_column(name, justify="right")
-    for name in ("forward", "backward", "walks"):
-        found.add_column(name)
+    add_plan_columns(found)
     for plan in beside_ring(plans, baseline):
         cost = plan.cost
         over = cost.memory_bytes > request.memory_limit
@@ -234,13 +222,23 @@ def table(plans: list[Plan], baseline: Plan, request: Request, added: int) -> Ta
             f"{cost.nic_bytes / 1e9:.3g}",
             f"{cost.inside_bytes / 1e9:.3g}",
             f"{cost.memory_bytes / 2**20:.4g}{' too much' if over else ''}",
-            plan.split,
-            str(plan.forward.placed),
-            str(plan.backward.placed),
-            plan.moves + (", kept" if plan.keep else ""),
+            *plan_cells(plan),
             style="dim" if over else None,
         )
     return found
+
+
+def add_plan_columns(table: Table) -> None:
+    """The columns of `plan_cells`; "u" is the head split."""
+    table.add_column("u", justify="right")
+    for name in ("forward", "backward", "walks"):
+        table.add_column(name)
+
+
+def plan_cells(plan: Plan) -> tuple[str, ...]:
+    """What a plan runs, for a row of a table."""
+    walks = plan.moves + (", kept" if plan.keep else "")
+    return plan.split, str(plan.forward.placed), str(plan.backward.placed), walks
 
 
 def to_json(
