@@ -1,4 +1,4 @@
-"""Dynamic sequence parallelism from the words of a configuration: what the doors do with "dsp".
+"""Dynamic sequence parallelism from the words of a configuration: the key "dsp".
 
 Every rank calls the model with the same whole batch and computes the same whole loss; the mean of
 the parameter gradients over the ranks, as data parallelism takes it, is that of one device.
@@ -16,7 +16,7 @@ from wf_backends.dsp.switch import DynamicSequenceParallel
 from wf_backends.parallel import SequenceParallel, SequenceParallelConfig
 
 KEY = "dsp"
-LAYOUT = "contiguous"  # a dimension's chunks are
+LAYOUT = "contiguous"  # of a sharded dimension
 RECEIVER = "set_sequence_parallel"
 
 
@@ -51,10 +51,10 @@ def receivers(model: nn.Module) -> list[nn.Module]:
 def spread(
     model: nn.Module, sp: SequenceParallel, dsp: DynamicSequenceParallel, stages: Stages
 ) -> LayoutTracker:
-    """Switch the hidden state of `model` over the ranks of `sp`; `remove()` takes that off.
+    """Shard the hidden state of `model` over the ranks of `sp`; `remove()` undoes it.
 
     Modules with a method `set_sequence_parallel`, such as attention over all dimensions at once,
-    have it called with `sp`: the other words of the configuration are for them.
+    have it called with `sp`. The words of the configuration beside "dsp" are for them.
 
     Args:
         dsp: over the ranks of sp, made with gradients="averaged".

@@ -1,9 +1,9 @@
-"""Which dimension is sharded where: a model's modules are named, and switched between, not edited.
+"""Which dimension is sharded at which module: modules are named, and hooks switch between them.
 
 A stage is a module whose first argument is the hidden state and which needs one of its sequence
-dimensions whole, such as a residual block of temporal attention. What is not a stage works on the
-hidden state wherever it is cut. A switch happens before a stage that needs the sharded dimension,
-and the new cut is kept until the next stage that needs it: one switch, not two.
+dimensions whole, such as a residual block of temporal attention. Other modules work on any shard.
+Before a stage that needs the sharded dimension, another dimension is sharded instead, and stays so
+until a stage needs that one: one switch, not two.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from fnmatch import fnmatchcase
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from wf_backends._validation import nearest
-from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, Sizes, chunk_sizes
+from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, chunk_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,22 +77,22 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """Where the hidden state is sharded; lengths of the whole by dimension."""
+class Sharding:
+    """Which dimension of the hidden state is sharded, and the length of every whole dimension."""
 
     name: str
     lengths: Mapping[str, int]
 
 
 class LayoutTracker:
-    """Hooks that cut, switch and gather a model's hidden state; `remove()` takes them off again.
+    """Hooks that shard, switch and gather a model's hidden state; `remove()` takes them off.
 
     The model is called as on one device: with whole inputs, the same on every rank, and with a
-    whole output. Average the gradients of its parameters over the ranks
-    (`wf_backends.parallel.gradients.GradientMean`, or a data-parallel wrapper over these ranks).
+    whole output. Average the gradients of its parameters over the ranks (by
+    `wf_backends.parallel.GradientMean`, or a data-parallel wrapper over these ranks).
 
-    Works under activation checkpointing: a stage that is run again in the backward pass finds
-    its input as it came in the forward pass.
+    Works under activation checkpointing: a stage that is run again in the backward gets its input
+    sharded as in the forward.
 
     Args:
         dsp: the ranks; made with gradients="averaged".
@@ -110,16 +109,16 @@ class LayoutTracker:
         self.dsp, self.stages = dsp, stages
         self.switches = 0
         """Switches in the forward passes so far."""
-        self._now: Cut | None = None
+        self._now: Sharding | None = None
         self._running = False
-        self._arrived: dict[str, Cut | None] = {}
+        self._arrived: dict[str, Sharding | None] = {}
         modules = dict(model.named_modules())
         needs = _resolve(stages.needs, modules)
         for name in (stages.enters, stages.leaves):
             _find(name, modules)
         self._hooks: list[RemovableHandle] = [
-            model.register_forward_pre_hook(lambda *_: self._begin()),
-            model.register_forward_hook(lambda *_: self._end(), always_call=True),
+            model.register_forward_pre_hook(lambda *_: self._set_running(True)),
+            model.register_forward_hook(lambda *_: self._set_running(False), always_call=True),
             modules[stages.leaves].register_forward_hook(lambda _, args, out: self._leave(out)),
         ]
         for name in dict.fromkeys((stages.enters, *needs)):
@@ -134,12 +133,7 @@ class LayoutTracker:
     def __enter__(self) -> LayoutTracker:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.remove()
 
     def _register(self, module: nn.Module, name: str, need: str | None) -> RemovableHandle:
@@ -150,31 +144,29 @@ class LayoutTracker:
 
         return module.register_forward_pre_hook(before, with_kwargs=True)
 
-    def _begin(self) -> None:
-        self._running, self._now = True, None
-
-    def _end(self) -> None:
-        self._running, self._now = False, None
+    def _set_running(self, running: bool) -> None:
+        """Before and after the forward of the model nothing is sharded."""
+        self._running, self._now = running, None
 
     def _arrive(self, name: str, need: str | None, x: Tensor) -> Tensor:
         """The hidden state as the stage `name` needs it."""
-        cut = self._recall(name)
-        if cut is None:
-            cut, x = self._split(name, x)
-        if cut.name == need:
+        sharding = self._sharding_at(name)
+        if sharding is None:
+            sharding, x = self._split(name, x)
+        if sharding.name == need:
             target = next(dim for dim in self.stages.dims if dim != need)
-            cut, x = self._switch(name, cut, target, x)
+            sharding, x = self._switch(name, sharding, target, x)
         if self._running:
-            self._now = cut
+            self._now = sharding
         return x
 
-    def _recall(self, name: str) -> Cut | None:
-        """Where the hidden state is cut at `name`; when run again, as in the forward pass."""
+    def _sharding_at(self, name: str) -> Sharding | None:
+        """How the hidden state arrives at `name`; where it is run again, as in the forward."""
         if self._running:
             self._arrived[name] = self._now
         return self._arrived[name]
 
-    def _split(self, name: str, x: Tensor) -> tuple[Cut, Tensor]:
+    def _split(self, name: str, x: Tensor) -> tuple[Sharding, Tensor]:
         if name != self.stages.enters:
             raise ValueError(
                 f"the stage {name!r} runs before {self.stages.enters!r}, where the hidden state "
@@ -187,40 +179,38 @@ class LayoutTracker:
                 f"that {name!r} gets"
             )
         lengths = {dim: x.shape[axis] for dim, axis in self.stages.dims.items()}
-        return Cut(start, lengths), self.dsp.split(x, self.stages.dims[start]).tensor
+        return Sharding(start, lengths), self.dsp.split(x, self.stages.dims[start]).tensor
 
-    def _switch(self, name: str, cut: Cut, target: str, x: Tensor) -> tuple[Cut, Tensor]:
-        dims = self.stages.dims
-        held = self._held(name, cut, x)
+    def _switch(self, name: str, old: Sharding, target: str, x: Tensor) -> tuple[Sharding, Tensor]:
+        dims, shard = self.stages.dims, self._check_shard(name, old, x)
         self.switches += self._running
-        return Cut(target, cut.lengths), self.dsp.switch(held, dims[cut.name], dims[target]).tensor
+        new = self.dsp.switch(shard, dims[old.name], dims[target])
+        return Sharding(target, old.lengths), new.tensor
 
-    def _held(self, name: str, cut: Cut, x: Tensor) -> Sharded:
-        """x as the shard that it must be; refuses one of another shape."""
-        wanted = {dim: cut.lengths[dim] for dim in self.stages.dims}
-        sizes = self._sizes(cut)
-        wanted[cut.name] = sizes[self.dsp.rank]
+    def _check_shard(self, name: str, sharding: Sharding, x: Tensor) -> Sharded:
+        """x as this rank's shard; refuses one of another shape."""
+        sizes = chunk_sizes(sharding.lengths[sharding.name], self.dsp.size)
+        wanted = {**sharding.lengths, sharding.name: sizes[self.dsp.rank]}
         got = {dim: x.shape[axis] for dim, axis in self.stages.dims.items()}
         if got != wanted:
             raise ValueError(
-                f"{name!r} got a hidden state with {got}, but sharded along {cut.name!r} it has "
-                f"{wanted} on rank {self.dsp.rank}"
+                f"{name!r} got a hidden state with {got}, but sharded along {sharding.name!r} it "
+                f"has {wanted} on rank {self.dsp.rank}"
             )
-        return Sharded(x, self.stages.dims[cut.name], sizes)
-
-    def _sizes(self, cut: Cut) -> Sizes:
-        return chunk_sizes(cut.lengths[cut.name], self.dsp.size)
+        return Sharded(x, self.stages.dims[sharding.name], sizes)
 
     def _leave(self, out: Any) -> Tensor:
         """The whole output of the module `leaves`."""
         name = self.stages.leaves
-        cut = self._recall(name)
-        if cut is None:
+        sharding = self._sharding_at(name)
+        if sharding is None:
             raise ValueError(f"{name!r} ran before {self.stages.enters!r}: nothing is sharded yet")
         if not isinstance(out, Tensor):
             raise ValueError(f"{name!r} must return the hidden state, got {type(out).__name__}")
         self._now = None
-        return self.dsp.gather(self._held(name, cut, out), self.stages.dims[cut.name])
+        return self.dsp.gather(
+            self._check_shard(name, sharding, out), self.stages.dims[sharding.name]
+        )
 
 
 def _resolve(needs: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:

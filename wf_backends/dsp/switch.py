@@ -1,9 +1,9 @@
 """Dynamic sequence parallelism (DSP): the sharded dimension changes between stages.
 
-A hidden state with several sequence dimensions (frames, places in a frame) is sharded along one
-of them. A stage that mixes another dimension needs nothing; before one that mixes the sharded
-dimension, one all-to-all moves the cut to another dimension. Shards are the contiguous layout's
-chunks of any length, also of none; empty messages are not sent.
+A hidden state with several sequence dimensions (frames, places in a frame) is sharded along one of
+them. A stage that mixes another dimension needs no communication. Before a stage that mixes the
+sharded dimension, one all-to-all shards another dimension instead. Shards are the chunks of the
+contiguous layout; they may be empty, and empty messages are not sent.
 
 Source: arXiv 2403.10266.
 """
@@ -42,7 +42,7 @@ class Sharded:
 
 
 class DynamicSequenceParallel:
-    """The three primitives over one group of ranks; what is sharded along what is in the handle.
+    """Split, switch and gather over one group of ranks. A `Sharded` says how it is sharded.
 
     Args:
         group: None (the default group), a torch ProcessGroup, an mpi4py communicator, or one of
@@ -77,14 +77,14 @@ class DynamicSequenceParallel:
         dim = dimension(x, dim)
         self._agree({"dim": dim, "dtype": fingerprint(x.dtype), "shape": fingerprint(x.shape)}, x)
         sizes = chunk_sizes(x.shape[dim], self.size)
-        back = _gather if self.gradients == "whole" else _embed
-        take, back = (partial(f, self.comm, dim, sizes) for f in (_take, back))
-        return Sharded(move(x, take, back, "split"), dim, sizes)
+        to_whole = _gather if self.gradients == "whole" else _embed
+        forward, backward = (partial(f, self.comm, dim, sizes) for f in (_take, to_whole))
+        return Sharded(move(x, forward, backward, "split"), dim, sizes)
 
     def switch(self, x: Sharded, from_dim: int, to_dim: int) -> Sharded:
-        """Move the cut from one dimension to another: one all-to-all, and one backward.
+        """Shard another dimension instead: one all-to-all forward, and one backward.
 
-        A rank sends (P - 1) / P of its shard.
+        Each of them sends (P - 1) / P of a rank's shard.
 
         Raises:
             ValueError: if x is not sharded along from_dim, if to_dim is the same or none of its
@@ -96,10 +96,9 @@ class DynamicSequenceParallel:
             raise ValueError(f"to_dim must differ from from_dim, got {to_dim} for both")
         self._agree_on_shards(x, {"to_dim": to_dim})
         sizes = chunk_sizes(x.tensor.shape[to_dim], self.size)
-        here, there = (from_dim, x.sizes), (to_dim, sizes)
-        forward, backward = (
-            partial(_exchange, self.comm, a, b) for a, b in ((here, there), (there, here))
-        )
+        old, new = (from_dim, x.sizes), (to_dim, sizes)
+        forward = partial(_exchange, self.comm, old, new)
+        backward = partial(_exchange, self.comm, new, old)
         return Sharded(move(x.tensor, forward, backward, "switch"), to_dim, sizes)
 
     def gather(self, x: Sharded, dim: int) -> Tensor:
@@ -112,12 +111,12 @@ class DynamicSequenceParallel:
         dim = self._check(x, dim, "dim", "gather")
         self._agree_on_shards(x, {})
         scale = 1 if self.gradients == "whole" else self.size
-        there = partial(_gather, self.comm, dim, x.sizes)
-        back = partial(_take, self.comm, dim, x.sizes, scale=scale)
-        return move(x.tensor, there, back, "gather")
+        forward = partial(_gather, self.comm, dim, x.sizes)
+        backward = partial(_take, self.comm, dim, x.sizes, scale=scale)
+        return move(x.tensor, forward, backward, "gather")
 
     def _check(self, x: Sharded, dim: int, name: str, what: str) -> int:
-        """`dim` counted from the front, once x is known to be this rank's shard along it."""
+        """`dim` counted from the front; refuses an x that is not this rank's shard along it."""
         if not isinstance(x, Sharded):
             raise ValueError(f"{what} takes what split or switch gave, got {type(x).__name__}")
         dim = dimension(x.tensor, dim, name)
@@ -147,12 +146,14 @@ class DynamicSequenceParallel:
             self._agreement.check(same, {}, like)
 
 
-Cut = tuple[int, Sizes]  # a dimension, and its rows by rank
+ShardedDim = tuple[int, Sizes]  # a dimension, and how much of it each rank holds
 
 
-def _exchange(comm: Communicator, cut: Cut, new_cut: Cut, x: Tensor, label: str) -> Tensor:
-    """A shard along one cut as the shard along another."""
-    (dim, sizes), (new_dim, new_sizes) = cut, new_cut
+def _exchange(
+    comm: Communicator, old: ShardedDim, new: ShardedDim, x: Tensor, label: str
+) -> Tensor:
+    """A shard along the old dimension as the shard along the new one."""
+    (dim, sizes), (new_dim, new_sizes) = old, new
     parts = x.split(new_sizes, new_dim)
     shapes = [_with(parts[comm.rank].shape, dim, size) for size in sizes]
     return torch.cat(all_to_all(comm, label, parts, shapes), dim)
