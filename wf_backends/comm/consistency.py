@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from zlib import crc32
 
 import torch
@@ -21,6 +22,12 @@ def fingerprint(value: object) -> int:
     return crc32(repr(value).encode())
 
 
+@cache
+def _kind(names: tuple[str, ...]) -> int:
+    """The fingerprint of what a call compares."""
+    return fingerprint([*names])
+
+
 def sum_over_ranks(comm: Communicator, x: Tensor) -> Tensor:
     """The sum of a small tensor over all ranks, without a gradient. Not counted as traffic."""
     return gather_small(comm, x).sum(0)
@@ -29,17 +36,18 @@ def sum_over_ranks(comm: Communicator, x: Tensor) -> Tensor:
 def gather_small(comm: Communicator, x: Tensor) -> Tensor:
     """The small tensors of all ranks, stacked by rank. Not counted as traffic."""
     device = x.device if comm.carries(x.device) else _home(comm, x)  # a host copy waits for x
-    return _everyones(comm, x.to(device), "gather").to(x.device)
+    found = _by_distance(comm, x.to(device), "gather")
+    return found.flip(0).roll(comm.rank + 1, 0).to(x.device)
 
 
-def _everyones(comm: Communicator, mine: Tensor, label: str) -> Tensor:
-    """The tensors of all ranks, stacked by rank.
+def _by_distance(comm: Communicator, mine: Tensor, label: str) -> Tensor:
+    """The tensors of all ranks, stacked: row i is that of rank r - i.
 
     Rank r passes what it holds to the rank as far ahead as it holds tensors, so that every round
     doubles them: ceil(log2 P) messages of a rank, not P - 1 (Bruck et al. 1997, section 3).
     """
     rank, size = comm.rank, comm.size
-    held = mine.new_empty((size, *mine.shape))  # row i is of rank r - i
+    held = mine.new_empty((size, *mine.shape))
     held[0] = mine
     ahead = 1
     while ahead < size:
@@ -48,7 +56,7 @@ def _everyones(comm: Communicator, mine: Tensor, label: str) -> Tensor:
         sends, recvs = [((rank + ahead) % size, out)], [((rank - ahead) % size, into)]
         comm.post_control(label, sends, recvs).wait()
         ahead += count
-    return held.flip(0).roll(rank + 1, 0)
+    return held
 
 
 class Agreement:
@@ -86,10 +94,12 @@ class Agreement:
         key = (*same.items(), *lengths.items())
         if key in self._seen:
             return self._seen[key]
-        names, values = [*same, *lengths], [value for _, value in key]
-        kinds, *columns = self._exchange([fingerprint(names), *values], like)
-        _check_calls(kinds, names, self.comm.rank)
-        _refuse_differing(dict(zip(same, columns, strict=False)))
+        names = (*same, *lengths)
+        headers = self._exchange([_kind(names), *same.values(), *lengths.values()], like)
+        kinds, *columns = zip(*headers, strict=True)
+        if headers.count(headers[0]) < len(headers):
+            _check_calls(kinds, [*names], self.comm.rank)
+            _refuse_differing(dict(zip(same, columns, strict=False)))
         found = dict(zip(lengths, columns[len(same) :], strict=False))
         if remember and not self.comm.on_host:
             if len(self._seen) == KNOWN:
@@ -112,11 +122,12 @@ class Agreement:
                     self._exchange([REFUSED], torch.empty(0))
             raise
 
-    def _exchange(self, values: list[int], like: Tensor) -> list[tuple[int, ...]]:
-        """Each value, by rank; headers travel filled up to a multiple of HEADER integers."""
+    def _exchange(self, values: list[int], like: Tensor) -> list[list[int]]:
+        """All headers, by rank, each filled up to a multiple of HEADER integers."""
         filled = values + [0] * (-len(values) % HEADER)
         mine = torch.tensor(filled, dtype=torch.int64, device=_home(self.comm, like))
-        return list(zip(*_everyones(self.comm, mine, "agreement").tolist(), strict=True))
+        rows, rank = _by_distance(self.comm, mine, "agreement").tolist(), self.comm.rank
+        return rows[rank::-1] + rows[:rank:-1]
 
 
 def _check_calls(kinds: tuple[int, ...], names: list[str], rank: int) -> None:
@@ -125,8 +136,6 @@ def _check_calls(kinds: tuple[int, ...], names: list[str], rank: int) -> None:
     Raises:
         ValueError: naming the ranks.
     """
-    if len({*kinds}) == 1:
-        return
     if refusing := [peer for peer, kind in enumerate(kinds) if kind == REFUSED]:
         raise ValueError(f"the ranks do not agree: ranks {refusing} refuse their own arguments")
     if others := [peer for peer, kind in enumerate(kinds) if kind != kinds[rank]]:

@@ -62,6 +62,7 @@ class MpiComm(Communicator):
     """
 
     on_host = True
+    needs_polls = True
 
     def __init__(self, comm: MPI.Comm, timeout: float = 600.0, max_message: int = 2**30) -> None:
         super().__init__()

@@ -109,9 +109,10 @@ class GroupComm(Communicator):
             for peer, tensor in messages:
                 if not tensor.numel():
                     continue
+                tensor = tensor.detach() if tensor.requires_grad else tensor
                 what = (label, kind, peer)
                 try:
-                    works.append((what, start([tensor.detach()], peer, 0)))
+                    works.append((what, start([tensor], peer, 0)))
                 except RuntimeError as error:
                     raise self.named(what, error) from error
         return _GroupPending(self, works)

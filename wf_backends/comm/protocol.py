@@ -41,6 +41,8 @@ class Communicator(ABC):
     size: int
     on_host: bool
     """Whether CPU tensors can be exchanged, so that a tiny exchange costs no device sync."""
+    needs_polls: bool = False
+    """Whether messages move only inside the library's calls, so that `Pending.poll` helps."""
 
     def __init__(self) -> None:
         self.sent: defaultdict[str, int] = defaultdict(int)
@@ -100,7 +102,7 @@ class View(Communicator):
         super().__init__()
         self.parent, self.ranks = parent, tuple(ranks)
         self.rank, self.size = self.ranks.index(parent.rank), len(self.ranks)
-        self.on_host = parent.on_host
+        self.on_host, self.needs_polls = parent.on_host, parent.needs_polls
         self.sent = parent.sent
 
     def carries(self, device: torch.device) -> bool:

@@ -23,7 +23,10 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
     Source: Milakov & Gimelshein 2018 (online softmax); the sigmoid form as in
     ring-flash-attention PR 34.
     """
-    block_out, block_lse = block_out.to(out.dtype), block_lse.to(lse.dtype)
+    if block_out.dtype != out.dtype:
+        block_out = block_out.to(out.dtype)
+    if block_lse.dtype != lse.dtype:
+        block_lse = block_lse.to(lse.dtype)
     weight = (block_lse - lse).sigmoid_()
     out.lerp_(block_out, weight.unsqueeze(-1))
     torch.logaddexp(lse, block_lse, out=lse)

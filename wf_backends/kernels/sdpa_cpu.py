@@ -32,15 +32,15 @@ def cpu_forward(
     mask_of: MaskOf, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
 ) -> tuple[Tensor, Tensor]:
     """A sub-tile of `split_causal`; see Kernel.forward. Causal is from the top left here."""
-    mask = None
-    if band not in (FULL, CAUSAL):
+    mask, causal = None, band is CAUSAL or band == CAUSAL
+    if not causal and band is not FULL and band != FULL:
         if is_reversed(band):
             out, lse = cpu_forward(mask_of, q.flip(1), k.flip(1), v.flip(1), scale, CAUSAL)
             return out.flip(1), lse.flip(2)
         mask = mask_of(q.shape[1], k.shape[1], band, q.dtype)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-        q, k, v, 0.0, band == CAUSAL, attn_mask=mask, scale=scale
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
     return out.transpose(1, 2), lse
 
@@ -48,8 +48,8 @@ def cpu_forward(
 def cpu_backward(mask_of: MaskOf, tile: TileGrad, scale: float, band: Band) -> Grads:
     """A sub-tile of `split_causal`; see Kernel.backward. The operator computes delta again."""
     dout, q, k, v, out, lse, _ = tile
-    mask = None
-    if band not in (FULL, CAUSAL):
+    mask, causal = None, band is CAUSAL or band == CAUSAL
+    if not causal and band is not FULL and band != FULL:
         if is_reversed(band):
             dq, dk, dv = cpu_backward(mask_of, tile.reversed(), scale, CAUSAL)
             return dq.flip(1), dk.flip(1), dv.flip(1)
@@ -57,7 +57,7 @@ def cpu_backward(mask_of: MaskOf, tile: TileGrad, scale: float, band: Band) -> G
     dout, out, q = dout.transpose(1, 2), out.transpose(1, 2), q.transpose(1, 2)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-        dout, q, k, v, out, lse, 0.0, band == CAUSAL, attn_mask=mask, scale=scale
+        dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
     )
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 

@@ -72,7 +72,7 @@ def _return(comm: Communicator, rows: Gather, grad: Tensor, label: str) -> Tenso
     """The sum over all ranks of the gradients of this rank's rows."""
     dtype = torch.promote_types(grad.dtype, torch.float32)
     messages = Messages(comm, label)
-    total = Total(rows.shard_rows, Accumulators((grad,), (0.0,), dtype, add))
+    total = Total(rows.shard_rows, Accumulators((grad.shape[1:],), (0.0,), dtype, grad.device, add))
     total.buffers()  # a sum of its own, not begun in what is given: that is autograd's, and narrow
     send_home(messages, rows, (grad,), total)
     messages.deliver()

@@ -6,6 +6,7 @@ rows-first, so that a message is a contiguous slice: q (s, b, h, d), kv = [K|V] 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -17,7 +18,7 @@ from torch import Tensor
 from wf_backends.comm import Communicator
 from wf_backends.kernels import Kernel, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
-from wf_backends.runtime.buffers import Accumulators, Tensors, add, copy, pack, scatter
+from wf_backends.runtime.buffers import Accumulators, Combine, Tensors, add, copy, pack, scatter
 from wf_backends.runtime.runner import ComputeTile, Results, Side, run
 from wf_backends.runtime.surrogate_out import SurrogateOut
 from wf_backends.schedule import Ranges, intersect, join, size, union
@@ -59,9 +60,9 @@ class Attention(torch.autograd.Function):
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensors:
     """The forward: (out, what the backward needs beside q, k, v and out)."""
     queries, kv = _rows_first(q), _fuse(k, v)
-    dtype = accumulator_dtype(q.dtype)
-    found = Accumulators((queries, queries[..., 0]), (0.0, -inf), dtype, _merge)
-    sides = Side((queries,), found), Side((kv,), Accumulators((), (), dtype, copy))
+    dtype, shape = accumulator_dtype(q.dtype), queries.shape[1:]
+    found = Accumulators((shape, shape[:-1]), (0.0, -inf), dtype, q.device, _merge)
+    sides = Side((queries,), found), Side((kv,), Accumulators((), (), dtype, q.device, copy))
     (out, lse), _, *held = _run(
         call.forward, call, "forward", ForwardTiles(call.kernel, call.scale), *sides
     )
@@ -82,8 +83,8 @@ def differentiate(saved: Sequence[Tensor], dout: Tensor, call: Call) -> Tensors:
     turn, dtype = call.backward[0].queries_walk, accumulator_dtype(q.dtype)
     keys = turn and kept_kv or (_fuse(k, v),)  # keys that walk are sent anew by their owners
     sides = (
-        Side(queries, Accumulators(queries[:1], (0.0,), dtype, add), kept_q),
-        Side(keys, Accumulators(keys, (0.0,), dtype, add), kept_kv),
+        Side(queries, Accumulators((queries[0].shape[1:],), (0.0,), dtype, q.device, add), kept_q),
+        Side(keys, Accumulators((keys[0].shape[1:],), (0.0,), dtype, q.device, add), kept_kv),
     )
     tiles = BackwardTiles(call.kernel, call.scale, SurrogateOut(queries[1], _rows_first(out)))
     (dq,), (dkv,), *_ = _run(call.backward, call, "backward", tiles, *sides)
@@ -91,24 +92,53 @@ def differentiate(saved: Sequence[Tensor], dout: Tensor, call: Call) -> Tensors:
     return dq, dk, dv
 
 
-class ForwardTiles:
-    """Queries are (q) and collect (out, lse); keys are ([K|V]) and collect nothing."""
+class _Tiles(ABC):
+    """Tiles by a kernel; a `runner.ComputeTile`."""
 
     def __init__(self, kernel: Kernel, scale: float) -> None:
         self.kernel, self.scale = kernel, scale
+        self._buffers: tuple[Tensors, Tensors] = ((), ())
+        self._views: dict[Ranges, tuple[Tensors, Tensors]] = {}
+
+    @abstractmethod
+    def _given(self, queries: Tensors, rows: Ranges) -> Tensors:
+        """The rows of queries as the kernel takes them."""
+
+    def _queries(
+        self, rows: Ranges, queries: Tensors, found: Tensors
+    ) -> tuple[Tensors, Tensors | None]:
+        """The rows of queries as the kernel takes them, and the place of their results.
+
+        One slice is a view, which later tiles on the same rows use again. Several have no place.
+        """
+        if len(rows) != 1:
+            return self._given(queries, rows), None
+        if self._buffers[0] is not queries or self._buffers[1] is not found:
+            self._buffers, self._views = (queries, found), {}
+        if rows not in self._views:
+            place = tuple([pack(x, rows) for x in found])
+            self._views[rows] = self._given(queries, rows), place
+        return self._views[rows]
+
+
+class ForwardTiles(_Tiles):
+    """Queries are (q) and collect (out, lse); keys are ([K|V]) and collect nothing."""
 
     def __call__(
         self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
     ) -> None:
         """Compute a tile; see runner.ComputeTile."""
-        q = _batch_first(pack(queries[0], tile.rows))
+        (q,), place = self._queries(tile.rows, queries, to_queries)
         k, v = _keys_and_values(keys[0], tile)
         out, lse = self.kernel.forward(q, k, v, self.scale, tile.band)
-        combine = copy if tile.first_on_rows else _merge
-        scatter(to_queries, combine, tile.rows, (_rows_first(out), lse.permute(2, 0, 1)))
+        found = _rows_first(out), lse.permute(2, 0, 1)
+        _combine(copy if tile.first_on_rows else _merge, place, to_queries, tile.rows, found)
+
+    def _given(self, queries: Tensors, rows: Ranges) -> Tensors:
+        return (_batch_first(pack(queries[0], rows)),)
 
 
-class BackwardTiles:
+class BackwardTiles(_Tiles):
     """Queries are (q, dout, [lse, delta]) and collect (dq); keys are ([K|V]), collect ([dK|dV]).
 
     Args:
@@ -116,26 +146,41 @@ class BackwardTiles:
     """
 
     def __init__(self, kernel: Kernel, scale: float, own: SurrogateOut) -> None:
-        self.kernel, self.scale, self._outs = kernel, scale, own
+        super().__init__(kernel, scale)
+        self._outs = own
 
     def __call__(
         self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
     ) -> None:
         """Compute a tile; see runner.ComputeTile."""
+        (q, dout, out, lse, delta), place = self._queries(tile.rows, queries, to_queries)
+        k, v = _keys_and_values(keys[0], tile)
+        given = TileGrad(dout, q, k, v, out, lse, delta)
+        dq, dk, dv = self.kernel.backward(given, self.scale, tile.band)
+        combine = copy if tile.first_on_rows else add
+        _combine(combine, place, to_queries, tile.rows, (_rows_first(dq),))
+        combine = copy if tile.first_on_keys else add
+        grads = _rows_first(dk), _rows_first(dv)
+        scatter(to_keys[0].unbind(1), combine, tile.keys, grads)
+
+    def _given(self, queries: Tensors, rows: Ranges) -> Tensors:
         q, dout, stats = queries
         if self._outs.dout is not dout:  # other queries than before
             self._outs = SurrogateOut(dout)
-        out = self._outs.read(tile.rows, stats)
-        q, dout, out = (pack(x, tile.rows).transpose(0, 1) for x in (q, dout, out))
-        k, v = _keys_and_values(keys[0], tile)
-        lse, delta = pack(stats, tile.rows).permute(1, 2, 3, 0).unbind(0)
-        given = TileGrad(dout, q, k, v, out, lse, delta)
-        dq, dk, dv = (
-            _rows_first(grad) for grad in self.kernel.backward(given, self.scale, tile.band)
-        )
-        scatter(to_queries, copy if tile.first_on_rows else add, tile.rows, (dq,))
-        combine = copy if tile.first_on_keys else add
-        scatter(to_keys[0].unbind(1), combine, tile.keys, (dk, dv))
+        out = self._outs.read(rows, stats)
+        lse, delta = pack(stats, rows).permute(1, 2, 3, 0).unbind(0)
+        q, dout, out = [_batch_first(pack(x, rows)) for x in (q, dout, out)]
+        return q, dout, out, lse, delta
+
+
+def _combine(
+    combine: Combine, place: Tensors | None, buffers: Tensors, rows: Ranges, found: Tensors
+) -> None:
+    """Combine what was found for the rows into their place, or into their slices of the buffers."""
+    if place is None:
+        scatter(buffers, combine, rows, found)
+    else:
+        combine(place, found)
 
 
 def _keys_and_values(kv: Tensor, tile: Tile) -> tuple[Tensor, ...]:

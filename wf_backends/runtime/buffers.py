@@ -6,9 +6,9 @@ Buffers are rows-first: dimension 0 counts rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import starmap
 from operator import itemgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +31,14 @@ def pack(buffer: Tensor, rows: Ranges) -> Tensor:
 
 def scatter(buffers: Tensors, combine: Combine, rows: Ranges, values: Tensors) -> None:
     """Combine values, packed as in `pack`, into the slices of the buffers."""
+    if len(rows) == 1:
+        combine([pack(buffer, rows) for buffer in buffers], values)
+        return
     at = 0
     for start, stop in rows:
         upto = at + stop - start
         here, there = itemgetter(slice(start, stop)), itemgetter(slice(at, upto))
-        combine(map(here, buffers), values if len(rows) == 1 else map(there, values))
+        combine(map(here, buffers), map(there, values))
         at = upto
 
 
@@ -56,23 +59,22 @@ def empty_rows(num_rows: int, like: Tensors) -> Tensors:
     return tuple([x.new_empty((num_rows, *x.shape[1:])) for x in like])
 
 
-@dataclass(frozen=True, slots=True)
-class Accumulators:
-    """What one side of a pass collects: tensors like `like` beyond the rows, and how they add up.
+class Accumulators(NamedTuple):
+    """What one side of a pass collects: the tensors' shapes beyond the rows, how they add up.
 
     `starts` are their values before anything was added, one for each tensor.
     """
 
-    like: Tensors
+    shapes: tuple[tuple[int, ...], ...]
     starts: tuple[float, ...]
     dtype: torch.dtype
+    device: torch.device
     combine: Combine
 
     def prepare(self, num_rows: int, blank: Ranges) -> Tensors:
         """Buffers whose rows in `blank` are ready to be added to; the others will be written."""
-        buffers = tuple(
-            [x.new_empty((num_rows, *x.shape[1:]), dtype=self.dtype) for x in self.like]
-        )
+        like = {"dtype": self.dtype, "device": self.device}
+        buffers = tuple([torch.empty((num_rows, *shape), **like) for shape in self.shapes])
         for start, stop in blank:
             for buffer, value in zip(buffers, self.starts, strict=True):
                 buffer[start:stop] = value

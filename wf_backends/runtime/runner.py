@@ -6,7 +6,6 @@ when what it brings is needed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -32,8 +31,7 @@ class ComputeTile(Protocol):
     ) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
+class Side(NamedTuple):
     """What a pass is given of one side, the one that stays or the one that walks."""
 
     shard: Tensors
@@ -98,6 +96,8 @@ class _Pass:
         self.gathered = self.held = (*walk.kept, *self._gather(self.walkers[len(walk.kept) :]))
         self.arriving: Tensors = ()
         """The buffer of the next step in which this rank reads anything, as it fills."""
+        self.spare: Tensors = ()
+        """A buffer that was held in an earlier step."""
         self.moving: Tensors = ()
         """What was found in the last step for the rows that it held."""
         self.walk_found, self.total = walk.found, Total(program.walk.shard_rows, walk.found)
@@ -119,11 +119,13 @@ class _Pass:
         before = self.program.steps[index - 1] if index else None
         step = self.program.steps[index]
         if index:
+            self.spare = () if self.held is self.gathered else self.held
             self.held = self.arriving if step.num_rows else ()
             self.arriving = () if step.num_rows else self.arriving
         if (step.take or step.get) and not self.arriving:
-            self.arriving = empty_rows(step.more, self.walkers)
-        hop = self._messages(f"step {index}")
+            fits = self.spare and self.spare[0].size(0) == step.more
+            self.arriving = self.spare if fits else empty_rows(step.more, self.walkers)
+        hop = Messages(self.comm, f"{self.name} step {index}", self.in_flight)
         for parcel in step.hand:
             hop.send(parcel, self.held)
         for parcel in step.take:
@@ -145,9 +147,13 @@ class _Pass:
                         self.tile(tile, self.held, self.stay, self.moving, self.partial)
                     else:
                         self.tile(tile, self.stay, self.held, self.partial, self.moving)
-                    for messages in self.in_flight:
-                        messages.poll()
+                    if self.comm.needs_polls:
+                        self._poll()
             self._return(one.home)
+
+    def _poll(self) -> None:
+        for messages in self.in_flight:
+            messages.poll()
 
     def finish(self) -> Results:
         """What was found for this rank's own rows, once everything is at home."""
@@ -203,8 +209,9 @@ class _Pass:
 
         What comes of others is added to what this step finds, or to the total of own rows.
         """
-        leaving = self.moving
-        self.moving = self.walk_found.prepare(step.num_rows, step.blank) if step else ()
+        leaving, self.moving = self.moving, ()
+        if step and self.walk_found.shapes:
+            self.moving = self.walk_found.prepare(step.num_rows, step.blank)
         if before is None or not leaving:
             return
         if before.partial_out:
