@@ -22,9 +22,9 @@ from wf_backends.cluster.presets import PRESETS
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
-from wf_backends.planner.exact_cost import Workload
 from wf_backends.planner.plan import EXACT_UP_TO, Plan, Request
 from wf_backends.planner.search import best_plan, price_again
+from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
 
 SHARD = 8192

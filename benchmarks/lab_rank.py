@@ -40,9 +40,9 @@ from wf_backends.cluster.measure import measure_topology
 from wf_backends.cluster.topology import Topology, from_dict
 from wf_backends.comm import make_comm
 from wf_backends.comm.consistency import sum_over_ranks
-from wf_backends.planner.exact_cost import Workload
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.search import price_again
+from wf_backends.planner.workload import Workload
 from wf_backends.runtime.shards import positions
 from wf_backends.schedule.layout import make_layout
 

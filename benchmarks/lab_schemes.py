@@ -15,9 +15,9 @@ from typing import Any
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
 from wf_backends.parallel.choose import plan_call
+from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.search import price_again, price_plan
-from wf_backends.planner.splits import legal_degrees
 from wf_backends.schedule.mask import Mask
 from wf_backends.schedule.placement import divisors, in_rank_order
 

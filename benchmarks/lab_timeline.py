@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from wf_backends.comm import Communicator, Message, Pending
-from wf_backends.planner.overlap_model import Clock
-from wf_backends.planner.plan import Plan
+from wf_backends.planner import Plan
 
 
 class Timeline(Communicator):
@@ -77,18 +76,17 @@ def phases(timeline: Timeline) -> dict[str, float]:
 
 
 def predicted(plan: Plan) -> dict[str, float]:
-    """A plan's phases by the labels of their messages."""
+    """A plan's phases by the labels of their messages, as the rank sees them that ends last."""
     found: dict[str, float] = {}
     for one in (plan.around, plan.forward.cost, plan.backward.cost):
-        clock, label = Clock(), ""
-        for phase in one.phases:
-            before = clock.now
-            clock.repeat(phase)
-            label = phase.label
+        before, label = 0.0, ""
+        for span in sorted(one.spans, key=lambda span: span.stop):
+            label = span.label
             if label.startswith("ulysses"):  # priced for both passes, the forward's first
                 label = f"forward {label}"
                 label = label if label not in found else label.replace("forward", "backward")
-            found[label] = found.get(label, 0.0) + clock.now - before
-        if label:  # results that are still on their way home
-            found[label] += max(0.0, clock.done - clock.now)
+            found[label] = found.get(label, 0.0) + span.stop - before
+            before = span.stop
+        if label:  # what the rank does not see, such as exchanges of other chunks of heads
+            found[label] += one.seconds - before
     return found

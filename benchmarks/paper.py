@@ -3,10 +3,11 @@
     python benchmarks/paper.py --out benchmarks/results/paper.md
 
 Nothing here is measured. Links and kernels are the nominal figures of the presets (presets.py);
-every scheme is priced by the same model (cost.py), as our executor would run it: partial results
-in float32, needed rows only, hops and gathers behind the tiles (pace.py). Percentages are over
-the ring. StarTrail walks back with the queries, as the paper does. Ranks of a named scheme stand in
-the order of their numbers; `auto` may place them. Clusters and models: arXiv 2407.00611, section 4.
+every scheme is priced by the same model (planner/exact_cost.py), as our executor would run it:
+partial results in float32, needed rows only, hops and gathers behind the tiles. Percentages are
+over the ring. StarTrail walks back with the queries, as the paper does. Ranks of a named scheme
+stand in the order of their numbers; `auto` may place them. Clusters and models: arXiv 2407.00611,
+section 4.
 What it leaves open is assumed: 16, 32 and 36 layers, linear layers at 60 % of peak, NVLink inside
 the A100 hosts, no optimizer and no gradient reduction. 12 heads do not divide GPT-3B's 4,096: heads
 of 341 stand for them. "-": the heads do not divide by the ranks.
@@ -24,10 +25,10 @@ from typing import Any
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.topology import Topology
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.planner.exact_cost import Workload
+from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.search import best_plan, price_again, price_plan
-from wf_backends.planner.splits import legal_degrees
+from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.placement import divisors, in_rank_order
 

@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.planner.exact_cost import Workload
+from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.search import best_plan, price_plan
-from wf_backends.planner.splits import legal_degrees
+from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.placement import divisors, in_rank_order
 

@@ -9,10 +9,9 @@ import pytest
 from tests.helpers import ROOT
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.planner.exact_cost import Workload
-from wf_backends.planner.overlap_model import seconds
 from wf_backends.planner.plan import Request
 from wf_backends.planner.search import price_plan
+from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.placement import in_rank_order
 
@@ -32,7 +31,7 @@ def test_every_predicted_second_is_told_once(route) -> None:
     plan = price_plan(request, 2, placed, placed)
     expected = lab_timeline.predicted(plan)
     both = (plan.around, plan.forward.cost, plan.backward.cost)
-    assert sum(expected.values()) == pytest.approx(sum(seconds(one.phases) for one in both))
+    assert sum(expected.values()) == pytest.approx(sum(one.seconds for one in both))
     order = sorted(expected, key=lab_report.in_time)
     assert order[:2] == ["agreement", "forward ulysses qkv"]
     assert order.index("forward ulysses out") + 1 == order.index("backward ulysses out")

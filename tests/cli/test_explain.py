@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import SMALL, TWO_HOSTS
-from wf_backends.cli.options import Model
 from wf_backends.cluster.presets import load
-from wf_backends.planner.exact_cost import FORWARD, Job, pass_cost
 from wf_backends.schedule.placement import place, read_placed
-from wf_backends.schedule.schedule import concentric, render, ring
+from wf_backends.schedule.schedule import concentric, render
 
 
 def test_explain_prints_the_grid_and_the_timeline(wallfacer) -> None:
@@ -28,15 +26,6 @@ def test_explain_takes_a_placement(wallfacer) -> None:
     words = {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": True}
     assert code == 0 and "mesh cols=4 rows=2, digits 1-0, reversed on 8 ranks" in out
     assert render(place(read_placed(words, 8), 8)) in out
-
-
-def test_explain_counts_both_ways(wallfacer) -> None:
-    args = [*SMALL, "--topology", TWO_HOSTS, "--ranks", "16", "--dtype", "float32"]
-    out = wallfacer("explain", "ring:two_way=true", *args)[1]
-    assert "ring, two ways on 16 ranks, hosts added to the file's: 2" in out
-    job = Job(Model(8, 2, 64, 8192, dtype="float32").workload(), load(TWO_HOSTS).with_ranks(16))
-    one, two = (pass_cost(job, ring(16), FORWARD, way).seconds for way in (False, True))
-    assert f"forward: {1e3 * two:.4g} ms" in out and f"{1e3 * one:.4g} ms" not in out
 
 
 @pytest.mark.parametrize(("args", "size"), [([], 8), (["--ranks", "0"], 64), (["--ranks", "4"], 4)])

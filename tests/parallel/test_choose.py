@@ -13,10 +13,10 @@ from wf_backends.cluster.presets import PRESETS
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import choose, plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
-from wf_backends.planner.exact_cost import Workload
 from wf_backends.planner.plan import EXACT_UP_TO, Request, plan_order
 from wf_backends.planner.proxy import on_few, on_fewer_ranks
 from wf_backends.planner.search import best_plan, price_again
+from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.schedule import check
 

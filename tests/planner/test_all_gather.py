@@ -6,9 +6,10 @@ import pytest
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.planner.exact_cost import FORWARD, Job, Workload, pass_cost
+from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.plan import Request
 from wf_backends.planner.search import price_plan
+from wf_backends.planner.workload import FORWARD, HeadSplit, Workload
 from wf_backends.schedule.placement import Placed, in_rank_order, place, routes
 
 SHAPE = Shape(batch=1, heads=4, kv_heads=4, head_dim=16, itemsize=2)
@@ -17,7 +18,7 @@ ROWS = 256  # of a rank
 LATENCY_S = 1e-3
 
 
-def job_of(bytes_per_s: float) -> Job:
+def job_of(bytes_per_s: float) -> HeadSplit:
     topology = Topology(
         name="four hosts",
         hosts=4,
@@ -28,10 +29,10 @@ def job_of(bytes_per_s: float) -> Job:
         kernels=(("sdpa", KernelRate(1e9, 1e9, 0.0)),),
         memory_bytes=1e9,
     )
-    return Job(Workload(SHAPE, 4 * ROWS), topology)
+    return HeadSplit(Workload(SHAPE, 4 * ROWS), topology)
 
 
-def forward_of(job: Job, placed: Placed, exact_up_to: int):
+def forward_of(job: HeadSplit, placed: Placed, exact_up_to: int):
     request = Request(job.topology, job.workload, exact_up_to=exact_up_to)
     return price_plan(request, 1, placed, placed).forward
 
@@ -63,4 +64,4 @@ def test_keys_stay_where_nothing_walks_and_only_they_are_gathered() -> None:
             assert placed.keys_stay == alone, route
             job = job_of(1e6)
             if size == 4:
-                assert forward_of(job, placed, 4).walk.queries_walk == alone
+                assert forward_of(job, placed, 4).kind.queries_walk == alone

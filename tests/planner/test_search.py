@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from dataclasses import replace
 
@@ -16,15 +17,15 @@ from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
-from wf_backends.planner.candidates import Pricing
-from wf_backends.planner.closed_form import Estimator
-from wf_backends.planner.exact_cost import FORWARD, Job, Workload, pass_cost
-from wf_backends.planner.plan import BACKWARDS, Request, rounded
+from wf_backends.planner.exact_cost import pass_cost
+from wf_backends.planner.plan import Request, rounded
 from wf_backends.planner.search import all_plans, best_plan, price_plan
-from wf_backends.planner.splits import legal_chunks, legal_degrees
-from wf_backends.schedule.mask import CAUSAL, Mask
+from wf_backends.planner.workload import FORWARD, HeadSplit, Workload
+from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.placement import divisors, in_rank_order, place, read_placed
 from wf_backends.schedule.schedule import check
+
+DOCUMENTS = Mask(CAUSAL, (0, 90, 100, 500, 720, 1000, 1024))
 
 
 def test_a_call_begins_with_the_ranks_agreement() -> None:
@@ -32,35 +33,38 @@ def test_a_call_begins_with_the_ranks_agreement() -> None:
     asking = replace(silent, topology=replace(silent.topology, agreement_s=0.5))
     before, after = best_plan(silent), best_plan(asking)
     assert after.choice == before.choice
-    assert after.cost.phases[0].label == "agreement"
+    assert after.cost.spans[0].label == "agreement"
     assert after.cost.seconds == pytest.approx(before.cost.seconds + 0.5)
     assert after.cost.exposed_s == pytest.approx(before.cost.exposed_s + 0.5)
 
 
-@settings(max_examples=14, deadline=None)
-@given(
-    size=st.sampled_from([1, 2, 3, 4, 6, 8]),
-    mask=st.sampled_from(MASKS),
-    layout=st.sampled_from(["zigzag", "contiguous"]),
-    heads=st.sampled_from([(8, 8), (8, 2), (6, 3), (1, 1)]),
-    gbit=st.floats(0.001, 100),
-    data=st.data(),
-)
-def test_pruned_search_finds_the_best_of_all(
-    size: int, mask: Mask, layout: str, heads: tuple[int, int], gbit: float, data: st.DataObject
-) -> None:
-    hosts = data.draw(st.sampled_from(divisors(size)))
-    shape = replace(SHAPE, heads=heads[0], kv_heads=heads[1])
-    topology = cluster(hosts, size // hosts, gbit=gbit)
-    topology = replace(topology, agreement_s=data.draw(st.sampled_from([0.0, 1e-2])))
-    request = Request(topology, Workload(shape, 240, mask, layout))
-    plans = all_plans(request)
-    assert best_plan(request) == plans[0]
+def drawn_requests(count: int, seed: int) -> list[Request]:
+    """Requests of 2 to 8 ranks whose plans are counted message by message."""
+    source, found = random.Random(seed), list[Request]()
+    while len(found) < count:
+        size, seqlen = source.choice([2, 3, 4, 6, 8]), source.choice([1024, 4096])
+        heads = source.choice([(8, 8), (8, 2), (6, 3), (4, 4)])
+        mask = source.choice([Mask(), Mask(CAUSAL), Mask(Band(seqlen // 8, 0)), DOCUMENTS])
+        layout = "zigzag" if mask is DOCUMENTS else source.choice(["zigzag", "contiguous"])
+        seqlen = 1024 if mask is DOCUMENTS else seqlen
+        hosts = source.choice(divisors(size))
+        topology = cluster(hosts, size // hosts, gbit=source.choice([0.005, 0.02, 0.06, 1, 100]))
+        topology = replace(topology, occupied=source.choice([0.0, 0.5]))
+        shape = replace(SHAPE, heads=heads[0], kv_heads=heads[1])
+        keeps = source.choice([(False,), (False, True)])
+        found.append(Request(topology, Workload(shape, seqlen, mask, layout), keeps=keeps))
+    return found
+
+
+@pytest.mark.parametrize("request_", drawn_requests(16, seed=0), ids=lambda one: str(one.workload))
+def test_the_search_finds_the_best_of_all(request_: Request) -> None:
+    """Of which closed forms leave out most head splits."""
+    plans = all_plans(request_)
+    assert best_plan(request_) == plans[0]
     times = [plan.cost.seconds for plan in plans]
     assert times == pytest.approx(sorted(times), rel=0.01)
-    limited = replace(request, memory_bytes=sorted(p.cost.memory_bytes for p in plans)[0])
+    limited = replace(request_, memory_bytes=min(plan.cost.memory_bytes for plan in plans))
     assert best_plan(limited).cost.memory_bytes <= limited.memory_limit
-    assert best_plan(limited) == all_plans(limited)[0]
 
 
 def test_every_candidate_is_there() -> None:
@@ -154,23 +158,12 @@ def test_a_forward_whose_keys_are_kept_brings_them_all() -> None:
     workload = Workload(SHAPE, 8192, Mask(CAUSAL))
     request = Request(cluster(2, 4), workload, degrees=(1,), keeps=(True,))
     request = replace(request, forward=(placed,), backward=(placed,))
-    job, schedule = Job(workload, request.topology), place(placed, 8)
-    kept, again = (pass_cost(job, schedule, replace(FORWARD, keep=keep)) for keep in (True, False))
+    split, schedule = HeadSplit(workload, request.topology), place(placed, 8)
+    kept, again = (
+        pass_cost(split, schedule, replace(FORWARD, keep=keep)) for keep in (True, False)
+    )
     assert best_plan(request).forward.cost == kept
     assert kept.nic_bytes > again.nic_bytes
-
-
-def test_rings_go_two_ways_where_ranks_have_links_of_their_own() -> None:
-    topology = replace(cluster(1, 4), direct_links=True)
-    request = Request(topology, Workload(SHAPE, 2400), degrees=(1,))
-    named = {str(plan.forward.placed) for plan in all_plans(request)}
-    assert {"ring", "ring, two ways", "double_ring inner=2, two ways"} <= named
-    plan = next(p for p in all_plans(request) if p.forward.placed.two_way)
-    words = plan.to_config(4, "zigzag")
-    assert words["route"]["two_way"] is True
-    assert SequenceParallelConfig.from_dict(words).to_dict()["route"] == words["route"]
-    plain = {str(p.forward.placed) for p in all_plans(replace(request, topology=cluster(1, 4)))}
-    assert not any("two ways" in name for name in plain)
 
 
 def test_few_heads_on_slow_links_leave_the_ring() -> None:
@@ -197,22 +190,9 @@ def test_where_computing_hides_everything_the_fewest_bytes_win() -> None:
 
 
 def test_4096_ranks_in_closed_forms() -> None:
-    """Priced: two walks back and one there for every placement, nothing message by message."""
     topology = PRESETS["h100-8x400g"].with_ranks(4096)
     shape = Shape(batch=1, heads=32, kv_heads=8, head_dim=128, itemsize=2)
     request = Request(topology, Workload(shape, 1 << 22, Mask(CAUSAL)))
-    calls = 0
-    cost = Estimator.cost
-
-    def counted(self: Estimator, placed: object) -> object:
-        nonlocal calls
-        calls += 1
-        return cost(self, placed)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Estimator, "cost", counted)
-        best_plan(request)
-    assert 0 < calls <= 300  # of 1,995 (chunks would hide next to nothing here)
     start = time.process_time()
     again = best_plan(request)
     assert time.process_time() - start < 1.0  # less than 0.1 s here; this bound is for any machine
@@ -228,7 +208,7 @@ def test_4096_ranks_in_closed_forms() -> None:
     gbit=st.floats(0.001, 1000),
     direct=st.booleans(),
 )
-def test_a_pruned_search_in_closed_forms_finds_the_best_of_all(
+def test_a_search_in_closed_forms_finds_the_best_of_all(
     hosts: tuple[int, int, int],
     mask: Mask,
     layout: str,
@@ -240,16 +220,6 @@ def test_a_pruned_search_in_closed_forms_finds_the_best_of_all(
     topology = replace(cluster(*hosts, gbit=gbit), direct_links=direct)
     request = Request(topology, Workload(shape, 4096, mask, layout))
     assert best_plan(request) == all_plans(request)[0]
-    jobs = [
-        Job(request.workload, topology, degree, chunks=chunks)
-        for degree in legal_degrees(request)
-        for chunks in legal_chunks(request, degree)
-    ]
-    for job in jobs:
-        for walk in (FORWARD, *BACKWARDS.values()):
-            pricing = Pricing(request, job, walk)
-            for placed in pricing.candidates:
-                assert pricing.bound(placed) <= pricing.price(placed).cost.seconds, placed
 
 
 def test_one_request_gives_one_plan() -> None:

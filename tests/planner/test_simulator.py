@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.ulysses_groups import Pools
-from wf_backends.planner.overlap_model import Chunk, Phase, Transfer, seconds, transfer
+from wf_backends.planner.link_loads import Load
 from wf_backends.planner.rank_phases import Messages, RankPhase
-from wf_backends.planner.simulator import Pace, shared
+from wf_backends.planner.simulator import Simulator, shared
 
 BYTES = 100  # take a second through a NIC
 
@@ -25,64 +25,64 @@ def topology(hosts: int, ranks: int, nics: int, latency_s: float = 0.0, **more: 
     return Topology("four ranks", hosts, ranks, nics, inside, between, rates, 1e9, **more)
 
 
-def pace_of(
+def simulated(
     at: Topology, phases: list[dict[int, Messages]], computes=None, degree=1, stride=1
-) -> Pace:
+) -> Simulator:
     """After phases of one round: messages by rank, and seconds of tiles by phase and rank."""
-    pace, size = Pace(at, Pools(at.size, degree, stride)), at.size // degree
+    simulator, size = Simulator(at, Pools(at.size, degree, stride)), at.size // degree
     for index, sent in enumerate(phases):
         ranks = [
             RankPhase(f"step {index}", sent.get(rank, []), ([],), ((),), ([],))
             for rank in range(size)
         ]
-        pace.run(ranks, [[s] for s in (computes[index] if computes else [0.0] * size)])
-    return pace
+        simulator.run(ranks, [[s] for s in (computes[index] if computes else [0.0] * size)])
+    return simulator
 
 
 def test_ranks_that_have_nothing_to_do_with_each_other_do_not_keep_step() -> None:
     """One link is busy in the first step, the other in the second."""
     apart = [{0: [(1, BYTES)]}, {2: [(3, BYTES)]}]
-    assert pace_of(topology(4, 1, 1), apart).seconds == pytest.approx(1)
+    assert simulated(topology(4, 1, 1), apart).cost(0, 0).seconds == pytest.approx(1)
     chain = [{0: [(1, BYTES)]}, {1: [(2, BYTES)]}]
-    assert pace_of(topology(4, 1, 1), chain).seconds == pytest.approx(2)
+    assert simulated(topology(4, 1, 1), chain).cost(0, 0).seconds == pytest.approx(2)
 
 
 def test_a_message_sets_off_when_both_ends_are_ready() -> None:
     at = topology(4, 1, 1, latency_s=0.25)
-    pace = pace_of(at, [{}, {0: [(1, BYTES)]}], [[0, 5, 0, 7], [1, 1, 1, 1]])
-    assert pace.now == pytest.approx([6.25, 6.25, 1, 8])
-    assert pace.busiest_s == pytest.approx(8)
+    simulator = simulated(at, [{}, {0: [(1, BYTES)]}], [[0, 5, 0, 7], [1, 1, 1, 1]])
+    assert simulator.now == pytest.approx([6.25, 6.25, 1, 8])
+    assert simulator.cost(0, 0).compute_s == pytest.approx(8)
 
 
 def test_who_only_gives_does_not_wait() -> None:
     """The one that gets it does, and so does one that gives and gets."""
-    pace = Pace(topology(4, 1, 1), Pools(4))
+    simulator = Simulator(topology(4, 1, 1), Pools(4))
     given = {0: [(1, BYTES)], 1: [(2, BYTES)]}
-    pace.run(
+    simulator.run(
         [RankPhase("step", [], ([],), ((),), ([],), given.get(rank, [])) for rank in range(4)],
         [[0.25]] * 4,
     )
-    assert pace.now == pytest.approx([0.25, 1, 1, 0.25])
+    assert simulator.now == pytest.approx([0.25, 1, 1, 0.25])
 
 
 def test_messages_of_one_moment_share_a_nic_both_ways() -> None:
     both = {0: [(2, BYTES)], 1: [(3, BYTES)]}
-    assert pace_of(topology(2, 2, 1), [both]).seconds == pytest.approx(2)
-    assert pace_of(topology(2, 2, 2), [both]).seconds == pytest.approx(1)
+    assert simulated(topology(2, 2, 1), [both]).cost(0, 0).seconds == pytest.approx(2)
+    assert simulated(topology(2, 2, 2), [both]).cost(0, 0).seconds == pytest.approx(1)
     back = both | {2: [(0, BYTES)], 3: [(1, BYTES)]}
-    assert pace_of(topology(2, 2, 2), [back]).seconds == pytest.approx(1)
+    assert simulated(topology(2, 2, 2), [back]).cost(0, 0).seconds == pytest.approx(1)
 
 
 def test_of_the_messages_that_share_a_nic_a_short_one_is_there_first() -> None:
     """It has half of the link until then, the long one all of it afterwards."""
     both = {0: [(2, BYTES)], 1: [(3, 3 * BYTES)]}
-    found = pace_of(topology(2, 2, 1), [both], [[1, 0, 0, 0]])
+    found = simulated(topology(2, 2, 1), [both], [[1, 0, 0, 0]])
     assert found.now == pytest.approx([2, 4, 2, 4])
 
 
 def test_a_rank_waits_for_the_last_of_its_messages() -> None:
     sent = {0: [(2, 3 * BYTES), (3, BYTES)]}
-    assert pace_of(topology(2, 2, 1), [sent]).now == pytest.approx([4, 0, 4, 2])
+    assert simulated(topology(2, 2, 1), [sent]).now == pytest.approx([4, 0, 4, 2])
 
 
 waits = st.tuples(st.floats(0, 10), st.floats(0.01, 10))
@@ -106,15 +106,19 @@ def test_what_is_shared_is_never_idle_and_everybody_gets_as_much(queue, free) ->
 
 
 def test_members_of_a_rank_all_send_their_own_heads() -> None:
-    assert pace_of(topology(2, 2, 1), [{0: [(1, BYTES)]}], degree=2).seconds == pytest.approx(2)
-    assert pace_of(topology(2, 2, 2), [{0: [(1, BYTES)]}], degree=2).seconds == pytest.approx(1)
+    assert simulated(topology(2, 2, 1), [{0: [(1, BYTES)]}], degree=2).cost(
+        0, 0
+    ).seconds == pytest.approx(2)
+    assert simulated(topology(2, 2, 2), [{0: [(1, BYTES)]}], degree=2).cost(
+        0, 0
+    ).seconds == pytest.approx(1)
 
 
 @pytest.mark.parametrize(("direct", "took"), ((False, 0.75), (True, 0.25)))
 def test_direct_links_inside_a_host_are_not_shared(direct: bool, took: float) -> None:
     at = topology(1, 4, 1, direct_links=direct)
     sent = {0: [(peer, BYTES) for peer in (1, 2, 3)]}
-    assert pace_of(at, [sent]).seconds == pytest.approx(took)
+    assert simulated(at, [sent]).cost(0, 0).seconds == pytest.approx(took)
 
 
 @pytest.mark.parametrize("occupied", (0.0, 0.5, 1.0))
@@ -125,60 +129,78 @@ def test_what_part_of_a_message_nothing_hides_is_added_to_the_tiles(occupied: fl
     """
     at = topology(2, 1, 1, occupied=occupied)
     both = {0: [(1, BYTES)], 1: [(0, BYTES)]}
-    hop = transfer(at, 0, BYTES)
     for computes in (0.0, 2.0):
-        alone = pace_of(at, [both], [[computes] * 2])
+        alone = simulated(at, [both], [[computes] * 2])
         took = max(1.0, computes + occupied)
         assert alone.now == pytest.approx([took] * 2)
-        assert alone.busiest_s == computes
-        assert seconds((Phase("step", hop, (Chunk(computes),)),)) == pytest.approx(took)
+        assert alone.cost(0, 0).compute_s == computes
+    assert Load(BYTES).hold_s(at) == pytest.approx(occupied)
 
 
 def test_only_the_ranks_at_the_ends_of_a_message_are_held() -> None:
     at = topology(4, 1, 1, occupied=1.0)
-    pace = pace_of(at, [{0: [(1, BYTES)]}], [[2.0] * 4])
-    assert pace.now == pytest.approx([2.5, 2.5, 2, 2])
+    simulator = simulated(at, [{0: [(1, BYTES)]}], [[2.0] * 4])
+    assert simulator.now == pytest.approx([2.5, 2.5, 2, 2])
 
 
 def test_results_on_their_way_home_hold_both_ends() -> None:
     quiet: Messages = []
     at = topology(2, 1, 1, occupied=1.0)
-    pace = Pace(at, Pools(2))
+    simulator = Simulator(at, Pools(2))
     leaving = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), ([(1, BYTES)], quiet))
     alone = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), (quiet, quiet))
-    pace.run([leaving, alone], [[1, 1], [0, 2]])
-    assert pace.now == pytest.approx([2.5, 2.5])
+    simulator.run([leaving, alone], [[1, 1], [0, 2]])
+    assert simulator.now == pytest.approx([2.5, 2.5])
 
 
 def test_results_go_home_while_their_rank_goes_on() -> None:
-    pace = Pace(topology(2, 1, 1), Pools(2))
+    simulator = Simulator(topology(2, 1, 1), Pools(2))
     quiet: Messages = []
     leaving = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), ([(1, 3 * BYTES)], quiet))
     alone = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), (quiet, quiet))
-    pace.run([leaving, alone], [[1, 1], [0, 0]])
-    assert pace.now == pytest.approx([2, 0])
-    assert pace.seconds == pytest.approx(4)
+    simulator.run([leaving, alone], [[1, 1], [0, 0]])
+    assert simulator.now == pytest.approx([2, 0])
+    assert simulator.cost(0, 0).seconds == pytest.approx(4)
 
 
 def test_what_leaves_shares_a_link_with_what_is_still_to_come() -> None:
-    """Message by message, and in closed form where one rank stands for all."""
     quiet: Messages = []
     one: Messages = [(0, BYTES)]
     sends = RankPhase("step 0", quiet, (quiet, one, one), ((), (), ()), (one, quiet, quiet))
     waits = RankPhase("step 0", quiet, (quiet, quiet, quiet), ((), (), ()), (quiet,) * 3)
-    pace = Pace(topology(2, 1, 1), Pools(2))
-    pace.run([waits, sends], [[0, 0, 0], [0, 0, 0]])
-    assert pace.now == pytest.approx([3, 3]) and pace.seconds == pytest.approx(3)
-    took = Transfer(1.0)
-    chunks = Chunk(0.0, leave=took), Chunk(0.0, took), Chunk(1.0, took)
-    assert seconds((Phase("step 0", chunks=chunks),)) == pytest.approx(4)
+    simulator = Simulator(topology(2, 1, 1), Pools(2))
+    simulator.run([waits, sends], [[0, 0, 0], [0, 0, 0]])
+    assert simulator.now == pytest.approx([3, 3]) and simulator.cost(0, 0).seconds == pytest.approx(
+        3
+    )
 
 
 def test_in_closed_form_a_rank_is_held_by_what_it_sends_and_receives() -> None:
     """One message out and one in; of a NIC's bytes its share; of more, what comes on top."""
     at = topology(2, 2, 1, occupied=0.5)
     at = replace(at, inside=Link(0.25, 4 * BYTES))
-    both = transfer(at, 0, 8 * BYTES)
-    assert both.hold_s == pytest.approx(0.5 * (0.25 + 1.0))
-    assert transfer(at, 4 * BYTES, 0).hold_s == pytest.approx(0.5 * (0.25 + 1.0))
-    assert both.beyond(transfer(at, 0, 4 * BYTES)).hold_s == pytest.approx(0.25)
+    assert Load(8 * BYTES).hold_s(at) == pytest.approx(0.5 * (0.25 + 1.0))
+    assert Load(0, 4 * BYTES).hold_s(at) == pytest.approx(0.5 * (0.25 + 1.0))
+    assert Load(8 * BYTES).hold_s(at, messages=3) == pytest.approx(0.5 * (3 * 0.25 + 1.0))
+    assert Load().hold_s(at) == 0
+
+
+def test_what_a_link_carries_first_delays_the_messages_of_the_pass() -> None:
+    """Of NICs three seconds, which leave connections inside hosts alone."""
+    at, quiet = topology(2, 2, 1), Load(3 * BYTES)
+    for peer, took in ((2, 4.0), (1, 0.25)):
+        simulator = Simulator(at, Pools(4), quiet)
+        ranks = [
+            RankPhase("step", [(peer, BYTES)] if not r else [], ([],), ((),), ([],))
+            for r in range(4)
+        ]
+        simulator.run(ranks, [[0.0]] * 4)
+        assert simulator.cost(0, 0).seconds == pytest.approx(took)
+
+
+def test_the_rank_that_ends_last_tells_what_it_did() -> None:
+    at = topology(2, 1, 1)
+    cost = simulated(at, [{0: [(1, BYTES)]}], [[0.25, 0.5]]).cost(0, 0)
+    told = {(span.kind, span.start, span.stop) for span in cost.spans}
+    assert ("transfer", 0.0, 1.0) in told and len(told) == 2
+    assert cost.transfer_s == 1.0 and cost.nic_bytes == BYTES

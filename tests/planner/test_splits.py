@@ -9,10 +9,10 @@ import pytest
 from tests.planning import SHAPE, cluster
 from wf_backends.parallel.choose import plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
-from wf_backends.planner.exact_cost import Workload
+from wf_backends.planner.head_splits import legal_chunks, legal_degrees, legal_strides
 from wf_backends.planner.plan import Request
 from wf_backends.planner.search import all_plans, best_plan, price_again, price_plan
-from wf_backends.planner.splits import legal_chunks, legal_degrees, legal_strides
+from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.placement import in_rank_order
 

@@ -15,10 +15,10 @@ from wf_backends.cluster.topology import Topology
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
-from wf_backends.planner.exact_cost import Workload
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.search import best_plan, price_again
 from wf_backends.planner.typical import LENGTHS, typical_documents
+from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask, make_mask
 
 SHAPE = Shape(1, 32, 8, 128, 2)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wf_backends.lowering.ulysses_groups import Pools
-from wf_backends.planner.axes import shape_of
+from wf_backends.planner.route_shape import shape_of
 from wf_backends.schedule.placement import (
     Placed,
     digits,

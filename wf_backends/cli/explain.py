@@ -13,18 +13,8 @@ from rich.table import Table
 
 from wf_backends.cli import options as o
 from wf_backends.cluster import PRESETS
-from wf_backends.planner import (
-    BACKWARDS,
-    FORWARD,
-    FORWARD_QUERIES,
-    Clock,
-    Cost,
-    Job,
-    Span,
-    pass_cost,
-    seconds,
-)
-from wf_backends.schedule import Placed, place, render
+from wf_backends.planner import BACKWARDS, Cost, Plan, Request, Span, price_plan
+from wf_backends.schedule import place, render
 
 PICTURES = (".png", ".svg", ".pdf")
 RANKS = 8  # of a preset: a grid of more is hard to read
@@ -70,8 +60,9 @@ def explain(
         ranks = RANKS if topology in PRESETS else 0
     cluster = o.topology_for(topology, ranks)
     placed = o.parse_route(route, cluster.size)
-    job, added = Job(model.workload(), cluster), o.hosts_added(topology, cluster)
-    show(placed, job, moves, added)
+    request = Request(cluster, model.workload(), exact_up_to=cluster.size)
+    plan = price_plan(request, 1, placed, placed, moves)
+    show(plan, cluster.size, o.hosts_added(topology, cluster))
     if picture is not None:
         from wf_backends.cli.draw import draw
 
@@ -80,43 +71,36 @@ def explain(
         Console().print(escape(f"drawn: {picture}"))
 
 
-def show(placed: Placed, job: Job, moves: str, added: int) -> None:
+def show(plan: Plan, size: int, added: int) -> None:
     """Print the grid, and the timelines of both passes.
 
     Args:
         added: hosts that the topology's file does not have.
     """
-    schedule, console = place(placed, job.topology.size), Console()
-    console.print(f"[bold]{placed}[/bold] on {job.topology.size} ranks{o.added_words(added)}\n")
-    typer.echo(render(schedule))
-    there = FORWARD_QUERIES if placed.keys_stay else FORWARD
-    for walk in (there, BACKWARDS[moves]):
-        console.print(timeline(pass_cost(job, schedule, walk, placed.two_way), walk.name))
+    placed, console = plan.forward.placed, Console()
+    console.print(f"[bold]{placed}[/bold] on {size} ranks{o.added_words(added)}\n")
+    typer.echo(render(place(placed, size)))
+    for one in (plan.forward, plan.backward):
+        console.print(timeline(one.cost, one.kind.name))
 
 
 def timeline(cost: Cost, name: str) -> Table:
-    """Every phase of a pass on one time axis: what computes, what travels, and both at once."""
-    drawn = seconds(cost.phases)
-    total = max(drawn, 1e-12)
-    title = f"{name}: {o.milliseconds(cost.seconds)} ms predicted"
-    if drawn > 1.01 * cost.seconds:
-        title += f" ({o.milliseconds(drawn)} ms if all ranks kept step, as drawn here)"
-    found = Table(title=title)
+    """Every phase on one time axis: what the rank that ends last computes, sends and receives."""
+    found = Table(title=f"{name}: {o.milliseconds(cost.seconds)} ms predicted")
     found.add_column("phase", no_wrap=True)
     for column in ("compute ms", "transfer ms"):
         found.add_column(column, justify="right")
     found.add_column("compute #  transfer -  both +", min_width=WIDTH, no_wrap=True)
-    clock = Clock(spans := [])
-    for phase in cost.phases:
-        first = len(spans)
-        clock.run(phase)
-        found.add_row(
-            phase.label,
-            o.milliseconds(phase.compute_s),
-            o.milliseconds(phase.transfer_s),
-            bar(spans[first:], total),
-        )
+    for label in dict.fromkeys(span.label for span in cost.spans):
+        spans = [span for span in cost.spans if span.label == label]
+        took = [_seconds(spans, kind) for kind in ("compute", "transfer")]
+        line = bar(spans, max(cost.seconds, 1e-12))
+        found.add_row(label, *map(o.milliseconds, took), line)
     return found
+
+
+def _seconds(spans: Sequence[Span], kind: str) -> float:
+    return sum(span.stop - span.start for span in spans if span.kind == kind)
 
 
 def bar(spans: Sequence[Span], total: float) -> str:

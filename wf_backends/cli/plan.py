@@ -175,7 +175,7 @@ def hidden(plan: Plan) -> str:
     cost = plan.cost
     if not cost.nic_bytes + cost.inside_bytes:
         return ""
-    exposed, moving = cost.exposed_s, max(cost.exposed_s, sum(transfers(plan)))
+    exposed, moving = cost.exposed_s, max(cost.exposed_s, cost.transfer_s)
     return f", {1 - exposed / moving:.0%} of the transfer time hidden behind computing"
 
 
@@ -191,11 +191,6 @@ def other_layout(best: Plan, request: Request) -> str:
         f'. Under this window "layout": "contiguous" is faster, {1e3 * plain.cost.seconds:.4g} ms '
         "predicted: add --layout contiguous"
     )
-
-
-def transfers(plan: Plan) -> list[float]:
-    """Seconds of transfer of every phase."""
-    return [phase.times * phase.transfer_s for phase in plan.cost.phases]
 
 
 def table(plans: list[Plan], baseline: Plan, request: Request, added: int) -> Table:

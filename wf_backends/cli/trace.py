@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from wf_backends.planner import Plan, Span, spans
+from wf_backends.planner import Plan, Span
 from wf_backends.runtime import SPAN
 
 WHOLE = f"{SPAN}all"
@@ -52,16 +52,8 @@ def from_all_ranks(mine: list[Span]) -> list[list[Span]]:
     return [[Span(**words) for words in rank] for rank in gathered]
 
 
-def predicted(plan: Plan) -> list[Span]:
-    """What the busiest rank and link do in every phase, if all ranks keep step.
-
-    Where ranks need not, the planner's own prediction may end earlier: see planner/simulator.py.
-    """
-    return spans(plan.cost.phases)
-
-
 def write(path: Path, plans: Sequence[Plan], measured: Sequence[list[list[Span]]]) -> None:
-    """Write the trace of some plans.
+    """Write the trace of some plans: the rank that is predicted to end last, and all ranks.
 
     Args:
         measured: for every plan the spans of every rank.
@@ -70,7 +62,7 @@ def write(path: Path, plans: Sequence[Plan], measured: Sequence[list[list[Span]]
     for plan, ranks in zip(plans, measured, strict=True):
         walks = f"{plan.moves} walk" + (", kept" if plan.keep else "")
         name = f"u={plan.split} {plan.forward.placed} / {plan.backward.placed}, {walks}"
-        for title, found in [("predicted", predicted(plan)), *enumerate(ranks)]:
+        for title, found in [("predicted", plan.cost.spans), *enumerate(ranks)]:
             who = title if isinstance(title, str) else f"rank {title}"
             number = len({event["pid"] for event in events})
             events += _process(number, f"{name}: {who}", found)

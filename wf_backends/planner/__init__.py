@@ -1,7 +1,5 @@
 """Which plan is the cheapest, and why. Pure: standard library only."""
 
-from wf_backends.planner.exact_cost import FORWARD, FORWARD_QUERIES, Job, Workload, pass_cost
-from wf_backends.planner.overlap_model import Clock, Cost, Span, seconds, spans
 from wf_backends.planner.plan import (
     BACKWARDS,
     EXACT_UP_TO,
@@ -14,17 +12,14 @@ from wf_backends.planner.plan import (
 from wf_backends.planner.proxy import NEAR_UP_TO, of_its_kind, on_few, on_fewer_ranks, packed
 from wf_backends.planner.search import all_plans, best_plan, check_memory, price_again, price_plan
 from wf_backends.planner.typical import FEWEST, draw_documents
+from wf_backends.planner.workload import Cost, Span, Workload
 
 __all__ = [
     "BACKWARDS",
     "Choice",
-    "Clock",
     "Cost",
     "EXACT_UP_TO",
     "FEWEST",
-    "FORWARD",
-    "FORWARD_QUERIES",
-    "Job",
     "MOVES",
     "NEAR_UP_TO",
     "Plan",
@@ -39,10 +34,7 @@ __all__ = [
     "on_few",
     "on_fewer_ranks",
     "packed",
-    "pass_cost",
     "plan_order",
     "price_again",
     "price_plan",
-    "seconds",
-    "spans",
 ]

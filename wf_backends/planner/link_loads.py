@@ -1,17 +1,16 @@
-"""Bytes over every link of a cluster, counted message by message.
+"""Which links a message goes through, and how long bytes take on the busiest one.
 
 Pure: standard library only.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from dataclasses import dataclass
 
 from wf_backends.cluster import Topology
-from wf_backends.planner.overlap_model import Transfer, transfer
 
 LinkEnd = tuple[bool, str, int, int]
-"""Whether it is a NIC, "out" or "in", whose, and of a direct link the far end's."""
+"""(is a NIC, "out" or "in", its NIC or rank, the far rank of a direct link or -1)."""
 
 
 def link_ends(at: Topology, source: int, target: int) -> tuple[LinkEnd, LinkEnd]:
@@ -22,35 +21,34 @@ def link_ends(at: Topology, source: int, target: int) -> tuple[LinkEnd, LinkEnd]
     return (False, "out", source, ends[0]), (False, "in", target, ends[1])
 
 
-class Loads:
-    """Bytes that cross every link, both ways; several phases may be added up."""
+@dataclass(slots=True)
+class Load:
+    """Bytes one way through the busiest NIC, and through the busiest rank's link in its host."""
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
-        self.inside: Counter[tuple[str, int, int]] = Counter()
-        self.nics: Counter[tuple[str, int]] = Counter()
+    nic: float = 0.0
+    inside: float = 0.0
 
-    def add(self, source: int, target: int, num_bytes: int) -> None:
-        """A message from rank `source` to rank `target`."""
-        for is_nic, way, whose, far in link_ends(self.topology, source, target):
-            if is_nic:
-                self.nics[way, whose] += num_bytes
-            else:
-                self.inside[way, whose, far] += num_bytes
+    def __add__(self, other: Load) -> Load:
+        return Load(self.nic + other.nic, self.inside + other.inside)
 
-    def update(self, other: Loads) -> None:
-        self.inside.update(other.inside)
-        self.nics.update(other.nics)
+    def behind(self, queued: Load) -> Load:
+        """These bytes and those that were posted before them on the links that they take."""
+        nic = self.nic + queued.nic if self.nic else 0.0
+        return Load(nic, self.inside + queued.inside if self.inside else 0.0)
 
-    @property
-    def nic_bytes(self) -> int:
-        return max(self.nics.values(), default=0)
+    def seconds(self, topology: Topology) -> float:
+        """max(latency + bytes / rate) over both kinds of links; 0 where nothing is sent."""
+        near, far = topology.inside, topology.between
+        inside_s = near.latency_s + self.inside / near.bytes_per_s if self.inside else 0.0
+        nic_s = far.latency_s + self.nic / far.bytes_per_s if self.nic else 0.0
+        return max(inside_s, nic_s)
 
-    @property
-    def inside_bytes(self) -> int:
-        return max(self.inside.values(), default=0)
+    def hold_s(self, topology: Topology, messages: int = 1) -> float:
+        """How long as many messages out, and as many in, keep a rank from computing."""
+        if not topology.occupied:
+            return 0.0
+        own = self.inside + self.nic / topology.ranks_per_nic
+        return topology.hold_s(2 * own, 2 * messages) if own else 0.0
 
-    @property
-    def transfer(self) -> Transfer:
-        """Until the busiest link is done."""
-        return transfer(self.topology, self.inside_bytes, self.nic_bytes)
+
+NOTHING = Load()

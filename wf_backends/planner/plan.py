@@ -11,15 +11,21 @@ from types import MappingProxyType
 from typing import Any
 
 from wf_backends.cluster import Topology
-from wf_backends.planner.exact_cost import BACKWARD_KEYS, BACKWARD_QUERIES, Cost, Walk, Workload
+from wf_backends.planner.workload import (
+    BACKWARD_KEYS,
+    BACKWARD_QUERIES,
+    Cost,
+    PassKind,
+    Workload,
+)
 from wf_backends.schedule import Placed, Schedule, place
 
-BACKWARDS: Mapping[str, Walk] = MappingProxyType(
+BACKWARDS: Mapping[str, PassKind] = MappingProxyType(
     {"keys": BACKWARD_KEYS, "queries": BACKWARD_QUERIES}
 )
 MOVES = ("keys", "queries")  # which side walks in a backward
 EXACT_UP_TO = 8  # ranks up to which every message is counted, by default
-DIGITS = 3  # of predicted seconds that count; what is as fast is told apart by other merits
+SECONDS_DIGITS = 3  # of predicted seconds that count; equally fast plans differ in other merits
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,11 @@ class Request:
     """Ranks up to which every message is counted."""
 
     @property
+    def is_exact(self) -> bool:
+        """Whether every message is counted."""
+        return self.topology.size <= self.exact_up_to
+
+    @property
     def memory_limit(self) -> float:
         return self.topology.memory_bytes if self.memory_bytes is None else self.memory_bytes
 
@@ -58,7 +69,7 @@ class PassPlan:
     """One pass: its route, who plays which part, which side walks, and what it costs."""
 
     placed: Placed
-    walk: Walk
+    kind: PassKind
     cost: Cost
 
     def schedule(self, size: int) -> Schedule:
@@ -120,7 +131,7 @@ class Plan:
     @property
     def keep(self) -> bool:
         """Whether what the forward gathers is kept for the backward."""
-        return self.backward.walk.keep
+        return self.backward.kind.keep
 
     @property
     def cost(self) -> Cost:
@@ -134,7 +145,7 @@ class Plan:
     @property
     def moves(self) -> str:
         """Which side walks in the backward, as in the config."""
-        return "queries" if self.backward.walk.queries_walk else "keys"
+        return "queries" if self.backward.kind.queries_walk else "keys"
 
     @property
     def choice(self) -> Choice:
@@ -171,7 +182,7 @@ class Plan:
 
 def rounded(seconds: float) -> float:
     """A time to the digits that count."""
-    return float(f"{seconds:.{DIGITS}g}")
+    return float(f"{seconds:.{SECONDS_DIGITS}g}")
 
 
 Order = tuple[float, ...]  # bytes over the limit, seconds, and what else tells plans apart

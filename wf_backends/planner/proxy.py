@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from wf_backends.planner.exact_cost import Workload
+from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import EXACT_UP_TO, Request
-from wf_backends.planner.splits import legal_degrees
 from wf_backends.planner.typical import typical_documents
+from wf_backends.planner.workload import Workload
 from wf_backends.schedule import LAYOUTS, Mask, Placed
 
 NEAR_UP_TO = 64

@@ -6,7 +6,7 @@ Pure: standard library only.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from wf_backends.lowering import Parcel, RankProgram, RowBytes, Step, Tile, met
 
@@ -73,22 +73,3 @@ def side_by_side(strands: Sequence[Iterable[RankPhase]]) -> list[RankPhase]:
         )
         for ones in zip(*strands, strict=True)
     ]
-
-
-def in_step(ranks: Sequence[RankPhase]) -> list[RankPhase]:
-    """One phase of all ranks, with as many rounds on each: the last of some may be empty."""
-    most = max(len(rank.tiles) for rank in ranks)
-
-    def filled(rank: RankPhase) -> RankPhase:
-        missing = most - len(rank.tiles)
-        if not missing:
-            return rank
-        nothing = (Messages(),) * missing
-        return replace(
-            rank,
-            fetches=rank.fetches + nothing,
-            tiles=rank.tiles + ((),) * missing,
-            leaves=rank.leaves + nothing,
-        )
-
-    return list(map(filled, ranks))

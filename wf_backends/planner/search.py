@@ -1,4 +1,4 @@
-"""Which plan is the fastest: every route, placement, direction and head split, by predicted time.
+"""Which plan is the fastest: every route, placement and head split, by predicted time.
 
 Pure: standard library only, and deterministic: the same request gives the same plan on every rank,
 without a message. Up to `exact_up_to` ranks a cost is derived message by message
@@ -7,21 +7,13 @@ without a message. Up to `exact_up_to` ranks a cost is derived message by messag
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
-from wf_backends.planner.candidates import (
-    Pricing,
-    best_of,
-    candidates_of,
-    kept_plans,
-    passes,
-    whole,
-)
-from wf_backends.planner.closed_form import ROUNDING
-from wf_backends.planner.exact_cost import FORWARD, Cost, Job, Walk, agreement_cost
+from wf_backends.planner.closed_form import ClosedForm
+from wf_backends.planner.exact_cost import pass_cost
+from wf_backends.planner.head_splits import around, even_s, head_splits
 from wf_backends.planner.plan import (
     BACKWARDS,
     Order,
@@ -30,13 +22,11 @@ from wf_backends.planner.plan import (
     Request,
     pass_order,
     plan_order,
-    rounded,
 )
-from wf_backends.planner.splits import legal_chunks, legal_degrees, legal_strides
-from wf_backends.planner.ulysses_cost import ulysses_cost
-from wf_backends.schedule import Placed
+from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, PassKind
+from wf_backends.schedule import FULL, Placed, place, placements
 
-WORTH = 0.02  # of what is computed: chunks that may hide less of the exchanges are not looked at
+HEAD_SPLITS_COUNTED = 3  # message by message, of those that closed forms find the best
 
 
 def all_plans(request: Request) -> list[Plan]:
@@ -48,130 +38,54 @@ def all_plans(request: Request) -> list[Plan]:
     Raises:
         ValueError: if no ulysses degree that may be used fits the ranks and heads.
     """
-    found = _plans_of(request, _jobs(request))
-    if found[0].cost.memory_bytes > request.memory_limit:
-        return _plans_of(request, _jobs(request, worth=0.0))
-    return found
-
-
-def _plans_of(request: Request, jobs: Sequence[Job]) -> list[Plan]:
-    plans: list[Plan] = []
-    for job in jobs:
-        both = _around(job)
-        plans += kept_plans(request, job, both)
-        if False not in request.keeps:
-            continue
-        limit = request.memory_limit - both.memory_bytes
-        backward = min(passes(request, job, _backwards(request)), key=pass_order(limit))
-        forward = passes(request, job, (FORWARD,))
-        plans += [whole(job, one, backward, both) for one in forward]
-    return sorted(plans, key=plan_order(request.memory_limit))
+    plans = _sorted_plans(request, head_splits(request))
+    if plans[0].cost.memory_bytes > request.memory_limit:
+        return _sorted_plans(request, head_splits(request, min_hidden_share=0.0))
+    return plans
 
 
 def best_plan(request: Request) -> Plan:
-    """The first of `all_plans`; candidates that cannot win are not looked at.
+    """The first of `all_plans`, unless closed forms misjudge its head split.
+
+    Where every message is counted, it is for the few head splits that closed forms find the best;
+    under a window or documents for all of them, of which closed forms know little.
 
     Raises:
         ValueError: if no plan fits the memory, naming the one that comes closest, or no ulysses
             degree that may be used fits the ranks and heads.
     """
-    with _uncollected():
-        plan = _best_of_splits(request)
+    splits = head_splits(request)
+    if request.is_exact and not request.workload.mask.is_near:
+        splits = _promising(request, splits)
+    plan = _best_of(request, splits)
     if plan.cost.memory_bytes > request.memory_limit:
         plan = all_plans(request)[0]
     return check_memory(plan, request)
 
 
-@contextmanager
-def _uncollected() -> Generator[None]:
-    """No garbage collection: of a process with torch in it one takes longer than the planning."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _best_of_splits(request: Request) -> Plan:
-    """The first of all plans, if one fits the memory, without pricing splits that cannot win.
-
-    Neighbours with all heads first: of the others most splits then need not be looked at.
-    """
-    order, jobs = plan_order(request.memory_limit), _jobs(request)
+def _best_of(request: Request, splits: Sequence[HeadSplit]) -> Plan:
+    """The best plan of these head splits, without those that cannot be as fast as another."""
+    order = plan_order(request.memory_limit)
+    least = [around(split).seconds + even_s(split) for split in splits]
     best: tuple[Order, int, Plan] | None = None
-    floors: dict[tuple[int, int], float] = {}
-    for oddity in sorted(set(map(_oddity, jobs))):
-        some = [(at, job) for at, job in enumerate(jobs) if _oddity(job) == oddity]
-        splits = [
-            (at, _Split(request, job))
-            for at, job in some
-            if best is None or best[0][:3] >= _place(job, _least_s(job, floors))
-        ]
-        floors |= {(s.job.degree, s.job.stride): s.passes_s for _, s in splits}
-        for at, split in sorted(splits, key=lambda item: item[1].least):
-            if best is not None and best[0][:3] < split.least:
-                break
-            for plan in split.plans():
-                found = (order(plan), at, plan)
-                best = found if best is None or found[:2] < best[:2] else best
+    for at in sorted(range(len(splits)), key=least.__getitem__):
+        if best is None or best[0][0] or least[at] <= 1.01 * best[2].cost.seconds:
+            plan = min(_plans(request, splits[at]), key=order)
+            found = (order(plan), at, plan)
+            best = found if best is None or found[:2] < best[:2] else best
     assert best is not None, "every head split has a plan"
     return best[2]
 
 
-def _least_s(job: Job, floors: Mapping[tuple[int, int], float]) -> float:
-    """Seconds that any plan of a split takes at least: it computes, and trades heads.
-
-    Args:
-        floors: what passes take at least by (degree, stride). In chunks they take no less.
-    """
-    floor = floors.get((job.degree, job.stride), 0.0)
-    return _around(job).seconds + max(_even_s(job), floor)
-
-
-def _even_s(job: Job) -> float:
-    """Seconds that both passes compute, at least."""
-    rates = (walk.seconds_per_score(job) for walk in (FORWARD, BACKWARDS["keys"]))
-    return job.workload.scores / job.route_size * job.chunks * sum(rates)
-
-
-def _place(job: Job, seconds: float) -> Order:
-    """The first place in the order of plans that one of a split may have, if it takes so long."""
-    return 0.0, rounded(seconds * ROUNDING), float(_oddity(job) > 0)
-
-
-def _oddity(job: Job) -> int:
-    """0 where neighbours trade all their heads at once; what is odder is looked at later."""
-    return (job.stride > 1) + 2 * (job.chunks > 1)
-
-
-class _Split:
-    """One head split of a request: its candidates, and what all its plans take at least."""
-
-    def __init__(self, request: Request, job: Job) -> None:
-        self.request, self.job, self.around = request, job, _around(job)
-        self.backward = candidates_of(request, job, _backwards(request))
-        self.forward = candidates_of(request, job, (FORWARD,))
-        self.passes_s = min(one.bound for one in self.forward)
-        if True not in request.keeps:  # what is kept makes a backward shorter than its bound
-            self.passes_s += min(one.bound for one in self.backward)
-        self.least = _place(job, self.around.seconds + self.passes_s)
-
-    def plans(self) -> Iterator[Plan]:
-        """Those that keep something, and the best of the others."""
-        yield from kept_plans(self.request, self.job, self.around)
-        if False not in self.request.keeps:
-            return
-        limit, order = self.request.memory_limit, plan_order(self.request.memory_limit)
-        fits = pass_order(limit - self.around.memory_bytes)
-        backward = best_of(self.backward, fits, 0.0)
-
-        def plan(forward: PassPlan) -> Plan:
-            return whole(self.job, forward, backward, self.around)
-
-        rest = self.around.seconds + backward.cost.seconds
-        yield plan(best_of(self.forward, lambda one: order(plan(one)), rest))
+def _promising(request: Request, splits: Sequence[HeadSplit]) -> list[HeadSplit]:
+    """The best head splits in closed form: the first few, and others than their chunks."""
+    roughly, order = replace(request, exact_up_to=0), plan_order(request.memory_limit)
+    ranked = sorted(splits, key=lambda split: min(map(order, _plans(roughly, split))))
+    by_ranks: dict[tuple[int, int], HeadSplit] = {}
+    for split in ranked:
+        by_ranks.setdefault((split.degree, split.stride), split)
+    few = [*ranked[:HEAD_SPLITS_COUNTED], *list(by_ranks.values())[:HEAD_SPLITS_COUNTED]]
+    return list(dict.fromkeys(few))
 
 
 def check_memory(first: Plan, request: Request) -> Plan:
@@ -200,66 +114,88 @@ def price_plan(
     chunks: int = 1,
 ) -> Plan:
     """A plan of one's own choice with its cost."""
-    job = Job(request.workload, request.topology, degree, stride, chunks)
-    there = Pricing(request, job, FORWARD).price(forward)
-    back = Pricing(request, job, BACKWARDS[moves]).price(backward)
-    return whole(job, there, back, _around(job))
+    split = HeadSplit(request.workload, request.topology, degree, stride, chunks)
+    (there,) = _passes(request, split, FORWARD, [forward])
+    (back,) = _passes(request, split, BACKWARDS[moves], [backward])
+    return _plan(split, around(split), there, back)
 
 
 def price_again(request: Request, plan: Plan) -> Plan:
     """A plan that was made for another request, with what it costs in this one."""
-    job = Job(request.workload, request.topology, plan.degree, plan.stride, plan.chunks)
-    there, back = plan.forward, plan.backward
-    return replace(
-        plan,
-        forward=Pricing(request, job, replace(FORWARD, keep=plan.keep)).price(there.placed),
-        backward=Pricing(request, job, back.walk).price(back.placed),
-        around=_around(job),
+    work, topology = request.workload, request.topology
+    split = HeadSplit(work, topology, plan.degree, plan.stride, plan.chunks)
+    there, back = (
+        _passes(request, split, one.kind, [one.placed])[0] for one in (plan.forward, plan.backward)
     )
+    return _plan(split, around(split), there, back, plan.layers)
 
 
-def _jobs(request: Request, worth: float = WORTH) -> list[Job]:
-    """The head splits to look at.
+def _sorted_plans(request: Request, splits: Iterable[HeadSplit]) -> list[Plan]:
+    plans = (plan for split in splits for plan in _plans(request, split))
+    return sorted(plans, key=plan_order(request.memory_limit))
 
-    Args:
-        worth: of what is computed, how much chunks must be able to hide.
-    """
-    degrees = legal_degrees(request)
-    if not degrees:
-        shape = request.workload.shape
-        raise ValueError(
-            f"no ulysses_degree of {request.degrees or 'any size'} divides the "
-            f"{request.topology.size} ranks and {shape.heads} heads, and divides the "
-            f"{shape.kv_heads} key heads or is a multiple of them; 1 always does"
-        )
-    jobs = [
-        Job(request.workload, request.topology, degree, stride, chunks)
-        for degree in degrees
-        for stride in legal_strides(request, degree)
-        for chunks in legal_chunks(request, degree)
+
+def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
+    """A head split's forwards with the best backward, and plans that keep what they gather."""
+    outside = around(split)
+    if True in request.keeps:
+        yield from _kept_plans(request, split, outside)
+    if False not in request.keeps:
+        return
+    forward = _passes(request, split, FORWARD, _candidates(request, split, request.forward))
+    candidates = _candidates(request, split, request.backward)
+    backward = [
+        one
+        for side in request.moves
+        for one in _passes(request, split, BACKWARDS[side], candidates)
     ]
-    if request.chunks is None:
-        jobs = [job for job in jobs if job.chunks == 1 or _hidden_s(job) > worth * _even_s(job)]
-    if not jobs:
-        shape = request.workload.shape
-        raise ValueError(
-            f"ulysses_chunks {request.chunks} divides neither the query nor the key heads of a "
-            f"rank with any ulysses_degree of {degrees} ({shape.heads} heads, {shape.kv_heads} key "
-            'heads): leave it out, or "auto"'
-        )
-    return jobs
+    best = min(backward, key=pass_order(request.memory_limit - outside.memory_bytes))
+    yield from (_plan(split, outside, one, best) for one in forward)
 
 
-def _hidden_s(job: Job) -> float:
-    """Seconds of the exchanges that trading in chunks may hide, at most."""
-    return _around(replace(job, chunks=1)).seconds - _around(job).seconds
+def _kept_plans(request: Request, split: HeadSplit, outside: Cost) -> Iterator[Plan]:
+    """Plans whose backward takes the forward's route and finds its gathered rows in memory."""
+    backwards = set(_candidates(request, split, request.backward))
+    both = [one for one in _candidates(request, split, request.forward) if one in backwards]
+    forward = _passes(request, split, replace(FORWARD, keep=True), both)
+    if False in request.keeps:
+        forward = [one for one in forward if one.cost.gathered_bytes]
+    for side in request.moves:
+        kind, routes = replace(BACKWARDS[side], keep=True), [one.placed for one in forward]
+        for there, back in zip(forward, _passes(request, split, kind, routes), strict=True):
+            yield _plan(split, outside, there, back, request.layers)
 
 
-def _backwards(request: Request) -> tuple[Walk, ...]:
-    return tuple(BACKWARDS[side] for side in request.moves)
+def _plan(
+    split: HeadSplit, outside: Cost, forward: PassPlan, backward: PassPlan, layers: int = 1
+) -> Plan:
+    degree, stride, chunks = split.degree, split.stride, split.chunks
+    return Plan(degree, forward, backward, outside, layers, stride, chunks)
 
 
-def _around(job: Job) -> Cost:
-    """Agreeing once, and trading heads for tokens in both passes."""
-    once = ulysses_cost(job)
-    return agreement_cost(job.topology) + once + once
+def _candidates(
+    request: Request, split: HeadSplit, named: Sequence[Placed] | None
+) -> Sequence[Placed]:
+    """The routes that are named; else all, counted backwards too where the mask has a direction."""
+    if named is not None:
+        return named
+    band = split.workload.mask.band
+    directed = request.is_exact and band != FULL and band.left == inf  # windows turn by themselves
+    return placements(split.route_size, directed)
+
+
+def _passes(
+    request: Request, split: HeadSplit, kind: PassKind, candidates: Iterable[Placed]
+) -> list[PassPlan]:
+    """One pass on each of these routes. In a forward whose keys stay, queries walk."""
+    turned = replace(kind, queries_walk=True) if kind.name == FORWARD.name else kind
+    kinds = kind, turned
+    forms = [ClosedForm(split, one) for one in kinds]
+
+    def cost(placed: Placed) -> Cost:
+        if request.is_exact:
+            schedule = place(placed, split.route_size)
+            return pass_cost(split, schedule, kinds[placed.keys_stay])
+        return forms[placed.keys_stay].cost(placed)
+
+    return [PassPlan(placed, kinds[placed.keys_stay], cost(placed)) for placed in candidates]

@@ -1,35 +1,39 @@
 """How long a pass takes if every rank and every link goes on as soon as it can.
 
-Pure: standard library only. Ranks do not keep step: a rank waits for the messages that it sends
-and receives, and for nothing else, so a link that is busy now may be idle later while others are.
-What part of a message's time nothing hides, a rank spends as soon as it is posted.
-Messages of one moment share a link evenly, so that a short one is there before a long one; those of
-the next moment go after them. What leaves for home shares a link evenly with what was posted before
-it and is not there yet.
+Pure: standard library only. Ranks do not keep step. A rank waits for the messages that it sends and
+receives, and for nothing else. A message sets off when both its ranks have posted it. Messages that
+are posted together share a link evenly, so that a short one lands before a long one; those posted
+next go after them. Results that go home share a link evenly with what was posted before them and
+has not landed.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
+from itertools import zip_longest
 from operator import add
 
 from wf_backends.cluster import Link, Topology
 from wf_backends.lowering import Pools
-from wf_backends.planner.link_loads import LinkEnd, link_ends
+from wf_backends.planner.link_loads import NOTHING, LinkEnd, Load, link_ends
 from wf_backends.planner.rank_phases import Messages, RankPhase
+from wf_backends.planner.workload import Cost, Span
 
 
 @dataclass(frozen=True, slots=True)
 class Posted:
     """Messages of one moment."""
 
+    label: str
+    set_off: dict[int, float]
+    """By rank: when the first message that it waits for begins."""
     served: list[dict[LinkEnd, float]]
     """By rank and link: when the last one that the rank waits for is through, if none joins it."""
     left: dict[LinkEnd, float]
-    """Seconds of all that had left for home by then."""
+    """Seconds of all results that had left for home by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,53 +46,83 @@ class Queued:
     awaited_by: list[int]
 
 
-class Pace:
-    """The clocks of all ranks and links.
+@dataclass(slots=True)
+class Queues:
+    """The messages of one moment, sorted by links and by the ranks that they concern."""
+
+    links: defaultdict[LinkEnd, list[Queued]] = field(default_factory=lambda: defaultdict(list))
+    set_off: dict[int, float] = field(default_factory=dict[int, float])
+    hold_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class Simulator:
+    """The clocks of all ranks and links, and the bytes that the links carry.
 
     Args:
         pools: the ranks of the cluster that are one rank of the route, with other heads.
+        queued: bytes that every link carries before any message of the pass.
     """
 
-    def __init__(self, topology: Topology, pools: Pools) -> None:
+    def __init__(self, topology: Topology, pools: Pools, queued: Load = NOTHING) -> None:
         self.topology, self.pools = topology, pools
-        size = pools.count
-        self.now = [0.0] * size
-        self.computed = [0.0] * size
-        self.done = 0.0
-        self._free: defaultdict[LinkEnd, float] = defaultdict(float)
+        self.now = [0.0] * pools.count
+        self.computed = [0.0] * pools.count
+        self.done = self.transfer_s = 0.0
+        self._bytes: Counter[LinkEnd] = Counter()
+        self._queued_s = (
+            queued.inside / topology.inside.bytes_per_s,
+            queued.nic / topology.between.bytes_per_s,
+        )
+        self._free: dict[LinkEnd, float] = {}
         self._left: defaultdict[LinkEnd, float] = defaultdict(float)
         self._ends: dict[tuple[int, int], list[LinkEnd]] = {}
+        self._spans: list[list[Span]] = [[] for _ in self.now]
 
-    @property
-    def seconds(self) -> float:
-        """Until the last rank is done and the last result is home."""
-        return max(self.done, *self.now)
-
-    @property
-    def busiest_s(self) -> float:
-        """What the rank with the most to compute has computed."""
-        return max(self.computed)
+    def cost(self, memory_bytes: float, gathered_bytes: float) -> Cost:
+        """What all phases that were run have cost, with these buffers."""
+        ends_last = max(self._spans, key=lambda own: max((s.stop for s in own), default=0.0))
+        return Cost(
+            max(self.done, *self.now),
+            max(self.computed),
+            self.transfer_s,
+            nic_bytes=max((sent for end, sent in self._bytes.items() if end[0]), default=0),
+            inside_bytes=max((sent for end, sent in self._bytes.items() if not end[0]), default=0),
+            memory_bytes=memory_bytes,
+            gathered_bytes=gathered_bytes,
+            spans=tuple(ends_last),
+        )
 
     def run(self, ranks: Sequence[RankPhase], took: Sequence[Sequence[float]]) -> None:
         """One phase of all ranks, posted in the executor's order.
 
         Args:
-            took: seconds of every rank's tiles, round by round.
+            took: seconds of every rank's tiles, round by round. Some ranks may have fewer rounds.
         """
-        rounds = range(len(took[0]))
-        fetches = [self._post([rank.fetches[at] for rank in ranks]) for at in rounds]
-        hops = self._post([rank.hop for rank in ranks], [rank.gives for rank in ranks])
-        for at in rounds:
-            fetched = self._landed(fetches[at])
-            for rank, own in enumerate(took):
-                self.now[rank] = max(self.now[rank], fetched[rank]) + own[at]
-                self.computed[rank] += own[at]
-            gone = self._post([rank.leaves[at] for rank in ranks], leaving=True)
+        label, nothing = ranks[0].label, Messages()
+        fetched = zip_longest(*(rank.fetches for rank in ranks), fillvalue=nothing)
+        fetches = [self._post(label, sent) for sent in fetched]
+        hops = self._post(label, [rank.hop for rank in ranks], [rank.gives for rank in ranks])
+        computed = zip_longest(*took, fillvalue=0.0)
+        leaves = zip_longest(*(rank.leaves for rank in ranks), fillvalue=nothing)
+        for fetch, tiles_s, leaving in zip(fetches, computed, leaves, strict=True):
+            self._compute(label, self._landed(fetch), tiles_s)
+            gone = self._post(label, leaving, leaving=True)
             self.done = max(self.done, *self._landed(gone))
         self.now = list(map(max, self.now, self._landed(hops)))
 
+    def _compute(self, label: str, fetched: Sequence[float], tiles_s: Sequence[float]) -> None:
+        for rank, own_s in enumerate(tiles_s):
+            start = max(self.now[rank], fetched[rank])
+            self.now[rank] = start + own_s
+            self.computed[rank] += own_s
+            self._note(rank, label, "compute", start, start + own_s)
+
     def _post(
-        self, sent: Sequence[Messages], given: Sequence[Messages] = (), leaving: bool = False
+        self,
+        label: str,
+        sent: Sequence[Messages],
+        given: Sequence[Messages] = (),
+        leaving: bool = False,
     ) -> Posted:
         """Send all messages of one moment.
 
@@ -96,33 +130,38 @@ class Pace:
             given: those that ranks wait for which receive any of them, and no others.
         """
         served: list[dict[LinkEnd, float]] = [{} for _ in sent]
-        queues, held = self._queues(sent, given)
-        for end, queue in queues.items():
-            through = self._serve(end, queue, leaving)
+        queues = Queues()
+        self._sort(sent, range(len(sent)), queues)
+        self._sort(given, {peer for messages in given for peer, _ in messages}, queues)
+        longest = 0.0
+        for end, queue in queues.links.items():
+            alone = sum(one.took for one in queue)
+            longest = max(longest, alone + self._link(end).latency_s)
+            free = self._free.get(end, self._queued_s[end[0]])
+            through = shared([(one.ready, one.took) for one in queue], free)
+            self._free[end] = max(through)
+            self._left[end] += leaving * alone
             for one, upto in zip(queue, through, strict=True):
                 for rank in one.awaited_by:
                     served[rank][end] = max(served[rank].get(end, 0.0), upto)
-        self.now = list(map(add, self.now, held))
-        return Posted(served, {end: self._left[end] for end in queues})
+        self.transfer_s += longest
+        self.now = list(map(add, self.now, (queues.hold_s[rank] for rank in range(len(sent)))))
+        return Posted(label, queues.set_off, served, {end: self._left[end] for end in queues.links})
 
-    def _queues(
-        self, sent: Sequence[Messages], given: Sequence[Messages]
-    ) -> tuple[dict[LinkEnd, list[Queued]], list[float]]:
-        """The messages of every link, and for how long each rank is held by its own."""
-        queues: defaultdict[LinkEnd, list[Queued]] = defaultdict(list)
-        got = {peer for messages in given for peer, _ in messages}
-        held = [0.0] * len(sent)
-        for several, who_waits in ((sent, range(len(sent))), (given, got)):
-            for rank, messages in enumerate(several):
-                for peer, num_bytes in messages:
-                    ready = max(self.now[rank], self.now[peer])
-                    awaited_by = [one for one in (rank, peer) if one in who_waits]
-                    for end in self._link_ends(rank, peer):
-                        took = num_bytes / self._link(end).bytes_per_s
-                        queues[end].append(Queued(ready, took, awaited_by))
-                    for one in (rank, peer):
-                        held[one] += self.topology.hold_s(num_bytes)
-        return queues, held
+    def _sort(self, sent: Sequence[Messages], who_waits: Container[int], queues: Queues) -> None:
+        """Put these messages into the queues of their links."""
+        for rank, messages in enumerate(sent):
+            for peer, num_bytes in messages:
+                ready = max(self.now[rank], self.now[peer])
+                awaited_by = [one for one in (rank, peer) if one in who_waits]
+                for end in self._link_ends(rank, peer):
+                    self._bytes[end] += num_bytes
+                    took = num_bytes / self._link(end).bytes_per_s
+                    queues.links[end].append(Queued(ready, took, awaited_by))
+                for one in (rank, peer):
+                    queues.hold_s[one] += self.topology.hold_s(num_bytes)
+                for one in awaited_by:
+                    queues.set_off[one] = min(queues.set_off.get(one, ready), ready)
 
     def _landed(self, posted: Posted) -> list[float]:
         """When all messages of every rank, in and out, have landed; 0 for ranks that have none."""
@@ -130,17 +169,17 @@ class Pace:
             end: self._left[end] - left + self._link(end).latency_s
             for end, left in posted.left.items()
         }
-        return [
+        landed = [
             max((through + later[end] for end, through in ends.items()), default=0.0)
             for ends in posted.served
         ]
+        for rank, start in posted.set_off.items():
+            self._note(rank, posted.label, "transfer", start, landed[rank])
+        return landed
 
-    def _serve(self, end: LinkEnd, queue: Sequence[Queued], leaving: bool) -> list[float]:
-        """When the link is through with each of these messages."""
-        through = shared([(one.ready, one.took) for one in queue], self._free[end])
-        self._free[end] = max(through)
-        self._left[end] += leaving * sum(one.took for one in queue)
-        return through
+    def _note(self, rank: int, label: str, kind: str, start: float, stop: float) -> None:
+        if stop > start:
+            self._spans[rank].append(Span(label, kind, start, stop))
 
     def _link(self, end: LinkEnd) -> Link:
         return self.topology.between if end[0] else self.topology.inside

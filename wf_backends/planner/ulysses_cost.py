@@ -1,129 +1,100 @@
 """What trading heads for tokens costs, and what of it the passes hide.
 
-Pure: standard library only. In chunks (runtime/ulysses_pipeline.py) one is on its way while another
-is computed: the first one's way in and the last one's way out hide behind nothing, the others
-behind the passes.
+Pure: standard library only. Where heads are traded in chunks (runtime/ulysses_pipeline.py), one is
+on its way while another is computed. The way in of the first and the way out of the last hide
+behind nothing, the others behind the passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from math import gcd
 
-from wf_backends.cluster import Topology
-from wf_backends.planner.exact_cost import Job
-from wf_backends.planner.overlap_model import Cost, Phase, Transfer, seconds, transfer
+from wf_backends.planner.link_loads import NOTHING, Load
+from wf_backends.planner.workload import Cost, HeadSplit, Span
 
 
-@dataclass(frozen=True, slots=True)
-class TradeCost:
-    """One exchange of one chunk: bytes through the busiest NIC, and inside the busiest host."""
-
-    topology: Topology
-    nic_bytes: float
-    inside_bytes: float
-    """Through one rank's connection inside its host."""
-    peers: int
-    """To how many each rank sends."""
-
-    @property
-    def transfer(self) -> Transfer:
-        sent = transfer(self.topology, self.inside_bytes, self.nic_bytes)
-        return Transfer(sent.busy_s, max(sent.latency_s, self.topology.exchange_s))
-
-    @property
-    def hold_s(self) -> float:
-        """How long it keeps a rank from computing."""
-        at, each = self.topology, self.inside_bytes + self.nic_bytes / self.topology.ranks_per_nic
-        held = at.hold_s(2 * each, messages=2 * self.peers)
-        return max(held, at.occupied * at.exchange_s)
-
-
-def trade_costs(job: Job) -> tuple[TradeCost, TradeCost]:
-    """Of one chunk: q, k and v in one exchange, out in another.
+def exchange_loads(split: HeadSplit) -> tuple[Load, Load]:
+    """Bytes of one chunk: q, k and v in one exchange, out in another.
 
     The backward's gradients weigh the same, the other way round.
     """
-    topology, shape = job.topology, job.shape
+    topology, shape = split.topology, split.shape
     row = shape.batch * shape.head_dim * shape.itemsize
-    rows, keys = (-(-n // topology.size) for n in (job.workload.seqlen, job.workload.num_keys))
+    rows, keys = (-(-n // topology.size) for n in (split.workload.seqlen, split.workload.num_keys))
     own = rows * shape.heads
-    counts = own + 2 * keys * shape.kv_heads, own
-    on_host = gcd(job.degree * job.stride, topology.ranks_per_host)
-    near = max(1, on_host // job.stride)  # of the ranks that trade, on one host
+    on_host = gcd(split.degree * split.stride, topology.ranks_per_host)
+    near = max(1, on_host // split.stride)  # of the ranks that trade, on one host
     inside = min(near - 1, 1 if topology.direct_links else near)
-    outside = (job.degree - near) * topology.ranks_per_nic
+    outside = (split.degree - near) * topology.ranks_per_nic
     qkv, out = (
-        TradeCost(topology, outside * row * count, inside * row * count, job.degree - 1)
-        for count in counts
+        Load(outside * row * count, inside * row * count)
+        for count in (own + 2 * keys * shape.kv_heads, own)
     )
     return qkv, out
 
 
-def ulysses_cost(job: Job) -> Cost:
+def exchange_s(split: HeadSplit, load: Load) -> float:
+    """bytes / rate of the busiest link + max(latency, what the smallest exchange takes)."""
+    at = split.topology
+    link, sent = max(
+        ((at.inside, load.inside), (at.between, load.nic)),
+        key=lambda pair: pair[0].seconds(pair[1]),
+    )
+    return sent / link.bytes_per_s + max(link.latency_s, at.exchange_s) if sent else at.exchange_s
+
+
+def exchange_hold_s(split: HeadSplit, load: Load) -> float:
+    """How long an exchange with all peers keeps a rank from computing."""
+    held = load.hold_s(split.topology, messages=split.degree - 1)
+    return max(held, split.topology.occupied * split.topology.exchange_s)
+
+
+def ulysses_cost(split: HeadSplit) -> Cost:
     """Heads for tokens and back, around one pass: what hides behind nothing.
 
     Bytes are those of all chunks, memory that of the rows that a rank has pooled.
     """
-    if job.degree == 1:
-        return Cost((), 0, 0, 0)
-    both, chunks = trade_costs(job), job.chunks
-    names = ("ulysses qkv", "ulysses out")
-    phases = tuple(Phase(name, one.transfer) for name, one in zip(names, both, strict=True))
-    nic = chunks * sum(one.nic_bytes for one in both)
-    inside = chunks * sum(one.inside_bytes for one in both)
-    return Cost(phases, nic, inside, chunks * _pooled_bytes(job))
+    if split.degree == 1:
+        return Cost()
+    cost = Cost()
+    for name, load in zip(("ulysses qkv", "ulysses out"), exchange_loads(split), strict=True):
+        took = exchange_s(split, load)
+        sent = split.chunks * load.nic, split.chunks * load.inside
+        cost += Cost(took, 0.0, took, *sent, spans=(Span(name, "transfer", 0.0, took),))
+    return replace(cost, memory_bytes=split.chunks * _pooled_bytes(split))
 
 
-def _pooled_bytes(job: Job) -> float:
+def _pooled_bytes(split: HeadSplit) -> float:
     """q, k, v and out of one chunk, of all rows that a rank pools."""
-    shape, pooled = job.shape, job.degree / job.topology.size
-    rows, keys = job.workload.seqlen * pooled, job.workload.num_keys * pooled
+    shape, pooled = split.shape, split.degree / split.topology.size
+    rows, keys = split.workload.seqlen * pooled, split.workload.num_keys * pooled
     row = shape.batch * shape.head_dim * shape.itemsize
     return 2 * row * (rows * shape.heads + keys * shape.kv_heads)
 
 
-def pipelined(job: Job, cost: Cost) -> Cost:
-    """The cost of all chunks, one after another, from that of one, with the trades meanwhile.
+def pipelined(split: HeadSplit, one_chunk: Callable[[Load], Cost]) -> Cost:
+    """The cost of all chunks, one after another, with the exchanges of others meanwhile.
 
-    Links carry the trades of other chunks beside what the pass itself sends, and before it: they
-    are posted first. That the backward's go the other way round changes nothing in all.
+        T = sum over chunks of max(T_one + holds, the busiest link's bytes / its rate)
+
+    where the exchanges before and after a chunk are posted before its own messages, and the link
+    carries them all. That the backward's go the other way round changes nothing in all.
+
+    Args:
+        one_chunk: what a pass of one chunk costs, if links carry so much before its messages.
     """
-    if job.chunks == 1:
-        return cost
-    come, leave = trade_costs(job)
-    last, took = job.chunks - 1, 0.0
-    for at in range(job.chunks):
-        beside = [come] * (at < last) + [leave] * (at > 0)
-        held = cost.seconds + sum(one.hold_s for one in beside)
-        held += _delay_s(job.topology, cost, beside)
-        took += max(held, _links_s(job.topology, cost, beside))
-    return replace(
-        cost,
-        phases=cost.phases * job.chunks,
-        nic_bytes=cost.nic_bytes * job.chunks,
-        inside_bytes=cost.inside_bytes * job.chunks,
-        gathered_bytes=cost.gathered_bytes * job.chunks,
-        seconds=took,
-        compute_s=cost.compute_s * job.chunks,
-    )
-
-
-def _delay_s(topology: Topology, cost: Cost, beside: Sequence[TradeCost]) -> float:
-    """How much longer a pass takes whose messages queue behind those exchanges.
-
-    Those do not queue that go through links which the pass leaves alone.
-    """
-    nic_bytes = sum(one.nic_bytes for one in beside) if cost.nic_bytes else 0.0
-    inside_bytes = sum(one.inside_bytes for one in beside) if cost.inside_bytes else 0.0
-    far, near = topology.between.bytes_per_s, topology.inside.bytes_per_s
-    free = max(nic_bytes / far, inside_bytes / near)
-    return seconds(cost.phases, free) - seconds(cost.phases)
-
-
-def _links_s(topology: Topology, cost: Cost, beside: Sequence[TradeCost]) -> float:
-    """Until the busiest link has carried a pass and the exchanges beside it."""
-    nic_bytes = cost.nic_bytes + sum(one.nic_bytes for one in beside)
-    inside_bytes = cost.inside_bytes + sum(one.inside_bytes for one in beside)
-    return max(topology.between.seconds(nic_bytes), topology.inside.seconds(inside_bytes))
+    if split.chunks == 1:
+        return one_chunk(NOTHING)
+    come, leave = exchange_loads(split)
+    total = Cost()
+    for count, beside in ((1, [come]), (split.chunks - 2, [come, leave]), (1, [leave])):
+        queued = sum(beside, NOTHING)
+        one = one_chunk(queued)
+        held = one.seconds + sum(exchange_hold_s(split, load) for load in beside)
+        carried = Load(one.nic_bytes, one.inside_bytes) + queued
+        one = replace(one, seconds=max(held, carried.seconds(split.topology)))
+        for _ in range(count):
+            total += one
+    return total

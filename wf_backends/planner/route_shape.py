@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from wf_backends.cluster import Topology
 from wf_backends.lowering import Pools
+from wf_backends.planner.link_loads import Load
 from wf_backends.schedule import Placed, digits, strides
 
 
@@ -18,6 +20,18 @@ class Axis:
 
     size: int
     stride: int
+
+    def on_host(self, topology: Topology) -> float:
+        """How many of them one host holds."""
+        return max(1.0, min(self.size, topology.ranks_per_host / self.stride))
+
+    def hop(self, topology: Topology, num_bytes: float, both_ways: bool = False) -> Load:
+        """Every rank sends to the next one along the axis, or half of it to the one before."""
+        near = self.on_host(topology)
+        leaving = min(topology.ranks_per_nic, self.stride) if near < self.size else 0
+        halved = both_ways and topology.direct_links and self.size > 2
+        inside = num_bytes / 2 if halved else num_bytes
+        return Load(leaving * num_bytes, inside if near > 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +48,28 @@ class Side:
     def foreign(self) -> int:
         return self.shards - self.own
 
+    def exchange(self, topology: Topology, each: float, fewer: int = 0) -> Load:
+        """Every rank sends `each` bytes to all ranks that it shares this side with.
+
+        Args:
+            fewer: leave out so many, the last ones: neighbours exchange first.
+        """
+        count, per_nic = self.foreign - fewer, topology.ranks_per_nic
+        if self.axis is None:
+            one_host = topology.hosts == 1
+            return Load(0.0, count * each) if one_host else Load(per_nic * count * each, 0.0)
+        near = min(count, self.axis.on_host(topology) - 1)
+        inside = min(near, 1) if topology.direct_links else near
+        return Load(per_nic * (count - near) * each, inside * each)
+
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RouteShape:
     """What a route brings together and how it walks: `times` hops along each axis, in order."""
 
     stay: Side
     walk: Side
     hops: tuple[tuple[int, Axis], ...]
-    two_way: bool = False
 
     @property
     def gathers(self) -> bool:
@@ -54,18 +81,18 @@ class Shape:
         return sum(times for times, _ in self.hops)
 
 
-def shape_of(placed: Placed, pools: Pools, queries_walk: bool = False) -> Shape:
+def shape_of(placed: Placed, pools: Pools, queries_walk: bool = False) -> RouteShape:
     """The shape of a route whose ranks are pools of the cluster's.
 
     Raises:
         NotImplementedError: for a route whose shape nobody has written here.
     """
-    size = pools.count
-    sizes = digits(placed.route, size)
+    size, route = pools.count, placed.route
+    sizes = digits(route, size)
     apart = strides(sizes, placed.order)
     axes = [Axis(count, pools.apart(far)) for count, far in zip(sizes, apart, strict=True)]
     queries, keys = Side(), Side()
-    match placed.route["name"]:
+    match route["name"]:
         case "ring":
             hops = ((size - 1, axes[0]),)
         case "double_ring":
@@ -81,6 +108,6 @@ def shape_of(placed: Placed, pools: Pools, queries_walk: bool = False) -> Shape:
             queries, keys = Side(member.size, member), Side(team.size, own=0)
             hops = ((place.size - 1, place),)
         case name:
-            raise NotImplementedError(f"route {name!r} has no shape: add it to axes.shape_of")
+            raise NotImplementedError(f"route {name!r} has no shape: add it to shape_of")
     sides = (keys, queries) if queries_walk else (queries, keys)
-    return Shape(*sides, hops, placed.two_way)
+    return RouteShape(*sides, hops)

@@ -1,0 +1,165 @@
+"""What is priced, and what a price is.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from wf_backends.cluster import KernelRate, Topology
+from wf_backends.lowering import (
+    BACKWARD_FLOPS,
+    Pools,
+    RowBytes,
+    Shape,
+    backward_row_bytes,
+    forward_row_bytes,
+    mask_area,
+)
+from wf_backends.schedule import Mask
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One attention call over the whole sequence."""
+
+    shape: Shape
+    seqlen: int
+    mask: Mask = Mask()
+    layout: str = "zigzag"
+    kernel: str = "auto"
+    keys: int | None = None
+    """Of cross attention, the keys' sequence length; None = that of the queries."""
+
+    @property
+    def num_keys(self) -> int:
+        return self.seqlen if self.keys is None else self.keys
+
+    @property
+    def scores(self) -> int:
+        """The (query, key) pairs that the mask lets through."""
+        if self.num_keys != self.seqlen:
+            return self.seqlen * self.num_keys
+        return mask_area(self.mask, self.seqlen)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadSplit:
+    """A workload on a cluster whose ranks trade heads for tokens, `degree` of them together.
+
+    They are `stride` ranks apart. A rank's heads are computed in `chunks`, one after another.
+    """
+
+    workload: Workload
+    topology: Topology
+    degree: int = 1
+    stride: int = 1
+    chunks: int = 1
+
+    @property
+    def pools(self) -> Pools:
+        """The ranks that trade heads for tokens."""
+        return Pools(self.topology.size, self.degree, self.stride)
+
+    @property
+    def route_size(self) -> int:
+        """Ranks of the route: each stands for `degree` ranks of the cluster."""
+        return self.topology.size // self.degree
+
+    @property
+    def rate(self) -> KernelRate:
+        return self.topology.rate(self.workload.kernel)
+
+    @property
+    def shape(self) -> Shape:
+        """What one rank computes on at a time, after the exchange."""
+        whole, parts = self.workload.shape, self.degree * self.chunks
+        return replace(whole, heads=whole.heads // parts, kv_heads=max(1, whole.kv_heads // parts))
+
+
+@dataclass(frozen=True, slots=True)
+class PassKind:
+    """The forward or the backward, and which side walks in it."""
+
+    name: str
+    queries_walk: bool = False
+    keep: bool = False
+    """Whether what the forward gathers is kept, and the backward finds it still there."""
+
+    def row_bytes(self, shape: Shape) -> RowBytes:
+        """Bytes of one row of each side: of what is sent, and of results."""
+        if self.name == "forward":
+            return forward_row_bytes(shape, self.queries_walk)
+        return backward_row_bytes(shape, self.queries_walk, self.keep)
+
+    def ordered(self, queries: T, keys: T) -> tuple[T, T]:
+        """(what stays, what walks)."""
+        return (keys, queries) if self.queries_walk else (queries, keys)
+
+    def seconds_per_score(self, split: HeadSplit) -> float:
+        """Seconds of one (query, key) pair, all heads of a rank: 4 b h d / rate, 10 b h d back."""
+        shape, rate = split.shape, split.rate
+        flops = 4 * shape.batch * shape.heads * shape.head_dim
+        if self.name == "forward":
+            return flops / rate.forward_flops_per_s
+        return BACKWARD_FLOPS * flops / rate.backward_flops_per_s
+
+
+FORWARD = PassKind("forward")
+BACKWARD_KEYS = PassKind("backward")
+BACKWARD_QUERIES = PassKind("backward", queries_walk=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that goes on from `start` to `stop`, in seconds from the start of the pass."""
+
+    label: str
+    kind: str
+    """compute, transfer or wait."""
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one or several passes cost. Bytes are sent one way through the busiest link."""
+
+    seconds: float = 0.0
+    compute_s: float = 0.0
+    """Of the rank with the most to compute."""
+    transfer_s: float = 0.0
+    """Of all messages, each moment's on its busiest link, one moment after another."""
+    nic_bytes: float = 0.0
+    inside_bytes: float = 0.0
+    """Through one rank's connection inside its host."""
+    memory_bytes: float = 0.0
+    """Of buffers beyond what the caller holds, at their peak, on the rank with the most."""
+    gathered_bytes: float = 0.0
+    """Of those, queries and keys that a forward gathered, which may be kept for the backward."""
+    spans: tuple[Span, ...] = ()
+    """What the rank that ends last does, and when; closed forms do not know it."""
+
+    @property
+    def exposed_s(self) -> float:
+        """Transfers that nothing hides."""
+        return self.seconds - self.compute_s
+
+    def __add__(self, other: Cost) -> Cost:
+        """One after the other."""
+        after = self.seconds
+        later = (replace(s, start=s.start + after, stop=s.stop + after) for s in other.spans)
+        return Cost(
+            self.seconds + other.seconds,
+            self.compute_s + other.compute_s,
+            self.transfer_s + other.transfer_s,
+            self.nic_bytes + other.nic_bytes,
+            self.inside_bytes + other.inside_bytes,
+            max(self.memory_bytes, other.memory_bytes),
+            self.gathered_bytes + other.gathered_bytes,
+            (*self.spans, *later) if other.spans else self.spans,
+        )
