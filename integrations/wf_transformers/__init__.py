@@ -15,6 +15,7 @@ from wf_transformers.attach import (
 )
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.entry import apply, attach, connect, connect_any
+from wf_transformers.folder import model_from_folder
 from wf_transformers.handle import Handle, data_parallel
 from wf_transformers.hooks import WholeBatchHooks, loss_only
 from wf_transformers.loaders import counted_by_group
@@ -36,6 +37,7 @@ __all__ = [
     "forward_kwargs",
     "head_of",
     "loss_only",
+    "model_from_folder",
     "outermost",
     "register",
     "scope_documents",

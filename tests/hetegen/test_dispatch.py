@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def lane_threads() -> list[str]:
     [("20GB", 20 * 10**9), ("1.5GiB", 3 * 2**29), ("7 kib", 7 * 1024), ("12B", 12), (5, 5)],
 )
 def test_sizes(text: object, nbytes: int) -> None:
-    assert parse_bytes(0, text) == nbytes
+    assert parse_bytes("it", text) == nbytes
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,15 @@ def test_an_error_in_a_lane_reaches_the_caller_and_threads_end(lane: str) -> Non
         assert lane_threads() == [] and torch.equal(model(x), expected)
 
 
+@pytest.fixture
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """A job of a shell's background begins with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c_interrupts")
 def test_ctrl_c_in_the_middle_of_a_slow_copy() -> None:
     model, x = Plain(), torch.randn(1, 64)
     handle = dispatch_model(model, {0: 20_000}, ShapedDevice(1e3, 1e3, 1e9), alpha=0.0)

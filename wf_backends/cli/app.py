@@ -5,8 +5,10 @@ from __future__ import annotations
 import typer
 
 from wf_backends.cli.bench import bench
+from wf_backends.cli.bench_hetero import bench_hetero
 from wf_backends.cli.doctor import doctor
 from wf_backends.cli.explain import explain
+from wf_backends.cli.generate import generate
 from wf_backends.cli.links import bench_links
 from wf_backends.cli.plan import plan
 
@@ -23,3 +25,5 @@ app.command()(explain)
 app.command()(bench)
 app.command("bench-links")(bench_links)
 app.command()(doctor)
+app.command()(generate)
+app.command("bench-hetero")(bench_hetero)

@@ -1,8 +1,22 @@
 """HeteGen (arXiv 2403.01164): inference in which the host computes its share of every linear."""
 
+from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.dispatch import Handle, dispatch_model
-from wf_backends.hetegen.law import Rates
+from wf_backends.hetegen.law import Rates, best_alpha, seconds_per_byte
+from wf_backends.hetegen.measure import measure_machine
+from wf_backends.hetegen.memory import parse_bytes
 from wf_backends.hetegen.plan import Plan
 from wf_backends.hetegen.shaped import ShapedDevice
 
-__all__ = ["Handle", "Plan", "Rates", "ShapedDevice", "dispatch_model"]
+__all__ = [
+    "Accelerator",
+    "Handle",
+    "Plan",
+    "Rates",
+    "ShapedDevice",
+    "best_alpha",
+    "dispatch_model",
+    "measure_machine",
+    "parse_bytes",
+    "seconds_per_byte",
+]

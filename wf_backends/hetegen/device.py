@@ -29,14 +29,17 @@ class Work:
 
 
 class Lane(Protocol):
-    """Does one work after the other, in the order of `submit`, like a stream.
+    """Does one work after the other, in the order of `submit`, like a stream."""
 
-    Attributes:
-        busy_seconds, nbytes: of everything done so far.
-    """
+    @property
+    def busy_seconds(self) -> float:
+        """Of everything done so far."""
+        ...
 
-    busy_seconds: float
-    nbytes: int
+    @property
+    def nbytes(self) -> int:
+        """Of everything done so far."""
+        ...
 
     def submit(self, work: Work, after: Sequence[Event] = ()) -> Event:
         """Do it after these events, and return at once. What it raises, `Device.wait` raises."""
@@ -46,9 +49,14 @@ class Lane(Protocol):
 class Device(Protocol):
     """An accelerator, the link to it and the host."""
 
-    link: Lane
-    accelerator: Lane
-    host: Lane
+    @property
+    def link(self) -> Lane: ...
+
+    @property
+    def accelerator(self) -> Lane: ...
+
+    @property
+    def host(self) -> Lane: ...
 
     def rates(self) -> Rates:
         """Of its lanes, for one token."""

@@ -9,6 +9,7 @@ from typing import Literal
 
 from torch import Tensor, nn
 
+from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import Device
 from wf_backends.hetegen.memory import parse_max_memory
 from wf_backends.hetegen.modules import Found, find_linears, stand_in
@@ -88,7 +89,7 @@ def dispatch_model(
             f"{type(model).__name__} has nothing to split: no nn.Linear or Conv1D of its own "
             "with 16 output features or more"
         )
-    assert device is not None
+    device = Accelerator() if device is None else device
     request = Request(
         linears=tuple(f.linear for f in found),
         rates=device.rates(),

@@ -11,6 +11,7 @@ The four parts work at the same time. Pure: standard library only.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, fields, replace
 from math import inf, isfinite
 
@@ -141,38 +142,17 @@ def residency(weights: list[Weight], nbytes: float, alpha: float | None = None) 
         nbytes: at most this much is resident.
         alpha: of all weights, if it is not for the law to choose; nothing of alpha is resident.
     """
-    limits = [resident_limits(w.rates) if alpha is None else 2 * (1 - alpha,) for w in weights]
+    groups: dict[tuple[float, float, float], list[int]] = defaultdict(list)
+    for i, weight in enumerate(weights):
+        limits = resident_limits(weight.rates) if alpha is None else (1 - alpha, 1 - alpha)
+        groups[weight.saved_per_byte, *limits].append(i)
     shares = [0.0] * len(weights)
-    values = sorted({w.saved_per_byte for w in weights}, reverse=True)
-    for turn in (0, 1):  # what saves time; what costs none
-        for value in values:
-            group = [i for i, w in enumerate(weights) if w.saved_per_byte == value]
-            nbytes -= _raise_evenly(weights, shares, group, [lim[turn] for lim in limits], nbytes)
+    for turn in (1, 2):  # what saves time; what costs none
+        for key in sorted(groups, reverse=True):
+            size = sum(weights[i].nbytes for i in groups[key])
+            level = shares[groups[key][0]]
+            raised = min(key[turn], level + nbytes / size)
+            nbytes -= (raised - level) * size
+            for i in groups[key]:
+                shares[i] = raised
     return shares
-
-
-def _raise_evenly(
-    weights: list[Weight],
-    shares: list[float],
-    group: list[int],
-    limits: list[float],
-    nbytes: float,
-) -> float:
-    """Raise the shares of `group` to one level, each up to its limit; the bytes that this took."""
-    taken = 0.0
-    while nbytes - taken > 0:
-        able = [i for i in group if shares[i] < limits[i]]
-        if not able:
-            break
-        level = min(shares[i] for i in able)
-        lowest = [i for i in able if shares[i] == level]
-        higher = [shares[i] for i in able if shares[i] > level]
-        top = min([limits[i] for i in lowest] + higher)
-        size = sum(weights[i].nbytes for i in lowest)
-        step = min(top - level, (nbytes - taken) / size)
-        for i in lowest:
-            shares[i] = top if step == top - level else level + step
-        taken += step * size
-        if step < top - level:
-            break
-    return taken

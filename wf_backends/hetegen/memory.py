@@ -16,11 +16,11 @@ ACCELERATOR = "accelerator"
 KEYS = ("0", ACCELERATOR, "cpu")
 
 
-def parse_bytes(key: object, value: object) -> int:
+def parse_bytes(name: str, value: object) -> int:
     """Bytes of a number, or of words such as "20GB" (10**9) and "20GiB" (2**30).
 
     Raises:
-        ValueError: naming `key` and the value, if it is neither.
+        ValueError: with `name` and the value, if it is neither.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -28,8 +28,7 @@ def parse_bytes(key: object, value: object) -> int:
     units = {unit.upper(): size for unit, size in UNITS.items()}
     if not isinstance(value, str) or match is None or match[2].upper() not in units:
         raise ValueError(
-            f'max_memory[{key!r}] must be a number of bytes or a size such as "20GB" or "20GiB", '
-            f"got {value!r}"
+            f'{name} must be a number of bytes or a size such as "20GB" or "20GiB", got {value!r}'
         )
     return int(float(match[1]) * units[match[2].upper()])
 
@@ -47,10 +46,10 @@ def parse_max_memory(max_memory: Mapping[int | str, int | str]) -> tuple[int, fl
                 f'max_memory may have the keys 0 (or "{ACCELERATOR}") and "cpu", '
                 f"got {key!r}{nearest(key, KEYS)}"
             )
-        name = ACCELERATOR if str(key) == "0" else str(key)
-        if name in sizes:
+        memory = ACCELERATOR if str(key) == "0" else str(key)
+        if memory in sizes:
             raise ValueError(f'max_memory has both 0 and "{ACCELERATOR}", which are the same')
-        sizes[name] = parse_bytes(key, value)
+        sizes[memory] = parse_bytes(f"max_memory[{key!r}]", value)
     if ACCELERATOR not in sizes:
         raise ValueError(
             f'max_memory must say how much of the accelerator may be used, as {{0: "20GB"}}; '

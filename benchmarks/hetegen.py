@@ -1,0 +1,325 @@
+"""HeteGen predicted beside measured, and beside streaming, the CPU alone and other packages.
+
+    OMP_NUM_THREADS=1 python benchmarks/hetegen.py
+
+Seconds of a decoding pass, median. A shaped device has real tensors and threads as lanes whose
+work takes no less than its bytes at a given rate. The overhead of a call is measured first, once
+for each model, on a device that is not slowed down. Parts: grid, cores, peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+
+from wf_backends.hetegen import Rates, ShapedDevice, dispatch_model
+from wf_backends.hetegen.shaped import ThreadDevice
+
+PROMPT = 4
+HEADLINE = 3.17  # host over link: +317 % over streaming
+CONFIGS = {
+    "llama": LlamaConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, eos_token_id=None,
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=512, n_embd=256, n_layer=4, n_head=4, n_positions=64, bos_token_id=1,
+        eos_token_id=None,
+    ),
+    "opt": OPTConfig(
+        vocab_size=512, hidden_size=256, ffn_dim=1024, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=64, word_embed_proj_dim=256, eos_token_id=None, pad_token_id=0,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model on a shaped device; rates in bytes a second, memory as a share of the model's."""
+
+    model: str
+    link: float
+    host: float
+    accelerator: float
+    memory: float
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Seconds of a decoding pass."""
+
+    measured: float
+    predicted: float
+    alpha: float = 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="*", default=["grid", "cores", "peers"])
+    parser.add_argument("--tokens", type=int, default=3, help="decoding passes of a setting")
+    parser.add_argument("--rows", type=int, default=None, help="of the grid; all if not given")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {processor()}, load {load()}")
+    runs: dict[str, Callable[[], None]] = {
+        "grid": lambda: grid(args.tokens, args.rows),
+        "cores": cores,
+        "peers": lambda: peers(args.tokens),
+    }
+    for part in args.parts:
+        start = time.perf_counter()
+        runs[part]()
+        print(f"{part}: {time.perf_counter() - start:.0f} s\n")
+
+
+def processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    named = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(named, platform.processor())}, {torch.get_num_threads()} thread for each lane"
+
+
+def load() -> str:
+    return Path("/proc/loadavg").read_text().split()[0]
+
+
+def make_model(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(CONFIGS[name]).eval()
+
+
+def nbytes(model: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def settings() -> list[Setting]:
+    """Host over link, memory, accelerator over link; models, links and batches in turns."""
+    rows = [Setting("llama", 6e6, 6e6 * HEADLINE, 3e9, 0.15, 1)]
+    shapes = product((0.5, 1.0, HEADLINE), (0.15, 0.5), (100, 3), ("llama", "gpt2"))
+    for i, (ratio, memory, faster, model) in enumerate(shapes):
+        link = (30e6, 60e6)[i // 2 % 2]
+        name = "opt" if model == "gpt2" and i % 4 == 3 else model
+        rows.append(Setting(name, link, link * ratio, link * faster, memory, (1, 4)[i // 4 % 2]))
+    return rows
+
+
+def grid(tokens: int, count: int | None) -> None:
+    """Each setting with the best alpha, streaming alone and the host alone."""
+    models = {name: make_model(name) for name in CONFIGS}
+    calls = {name: call_seconds(model) for name, model in models.items()}
+    print("a call: " + ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in calls.items()))
+    print(
+        "| model | batch | link, host, accelerator MB/s | memory | alpha | predicted | measured "
+        "| measured / predicted | streaming | host | of the better | over streaming |"
+    )
+    print("|" + 12 * "---|")
+    off, slower = [], []
+    for row in settings()[:count]:
+        model, call = models[row.model], calls[row.model]
+        ours, streaming, host = (
+            decode(model, row, call, tokens, alpha) for alpha in ("auto", 0.0, 1.0)
+        )
+        better = min(streaming.measured, host.measured)
+        off.append(abs(ours.measured / ours.predicted - 1))
+        slower.append(ours.measured / better)
+        print(
+            f"| {row.model} | {row.batch} | {row.link / 1e6:.0f}, {row.host / 1e6:.0f}, "
+            f"{row.accelerator / 1e6:.0f} | {100 * row.memory:.0f} % | {ours.alpha:.2f} "
+            f"| {ours.predicted:.4f} | {ours.measured:.4f} "
+            f"| {ours.measured / ours.predicted:.3f} | {streaming.measured:.4f} "
+            f"| {host.measured:.4f} | {slower[-1]:.2f} "
+            f"| {100 * (streaming.measured / ours.measured - 1):+.0f} % |",
+            flush=True,
+        )
+    print(
+        f"{len(off)} settings: predicted within {100 * max(off):.1f} % of measured, "
+        f"{sum(o <= 0.1 for o in off)} within 10 %; at most {max(slower):.2f} of the better of "
+        "streaming and the host alone"
+    )
+
+
+def call_seconds(model: nn.Module) -> float:
+    """What a call of a split linear takes where nothing is slowed down."""
+    fast = Setting("", 1e13, 1e13, 1e13, 0.5, 1)
+    found = decode(model, fast, 0.0, 12, 0.5)
+    calls = sum(type(m) is nn.Linear or type(m).__name__ == "Conv1D" for m in model.modules())
+    return found.measured / calls
+
+
+def decode(
+    model: nn.Module, row: Setting, call: float, tokens: int, alpha: float | str
+) -> Measured:
+    """Generate some tokens on a shaped device."""
+    device = ShapedDevice(row.link, row.host, row.accelerator, call_seconds=call)
+    memory: dict[int | str, int | str] = {0: int(row.memory * nbytes(model))}
+    words = {"batch": row.batch, "prompt": PROMPT, "alpha": alpha}
+    ids = torch.ones(row.batch, PROMPT, dtype=torch.long)
+    with dispatch_model(model, memory, device, **words) as handle:  # type: ignore[arg-type]
+        generate(model, ids, tokens)
+        told = handle.report()["decode"]
+        shares = [split.alpha("decode") for split in handle.plan.splits]
+    return Measured(told["measured_seconds"], told["predicted_seconds"], sum(shares) / len(shares))
+
+
+def generate(model: nn.Module, ids: Tensor, tokens: int) -> None:
+    words = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    model.generate(ids, max_new_tokens=tokens + 1, min_new_tokens=tokens + 1, **words)  # type: ignore[operator]
+
+
+class Stack(nn.Module):
+    """Linears in a row, whose activations take no time."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def cores(layers: int = 10, width: int = 2560, passes: int = 30) -> None:
+    """Two threads on two cores, nothing shaped: one copies and stands for the accelerator."""
+    model, x = Stack(layers, width), torch.randn(1, width)
+    rates = fitted(model)
+    print(
+        "two threads, fitted GB/s: copy and GEMM of the one "
+        f"{rates.link / 1e9:.2f}, GEMM of the other {rates.host / 1e9:.2f}, "
+        f"both at a time {rates.memory / 1e9:.2f}; a call {1e6 * rates.call_seconds:.0f} us"
+    )
+    print("| | alpha | predicted | measured | measured / predicted |")
+    print("|---|---|---|---|---|")
+    for name, alpha in (("HeteGen", "auto"), ("streaming", 0.0), ("host alone", 1.0)):
+        device = ThreadDevice(rates, one_thread=True)
+        words = {"pin_memory": False, "alpha": alpha}
+        memory: dict[int | str, int | str] = {0: nbytes(model) // 8}
+        with dispatch_model(model, memory, device, **words) as handle, torch.inference_mode():  # type: ignore[arg-type]
+            for _ in range(passes):
+                model(x)
+            told = handle.report()["decode"]
+            share = handle.plan.splits[0].alpha("decode")
+        took, predicted = told["measured_seconds"], told["predicted_seconds"]
+        print(f"| {name} | {share:.2f} | {predicted:.4f} | {took:.4f} | {took / predicted:.3f} |")
+
+
+def fitted(model: Stack) -> Rates:
+    """Rates of the thread that copies and computes, of the one that computes, of both at a time."""
+    weights = [layer.weight.detach() for layer in model.layers]
+    x, slab = torch.randn(1, weights[0].shape[1]), torch.empty_like(weights[0][:640])
+
+    def host() -> None:
+        for weight in weights:
+            F.linear(x, weight)
+
+    def link() -> None:
+        for weight in weights:
+            for rows in weight.split(len(slab)):
+                F.linear(x, slab.copy_(rows))
+
+    size = sum(weight.nbytes for weight in weights)
+    alone = [size / seconds_of(run) for run in (link, host)]
+    both = sum(size / took for took in together(link, host))
+    fast = ThreadDevice(Rates(1e13, 1e13, 1e13), one_thread=True)
+    call = hand_over(fast)
+    return Rates(alone[0], alone[1], 1e13, memory=both, call_seconds=call)
+
+
+def seconds_of(run: Callable[[], None], seconds: float = 1.0) -> float:
+    """Median of one run, after one that warms up."""
+    took, end = [], time.perf_counter() + seconds
+    with torch.inference_mode():
+        run()
+        while not took or time.perf_counter() < end:
+            start = time.perf_counter()
+            run()
+            took.append(time.perf_counter() - start)
+    return median(took)
+
+
+def together(*runs: Callable[[], None]) -> list[float]:
+    """Median of one run of each, all at a time."""
+    took = [0.0] * len(runs)
+
+    def measure(i: int) -> None:
+        took[i] = seconds_of(runs[i])
+
+    threads = [threading.Thread(target=measure, args=(i,)) for i in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return took
+
+
+def hand_over(device: ThreadDevice, width: int = 32, layers: int = 64) -> float:
+    """Seconds of a call whose GEMM takes none."""
+    model, x = Stack(layers, width), torch.randn(1, width)
+    memory: dict[int | str, int | str] = {0: nbytes(model) // 2}
+    with dispatch_model(model, memory, device, alpha=0.5) as handle, torch.inference_mode():
+        for _ in range(20):
+            model(x)
+        return handle.report()["decode"]["measured_seconds"] / layers
+
+
+class SlowLink(dict):
+    """Weights by name that take their bytes at the link's rate to fetch."""
+
+    link = 30e6
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = super().__getitem__(name)
+        time.sleep(tensor.nbytes / self.link)
+        return tensor
+
+
+def peers(tokens: int) -> None:
+    """accelerate's cpu_offload behind the same link, and DeepSpeed's ZeRO-Inference."""
+    row = Setting("llama", SlowLink.link, SlowLink.link * HEADLINE, 3e9, 0.15, 1)
+    model = make_model(row.model)
+    call = call_seconds(model)
+    print(f"llama, link {row.link / 1e6:.0f} MB/s, host {row.host / 1e6:.0f} MB/s, memory 15 %")
+    print("| | seconds a token |\n|---|---|")
+    for name, alpha in (("HeteGen", "auto"), ("streaming with prefetch", 0.0)):
+        print(f"| {name} | {decode(model, row, call, tokens, alpha).measured:.4f} |", flush=True)
+    print(f"| accelerate cpu_offload | {accelerate_seconds(model, tokens)} |", flush=True)
+    print(f"| DeepSpeed ZeRO-Inference | {zero_inference()} |")
+
+
+def accelerate_seconds(model: nn.Module, tokens: int) -> str:
+    """It fetches each module's weights when the module is called, and drops them afterwards."""
+    try:
+        from accelerate import cpu_offload
+    except ImportError:
+        return "accelerate is not installed"
+    state = SlowLink({name: p.detach().clone() for name, p in model.state_dict().items()})
+    cpu_offload(model, torch.device("cpu"), state_dict=state)
+    ids = torch.ones(1, PROMPT, dtype=torch.long)
+    generate(model, ids, 0)
+    start = time.perf_counter()
+    generate(model, ids, tokens)
+    return f"{(time.perf_counter() - start) / (tokens + 1):.4f}"
+
+
+def zero_inference() -> str:
+    """Why it is not measured."""
+    return (
+        "not measured: on a CPU the device it copies parameters to is host memory as well, so "
+        "that there is no link between the two"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The picture of HeteGen's lanes in docs/hetegen.md, in virtual time.
+
+    python benchmarks/hetegen_timeline.py
+
+Two tokens of a model of six equal linears, a quarter of them resident, the host three times as
+fast as the link; and the same model with its weights only streamed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+
+from wf_backends.hetegen import Rates  # noqa: E402
+from wf_backends.hetegen.jobs import Accel, Copy, Host, Join  # noqa: E402
+from wf_backends.hetegen.plan import Linear  # noqa: E402
+from wf_backends.hetegen.planning import Request, make_plan  # noqa: E402
+
+LANES = ("link", "host", "accelerator")
+OF_JOB = {Copy: 0, Host: 1, Accel: 2}
+LINEARS = 6
+WARM, SHOWN = 2, 2  # passes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/pictures/hetegen_lanes.png"))
+    out = parser.parse_args().out
+    figure, panels = plt.subplots(2, 1, figsize=(11, 5), sharex=True, layout="constrained")
+    linears = tuple(Linear(f"{i}", 4096, 4096, 2) for i in range(LINEARS))
+    memory = sum(linear.nbytes for linear in linears) // 3
+    for axes, (title, alpha) in zip(panels, (("HeteGen", None), ("streaming", 0.0)), strict=True):
+        request = Request(linears, Rates(25e9, 75e9, 200e9), memory, alpha=alpha)
+        draw(axes, title, request)
+    panels[-1].set_xlabel("milliseconds; a colour is a linear, a line the end of a token")
+    figure.savefig(out, dpi=110)
+
+
+def draw(axes: Axes, title: str, request: Request) -> None:
+    """The lanes of some passes after others, from the end of the passes before."""
+    plan = make_plan(request)
+    took, device = plan.simulate(["decode"] * (WARM + SHOWN))
+    start = sum(took[:WARM])
+    for done in device.done:
+        lane = OF_JOB.get(type(done.job))
+        if lane is not None and done.end > start:
+            assert isinstance(done.job, Copy | Host | Accel)
+            span = 1e3 * (done.start - start), 1e3 * (done.end - done.start)
+            color = f"C{done.job.linear}"
+            axes.broken_barh([span], (lane - 0.35, 0.7), color=color, edgecolor="white", lw=0.4)
+    joins = [d.end for d in device.done if isinstance(d.job, Join) and d.job.linear == LINEARS - 1]
+    for end in joins[WARM:]:
+        axes.axvline(1e3 * (end - start), color="black", linewidth=1)
+    axes.set_yticks(range(3), LANES)
+    axes.set_xlim(left=0)
+    alpha = plan.splits[0].alpha("decode")
+    axes.set_title(f"{title}: alpha {alpha:.2f}, {1e3 * took[-1]:.2f} ms a token", loc="left")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""`wallfacer generate` and `wallfacer bench-hetero`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from wf_backends.cli import bench_hetero as module
+from wf_backends.cli import generate as generate_module
+
+transformers = pytest.importorskip("transformers", reason="the transformers extra is missing")
+
+RATES = {"link": 2e10, "host": 6e10, "accelerator": 1e12, "memory": 1e11, "staging": None}
+
+
+@pytest.fixture
+def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with rates of this host."""
+    monkeypatch.setattr(module.socket, "gethostname", lambda: "here")
+    words = {"device": "cuda:0", "rates": RATES}
+    (tmp_path / "hetero-here.json").write_text(json.dumps(words))
+    return tmp_path
+
+
+def test_bench_hetero_prints_the_law(wallfacer, known: Path) -> None:
+    code, out, _ = wallfacer("bench-hetero", "--model-size", "20GB", "--cache-dir", str(known))
+    assert code == 0 and "alpha 0.75" in out
+    found = re.findall(r"(HeteGen|streaming|the CPU alone) +([\d.]+) tokens/s", out)
+    assert found == [("HeteGen", "4.00"), ("streaming", "1.00"), ("the CPU alone", "3.00")]
+
+
+def test_bench_hetero_measures_once(wallfacer, tmp_path: Path, monkeypatch) -> None:
+    import wf_backends.hetegen as hetegen
+
+    calls: list[int] = []
+
+    def measure() -> tuple[str, hetegen.Rates]:
+        calls.append(1)
+        return "threads", hetegen.Rates(1e10, 1e10, 1e12)
+
+    monkeypatch.setattr(hetegen, "measure_machine", measure)
+    args = ("bench-hetero", "--cache-dir", str(tmp_path / "kept"))
+    first, second = wallfacer(*args), wallfacer(*args)
+    assert first[0] == second[0] == 0 and len(calls) == 1
+    assert "measured" in first[1] and "from " in second[1]
+    assert first[1].splitlines()[1:] == second[1].splitlines()[1:]
+    wallfacer(*args, "--fresh")
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("size", ["many", "0B"])
+def test_bench_hetero_refuses_a_bad_size(wallfacer, known: Path, size: str) -> None:
+    code, _, err = wallfacer("bench-hetero", "--model-size", size, "--cache-dir", str(known))
+    assert code == 2 and repr(size) in err
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model with a tokenizer of whole words, and the entry point that reads it."""
+    from tests.hetegen.models import make_model
+
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(96)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0")
+    fast.save_pretrained(tmp_path)
+    make_model("llama").save_pretrained(tmp_path)
+
+    class Entry:
+        @staticmethod
+        def load():  # type: ignore[no-untyped-def]
+            from wf_transformers.folder import generator
+
+            return generator
+
+    monkeypatch.setattr(generate_module, "entry_points", lambda group: [Entry])
+    return tmp_path
+
+
+def test_generate(wallfacer, folder: Path) -> None:
+    args = ("generate", "--model", str(folder), "--prompt", "w3 w4", "--max-new-tokens", "5")
+    code, out, err = wallfacer(*args, "--max-memory", "80kB", "--shaped", "0.1,0.2,10")
+    assert code == 0, err
+    assert len(out.split()) == 5 and "5 tokens, " in err and "predicted: " in err
+    drawn = wallfacer(*args, "--max-memory", "80kB", "--shaped", "0.1,0.2,10", "--sample")
+    assert drawn[0] == 0 and drawn[1] != out
+
+
+def test_generate_refuses(wallfacer, folder: Path, tmp_path: Path) -> None:
+    args = ("generate", "--prompt", "w3", "--max-memory", "80kB", "--model")
+    code, _, err = wallfacer(*args, str(folder), "--shaped", "1,2")
+    assert code == 2 and "--shaped must be three rates" in err
+    code, _, err = wallfacer(*args, str(tmp_path / "nowhere"))
+    assert code == 2 and "there is no config.json" in err
+    code, _, err = wallfacer(*args[:3], "--max-memory", "lots", "--model", str(folder))
+    assert code == 2

@@ -1,0 +1,110 @@
+"""HeteGen through DeepSpeed's configuration, and models mapped from a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="the transformers extra is missing")
+pytest.importorskip("accelerate", reason="the accelerate extra is missing")
+
+from tests.hetegen.models import CONFIGS, fast_device, make_model, split_memory  # noqa: E402
+from wf_backends.hetegen import dispatch_model  # noqa: E402
+from wf_transformers import model_from_folder  # noqa: E402
+
+IDS = torch.arange(3, 12).unsqueeze(0)
+WORDS = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 4, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_model_from_a_folder_gives_the_same_tokens(name: str, tmp_path: Path) -> None:
+    model = make_model(name)
+    expected = model.generate(IDS, **WORDS)  # type: ignore[operator]
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    mapped = model_from_folder(tmp_path)
+    assert torch.equal(mapped.generate(IDS, **WORDS), expected)  # type: ignore[operator]
+    with dispatch_model(mapped, split_memory(mapped, 0.5), fast_device()):
+        assert torch.equal(mapped.generate(IDS, **WORDS), expected)  # type: ignore[operator]
+
+
+def own_bytes() -> int:
+    """Memory of this process that no file stands behind."""
+    lines = Path(f"/proc/{os.getpid()}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_weights_of_a_folder_are_not_read_into_memory(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=1024, intermediate_size=4096, num_hidden_layers=3,
+        num_attention_heads=8,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    size = sum(p.nbytes for p in model.parameters())
+    model.save_pretrained(tmp_path)
+    del model
+    before = own_bytes()
+    mapped = model_from_folder(tmp_path)
+    assert own_bytes() - before < size / 4
+    assert sum(p.nbytes for p in mapped.parameters()) == size > 180e6
+
+
+def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no \*.safetensors files"):
+        model_from_folder(tmp_path)
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    make_model("gpt2").config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
+    with pytest.raises(ValueError, match="does not hold a GPT2LMHeadModel.*missing.*unknown"):
+        model_from_folder(tmp_path)
+
+
+@pytest.mark.deepspeed
+def test_init_inference(tmp_path: Path) -> None:
+    import wf_deepspeed
+
+    model = make_model("gpt2")
+    expected = model.generate(IDS, **WORDS)  # type: ignore[operator]
+    memory = {str(key): value for key, value in split_memory(model, 0.5).items()}
+    block = {"max_memory": memory, "alpha": "auto", "pin_memory": True, "prefetch": 2}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"wallfacer": {"hetegen": block}}))
+    for config in (json.loads(file.read_text()), file):
+        engine = wf_deepspeed.init_inference(model, config, device=fast_device())
+        assert engine.hetegen.plan.slabs == 4
+        assert torch.equal(engine.generate(IDS, **WORDS), expected)
+        engine.destroy()
+    assert torch.equal(model.generate(IDS, **WORDS), expected)  # type: ignore[operator]
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize(
+    ("block", "told"),
+    [
+        ({}, 'config must have "wallfacer"'),
+        ({"wallfacer": {"enabled": True}}, 'config must have "wallfacer": {"hetegen"'),
+        ({"wallfacer": {"hetegen": {"max_memori": {}}}}, "did you mean 'max_memory'"),
+        ({"wallfacer": {"hetegen": {"alpha": 0.5}}}, 'must have "max_memory"'),
+        ({"wallfacer": {"hetegen": {"max_memory": {"0": "a lot"}}}}, "'a lot'"),
+    ],
+)
+def test_bad_blocks_are_refused(block: dict, told: str) -> None:
+    import wf_deepspeed
+
+    with pytest.raises(ValueError, match=told):
+        wf_deepspeed.init_inference(make_model("gpt2"), block, device=fast_device())
+
+
+@pytest.mark.deepspeed
+def test_what_else_stands_in_the_block_is_refused() -> None:
+    import wf_deepspeed
+
+    config = {"wallfacer": {"hetegen": {"max_memory": {"0": 1}}, "autochunk": {}}}
+    with pytest.raises(NotImplementedError, match=r"takes \"hetegen\", got \['autochunk'\]"):
+        wf_deepspeed.init_inference(make_model("gpt2"), config)

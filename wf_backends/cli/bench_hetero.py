@@ -1,0 +1,85 @@
+"""`wallfacer bench-hetero`: the rates that HeteGen goes by, and what follows from them."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict
+from math import inf
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from wf_backends.cli import options as o
+
+NAMES = {
+    "link": "pinned host memory to accelerator",
+    "staging": "host memory to pinned",
+    "host": "the host's GEMM",
+    "accelerator": "the accelerator's GEMM",
+    "memory": "host memory, GEMM and link at a time",
+}
+
+
+def bench_hetero(
+    model_size: Annotated[str, typer.Option(help="Bytes of the model's weights.")] = "14GB",
+    max_memory: Annotated[
+        str, typer.Option(help="How much of the accelerator's memory weights may take.")
+    ] = "0B",
+    cache_dir: o.CacheDir = None,
+    fresh: Annotated[bool, typer.Option(help="Measure again, and keep nothing.")] = False,
+) -> None:
+    """Measure this machine's rates, and predict tokens a second of HeteGen, streaming and the CPU.
+
+    A token takes as long as the slowest of the link, the host, the accelerator and the host's
+    memory do for their shares of the weights. Batch 1, float32.
+
+    Example:
+
+        wallfacer bench-hetero --model-size 26GB --max-memory 12GB
+    """
+    from wf_backends.cluster import cache_folder
+    from wf_backends.hetegen import best_alpha, parse_bytes, seconds_per_byte
+
+    size, room = parse_bytes("--model-size", model_size), parse_bytes("--max-memory", max_memory)
+    if not size:
+        raise ValueError(f"--model-size must be more than 0 bytes, got {model_size!r}")
+    device, rates, source = known_rates(cache_dir or cache_folder(os.environ), fresh)
+    one = rates.at(1, 4)
+    resident = min(1.0, room / size)
+    alpha = best_alpha(resident, one)
+    seconds = {
+        "HeteGen": seconds_per_byte(alpha, resident, one),
+        "streaming": seconds_per_byte(0.0, resident, one),
+        "the CPU alone": 1 / min(one.host, one.memory),
+    }
+    out = Console(highlight=False)
+    out.print(f"{device}, {source}")
+    for name, told in NAMES.items():
+        out.print(f"  {told:40}{getattr(rates, name) / 1e9:8.2f} GB/s")
+    out.print(f"alpha {alpha:.2f}: the host's share; resident {resident:.2f}")
+    for name, each in seconds.items():
+        out.print(f"  {name:40}{1 / (each * size):8.2f} tokens/s")
+
+
+def known_rates(folder: Path, fresh: bool) -> tuple:
+    """(device, rates, where they are from), measured at the first use on this host."""
+    from wf_backends.hetegen import Rates, measure_machine
+
+    path = folder / f"hetero-{socket.gethostname()}.json"
+    if path.exists() and not fresh:
+        try:
+            words = json.loads(path.read_text())
+            rates = {name: inf if rate is None else rate for name, rate in words["rates"].items()}
+            return words["device"], Rates(**rates), f"from {path}"
+        except (ValueError, KeyError, TypeError, AttributeError):
+            pass  # of another version, or cut off: measured again
+    device, rates = measure_machine()
+    if not fresh:
+        known = {name: None if rate == inf else rate for name, rate in asdict(rates).items()}
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"device": device, "rates": known}, indent=2))
+    return device, rates, "measured"

@@ -1,0 +1,115 @@
+"""`wallfacer generate`: text of a model that is larger than the accelerator's memory."""
+
+from __future__ import annotations
+
+import sys
+import time
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+GENERATORS = "wallfacer.generators"  # entry points: a folder -> a model with `generate_text`
+
+
+def generate(
+    model: Annotated[Path, typer.Option(help="Folder with config.json and *.safetensors.")],
+    max_memory: Annotated[str, typer.Option(help="Of the accelerator, such as 20GB.")],
+    prompt: Annotated[str, typer.Option(help="What the text begins with.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
+    cpu_memory: Annotated[str, typer.Option(help="Of the host; empty for all.")] = "",
+    sample: Annotated[bool, typer.Option(help="Draw tokens instead of the likeliest.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
+    shaped: Annotated[
+        str,
+        typer.Option(help="Without an accelerator: GB/s of link, host, accelerator, as 1,3,20."),
+    ] = "",
+) -> None:
+    """Generate text with a model's linears split over the accelerator and the host.
+
+    The text is written to stdout as it comes, progress and tokens a second to stderr.
+
+    Example:
+
+        wallfacer generate --model ./llama --max-memory 20GB --prompt "Once upon a time"
+    """
+    from wf_backends.hetegen import dispatch_model
+
+    device = shaped_device(shaped) if shaped else None
+    told = Console(stderr=True, highlight=False)
+    told.print(f"loading {model}")
+    loaded = load(model)
+    memory: dict[int | str, int | str] = {0: max_memory}
+    if cpu_memory:
+        memory["cpu"] = cpu_memory
+    with dispatch_model(loaded.model, memory, device) as handle:
+        told.print(
+            f"predicted: {1 / handle.plan.decode_seconds:.2f} tokens/s; streaming alone "
+            f"{1 / handle.plan.streaming_seconds:.2f}, the CPU alone "
+            f"{1 / handle.plan.host_seconds:.2f}"
+        )
+        watch = Progress(max_new_tokens, told)
+        drawn = seed if sample else None
+        loaded.generate_text(prompt, max_new_tokens, watch.write, drawn, on_host=bool(shaped))
+        watch.end()
+
+
+def shaped_device(rates: str) -> Any:
+    """A device of threads with three rates in GB/s.
+
+    Raises:
+        ValueError: if there are not three positive numbers.
+    """
+    from wf_backends.hetegen import ShapedDevice
+
+    try:
+        link, host, accelerator = (float(rate) * 1e9 for rate in rates.split(","))
+    except ValueError as error:
+        raise ValueError(f"--shaped must be three rates as 1,3,20, got {rates!r}") from error
+    return ShapedDevice(link, host, accelerator)
+
+
+def load(folder: Path) -> Any:
+    """The model, with `generate_text`; the core imports no framework.
+
+    Raises:
+        ValueError: if the folder has none, or nothing is installed that reads it.
+    """
+    if not (folder / "config.json").exists():
+        raise ValueError(f"--model {folder}: there is no config.json")
+    why = "none is registered: install WallFacer itself, pip install '.[transformers]'"
+    for reader in entry_points(group=GENERATORS):
+        try:
+            return reader.load()(folder)
+        except ModuleNotFoundError as error:
+            why = f"{error}: pip install '.[transformers]'"
+    raise ValueError(f"generate needs what reads models; {why}")
+
+
+class Progress:
+    """Text as it comes, and how far it is."""
+
+    def __init__(self, tokens: int, console: Console) -> None:
+        self.tokens, self.console = tokens, console
+        self.done = 0
+        self.first = self.last = time.perf_counter()
+
+    def write(self, text: str) -> None:
+        """Of one token, or of its end."""
+        self.done += 1
+        self.last = time.perf_counter()
+        if self.done == 1:
+            self.first = self.last
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        if self.console.is_terminal and not sys.stdout.isatty():
+            self.console.print(f"{self.done} of {self.tokens} tokens", end="\r")
+
+    def end(self) -> None:
+        """How many tokens a second, without the prompt's pass."""
+        sys.stdout.write("\n")
+        took = self.last - self.first
+        rate = f"{(self.done - 1) / took:.2f} tokens/s" if took > 0 else "one token"
+        self.console.print(f"{self.done} tokens, {rate}")
