@@ -17,7 +17,8 @@ from wf_backends.parallel.choose import plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.schedule.layout import zigzag
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
-from wf_backends.schedule.schedule import Schedule, concentric, mesh, ring
+from wf_backends.schedule.routes import concentric, mesh, ring
+from wf_backends.schedule.schedule import Schedule
 
 SEQLEN = 1 << 20
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +12,6 @@ from tests.helpers import run_threads
 from wf_backends.comm import Communicator
 from wf_backends.kernels import Kernel
 from wf_backends.kernels.reference import ReferenceKernel
-from wf_backends.lowering.direction import strands
 from wf_backends.lowering.lower import Problem, lower
 from wf_backends.lowering.message_bytes import (
     Shape,
@@ -26,7 +24,8 @@ from wf_backends.runtime.attention import Attention, Call
 from wf_backends.runtime.shards import positions
 from wf_backends.schedule.layout import Layout
 from wf_backends.schedule.mask import Mask
-from wf_backends.schedule.schedule import Schedule, all_gather, concentric, double_ring, mesh, ring
+from wf_backends.schedule.routes import all_gather, concentric, double_ring, mesh, ring
+from wf_backends.schedule.schedule import Schedule
 
 
 def schedules(n: int) -> dict[str, Schedule]:
@@ -60,8 +59,6 @@ class Case:
     keep: bool = False
     """What the forward gathers is kept for the backward."""
 
-    two_way: bool = False
-    """Shards walk in two halves that go opposite ways."""
     queries_walk_there: bool = False
     """In the forward."""
 
@@ -69,14 +66,12 @@ class Case:
     def num_ranks(self) -> int:
         return self.forward.num_ranks
 
-    def plans(self, rank: int) -> tuple[tuple[RankProgram, ...], tuple[RankProgram, ...]]:
+    def plans(self, rank: int) -> tuple[RankProgram, RankProgram]:
         """(forward, backward) of one rank."""
         layouts = self.layout, self.kv_layout or self.layout
         there = Problem(self.forward, *layouts, self.mask, self.queries_walk_there, kept=self.keep)
         back = Problem(self.backward, *layouts, self.mask, self.queries_walk, kept=self.keep)
-        parts = (strands(one, self.two_way) for one in (there, back))
-        first, second = (tuple(lower(one, rank) for one in part) for part in parts)
-        return first, second
+        return lower(there, rank), lower(back, rank)
 
     def derived_bytes(self, rank: int) -> dict[str, int]:
         """What `traffic` says that one rank sends."""
@@ -89,11 +84,7 @@ class Case:
             forward_row_bytes(shape, self.queries_walk_there),
             backward_row_bytes(shape, self.queries_walk, self.keep),
         )
-        sent = Counter[str]()
-        for name, plans, row in zip(("forward", "backward"), (there, back), rows, strict=True):
-            for plan in plans:
-                sent.update(bytes_sent(plan, row, name))
-        return dict(sent)
+        return bytes_sent(there, rows[0], "forward") | bytes_sent(back, rows[1], "backward")
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Whole q, k, v and dout, the same for the same case."""

@@ -123,7 +123,7 @@ def test_plan_counts_documents(wallfacer, ranks: str) -> None:
 def test_plan_counts_a_part_of_many_ranks(wallfacer, near: list[str]) -> None:
     cluster = ["--topology", "h100-8x400g", "--ranks", "128", "--seqlen", "262144"]
     told = json.loads(wallfacer("plan", *cluster, *near, "--json")[1])
-    some = 64 if "--documents" in near else 16
+    some = 64 if "--documents" in near else 32
     assert told["reason"].split(". ")[1].startswith(f"{some} ranks stand for all 128")
     assert "counted message by message" in told["reason"]
     assert told["topology"]["hosts"] == 16
@@ -134,8 +134,8 @@ def test_plan_counts_a_part_of_many_ranks(wallfacer, near: list[str]) -> None:
 
 
 def test_plan_counts_what_a_call_does(wallfacer) -> None:
-    told = wallfacer("plan", "--ranks", "32", "--window", "512", "--seqlen", "262144", "--json")[1]
-    assert "16 ranks stand for all 32" in json.loads(told)["reason"]
+    told = wallfacer("plan", "--ranks", "64", "--window", "512", "--seqlen", "262144", "--json")[1]
+    assert "32 ranks stand for all 64" in json.loads(told)["reason"]
 
 
 def test_plan_refuses_long_documents_on_more_ranks_than_it_counts(wallfacer) -> None:

@@ -20,7 +20,7 @@ from wf_backends.kernels.sdpa_cudnn import cudnn_backward, cudnn_forward
 from wf_backends.kernels.split_run import Operators
 from wf_backends.schedule.layout import zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
-from wf_backends.schedule.schedule import concentric, ring
+from wf_backends.schedule.routes import concentric, ring
 
 HOPPER = Machine((2, 13), 91900, (9, 0), enabled=True, deterministic=False)
 FOR_CUDNN = [

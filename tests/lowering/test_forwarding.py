@@ -11,7 +11,7 @@ from wf_backends.lowering.lower import Problem, lower
 from wf_backends.lowering.tiles import seen
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
-from wf_backends.schedule.schedule import double_ring, make_schedule, ring
+from wf_backends.schedule.routes import double_ring, make_schedule, ring
 
 walk = import_module("wf_backends.lowering.lower")
 

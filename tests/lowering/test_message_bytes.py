@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from itertools import pairwise
 
 import pytest
 
 from tests.cases import schedules
-from wf_backends.lowering.direction import strands
-from wf_backends.lowering.lower import Problem, lower, rows_walked
+from wf_backends.lowering.lower import Problem, lower
 from wf_backends.lowering.message_bytes import (
     Shape,
     backward_row_bytes,
@@ -21,9 +19,7 @@ from wf_backends.lowering.message_bytes import (
 from wf_backends.lowering.program import LONG
 from wf_backends.schedule.layout import contiguous, make_layout, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
-from wf_backends.schedule.schedule import concentric, double_ring, mesh, mirrored, ring
-
-walk = import_module("wf_backends.lowering.lower")
+from wf_backends.schedule.routes import concentric, double_ring, mesh, ring
 
 ROWS = 8  # tokens of one rank
 KV = 0.25
@@ -77,10 +73,10 @@ def test_a_causal_zigzag_ring_saves_a_quarter(n, least):
     assert 1 - causal / full >= least
 
 
-def hops_of(problem: Problem, rank: int) -> list[int]:
-    """In how many steps each strand of a rank sends any rows of walkers."""
-    plans = [lower(one, rank) for one in strands(problem)]
-    return [sum(bool(away(rank, step.hand, step.give)) for step in plan.steps) for plan in plans]
+def hops_of(problem: Problem, rank: int) -> int:
+    """In how many steps a rank sends any rows of walkers."""
+    steps = lower(problem, rank).steps
+    return sum(bool(away(rank, step.hand, step.give)) for step in steps)
 
 
 def away(rank, *several):
@@ -94,11 +90,11 @@ def test_a_window_stops_walking_after_the_shards_it_reaches(window, queries_walk
     mask, reach = Mask(Band(window, 0)), -(-window // ROWS)
     where = contiguous(8, 8 * ROWS)
     for rank in range(8):
-        (hops,) = hops_of(Problem(ring(8), where, where, mask, queries_walk), rank)
-        assert hops <= reach
+        assert hops_of(Problem(ring(8), where, where, mask, queries_walk), rank) <= reach
     where, reach = zigzag(8, 8 * ROWS), -(-window // (ROWS // 2))
     for rank in range(8):
-        assert max(hops_of(Problem(ring(8), where, where, mask, queries_walk), rank)) <= reach
+        hops = hops_of(Problem(ring(8), where, where, mask, queries_walk), rank)
+        assert hops <= 2 * reach  # in either direction
 
 
 LAYOUTS = {"contiguous": contiguous, "zigzag": zigzag}
@@ -118,16 +114,15 @@ def test_a_row_is_sent_once_to_each_rank_that_reads_it(mask, where, queries_walk
     """To as many as there are, whoever lies between them: counted here pair by pair."""
     n, mask, layout = 8, READ[mask], LAYOUTS[where](8, 8 * ROWS)
     for name, schedule in schedules(n).items():
-        ways = strands(Problem(schedule, layout, layout, mask, queries_walk))
-        sent = rows_sent(ways, n)
-        read = sum(rows_read(one, layout, mask, queries_walk) for one in ways)
+        problem = Problem(schedule, layout, layout, mask, queries_walk)
+        sent, read = rows_sent(problem, n), rows_read(problem, layout, mask, queries_walk)
         relays = schedule.has_laps and mask == READ["causal"]  # laps use every NIC alike
         assert sent > read if relays else sent == read, name
 
 
-def rows_sent(ways, n):
+def rows_sent(problem, n):
     """Rows of walkers that all ranks together send, in hops and to gather them."""
-    plans = [lower(one, rank) for one in ways for rank in range(n)]
+    plans = [lower(problem, rank) for rank in range(n)]
     several = [(plan.rank, step.hand, step.give) for plan in plans for step in plan.steps]
     several += [(plan.rank, plan.walk.give) for plan in plans]
     return sum(parcel.num_rows for found in several for parcel in away(*found))
@@ -138,22 +133,19 @@ def test_a_window_sends_a_row_as_many_hops_as_it_spans_shards(window):
     """On every route; keys that go to a team have one hop more to get there."""
     where, reach = contiguous(16, 16 * ROWS), -(-window // ROWS)
     for name, schedule in schedules(16).items():
-        ways = strands(Problem(schedule, where, where, Mask(Band(window, 0))))
+        problem = Problem(schedule, where, where, Mask(Band(window, 0)))
         hops = reach + (name.startswith("concentric"))
-        assert rows_sent(ways, 16) <= hops * ROWS * 16, name
+        assert rows_sent(problem, 16) <= hops * ROWS * 16, name
 
 
 def rows_read(problem, layout, mask, queries_walk):
     """Rows of walkers that ranks which do not own them read in some step."""
     roles = problem.schedule.turned() if queries_walk else problem.schedule
     rows = [[row for start, stop in shard for row in range(start, stop)] for shard in layout]
-    opposite = tuple(zip(*mirrored(roles).places(), strict=True))
     total = 0
-    for origin, path in enumerate(zip(*roles.places(), strict=True)):
-        for step, rank in enumerate(path):
-            again = opposite[origin].index(rank)
-            if problem.share is not None and again < step + problem.share:
-                continue  # this pair meets on the other way
+    for origin in range(roles.num_ranks):
+        for step in range(roles.num_steps):
+            rank = roles.place(step, origin)
             stay = [row for shard in roles.q[rank] for row in rows[shard]]
             for owner in set(roles.kv[origin]) - {rank}:
                 for row in rows[owner]:
@@ -167,36 +159,6 @@ def allowed(mask, query, key):
     borders = mask.cu_seqlens or (0, 8 * ROWS)
     same = any(a <= query < b and a <= key < b for a, b in pairwise(borders))
     return same and -mask.band.left <= key - query <= mask.band.right
-
-
-@pytest.mark.parametrize("queries_walk", (False, True))
-def test_the_halves_of_a_zigzag_walk_to_the_readers_of_a_window(queries_walk):
-    """Two chunks have two neighbours: twice the rows of a contiguous shard, not all the way."""
-    mask = Mask(Band(3, 0))
-    walked = {
-        layout: sum(rows_walked(one) for one in strands(Problem(ring(8), at, at, mask)))
-        for layout in (contiguous, zigzag)
-        for at in [layout(8, 8 * ROWS)]
-    }
-    assert walked == {contiguous: 7 * 3, zigzag: 14 * 3}
-
-
-def test_a_route_turns_only_where_fewer_rows_walk():
-    where = zigzag(8, 8 * ROWS)
-    causal = Problem(ring(8), where, where, Mask(CAUSAL))
-    assert strands(causal) == (causal,)
-    window = replace(causal, schedule=mesh(2, 4), mask=Mask(Band(20, 0)))
-    assert len(strands(window)) == 1  # what is gathered would be gathered for each half
-
-
-def test_halves_that_go_opposite_ways_go_those_on_which_fewer_rows_walk():
-    """The last half of a causal zigzag shard meets its readers on one way round, and stops."""
-    where = zigzag(8, 8 * ROWS)
-    for schedule in (ring(8), mirrored(ring(8))):
-        first, last = strands(Problem(schedule, where, where, Mask(CAUSAL)), two_way=True)
-        assert first.schedule == mirrored(last.schedule)
-        whole = Problem(ring(8), where, where, Mask(CAUSAL))
-        assert rows_walked(first) + rows_walked(last) == rows_walked(whole)
 
 
 def test_documents_never_leave_the_ranks_that_hold_them():
@@ -255,28 +217,3 @@ def _in_order(plan, peer, way):
             parcels += [p for one in step.rounds for p in getattr(one.home, way)]
         last = step
     return [p.num_rows for p in parcels if p and p.peer == peer]
-
-
-@pytest.mark.parametrize("count", (33, 64, 100, 4096))
-def test_a_sample_takes_one_of_every_part(count):
-    found = walk.spread(count, walk.SAMPLE)
-    part = count / walk.SAMPLE
-    assert all(int(at * part) <= one < (at + 1) * part for at, one in enumerate(found))
-    assert sorted(found) == found
-    assert len({after - before for before, after in pairwise(found)}) > 1  # not in step
-    assert list(walk.spread(7, walk.SAMPLE)) == list(range(7))
-
-
-@pytest.mark.parametrize("layout", (zigzag, contiguous))
-@pytest.mark.parametrize("mask", (Mask(CAUSAL), Mask(Band(50, 0))))
-def test_a_sample_of_walkers_tells_the_way(monkeypatch, layout, mask):
-    """96 ranks: the way chosen by 32 walkers is the one chosen by all, and walks as far."""
-    at = layout(96, 96 * ROWS)
-    problem = Problem(ring(96), at, at, mask)
-    by_sample = strands(problem, two_way=mask.band == CAUSAL)
-    told = sum(map(rows_walked, by_sample))
-    monkeypatch.setattr(walk, "SAMPLE", 96)
-    rows_walked.cache_clear()
-    assert strands(problem, two_way=mask.band == CAUSAL) == by_sample
-    assert told == pytest.approx(sum(map(rows_walked, by_sample)) / 3, rel=0.05)
-    rows_walked.cache_clear()

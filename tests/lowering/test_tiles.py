@@ -15,7 +15,7 @@ from wf_backends.lowering.tiles import SHORT, Tile, by_document, seen, tiles
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask, make_mask
 from wf_backends.schedule.ranges import join, size
-from wf_backends.schedule.schedule import concentric, ring
+from wf_backends.schedule.routes import concentric, ring
 
 LENGTH = 24
 sets = st.lists(st.tuples(st.integers(0, LENGTH), st.integers(0, LENGTH)), max_size=4).map(join)

@@ -8,9 +8,8 @@ from torch.nn.functional import cross_entropy
 
 from tests.dense import dense_attention
 from tests.helpers import run_threads
-from tests.sequences import MASKS, SEQLEN, bytes_count, gradients, run_attend, tensors
+from tests.sequences import MASKS, SEQLEN, gradients, run_attend, tensors
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.cluster.topology import from_dict
 from wf_backends.schedule.mask import make_mask
 
 
@@ -68,12 +67,6 @@ def test_a_placement_sends_where_it_says():
     assert run_threads(4, peers_of, words) == [{3}, {0}, {1}, {2}]
     words["route"] = {"name": "ring", "reverse": True}
     assert run_threads(4, peers_of, words) == [{1}, {2}, {3}, {0}]
-
-
-def test_shards_may_go_two_ways():
-    words = {"sequence_parallel_size": 4, "route": {"name": "ring", "two_way": True}}
-    topology = from_dict(bytes_count(0.01)).with_ranks(4)
-    assert run_attend(words, 4, 2, {"causal": True}, topology)[0] < 1e-10
 
 
 def report_of(comm, words):

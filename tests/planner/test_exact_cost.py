@@ -192,7 +192,7 @@ def test_closed_forms_are_near_for_a_causal_mask(layout: str, walk: PassKind) ->
 
 @pytest.mark.parametrize(
     ("layout", "window", "hops"),
-    (("contiguous", 100, 1), ("contiguous", 250, 3), ("zigzag", 50, 1), ("zigzag", 150, 3)),
+    (("contiguous", 100, 1), ("contiguous", 250, 3), ("zigzag", 50, 2), ("zigzag", 150, 6)),
 )
 @pytest.mark.parametrize("reverse", (False, True))
 def test_a_window_ends_the_walk_towards_its_readers(layout, window, hops, reverse) -> None:

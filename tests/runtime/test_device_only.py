@@ -122,7 +122,7 @@ KERNELS: dict[str, Callable[[], Any]] = {
 WORDS: list[dict[str, Any]] = [
     {},
     {"route": "ring"},
-    {"route": {"name": "ring", "two_way": True}, "backward_moves": "queries"},
+    {"route": "ring", "backward_moves": "queries"},
     {"route": "all_gather", "keep_gathered": True},
     {"route": {"name": "double_ring", "inner": 4}},
     {"route": {"name": "concentric", "team_size": 2}, "layout": "contiguous"},

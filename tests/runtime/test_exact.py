@@ -18,7 +18,7 @@ from wf_backends.runtime.surrogate_out import stand_in
 from wf_backends.schedule.layout import LAYOUTS, contiguous, make_layout, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
 from wf_backends.schedule.ranges import join
-from wf_backends.schedule.schedule import concentric, mesh, ring
+from wf_backends.schedule.routes import concentric, mesh, ring
 
 SEQLEN = 37  # divides by nothing
 MASKS = {
@@ -59,7 +59,7 @@ def test_long_ranges_are_messages_of_their_own(name, queries_walk):
     route = schedules(4)[name]
     case = Case(route, route, long, MASKS["causal"], queries_walk, heads=1, kv_heads=1)
     assert_exact(case)
-    assert_exact(replace(case, two_way=True) if "ring" in name else replace(case, keep=True))
+    assert_exact(replace(case, keep=True))
 
 
 @pytest.mark.parametrize("name", ("all_gather", "concentric/2", "mesh/2x2", "ring"))
@@ -91,22 +91,6 @@ def test_what_the_forward_gathered_may_be_kept(schedule, mask, queries_walk):
     assert_exact(replace(kept, queries_walk_there=True))
     if mask == MASKS["full"]:
         assert bytes_gathered(kept) < bytes_gathered(again)
-
-
-WALKING = [
-    pytest.param(schedule, mask, id=f"{name}({n})-{mask_name}")
-    for n in (1, 2, 3, 4, 8)
-    for name, schedule in schedules(n).items()
-    for mask_name, mask in MASKS.items()
-    if "ring" in name
-]
-
-
-@pytest.mark.parametrize(("schedule", "mask"), WALKING)
-@pytest.mark.parametrize("queries_walk", (False, True))
-def test_shards_may_walk_in_two_halves_that_go_opposite_ways(schedule, mask, queries_walk):
-    layout = zigzag(schedule.num_ranks, SEQLEN)
-    assert_exact(Case(schedule, schedule, layout, mask, queries_walk, two_way=True))
 
 
 def bytes_gathered(case):

@@ -14,7 +14,7 @@ from wf_backends.runtime import attention as executor
 from wf_backends.runtime.runner import _Pass
 from wf_backends.schedule.layout import zigzag
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
-from wf_backends.schedule.schedule import concentric, ring
+from wf_backends.schedule.routes import concentric, ring
 
 CAUSAL_RING = Case(ring(4), ring(4), zigzag(4, 32), Mask(CAUSAL))
 TEAMS = Case(concentric(4, 2), concentric(4, 2), zigzag(4, 32), Mask(CAUSAL))

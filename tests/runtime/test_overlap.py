@@ -20,7 +20,7 @@ from wf_backends.runtime.ulysses_pipeline import ChunkedAttention
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.ranges import intersect, subtract
-from wf_backends.schedule.schedule import all_gather, concentric, mesh, ring
+from wf_backends.schedule.routes import all_gather, concentric, mesh, ring
 
 
 class Recorder(Communicator):

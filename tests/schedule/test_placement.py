@@ -20,7 +20,8 @@ from wf_backends.schedule.placement import (
     relabel,
     routes,
 )
-from wf_backends.schedule.schedule import check, concentric, make_schedule, mesh, ring
+from wf_backends.schedule.routes import concentric, make_schedule, mesh, ring
+from wf_backends.schedule.schedule import check
 
 
 @pytest.mark.parametrize("size", range(1, 17))

@@ -28,7 +28,6 @@ from wf_backends.schedule import (
     ORDER,
     REVERSE,
     ROUTES,
-    TWO_WAY,
     Placed,
     check_layout_name,
     make_mask,
@@ -237,7 +236,7 @@ def parse_route(text: str, size: int) -> Placed:
             route[key] = int(value)
         elif re.fullmatch(r"\d+(-\d+)*", value) and key == ORDER:
             route[key] = [int(digit) for digit in value.split("-")]
-        elif value in ("true", "false") and key in (REVERSE, TWO_WAY):
+        elif value in ("true", "false") and key == REVERSE:
             route[key] = value == "true"
         else:
             raise ValueError(

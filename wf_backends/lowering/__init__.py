@@ -7,7 +7,6 @@ from wf_backends.lowering.areas import (
     tile_area,
     unevenness,
 )
-from wf_backends.lowering.direction import Way, strands
 from wf_backends.lowering.gather_rounds import bundles
 from wf_backends.lowering.lower import Problem, lower
 from wf_backends.lowering.message_bytes import (
@@ -46,7 +45,6 @@ __all__ = [
     "Stay",
     "Step",
     "Tile",
-    "Way",
     "area_in_vain",
     "backward_row_bytes",
     "bundles",
@@ -55,7 +53,6 @@ __all__ = [
     "met",
     "parcels",
     "lower",
-    "strands",
     "tile_area",
     "unevenness",
 ]

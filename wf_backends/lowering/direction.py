@@ -1,52 +1,29 @@
-"""Which way shards walk, and whether their two halves go ways of their own.
-
-Pure: standard library only. Rows that nobody further down needs stop, so under a mask the way
-that a route turns decides how far they go.
-"""
+"""In which direction walkers hop. Pure: standard library only."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import inf
-
-from wf_backends.lowering.lower import Problem, rows_walked
-from wf_backends.schedule import FULL, Mask, mirrored
-
-Way = tuple[Problem, ...]  # problems that together are one
+from wf_backends.schedule import Mask, Schedule
 
 
-def strands(problem: Problem, two_way: bool = False) -> Way:
-    """The problem as its shards walk: as one, or as two that go opposite ways.
+def nearest_first(schedule: Schedule, mask: Mask) -> Schedule:
+    """The same meetings, under a sliding window the near ones of either direction in a row.
 
-    Under a sliding window that is what lets fewer rows walk: one way or the other; or both, where
-    each pair of shards meets on the way on which they are nearer. A zigzag's first chunks are read
-    by later ranks, its last chunks by earlier ones. A route that gathers walks as one, since rows
-    would be gathered for either.
-
-    Args:
-        two_way: always as two. Without a window, the first and the last half of every shard.
+    Under a window a shard is read by ranks next to its own: of a zigzag shard the first chunk by
+    those after it, the last chunk by those before. Half of the hops are taken as they are; then
+    one jump leads to the neighbour on the other side of where the keys began, and the other hops
+    go on from there. In between, few ranks or none read anything, and a row crosses from host to
+    host once. Schedules whose hops differ stay as they are.
     """
-    turned = replace(problem, schedule=mirrored(problem.schedule))
-    if problem.mask.band.left < inf:
-        both = replace(problem, share=0), replace(turned, share=1)
-        alone = any(problem.schedule.gathers())
-        whole = () if two_way else ((problem,), (turned,))
-        return _fewest(*whole, *(() if alone else (both,)))
-    if not two_way:
-        return (problem,)
-    opposite = (replace(problem, half=0), replace(turned, half=1))
-    return _fewest(opposite, (replace(turned, half=0), replace(problem, half=1)))
+    ranks, steps = range(schedule.num_ranks), schedule.num_steps
+    if mask.band.edges < 2 or steps < 3 or schedule.has_laps:
+        return schedule
 
+    def move(hops: int) -> tuple[int, ...]:
+        return tuple(schedule.place(hops, rank) for rank in ranks)
 
-def _fewest(*ways: Way) -> Way:
-    """The first of the ways on which the fewest rows walk.
-
-    Documents are left out of the count: they change with every batch, and the way need not.
-    """
-    if ways[0][0].mask.band == FULL:
-        return ways[0]
-
-    def walked(way: Way) -> int:
-        return sum(rows_walked(replace(one, mask=Mask(one.mask.band))) for one in way)
-
-    return min(ways, key=walked)
+    if move(steps) != tuple(ranks):  # walkers do not come round
+        return schedule
+    ahead = steps // 2
+    behind = steps - ahead - 1
+    hops = (schedule.hops[0],) * ahead + (move(behind),) + (move(steps - 1),) * (behind - 1)
+    return Schedule(schedule.q, schedule.kv, hops)

@@ -15,8 +15,17 @@ from functools import cache, partial
 from itertools import accumulate
 
 from wf_backends.lowering.program import Gather, Parcel, Parcels, Round, Step, handover, parcels
-from wf_backends.lowering.tracks import carriers, tracks
-from wf_backends.schedule import Layout, Ranges, Schedule, intersect, locate, size, subtract, union
+from wf_backends.schedule import (
+    Layout,
+    Ranges,
+    Schedule,
+    carriers,
+    intersect,
+    locate,
+    size,
+    subtract,
+    union,
+)
 
 Sent = tuple[int, Ranges]  # the rank at the far end, and rows (positions)
 Rows = Callable[[int], Ranges]  # step -> rows (positions)
@@ -115,8 +124,8 @@ class Journeys:
         whole: bool = False,
         through: bool = False,
     ) -> None:
-        self.kv, self.home, self.num_steps = roles.kv, home, roles.num_steps
-        self.tracks = tracks(roles)
+        self.roles, self.kv, self.home = roles, roles.kv, home
+        self.num_steps = roles.num_steps
         self.carriers = carriers(roles.kv)
         self._wanted, self._whole = wanted, whole and roles.gathers()[1]
         self._kind = Laps if through else Journey
@@ -128,7 +137,7 @@ class Journeys:
 
     def held(self, step: int, rank: int) -> Ranges:
         """The rows of walkers that a rank holds in a step."""
-        return self.one(self.tracks.origin(step, rank)).held(step)
+        return self.one(self.roles.origin(step, rank)).held(step)
 
     def gather(self, rank: int) -> Gather:
         """How the walkers that a rank first holds get there from their homes."""
@@ -139,14 +148,14 @@ class Journeys:
 
     def step(self, step: int, rank: int, rounds: tuple[Round, ...], blank: Ranges) -> Step:
         """A step of a rank's plan, with all its messages about walkers."""
-        origin, home, held = self.tracks.origin(step, rank), self.home[rank], self.held(step, rank)
+        origin, home, held = self.roles.origin(step, rank), self.home[rank], self.held(step, rank)
         one = self.one(origin)
         hand, after, came, past = (), -1, -1, ()
         if step + 1 < self.num_steps:
-            after = self.tracks.place(step + 1, origin)
+            after = self.roles.place(step + 1, origin)
             hand = handover(after, one.handed(step + 1), held, one.held(step + 1))
         if step:
-            came, past = self.tracks.place(step - 1, origin), one.moved(step - 1)
+            came, past = self.roles.place(step - 1, origin), one.moved(step - 1)
         take, get, more = self._arriving(step, rank)
         return Step(
             num_rows=size(held),
@@ -171,7 +180,7 @@ class Journeys:
 
     def _owned(self, origin: int, step: int) -> Ranges:
         """The rows of a walker that are the step's rank's own."""
-        rank = self.tracks.place(step, origin)
+        rank = self.roles.place(step, origin)
         return self.home[rank] if rank in self.kv[origin] else ()
 
     def _reads(self, rank: int) -> list[int]:
@@ -189,7 +198,7 @@ class Journeys:
         for origin in self.carriers[owner]:
             for step in range(1, self.num_steps):
                 if own := intersect(self.one(origin).sent(step), self.home[owner]):
-                    reader = self.tracks.place(step, origin)
+                    reader = self.roles.place(step, origin)
                     found[self._before(step, reader)].append((reader, own))
         return found
 
@@ -198,7 +207,7 @@ class Journeys:
         found: defaultdict[int, list[Sent]] = defaultdict(list)
         reads = self.reads(reader)
         for before, step in zip((0, *reads), reads, strict=False):
-            origin = self.tracks.origin(step, reader)
+            origin = self.roles.origin(step, reader)
             rows = self.one(origin).sent(step)
             for owner in self.kv[origin] if rows else ():
                 if own := intersect(rows, self.home[owner]):
@@ -212,25 +221,23 @@ class Journeys:
         if at == len(reads):
             return (), (), 0
         ahead = reads[at]
-        origin = self.tracks.origin(ahead, rank)
+        origin = self.roles.origin(ahead, rank)
         one, rows = self.one(origin), self.held(ahead, rank)
         take: Parcels = ()
         if ahead == step + 1:
-            take = handover(
-                self.tracks.place(step, origin), one.handed(ahead), rows, one.held(step)
-            )
+            take = handover(self.roles.place(step, origin), one.handed(ahead), rows, one.held(step))
         return take, _all(rank, self._taken(rank).get(step, ()), rows), size(rows)
 
     def _leaving(self, step: int, rank: int) -> Iterator[Sent]:
         """The partial results that a rank sends home after a step."""
-        origin = self.tracks.origin(step, rank)
+        origin = self.roles.origin(step, rank)
         rows = self.one(origin).left(step)
         for owner in sorted(self.kv[origin]):
             yield owner, intersect(rows, self.home[owner])
 
     def _returning(self, step: int, rank: int) -> Iterator[Sent]:
         """Those that come home to a rank."""
-        holders = sorted((self.tracks.place(step, one), one) for one in self.carriers[rank])
+        holders = sorted((self.roles.place(step, one), one) for one in self.carriers[rank])
         for holder, origin in holders:
             yield holder, intersect(self.one(origin).left(step), self.home[rank])
 

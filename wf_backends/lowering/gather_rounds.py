@@ -13,8 +13,17 @@ from functools import cache
 from itertools import accumulate, pairwise
 
 from wf_backends.lowering.program import Exchange, Parcels, Stay, parcels
-from wf_backends.lowering.tracks import carriers
-from wf_backends.schedule import Layout, Ranges, Shards, intersect, join, locate, size, subtract
+from wf_backends.schedule import (
+    Layout,
+    Ranges,
+    Shards,
+    carriers,
+    intersect,
+    join,
+    locate,
+    size,
+    subtract,
+)
 
 MOST = 3
 """Rounds of one step beside that of a rank's own rows: more owners share rounds, so that kernels

@@ -9,38 +9,31 @@ never travels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache, partial
+from functools import cache, lru_cache, partial
 from threading import Lock
 from typing import TypeVar
 
-from wf_backends.lowering.forwarding import Journeys, still_read
+from wf_backends.lowering.direction import nearest_first
+from wf_backends.lowering.forwarding import Journeys
 from wf_backends.lowering.gather_rounds import Sharing
 from wf_backends.lowering.nearby import Nearby
 from wf_backends.lowering.program import RankProgram, Round, Step
 from wf_backends.lowering.tiles import Documents, Tile, by_document, seen, tiles
-from wf_backends.lowering.tracks import Tracks, tracks
 from wf_backends.schedule import (
     Layout,
     Mask,
     Ranges,
     Schedule,
     Shards,
-    globalize,
     intersect,
     join,
-    locate,
-    mirrored,
     size,
     subtract,
 )
 
 T = TypeVar("T")
-SAMPLE = 32
-"""Walkers that are looked at to tell which way is the shorter one."""
-STRIDE = 13
-"""Shares no factor with SAMPLE: how far into its part of all walkers each of these lies."""
 _DERIVING = Lock()  # ranks that are threads ask together: the first derives, the others read
 
 
@@ -53,11 +46,6 @@ class Problem:
     kv_layout: Layout
     mask: Mask
     queries_walk: bool = False
-    half: int | None = None
-    """0 or 1: only the first or the second half of every shard walks."""
-    share: int | None = None
-    """0 or 1: only those pairs of shards meet that meet later on the mirrored schedule; with 0
-    also those that meet there at the same step."""
     kept: bool = False
     """What walkers bring together at first is all that any step reads: what the other pass, in
     which it may stay, brings together too and finds there."""
@@ -68,16 +56,6 @@ def lower(problem: Problem, rank: int) -> RankProgram:
     """The plan of one rank; the same problem gives the same plan on every rank."""
     with _DERIVING:
         return _derived(problem).plan(rank)
-
-
-@lru_cache(maxsize=512)
-def rows_walked(problem: Problem) -> int:
-    """How far apart readers are on the way: rows, times the hops to the last of their readers.
-
-    Of more than `SAMPLE` walkers, so many stand for all.
-    """
-    with _DERIVING:
-        return _derived(problem).rows_walked(SAMPLE)
 
 
 @lru_cache(maxsize=16)
@@ -92,9 +70,8 @@ class _Derivation:
         self.mask, self.queries_walk = problem.mask, problem.queries_walk
         layouts = (problem.q_layout, problem.kv_layout)
         roles = problem.schedule.turned() if problem.queries_walk else problem.schedule
-        self.roles, self.share = roles, problem.share
-        self.stay_home, self.walkers = layouts[::-1] if problem.queries_walk else layouts
-        self.walk_home = _halves(self.walkers, problem.half)
+        self.roles = roles = nearest_first(roles, problem.mask)
+        self.stay_home, self.walk_home = layouts[::-1] if problem.queries_walk else layouts
         self.num_ranks, self.num_steps = roles.num_ranks, roles.num_steps
         self.stay_rows, self._seen = cache(self._brought), cache(self._find_seen)
         self._nearby, self._near = self._make_nearby(), cache(self._find_near)
@@ -102,7 +79,6 @@ class _Derivation:
         self._stay, self._walk = (cache(partial(self._documents, home)) for home in homes)
         through = roles.has_laps and not self.mask.is_near
         self.journeys = Journeys(roles, self.walk_home, self._wanted, problem.kept, through)
-        self.tracks = self.journeys.tracks
         self.sharing = Sharing(roles.q, self.num_steps, self.stay_home, self.stay_rows, self._met)
 
     def _met(self, step: int, rank: int) -> Ranges:
@@ -111,7 +87,7 @@ class _Derivation:
 
     def _wanted(self, step: int, origin: int) -> Ranges:
         """The rows of a walker that some tile of the step's rank uses."""
-        return self._seen(step, self.tracks.place(step, origin))[1]
+        return self._seen(step, self.roles.place(step, origin))[1]
 
     def _brought(self, rank: int) -> Ranges:
         """The rows of what stays with a rank that any tile uses."""
@@ -120,13 +96,13 @@ class _Derivation:
 
     def _find_seen(self, step: int, rank: int) -> tuple[Ranges, Ranges]:
         """The rows that some tile uses, of what stays and of what walks."""
-        origin = self.tracks.origin(step, rank)
+        origin = self.roles.origin(step, rank)
         stay, walk = self.roles.q[rank], self.roles.kv[origin]
         if self._nearby and self._near(stay).isdisjoint(walk):
             return (), ()
         sides = self._ordered(self._stay(stay), self._walk(walk))
         found = self._ordered(*seen(*sides, self.mask.band))
-        return found if found[0] and self._meet(origin, rank, step) else ((), ())
+        return found if found[0] else ((), ())
 
     def _make_nearby(self) -> Nearby | None:
         """Where walkers lie, if a window keeps most of them from most ranks."""
@@ -138,14 +114,6 @@ class _Derivation:
         assert self._nearby is not None
         return self._nearby.of(tuple(piece for shard in stay for piece in self.stay_home[shard]))
 
-    def _meet(self, origin: int, rank: int, step: int) -> bool:
-        """Whether the pair that meets in this step is one of this problem's share."""
-        return self.share is None or self._mirrored.step(origin, rank) >= step + self.share
-
-    @cached_property
-    def _mirrored(self) -> Tracks:
-        return tracks(mirrored(self.roles))
-
     def _documents(self, home: Layout, shards: Shards) -> Documents:
         """The rows of some shards, by document."""
         return by_document(join(piece for shard in shards for piece in home[shard]), self.mask)
@@ -153,13 +121,6 @@ class _Derivation:
     def _ordered(self, stay: T, walk: T) -> tuple[T, T]:
         """(queries, keys) from (stay, walk); and back, since it is its own inverse."""
         return (walk, stay) if self.queries_walk else (stay, walk)
-
-    def rows_walked(self, sample: int) -> int:
-        """See `rows_walked`."""
-        n, steps = self.num_ranks, range(self.num_steps)
-        journeys = map(self.journeys.one, spread(n, sample))
-        read = (still_read([one.wanted(step) for step in steps]) for one in journeys)
-        return sum(size(rows) for one in read for rows in one[1:])
 
     def plan(self, rank: int) -> RankProgram:
         stay = _Touched()
@@ -171,17 +132,15 @@ class _Derivation:
             walk=self.journeys.gather(rank),
             steps=steps,
             blank=subtract(((0, size(self.stay_rows(rank))),), stay.written),
-            part=locate(self.walk_home[rank], self.walkers[rank]),
         )
 
     def _rounds(
         self, step: int, rank: int, held: Ranges, stay: _Touched, walk: _Touched
     ) -> Iterator[Round]:
         """The rounds of a step, each tile told whether it is the first on its rows and keys."""
-        meet = held and self._meet(self.tracks.origin(step, rank), rank, step)
         for rows, fetch, home in self.sharing.rounds(step, rank):
             buffers = self._ordered(self.stay_rows(rank), held)
-            found = tiles(*self._ordered(rows, held), self.mask, buffers) if meet else ()
+            found = tiles(*self._ordered(rows, held), self.mask, buffers) if held else ()
             marked = tuple(self._marked(tile, stay, walk) for tile in found)
             yield Round(marked, fetch, home)
 
@@ -212,23 +171,3 @@ class _Touched:
         if first:
             self.written = join((*self.written, *rows))
         return first
-
-
-def spread(count: int, sample: int) -> Sequence[int]:
-    """All numbers up to `count`, or as many as `sample`: one of every part, not in step."""
-    if count <= sample:
-        return range(count)
-    return [(at * sample + at * STRIDE % sample) * count // sample**2 for at in range(sample)]
-
-
-def _halves(layout: Layout, half: int | None) -> Layout:
-    """The first or the second half of the rows of every shard; None = all of them."""
-    if half is None:
-        return layout
-
-    def cut(shard: Ranges) -> Ranges:
-        rows = size(shard)
-        middle = (rows + 1) // 2
-        return globalize(((middle, rows),) if half else ((0, middle),), shard)
-
-    return tuple(map(cut, layout))

@@ -168,8 +168,6 @@ class RankProgram:
     steps: tuple[Step, ...]
     blank: Ranges
     """As in Step, of the side that stays."""
-    part: Ranges
-    """Slices of this rank's shard of the side that walks which this plan is about."""
 
     @cached_property
     def met(self) -> tuple[frozenset[int], ...]:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from wf_backends.cluster import JobTopology
 from wf_backends.comm import Agreement, Communicator, fingerprint
 from wf_backends.kernels import KernelSpec, select
-from wf_backends.lowering import Pools, Problem, Shape, Way, lower, strands
+from wf_backends.lowering import Pools, Problem, Shape, lower
 from wf_backends.parallel.choose import choose
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner import Choice
@@ -116,7 +116,7 @@ class DistributedAttention:
         there, back, keep = _problems(choice, self.comm.size, mask, *pooled)
         tile = replace(spec, heads=queries[0].share, kv_heads=keys[0].share)
         kernel = select(self.config.kernel, tile).kernel
-        forward, backward = (tuple(lower(one, at) for one in way) for way in (there, back))
+        forward, backward = lower(there, at), lower(back, at)
         route = self.comm.view(pools.route(member))
         group = HeadGroup(self.comm.view(pool), queries, keys)
         return Call(forward, backward, route, kernel, scale, keep), group
@@ -134,17 +134,15 @@ class DistributedAttention:
 
 def _problems(
     choice: Choice, size: int, mask: Mask, queries: Layout, keys: Layout
-) -> tuple[Way, Way, tuple[bool, bool]]:
+) -> tuple[Problem, Problem, tuple[bool, bool]]:
     """(forward, backward, what is kept in between: queries, keys) of a choice for `size` ranks."""
     forward, backward = (check(one) for one in choice.schedules(size))
     stays = choice.forward.keys_stay
     there = Problem(forward, queries, keys, mask, stays, kept=choice.keep)
-    there = strands(there, choice.forward.two_way)
     back = Problem(backward, queries, keys, mask, choice.moves == "queries")
     if not choice.keep:
-        return there, strands(back, choice.backward.two_way), (False, False)
-    way = there[0].schedule
-    return there, (replace(back, schedule=way, kept=True),), way.gathers()
+        return there, back, (False, False)
+    return there, replace(back, schedule=forward, kept=True), forward.gathers()
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

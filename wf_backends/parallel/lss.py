@@ -40,14 +40,14 @@ class LssAttention(DistributedAttention):
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
         planned, _ = self.call(q, k, v, mask, scale, seqlen)
-        (both,) = planned.backward  # in which keys are brought together at once
+        both = planned.backward  # in which keys are brought together at once
         rows, local = both.walk, _local(both)
         there, back = partial(_fetch, self.comm, rows), partial(_return, self.comm, rows)
         fused = torch.stack((k.transpose(0, 1), v.transpose(0, 1)), dim=1)  # (s, 2, b, g, d)
         held = move(fused, there, back, "lss")  # (n, 2, b, g, d)
         k, v = (x.transpose(0, 1) for x in held.unbind(1))
         alone = self.comm.view([self.comm.rank])
-        call = Call((local,), (local,), alone, planned.kernel, scale)
+        call = Call(local, local, alone, planned.kernel, scale)
         return Attention.apply(q, k, v, call)
 
 
@@ -57,7 +57,7 @@ def _local(plan: RankProgram) -> RankProgram:
     held = (Parcel(0, ((0, step.num_rows),)),)
     walk = Gather(step.num_rows, step.num_rows, held, held)
     only = replace(step, home_out=held, home_in=held)
-    return replace(plan, rank=0, walk=walk, steps=(only,), part=held[0].rows)
+    return replace(plan, rank=0, walk=walk, steps=(only,))
 
 
 def _fetch(comm: Communicator, rows: Gather, kv: Tensor, label: str) -> Tensor:

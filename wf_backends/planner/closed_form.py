@@ -53,12 +53,12 @@ class ClosedForm:
         at = self.topology
         live, both_ways = self._live_hops(shape), self._goes_both_ways(shape)
         step_s, call_s = self.busiest_s / (live + 1), self.call_s * (1 + both_ways)
-        gather, fetch, leave, home = around = self._exchanges(shape, both_ways)
+        gather, fetch, leave, home = around = self._exchanges(shape)
         took = gather.seconds(at) + home.seconds(at)
         transfer_s = took + fetch.seconds(at) + leave.seconds(at)
         computed = (live + 1) * (step_s + call_s)
         nic, inside = sum(load.nic for load in around), sum(load.inside for load in around)
-        steps = list(self._hops(shape, live, both_ways))
+        steps = list(self._hops(shape, live))
         wait_s = self._wait_s(queued, gather, fetch, steps[0][1])
         for index, (times, hop) in enumerate(steps):
             hop_s = hop.seconds(at)
@@ -129,14 +129,14 @@ class ClosedForm:
         gathered += walk * self.rows.walk if shape.walk.foreign else 0.0
         return buffer_bytes(self.shards, (stay, walk), self.rows), gathered
 
-    def _exchanges(self, shape: RouteShape, both_ways: bool) -> tuple[Load, Load, Load, Load]:
+    def _exchanges(self, shape: RouteShape) -> tuple[Load, Load, Load, Load]:
         """(walkers gathered, rows that stay fetched, their results leaving, walkers' results)."""
         at, rows, (stay, walk) = self.topology, self.rows, self.shards
         partial = walk * rows.walk_partial
         if not shape.num_hops:
             home = shape.walk.exchange(at, partial)
         elif shape.walk.shards == 1:
-            home = shape.hops[-1][1].hop(at, partial, both_ways)
+            home = shape.hops[-1][1].hop(at, partial)
         else:
             home = Side(shape.walk.shards, own=0).exchange(at, partial)
         gather = shape.walk.exchange(at, walk * rows.walk_gathered)
@@ -145,7 +145,7 @@ class ClosedForm:
         fetch = shape.stay.exchange(at, stay * rows.stay_gathered)
         return gather, fetch, shape.stay.exchange(at, stay * rows.stay_partial), home
 
-    def _hops(self, shape: RouteShape, live: int, both_ways: bool) -> Iterator[tuple[int, Load]]:
+    def _hops(self, shape: RouteShape, live: int) -> Iterator[tuple[int, Load]]:
         """(how many, of how many bytes): a hop behind each step but the last, which has partials.
 
         Partial results of walkers leave one step after they were computed; of the first step only
@@ -159,10 +159,10 @@ class ClosedForm:
             for start, stop, results in zip((0, 1, 2), (1, 2, live), moved, strict=True):
                 count = min(done + times, stop, live) - max(done, start)
                 if count > 0:
-                    yield count, axis.hop(at, hop + results, both_ways)
+                    yield count, axis.hop(at, hop + results)
             done += times
         last = moved[min(live, 2)]
-        yield 1, shape.hops[0][1].hop(at, last, both_ways) if last and shape.hops else NOTHING
+        yield 1, shape.hops[0][1].hop(at, last) if last and shape.hops else NOTHING
 
     def _calls_s(self) -> float:
         """Of a step's kernel calls, beside their FLOPs.
@@ -176,7 +176,10 @@ class ClosedForm:
         return (pieces - (self.mask.band.left == inf)) * self.split.rate.call_s
 
     def _goes_both_ways(self, shape: RouteShape) -> bool:
-        """Whether zigzag shards walk in both directions: see lowering/direction.py."""
+        """Whether zigzag shards go in one direction, then in the other (lowering/direction.py).
+
+        A hop here then stands for two, of half a shard each.
+        """
         zigzag = self.split.workload.layout == "zigzag"
         return self.mask.band.left < inf and zigzag and not shape.gathers
 

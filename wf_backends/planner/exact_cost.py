@@ -15,11 +15,10 @@ from wf_backends.lowering import (
     Tile,
     area_in_vain,
     lower,
-    strands,
     tile_area,
 )
 from wf_backends.planner.link_loads import Load
-from wf_backends.planner.rank_phases import rank_phases, side_by_side
+from wf_backends.planner.rank_phases import rank_phases
 from wf_backends.planner.simulator import Simulator
 from wf_backends.planner.ulysses_cost import pipelined
 from wf_backends.planner.workload import Cost, HeadSplit, PassKind, Span
@@ -36,17 +35,17 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind) -> Cost:
             all do the same with other heads.
     """
     rows = kind.row_bytes(split.shape)
-    problems = strands(problem_of(split, schedule, kind))
-    programs = [[lower(one, rank) for one in problems] for rank in range(split.route_size)]
-    each = [side_by_side([rank_phases(p, rows, kind.name) for p in own]) for own in programs]
+    problem = problem_of(split, schedule, kind)
+    programs = [lower(problem, rank) for rank in range(split.route_size)]
+    each = [rank_phases(one, rows, kind.name) for one in programs]
     phases = list(zip(*each, strict=True))
     took = [
         [[tile_seconds(split, kind, tiles) for tiles in rank.tiles] for rank in ranks]
         for ranks in phases
     ]
     gathers = kind.ordered(*schedule.gathers())
-    memory = max(sum(_program_bytes(one, rows) for one in own) for own in programs)
-    gathered = max(_gathered_bytes(own[0], gathers, rows) for own in programs)
+    memory = max(_program_bytes(one, rows) for one in programs)
+    gathered = max(_gathered_bytes(one, gathers, rows) for one in programs)
 
     def one_chunk(queued: Load) -> Cost:
         simulator = Simulator(split.topology, split.pools, queued)

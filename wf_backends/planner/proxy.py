@@ -71,13 +71,15 @@ def on_fewer_ranks(request: Request) -> Request | None:
 def _part_sizes(request: Request) -> Sequence[int]:
     """How many ranks may stand for all, whole hosts if there are several; the best number first.
 
-    For documents as many as may be counted: how far the longest reach tells. For a window few do.
+    For documents as many as may be counted: how far the longest reach tells. For a window few do,
+    twice as many where its readers are in either direction.
     """
     topology, known = request.topology, request.workload.mask.cu_seqlens
     if known is not None and topology.size <= NEAR_UP_TO:
         return ()
     unit = 1 if topology.hosts == 1 else topology.ranks_per_host
-    least = unit * max(2, -(-FEW_RANKS // unit))
+    few = FEW_RANKS if known or request.workload.layout == "contiguous" else 2 * FEW_RANKS
+    least = unit * max(2, -(-few // unit))
     sizes = range(least, min(NEAR_UP_TO, topology.size - 1) + 1, unit)
     return sizes if known is None else sizes[::-1]
 

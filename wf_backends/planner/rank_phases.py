@@ -5,7 +5,7 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from wf_backends.lowering import Parcel, RankProgram, RowBytes, Step, Tile, met
@@ -58,18 +58,3 @@ def rank_phases(plan: RankProgram, rows: RowBytes, name: str) -> Iterator[RankPh
         )
         before = step
     yield RankPhase(f"{name} home", partials(before))
-
-
-def side_by_side(strands: Sequence[Iterable[RankPhase]]) -> list[RankPhase]:
-    """Phases that go on at the same time as one: their messages, and their tiles in a row."""
-    return [
-        RankPhase(
-            ones[0].label,
-            hop=[message for one in ones for message in one.hop],
-            fetches=tuple(fetch for one in ones for fetch in one.fetches),
-            tiles=tuple(found for one in ones for found in one.tiles),
-            leaves=tuple(leave for one in ones for leave in one.leaves),
-            gives=[message for one in ones for message in one.gives],
-        )
-        for ones in zip(*strands, strict=True)
-    ]

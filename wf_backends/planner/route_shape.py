@@ -25,13 +25,11 @@ class Axis:
         """How many of them one host holds."""
         return max(1.0, min(self.size, topology.ranks_per_host / self.stride))
 
-    def hop(self, topology: Topology, num_bytes: float, both_ways: bool = False) -> Load:
-        """Every rank sends to the next one along the axis, or half of it to the one before."""
+    def hop(self, topology: Topology, num_bytes: float) -> Load:
+        """Every rank sends to the next one along the axis."""
         near = self.on_host(topology)
         leaving = min(topology.ranks_per_nic, self.stride) if near < self.size else 0
-        halved = both_ways and topology.direct_links and self.size > 2
-        inside = num_bytes / 2 if halved else num_bytes
-        return Load(leaving * num_bytes, inside if near > 1 else 0.0)
+        return Load(leaving * num_bytes, num_bytes if near > 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,20 +19,17 @@ from wf_backends.comm import Communicator
 from wf_backends.kernels import Kernel, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.buffers import Accumulators, Combine, Tensors, add, copy, pack, scatter
-from wf_backends.runtime.runner import ComputeTile, Results, Side, run
+from wf_backends.runtime.runner import ComputeTile, Side, run
 from wf_backends.runtime.surrogate_out import SurrogateOut
-from wf_backends.schedule import Ranges, intersect, join, size, union
+from wf_backends.schedule import Ranges
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Everything about one attention call that is not a tensor.
+    """Everything about one attention call that is not a tensor."""
 
-    Plans are of the same rank; several plans of a pass share its work.
-    """
-
-    forward: tuple[RankProgram, ...]
-    backward: tuple[RankProgram, ...]
+    forward: RankProgram
+    backward: RankProgram
     comm: Communicator
     kernel: Kernel
     scale: float
@@ -80,7 +77,7 @@ def differentiate(saved: Sequence[Tensor], dout: Tensor, call: Call) -> Tensors:
     kept_q, kept_kv = ((gathered.pop(0),) if keep else () for keep in call.keep)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     queries = (_rows_first(q), _rows_first(dout), torch.stack((lse, _rows_first(delta)), dim=1))
-    turn, dtype = call.backward[0].queries_walk, accumulator_dtype(q.dtype)
+    turn, dtype = call.backward.queries_walk, accumulator_dtype(q.dtype)
     keys = turn and kept_kv or (_fuse(k, v),)  # keys that walk are sent anew by their owners
     sides = (
         Side(queries, Accumulators((queries[0].shape[1:],), (0.0,), dtype, q.device, add), kept_q),
@@ -189,37 +186,13 @@ def _keys_and_values(kv: Tensor, tile: Tile) -> tuple[Tensor, ...]:
 
 
 def _run(
-    programs: Sequence[RankProgram],
-    call: Call,
-    name: str,
-    compute: ComputeTile,
-    queries: Side,
-    keys: Side,
+    program: RankProgram, call: Call, name: str, compute: ComputeTile, queries: Side, keys: Side
 ) -> tuple[Tensors, Tensors, Tensors, Tensors]:
-    """(queries' results, keys', gathered queries, gathered keys) of the programs of one pass."""
-    turn = programs[0].queries_walk
+    """(queries' results, keys', gathered queries, gathered keys) of one pass."""
+    turn = program.queries_walk
     stay, walk = (keys, queries) if turn else (queries, keys)
-    found = [run(one, call.comm, name, compute, stay, walk) for one in programs]
-    results = _together(programs, found, stay.found, walk.found)
-    a, b, c, d = results
+    a, b, c, d = run(program, call.comm, name, compute, stay, walk)
     return (b, a, d, c) if turn else (a, b, c, d)
-
-
-def _together(
-    programs: Sequence[RankProgram], found: list[Results], stays: Accumulators, walks: Accumulators
-) -> Results:
-    """One result of several: of the same rows that stay, and of some or all rows that walk."""
-    if len(found) == 1:
-        return found[0]
-    walked: Ranges = ()
-    walk = walks.prepare(size(join(rows for one in programs for rows in one.part)), ())
-    for one, part in zip(programs, found, strict=True):
-        combine = walks.combine if intersect(walked, one.part) else copy
-        scatter(walk, combine, one.part, part.walk)
-        walked = union(walked, one.part)
-        if part is not found[0]:
-            stays.combine(found[0].stay, part.stay)
-    return found[0]._replace(walk=walk)
 
 
 def _merge(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:

@@ -92,7 +92,7 @@ class _Pass:
     ) -> None:
         self.program, self.comm, self.name, self.tile = program, comm, name, compute
         self.in_flight: list[Messages] = []
-        self.walkers = tuple([pack(x, program.part) for x in walk.shard])
+        self.walkers = walk.shard
         self.gathered = self.held = (*walk.kept, *self._gather(self.walkers[len(walk.kept) :]))
         self.arriving: Tensors = ()
         """The buffer of the next step in which this rank reads anything, as it fills."""

@@ -12,7 +12,6 @@ from wf_backends.schedule.mask import CAUSAL, FULL, Band, Bound, Mask, make_mask
 from wf_backends.schedule.placement import (
     ORDER,
     REVERSE,
-    TWO_WAY,
     Placed,
     digits,
     divisors,
@@ -34,15 +33,9 @@ from wf_backends.schedule.ranges import (
     subtract,
     union,
 )
-from wf_backends.schedule.schedule import (
-    ROUTES,
-    Schedule,
-    Shards,
-    check,
-    make_schedule,
-    mirrored,
-    render,
-)
+from wf_backends.schedule.render import render
+from wf_backends.schedule.routes import ROUTES, make_schedule
+from wf_backends.schedule.schedule import Schedule, Shards, carriers, check
 
 __all__ = [
     "Band",
@@ -60,7 +53,7 @@ __all__ = [
     "Ranges",
     "Schedule",
     "Shards",
-    "TWO_WAY",
+    "carriers",
     "check",
     "check_layout_name",
     "digits",
@@ -74,7 +67,6 @@ __all__ = [
     "make_layout",
     "make_mask",
     "make_schedule",
-    "mirrored",
     "padding_multiple",
     "place",
     "placements",

@@ -10,17 +10,17 @@ renumbered is a schedule.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import permutations
 from typing import Any, cast
 
 from wf_backends._validation import nearest
-from wf_backends.schedule.schedule import ROUTES, Hop, Schedule, make_schedule
+from wf_backends.schedule.routes import ROUTES, make_schedule
+from wf_backends.schedule.schedule import Hop, Schedule
 
 Words = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
 ORDER, REVERSE = "order", "reverse"  # a placement, as words of a route
-TWO_WAY = "two_way"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,6 @@ class Placed:
     words: Words
     order: tuple[int, ...]
     reverse: bool = False
-    two_way: bool = False
-    """Whether each shard walks in two halves that go opposite ways."""
 
     @property
     def route(self) -> dict[str, Any]:
@@ -57,8 +55,7 @@ class Placed:
         placement: dict[str, Any] = {}
         if self.order != tuple(range(len(self.order))):
             placement[ORDER] = list(self.order)
-        flags = {REVERSE: self.reverse, TWO_WAY: self.two_way}
-        return self.route | placement | {name: True for name, is_set in flags.items() if is_set}
+        return self.route | placement | ({REVERSE: True} if self.reverse else {})
 
     def __str__(self) -> str:
         route = self.route
@@ -66,8 +63,7 @@ class Placed:
         text = f"{route['name']} {keys}".strip()
         if self.order != tuple(range(len(self.order))):
             text += f", digits {'-'.join(map(str, self.order))}"
-        text += ", reversed" if self.reverse else ""
-        return f"{text}, two ways" if self.two_way else text
+        return f"{text}, reversed" if self.reverse else text
 
 
 def named_digits(route: Mapping[str, Any], n: int) -> dict[str, int]:
@@ -100,27 +96,20 @@ def read_placed(route: Mapping[str, Any], n: int) -> Placed:
     Args:
         route: such as {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": true}.
             "order" (default: rank order) lists the digits as they stand in a rank's number, the
-            most worthy first; "reverse" (default: false) counts the ranks backwards. "two_way"
-            (default: false) lets each shard walk in two halves, in opposite directions.
+            most worthy first; "reverse" (default: false) counts the ranks backwards.
 
     Raises:
         ValueError: if the route does not fit n ranks, naming its digits and their sizes if the
-            order is none of them, or if it cannot go two ways.
+            order is none of them.
     """
-    words = {key: value for key, value in route.items() if key not in (ORDER, REVERSE, TWO_WAY)}
+    words = {key: value for key, value in route.items() if key not in (ORDER, REVERSE)}
     for key in words:
-        if meant := nearest(key, (ORDER, REVERSE, TWO_WAY)):
+        if meant := nearest(key, (ORDER, REVERSE)):
             raise ValueError(f"no route takes {key!r}{meant}")
-    schedule, plain = make_schedule(words, n), in_rank_order(words, n)
-    flags = {name: route.get(name, False) for name in (REVERSE, TWO_WAY)}
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} must be true or false, got {value!r}")
-    if flags[TWO_WAY] and any(schedule.gathers()):
-        raise ValueError(
-            f"{TWO_WAY} needs a route that walks with nothing gathered, ring or double_ring; "
-            f"got {words['name']!r}"
-        )
+    make_schedule(words, n)  # refuses what does not fit
+    plain, reverse = in_rank_order(words, n), route.get(REVERSE, False)
+    if not isinstance(reverse, bool):
+        raise ValueError(f"{REVERSE} must be true or false, got {reverse!r}")
     order = route.get(ORDER, plain.order)
     listed = tuple(cast(tuple[Any, ...], order)) if isinstance(order, list | tuple) else ()
     if any(type(at) is not int for at in listed) or sorted(listed) != list(plain.order):
@@ -130,7 +119,7 @@ def read_placed(route: Mapping[str, Any], n: int) -> Placed:
             f"{ORDER} must list every digit of route {words['name']!r} once, here {told}; "
             f"got {order!r}"
         )
-    return Placed(plain.words, listed, **flags)
+    return Placed(plain.words, listed, reverse)
 
 
 def orders(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -210,14 +199,12 @@ def routes(n: int) -> list[dict[str, Any]]:
 
 
 @lru_cache(maxsize=64)  # forward and backward have the same
-def placements(n: int, directed: bool, two_way: bool = False) -> tuple[Placed, ...]:
+def placements(n: int, directed: bool) -> tuple[Placed, ...]:
     """Every route for n ranks with every order of its digits.
 
     Args:
         directed: also count the ranks backwards, which changes nothing unless the mask tells
             earlier from later.
-        two_way: also in halves that go opposite ways, which changes nothing unless a rank's links
-            to the next rank and to the one before are two.
     """
     found: list[Placed] = []
     for route in routes(n):
@@ -225,10 +212,4 @@ def placements(n: int, directed: bool, two_way: bool = False) -> tuple[Placed, .
         for order in orders(digits(route, n)):
             ways = (False, True) if directed and n > 1 else (False,)
             found += [Placed(words, order, back) for back in ways]
-    if two_way:
-        found += [
-            replace(one, two_way=True)
-            for one in found
-            if not ROUTES[one.route["name"]].gathers and not one.reverse
-        ]
     return tuple(found)

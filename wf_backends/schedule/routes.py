@@ -1,0 +1,150 @@
+"""The routes by name: each is one function that writes a schedule down.
+
+Pure: standard library only. A new route is a function here and its row in `ROUTES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+from wf_backends._validation import nearest
+from wf_backends.schedule.schedule import Schedule, Shards, own_shards
+
+
+def ring(n: int) -> Schedule:
+    """Ring Attention (arXiv 2310.01889): keys walk once around, towards lower ranks.
+
+    Towards lower ranks because under a causal zigzag what still walks shrinks that way.
+    """
+    return Schedule(own_shards(n), own_shards(n), (tuple((r - 1) % n for r in range(n)),) * (n - 1))
+
+
+def double_ring(n: int, inner: int) -> Schedule:
+    """LoongTrain's double ring (arXiv 2406.18485): laps of `inner` neighbours, then a jump.
+
+    Raises:
+        ValueError: if inner does not divide n.
+    """
+    _require(inner >= 1 and n % inner == 0, "inner", inner, f"divide the {n} ranks of the route")
+    step = tuple(r // inner * inner + (r - 1) % inner for r in range(n))
+    jump = tuple((r - inner) % n for r in range(n))
+    lap = (step,) * (inner - 1)
+    return Schedule(own_shards(n), own_shards(n), lap + ((jump,) + lap) * (n // inner - 1))
+
+
+def all_gather(n: int) -> Schedule:
+    """LSS Transformer (arXiv 2311.02382), all-gather CP: every rank holds all keys at once."""
+    return Schedule(own_shards(n), (tuple(range(n)),) * n)
+
+
+def concentric(n: int, team_size: int) -> Schedule:
+    """WallFacer / StarTrail: teams share their queries, keys walk in sub-rings of teams.
+
+    Rank = t * C + a is member a of team t. With G = n / C**2, the keys of team t first go to
+    team a * G + t // C, member t % C, for every a; then they walk G steps among the teams of
+    one block of G.
+
+    Args:
+        n: ranks of the route. team_size: C, ranks that share their queries.
+
+    Raises:
+        ValueError: if the square of team_size does not divide n.
+
+    Source: arXiv 2407.00611, section 3.2 and appendix A.2.
+    """
+    fits = team_size >= 1 and n % team_size**2 == 0
+    _require(fits, "team_size", team_size, f"have a square that divides the {n} ranks of the route")
+    length = n // team_size**2
+
+    def members(team: int) -> Shards:
+        return tuple(range(team * team_size, (team + 1) * team_size))
+
+    def following(team: int) -> int:
+        return (team + 1) % length + length * (team // length)
+
+    at = [divmod(rank, team_size) for rank in range(n)]
+    q = tuple(members(team) for team, _ in at)
+    kv = tuple(members(team % length * team_size + member) for team, member in at)
+    hop = tuple(following(team) * team_size + member for team, member in at)
+    return Schedule(q, kv, (hop,) * (length - 1))
+
+
+def mesh(rows: int, cols: int) -> Schedule:
+    """Mesh-Attention, Attention2D: a rank gathers `rows` query shards, `cols` key shards pass it.
+
+    The keys walk, so that a step's transfer hides behind the step before.
+
+    Source: arXiv 2512.20968; arXiv 2503.15758.
+    """
+    n = rows * cols
+    _require(rows >= 1 and cols >= 1, "rows and cols", (rows, cols), "be at least 1")
+    q = tuple(tuple(range(r // rows * rows, (r // rows + 1) * rows)) for r in range(n))
+    return Schedule(q, own_shards(n), (tuple((r - rows) % n for r in range(n)),) * (cols - 1))
+
+
+def _mesh_of(n: int, rows: int, cols: int) -> Schedule:
+    product = f"multiply to the {n} ranks of the route"
+    _require(rows * cols == n, "rows and cols", (rows, cols), product)
+    return mesh(rows, cols)
+
+
+def _require(holds: bool, name: str, value: object, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} must {rule}, got {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class RouteKind:
+    """A route by name: how to build it for n ranks, and the keys it takes beside the name."""
+
+    build: Callable[..., Schedule]
+    keys: tuple[str, ...] = ()
+    keys_stay: bool = False
+    """Whether keys are the side that stays in a forward too: what stays is brought together one
+    owner after another, behind the tiles of those that are there. For routes on which nothing
+    walks: queries that walk have to bring their results home."""
+
+
+ROUTES: Mapping[str, RouteKind] = MappingProxyType(
+    {
+        "ring": RouteKind(ring),
+        "double_ring": RouteKind(double_ring, ("inner",)),
+        "all_gather": RouteKind(all_gather, keys_stay=True),
+        "concentric": RouteKind(concentric, ("team_size",)),
+        "mesh": RouteKind(_mesh_of, ("rows", "cols")),
+    }
+)
+
+
+def make_schedule(route: Mapping[str, object], n: int) -> Schedule:
+    """The schedule of a route given as in the config, e.g. {"name": "mesh", "rows": 2, "cols": 4}.
+
+    Raises:
+        ValueError: if the name or a key is unknown or missing, a value is no positive integer,
+            or the route does not fit n ranks.
+    """
+    name = route.get("name")
+    if not isinstance(name, str) or name not in ROUTES:
+        raise ValueError(
+            f"route name must be one of {list(ROUTES)}, got {name!r}{nearest(name, ROUTES)}"
+        )
+    kind = ROUTES[name]
+    values = {key: value for key, value in route.items() if key != "name"}
+    for key in values:
+        if key not in kind.keys:
+            takes = f"takes {list(kind.keys)}" if kind.keys else "takes no other key"
+            raise ValueError(f"route {name!r} {takes}, got {key!r}{nearest(key, kind.keys)}")
+    for key in kind.keys:
+        value = values.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"route {name!r} needs {key!r}, a positive integer, got {value!r}")
+    return _build(name, n, tuple(values[key] for key in kind.keys))
+
+
+@lru_cache(maxsize=64)  # asked when a config is checked, and by every plan of its calls
+def _build(name: str, n: int, values: tuple[object, ...]) -> Schedule:
+    kind = ROUTES[name]
+    return kind.build(n, **dict(zip(kind.keys, values, strict=True)))
