@@ -52,7 +52,7 @@ def counts_of_checks(comm, on_host):
 
 def test_where_a_check_stalls_a_device_only_new_headers_are_compared(monkeypatch):
     """And of those only the latest are remembered, the same on every rank."""
-    monkeypatch.setattr(agree, "KNOWN", 2)
+    monkeypatch.setattr(agree, "MAX_REMEMBERED", 2)
     monkeypatch.setattr(agree, "_home", lambda comm, like: like.device)  # no device here
     assert run_threads(2, counts_of_checks, True) == [[1] * 8] * 2
     assert run_threads(2, counts_of_checks, False) == [[1, 1, 0, 1, 0, 1, 1, 0]] * 2

@@ -6,7 +6,7 @@ from importlib import import_module
 
 import pytest
 
-from wf_backends.lowering.forwarding import Journey, Laps, still_read
+from wf_backends.lowering.forwarding import RelayedRows, WalkerRows, needed_later
 from wf_backends.lowering.lower import Problem, lower
 from wf_backends.lowering.tiles import seen
 from wf_backends.schedule.layout import contiguous, zigzag
@@ -21,56 +21,59 @@ WANTED = (AB, A, (), AB)
 OWNED = (AB, (), (), ())
 
 
-def by_step(wanted, owned, kind=Journey, whole=False):
-    """What a journey says of every step: (held, handed, moved, left)."""
+def by_step(wanted, owned, kind=WalkerRows, whole=False):
+    """By step: (needed, forwarded, grad_forwarded, grad_to_owner)."""
     one, steps = kind(wanted.__getitem__, owned.__getitem__, len(wanted), whole), range(len(wanted))
-    return [tuple(map(rows, steps)) for rows in (one.held, one.handed, one.moved, one.left)]
+    return [
+        tuple(map(rows, steps))
+        for rows in (one.needed, one.forwarded, one.grad_forwarded, one.grad_to_owner)
+    ]
 
 
 def test_a_row_that_nobody_reads_in_a_step_is_nowhere_in_it():
-    held, handed, moved, left = by_step(WANTED, OWNED)
-    assert held == WANTED
-    assert handed == ((), (), (), ())  # the owner was the rank before, or nobody read them
-    assert moved == ((), (), (), ())
-    assert left == (AB, A, (), AB)
+    needed, forwarded, grad_forwarded, grad_to_owner = by_step(WANTED, OWNED)
+    assert needed == WANTED
+    assert forwarded == ((), (), (), ())  # the owner was the rank before, or nobody read them
+    assert grad_forwarded == ((), (), (), ())
+    assert grad_to_owner == (AB, A, (), AB)
 
 
 def test_a_reader_hands_on_what_the_next_one_reads_and_its_partial_result():
-    _, handed, moved, left = by_step((A, AB, A, B), (AB, (), (), ()))
-    assert handed == ((), (), A, ())
-    assert moved == ((), A, (), ())
-    assert left == (A, B, A, B)
+    _, forwarded, grad_forwarded, grad_to_owner = by_step((A, AB, A, B), (AB, (), (), ()))
+    assert forwarded == ((), (), A, ())
+    assert grad_forwarded == ((), A, (), ())
+    assert grad_to_owner == (A, B, A, B)
 
 
 def test_a_rank_takes_its_own_rows_from_itself_and_keeps_what_comes_home():
-    _, handed, moved, left = by_step((AB, AB, AB), ((), A, ()))
-    assert handed == ((), B, B)
-    assert moved == (AB, B, ())
-    assert left == ((), A, AB)
+    _, forwarded, grad_forwarded, grad_to_owner = by_step((AB, AB, AB), ((), A, ()))
+    assert forwarded == ((), B, B)
+    assert grad_forwarded == (AB, B, ())
+    assert grad_to_owner == ((), A, AB)
 
 
 def test_laps_carry_a_row_by_way_of_ranks_that_do_not_read_it():
-    held, handed, moved, left = by_step(WANTED, OWNED, Laps)
-    assert held == (AB, AB, AB, AB)
-    assert handed == ((), (), AB, AB)
-    assert moved == ((), A, A, ())
-    assert left == (AB, (), (), AB)
+    needed, forwarded, grad_forwarded, grad_to_owner = by_step(WANTED, OWNED, RelayedRows)
+    assert needed == (AB, AB, AB, AB)
+    assert forwarded == ((), (), AB, AB)
+    assert grad_forwarded == ((), A, A, ())
+    assert grad_to_owner == (AB, (), (), AB)
 
 
 def test_what_is_kept_for_the_other_pass_is_all_that_any_step_reads():
-    held, handed, _, left = by_step((A, (), B), ((), (), ()), whole=True)
-    assert held == (AB, (), B)
-    assert handed == ((), (), ())
-    assert left == (A, (), B)
+    needed, forwarded, _, grad_to_owner = by_step((A, (), B), ((), (), ()), whole=True)
+    assert needed == (AB, (), B)
+    assert forwarded == ((), (), ())
+    assert grad_to_owner == (A, (), B)
 
 
 def test_what_owners_send_is_what_the_rank_before_does_not_hand_on():
-    one = Journey((A, AB, A, B).__getitem__, (AB, (), (), ()).__getitem__, 4)
-    assert [one.sent(step) for step in range(4)] == [A, AB, (), B]
+    one = WalkerRows((A, AB, A, B).__getitem__, (AB, (), (), ()).__getitem__, 4)
+    assert [one.from_owner(step) for step in range(4)] == [A, AB, (), B]
 
 
 def test_what_is_still_read_shrinks_from_step_to_step():
-    assert still_read((A, (), B, ())) == [AB, B, B, ()]
+    assert needed_later((A, (), B, ())) == [AB, B, B, ()]
 
 
 def test_only_double_rings_have_laps():

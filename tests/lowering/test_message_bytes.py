@@ -16,7 +16,7 @@ from wf_backends.lowering.message_bytes import (
     forward_row_bytes,
     total,
 )
-from wf_backends.lowering.program import LONG
+from wf_backends.lowering.program import OWN_MESSAGE_ROWS
 from wf_backends.schedule.layout import contiguous, make_layout, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
 from wf_backends.schedule.routes import concentric, double_ring, mesh, ring
@@ -76,7 +76,7 @@ def test_a_causal_zigzag_ring_saves_a_quarter(n, least):
 def hops_of(problem: Problem, rank: int) -> int:
     """In how many steps a rank sends any rows of walkers."""
     steps = lower(problem, rank).steps
-    return sum(bool(away(rank, step.hand, step.give)) for step in steps)
+    return sum(bool(away(rank, step.forwarded, step.give)) for step in steps)
 
 
 def away(rank, *several):
@@ -123,7 +123,7 @@ def test_a_row_is_sent_once_to_each_rank_that_reads_it(mask, where, queries_walk
 def rows_sent(problem, n):
     """Rows of walkers that all ranks together send, in hops and to gather them."""
     plans = [lower(problem, rank) for rank in range(n)]
-    several = [(plan.rank, step.hand, step.give) for plan in plans for step in plan.steps]
+    several = [(plan.rank, step.forwarded, step.give) for plan in plans for step in plan.steps]
     several += [(plan.rank, plan.walk.give) for plan in plans]
     return sum(parcel.num_rows for found in several for parcel in away(*found))
 
@@ -175,7 +175,9 @@ def test_documents_never_leave_the_ranks_that_hold_them():
 
 @pytest.mark.parametrize("n", (2, 4, 6, 8, 9))
 @pytest.mark.parametrize("queries_walk", (False, True))
-@pytest.mark.parametrize("length", (36, 36 * LONG))  # in which ranges are messages of their own
+@pytest.mark.parametrize(
+    "length", (36, 36 * OWN_MESSAGE_ROWS)
+)  # in which ranges are messages of their own
 @pytest.mark.parametrize(
     "mask", (Mask(FULL), Mask(CAUSAL), Mask(Band(5, 2)), Mask(CAUSAL, (0, 7, 36)))
 )
@@ -207,7 +209,7 @@ def _in_order(plan, peer, way):
     last = None
     for step in (*plan.steps, None):
         if step:
-            parcels += step.hand if sends else step.take
+            parcels += step.forwarded if sends else step.take
         if last:
             onward = last.partial_out if sends else step and step.partial_in
             parcels += [onward, *(last.home_out if sends else last.home_in)]

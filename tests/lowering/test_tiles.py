@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.dense import visible
 from wf_backends.lowering.areas import tile_area
 from wf_backends.lowering.lower import Problem, lower
-from wf_backends.lowering.tiles import SHORT, Tile, by_document, seen, tiles
+from wf_backends.lowering.tiles import SHORT_RANGE_ROWS, Tile, by_document, seen, tiles
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask, make_mask
 from wf_backends.schedule.ranges import join, size
@@ -98,8 +98,8 @@ def test_rows_that_are_keys_as_well_are_one_causal_call():
 
 def test_long_ranges_are_not_copied_for_one_call():
     """Their own diagonals hide few scores beside those that they show."""
-    rows = ((0, SHORT + 1), (3 * SHORT, 4 * SHORT))
-    found = tiles(rows, ((0, 4 * SHORT),), Mask(CAUSAL))
+    rows = ((0, SHORT_RANGE_ROWS + 1), (3 * SHORT_RANGE_ROWS, 4 * SHORT_RANGE_ROWS))
+    found = tiles(rows, ((0, 4 * SHORT_RANGE_ROWS),), Mask(CAUSAL))
     assert all(len(tile.rows) == len(tile.keys) == 1 for tile in found)
 
 

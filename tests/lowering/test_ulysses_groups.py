@@ -6,61 +6,61 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wf_backends.lowering.ulysses_groups import Pools
+from wf_backends.lowering.ulysses_groups import UlyssesGroups
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.placement import divisors
 from wf_backends.schedule.ranges import size
 
 
 @st.composite
-def pools(draw: st.DrawFn) -> Pools:
+def groups(draw: st.DrawFn) -> UlyssesGroups:
     ranks = draw(st.integers(1, 64))
     degree = draw(st.sampled_from(divisors(ranks)))
-    return Pools(ranks, degree, draw(st.sampled_from(divisors(ranks // degree))))
+    return UlyssesGroups(ranks, degree, draw(st.sampled_from(divisors(ranks // degree))))
 
 
-@given(pools())
-def test_every_rank_is_one_member_of_one_pool(of: Pools) -> None:
+@given(groups())
+def test_every_rank_is_one_member_of_one_pool(of: UlyssesGroups) -> None:
     for rank in range(of.size):
-        pool, member = of.find(rank)
-        assert of.rank(pool, member) == rank
-        assert of.members(pool)[member] == rank == of.route(member)[pool]
-    assert sorted(rank for pool in range(of.count) for rank in of.members(pool)) == list(
+        group, member = of.find(rank)
+        assert of.rank(group, member) == rank
+        assert of.members(group)[member] == rank == of.route(member)[group]
+    assert sorted(rank for group in range(of.count) for rank in of.members(group)) == list(
         range(of.size)
     )
 
 
-@given(pools())
-def test_members_are_a_stride_apart(of: Pools) -> None:
-    for pool in range(of.count):
-        members = of.members(pool)
+@given(groups())
+def test_members_are_a_stride_apart(of: UlyssesGroups) -> None:
+    for group in range(of.count):
+        members = of.members(group)
         assert list(members) == list(range(members[0], members[-1] + 1, of.stride))
 
 
-@given(pools(), st.integers(1, 64))
-def test_how_far_pools_are_apart(of: Pools, pools: int) -> None:
-    if pools < of.count and (pools < of.stride or pools % of.stride == 0):
-        assert of.rank(pools, 0) - of.rank(0, 0) == of.apart(pools)
+@given(groups(), st.integers(1, 64))
+def test_how_far_pools_are_apart(of: UlyssesGroups, groups: int) -> None:
+    if groups < of.count and (groups < of.stride or groups % of.stride == 0):
+        assert of.rank(groups, 0) - of.rank(0, 0) == of.apart(groups)
 
 
 def test_head_first_and_context_first() -> None:
-    assert Pools(8, 4, 1).members(1) == (4, 5, 6, 7)
-    assert Pools(8, 4, 1).route(1) == (1, 5)
-    assert Pools(8, 4, 2).members(1) == (1, 3, 5, 7)
-    assert Pools(8, 4, 2).route(1) == (2, 3)
-    assert Pools(8, 2, 2).members(3) == (5, 7)  # in between: blocks of two routes
-    assert Pools(8, 2, 2).route(0) == (0, 1, 4, 5)
+    assert UlyssesGroups(8, 4, 1).members(1) == (4, 5, 6, 7)
+    assert UlyssesGroups(8, 4, 1).route(1) == (1, 5)
+    assert UlyssesGroups(8, 4, 2).members(1) == (1, 3, 5, 7)
+    assert UlyssesGroups(8, 4, 2).route(1) == (2, 3)
+    assert UlyssesGroups(8, 2, 2).members(3) == (5, 7)  # in between: blocks of two routes
+    assert UlyssesGroups(8, 2, 2).route(0) == (0, 1, 4, 5)
 
 
 @pytest.mark.parametrize("stride", (1, 2, 4))
 def test_pools_hold_what_their_members_do(stride: int) -> None:
-    of, layout = Pools(8, 2, stride), zigzag(8, 50)
+    of, layout = UlyssesGroups(8, 2, stride), zigzag(8, 50)
     merged = of.merge(layout)
-    for pool, rows in enumerate(merged):
-        assert size(rows) == sum(size(layout[rank]) for rank in of.members(pool))
+    for group, rows in enumerate(merged):
+        assert size(rows) == sum(size(layout[rank]) for rank in of.members(group))
     assert sum(map(size, merged)) == 50
 
 
 def test_consecutive_ranks_of_a_zigzag_are_a_zigzag_of_fewer_ranks() -> None:
-    assert Pools(8, 2).merge(zigzag(8, 64)) == zigzag(4, 64)
-    assert Pools(4, 2, 2).merge(contiguous(4, 8)) == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
+    assert UlyssesGroups(8, 2).merge(zigzag(8, 64)) == zigzag(4, 64)
+    assert UlyssesGroups(4, 2, 2).merge(contiguous(4, 8)) == (((0, 2), (4, 6)), ((2, 4), (6, 8)))

@@ -222,8 +222,8 @@ def test_ulysses_bytes_of_every_link(
     job, sent = HeadSplit(Workload(SHAPE, 96), at, degree, stride), Counter[LinkEnd]()
     each = 96 // at.size * SHAPE.head_dim * SHAPE.itemsize
     each *= 2 * job.shape.heads + 2 * job.shape.kv_heads
-    for pool in range(job.pools.count):
-        for source in (members := job.pools.members(pool)):
+    for group in range(job.groups.count):
+        for source in (members := job.groups.members(group)):
             for target in members:
                 if source != target:
                     for end in link_ends(at, source, target):
@@ -242,13 +242,13 @@ def test_ulysses_bytes_of_every_link(
 
 @pytest.mark.parametrize("stride", (1, 2, 4))
 def test_a_message_goes_from_each_member_to_its_like(stride: int) -> None:
-    """Two hosts of four: a ring of pools that are two apart stays inside hosts or does not."""
+    """Two hosts of four: a ring of groups that are two apart stays inside hosts or does not."""
     job = HeadSplit(Workload(SHAPE, 96), cluster(2, 4, 4), 2, stride)
     cost = pass_cost(job, place(named(4, name="ring"), 4), FORWARD)
     crossing = {
-        job.topology.host(job.pools.rank(pool, member))
-        != job.topology.host(job.pools.rank((pool - 1) % 4, member))
-        for pool in range(4)
+        job.topology.host(job.groups.rank(group, member))
+        != job.topology.host(job.groups.rank((group - 1) % 4, member))
+        for group in range(4)
         for member in range(2)
     }
     assert bool(cost.nic_bytes) == (True in crossing)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
-from wf_backends.lowering.ulysses_groups import Pools
+from wf_backends.lowering.ulysses_groups import UlyssesGroups
 from wf_backends.planner.link_loads import Load
 from wf_backends.planner.rank_phases import Messages, RankPhase
 from wf_backends.planner.simulator import Simulator, shared
@@ -29,7 +29,7 @@ def simulated(
     at: Topology, phases: list[dict[int, Messages]], computes=None, degree=1, stride=1
 ) -> Simulator:
     """After phases of one round: messages by rank, and seconds of tiles by phase and rank."""
-    simulator, size = Simulator(at, Pools(at.size, degree, stride)), at.size // degree
+    simulator, size = Simulator(at, UlyssesGroups(at.size, degree, stride)), at.size // degree
     for index, sent in enumerate(phases):
         ranks = [
             RankPhase(f"step {index}", sent.get(rank, []), ([],), ((),), ([],))
@@ -56,7 +56,7 @@ def test_a_message_sets_off_when_both_ends_are_ready() -> None:
 
 def test_who_only_gives_does_not_wait() -> None:
     """The one that gets it does, and so does one that gives and gets."""
-    simulator = Simulator(topology(4, 1, 1), Pools(4))
+    simulator = Simulator(topology(4, 1, 1), UlyssesGroups(4))
     given = {0: [(1, BYTES)], 1: [(2, BYTES)]}
     simulator.run(
         [RankPhase("step", [], ([],), ((),), ([],), given.get(rank, [])) for rank in range(4)],
@@ -146,7 +146,7 @@ def test_only_the_ranks_at_the_ends_of_a_message_are_held() -> None:
 def test_results_on_their_way_home_hold_both_ends() -> None:
     quiet: Messages = []
     at = topology(2, 1, 1, occupied=1.0)
-    simulator = Simulator(at, Pools(2))
+    simulator = Simulator(at, UlyssesGroups(2))
     leaving = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), ([(1, BYTES)], quiet))
     alone = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), (quiet, quiet))
     simulator.run([leaving, alone], [[1, 1], [0, 2]])
@@ -154,7 +154,7 @@ def test_results_on_their_way_home_hold_both_ends() -> None:
 
 
 def test_results_go_home_while_their_rank_goes_on() -> None:
-    simulator = Simulator(topology(2, 1, 1), Pools(2))
+    simulator = Simulator(topology(2, 1, 1), UlyssesGroups(2))
     quiet: Messages = []
     leaving = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), ([(1, 3 * BYTES)], quiet))
     alone = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), (quiet, quiet))
@@ -168,7 +168,7 @@ def test_what_leaves_shares_a_link_with_what_is_still_to_come() -> None:
     one: Messages = [(0, BYTES)]
     sends = RankPhase("step 0", quiet, (quiet, one, one), ((), (), ()), (one, quiet, quiet))
     waits = RankPhase("step 0", quiet, (quiet, quiet, quiet), ((), (), ()), (quiet,) * 3)
-    simulator = Simulator(topology(2, 1, 1), Pools(2))
+    simulator = Simulator(topology(2, 1, 1), UlyssesGroups(2))
     simulator.run([waits, sends], [[0, 0, 0], [0, 0, 0]])
     assert simulator.now == pytest.approx([3, 3]) and simulator.cost(0, 0).seconds == pytest.approx(
         3
@@ -189,7 +189,7 @@ def test_what_a_link_carries_first_delays_the_messages_of_the_pass() -> None:
     """Of NICs three seconds, which leave connections inside hosts alone."""
     at, quiet = topology(2, 2, 1), Load(3 * BYTES)
     for peer, took in ((2, 4.0), (1, 0.25)):
-        simulator = Simulator(at, Pools(4), quiet)
+        simulator = Simulator(at, UlyssesGroups(4), quiet)
         ranks = [
             RankPhase("step", [(peer, BYTES)] if not r else [], ([],), ((),), ([],))
             for r in range(4)

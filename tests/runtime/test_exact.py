@@ -13,7 +13,7 @@ from tests.cases import Case, assert_exact, run_case, schedules
 from tests.dense import dense_attention
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
-from wf_backends.lowering.program import LONG
+from wf_backends.lowering.program import OWN_MESSAGE_ROWS
 from wf_backends.runtime.surrogate_out import stand_in
 from wf_backends.schedule.layout import LAYOUTS, contiguous, make_layout, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
@@ -55,7 +55,7 @@ def test_keys_or_queries_walk_on_zigzag(schedule, mask):
 @pytest.mark.parametrize("queries_walk", (False, True))
 def test_long_ranges_are_messages_of_their_own(name, queries_walk):
     """What is sent as it lies and received where it belongs, beside what is packed."""
-    long = zigzag(4, 8 * LONG)
+    long = zigzag(4, 8 * OWN_MESSAGE_ROWS)
     route = schedules(4)[name]
     case = Case(route, route, long, MASKS["causal"], queries_walk, heads=1, kv_heads=1)
     assert_exact(case)
@@ -65,7 +65,7 @@ def test_long_ranges_are_messages_of_their_own(name, queries_walk):
 @pytest.mark.parametrize("name", ("all_gather", "concentric/2", "mesh/2x2", "ring"))
 def test_long_documents_on_the_kernel_of_cpus(name):
     """Tiles handed to a kernel in pieces, between ranges that are messages of their own."""
-    tokens, route = 10 * LONG, schedules(4)[name]
+    tokens, route = 10 * OWN_MESSAGE_ROWS, schedules(4)[name]
     mask = Mask(CAUSAL, (0, 700, 760, tokens))
     case = Case(route, route, zigzag(4, tokens), mask, heads=1, kv_heads=1, kernel=SdpaKernel())
     assert_exact(case)

@@ -84,7 +84,7 @@ def test_a_little_unevenness_spares_documents(monkeypatch):
 
     packed = borders(drawn("zipf", 0))
     spared = pieces()
-    monkeypatch.setattr(documents, "STRICTER", (0.0,))
+    monkeypatch.setattr(documents, "EXCESSES", (0.0,))
     assert spared < pieces()
 
 

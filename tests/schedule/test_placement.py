@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wf_backends.lowering.ulysses_groups import Pools
+from wf_backends.lowering.ulysses_groups import UlyssesGroups
 from wf_backends.planner.route_shape import shape_of
 from wf_backends.schedule.placement import (
     Placed,
@@ -117,13 +117,16 @@ def test_every_divisor_pair_team_and_double_ring_is_a_route() -> None:
 
 def test_every_route_has_the_shape_of_its_schedule() -> None:
     for route in routes(16):
-        shape, schedule = shape_of(in_rank_order(route, 16), Pools(16)), make_schedule(route, 16)
+        shape, schedule = (
+            shape_of(in_rank_order(route, 16), UlyssesGroups(16)),
+            make_schedule(route, 16),
+        )
         assert (shape.gathers, shape.num_hops) == (any(schedule.gathers()), len(schedule.hops))
 
 
 def test_a_route_without_a_shape_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="'spiral' has no shape"):
-        shape_of(in_rank_order({"name": "spiral"}, 4), Pools(4))
+        shape_of(in_rank_order({"name": "spiral"}, 4), UlyssesGroups(4))
 
 
 def test_divisors() -> None:

@@ -22,7 +22,7 @@ from wf_backends._validation import AUTO, one_of
 from wf_backends.cli.models import ModelName
 from wf_backends.cluster import KERNEL_NAMES, PRESETS, Topology, load
 from wf_backends.lowering import Shape
-from wf_backends.planner import FEWEST, Workload, draw_documents
+from wf_backends.planner import MIN_HALVINGS, Workload, draw_documents
 from wf_backends.schedule import (
     LAYOUTS,
     ORDER,
@@ -109,7 +109,7 @@ class Model:
         """cu_seqlens of the packed documents; None without documents."""
         if not self.documents:
             return None
-        most = self.seqlen >> FEWEST
+        most = self.seqlen >> MIN_HALVINGS
         if not 1 <= self.documents <= most:
             raise ValueError(
                 f"--documents must be 1 to {most}, a quarter of --seqlen, got {self.documents}: "

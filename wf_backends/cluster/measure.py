@@ -20,7 +20,7 @@ from wf_backends.cluster.measure_links import (
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.timer import Timer
 from wf_backends.cluster.topology import Topology
-from wf_backends.comm import HEADER, Communicator, gather_small
+from wf_backends.comm import HEADER_INTEGERS, Communicator, gather_small
 from wf_backends.runtime import heads_for_tokens, make_head_exchange
 from wf_backends.schedule import make_layout
 
@@ -70,7 +70,7 @@ def _agreement_s(timer: Timer) -> float:
     """
     if not timer.comm.on_host:
         return 0.0
-    header = torch.zeros(HEADER, dtype=torch.int64)
+    header = torch.zeros(HEADER_INTEGERS, dtype=torch.int64)
     return median(timer.times(lambda: gather_small(timer.comm, header), REPEATS))
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from wf_backends.comm.all_to_all import Sizes, all_to_all, chunk_sizes
 from wf_backends.comm.autograd import move, move_all
 from wf_backends.comm.consistency import (
-    HEADER,
+    HEADER_INTEGERS,
     Agreement,
     fingerprint,
     gather_small,
@@ -24,7 +24,7 @@ from wf_backends.comm.turns import exchange
 __all__ = [
     "Agreement",
     "Communicator",
-    "HEADER",
+    "HEADER_INTEGERS",
     "Message",
     "Pending",
     "Sizes",

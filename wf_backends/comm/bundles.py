@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wf_backends.comm.protocol import Message, Pending
 
-SMALL = 1 << 17  # bytes: copying as many twice takes a core about as long as a message of gloo
+SMALL_BYTES = 1 << 17  # copying as many twice takes a core about as long as a message of gloo
 Post = Callable[[str, Sequence[Message], Sequence[Message]], Pending]
 
 
@@ -57,10 +57,12 @@ def _bundles(messages: Sequence[Message]) -> tuple[dict[int, list[Tensor]], list
     """The small messages of each peer that has several, flat, and all others as they are."""
     small: defaultdict[int, list[Tensor]] = defaultdict(list)
     for peer, tensor in messages:
-        if tensor.nbytes <= SMALL:
+        if tensor.nbytes <= SMALL_BYTES:
             small[peer].append(tensor)
     several = {peer: _flat(tensors) for peer, tensors in small.items() if len(tensors) > 1}
-    rest = [(peer, one) for peer, one in messages if peer not in several or one.nbytes > SMALL]
+    rest = [
+        (peer, one) for peer, one in messages if peer not in several or one.nbytes > SMALL_BYTES
+    ]
     return several, rest
 
 

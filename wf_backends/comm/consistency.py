@@ -12,8 +12,8 @@ from torch import Tensor
 
 from wf_backends.comm.protocol import Communicator
 
-HEADER = 16  # integers: headers of different calls have one size, so none overruns another's buffer
-KNOWN = 1024  # headers that are remembered: packed documents bring a new one with every batch
+HEADER_INTEGERS = 16  # of all calls, so that no header overruns another's buffer
+MAX_REMEMBERED = 1024  # headers; packed documents bring a new one with every batch
 REFUSED = -1  # in place of the names' fingerprint: this rank's own arguments are wrong
 
 
@@ -102,7 +102,7 @@ class Agreement:
             _refuse_differing(dict(zip(same, columns, strict=False)))
         found = dict(zip(lengths, columns[len(same) :], strict=False))
         if remember and not self.comm.on_host:
-            if len(self._seen) == KNOWN:
+            if len(self._seen) == MAX_REMEMBERED:
                 del self._seen[next(iter(self._seen))]  # the oldest: the same call on every rank
             self._seen[key] = found
         return found
@@ -123,8 +123,8 @@ class Agreement:
             raise
 
     def _exchange(self, values: list[int], like: Tensor) -> list[list[int]]:
-        """All headers, by rank, each filled up to a multiple of HEADER integers."""
-        filled = values + [0] * (-len(values) % HEADER)
+        """All headers, by rank, each filled up to a multiple of HEADER_INTEGERS integers."""
+        filled = values + [0] * (-len(values) % HEADER_INTEGERS)
         mine = torch.tensor(filled, dtype=torch.int64, device=_home(self.comm, like))
         rows, rank = _by_distance(self.comm, mine, "agreement").tolist(), self.comm.rank
         return rows[rank::-1] + rows[:rank:-1]

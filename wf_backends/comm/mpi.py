@@ -18,8 +18,8 @@ from wf_backends.comm.staging import Staged
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-SPINS = 1000  # polls before the waiting rank lets others have the core
-PAUSE = 20e-6  # seconds between polls after that
+POLLS_AT_ONCE = 1000  # polls before the waiting rank lets others have the core
+PAUSE_S = 20e-6  # seconds between polls after that
 HOST_COPIES = "CUDA tensors go through host copies"
 
 
@@ -156,7 +156,7 @@ class _MpiPending(Pending):
                     f"end within {self.comm.timeout:g} s"
                 )
             polls += 1
-            time.sleep(PAUSE if polls > SPINS else 0)
+            time.sleep(PAUSE_S if polls > POLLS_AT_ONCE else 0)
             self.poll()
 
     def _landed(self, flight: _Flight) -> bool:

@@ -15,7 +15,7 @@ from wf_backends.comm.staging import Staged
 
 What = tuple[Any, ...]  # label, kind of message, peers: put into words if something fails
 
-WINDOW = 1 << 17  # bytes: what fills a link of 10 Gbit/s for 100 us, a round trip
+WINDOW_BYTES = 1 << 17  # what fills a link of 10 Gbit/s for 100 us, a round trip
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -75,7 +75,7 @@ class GroupComm(Communicator):
 
     def window(self, device: torch.device) -> int | None:
         """NCCL takes everything in one launch; gloo's sockets need turns."""
-        return None if self._backends.get(device.type) == "nccl" else WINDOW
+        return None if self._backends.get(device.type) == "nccl" else WINDOW_BYTES
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         device = (*sends, *recvs)[0][1].device.type if sends or recvs else "cpu"

@@ -28,7 +28,7 @@ from wf_backends.lowering.program import (
     parcels,
 )
 from wf_backends.lowering.tiles import Tile
-from wf_backends.lowering.ulysses_groups import Pools
+from wf_backends.lowering.ulysses_groups import UlyssesGroups
 
 __all__ = [
     "BACKWARD_FLOPS",
@@ -36,7 +36,7 @@ __all__ = [
     "Gather",
     "Parcel",
     "Parcels",
-    "Pools",
+    "UlyssesGroups",
     "Problem",
     "RankProgram",
     "Round",

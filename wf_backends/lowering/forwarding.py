@@ -1,7 +1,7 @@
 """Where the rows of a walker are at every step, and how they get there and home again.
 
 Pure: standard library only. A row is only where it is read. If the next rank on the way reads it
-too, it is handed on, and its partial result with it. If not, the partial result goes home, and the
+too, it is forwarded, and its partial result with it. If not, the partial result goes home, and the
 owner sends the row again, straight to the next rank that reads it: as many messages as readers.
 Everything is found when it is asked for, so that one rank among thousands looks at its own part.
 """
@@ -14,7 +14,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache, partial
 from itertools import accumulate
 
-from wf_backends.lowering.program import Gather, Parcel, Parcels, Round, Step, handover, parcels
+from wf_backends.lowering.program import (
+    Gather,
+    Parcel,
+    Parcels,
+    Round,
+    Step,
+    forward_parcels,
+    parcels,
+)
 from wf_backends.schedule import (
     Layout,
     Ranges,
@@ -31,7 +39,7 @@ Sent = tuple[int, Ranges]  # the rank at the far end, and rows (positions)
 Rows = Callable[[int], Ranges]  # step -> rows (positions)
 
 
-class Journey:
+class WalkerRows:
     """Rows (positions) of one walker, by step.
 
     Args:
@@ -41,79 +49,79 @@ class Journey:
 
     def __init__(self, wanted: Rows, owned: Rows, num_steps: int, whole: bool = False) -> None:
         self.wanted, self.owned, self.num_steps, self.whole = wanted, owned, num_steps, whole
-        self.held = cache(self._held)
+        self.needed = cache(self._needed)
         """Those that it brings."""
-        self.handed = cache(self._handed)
-        """Of them, those that the rank of the step before hands on; owners send the others."""
-        self.moved = cache(self._moved)
+        self.forwarded = cache(self._forwarded)
+        """Of them, those that the rank of the step before forwards; owners send the others."""
+        self.grad_forwarded = cache(self._grad_forwarded)
         """Those whose partial results go on to the next step."""
 
-    def left(self, step: int) -> Ranges:
+    def grad_to_owner(self, step: int) -> Ranges:
         """Those whose partial results go home."""
-        return subtract(self._summed(step), self.moved(step))
+        return subtract(self._summed(step), self.grad_forwarded(step))
 
-    def sent(self, step: int) -> Ranges:
+    def from_owner(self, step: int) -> Ranges:
         """Those that it brings because their owners send them."""
-        return subtract(self.held(step), self.handed(step))
+        return subtract(self.needed(step), self.forwarded(step))
 
-    def _held(self, step: int) -> Ranges:
+    def _needed(self, step: int) -> Ranges:
         if step == 0 and self.whole:
-            return still_read([self.wanted(at) for at in range(self.num_steps)])[0]
+            return needed_later([self.wanted(at) for at in range(self.num_steps)])[0]
         return self.wanted(step)
 
-    def _handed(self, step: int) -> Ranges:
+    def _forwarded(self, step: int) -> Ranges:
         if not step:
             return ()
         near = union(self.owned(step - 1), self.owned(step))
         # owners send their own rows, and keep those that come to them
-        return subtract(intersect(self.held(step - 1), self.held(step)), near)
+        return subtract(intersect(self.needed(step - 1), self.needed(step)), near)
 
     def _summed(self, step: int) -> Ranges:
         """Those with partial results after a step: what moved there is read there."""
         return self.wanted(step)
 
-    def _moved(self, step: int) -> Ranges:
+    def _grad_forwarded(self, step: int) -> Ranges:
         return self._onward(self._summed(step), step)
 
     def _onward(self, rows: Ranges, step: int) -> Ranges:
         """Of these rows, those that the next step holds."""
-        held = self.held(step + 1) if step + 1 < self.num_steps else ()
+        held = self.needed(step + 1) if step + 1 < self.num_steps else ()
         return intersect(subtract(rows, self.owned(step)), held)
 
 
-class Laps(Journey):
-    """Rows that are handed on by way of ranks that do not read them, until nobody further down
+class RelayedRows(WalkerRows):
+    """Rows that are forwarded by way of ranks that do not read them, until nobody further down
     does: every link of a step then carries as much as any other."""
 
     def __init__(self, wanted: Rows, owned: Rows, num_steps: int, whole: bool = False) -> None:
         super().__init__(wanted, owned, num_steps, whole)
-        self._later = still_read([wanted(step) for step in range(num_steps)])
+        self._later = needed_later([wanted(step) for step in range(num_steps)])
         self._sums: list[Ranges] = []
         moved: Ranges = ()
         for step in range(num_steps):
             self._sums.append(union(moved, wanted(step)))
             moved = self._onward(self._sums[-1], step)
 
-    def _held(self, step: int) -> Ranges:
+    def _needed(self, step: int) -> Ranges:
         return self._later[step]
 
     def _summed(self, step: int) -> Ranges:
         return self._sums[step]
 
 
-def still_read(wanted: Sequence[Ranges]) -> list[Ranges]:
+def needed_later(wanted: Sequence[Ranges]) -> list[Ranges]:
     """The rows that are read in a step or further down, [step]."""
     return list(accumulate(reversed(wanted), union))[::-1]
 
 
-class Journeys:
+class Forwarding:
     """Those of all walkers of a schedule, and the messages that follow from them.
 
     Args:
         roles: its field `kv` names the shards that walk. home: the walkers' rows that each rank
             owns.
         wanted: (step, origin) -> the rows of a walker that the step's rank reads.
-        whole: see `Journey`; only where walkers are gathered. through: `Laps`.
+        whole: see `WalkerRows`; only where walkers are gathered. through: `RelayedRows`.
     """
 
     def __init__(
@@ -128,16 +136,16 @@ class Journeys:
         self.num_steps = roles.num_steps
         self.carriers = carriers(roles.kv)
         self._wanted, self._whole = wanted, whole and roles.gathers()[1]
-        self._kind = Laps if through else Journey
+        self._kind = RelayedRows if through else WalkerRows
         self.one = cache(self._one)
-        """The journey of the walker that a rank first holds."""
+        """The rows of the walker that a rank first holds."""
         self.reads = cache(self._reads)
         """The later steps in which a rank reads anything."""
         self._given, self._taken = cache(self._gifts), cache(self._takings)
 
     def held(self, step: int, rank: int) -> Ranges:
         """The rows of walkers that a rank holds in a step."""
-        return self.one(self.roles.origin(step, rank)).held(step)
+        return self.one(self.roles.origin(step, rank)).needed(step)
 
     def gather(self, rank: int) -> Gather:
         """How the walkers that a rank first holds get there from their homes."""
@@ -150,29 +158,29 @@ class Journeys:
         """A step of a rank's plan, with all its messages about walkers."""
         origin, home, held = self.roles.origin(step, rank), self.home[rank], self.held(step, rank)
         one = self.one(origin)
-        hand, after, came, past = (), -1, -1, ()
+        onward, after, came, past = (), -1, -1, ()
         if step + 1 < self.num_steps:
             after = self.roles.place(step + 1, origin)
-            hand = handover(after, one.handed(step + 1), held, one.held(step + 1))
+            onward = forward_parcels(after, one.forwarded(step + 1), held, one.needed(step + 1))
         if step:
-            came, past = self.roles.place(step - 1, origin), one.moved(step - 1)
+            came, past = self.roles.place(step - 1, origin), one.grad_forwarded(step - 1)
         take, get, more = self._arriving(step, rank)
         return Step(
             num_rows=size(held),
             rounds=rounds,
             blank=blank,
-            hand=hand,
+            forwarded=onward,
             take=take,
             give=_all(rank, self._given(rank).get(step, ()), home),
             get=get,
             more=more,
             partial_in=_parcel(came, past, held),
-            partial_out=_parcel(after, one.moved(step), held),
+            partial_out=_parcel(after, one.grad_forwarded(step), held),
             home_out=_all(rank, self._leaving(step, rank), held),
             home_in=_all(rank, self._returning(step, rank), home),
         )
 
-    def _one(self, origin: int) -> Journey:
+    def _one(self, origin: int) -> WalkerRows:
         def wanted(step: int) -> Ranges:
             return self._wanted(step, origin)
 
@@ -197,7 +205,7 @@ class Journeys:
         found: defaultdict[int, list[Sent]] = defaultdict(list)
         for origin in self.carriers[owner]:
             for step in range(1, self.num_steps):
-                if own := intersect(self.one(origin).sent(step), self.home[owner]):
+                if own := intersect(self.one(origin).from_owner(step), self.home[owner]):
                     reader = self.roles.place(step, origin)
                     found[self._before(step, reader)].append((reader, own))
         return found
@@ -208,7 +216,7 @@ class Journeys:
         reads = self.reads(reader)
         for before, step in zip((0, *reads), reads, strict=False):
             origin = self.roles.origin(step, reader)
-            rows = self.one(origin).sent(step)
+            rows = self.one(origin).from_owner(step)
             for owner in self.kv[origin] if rows else ():
                 if own := intersect(rows, self.home[owner]):
                     found[before].append((owner, own))
@@ -225,13 +233,15 @@ class Journeys:
         one, rows = self.one(origin), self.held(ahead, rank)
         take: Parcels = ()
         if ahead == step + 1:
-            take = handover(self.roles.place(step, origin), one.handed(ahead), rows, one.held(step))
+            take = forward_parcels(
+                self.roles.place(step, origin), one.forwarded(ahead), rows, one.needed(step)
+            )
         return take, _all(rank, self._taken(rank).get(step, ()), rows), size(rows)
 
     def _leaving(self, step: int, rank: int) -> Iterator[Sent]:
         """The partial results that a rank sends home after a step."""
         origin = self.roles.origin(step, rank)
-        rows = self.one(origin).left(step)
+        rows = self.one(origin).grad_to_owner(step)
         for owner in sorted(self.kv[origin]):
             yield owner, intersect(rows, self.home[owner])
 
@@ -239,7 +249,7 @@ class Journeys:
         """Those that come home to a rank."""
         holders = sorted((self.roles.place(step, one), one) for one in self.carriers[rank])
         for holder, origin in holders:
-            yield holder, intersect(self.one(origin).left(step), self.home[rank])
+            yield holder, intersect(self.one(origin).grad_to_owner(step), self.home[rank])
 
 
 def _parcel(peer: int, rows: Ranges, held: Ranges) -> Parcel | None:

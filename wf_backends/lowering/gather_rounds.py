@@ -25,14 +25,14 @@ from wf_backends.schedule import (
     subtract,
 )
 
-MOST = 3
+MAX_ROUNDS = 3
 """Rounds of one step beside that of a rank's own rows: more owners share rounds, so that kernels
 still have something to do."""
 
 
 def bundles(count: int) -> list[int]:
     """How many of `count` owners share each round."""
-    rounds = min(count, MOST)
+    rounds = min(count, MAX_ROUNDS)
     return [count // rounds + (at < count % rounds) for at in range(rounds)] if count else []
 
 
@@ -67,7 +67,7 @@ class Group:
     owners: tuple[int, ...] = ()
 
 
-class Sharing:
+class GatherRounds:
     """The rounds of all ranks.
 
     Args:

@@ -16,8 +16,8 @@ from threading import Lock
 from typing import TypeVar
 
 from wf_backends.lowering.direction import nearest_first
-from wf_backends.lowering.forwarding import Journeys
-from wf_backends.lowering.gather_rounds import Sharing
+from wf_backends.lowering.forwarding import Forwarding
+from wf_backends.lowering.gather_rounds import GatherRounds
 from wf_backends.lowering.nearby import Nearby
 from wf_backends.lowering.program import RankProgram, Round, Step
 from wf_backends.lowering.tiles import Documents, Tile, by_document, seen, tiles
@@ -78,8 +78,10 @@ class _Derivation:
         homes = self.stay_home, self.walk_home
         self._stay, self._walk = (cache(partial(self._documents, home)) for home in homes)
         through = roles.has_laps and not self.mask.is_near
-        self.journeys = Journeys(roles, self.walk_home, self._wanted, problem.kept, through)
-        self.sharing = Sharing(roles.q, self.num_steps, self.stay_home, self.stay_rows, self._met)
+        self.forwarding = Forwarding(roles, self.walk_home, self._wanted, problem.kept, through)
+        self.gathering = GatherRounds(
+            roles.q, self.num_steps, self.stay_home, self.stay_rows, self._met
+        )
 
     def _met(self, step: int, rank: int) -> Ranges:
         """The rows of what stays with a rank that some tile of the step uses."""
@@ -128,8 +130,8 @@ class _Derivation:
         return RankProgram(
             rank=rank,
             queries_walk=self.queries_walk,
-            stay=self.sharing.stay(rank),
-            walk=self.journeys.gather(rank),
+            stay=self.gathering.stay(rank),
+            walk=self.forwarding.gather(rank),
             steps=steps,
             blank=subtract(((0, size(self.stay_rows(rank))),), stay.written),
         )
@@ -138,7 +140,7 @@ class _Derivation:
         self, step: int, rank: int, held: Ranges, stay: _Touched, walk: _Touched
     ) -> Iterator[Round]:
         """The rounds of a step, each tile told whether it is the first on its rows and keys."""
-        for rows, fetch, home in self.sharing.rounds(step, rank):
+        for rows, fetch, home in self.gathering.rounds(step, rank):
             buffers = self._ordered(self.stay_rows(rank), held)
             found = tiles(*self._ordered(rows, held), self.mask, buffers) if held else ()
             marked = tuple(self._marked(tile, stay, walk) for tile in found)
@@ -151,10 +153,10 @@ class _Derivation:
         )
 
     def _step(self, step: int, rank: int, stay: _Touched) -> Step:
-        held, walk = self.journeys.held(step, rank), _Touched()
+        held, walk = self.forwarding.held(step, rank), _Touched()
         rounds = tuple(self._rounds(step, rank, held, stay, walk))
         blank = subtract(((0, size(held)),), walk.written)
-        return self.journeys.step(step, rank, rounds, blank)
+        return self.forwarding.step(step, rank, rounds, blank)
 
 
 class _Touched:

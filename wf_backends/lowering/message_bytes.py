@@ -91,7 +91,7 @@ def bytes_sent(plan: RankProgram, rows: RowBytes, name: str) -> dict[str, int]:
     sent[f"{name} gather"] += count(fetched) * rows.stay_gathered
     leaving = 0
     for index, step in enumerate(plan.steps):
-        sent[f"{name} step {index}"] = count((*step.hand, *step.give)) * rows.walk + leaving
+        sent[f"{name} step {index}"] = count((*step.forwarded, *step.give)) * rows.walk + leaving
         leaving = count((step.partial_out, *step.home_out)) * rows.walk_partial
     sent[f"{name} home"] = count(returned) * rows.stay_partial + leaving
     return {label: num_bytes for label, num_bytes in sent.items() if num_bytes}

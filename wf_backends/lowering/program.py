@@ -11,7 +11,7 @@ from functools import cached_property
 from wf_backends.lowering.tiles import Tile
 from wf_backends.schedule import Ranges, locate, size
 
-LONG = 256
+OWN_MESSAGE_ROWS = 256
 """Rows from which a range of positions is a message of its own: then it is neither packed before
 it is sent nor unpacked where it lands. Shorter ones share one."""
 
@@ -36,12 +36,12 @@ def parcels(peer: int, rows: Ranges, held: Ranges) -> Parcels:
 
     Both ends cut alike: a range of positions is one slice of either buffer.
     """
-    if len(rows) > 1 and min(stop - start for start, stop in rows) >= LONG:
+    if len(rows) > 1 and min(stop - start for start, stop in rows) >= OWN_MESSAGE_ROWS:
         return tuple(Parcel(peer, locate((piece,), held)) for piece in rows)
     return (Parcel(peer, locate(rows, held)),) if rows else ()
 
 
-def handover(peer: int, rows: Ranges, held: Ranges, far: Ranges) -> Parcels:
+def forward_parcels(peer: int, rows: Ranges, held: Ranges, far: Ranges) -> Parcels:
     """As `parcels`, to or from a buffer of `far`; one message where both ends need no packing."""
     here = locate(rows, held)
     if len(here) == len(locate(rows, far)) == 1:
@@ -102,17 +102,17 @@ class Step:
     """One step: compute on the held walkers, round by round, while the next ones arrive.
 
     `blank` are the held rows whose partial results start from nothing; a tile overwrites the rest.
-    `hand` goes to the next rank on the way, `take` is what the one before hands on; `give` goes to
-    whoever reads this rank's own rows next, `get` is what owners give. What arrives fills the
-    buffer of the next step in which this rank reads anything; `more` are its rows. Slices of
-    `hand`, `partial_*` and `home_out` are in this step's buffer of held rows, those of `take` and
-    `get` in the one that fills, those of `give` and `home_in` in this rank's own shard.
+    `forwarded` goes to the next rank of the hop, `take` is what the one before forwards; `give`
+    goes to whoever reads this rank's own rows next, `get` is what owners give. What arrives fills
+    the buffer of the next step in which this rank reads anything; `more` are its rows. Slices of
+    `forwarded`, `partial_*` and `home_out` are in this step's buffer of held rows, those of `take`
+    and `get` in the one that fills, those of `give` and `home_in` in this rank's own shard.
     """
 
     num_rows: int
     rounds: tuple[Round, ...]
     blank: Ranges
-    hand: Parcels
+    forwarded: Parcels
     take: Parcels
     give: Parcels
     get: Parcels
@@ -131,7 +131,9 @@ class Step:
     def is_idle(self) -> bool:
         """Whether there is nothing to compute, to send or to receive."""
         rounds = any(one != Round(()) for one in self.rounds)
-        return not (rounds or self.hand or self.take or self.give or self.get or self.partial_in)
+        return not (
+            rounds or self.forwarded or self.take or self.give or self.get or self.partial_in
+        )
 
     @property
     def parts(self) -> bool:
@@ -140,12 +142,12 @@ class Step:
 
 
 def met(step: Step, before: Step | None) -> set[int]:
-    """Peers of a step's hop, either way: what is handed on, and the last partial results.
+    """Peers of a step's hop, either way: what is forwarded, and the last partial results.
 
     What owners give to or get from one of them goes with the hop, since a link that carries one
     way a long message in another post does not even ask for what comes the other way.
     """
-    parcels = [*step.hand, *step.take]
+    parcels = [*step.forwarded, *step.take]
     if before is not None:
         parcels += (*before.home_out, *before.home_in)
         parcels += [one for one in (before.partial_out, step.partial_in) if one]
@@ -157,7 +159,7 @@ class RankProgram:
     """Everything that one rank does in one pass.
 
     All ranks post their messages in one order: those of `walk`, the fetches of the first step's
-    rounds, and then for each step what is handed on, what partial results go on or home, what
+    rounds, and then for each step what is forwarded, what partial results go on or home, what
     owners give and, round by round, what goes home.
     """
 

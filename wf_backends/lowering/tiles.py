@@ -26,7 +26,7 @@ from wf_backends.schedule import (
     subtract,
 )
 
-SHORT = 2048
+SHORT_RANGE_ROWS = 2048
 """Rows up to which a range is read together with others of the same tile, at the price of a copy:
 kernels compute hidden scores along every diagonal, and one long diagonal has fewer of them than
 several short ones. Measured in docs/internals/kernels.md."""
@@ -148,7 +148,7 @@ def _of_document(
     """
     both = intersect(rows, keys) if band == CAUSAL else ()
     at, met = (locate(both, buffer) for buffer in held)
-    short = max(map(span, both), default=0) <= SHORT
+    short = max(map(span, both), default=0) <= SHORT_RANGE_ROWS
     if len(both) < 2 or not (short or len(at) == len(met) == 1):
         yield from _join_full(_pairs(rows, keys, band, held))
         return

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from wf_backends.cluster import JobTopology
 from wf_backends.comm import Agreement, Communicator, fingerprint
 from wf_backends.kernels import KernelSpec, select
-from wf_backends.lowering import Pools, Problem, Shape, lower
+from wf_backends.lowering import Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import choose
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner import Choice
@@ -103,22 +103,22 @@ class DistributedAttention:
             layout_of(self.config.layout, rows, mask.cu_seqlens, name) for name, rows in told
         )
         choice = self._choose([sum(rows) for _, rows in told], mask, spec, batch)
-        pools = Pools(self.comm.size, choice.degree, choice.stride)
-        at, member = pools.find(self.comm.rank)
-        pool = pools.members(at)
+        groups = UlyssesGroups(self.comm.size, choice.degree, choice.stride)
+        at, member = groups.find(self.comm.rank)
+        members = groups.members(at)
         queries, keys = (
-            make_head_exchange([layout[rank] for rank in pool], heads, spec.heads).split(
+            make_head_exchange([layout[rank] for rank in members], heads, spec.heads).split(
                 choice.chunks
             )
             for layout, heads in ((q_layout, spec.heads), (kv_layout, spec.kv_heads))
         )
-        pooled = map(pools.merge, (q_layout, kv_layout))
-        there, back, keep = _problems(choice, self.comm.size, mask, *pooled)
+        merged = map(groups.merge, (q_layout, kv_layout))
+        there, back, keep = _problems(choice, self.comm.size, mask, *merged)
         tile = replace(spec, heads=queries[0].share, kv_heads=keys[0].share)
         kernel = select(self.config.kernel, tile).kernel
         forward, backward = lower(there, at), lower(back, at)
-        route = self.comm.view(pools.route(member))
-        group = HeadGroup(self.comm.view(pool), queries, keys)
+        route = self.comm.view(groups.route(member))
+        group = HeadGroup(self.comm.view(members), queries, keys)
         return Call(forward, backward, route, kernel, scale, keep), group
 
     def _choose(self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int) -> Choice:

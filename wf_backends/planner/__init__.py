@@ -11,7 +11,7 @@ from wf_backends.planner.plan import (
 )
 from wf_backends.planner.proxy import NEAR_UP_TO, of_its_kind, on_few, on_fewer_ranks, packed
 from wf_backends.planner.search import all_plans, best_plan, check_memory, price_again, price_plan
-from wf_backends.planner.typical import FEWEST, draw_documents
+from wf_backends.planner.typical import MIN_HALVINGS, draw_documents
 from wf_backends.planner.workload import Cost, Span, Workload
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Choice",
     "Cost",
     "EXACT_UP_TO",
-    "FEWEST",
+    "MIN_HALVINGS",
     "MOVES",
     "NEAR_UP_TO",
     "Plan",

@@ -28,7 +28,7 @@ class ClosedForm:
         self.split, self.kind, self.topology = split, kind, split.topology
         self.rows, self.mask = kind.row_bytes(split.shape), split.workload.mask
         size, seqlen = split.route_size, split.workload.seqlen
-        self.pools, self.call_s = split.pools, self._calls_s()
+        self.groups, self.call_s = split.groups, self._calls_s()
         self.shards = kind.ordered(seqlen / size, split.workload.num_keys / size)
         uneven = unevenness(self.mask, seqlen, split.workload.layout)  # of many ranks
         uneven -= (uneven - 1) / size  # one rank of the route has everything
@@ -38,7 +38,7 @@ class ClosedForm:
 
     def cost(self, placed: Placed) -> Cost:
         """What the pass costs on a route, all chunks of heads."""
-        shape = shape_of(placed, self.pools, self.kind.queries_walk)
+        shape = shape_of(placed, self.groups, self.kind.queries_walk)
         return pipelined(self.split, lambda queued: self._one_chunk(shape, queued))
 
     def _one_chunk(self, shape: RouteShape, queued: Load) -> Cost:
@@ -167,7 +167,7 @@ class ClosedForm:
     def _calls_s(self) -> float:
         """Of a step's kernel calls, beside their FLOPs.
 
-        Under a band two, the last of which sees all keys or none where it is causal; but pools of
+        Under a band two, the last of which sees all keys or none where it is causal; but groups of
         ranks that are apart have two for every member.
         """
         if self.mask.band == FULL:

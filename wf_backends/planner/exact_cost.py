@@ -31,7 +31,7 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind) -> Cost:
     """What a pass of a schedule costs, message by message, all ranks and all chunks of heads.
 
     Args:
-        schedule: for split.route_size ranks; rank i of it is pool i of split.pools, whose members
+        schedule: for split.route_size ranks; rank i of it is group i of split.groups, whose members
             all do the same with other heads.
     """
     rows = kind.row_bytes(split.shape)
@@ -48,7 +48,7 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind) -> Cost:
     gathered = max(_gathered_bytes(one, gathers, rows) for one in programs)
 
     def one_chunk(queued: Load) -> Cost:
-        simulator = Simulator(split.topology, split.pools, queued)
+        simulator = Simulator(split.topology, split.groups, queued)
         for ranks, tiles_s in zip(phases, took, strict=True):
             simulator.run(ranks, tiles_s)
         return simulator.cost(memory, gathered)
@@ -60,12 +60,12 @@ def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind) -> Problem:
     """The schedule over the split's sequence."""
     workload = split.workload
 
-    def pooled(num_rows: int) -> Layout:
+    def merged(num_rows: int) -> Layout:
         borders = workload.mask.cu_seqlens or (0, num_rows)
         layout = make_layout(workload.layout, split.topology.size, num_rows, borders)
-        return split.pools.merge(layout)
+        return split.groups.merge(layout)
 
-    queries, keys = pooled(workload.seqlen), pooled(workload.num_keys)
+    queries, keys = merged(workload.seqlen), merged(workload.num_keys)
     return Problem(schedule, queries, keys, workload.mask, kind.queries_walk, kept=kind.keep)
 
 

@@ -86,17 +86,17 @@ def legal_degrees(request: Request) -> list[int]:
 def legal_strides(request: Request, degree: int) -> list[int]:
     """How far apart the ranks may be that trade heads for tokens, rising.
 
-    1, and what brings as many pools of ranks onto a host as it has ranks. Only 1 where nothing is
+    1, and what brings as many groups of ranks onto a host as it has ranks. Only 1 where nothing is
     won: on one host; and where tokens see only near ones, which are best on the same rank.
     """
     topology, mask = request.topology, request.workload.mask
-    pools = topology.size // degree
+    groups = topology.size // degree
     if request.strides is not None:
-        return [stride for stride in request.strides if pools % stride == 0]
+        return [stride for stride in request.strides if groups % stride == 0]
     if degree == 1 or topology.hosts == 1 or mask.is_near:
         return [1]
     on_host = topology.ranks_per_host
-    return sorted({1, on_host if pools % on_host == 0 else pools})
+    return sorted({1, on_host if groups % on_host == 0 else groups})
 
 
 def legal_chunks(request: Request, degree: int) -> list[int]:

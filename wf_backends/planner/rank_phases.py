@@ -50,7 +50,7 @@ def rank_phases(plan: RankProgram, rows: RowBytes, name: str) -> Iterator[RankPh
         apart = [parcel for parcel in step.give if parcel.peer not in hop]
         yield RankPhase(
             f"{name} step {index}",
-            hop=messages((*step.hand, *along), rows.walk) + partials(before),
+            hop=messages((*step.forwarded, *along), rows.walk) + partials(before),
             fetches=tuple(messages(one.fetch.send, rows.stay_gathered) for one in step.rounds),
             tiles=tuple(one.tiles for one in step.rounds),
             leaves=tuple(messages(one.home.send, rows.stay_partial) for one in step.rounds),

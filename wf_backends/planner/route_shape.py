@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wf_backends.cluster import Topology
-from wf_backends.lowering import Pools
+from wf_backends.lowering import UlyssesGroups
 from wf_backends.planner.link_loads import Load
 from wf_backends.schedule import Placed, digits, strides
 
@@ -79,16 +79,16 @@ class RouteShape:
         return sum(times for times, _ in self.hops)
 
 
-def shape_of(placed: Placed, pools: Pools, queries_walk: bool = False) -> RouteShape:
-    """The shape of a route whose ranks are pools of the cluster's.
+def shape_of(placed: Placed, groups: UlyssesGroups, queries_walk: bool = False) -> RouteShape:
+    """The shape of a route whose ranks are groups of the cluster's.
 
     Raises:
         NotImplementedError: for a route whose shape nobody has written here.
     """
-    size, route = pools.count, placed.route
+    size, route = groups.count, placed.route
     sizes = digits(route, size)
     apart = strides(sizes, placed.order)
-    axes = [Axis(count, pools.apart(far)) for count, far in zip(sizes, apart, strict=True)]
+    axes = [Axis(count, groups.apart(far)) for count, far in zip(sizes, apart, strict=True)]
     queries, keys = Side(), Side()
     match route["name"]:
         case "ring":

@@ -17,7 +17,7 @@ from itertools import zip_longest
 from operator import add
 
 from wf_backends.cluster import Link, Topology
-from wf_backends.lowering import Pools
+from wf_backends.lowering import UlyssesGroups
 from wf_backends.planner.link_loads import NOTHING, LinkEnd, Load, link_ends
 from wf_backends.planner.rank_phases import Messages, RankPhase
 from wf_backends.planner.workload import Cost, Span
@@ -59,14 +59,14 @@ class Simulator:
     """The clocks of all ranks and links, and the bytes that the links carry.
 
     Args:
-        pools: the ranks of the cluster that are one rank of the route, with other heads.
+        groups: the ranks of the cluster that are one rank of the route, with other heads.
         queued: bytes that every link carries before any message of the pass.
     """
 
-    def __init__(self, topology: Topology, pools: Pools, queued: Load = NOTHING) -> None:
-        self.topology, self.pools = topology, pools
-        self.now = [0.0] * pools.count
-        self.computed = [0.0] * pools.count
+    def __init__(self, topology: Topology, groups: UlyssesGroups, queued: Load = NOTHING) -> None:
+        self.topology, self.groups = topology, groups
+        self.now = [0.0] * groups.count
+        self.computed = [0.0] * groups.count
         self.done = self.transfer_s = 0.0
         self._bytes: Counter[LinkEnd] = Counter()
         self._queued_s = (
@@ -189,8 +189,8 @@ class Simulator:
         found = self._ends.get((rank, peer))
         if found is None:
             found = list[LinkEnd]()
-            for member in range(self.pools.degree):
-                ends = (self.pools.rank(one, member) for one in (rank, peer))
+            for member in range(self.groups.degree):
+                ends = (self.groups.rank(one, member) for one in (rank, peer))
                 found += link_ends(self.topology, *ends)
             self._ends[rank, peer] = found
         return found

@@ -16,18 +16,18 @@ LENGTHS = (
     *(17, 19, 21, 23, 26, 29, 34, 41, 53, 86),
 )
 """Quantiles of a log-normal distribution with sigma = 1, in tenths of its median."""
-FEWEST = 2
+MIN_HALVINGS = 2
 """Halvings of the sequence down to the documents' mean length: with fewer it matters where each
 document begins."""
-DRAW = 3
+SEED = 3
 """Which draw: picked once, of eight, for few bad plans; benchmarks/kinds.py judges it on others."""
-SHORTEST = 8
+MAX_PARTS_OF_A_SHARD = 8
 """Parts of a shard, down to which lengths tell kinds apart: shorter documents hardly ever leave
 their rank."""
 
 
 def typical_documents(
-    cu_seqlens: tuple[int, ...], seqlen: int, size: int, fewest: int = FEWEST
+    cu_seqlens: tuple[int, ...], seqlen: int, size: int, fewest: int = MIN_HALVINGS
 ) -> tuple[int, ...] | None:
     """Borders of documents drawn so that their mean length, as tokens see it, is the given ones'.
 
@@ -35,7 +35,7 @@ def typical_documents(
 
     Args:
         cu_seqlens: the borders of the real documents. seqlen: where the result ends, which need
-            not be where the real ones do. size: the ranks. fewest: see FEWEST.
+            not be where the real ones do. size: the ranks. fewest: see MIN_HALVINGS.
 
     Returns:
         None where so few of these documents fill the sequence that no others stand for them.
@@ -45,13 +45,13 @@ def typical_documents(
     halvings = times.bit_length() // 2  # log2(seqlen / mean), rounded
     if halvings < fewest:
         return None
-    return draw_documents(seqlen, min(halvings, (SHORTEST * size).bit_length() - 1))
+    return draw_documents(seqlen, min(halvings, (MAX_PARTS_OF_A_SHARD * size).bit_length() - 1))
 
 
 @lru_cache(maxsize=16)
 def draw_documents(seqlen: int, halvings: int) -> tuple[int, ...]:
     """Borders of documents whose mean length, as tokens see it, is seqlen / 2**halvings."""
-    draw, ends, whole, squares = Random(DRAW), list[int](), 0, 0
+    draw, ends, whole, squares = Random(SEED), list[int](), 0, 0
     while whole**2 <= squares << halvings:
         length = LENGTHS[int(draw.random() * len(LENGTHS))]
         whole, squares = whole + length, squares + length**2

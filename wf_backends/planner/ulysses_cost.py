@@ -54,7 +54,7 @@ def exchange_hold_s(split: HeadSplit, load: Load) -> float:
 def ulysses_cost(split: HeadSplit) -> Cost:
     """Heads for tokens and back, around one pass: what hides behind nothing.
 
-    Bytes are those of all chunks, memory that of the rows that a rank has pooled.
+    Bytes are those of all chunks, memory that of the rows that a rank has gathered.
     """
     if split.degree == 1:
         return Cost()
@@ -67,9 +67,9 @@ def ulysses_cost(split: HeadSplit) -> Cost:
 
 
 def _pooled_bytes(split: HeadSplit) -> float:
-    """q, k, v and out of one chunk, of all rows that a rank pools."""
-    shape, pooled = split.shape, split.degree / split.topology.size
-    rows, keys = split.workload.seqlen * pooled, split.workload.num_keys * pooled
+    """q, k, v and out of one chunk, of all rows that a rank gathers."""
+    shape, share = split.shape, split.degree / split.topology.size
+    rows, keys = split.workload.seqlen * share, split.workload.num_keys * share
     row = shape.batch * shape.head_dim * shape.itemsize
     return 2 * row * (rows * shape.heads + keys * shape.kv_heads)
 

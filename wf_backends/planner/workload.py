@@ -11,9 +11,9 @@ from typing import TypeVar
 from wf_backends.cluster import KernelRate, Topology
 from wf_backends.lowering import (
     BACKWARD_FLOPS,
-    Pools,
     RowBytes,
     Shape,
+    UlyssesGroups,
     backward_row_bytes,
     forward_row_bytes,
     mask_area,
@@ -61,9 +61,9 @@ class HeadSplit:
     chunks: int = 1
 
     @property
-    def pools(self) -> Pools:
+    def groups(self) -> UlyssesGroups:
         """The ranks that trade heads for tokens."""
-        return Pools(self.topology.size, self.degree, self.stride)
+        return UlyssesGroups(self.topology.size, self.degree, self.stride)
 
     @property
     def route_size(self) -> int:

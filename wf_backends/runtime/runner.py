@@ -126,7 +126,7 @@ class _Pass:
             fits = self.spare and self.spare[0].size(0) == step.more
             self.arriving = self.spare if fits else empty_rows(step.more, self.walkers)
         hop = Messages(self.comm, f"{self.name} step {index}", self.in_flight)
-        for parcel in step.hand:
+        for parcel in step.forwarded:
             hop.send(parcel, self.held)
         for parcel in step.take:
             hop.receive(parcel, self.arriving)

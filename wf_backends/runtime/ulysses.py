@@ -1,6 +1,6 @@
 """Heads for tokens: the all-to-all around any route (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-A group of u ranks (lowering/ulysses_groups.py) pools its rows; every member then computes some of
+A group of u ranks (lowering/ulysses_groups.py) gathers its rows; every member then computes some of
 the heads. Where u exceeds the number of key heads, several members get the same key head and the
 gradients of these copies are summed.
 
@@ -50,7 +50,7 @@ class HeadExchange:
         """Slices of my shard that go to a member, and that it sends back: a message each."""
         return parcels(member, self.rows[me], self.rows[me])
 
-    def pooled(self, member: int) -> Parcels:
+    def rows_of(self, member: int) -> Parcels:
         """The same of a member's shard, as slices of the group's buffer."""
         return parcels(member, self.rows[member], ((0, self.num_rows),))
 
@@ -133,7 +133,7 @@ def heads_for_tokens(
     """
     if comm.size == 1:
         return xs
-    there, back = (partial(_exchange, way, exchanges, comm) for way in (pool_rows, bring_back))
+    there, back = (partial(_exchange, way, exchanges, comm) for way in (gather_rows, bring_back))
     return move_all(xs, there, back, label)
 
 
@@ -143,7 +143,7 @@ def tokens_for_heads(
     """My heads of the group's rows (b, n, h', d) -> all heads of my rows (b, s, h, d)."""
     if comm.size == 1:
         return xs
-    there, back = (partial(_exchange, way, exchanges, comm) for way in (bring_back, pool_rows))
+    there, back = (partial(_exchange, way, exchanges, comm) for way in (bring_back, gather_rows))
     return move_all(xs, there, back, label)
 
 
@@ -165,14 +165,14 @@ def _exchange(
     return tuple(total.to(x.dtype) for total, x in zip(found, xs, strict=True))
 
 
-def pool_rows(messages: Messages, exchange: HeadExchange, x: Tensor) -> Tensor:
+def gather_rows(messages: Messages, exchange: HeadExchange, x: Tensor) -> Tensor:
     """Register x's heads for the members, and theirs for me: (b, s, h, d) -> (b, n, h', d)."""
     rows, me = x.transpose(0, 1), messages.comm.rank
     buffer = x.new_empty((exchange.num_rows, len(x), exchange.share, *x.shape[3:]))
     for member, heads in enumerate(exchange.heads):
         for parcel in exchange.own(me, member):
             messages.send(parcel, (rows[:, :, slice(*heads)],))
-        for parcel in exchange.pooled(member):
+        for parcel in exchange.rows_of(member):
             messages.receive(parcel, (buffer,))
     return buffer.transpose(0, 1)
 
@@ -180,7 +180,7 @@ def pool_rows(messages: Messages, exchange: HeadExchange, x: Tensor) -> Tensor:
 def bring_back(
     messages: Messages, exchange: HeadExchange, x: Tensor, into: Tensor | None = None
 ) -> Tensor:
-    """The transpose of `pool_rows`: (b, n, h', d) -> (b, s, h, d).
+    """The transpose of `gather_rows`: (b, n, h', d) -> (b, s, h, d).
 
     What several members hold of one head is summed in float32 or wider.
 
@@ -191,7 +191,7 @@ def bring_back(
     total = (exchange.blank(me, x) if into is None else into).transpose(0, 1)
     combine = copy if exchange.copies == 1 else add
     for member, heads in enumerate(exchange.heads):
-        for parcel in exchange.pooled(member):
+        for parcel in exchange.rows_of(member):
             messages.send(parcel, (buffer,))
         place = partial(scatter, (total[:, :, slice(*heads)],), combine)
         for parcel in exchange.own(me, member):

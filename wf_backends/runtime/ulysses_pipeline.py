@@ -4,7 +4,7 @@ A rank's heads after the exchange (runtime/ulysses.py) are computed one chunk af
 one is, the next is on its way here and what the last one gave is on its way home, so that of all
 exchanges only the first one in and the last one out hide behind nothing.
 
-Shapes: s rows of this rank, n rows of its pool, b batch, h query heads, g key heads, d head_dim.
+Shapes: s rows of this rank, n rows of its group, b batch, h query heads, g key heads, d head_dim.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from wf_backends.runtime.attention import Call, attend, differentiate
 from wf_backends.runtime.buffers import Tensors
 from wf_backends.runtime.messages import Messages
-from wf_backends.runtime.ulysses import HeadExchange, HeadGroup, bring_back, pool_rows
+from wf_backends.runtime.ulysses import HeadExchange, HeadGroup, bring_back, gather_rows
 
 Exchanges = Callable[[int], tuple[HeadExchange, ...]]  # of a chunk, one for each tensor
 
@@ -99,4 +99,4 @@ def _through(
 
 def _arrive(messages: Messages, exchanges: tuple[HeadExchange, ...], xs: Tensors) -> Tensors:
     """Register the heads of a chunk."""
-    return tuple(pool_rows(messages, one, x) for one, x in zip(exchanges, xs, strict=True))
+    return tuple(gather_rows(messages, one, x) for one, x in zip(exchanges, xs, strict=True))

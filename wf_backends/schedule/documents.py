@@ -16,9 +16,9 @@ from math import ceil
 
 from wf_backends.schedule.ranges import Range, Ranges, join, size
 
-TOLERATED = 0.02
+MAX_EXCESS = 0.02
 """How far the busiest rank may be above the mean, so that fewer documents are cut."""
-STRICTER = (TOLERATED, TOLERATED / 2, TOLERATED / 4, 0.0)
+EXCESSES = (MAX_EXCESS, MAX_EXCESS / 2, MAX_EXCESS / 4, 0.0)
 
 
 @lru_cache(maxsize=64)
@@ -35,8 +35,8 @@ def deal_documents(num_ranks: int, cu_seqlens: tuple[int, ...]) -> tuple[Ranges,
     documents = sorted(pairwise(cu_seqlens), key=lambda d: (d[0] - d[1], d))
     best = _deal(num_ranks, documents)
     least = unevenness(best, cu_seqlens)
-    for tolerated in STRICTER:
-        if least <= TOLERATED:
+    for tolerated in EXCESSES:
+        if least <= MAX_EXCESS:
             break
         shards = _fill(num_ranks, documents, tolerated)
         uneven = unevenness(shards, cu_seqlens)
