@@ -15,7 +15,7 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 
 def schemes(place: Place) -> Mapping[str, Make]:
     """The schemes with names that fit this many ranks, and what the planner picks."""
-    points = {**named_points(place.size), "route auto": {"route": "auto"}}
+    points = {**named_points(place.size), "auto": {"route": "auto"}}
     return {name: partial(make, place, words) for name, words in points.items()}
 
 

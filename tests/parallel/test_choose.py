@@ -13,8 +13,9 @@ from wf_backends.cluster.presets import PRESETS
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import choose, plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
-from wf_backends.planner.plan import EXACT_UP_TO, Request, plan_order
+from wf_backends.planner.plan import EXACT_UP_TO, Request
 from wf_backends.planner.proxy import on_few, on_fewer_ranks
+from wf_backends.planner.ranking import ranked
 from wf_backends.planner.search import best_plan, price_again
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
@@ -99,8 +100,8 @@ def test_a_size_alone_gives_the_best_of_all(
         by_forms, counted = (price_again(on_few(request), one) for one in (best, plan))
         assert counted.cost.seconds <= 1.02 * by_forms.cost.seconds
         if on_fewer_ranks(request) is None:
-            order = plan_order(request.memory_limit)
-            assert plan == counted and order(plan) <= order(by_forms)
+            both = ranked([by_forms, plan], topology, request.memory_limit)
+            assert plan == counted == both[0]
     else:
         assert plan == best
     assert choose(alone, shape, 2048, mask, topology) == plan.choice
@@ -111,7 +112,7 @@ def test_a_size_alone_gives_the_best_of_all(
 def test_auto_degrees_keep_to_what_heads_and_named_routes_allow() -> None:
     fast = cluster(4, 2, gbit=0.01)
     many = replace(SHAPE, heads=8, kv_heads=8)
-    at_once = config(ulysses_chunks=1)
+    at_once = config(ulysses_chunks=1, ulysses_stride=1)
     assert plan_call(at_once, many, 8192, Mask(), fast).degree == 8
     six = replace(SHAPE, heads=6, kv_heads=6)  # of 8 ranks only 1 and 2 divide them
     assert plan_call(config(), six, 8192, Mask(), fast).degree == 2

@@ -6,6 +6,7 @@ import json
 import random
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,9 +19,10 @@ from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.exact_cost import pass_cost
-from wf_backends.planner.plan import Request, rounded
+from wf_backends.planner.plan import PassPlan, Plan, Request
+from wf_backends.planner.ranking import TIE, ranked, rounded
 from wf_backends.planner.search import all_plans, best_plan, price_plan
-from wf_backends.planner.workload import FORWARD, HeadSplit, Workload
+from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.placement import divisors, in_rank_order, place, read_placed
 from wf_backends.schedule.schedule import check
@@ -62,7 +64,8 @@ def test_the_search_finds_the_best_of_all(request_: Request) -> None:
     plans = all_plans(request_)
     assert best_plan(request_) == plans[0]
     times = [plan.cost.seconds for plan in plans]
-    assert times == pytest.approx(sorted(times), rel=0.01)
+    assert times == pytest.approx(sorted(times), rel=TIE + 0.01)
+    assert times[0] <= (1 + TIE) * min(times)
     limited = replace(request_, memory_bytes=min(plan.cost.memory_bytes for plan in plans))
     assert best_plan(limited).cost.memory_bytes <= limited.memory_limit
 
@@ -70,9 +73,11 @@ def test_the_search_finds_the_best_of_all(request_: Request) -> None:
 def test_every_candidate_is_there() -> None:
     everything = all_plans(Request(cluster(2, 2), Workload(SHAPE, 240)))
     plans = [plan for plan in everything if plan.stride == 1]
+    pairs = [(p.degree, p.forward.placed, p.backward.placed, p.moves) for p in plans]
+    assert len(set(pairs)) == len(pairs)
     names = {(plan.degree, str(plan.forward.placed)) for plan in plans}
     assert {degree for degree, _ in names} == {1, 2, 4}
-    assert len(names) == len(plans)
+    assert len(names) >= len(plans) - 3  # the fastest backward of each degree may be another one
     for name in ("ring", "all_gather", "double_ring inner=2", "mesh cols=2 rows=2"):
         assert (1, name) in names
     teams = [name for degree, name in names if degree == 1 and name.startswith("concentric")]
@@ -100,8 +105,8 @@ def test_better_links_and_faster_kernels_never_slow_a_plan(mask: Mask) -> None:
     workload = Workload(SHAPE, 2400, mask)
 
     def seconds(topology: Topology) -> float:
-        """To the digits that count: of plans as fast as that, other merits choose."""
-        return rounded(best_plan(Request(topology, workload)).cost.seconds)
+        """Of the fastest plan, to the digits that count: near it, other merits choose."""
+        return rounded(min(plan.cost.seconds for plan in all_plans(Request(topology, workload))))
 
     now = seconds(base)
     assert seconds(replace(base, between=Link(1e-4, 1e10))) <= now
@@ -187,6 +192,51 @@ def test_where_computing_hides_everything_the_fewest_bytes_win() -> None:
     plain = price_plan(request, 1, ring, ring)
     assert best.cost.seconds == pytest.approx(plain.cost.seconds, rel=0.01)
     assert best.cost.nic_bytes < plain.cost.nic_bytes  # as fast, and sends less
+
+
+def test_plans_within_the_models_error_are_told_apart_by_bytes() -> None:
+    """4 ranks of one host: a mesh is predicted 0.7 % faster than Ulysses and sends far more."""
+    shape = Shape(batch=1, heads=8, kv_heads=8, head_dim=64, itemsize=4)
+    topology = PRESETS["one-host"].with_ranks(4)
+    request = Request(topology, Workload(shape, 8192, Mask(CAUSAL)))
+    plans = all_plans(request)
+    best, fastest = plans[0], min(plans, key=lambda plan: plan.cost.seconds)
+    assert (best.degree, fastest.degree) == (4, 1)
+    assert best.cost.inside_bytes < 0.7 * fastest.cost.inside_bytes
+    assert best == best_plan(request)
+
+
+def priced(words: dict[str, Any], back: dict[str, Any] | None = None, **cost: float) -> Plan:
+    """A plan of these routes that costs this in its forward, and nothing in its backward."""
+    routes = (in_rank_order(one, 4) for one in (words, back or words))
+    passes = PassPlan(next(routes), FORWARD, Cost(**cost)), PassPlan(next(routes), FORWARD, Cost())
+    return Plan(1, *passes, Cost())
+
+
+RING, GATHER = {"name": "ring"}, {"name": "all_gather"}
+MESH = {"name": "mesh", "rows": 2, "cols": 2}
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        (priced(RING, seconds=1.03), priced(RING, seconds=1.05)),
+        (priced(RING, seconds=1.015, nic_bytes=8), priced(RING, seconds=1.0, nic_bytes=9)),
+        (priced(RING, seconds=1.0, nic_bytes=9), priced(RING, seconds=1.03, nic_bytes=8)),
+        (priced(RING, inside_bytes=9), priced(RING, nic_bytes=8)),  # the NIC is slower
+        (priced(RING, memory_bytes=8, seconds=1.01), priced(RING, memory_bytes=9, seconds=1.0)),
+        (priced(RING, memory_bytes=99, seconds=9), priced(RING, memory_bytes=101, seconds=1)),
+        (priced(RING, memory_bytes=101, seconds=9), priced(RING, memory_bytes=102, seconds=1)),
+        (priced(RING), priced(MESH)),
+        (priced(MESH), priced(RING, GATHER)),
+        (priced(RING), replace(priced(RING), chunks=2)),
+    ],
+)
+def test_which_of_two_plans_is_better(better: Plan, worse: Plan) -> None:
+    fastest = priced(RING, seconds=1.0, nic_bytes=1e3, memory_bytes=100)
+    for both in ([better, worse, fastest], [fastest, worse, better]):
+        order = ranked(both, cluster(2, 2), limit=100)
+        assert order.index(better) < order.index(worse)
 
 
 def test_4096_ranks_in_closed_forms() -> None:

@@ -26,8 +26,8 @@ from wf_backends.planner import (
     on_few,
     on_fewer_ranks,
     packed,
-    plan_order,
     price_again,
+    ranked,
 )
 from wf_backends.schedule import Mask, Placed, read_placed
 
@@ -88,7 +88,8 @@ def _plan(request: Request) -> Plan:
         return best_plan(request)
     one, few = replace(request, workload=packed(request.workload, None)), on_few(request)
     plans = [*(price_again(few, plan) for plan in _fitting(one)), *_fitting(few)]
-    return min(plans, key=plan_order(request.memory_limit)) if plans else best_plan(few)
+    best = ranked(plans, few.topology, few.memory_limit)
+    return best[0] if best else best_plan(few)
 
 
 def _fitting(request: Request) -> list[Plan]:

@@ -7,9 +7,9 @@ from wf_backends.planner.plan import (
     Choice,
     Plan,
     Request,
-    plan_order,
 )
 from wf_backends.planner.proxy import NEAR_UP_TO, of_its_kind, on_few, on_fewer_ranks, packed
+from wf_backends.planner.ranking import ranked
 from wf_backends.planner.search import all_plans, best_plan, check_memory, price_again, price_plan
 from wf_backends.planner.typical import MIN_HALVINGS, draw_documents
 from wf_backends.planner.workload import Cost, Span, Workload
@@ -34,7 +34,7 @@ __all__ = [
     "on_few",
     "on_fewer_ranks",
     "packed",
-    "plan_order",
     "price_again",
     "price_plan",
+    "ranked",
 ]

@@ -1,11 +1,11 @@
-"""Plans as data: what is asked, what is found, and which of two is better.
+"""Plans as data: what is asked, and what is found.
 
 Pure: standard library only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +25,6 @@ BACKWARDS: Mapping[str, PassKind] = MappingProxyType(
 )
 MOVES = ("keys", "queries")  # which side walks in a backward
 EXACT_UP_TO = 8  # ranks up to which every message is counted, by default
-SECONDS_DIGITS = 3  # of predicted seconds that count; equally fast plans differ in other merits
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,12 @@ class PassPlan:
     placed: Placed
     kind: PassKind
     cost: Cost
+
+    @property
+    def complexity(self) -> tuple[float, ...]:
+        """Less for simpler words: rank order, few keys, and keys that are passed on."""
+        placed = self.placed
+        return not placed.in_rank_order, len(placed.words), self.kind.queries_walk
 
     def schedule(self, size: int) -> Schedule:
         """The schedule for `size` ranks of the route."""
@@ -162,9 +167,11 @@ class Plan:
         return ", ".join(words)
 
     @property
-    def is_plain(self) -> bool:
-        """Whether ranks stand in order and all heads are traded at once."""
-        return self.in_rank_order and self.chunks == 1
+    def complexity(self) -> tuple[float, ...]:
+        """Less for simpler words: one scheme in both passes before a mixture."""
+        split = self.stride, self.chunks, self.keep, self.degree
+        passes = self.forward.complexity + self.backward.complexity
+        return self.forward.placed != self.backward.placed, not self.in_rank_order, *split, *passes
 
     @property
     def in_rank_order(self) -> bool:
@@ -178,25 +185,3 @@ class Plan:
     def to_config(self, size: int, layout: str) -> dict[str, Any]:
         """The words of the config that runs this plan and no other."""
         return self.choice.to_config(size, layout)
-
-
-def rounded(seconds: float) -> float:
-    """A time to the digits that count."""
-    return float(f"{seconds:.{SECONDS_DIGITS}g}")
-
-
-Order = tuple[float, ...]  # bytes over the limit, seconds, and what else tells plans apart
-
-
-def _order(cost: Cost, is_plain: bool, limit: float) -> Order:
-    """Sorts costs: over the limit last, by memory; then by time, plainness and bytes."""
-    over = cost.memory_bytes if cost.memory_bytes > limit else 0.0
-    return over, rounded(cost.seconds), float(not is_plain), cost.nic_bytes, cost.inside_bytes
-
-
-def pass_order(limit: float) -> Callable[[PassPlan], Order]:
-    return lambda one: _order(one.cost, one.placed.in_rank_order, limit)
-
-
-def plan_order(limit: float) -> Callable[[Plan], Order]:
-    return lambda plan: _order(plan.cost, plan.is_plain, limit)

@@ -14,15 +14,8 @@ from math import inf
 from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.head_splits import around, even_s, head_splits
-from wf_backends.planner.plan import (
-    BACKWARDS,
-    Order,
-    PassPlan,
-    Plan,
-    Request,
-    pass_order,
-    plan_order,
-)
+from wf_backends.planner.plan import BACKWARDS, PassPlan, Plan, Request
+from wf_backends.planner.ranking import TIE, best_of, fastest_of, ranked
 from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, PassKind
 from wf_backends.schedule import FULL, Placed, place, placements
 
@@ -30,10 +23,11 @@ HEAD_SPLITS_COUNTED = 3  # message by message, of those that closed forms find t
 
 
 def all_plans(request: Request) -> list[Plan]:
-    """Every head split and forward route with its best backward, fastest first.
+    """Every head split and forward route with its best backward, the best first (see `ranked`).
 
-    Plans over the memory limit come last, by what they need. Where none is within it, chunks that
-    save memory alone are looked at too.
+    Of every head split also the fastest forward with the fastest backward. Plans over the memory
+    limit come last, by what they need. Where none is within it, chunks that save memory alone are
+    looked at too.
 
     Raises:
         ValueError: if no ulysses degree that may be used fits the ranks and heads.
@@ -65,26 +59,26 @@ def best_plan(request: Request) -> Plan:
 
 def _best_of(request: Request, splits: Sequence[HeadSplit]) -> Plan:
     """The best plan of these head splits, without those that cannot be as fast as another."""
-    order = plan_order(request.memory_limit)
-    least = [around(split).seconds + even_s(split) for split in splits]
-    best: tuple[Order, int, Plan] | None = None
-    for at in sorted(range(len(splits)), key=least.__getitem__):
-        if best is None or best[0][0] or least[at] <= 1.01 * best[2].cost.seconds:
-            plan = min(_plans(request, splits[at]), key=order)
-            found = (order(plan), at, plan)
-            best = found if best is None or found[:2] < best[:2] else best
-    assert best is not None, "every head split has a plan"
-    return best[2]
+    least = ((around(split).seconds + even_s(split), split) for split in splits)
+    plans, fastest = list[Plan](), inf
+    for least_s, split in sorted(least, key=lambda pair: pair[0]):
+        if least_s > (1 + TIE) * fastest:
+            break
+        plans += _plans(request, split)
+        fits = (one.cost for one in plans if one.cost.memory_bytes <= request.memory_limit)
+        fastest = min((cost.seconds for cost in fits), default=inf)
+    return _ranked(plans, request)[0]
 
 
 def _promising(request: Request, splits: Sequence[HeadSplit]) -> list[HeadSplit]:
     """The best head splits in closed form: the first few, and others than their chunks."""
-    roughly, order = replace(request, exact_up_to=0), plan_order(request.memory_limit)
-    ranked = sorted(splits, key=lambda split: min(map(order, _plans(roughly, split))))
+    roughly = replace(request, exact_up_to=0)
+    found = {_best_of(roughly, [split]): split for split in splits}
+    splits = [found[plan] for plan in _ranked(list(found), roughly)]
     by_ranks: dict[tuple[int, int], HeadSplit] = {}
-    for split in ranked:
+    for split in splits:
         by_ranks.setdefault((split.degree, split.stride), split)
-    few = [*ranked[:HEAD_SPLITS_COUNTED], *list(by_ranks.values())[:HEAD_SPLITS_COUNTED]]
+    few = [*splits[:HEAD_SPLITS_COUNTED], *list(by_ranks.values())[:HEAD_SPLITS_COUNTED]]
     return list(dict.fromkeys(few))
 
 
@@ -131,12 +125,15 @@ def price_again(request: Request, plan: Plan) -> Plan:
 
 
 def _sorted_plans(request: Request, splits: Iterable[HeadSplit]) -> list[Plan]:
-    plans = (plan for split in splits for plan in _plans(request, split))
-    return sorted(plans, key=plan_order(request.memory_limit))
+    return _ranked([plan for split in splits for plan in _plans(request, split)], request)
+
+
+def _ranked(plans: list[Plan], request: Request) -> list[Plan]:
+    return ranked(plans, request.topology, request.memory_limit)
 
 
 def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
-    """A head split's forwards with the best backward, and plans that keep what they gather."""
+    """The plans of a head split, as `all_plans` says, and those that keep what they gather."""
     outside = around(split)
     if True in request.keeps:
         yield from _kept_plans(request, split, outside)
@@ -144,13 +141,17 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
         return
     forward = _passes(request, split, FORWARD, _candidates(request, split, request.forward))
     candidates = _candidates(request, split, request.backward)
+    sides = request.moves if split.route_size > 1 else request.moves[:1]  # nothing moves on one
     backward = [
-        one
-        for side in request.moves
-        for one in _passes(request, split, BACKWARDS[side], candidates)
+        one for side in sides for one in _passes(request, split, BACKWARDS[side], candidates)
     ]
-    best = min(backward, key=pass_order(request.memory_limit - outside.memory_bytes))
-    yield from (_plan(split, outside, one, best) for one in forward)
+    limit = request.memory_limit - outside.memory_bytes
+    best = best_of(backward, request.topology, limit)
+    alike = {one.placed: one for one in reversed(best)}
+    pairs = [(one, alike.get(one.placed, best[0])) for one in forward]
+    fastest = fastest_of(forward, limit), fastest_of(backward, limit)
+    pairs += [] if fastest in pairs else [fastest]
+    yield from (_plan(split, outside, *pair) for pair in pairs)
 
 
 def _kept_plans(request: Request, split: HeadSplit, outside: Cost) -> Iterator[Plan]:

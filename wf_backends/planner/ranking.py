@@ -1,0 +1,75 @@
+"""Which of several plans is the best.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+from wf_backends.cluster import Topology
+from wf_backends.planner.plan import PassPlan, Plan
+from wf_backends.planner.workload import Cost
+
+TIE = 0.02  # times that differ by this share are equal: predictions are not more exact than that
+DIGITS = 3  # of all figures that count
+
+Found = TypeVar("Found", PassPlan, Plan)
+Merits = tuple[float, ...]
+
+
+def ranked(found: Sequence[Found], topology: Topology, limit: float) -> list[Found]:
+    """Plans, or plans of one pass, the best first.
+
+    Those over the memory limit come last, by what they need; the others by time. Times within TIE
+    of the fastest are equal. Of plans that are equally fast, the one comes first that sends fewer
+    bytes through the busiest link, then the one that takes less memory, then the one of simpler
+    words.
+
+    Args:
+        found: one at least.
+        limit: bytes that attention may take of a rank's memory.
+    """
+    return [one for _, one in _by_merit(found, topology, limit)]
+
+
+def best_of(found: Sequence[Found], topology: Topology, limit: float) -> list[Found]:
+    """Those that differ from the first of `ranked` in their words alone, the simplest first."""
+    by_merit = _by_merit(found, topology, limit)
+    return [one for merits, one in by_merit if merits == by_merit[0][0]]
+
+
+def fastest_of(found: Sequence[Found], limit: float) -> Found:
+    """The fastest that fits the memory limit; if none does, the one that takes least."""
+    return min(found, key=lambda one: (_over(one.cost, limit), one.cost.seconds))
+
+
+def _over(cost: Cost, limit: float) -> float:
+    """The bytes that it needs if that is more than there are; else 0."""
+    return cost.memory_bytes if cost.memory_bytes > limit else 0.0
+
+
+def _by_merit(
+    found: Sequence[Found], topology: Topology, limit: float
+) -> list[tuple[Merits, Found]]:
+    equal_s = (1 + TIE) * fastest_of(found, limit).cost.seconds
+
+    def merits(cost: Cost) -> Merits:
+        took = 0.0 if cost.seconds <= equal_s else rounded(cost.seconds)
+        link_s, memory = rounded(_busiest_link_s(cost, topology)), rounded(cost.memory_bytes)
+        return _over(cost, limit), took, link_s, memory
+
+    pairs = [(merits(one.cost), one) for one in found]
+    return sorted(pairs, key=lambda pair: (pair[0], pair[1].complexity))
+
+
+def _busiest_link_s(cost: Cost, topology: Topology) -> float:
+    """bytes / rate of the kind of link that is busy for longer."""
+    inside_s = cost.inside_bytes / topology.inside.bytes_per_s
+    return max(inside_s, cost.nic_bytes / topology.between.bytes_per_s)
+
+
+def rounded(value: float) -> float:
+    """A figure to the digits that count."""
+    return float(f"{value:.{DIGITS}g}")
