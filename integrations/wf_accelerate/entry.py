@@ -16,8 +16,10 @@ from wf_transformers import (
     Handle,
     WholeBatchHooks,
     attach,
+    checkpoint_activations,
     counted_by_group,
     loss_only,
+    split_words,
     temporarily_replace,
 )
 from wf_transformers.fused import has_fused_head
@@ -44,7 +46,8 @@ def connect(
     Args:
         model: a Hugging Face model, or a module around one; see `wf_transformers.attach`.
         accelerator: the job's, under DDP or FSDP, or in one process.
-        words: a SequenceParallelConfig, or its words.
+        words: a SequenceParallelConfig, or its words; these may have "activation_checkpointing"
+            among them.
         whole_logits: whether a training call with labels gives the logits of the whole batch too,
             and not of this rank's tokens. (b, S, vocabulary) on every rank.
 
@@ -57,8 +60,10 @@ def connect(
         NotImplementedError: for an engine or a parallelism that cannot go with it, and for a model
             that cannot be spread.
     """
+    checkpointing = None
     if not isinstance(words, SequenceParallelConfig):
-        words = SequenceParallelConfig.from_dict(dict(words))
+        own, checkpointing = split_words(words)
+        words = SequenceParallelConfig.from_dict(own)
     _refuse(accelerator)
     if "forward" in vars(model) and not has_fused_head(model):
         raise NotImplementedError(
@@ -73,6 +78,7 @@ def connect(
         f"connected prepare the loader, or shard the data by rank // {sp.size}"
     )
     with handle.removed_on_error():
+        checkpoint_activations(model, handle, checkpointing)
         WholeBatchHooks(model, handle, whole_logits)
         handle.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
     return handle

@@ -9,6 +9,7 @@ from typing import Any
 
 from wf_backends import dsp
 from wf_backends._validation import nearest
+from wf_transformers import split_words
 
 KEY = "wallfacer"
 HYBRID = "hybrid"
@@ -42,7 +43,7 @@ def load(path: str | Path) -> dict[str, Any]:
 
 
 def sequence_parallel_words(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The words of SequenceParallelConfig in the "wallfacer" block.
+    """The words of SequenceParallelConfig in the "wallfacer" block, and those of what is beside it.
 
     A block that is not enabled is checked all the same.
 
@@ -62,5 +63,5 @@ def sequence_parallel_words(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if enabled:
         return words
-    dsp.read_words(words)
+    dsp.read_words(split_words(words)[0])
     return {"sequence_parallel_size": 1}

@@ -19,7 +19,7 @@ from wf_colossalai.config import HYBRID, load, sequence_parallel_words
 from wf_colossalai.plugin import WallFacerPlugin
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule
-from wf_transformers import Handle, data_parallel
+from wf_transformers import Handle, checkpoint_activations, data_parallel, split_words
 
 OTHERS: Mapping[str, Any] = MappingProxyType(
     {
@@ -49,7 +49,8 @@ def apply(
     Args:
         model: a model whose attention is in `table`. It is changed in place.
         config: the configuration or its words; with "dsp" among them (the words of
-            `wf_backends.dsp.stages.Stages`) any model whose modules they name, `table` aside.
+            `wf_backends.dsp.stages.Stages`) any model whose modules they name, `table` aside. Also
+            "activation_checkpointing": {"offload": true}.
         group: the ranks that the plugin averages gradients over. None: the world. It is cut into
             blocks of sequence_parallel_size consecutive ranks.
         table: the attention modules that are known.
@@ -57,11 +58,14 @@ def apply(
     Raises:
         ValueError: for a wrong word, an unknown model, or a size that does not divide the group.
     """
-    stages = None
+    stages = checkpointing = None
     if not isinstance(config, SequenceParallelConfig):
-        config, stages = dsp.read_words(config)
+        words, checkpointing = split_words(config)
+        config, stages = dsp.read_words(words)
     sp = PlainSequenceParallel(config, own_group() if group is None else group)
     handle = attach(model, sp, table) if stages is None else attach_whole(model, sp, stages)
+    with handle.removed_on_error():
+        checkpoint_activations(model, handle, checkpointing)
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)
     return handle
 

@@ -20,7 +20,7 @@ from wf_backends.parallel import meant
 from wf_colossalai.config import HYBRID, KEY, load, sequence_parallel_words
 from wf_colossalai.policy import WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
-from wf_transformers import Handle
+from wf_transformers import CHECKPOINTING, Handle, split_words
 
 WORDS = tuple(field.name for field in fields(SequenceParallelConfig))
 OURS: Mapping[str, str] = MappingProxyType(
@@ -47,9 +47,10 @@ class WallFacerPlugin(HybridParallelPlugin):
     Args:
         tp_size, pp_size: ranks of tensor parallelism, stages of the pipeline.
         words: those of `SequenceParallelConfig` (sequence_parallel_size, route, backward_route,
-            backward_moves, ulysses_degree, layout, kernel, ...), and those of
-            ColossalAI's HybridParallelPlugin (zero_stage, cpu_offload, precision,
-            num_microbatches, max_norm, custom_policy, ...). precision is "fp32" unless given.
+            backward_moves, ulysses_degree, layout, kernel, ...), activation_checkpointing such as
+            {"offload": True}, and those of ColossalAI's HybridParallelPlugin (zero_stage,
+            cpu_offload, precision, num_microbatches, max_norm, custom_policy, ...). precision is
+            "fp32" unless given.
 
     Raises:
         ValueError: for a word of either that is wrong, or one of ColossalAI's that a word of ours
@@ -60,6 +61,7 @@ class WallFacerPlugin(HybridParallelPlugin):
 
     def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **words: Any) -> None:
         _check_words(words)
+        words, checkpointing = split_words(words)
         config = SequenceParallelConfig.from_dict({k: words.pop(k) for k in WORDS if k in words})
         options: dict[str, Any] = {"precision": "fp32"} | words
         if options.get("zero_stage") and options["precision"] == "fp32":
@@ -90,7 +92,7 @@ class WallFacerPlugin(HybridParallelPlugin):
         """What takes back what is done to the model when it is boosted."""
         self.handle.data_parallel_rank = dist.get_rank(self.dp_group)
         self.handle.data_parallel_size = self.dp_group.size()
-        self.shard_config.extra_kwargs[KEY] = self.handle
+        self.shard_config.extra_kwargs |= {KEY: self.handle, CHECKPOINTING: checkpointing}
 
     @classmethod
     def from_config(cls, path: str | Path) -> WallFacerPlugin:
@@ -132,7 +134,11 @@ class WallFacerPlugin(HybridParallelPlugin):
 
 def _check_words(words: dict[str, Any]) -> None:
     theirs = inspect.signature(HybridParallelPlugin.__init__).parameters
-    known = [*WORDS, *(name for name in theirs if name != "self" and name not in OURS)]
+    known = [
+        *WORDS,
+        CHECKPOINTING,
+        *(name for name in theirs if name != "self" and name not in OURS),
+    ]
     if dsp.KEY in words:
         raise NotImplementedError(
             f'"{dsp.KEY}" is not supported by the hybrid plugin; use wf_colossalai.apply, or '

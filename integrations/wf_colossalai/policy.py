@@ -17,7 +17,7 @@ from wf_colossalai.attach import attach
 from wf_colossalai.config import KEY
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule, find
-from wf_transformers import Handle
+from wf_transformers import CHECKPOINTING, Handle, checkpoint_activations, split_words
 
 CARRIERS = ("ring_attn", "all_to_all")
 
@@ -29,9 +29,9 @@ class WallFacerPolicy(Policy):
     replaces no attention. Class attribute `table`: the attention modules that are known.
 
     Args:
-        words: a SequenceParallelConfig or its words; sequence_parallel_size may be left out (it is
-            the plugin's sp_size). None: what the plugin put under "wallfacer" in
-            `shard_config.extra_kwargs`.
+        words: a SequenceParallelConfig or its words, "activation_checkpointing" among them if it is
+            wanted; sequence_parallel_size may be left out (it is the plugin's sp_size). None: what
+            the plugin put under "wallfacer" in `shard_config.extra_kwargs`.
         native: the policy for tensor and pipeline parallelism. None: ColossalAI's own for this
             class of models, if it has one.
     """
@@ -134,17 +134,21 @@ class WallFacerPolicy(Policy):
         split = self._config.enable_tensor_parallelism and self._config.parallel_output
         group = self._config.tensor_parallel_process_group if split else None
         given = self._config.extra_kwargs.get(KEY) if self._words is None else self._words
-        sp = given.sp if isinstance(given, Handle) else self._sequence_parallel(given)
-        self.handle = attach(self.model, sp, self.table, group)
         if isinstance(given, Handle):  # the plugin's own
+            sp, checkpointing = given.sp, self._config.extra_kwargs[CHECKPOINTING]
+        else:
+            words = given.to_dict() if isinstance(given, SequenceParallelConfig) else given or {}
+            words, checkpointing = split_words(words)
+            sp = self._sequence_parallel(words)
+        self.handle = attach(self.model, sp, self.table, group)
+        checkpoint_activations(self.model, self.handle, checkpointing)
+        if isinstance(given, Handle):
             given.undo.push(self.handle.undo)
         return self.model
 
-    def _sequence_parallel(self, words: Any) -> SequenceParallel:
-        if isinstance(words, SequenceParallelConfig):
-            words = words.to_dict()
+    def _sequence_parallel(self, words: Mapping[str, Any]) -> SequenceParallel:
         size = self._config.sequence_parallel_size
-        words = {"sequence_parallel_size": size} | dict(words or {})
+        words = {"sequence_parallel_size": size} | dict(words)
         if words["sequence_parallel_size"] != size:
             raise ValueError(
                 f"sequence_parallel_size {words['sequence_parallel_size']} of the policy must be "

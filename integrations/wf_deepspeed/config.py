@@ -20,6 +20,7 @@ import hjson
 from wf_backends import SequenceParallelConfig, dsp
 from wf_backends.dsp import Stages
 from wf_backends.parallel import meant
+from wf_transformers import CHECKPOINTING, Checkpointing, split_words
 
 KEY = "wallfacer"
 LossAverage = Literal["sequence", "token"]
@@ -46,11 +47,14 @@ class Block:
     over data parallelism and gradient accumulation.
 
     `dsp`, if any: the model's stages, between which its hidden state is switched.
+
+    `checkpointing`, if any: what is kept of the model's layers for the backward.
     """
 
     sequence_parallel: SequenceParallelConfig
     loss_average: LossAverage = "sequence"
     dsp: Stages | None = None
+    checkpointing: Checkpointing | None = None
 
 
 def load_config(config: Any) -> dict[str, Any]:
@@ -86,22 +90,22 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
     if not isinstance(block, Mapping):
         raise ValueError(f'"{KEY}" must be a block {{...}}, got {json.dumps(block)}')
     own = ("enabled", "loss_average")
-    _refuse_unknown(
-        block, (*own, dsp.KEY, *(field.name for field in fields(SequenceParallelConfig)))
-    )
+    words = (field.name for field in fields(SequenceParallelConfig))
+    _refuse_unknown(block, (*own, dsp.KEY, CHECKPOINTING, *words))
     enabled = block.get("enabled", True)
     if not isinstance(enabled, bool):
         raise ValueError(f'"{KEY}.enabled" must be true or false, got {json.dumps(enabled)}')
     average = block.get("loss_average", "sequence")
     if average not in get_args(LossAverage):
         raise ValueError(f'"{KEY}.loss_average" must be "sequence" or "token", got {average!r}')
-    ours, stages = dsp.read_words({k: v for k, v in block.items() if k not in own})
+    others, checkpointing = split_words({k: v for k, v in block.items() if k not in own})
+    ours, stages = dsp.read_words(others)
     if stages is not None and average != "sequence":
         raise ValueError(
             f'"{KEY}.loss_average": "{average}" contradicts "{KEY}.{dsp.KEY}", under which the '
             f"loss is the model's own; leave it out"
         )
-    return Block(ours, average, stages) if enabled else None
+    return Block(ours, average, stages, checkpointing) if enabled else None
 
 
 def _refuse_misspelt(config: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from wf_deepspeed.config import (
 )
 from wf_deepspeed.handle import WallFacer
 from wf_deepspeed.mpu import Groups, NeutralMpu
-from wf_transformers import attach, attach_stages
+from wf_transformers import attach, attach_stages, checkpoint_activations
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
 
@@ -63,6 +63,7 @@ def initialize_through(
     handle = attach_stages(model, sp, block.dsp) if block.dsp else attach(model, sp)
     call.arguments["mpu"] = NeutralMpu(groups)
     with handle.removed_on_error():
+        checkpoint_activations(model, handle, block.checkpointing)
         engine, optimizer, loader, scheduler = original(*call.args, **call.kwargs)
     engine.wallfacer = WallFacer(
         handle, block, groups, engine.device, engine.gradient_accumulation_steps

@@ -14,6 +14,12 @@ from wf_transformers.attach import (
     without_documents,
 )
 from wf_transformers.batch import forward_kwargs
+from wf_transformers.checkpoints import (
+    CHECKPOINTING,
+    Checkpointing,
+    checkpoint_activations,
+    split_words,
+)
 from wf_transformers.entry import apply, attach, connect, connect_any
 from wf_transformers.folder import model_from_folder
 from wf_transformers.handle import Handle, data_parallel
@@ -24,12 +30,15 @@ from wf_transformers.registry import register
 from wf_transformers.replace import temporarily_replace
 
 __all__ = [
+    "CHECKPOINTING",
+    "Checkpointing",
     "Handle",
     "WholeBatchHooks",
     "apply",
     "attach",
     "attach_pretrained",
     "attach_stages",
+    "checkpoint_activations",
     "connect",
     "connect_any",
     "counted_by_group",
@@ -42,6 +51,7 @@ __all__ = [
     "register",
     "scope_documents",
     "shard_between",
+    "split_words",
     "temporarily_replace",
     "without_documents",
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
@@ -15,28 +18,44 @@ from wf_transformers.attach import (
 )
 from wf_transformers.attention import Attention
 from wf_transformers.bert import unhooked_bert
+from wf_transformers.checkpoints import Checkpointing, checkpoint_activations
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
 from wf_transformers.registry import registered_for
 
 
-def attach(model: nn.Module, sp: SequenceParallel) -> Handle:
+def attach(
+    model: nn.Module,
+    sp: SequenceParallel,
+    activation_checkpointing: Mapping[str, Any] | None = None,
+) -> Handle:
     """Let `model` attend over the ranks of `sp`.
 
     Every outermost Hugging Face model in `model`, itself included, is switched to a free name that
     is registered for `sp`, and prepared as `apply` does. Every module with a method
     `set_sequence_parallel(sp)` has it called.
 
+    Args:
+        activation_checkpointing: {"offload": true} keeps of each layer its input alone, in the
+            host's memory; with false on the device. None: the model stays as it is.
+
     Raises:
-        ValueError: if nothing in the model can attend over ranks, and there are several.
-        NotImplementedError: for a Hugging Face model that cannot be spread over several.
+        ValueError: if nothing in the model can attend over ranks, and there are several; for a
+            wrong word.
+        NotImplementedError: for a Hugging Face model that cannot be spread over several, or a model
+            whose layers cannot be checkpointed.
     """
+    given = activation_checkpointing
+    wanted = None if given is None else Checkpointing.from_words(given)
     models, attending = outermost(model), receivers(model)
     if sp.size > 1:
         _refuse_alone(model, models, attending)
     for receiver in attending:
         getattr(receiver, RECEIVER)(sp)
-    return attach_pretrained(models, sp) if models else Handle(sp)
+    handle = attach_pretrained(models, sp) if models else Handle(sp)
+    with handle.removed_on_error():
+        checkpoint_activations(model, handle, wanted)
+    return handle
 
 
 def _refuse_alone(

@@ -20,6 +20,7 @@ from transformers import EvalPrediction, Trainer
 
 import wf_accelerate
 from tests.integrations.deepspeed_trainer import Text, arguments, leave, model
+from wf_transformers.checkpoints import inputs_on_host
 
 Result = dict[str, Any]
 
@@ -75,6 +76,7 @@ def train(case: Result, folder: str) -> Result:
     """The Trainer: training, evaluation, prediction."""
     trainer, connected = trainer_of(case, folder)
     loss = trainer.train().training_loss
+    recompute = getattr(trainer.model.model, "_gradient_checkpointing_func", None)
     sent = [connected.report()] if connected else []
     evaluated = trainer.evaluate()
     sent += [connected.report()] if connected else []
@@ -82,6 +84,7 @@ def train(case: Result, folder: str) -> Result:
     sent += [connected.report()] if connected else []
     return {
         "loss": loss,
+        "offloads": getattr(recompute, "func", None) is inputs_on_host,
         "steps": steps_of(trainer),
         "eval": evaluated,
         "sent": sent,

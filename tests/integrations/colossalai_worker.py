@@ -27,6 +27,7 @@ import wf_colossalai
 from tests.integrations import colossalai_faults as faults
 from tests.integrations.colossalai_models import alone, alone_in_bf16, batch, build
 from wf_colossalai.cpu import cpu_accelerator
+from wf_transformers.checkpoints import inputs_on_host
 
 OPTIMIZERS: dict[str, Any] = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
@@ -139,6 +140,8 @@ def compared(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     losses = run.mean_over_data(run.train(), case.get("steps", 20))
     result = {"losses": losses, "gradients": run.gradients, "bytes": run.sp.report()}
     result["weights"] = run.weights("end")
+    functions = [vars(m).get("_gradient_checkpointing_func") for m in run.model.unwrap().modules()]
+    result["offloads"] = inputs_on_host in [getattr(f, "func", None) for f in functions]
     if dist.get_rank() == 0:
         optimizer, steps, model = ALONE[run.optimizer], run.steps(), build(run.family)
         model.load_state_dict(start or model.state_dict())

@@ -24,6 +24,7 @@ from transformers.integrations import HfDeepSpeedConfig
 import wf_deepspeed
 import wf_transformers
 from tests.integrations.deepspeed_jobs import dense_loss_sum, text, tiny_llama
+from wf_transformers.checkpoints import inputs_on_host
 
 
 def main(folder: Path) -> None:
@@ -69,6 +70,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     result = {"first": first, "losses": losses, "norms": norms, "sent": sum(sent.values())}
     result |= {"labels": sorted(sent), "weights": weights(engine), "partitioned": partitioned}
     result["compiled"] = engine.is_compiled
+    recompute = getattr(model.model, "_gradient_checkpointing_func", None)
+    result["offloads"] = getattr(recompute, "func", None) is inputs_on_host
     if hasattr(engine, "wallfacer"):
         engine.wallfacer.remove()
     engine.destroy()

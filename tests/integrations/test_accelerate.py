@@ -36,11 +36,13 @@ from wf_transformers import Handle, WholeBatchHooks, attach, loss_only  # noqa: 
 
 CONCENTRIC = {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 2}}
 RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
+OFFLOAD = {"activation_checkpointing": {"offload": True}}
 CASES: dict[str, dict[str, Any]] = {
     "trainer": {"kind": "trainer", "words": CONCENTRIC, "gradient_accumulation": 4},
     "trainer_groups": {"kind": "trainer", "words": RING, "gradient_accumulation": 2},
     "trainer_fsdp": {"kind": "trainer_fsdp", "words": RING, "gradient_accumulation": 1},
     "recomputed": {"kind": "recomputed", "words": RING, "gradient_accumulation": 1},
+    "offloaded": {"kind": "recomputed", "words": RING | OFFLOAD, "gradient_accumulation": 1},
     "own_loss": {"kind": "own_loss", "words": RING, "gradient_accumulation": 1},
     "smoothed": {"kind": "smoothed", "words": CONCENTRIC, "gradient_accumulation": 1},
     "stream": {"kind": "stream", "words": RING, "gradient_accumulation": 1},
@@ -74,6 +76,7 @@ def test_the_trainer_trains_as_without_us(name: str, found: tuple[Results, Resul
     """Losses, gradient norms, the evaluation, and every sample's predictions, once."""
     ours, plain = (results[name] for results in found)
     assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-5)
+    assert ours["offloads"] == (name == "offloaded")
     assert_same_curve(ours, plain)
     for key in {"eval_samples", "eval_accuracy"} & set(plain["eval"]):
         assert ours["eval"][key] == pytest.approx(plain["eval"][key], rel=1e-5)

@@ -174,6 +174,8 @@ def test_what_would_be_of_one_ranks_tokens_is_refused(word: str) -> None:
         ({"sequence_parallelism_mode": "ring"}, "sequence_parallelism_mode='ring'.*route"),
         ({"route": "rong"}, "rong"),
         ({"sequence_parallel_size": 0}, "sequence_parallel_size must be a positive"),
+        ({"activation_checkpointing": {"offload": "cpu"}}, 'offload" must be true or false'),
+        ({"activation_checkpoint": {"offload": True}}, "did you mean .activation_checkpointing"),
     ],
 )
 def test_a_wrong_word_is_named(words: dict[str, Any], message: str) -> None:
@@ -198,6 +200,10 @@ def test_zero_in_float32_is_said_to_be_elsewhere() -> None:
         ('{"zero_optimization": {}}', '"zero_optimization" is no known key.*"colossalai"'),
         ('{"wallfacer": 4}', '"wallfacer" must be a block .*got 4'),
         ("{", "no JSON"),
+        (
+            '{"wallfacer": {"enabled": false, "activation_checkpointing": true}}',
+            '"activation_checkpointing" must be a block',
+        ),
         ('{"wallfacer": {"sequence_parallel_sise": 4}}', "sequence_parallel_sise.*did you mean"),
         ('{"colossalai": {"plugin": "gemini"}}', "wf_colossalai.from_config"),
     ],

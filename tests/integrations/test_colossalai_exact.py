@@ -23,6 +23,7 @@ pytestmark = [needs_colossalai, pytest.mark.processes]
 
 SP2, SP4 = {"sequence_parallel_size": 2}, {"sequence_parallel_size": 4}
 RING2, RING4 = SP2 | {"route": "ring"}, SP4 | {"route": "ring"}
+OFFLOAD = {"activation_checkpointing": {"offload": True}}
 PIPELINE = {"kind": "microbatches", "options": {"pp_size": 2, "num_microbatches": 2}}
 BF16: dict[str, Any] = {"precision": "bf16"}
 NO_OVERLAP: dict[str, Any] = {"overlap_communication": False}  # there are no streams on a CPU
@@ -36,6 +37,8 @@ HYBRID: dict[str, dict[str, Any]] = {
     "pp2_sp2": {"words": RING2} | PIPELINE,
     "checkpointed": {"words": RING4, "checkpointing": "before"} | SOME,
     "checkpointed_ragged": {"words": RING4, "checkpointing": "after", "kind": "ragged"} | FEW,
+    "offloaded": {"words": RING4 | OFFLOAD, "kind": "ragged"} | FEW,
+    "offloaded_pp2": {"words": RING2 | OFFLOAD} | PIPELINE | FEW,
     "padded": {"words": RING4, "kind": "padded"} | SOME,
     "unequal": {"words": RING4, "kind": "unequal"} | SOME,
     "unmasked": {"words": RING4, "kind": "unmasked"} | SOME,
@@ -78,7 +81,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "options": {"stage": 1, "precision": "fp32"} | NO_OVERLAP,
     },
     "zero2_offload": {
-        "words": RING2,
+        "words": RING2 | OFFLOAD,
         "plugin": "zero",
         "optimizer": "hybrid_adam",
         "options": {"stage": 2, "precision": "fp32", "cpu_offload": True} | NO_OVERLAP,
@@ -92,7 +95,7 @@ HALF: dict[str, dict[str, Any]] = {
         "options": {"zero_stage": 2, "cpu_offload": True} | BF16 | NO_OVERLAP,
     },
     "gemini_offload": {
-        "words": RING4,
+        "words": RING4 | OFFLOAD,
         "plugin": "gemini",
         "optimizer": "hybrid_adam",
         "options": {
@@ -146,6 +149,13 @@ def test_losses_and_weights_are_those_of_one_process(results: Results, name: str
 def test_gradients_are_those_of_one_process(results: Results, name: str) -> None:
     if not EXACT[name].get("lazy"):
         assert_gradients(results[name])
+
+
+@pytest.mark.parametrize("name", [*EXACT, *HALF])
+def test_checkpoints_are_on_the_host_where_the_words_say_so(results: Results, name: str) -> None:
+    assert results[name]["offloads"] == (
+        "activation_checkpointing" in (EXACT | HALF)[name]["words"]
+    )
 
 
 @pytest.mark.parametrize("name", [*HALF, "resumed_zero1"])

@@ -29,6 +29,9 @@ def test_a_block_is_read_with_the_keys_of_the_core() -> None:
     assert found.sequence_parallel.layout == "contiguous"
     assert found.loss_average == "token"
     assert block().loss_average == "sequence"
+    assert block().checkpointing is None
+    checkpointing = block(activation_checkpointing={"offload": True}).checkpointing
+    assert checkpointing is not None and checkpointing.offload
 
 
 @pytest.mark.parametrize("config", [{}, {"wallfacer": {"enabled": False, **RING}}])
@@ -49,6 +52,8 @@ def test_a_block_that_does_not_say_is_enabled() -> None:
         ({"loss_average": "rank"}, '"sequence" or "token", got \'rank\''),
         ({"enabled": "yes"}, 'must be true or false, got "yes"'),
         ({"layout": "zigzak"}, "layout"),
+        ({"activation_checkpointing": {"offlod": True}}, "did you mean 'offload'"),
+        ({"activation_checkpointing": {"offload": "cpu"}}, "must be true or false, got 'cpu'"),
         (
             {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 4}},
             "team_size",

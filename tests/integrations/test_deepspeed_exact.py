@@ -22,6 +22,7 @@ Results = dict[str, dict[str, Any]]
 RING = {"route": {"name": "ring"}}
 CONCENTRIC = {"route": {"name": "concentric", "team_size": 2}}
 MESH = {"route": {"name": "mesh", "rows": 2, "cols": 2}}
+OFFLOAD = {"activation_checkpointing": {"offload": True}}
 ROUTES = {
     2: {
         "auto": {},
@@ -110,6 +111,7 @@ def extras(folder: Path) -> list[dict[str, Any]]:
         case("bf16_3", four | RING, 3, config=bf16),
         case("recompute_0", four | RING, 0, checkpointing="transformers"),
         case("recompute_3", four | MESH, 3, checkpointing="transformers"),
+        *(case(f"offloaded_recompute_{s}", four | RING | OFFLOAD, s) for s in (0, 3)),
         case("pretrained_2", four | RING, 2, pretrained=pretrained),
         case("pretrained_3", four | RING, 3, pretrained=pretrained),
         case("offloaded_init_3", four | MESH, 3, zero=params, pretrained=pretrained),
@@ -209,6 +211,12 @@ def test_offload_to_cpu(name: str, extra: Results, reference: Results) -> None:
 
 @pytest.mark.parametrize("name", ["recompute_0", "recompute_3", "deepspeed_recompute_1"])
 def test_activation_checkpointing(name: str, extra: Results, reference: Results) -> None:
+    assert_same(extra[name], reference["few"])
+
+
+@pytest.mark.parametrize("name", ["offloaded_recompute_0", "offloaded_recompute_3"])
+def test_checkpoints_on_the_host(name: str, extra: Results, reference: Results) -> None:
+    assert extra[name]["offloads"]
     assert_same(extra[name], reference["few"])
 
 
