@@ -1,0 +1,5 @@
+"""AutoChunk (arXiv 2401.10652): a model under a memory budget, found automatically."""
+
+from wf_backends.autochunk.tiles import Handle, Tiles, tile_modules
+
+__all__ = ["Handle", "Tiles", "tile_modules"]

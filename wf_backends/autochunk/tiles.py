@@ -1,0 +1,112 @@
+"""Which modules of a model are called tile by tile in training: plain data, and how it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from wf_backends._validation import positive
+from wf_backends.autochunk.tiled_call import Original, TiledCall
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How one module is called in training. Plain data.
+
+    Of its arguments and results, every tensor that has as many rows along `dim` as the first tensor
+    argument is cut; the others are passed whole.
+    """
+
+    module: str
+    """As `model.named_modules()` has it."""
+    dim: int
+    """Not negative: 1 in (batch, tokens, width)."""
+    tiles: int
+    """At most; fewer where a call has fewer rows."""
+
+
+class Handle:
+    """Tiled modules of one model. `remove()`, or the end of a `with` block, takes it all back.
+
+    Attributes:
+        tiles: what runs, with the counts that the ranks agreed on.
+        undo: the steps that `remove()` takes, the last first.
+    """
+
+    def __init__(self, tiles: Sequence[Tiles] = ()) -> None:
+        self.tiles, self.undo = tuple(tiles), ExitStack()
+
+    def set(self, module: nn.Module, name: str, value: Any) -> None:
+        """module.name = value, for this instance, until `remove()`."""
+        if name in vars(module):
+            self.undo.callback(setattr, module, name, vars(module)[name])
+        else:
+            self.undo.callback(delattr, module, name)
+        setattr(module, name, value)
+
+    def remove(self) -> None:
+        """Take everything back. A second call does nothing."""
+        self.undo.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def tile_modules(
+    model: nn.Module, tiles: Sequence[Tiles], group: ProcessGroup | None = None
+) -> Handle:
+    """Have the modules of `model` that `tiles` names called tile by tile.
+
+    Call it before DDP, FSDP2 or DeepSpeed wrap the model. At ZeRO 3 each of the modules that has
+    children must be one that DeepSpeed gathers as a whole
+    (`deepspeed.utils.set_z3_leaf_module(module, True)`), or its parts would be gathered by tile.
+
+    Args:
+        group: ranks that train together; the largest count among them runs on all.
+
+    Raises:
+        ValueError: for a module that there is not, a wrong `dim` or `tiles`, or a group whose ranks
+            name different modules.
+    """
+    modules = dict(model.named_modules())
+    for one in tiles:
+        positive("tiles", one.tiles)
+        if one.module not in modules:
+            raise ValueError(f"module {one.module!r} is none of this {type(model).__name__}")
+        if one.dim < 0:
+            raise ValueError(f"dim must be counted from the first, 0 or more, got {one.dim}")
+    handle = Handle(agreed(tiles, group))
+    for one in handle.tiles:
+        if one.tiles > 1:
+            module = modules[one.module]
+            handle.set(module, "forward", TiledCall(Original(module), one.dim, one.tiles))
+    return handle
+
+
+def agreed(tiles: Sequence[Tiles], group: ProcessGroup | None = None) -> tuple[Tiles, ...]:
+    """`tiles` with the largest count of all ranks of `group` (None: of the job) in each.
+
+    Raises:
+        ValueError: if the ranks name different modules.
+    """
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return tuple(tiles)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, list(tiles), group)
+    named = [[(one.module, one.dim) for one in theirs] for theirs in everyone]
+    for rank, theirs in enumerate(named):
+        if theirs != named[0]:
+            raise ValueError(
+                f"all ranks must tile the same modules: rank 0 has {named[0]}, rank {rank} {theirs}"
+            )
+    counts = zip(*([one.tiles for one in theirs] for theirs in everyone), strict=True)
+    return tuple(Tiles(*at, max(n)) for at, n in zip(named[0], counts, strict=True))
