@@ -17,6 +17,7 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_backends.parallel import count_valid
 from wf_transformers import Handle, WholeBatchHooks
 from wf_transformers.hooks import Call
+from wf_transformers.own_loss import own_loss
 
 BATCH_KEYS = (
     "input_ids",
@@ -54,6 +55,16 @@ class TokenHooks(WholeBatchHooks):
     def _batch(self, given: dict[str, Any], seqlen: int) -> dict[str, Any]:
         """By name: what a pipeline's stage gets from the one before is cut already."""
         return {key: given[key] for key in BATCH_KEYS if given.get(key) is not None}
+
+    def _leaves_loss(self, model: nn.Module, given: dict[str, Any]) -> bool:
+        found = own_loss(model, given) if isinstance(model, PreTrainedModel) else None
+        if found is not None:
+            raise NotImplementedError(
+                f"{found}, and of a model with labels WallFacer makes plain cross entropy under "
+                "ColossalAI: leave labels out, and make your loss from logits that sp.unshard "
+                "brings together"
+            )
+        return False
 
     def _words(
         self, model: nn.Module, given: dict[str, Any], local: dict[str, Any]

@@ -41,6 +41,7 @@ class WallFacer(Handle):
         super().__init__(attached.sp, attached.attention)
         self.undo.push(attached.undo)
         self.block, self.groups = block, groups
+        self.averages_tokens = block.loss_average == "token"
         self._device, self._accumulation = device, accumulation
         self.advice = (
             f"all {self.sp.size} ranks of a sequence-parallel group read the same samples: shard "

@@ -16,9 +16,15 @@ from wf_backends.dsp import DynamicSequenceParallel, Stages, receivers, spread
 from wf_backends.schedule import padding_multiple
 from wf_transformers.attention import UNSUPPORTED
 from wf_transformers.bert import bert_attributes, unhooked_bert
-from wf_transformers.calls import has_tokens, parameter_names, refuse_call, takes_any_keyword
+from wf_transformers.calls import (
+    has_tokens,
+    parameter_names,
+    refuse_call,
+    refuse_inner_call,
+    takes_any_keyword,
+)
 from wf_transformers.handle import Handle
-from wf_transformers.models import asks_registry, refuse_unspreadable
+from wf_transformers.models import asks_registry, inner_models, refuse_unspreadable
 from wf_transformers.registry import free_name, register, registered_for
 
 Words = dict[str, Any]
@@ -138,7 +144,7 @@ def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
         if given.get("output_attentions"):
             raise NotImplementedError(f"{UNSUPPORTED['output_attentions']}, which WallFacer lacks")
         if handle.sp.size > 1:
-            refuse_call(model, given, names)
+            refuse_call(model, given, names, attention.logits_are_whole)
         if not passes_on:
             return without_documents(args, kwargs)
         # Where there were documents before, a layer that is recomputed must know of none
@@ -149,6 +155,20 @@ def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
     scope_documents(model, handle, check, problem)
     attention.applied.add(model)
     undo.callback(attention.applied.discard, model)
+    if handle.sp.size > 1:
+        _check_inner_models(model, handle)
+
+
+def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
+    """Check calls of the models inside `model`, which scripts call for hidden states, too."""
+
+    def check(inner: nn.Module, args: tuple[Any, ...], kwargs: Words) -> None:
+        given = dict(zip(parameter_names(inner), args, strict=False)) | kwargs
+        refuse_inner_call(inner, given, handle.attention.logits_are_whole)
+
+    for inner in inner_models(model):
+        hook = inner.register_forward_pre_hook(check, with_kwargs=True)
+        handle.undo.callback(hook.remove)
 
 
 def without_documents(_: tuple[Any, ...], kwargs: Words) -> Words:

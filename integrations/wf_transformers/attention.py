@@ -46,6 +46,8 @@ class Attention:
         """Models that tell this object their documents, whatever they pass down."""
         self.asked = False
         """Whether a layer has called since somebody last set this to False."""
+        self.logits_are_whole = False
+        """Whether the running call's labels are whole, and so are the logits: see own_loss.py."""
         self._check_mask = MaskCheck()
 
     def __call__(

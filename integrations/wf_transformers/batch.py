@@ -14,6 +14,7 @@ from wf_transformers.attach import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.masks import silent_mask
 from wf_transformers.models import outermost, refuse_unspreadable
+from wf_transformers.own_loss import refuse_own_loss
 from wf_transformers.registry import registered_for
 
 # From 4.53 on, layers keep all keyword arguments when they are recomputed.
@@ -36,7 +37,8 @@ def forward_kwargs(
 
     Raises:
         ValueError: if the documents would get lost on the way, or padding would be seen.
-        NotImplementedError: for a model that cannot be spread (see `refuse_unspreadable`).
+        NotImplementedError: for a model that cannot be spread (see `refuse_unspreadable`), and
+            with `num_valid` for one whose loss is not plain cross entropy.
     """
     model = _unwrap(model)
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
@@ -55,6 +57,7 @@ def forward_kwargs(
             "cu_seqlens down to attention; call wf_transformers.apply(model, sp) once"
         )
     if num_valid is not None:
+        refuse_own_loss(model)
         kwargs |= {"labels": local_batch["labels"], "shift_labels": local_batch["labels"]}
         kwargs["num_items_in_batch"] = at_least_one(num_valid)
     return kwargs

@@ -45,13 +45,16 @@ def has_tokens(given: Mapping[str, Any]) -> bool:
     return any(given.get(key) is not None for key in ("input_ids", "inputs_embeds"))
 
 
-def refuse_call(model: nn.Module, given: Mapping[str, Any], names: list[str]) -> None:
+def refuse_call(
+    model: nn.Module, given: Mapping[str, Any], names: list[str], logits_are_whole: bool = False
+) -> None:
     """Refuse a call that would take this rank's part for the whole sequence, or the reverse.
 
     Args:
         model: what is called.
         given: the arguments of the call by name.
         names: of the parameters of the model's forward.
+        logits_are_whole: whether labels may be of all ranks, because logits are.
 
     Raises:
         NotImplementedError: for arguments that have no meaning for a part.
@@ -63,16 +66,40 @@ def refuse_call(model: nn.Module, given: Mapping[str, Any], names: list[str]) ->
         if isinstance(value, Tensor) or value not in (None, 0):
             raise NotImplementedError(f"{key}: {why}")
     if has_tokens(given):
+        if not logits_are_whole:
+            _refuse_labels(type(model).__name__, given)
         _refuse_tokens(type(model).__name__, given, names)
 
 
-def _refuse_tokens(name: str, given: Mapping[str, Any], names: list[str]) -> None:
+def refuse_inner_call(model: nn.Module, given: Mapping[str, Any], logits_are_whole: bool) -> None:
+    """Refuse a call of a model inside another that would take a part for the whole.
+
+    Raises:
+        NotImplementedError: for hidden states of one rank beside logits of all.
+        ValueError: for tokens without what `forward_kwargs` gives.
+    """
+    if logits_are_whole and _asks_hidden_states(model, given):
+        raise NotImplementedError(PARTIAL_STATES)
+    if has_tokens(given):
+        _refuse_tokens(type(model).__name__, given, parameter_names(model))
+
+
+def _asks_hidden_states(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    asked = given.get("output_hidden_states")
+    own = getattr(getattr(model, "config", None), "output_hidden_states", False)
+    return bool(own if asked is None else asked)
+
+
+def _refuse_labels(name: str, given: Mapping[str, Any]) -> None:
     label = next((key for key in LABELS if given.get(key) is not None), None)
     if label is not None and given.get("shift_labels") is None:
         raise ValueError(
             f"{name} was called with {label}: its loss would be of this rank's tokens only, and "
             f"not of the next ones where these are on another rank; {LOSS}"
         )
+
+
+def _refuse_tokens(name: str, given: Mapping[str, Any], names: list[str]) -> None:
     if "position_ids" in names and given.get("position_ids") is None:
         raise ValueError(f"{name} was called without position_ids: {RIGHT}")
     mask = given.get("attention_mask")

@@ -28,6 +28,9 @@ class Handle:
         undo: the steps that `remove()` takes, the last first.
     """
 
+    averages_tokens = False
+    """Whether `loss` averages over the tokens of all sequences, and not sequence by sequence."""
+
     def __init__(self, sp: SequenceParallel, attention: Attention | None = None) -> None:
         self.sp, self.attention, self.undo = sp, attention or Attention(sp), ExitStack()
         self.data_parallel_rank, self.data_parallel_size = data_parallel(sp)

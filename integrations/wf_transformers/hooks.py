@@ -1,7 +1,8 @@
 """A model that is called with whole batches and computes its part of them.
 
-Two forward hooks of torch: one cuts the batch before the model, one puts the group's loss into its
-output. Nothing is replaced; both can be removed. Without labels, and in evaluation, the output has
+Forward hooks of torch: one cuts the batch before the model, one puts the group's loss into its
+output; of a model that makes a loss of its own, one makes the logits whole for it. Nothing is
+replaced; all can be removed. Without labels, and in evaluation, the output has
 the logits of the whole batch on every rank; beside labels `whole_logits=` in the call says whether
 it has.
 """
@@ -14,24 +15,30 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends._compile import eager
 from wf_backends.parallel import token_loss
 from wf_transformers.attach import scale_gradient
 from wf_transformers.batch import forward_kwargs
-from wf_transformers.calls import ON_ONE_PROCESS, PARTIAL_STATES, takes_any_keyword
+from wf_transformers.calls import PARTIAL_STATES
 from wf_transformers.fused import FUSED, fused_fields, own_words
 from wf_transformers.handle import Handle
-from wf_transformers.models import Head, head_of
+from wf_transformers.models import Head, head_of, inner_models
+from wf_transformers.own_loss import INPUTS, no_head, output_embeddings, own_loss
+from wf_transformers.whole_batch import (
+    INSTEAD,
+    is_by_token,
+    keep_padding_in_range,
+    logits_of,
+    refuse_arguments,
+    refuse_unknown_words,
+    seqlen_of,
+    unknown_labels,
+    with_documents,
+)
 
 WHOLE_LOGITS = "whole_logits"
-INSTEAD = (
-    "in a loop of your own cut batches by shard_batch(batch, labels_are_shifted=...), of a "
-    "SequenceParallel or of DeepSpeed's engine.wallfacer, and make a loss of your own"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +56,12 @@ class Call:
     """Whether logits are to be of the whole batch."""
     fused: bool
     """Whether the model gives no logits, but values by token of the labels."""
+    own_loss: bool
+    """Whether the model makes the loss, from whole labels and the logits of all ranks."""
 
 
 class WholeBatchHooks:
-    """The two hooks of one model, whose gradients are averaged over all ranks of the job.
+    """The hooks of one model, whose gradients are averaged over all ranks of the job.
 
     Args:
         handle: what attached the model; its `remove()` takes the hooks off, too.
@@ -74,14 +83,17 @@ class WholeBatchHooks:
         self._head = head_of(model) if head is None else head
         _, *self._names = inspect.signature(type(model).forward).parameters  # without self
         self._call: Call | None = None
+        self._head_called = False
         self._hooks = (
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after),
+            *(head.register_forward_hook(self._at_head) for head in output_embeddings(model)),
+            *(inner.register_forward_pre_hook(self._inside) for inner in inner_models(model)),
         )
         handle.undo.callback(self.remove)
 
     def remove(self) -> None:
-        """Take both hooks off the model."""
+        """Take the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
 
@@ -93,21 +105,59 @@ class WholeBatchHooks:
         labelled = given.get("labels") is not None
         wanted = given.pop(WHOLE_LOGITS, self._always_whole or not model.training)
         whole = wanted or (self.whole_without_labels and not labelled)
-        _refuse(given)
+        refuse_arguments(given)
         if labelled and self._head == "other":
-            raise NotImplementedError(_unknown_labels(model))
-        seqlen = _seqlen(given)
+            raise NotImplementedError(unknown_labels(model))
+        fused = bool(given.get(FUSED))
+        leaves_loss = labelled and not fused and self._leaves_loss(model, given)
+        seqlen = seqlen_of(given)
         batch = self._batch(given, seqlen)
+        if leaves_loss:
+            batch = {key: value for key, value in batch.items() if key in INPUTS}
         given = {k: v for k, v in given.items() if k not in batch}
         local = self._handle.shard_batch(batch, labels_are_shifted=self._head == "masked")
-        _keep_padding_in_range(model, local, seqlen)
-        num_items = given.pop("num_items_in_batch", None)
-        self._call = Call(seqlen, local, num_items, whole, fused=bool(given.get(FUSED)))
+        keep_padding_in_range(model, local, seqlen)
+        num_items = None if leaves_loss else given.pop("num_items_in_batch", None)
+        self._call = Call(seqlen, local, num_items, whole, fused, leaves_loss)
+        self._handle.attention.logits_are_whole, self._head_called = leaves_loss, False
         return (), self._words(model, given, local)
+
+    def _leaves_loss(self, model: nn.Module, given: dict[str, Any]) -> bool:
+        """Whether the model is to make the loss of this call."""
+        found = own_loss(model, given)
+        if found and self._handle.averages_tokens and given.get("num_items_in_batch") is None:
+            raise NotImplementedError(
+                f'{found}, and "loss_average": "token" knows plain cross entropy only: take '
+                '"sequence"'
+            )
+        return found is not None
+
+    def _inside(self, inner: nn.Module, _: Any) -> None:
+        """Refuse a call of a model inside that goes round the hooks: nothing would be cut."""
+        if self._call is None:
+            raise NotImplementedError(
+                f"{type(inner).__name__} was called, and not the model around it that takes whole "
+                f"batches: every rank would take its rows for a part of the sequence; {INSTEAD}"
+            )
+
+    @eager
+    def _at_head(self, _: nn.Module, __: Any, logits: Tensor) -> Tensor | None:
+        """The rows of all ranks, where the model makes a loss of its own from them."""
+        call = self._call
+        if call is None or not call.own_loss:
+            return None
+        rows = seqlen_of(call.local)
+        if logits.dim() < 3 or logits.shape[1] != rows:
+            raise NotImplementedError(
+                f"the output embeddings gave {tuple(logits.shape)}, not a row for each of the "
+                f"{rows} tokens of this rank, beside a loss of the model's own; {INSTEAD}"
+            )
+        self._head_called = True
+        return self._whole(logits, call)
 
     def _batch(self, given: dict[str, Any], seqlen: int) -> dict[str, Any]:
         """Those arguments of a call that are cut."""
-        return with_documents({k: v for k, v in given.items() if _by_token(k, v, seqlen)})
+        return with_documents({k: v for k, v in given.items() if is_by_token(k, v, seqlen)})
 
     def _words(
         self, model: nn.Module, given: dict[str, Any], local: dict[str, Any]
@@ -115,23 +165,34 @@ class WholeBatchHooks:
         """What the model is called with: this rank's part, and what was given beside it."""
         words = given | forward_kwargs(model, local)
         words |= {"shift_labels": local.get("labels")} if given.get(FUSED) else {}
-        _refuse_unknown_words(model, self._names, words)
+        refuse_unknown_words(model, self._names, words)
         return words
 
     @eager
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call, self._call = self._call, None
         assert call is not None, "the hook before the model did not run"
+        self._handle.attention.logits_are_whole = False
+        if call.own_loss:
+            return self._own_output(model, output)
         if call.fused:
             whole = partial(self._whole, call=call)
             return type(output)(**fused_fields(output, call.num_items, whole))
-        logits = _logits(model, output, _seqlen(call.local))
+        logits = logits_of(model, output, seqlen_of(call.local))
         fields = dict(output)
         if call.local.get("labels") is not None:
             fields["loss"] = self._loss(model, logits, call)
         if call.whole:
             fields["logits"] = self._whole(logits, call)
         return type(output)(**fields)
+
+    def _own_output(self, model: nn.Module, output: Any) -> Any:
+        """What a model that makes its own loss returned."""
+        if not self._head_called:
+            raise NotImplementedError(no_head(model))
+        if isinstance(output, Mapping) and output.get("hidden_states") is not None:
+            raise NotImplementedError(PARTIAL_STATES)
+        return output
 
     def _whole(self, x: Tensor, call: Call) -> Tensor:
         """(b, S, ...): rows of all ranks. A loss that every rank makes of them counts once."""
@@ -178,88 +239,3 @@ def _takes_whole_batches(model: nn.Module) -> bool:
     """Whether the hooks are on the model, or on one inside a wrapper."""
     before = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
     return any(isinstance(getattr(hook, "__self__", None), WholeBatchHooks) for hook in before)
-
-
-def _seqlen(given: Mapping[str, Any]) -> int:
-    for key in ("input_ids", "inputs_embeds"):
-        if isinstance(given.get(key), Tensor):
-            return given[key].shape[1]
-    raise ValueError(f'the model was called without "input_ids", with {sorted(given)}')
-
-
-def _by_token(key: str, value: Any, seqlen: int) -> bool:
-    """Whether an argument is (b, S, ...) and so has to be cut; a mask that is not gets refused."""
-    tokens = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == seqlen
-    return key in ("cu_seqlens", "attention_mask") or tokens
-
-
-def _keep_padding_in_range(model: nn.Module, local: dict[str, Any], seqlen: int) -> None:
-    """Positions of our padding may lie beyond a position table; no valid token sees them."""
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if limit is not None and seqlen <= limit and "position_ids" in local:
-        local["position_ids"] = local["position_ids"].clamp(max=limit - 1)
-
-
-def _logits(model: nn.Module, output: Any, rows: int) -> Tensor:
-    """The logits of a model's output, which must be of this rank's rows, as nothing else is."""
-    name = type(model).__name__
-    if not isinstance(output, Mapping) or not isinstance(output.get("logits"), Tensor):
-        found = sorted(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
-        raise NotImplementedError(
-            f'{name} returns {found}: called with whole batches, a model must return "logits", '
-            f"from which the loss is made; {INSTEAD}"
-        )
-    logits: Tensor = output["logits"]
-    if logits.dim() < 3 or logits.shape[1] != rows:
-        raise NotImplementedError(
-            f"{name} returns logits {tuple(logits.shape)}, not a row for each of the {rows} "
-            f"tokens of this rank: what it makes of its tokens is not what one device makes of "
-            f"all; {INSTEAD}"
-        )
-    if output.get("hidden_states") is not None:
-        raise NotImplementedError(PARTIAL_STATES)
-    return logits
-
-
-def _unknown_labels(model: nn.Module) -> str:
-    return (
-        f"{type(model).__name__} was called with labels, and is none of transformers' causal or "
-        f"masked language models, of which we know how labels and the loss are meant; {INSTEAD}"
-    )
-
-
-def _refuse(given: Mapping[str, Any]) -> None:
-    if given.get("past_key_values") is not None:
-        raise NotImplementedError(f"past_key_values: a KV cache cannot be spread; {ON_ONE_PROCESS}")
-    if given.get("return_dict") is False:
-        raise NotImplementedError("return_dict=False: leave it out, the loss goes into the output")
-
-
-def _refuse_unknown_words(model: nn.Module, names: list[str], words: Mapping[str, Any]) -> None:
-    """Of a wrapper: what `forward_kwargs` gives must get to the model inside."""
-    lost = [key for key in words if key not in names]
-    if lost and not isinstance(model, PreTrainedModel) and not takes_any_keyword(model):
-        raise ValueError(
-            f"{type(model).__name__}.forward takes no {', '.join(lost)}, which the model inside "
-            f"must get: give it **kwargs and pass them on"
-        )
-
-
-def with_documents(batch: dict[str, Any]) -> dict[str, Any]:
-    """Packed documents that only `position_ids` tell of, as "cu_seqlens" (host integers) too.
-
-    Raises:
-        ValueError: if the samples of the batch have different documents.
-    """
-    positions = batch.get("position_ids")
-    if positions is None or "cu_seqlens" in batch:
-        return batch
-    if bool((positions != positions[:1]).any()):
-        raise ValueError(
-            "position_ids differ between the samples of a batch: documents are shared by all "
-            "samples; use a batch of 1, or leave position_ids out"
-        )
-    starts = torch.nonzero(positions[0] == 0).flatten().tolist()
-    if not starts or starts[0] != 0:
-        raise ValueError(f"position_ids must start at 0, got {int(positions[0, 0])}")
-    return batch if len(starts) == 1 else batch | {"cu_seqlens": (*starts, positions.shape[1])}

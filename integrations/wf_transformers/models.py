@@ -22,6 +22,11 @@ def outermost(module: nn.Module) -> list[PreTrainedModel]:
     return list(dict.fromkeys(m for child in module.children() for m in outermost(child)))
 
 
+def inner_models(module: nn.Module) -> list[PreTrainedModel]:
+    """The Hugging Face models in `module`, at any depth, without itself."""
+    return [m for m in module.modules() if isinstance(m, PreTrainedModel) and m is not module]
+
+
 def head_of(module: nn.Module) -> Head:
     """What the labels of `module` are: the next token, the token itself, or we do not know.
 

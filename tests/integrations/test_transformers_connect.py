@@ -178,6 +178,31 @@ def test_calls_that_take_a_part_for_the_whole(
     call(2, rank)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+def test_the_model_inside_is_not_called_without_positions(family: str) -> None:
+    """For hidden states, of which a chunked loss is made."""
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build(family, "eager", {})
+        wf_transformers.attach(model, sp)
+        local = sp.shard_batch({"input_ids": IDS})["input_ids"]
+        with pytest.raises(ValueError, match="without position_ids.*forward_kwargs"):
+            model.base_model(input_ids=local)
+
+    run_threads(2, rank)
+
+
+def test_the_model_inside_one_that_takes_whole_batches_is_not_called() -> None:
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build("llama", "eager", {})
+        wf_transformers.WholeBatchHooks(model, wf_transformers.attach(model, sp))
+        with pytest.raises(NotImplementedError, match="LlamaModel was called, and not the model"):
+            model.model(input_ids=IDS, position_ids=torch.arange(24)[None])
+        model(input_ids=IDS)
+
+    run_threads(2, rank)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_generate_is_refused(family: str, use_cache: bool) -> None:

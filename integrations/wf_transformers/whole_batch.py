@@ -1,0 +1,102 @@
+"""What a call with a whole batch may hold, and what the model may return for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from wf_transformers.calls import ON_ONE_PROCESS, PARTIAL_STATES, takes_any_keyword
+
+INSTEAD = (
+    "in a loop of your own cut batches by shard_batch(batch, labels_are_shifted=...), of a "
+    "SequenceParallel or of DeepSpeed's engine.wallfacer, and make a loss of your own"
+)
+
+
+def seqlen_of(given: Mapping[str, Any]) -> int:
+    for key in ("input_ids", "inputs_embeds"):
+        if isinstance(given.get(key), Tensor):
+            return given[key].shape[1]
+    raise ValueError(f'the model was called without "input_ids", with {sorted(given)}')
+
+
+def is_by_token(key: str, value: Any, seqlen: int) -> bool:
+    """Whether an argument is (b, S, ...) and so has to be cut; a mask that is not gets refused."""
+    tokens = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == seqlen
+    return key in ("cu_seqlens", "attention_mask") or tokens
+
+
+def keep_padding_in_range(model: nn.Module, local: dict[str, Any], seqlen: int) -> None:
+    """Positions of our padding may lie beyond a position table; no valid token sees them."""
+    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if limit is not None and seqlen <= limit and "position_ids" in local:
+        local["position_ids"] = local["position_ids"].clamp(max=limit - 1)
+
+
+def logits_of(model: nn.Module, output: Any, rows: int) -> Tensor:
+    """The logits of a model's output, which must be of this rank's rows, as nothing else is."""
+    name = type(model).__name__
+    if not isinstance(output, Mapping) or not isinstance(output.get("logits"), Tensor):
+        found = sorted(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
+        raise NotImplementedError(
+            f'{name} returns {found}: called with whole batches, a model must return "logits", '
+            f"from which the loss is made; {INSTEAD}"
+        )
+    logits: Tensor = output["logits"]
+    if logits.dim() < 3 or logits.shape[1] != rows:
+        raise NotImplementedError(
+            f"{name} returns logits {tuple(logits.shape)}, not a row for each of the {rows} "
+            f"tokens of this rank: what it makes of its tokens is not what one device makes of "
+            f"all; {INSTEAD}"
+        )
+    if output.get("hidden_states") is not None:
+        raise NotImplementedError(PARTIAL_STATES)
+    return logits
+
+
+def unknown_labels(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} was called with labels, and is none of transformers' causal or "
+        f"masked language models, of which we know how labels and the loss are meant; {INSTEAD}"
+    )
+
+
+def refuse_arguments(given: Mapping[str, Any]) -> None:
+    if given.get("past_key_values") is not None:
+        raise NotImplementedError(f"past_key_values: a KV cache cannot be spread; {ON_ONE_PROCESS}")
+    if given.get("return_dict") is False:
+        raise NotImplementedError("return_dict=False: leave it out, the loss goes into the output")
+
+
+def refuse_unknown_words(model: nn.Module, names: list[str], words: Mapping[str, Any]) -> None:
+    """Of a wrapper: what `forward_kwargs` gives must get to the model inside."""
+    lost = [key for key in words if key not in names]
+    if lost and not isinstance(model, PreTrainedModel) and not takes_any_keyword(model):
+        raise ValueError(
+            f"{type(model).__name__}.forward takes no {', '.join(lost)}, which the model inside "
+            f"must get: give it **kwargs and pass them on"
+        )
+
+
+def with_documents(batch: dict[str, Any]) -> dict[str, Any]:
+    """Packed documents that only `position_ids` tell of, as "cu_seqlens" (host integers) too.
+
+    Raises:
+        ValueError: if the samples of the batch have different documents.
+    """
+    positions = batch.get("position_ids")
+    if positions is None or "cu_seqlens" in batch:
+        return batch
+    if bool((positions != positions[:1]).any()):
+        raise ValueError(
+            "position_ids differ between the samples of a batch: documents are shared by all "
+            "samples; use a batch of 1, or leave position_ids out"
+        )
+    starts = torch.nonzero(positions[0] == 0).flatten().tolist()
+    if not starts or starts[0] != 0:
+        raise ValueError(f"position_ids must start at 0, got {int(positions[0, 0])}")
+    return batch if len(starts) == 1 else batch | {"cu_seqlens": (*starts, positions.shape[1])}
