@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/hetegen.py
 
 Seconds of a decoding pass, median. A shaped device has real tensors and threads as lanes whose
-work takes no less than its bytes at a given rate. The overhead of a call is measured first, once
-for each model, on a device that is not slowed down. Parts: grid, cores, peers.
+work takes no less than its bytes at a given rate. What a model does between its linears is
+measured first, once for each model and batch, at rates of its own. Parts: grid, cores, peers.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from statistics import median
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
 from wf_backends.hetegen import Rates, ShapedDevice, dispatch_model
-from wf_backends.hetegen.shaped import ThreadDevice
+from wf_backends.hetegen.device import Work
+from wf_backends.hetegen.measure import measure_call
 
 PROMPT = 4
 HEADLINE = 3.17  # host over link: +317 % over streaming
+SLABS, PIECES = 3, 8  # of the second lab: slabs, and slabs that one of its linears fills
 CONFIGS = {
     "llama": LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
@@ -41,6 +43,11 @@ CONFIGS = {
     "opt": OPTConfig(
         vocab_size=512, hidden_size=256, ffn_dim=1024, num_hidden_layers=4, num_attention_heads=4,
         max_position_embeddings=64, word_embed_proj_dim=256, eos_token_id=None, pad_token_id=0,
+    ),
+    "mixtral": MixtralConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        eos_token_id=None,
     ),
 }  # fmt: skip
 
@@ -63,7 +70,8 @@ class Measured:
 
     measured: float
     predicted: float
-    alpha: float = 0.0
+    call: float
+    alpha: float
 
 
 def main() -> None:
@@ -112,14 +120,17 @@ def settings() -> list[Setting]:
         link = (30e6, 60e6)[i // 2 % 2]
         name = "opt" if model == "gpt2" and i % 4 == 3 else model
         rows.append(Setting(name, link, link * ratio, link * faster, memory, (1, 4)[i // 4 % 2]))
+    experts = product((1.0, HEADLINE), (1, 4))
+    rows += [Setting("mixtral", 60e6, 60e6 * r, 3e9, 0.3, batch) for r, batch in experts]
     return rows
 
 
 def grid(tokens: int, count: int | None) -> None:
     """Each setting with the best alpha, streaming alone and the host alone."""
     models = {name: make_model(name) for name in CONFIGS}
-    calls = {name: call_seconds(model) for name, model in models.items()}
-    print("a call: " + ", ".join(f"{name} {1e3 * s:.2f} ms" for name, s in calls.items()))
+    calls = {(n, batch): call_seconds(m, batch) for n, m in models.items() for batch in (1, 4)}
+    told = (f"{name} {batch}: {1e3 * each:.2f} ms" for (name, batch), each in calls.items())
+    print("from a call to the next, by model and batch: " + ", ".join(told))
     print(
         "| model | batch | link, host, accelerator MB/s | memory | alpha | predicted | measured "
         "| measured / predicted | streaming | host | of the better | over streaming |"
@@ -127,7 +138,7 @@ def grid(tokens: int, count: int | None) -> None:
     print("|" + 12 * "---|")
     off, slower = [], []
     for row in settings()[:count]:
-        model, call = models[row.model], calls[row.model]
+        model, call = models[row.model], calls[row.model, row.batch]
         ours, streaming, host = (
             decode(model, row, call, tokens, alpha) for alpha in ("auto", 0.0, 1.0)
         )
@@ -150,12 +161,10 @@ def grid(tokens: int, count: int | None) -> None:
     )
 
 
-def call_seconds(model: nn.Module) -> float:
-    """What a call of a split linear takes where nothing is slowed down."""
-    fast = Setting("", 1e13, 1e13, 1e13, 0.5, 1)
-    found = decode(model, fast, 0.0, 12, 0.5)
-    calls = sum(type(m) is nn.Linear or type(m).__name__ == "Conv1D" for m in model.modules())
-    return found.measured / calls
+def call_seconds(model: nn.Module, batch: int) -> float:
+    """What the model and the caller take from one call of a split linear to the next."""
+    row = Setting("", 60e6, 60e6, 3e9, 0.15, batch)
+    return decode(model, row, 3e-4, 6, "auto").call
 
 
 def decode(
@@ -165,12 +174,20 @@ def decode(
     device = ShapedDevice(row.link, row.host, row.accelerator, call_seconds=call)
     memory: dict[int | str, int | str] = {0: int(row.memory * nbytes(model))}
     words = {"batch": row.batch, "prompt": PROMPT, "alpha": alpha}
-    ids = torch.ones(row.batch, PROMPT, dtype=torch.long)
     with dispatch_model(model, memory, device, **words) as handle:  # type: ignore[arg-type]
-        generate(model, ids, tokens)
+        generate(model, prompts(row.batch), tokens)
         told = handle.report()["decode"]
         shares = [split.alpha("decode") for split in handle.plan.splits]
-    return Measured(told["measured_seconds"], told["predicted_seconds"], sum(shares) / len(shares))
+    return Measured(
+        told["measured_seconds"],
+        told["predicted_seconds"],
+        told["call_seconds"],
+        sum(shares) / len(shares),
+    )
+
+
+def prompts(batch: int) -> Tensor:
+    return torch.randint(1, 512, (batch, PROMPT), generator=torch.manual_seed(1))
 
 
 def generate(model: nn.Module, ids: Tensor, tokens: int) -> None:
@@ -191,24 +208,38 @@ class Stack(nn.Module):
         return x
 
 
+class TwoThreads(ShapedDevice):
+    """Lanes that are not shaped; the accelerator's work is done in the link's thread."""
+
+    def __init__(self, rates: Rates) -> None:
+        super().__init__(rates.link, rates.host, rates.accelerator)
+        self.lanes["accelerator"] = self.lanes["link"]
+        self.fitted = rates
+
+    def rates(self) -> Rates:
+        return self.fitted
+
+    def _seconds(self, lane: str, work: Work) -> float:
+        return 0.0
+
+
 def cores(layers: int = 10, width: int = 2560, passes: int = 30) -> None:
     """Two threads on two cores, nothing shaped: one copies and stands for the accelerator."""
     model, x = Stack(layers, width), torch.randn(1, width)
+    memory: dict[int | str, int | str] = {0: SLABS * (width // PIECES) * width * 4}
     rates = fitted(model)
     print(
-        "two threads, fitted GB/s: copy and GEMM of the one "
+        "two threads, fitted GB/s: two copies and the GEMM of the one "
         f"{rates.link / 1e9:.2f}, GEMM of the other {rates.host / 1e9:.2f}, "
         f"both at a time {rates.memory / 1e9:.2f}; a call {1e6 * rates.call_seconds:.0f} us"
     )
     print("| | alpha | predicted | measured | measured / predicted |")
     print("|---|---|---|---|---|")
     for name, alpha in (("HeteGen", "auto"), ("streaming", 0.0), ("host alone", 1.0)):
-        device = ThreadDevice(rates, one_thread=True)
-        words = {"pin_memory": False, "alpha": alpha}
-        memory: dict[int | str, int | str] = {0: nbytes(model) // 8}
-        with dispatch_model(model, memory, device, **words) as handle, torch.inference_mode():  # type: ignore[arg-type]
-            for _ in range(passes):
-                model(x)
+        with dispatch_model(model, memory, TwoThreads(rates), alpha=alpha) as handle:  # type: ignore[arg-type]
+            with torch.inference_mode():
+                for _ in range(passes):
+                    model(x)
             told = handle.report()["decode"]
             share = handle.plan.splits[0].alpha("decode")
         took, predicted = told["measured_seconds"], told["predicted_seconds"]
@@ -218,7 +249,9 @@ def cores(layers: int = 10, width: int = 2560, passes: int = 30) -> None:
 def fitted(model: Stack) -> Rates:
     """Rates of the thread that copies and computes, of the one that computes, of both at a time."""
     weights = [layer.weight.detach() for layer in model.layers]
-    x, slab = torch.randn(1, weights[0].shape[1]), torch.empty_like(weights[0][:640])
+    x = torch.randn(1, weights[0].shape[1])
+    piece = weights[0][: len(weights[0]) // PIECES]
+    slabs, pinned = ([torch.empty_like(piece) for _ in range(SLABS)] for _ in range(2))
 
     def host() -> None:
         for weight in weights:
@@ -226,14 +259,13 @@ def fitted(model: Stack) -> Rates:
 
     def link() -> None:
         for weight in weights:
-            for rows in weight.split(len(slab)):
-                F.linear(x, slab.copy_(rows))
+            for i, rows in enumerate(weight.split(len(piece))):
+                F.linear(x, slabs[i % SLABS].copy_(pinned[i % SLABS].copy_(rows)))
 
     size = sum(weight.nbytes for weight in weights)
     alone = [size / seconds_of(run) for run in (link, host)]
     both = sum(size / took for took in together(link, host))
-    fast = ThreadDevice(Rates(1e13, 1e13, 1e13), one_thread=True)
-    call = hand_over(fast)
+    call = measure_call(TwoThreads(Rates(1e13, 1e13, 1e13)))
     return Rates(alone[0], alone[1], 1e13, memory=both, call_seconds=call)
 
 
@@ -264,16 +296,6 @@ def together(*runs: Callable[[], None]) -> list[float]:
     return took
 
 
-def hand_over(device: ThreadDevice, width: int = 32, layers: int = 64) -> float:
-    """Seconds of a call whose GEMM takes none."""
-    model, x = Stack(layers, width), torch.randn(1, width)
-    memory: dict[int | str, int | str] = {0: nbytes(model) // 2}
-    with dispatch_model(model, memory, device, alpha=0.5) as handle, torch.inference_mode():
-        for _ in range(20):
-            model(x)
-        return handle.report()["decode"]["measured_seconds"] / layers
-
-
 class SlowLink(dict):
     """Weights by name that take their bytes at the link's rate to fetch."""
 
@@ -289,7 +311,7 @@ def peers(tokens: int) -> None:
     """accelerate's cpu_offload behind the same link, and DeepSpeed's ZeRO-Inference."""
     row = Setting("llama", SlowLink.link, SlowLink.link * HEADLINE, 3e9, 0.15, 1)
     model = make_model(row.model)
-    call = call_seconds(model)
+    call = call_seconds(model, row.batch)
     print(f"llama, link {row.link / 1e6:.0f} MB/s, host {row.host / 1e6:.0f} MB/s, memory 15 %")
     print("| | seconds a token |\n|---|---|")
     for name, alpha in (("HeteGen", "auto"), ("streaming with prefetch", 0.0)):
@@ -306,7 +328,7 @@ def accelerate_seconds(model: nn.Module, tokens: int) -> str:
         return "accelerate is not installed"
     state = SlowLink({name: p.detach().clone() for name, p in model.state_dict().items()})
     cpu_offload(model, torch.device("cpu"), state_dict=state)
-    ids = torch.ones(1, PROMPT, dtype=torch.long)
+    ids = prompts(1)
     generate(model, ids, 0)
     start = time.perf_counter()
     generate(model, ids, tokens)

@@ -18,12 +18,9 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
 from wf_backends.hetegen import Rates  # noqa: E402
-from wf_backends.hetegen.jobs import Accel, Copy, Host, Join  # noqa: E402
-from wf_backends.hetegen.plan import Linear  # noqa: E402
+from wf_backends.hetegen.jobs import LANES, Linear  # noqa: E402
 from wf_backends.hetegen.planning import Request, make_plan  # noqa: E402
 
-LANES = ("link", "host", "accelerator")
-OF_JOB = {Copy: 0, Host: 1, Accel: 2}
 LINEARS = 6
 WARM, SHOWN = 2, 2  # passes
 
@@ -48,13 +45,12 @@ def draw(axes: Axes, title: str, request: Request) -> None:
     took, device = plan.simulate(["decode"] * (WARM + SHOWN))
     start = sum(took[:WARM])
     for done in device.done:
-        lane = OF_JOB.get(type(done.job))
-        if lane is not None and done.end > start:
-            assert isinstance(done.job, Copy | Host | Accel)
+        if done.job.lane != "join" and done.end > start:
+            lane = LANES.index(done.job.lane)
             span = 1e3 * (done.start - start), 1e3 * (done.end - done.start)
             color = f"C{done.job.linear}"
             axes.broken_barh([span], (lane - 0.35, 0.7), color=color, edgecolor="white", lw=0.4)
-    joins = [d.end for d in device.done if isinstance(d.job, Join) and d.job.linear == LINEARS - 1]
+    joins = [d.end for d in device.done if d.job.lane == "join" and d.job.linear == LINEARS - 1]
     for end in joins[WARM:]:
         axes.axvline(1e3 * (end - start), color="black", linewidth=1)
     axes.set_yticks(range(3), LANES)

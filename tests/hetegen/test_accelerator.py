@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.hetegen.models import Plain, make_model, split_memory
 from wf_backends.hetegen import Rates, dispatch_model
-from wf_backends.hetegen.accelerator import Accelerator
+from wf_backends.hetegen.accelerator import Accelerator, Streams
 from wf_backends.hetegen.measure import measure_rates
 
 RATES = Rates(1e8, 2e8, 1e10)
@@ -30,31 +30,36 @@ class Event:
 
 
 class Stream:
+    def __init__(self, current: threading.local) -> None:
+        self.current = current
+
+    def __enter__(self) -> None:
+        self.current.stream = self
+
+    def __exit__(self, *_: object) -> None:
+        del self.current.stream
+
     def wait_event(self, event: Event) -> None:
         assert self is not None and event.recorded  # torch does not wait for one that is not
 
 
-class StandIn:
+class StandIn(Streams):
     """Streams of a CPU, on which everything is done at once."""
 
-    device = torch.device("cpu")
-
     def __init__(self, pins: bool = True) -> None:
+        self.device = torch.device("cpu")
         self.counts: Counter = Counter()
         self.pins = pins
         self._current = threading.local()
 
-    def stream(self) -> Stream:
-        return Stream()
+    def stream(self) -> Stream:  # type: ignore[override]
+        return Stream(self._current)
 
-    def event(self) -> Event:
+    def event(self) -> Event:  # type: ignore[override]
         return Event(self.counts)
 
-    def current(self) -> Stream:
-        return getattr(self._current, "stream", Stream())
-
-    def use(self, stream: Stream) -> None:
-        self._current.stream = stream
+    def current(self) -> Stream:  # type: ignore[override]
+        return getattr(self._current, "stream", Stream(self._current))
 
     def synchronize(self) -> None:
         self.counts["all"] += 1

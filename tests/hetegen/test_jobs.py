@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
 
 import pytest
 
-from wf_backends.hetegen.jobs import Accel, Copy, Free, Host, Join, Phase
+from wf_backends.hetegen.jobs import LANES, Job, Linear, Phase
 from wf_backends.hetegen.law import Rates
-from wf_backends.hetegen.plan import Linear, Plan, used
+from wf_backends.hetegen.plan import Plan, used
 from wf_backends.hetegen.planning import Request, decode_seconds, make_plan, split_plan
-from wf_backends.hetegen.simulated import LANES, Done, Simulated, lane_of, run_passes
+from wf_backends.hetegen.simulated import Done, Simulated
 
 
 def draw_request(draw: random.Random) -> Request:
@@ -38,14 +40,13 @@ def draw_request(draw: random.Random) -> Request:
 
 def simulate(draw: random.Random, plan: Plan, passes: int = 4) -> Simulated:
     """Passes of both phases with experts drawn at random."""
-    device, maker = plan.simulated("decode"), plan.job_maker()
+    device, maker = plan.simulated(), plan.job_maker()
     linears = [split.linear for split in plan.splits]
     for number in range(passes):
         drawn = {x.expert: draw.random() < x.routed for x in linears}
         order = [i for i, x in enumerate(linears) if not x.expert or drawn[x.expert]]
         phase: Phase = "prefill" if number == 2 else "decode"
-        device.seconds = plan.simulated(phase).seconds
-        run_passes(device, maker, order, [phase])
+        device.run_pass(maker, order, phase)
     return device
 
 
@@ -53,7 +54,7 @@ def computed_rows(done: list[Done], join: Done) -> list[range]:
     """Rows that a call computes, in order."""
     jobs = [d.job for d in done if d.job.number in join.job.after]
     return sorted(
-        (range(job.start, job.stop) for job in jobs if isinstance(job, Host | Accel)),
+        (range(job.start, job.stop) for job in jobs),
         key=lambda rows: rows.start,
     )
 
@@ -64,25 +65,24 @@ def test_every_row_is_computed_once_and_no_slab_is_written_while_it_is_read(seed
     plan = make_plan(draw_request(draw))
     done = simulate(draw, plan).done
     ends = {d.job.number: d.end for d in done}
-    held: dict[int, Copy] = {}  # slab -> what was copied into it
+    held: dict[int, Job] = {}  # slab -> what was copied into it
     readers: dict[int, float] = {}  # slab -> end of its last reader
     for d in done:
         job = d.job
         assert all(number < job.number and ends[number] <= d.start for number in job.after)
-        if isinstance(job, Copy):
+        if job.lane == "link":
+            assert job.slab is not None
             assert d.start >= readers.get(job.slab, 0.0)
             assert (job.stop - job.start) * plan.splits[job.linear].linear.row_bytes <= (
                 plan.slab_bytes
             )
             held[job.slab] = job
-        elif isinstance(job, Accel) and job.slab is not None:
+        elif job.lane == "accelerator" and job.slab is not None:
             copy = held[job.slab]
             assert (copy.linear, copy.start, copy.stop) == (job.linear, job.start, job.stop)
             assert ends[copy.number] <= d.start
             readers[job.slab] = d.end
-        elif isinstance(job, Free):
-            assert d.end >= readers[job.slab]
-        elif isinstance(job, Join):
+        elif job.lane == "join":
             rows = computed_rows(done, d)
             total = plan.splits[job.linear].linear.rows
             assert [i for part in rows for i in part] == list(range(total))
@@ -94,7 +94,7 @@ def test_no_pass_is_faster_than_its_bounds(seed: int) -> None:
     plan = make_plan(draw_request(draw))
     device = simulate(draw, plan)
     for lane in LANES:
-        jobs = [d for d in device.done if lane_of(d.job) == lane]
+        jobs = [d for d in device.done if d.job.lane == lane]
         assert all(a.end <= b.start for a, b in zip(jobs, jobs[1:], strict=False))
         waited_for = [d for d in jobs if d.end <= device.now]  # copies may run on after the end
         assert sum(d.end - d.start for d in waited_for) <= device.now * (1 + 1e-9)
@@ -110,7 +110,7 @@ def test_a_plan_is_as_fast_as_each_lane_alone_and_its_memory_is_kept(seed: int) 
     if request.alpha is None and plan.slabs:
         assert plan.decode_seconds <= plan.streaming_seconds * (1 + 1e-9)
         assert plan.decode_seconds <= plan.host_seconds * (1 + 1e-9)
-    assert Plan.from_json(plan.to_json()) == plan
+    assert json.loads(json.dumps(asdict(plan)))["slabs"] == plan.slabs  # plain data
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -131,8 +131,8 @@ def test_copies_run_on_into_the_next_token() -> None:
     linears = tuple(Linear(f"{i}", 64, 16, 4) for i in range(4))
     request = Request(linears, Rates(1e5, 3e5, 1e8), 4096)
     device = simulate(random.Random(0), make_plan(request), passes=2)
-    last_join = next(d for d in reversed(device.done) if isinstance(d.job, Join))
-    for_the_next = [d for d in device.done if isinstance(d.job, Copy) and d.job.linear == 0][-1]
+    last_join = next(d for d in reversed(device.done) if d.job.lane == "join")
+    for_the_next = [d for d in device.done if d.job.lane == "link" and d.job.linear == 0][-1]
     assert for_the_next.job.number < last_join.job.number
     assert for_the_next.start < last_join.end
 
@@ -141,9 +141,9 @@ def test_the_order_is_learned_from_the_calls() -> None:
     """Calls in another order than that of the model cost copies in vain in the first pass only."""
     linears = tuple(Linear(f"{i}", 64, 16, 4) for i in range(5))
     plan = make_plan(Request(linears, Rates(1e5, 1e5, 1e8), 4096))
-    device, maker = plan.simulated("decode"), plan.job_maker()
+    device, maker = plan.simulated(), plan.job_maker()
     straight = plan.simulate(["decode"] * 3)[0]
-    turned = run_passes(device, maker, [0, 3, 1, 2, 4], ["decode"] * 3)
+    turned = [device.run_pass(maker, [0, 3, 1, 2, 4], "decode") for _ in range(3)]
     assert turned[0] > straight[0] and turned[2] == pytest.approx(straight[2], rel=1e-3)
 
 
@@ -154,9 +154,10 @@ def test_experts_that_no_token_is_routed_to_are_not_copied() -> None:
         Linear("head", 64, 16, 4),
     )
     plan = make_plan(Request(linears, Rates(1e5, 1e5, 1e8), 6000, alpha=0.0))
-    device, maker = plan.simulated("decode"), plan.job_maker()
-    run_passes(device, maker, [0, 5, 6, 9], ["decode"] * 5)
-    assert {d.job.linear for d in device.done if isinstance(d.job, Copy)} == {0, 5, 6, 9}
+    device, maker = plan.simulated(), plan.job_maker()
+    for _ in range(5):
+        device.run_pass(maker, [0, 5, 6, 9], "decode")
+    assert {d.job.linear for d in device.done if d.job.lane == "link"} == {0, 5, 6, 9}
     assert len(used(linears, 1)) == 4  # one of four experts, between the first and the last
 
 
@@ -170,8 +171,3 @@ def test_too_little_memory_is_refused() -> None:
     linears = (Linear("a", 64, 16, 4),)
     with pytest.raises(ValueError, match=r"max_memory\[0\] must be at least 1192 bytes.*got 1000"):
         make_plan(Request(linears, Rates(1e5, 1e5, 1e8), 1000, other_bytes=1000))
-
-
-def test_what_is_no_plan_is_refused() -> None:
-    with pytest.raises(ValueError, match="not the JSON of a plan"):
-        Plan.from_json('{"splits": []}')

@@ -15,7 +15,7 @@ from wf_backends.hetegen.law import (
     resident_limits,
     seconds_per_byte,
 )
-from wf_backends.hetegen.plan import host_rows
+from wf_backends.hetegen.planning import host_rows
 
 SETTINGS = 500
 GRID = 200

@@ -11,34 +11,22 @@ It has not run on an accelerator yet; tests run it on a stand-in for streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from wf_backends.hetegen.device import Work
-from wf_backends.hetegen.lane_thread import LaneThread, ThreadEvent
+from wf_backends.hetegen.lane_thread import LaneThread
 from wf_backends.hetegen.law import Rates
 
 
-class Streams(Protocol):
-    """What is asked of torch; streams and events are torch's."""
-
-    device: torch.device
-
-    def stream(self) -> Any: ...
-    def event(self) -> Any: ...
-    def current(self) -> Any: ...
-    def use(self, stream: Any) -> None: ...
-    def synchronize(self) -> None: ...
-    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor: ...
-
-
-class TorchStreams:
-    """Of the accelerator that torch finds.
+class Streams:
+    """What is asked of torch, for the accelerator that it finds.
 
     Raises:
         ValueError: if there is none.
@@ -62,9 +50,6 @@ class TorchStreams:
     def current(self) -> torch.Stream:
         return torch.accelerator.current_stream(self.device)
 
-    def use(self, stream: torch.Stream) -> None:
-        torch.accelerator.set_stream(stream)
-
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
 
@@ -74,50 +59,31 @@ class TorchStreams:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An event of a stream, and the event of the thread that records it (None: it was)."""
+    """An event of a stream, and the thread's work that records it (None: it was)."""
 
     event: Any
-    by: ThreadEvent | None
+    by: Future[float] | None
 
 
-class StreamLane:
-    """A thread that puts work on a stream of its own.
+class StreamLane(LaneThread):
+    """A thread that puts work on a stream of its own, when what it comes after is done."""
 
-    Args:
-        name: of the lane.
-        streams: makes the stream and events.
-        reads: whether the thread itself reads what the events it comes after stand for.
-    """
+    def __init__(self, name: str, streams: Streams) -> None:
+        super().__init__(name)
+        self.stream, self._streams = streams.stream(), streams
 
-    def __init__(self, name: str, streams: Streams, reads: bool) -> None:
-        self.thread = LaneThread(name)
-        self.stream = streams.stream()
-        self._streams, self._reads = streams, reads
-
-    @property
-    def busy_seconds(self) -> float:
-        """Of the thread."""
-        return self.thread.busy_seconds
-
-    @property
-    def nbytes(self) -> int:
-        return self.thread.nbytes
-
-    def submit(self, work: Work, after: Sequence[Recorded] = ()) -> Recorded:
+    def submit(self, work: Work, after: Sequence[Recorded] = ()) -> Recorded:  # type: ignore[override]
         done = self._streams.event()
 
         def run() -> None:
             for other in after:
-                if self._reads:
-                    other.event.synchronize()
-                else:
-                    self.stream.wait_event(other.event)
-            with _on(self._streams, self.stream):
+                other.event.synchronize()
+            with self.stream:
                 work.run()
             done.record(self.stream)
 
         by = [other.by for other in after if other.by is not None]
-        return Recorded(done, self.thread.submit(Work(run, work.nbytes, work.operations), by))
+        return Recorded(done, super().submit(Work(run, work.nbytes), by))
 
 
 class CallerLane:
@@ -127,24 +93,23 @@ class CallerLane:
         self.busy_seconds, self.nbytes = 0.0, 0
         self._streams = streams
 
-    def wait(self, events: Sequence[Recorded]) -> Any:
-        """The caller's stream, which comes after these events."""
-        stream = self._streams.current()
+    def wait(self, events: Sequence[Recorded]) -> None:
+        """The caller's stream comes after these events."""
         for other in events:
             if other.by is not None:
-                other.by.wait()
-            stream.wait_event(other.event)
-        return stream
+                other.by.result()
+            self._streams.current().wait_event(other.event)
 
     def submit(self, work: Work, after: Sequence[Recorded] = ()) -> Recorded:
-        stream = self.wait(after)
+        self.wait(after)
         work.run()
         self.nbytes += work.nbytes
-        return self.record(stream)
+        return self.record()
 
-    def record(self, stream: Any) -> Recorded:
+    def record(self) -> Recorded:
+        """An event at the end of what is on the caller's stream."""
         done = self._streams.event()
-        done.record(stream)
+        done.record(self._streams.current())
         return Recorded(done, None)
 
 
@@ -157,12 +122,11 @@ class Accelerator:
     """
 
     def __init__(self, rates: Rates | None = None, streams: Streams | None = None) -> None:
-        self.streams = TorchStreams() if streams is None else streams
-        self.link = StreamLane("link", self.streams, reads=False)
-        self.host = StreamLane("host", self.streams, reads=True)
-        self.accelerator = CallerLane(self.streams)
+        self.streams = Streams() if streams is None else streams
+        self._threads = [StreamLane(name, self.streams) for name in ("link", "host")]
+        self._caller = CallerLane(self.streams)
+        self.lanes = dict(link=self._threads[0], host=self._threads[1], accelerator=self._caller)
         self._rates = rates
-        self._sent: dict[int, Any] = {}  # pinned memory -> event after the last copy from it
 
     def rates(self) -> Rates:
         if self._rates is None:
@@ -171,68 +135,42 @@ class Accelerator:
             self._rates = measure_rates(self.streams)
         return self._rates
 
-    def pageable_link(self) -> float:
-        return self.rates().at(1, 1).link / 2  # the driver copies to pinned memory of its own first
-
     def pinned(self, nbytes: int) -> Tensor:
         try:
             return self.streams.pinned(nbytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise MemoryError(str(error)) from error
 
-    def slab(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.streams.device)
-
-    def resident(self, rows: Tensor) -> Tensor:
-        here = torch.empty(rows.shape, dtype=rows.dtype, device=self.streams.device)
-        return here.copy_(rows.detach())
-
     def place(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.streams.device)
+        return tensor.detach().to(self.streams.device, copy=True)
 
     def copy(self, source: Tensor, pinned: Tensor | None, slab: Tensor) -> None:
         if pinned is None:
             slab.copy_(source)
-            return
-        if sent := self._sent.get(pinned.data_ptr()):
-            sent.synchronize()  # in the link's thread
-        pinned.copy_(source)
-        slab.copy_(pinned, non_blocking=True)
-        sent = self._sent[pinned.data_ptr()] = self.streams.event()
-        sent.record(self.link.stream)
+        else:  # what was copied from it before was read before this
+            slab.copy_(pinned.copy_(source), non_blocking=True)
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Sequence[Recorded]]:
         x_host = self.streams.pinned(*x.shape, dtype=x.dtype)
         x_host.copy_(x, non_blocking=True)
-        return x_host, [self.accelerator.record(self.streams.current())]
+        return x_host, [self._caller.record()]
 
     def from_host(self, y: Tensor, out: Tensor) -> None:
         pinned = self.streams.pinned(*y.shape, dtype=y.dtype)
         pinned.copy_(y)
         out.copy_(pinned, non_blocking=True)
 
-    def wait(self, events: Sequence[Recorded]) -> None:
-        self.accelerator.wait(events)
+    def wait(self, events: Sequence[Recorded]) -> float:
+        self._caller.wait(events)
+        return time.perf_counter()
 
     def stop(self) -> None:
-        for lane in (self.link, self.host):
-            lane.thread.ask_to_stop()
-        for lane in (self.link, self.host):
-            lane.thread.join()
-        self.link.stream.wait_event(self.accelerator.record(self.streams.current()).event)
+        for lane in self._threads:
+            lane.ask_to_stop()
+        for lane in self._threads:
+            lane.join()
+        self._threads[0].stream.wait_event(self._caller.record().event)
 
     def close(self) -> None:
         self.stop()
         self.streams.synchronize()
-        self._sent.clear()
-
-
-@contextmanager
-def _on(streams: Streams, stream: Any) -> Iterator[None]:
-    """This thread's stream is `stream` meanwhile."""
-    before = streams.current()
-    streams.use(stream)
-    try:
-        yield
-    finally:
-        streams.use(before)

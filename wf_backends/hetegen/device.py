@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,7 +23,7 @@ class Work:
         operations: of its GEMM, 0 for a copy.
     """
 
-    run: Callable[[], None]
+    run: Callable[[], object]
     nbytes: int
     operations: float = 0.0
 
@@ -50,20 +50,12 @@ class Device(Protocol):
     """An accelerator, the link to it and the host."""
 
     @property
-    def link(self) -> Lane: ...
-
-    @property
-    def accelerator(self) -> Lane: ...
-
-    @property
-    def host(self) -> Lane: ...
+    def lanes(self) -> Mapping[str, Lane]:
+        """Those of `jobs.LANES`."""
+        ...
 
     def rates(self) -> Rates:
         """Of its lanes, for one token."""
-        ...
-
-    def pageable_link(self) -> float:
-        """Bytes a second of copies from memory that is not pinned."""
         ...
 
     def pinned(self, nbytes: int) -> Tensor:
@@ -74,16 +66,8 @@ class Device(Protocol):
         """
         ...
 
-    def slab(self, nbytes: int) -> Tensor:
-        """Memory of the accelerator, (nbytes,) uint8."""
-        ...
-
-    def resident(self, rows: Tensor) -> Tensor:
-        """A copy of rows of a weight in the accelerator's memory."""
-        ...
-
     def place(self, tensor: Tensor) -> Tensor:
-        """A tensor that is not split, in the accelerator's memory."""
+        """A copy in the accelerator's memory."""
         ...
 
     def copy(self, source: Tensor, pinned: Tensor | None, slab: Tensor) -> None:
@@ -98,8 +82,8 @@ class Device(Protocol):
         """In the host's lane: write y to `out`, a part of a tensor of the accelerator."""
         ...
 
-    def wait(self, events: Sequence[Event]) -> None:
-        """What the caller does next comes after these events."""
+    def wait(self, events: Sequence[Event]) -> float:
+        """What the caller does next comes after these events; when they were due (perf_counter)."""
         ...
 
     def stop(self) -> None:
@@ -109,7 +93,3 @@ class Device(Protocol):
     def close(self) -> None:
         """Stop, and give all memory back."""
         ...
-
-
-class LaneStopped(RuntimeError):
-    """The work was not done because its lane was stopped."""

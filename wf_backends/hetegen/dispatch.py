@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Literal
 
@@ -15,7 +16,6 @@ from wf_backends.hetegen.memory import parse_max_memory
 from wf_backends.hetegen.modules import Found, find_linears, stand_in
 from wf_backends.hetegen.plan import Plan
 from wf_backends.hetegen.planning import Request, make_plan
-from wf_backends.hetegen.report import report
 from wf_backends.hetegen.runner import Runner
 
 
@@ -28,21 +28,25 @@ class Handle:
     """
 
     def __init__(
-        self, model: nn.Module, plan: Plan, runner: Runner | None, undo: Callable[[], None]
+        self, model: nn.Module, plan: Plan, runner: Runner | None, undo: ExitStack
     ) -> None:
         self.model, self.plan = model, plan
         self._runner, self._undo = runner, undo
-        self._removed = False
 
     def report(self) -> dict:
-        """Measured beside predicted: seconds of a pass by phase; by lane busy, idle and bytes."""
-        return report(self.plan, self._runner)
+        """Measured beside predicted, as plain data.
+
+            phase -> {"passes", "measured_seconds" (median), "predicted_seconds", "call_seconds"}
+            "lanes" -> lane -> {"busy_seconds", "predicted_busy_seconds", "idle_seconds", "bytes"}
+
+        call_seconds: mean from the end of a call to the next. idle: of the time from the first
+        pass to the end of the last. {"fits": True} where everything is resident.
+        """
+        return {"fits": True} if self._runner is None else self._runner.report()
 
     def remove(self) -> None:
         """Put the model back as it was, and give the memory back. Twice is as good as once."""
-        if not self._removed:
-            self._removed = True
-            self._undo()
+        self._undo.close()
 
     def __enter__(self) -> Handle:
         return self
@@ -92,42 +96,21 @@ def dispatch_model(
     device = Accelerator() if device is None else device
     request = Request(
         linears=tuple(f.linear for f in found),
-        rates=device.rates(),
+        rates=device.rates() if pin_memory else device.rates().unpinned(),
         accelerator_bytes=accelerator_bytes,
-        other_bytes=sum(tensor.nbytes for tensor in others(model, found)),
+        other_bytes=sum(tensor.nbytes for tensor in _others(model, found)),
         decode_tokens=batch,
         prefill_tokens=batch * prompt,
         alpha=None if alpha == "auto" else float(alpha),
         prefetch=prefetch,
     )
-    if not pin_memory:
-        request = pageable(request, device)
     plan = make_plan(request)
     if plan.host_bytes > host_bytes:
         raise ValueError(
             f'max_memory["cpu"] must be at least {plan.host_bytes} bytes, which the weights that '
             f"are split and pinned memory take; got {max_memory['cpu']!r}"
         )
-    undo_place = place(model, found, device, everything=plan.fits)
-    if plan.fits:
-        warnings.warn(
-            f"the model takes {plan.accelerator_bytes} bytes and fits the accelerator's "
-            f"{accelerator_bytes}: it is simply resident, and nothing is split",
-            stacklevel=2,
-        )
-        return Handle(model, plan, None, undo_place)
-    try:
-        plan, runner = make_runner(plan, request, found, device, pin_memory)
-    except BaseException:
-        undo_place()
-        raise
-    put_back = stand_in(model, found, runner)
-
-    def undo() -> None:
-        put_back()
-        undo_place()
-
-    return Handle(model, plan, runner, undo)
+    return _split(model, found, device, request, plan, pin_memory)
 
 
 def _check(alpha: object, prefetch: object, batch: object, prompt: object) -> None:
@@ -139,51 +122,53 @@ def _check(alpha: object, prefetch: object, batch: object, prompt: object) -> No
             raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
 
 
-def others(model: nn.Module, found: list[Found]) -> list[Tensor]:
+def _others(model: nn.Module, found: list[Found]) -> list[Tensor]:
     """Parameters and buffers that are not split, each once."""
     split = {id(f.module.weight) for f in found}
     tensors = [*model.parameters(), *model.buffers()]
     return [tensor for tensor in tensors if id(tensor) not in split]
 
 
-def place(
-    model: nn.Module, found: list[Found], device: Device, everything: bool
-) -> Callable[[], None]:
-    """Put what is not split, or everything, in the accelerator's memory; what undoes it."""
-    tensors = [*model.parameters(), *model.buffers()] if everything else others(model, found)
-    before = [(tensor, tensor.data) for tensor in tensors]
+def _split(
+    model: nn.Module, found: list[Found], device: Device, request: Request, plan: Plan, pin: bool
+) -> Handle:
+    """Take memory, and put what stands in for linears in place; an error undoes all of it."""
+    with ExitStack() as undo:
+        undo.callback(device.close)
+        if plan.fits:
+            _place([*model.parameters(), *model.buffers()], device, undo)
+            warnings.warn(
+                f"the model takes {plan.accelerator_bytes} bytes and fits the accelerator's "
+                f"{request.accelerator_bytes}: it is simply resident, and nothing is split",
+                stacklevel=3,
+            )
+            return Handle(model, plan, None, undo.pop_all())
+        _place(_others(model, found), device, undo)
+        plan, pinned = _pin(plan, request, device) if pin else (plan, [])
+        runner = Runner(plan, [f.weight for f in found], device, pinned)
+        undo.callback(stand_in(model, found, runner))
+        return Handle(model, plan, runner, undo.pop_all())
+
+
+def _place(tensors: list[Tensor], device: Device, undo: ExitStack) -> None:
+    """Put tensors in the accelerator's memory."""
     for tensor in tensors:
+        undo.callback(setattr, tensor, "data", tensor.data)
         tensor.data = device.place(tensor.data)
 
-    def undo() -> None:
-        for tensor, data in before:
-            tensor.data = data
-        device.close()
 
-    return undo
-
-
-def pageable(request: Request, device: Device) -> Request:
-    """The request, for copies from memory that is not pinned."""
-    link = min(request.rates.link, device.pageable_link())
-    return replace(request, rates=replace(request.rates, link=link))
-
-
-def make_runner(
-    plan: Plan, request: Request, found: list[Found], device: Device, pin: bool
-) -> tuple[Plan, Runner]:
-    """A runner with its memory; without pinned memory if there is too little, and a warning."""
-    weights = [f.weight for f in found]
+def _pin(plan: Plan, request: Request, device: Device) -> tuple[Plan, list[Tensor]]:
+    """Pinned memory as large as the slabs; without it another plan, none of it, and a warning."""
+    if not plan.slabs:
+        return plan, []
     try:
-        memory = device.pinned(plan.slabs * plan.slab_bytes) if pin and plan.slabs else None
+        return plan, list(device.pinned(plan.slabs * plan.slab_bytes).split(plan.slab_bytes))
     except MemoryError as error:
-        slower = make_plan(pageable(request, device))
+        slower = make_plan(replace(request, rates=request.rates.unpinned()))
         warnings.warn(
             f"pinned memory ran out ({error}): copies are pageable, {slower.rates.link:.3g} "
             f"bytes/s instead of {plan.rates.link:.3g}, and a decoding pass should take "
             f"{slower.decode_seconds:.3g} s instead of {plan.decode_seconds:.3g} s",
-            stacklevel=3,
+            stacklevel=4,
         )
-        return slower, Runner(slower, weights, device, [])
-    pinned = [] if memory is None else memory.split(plan.slab_bytes)
-    return plan, Runner(plan, weights, device, pinned)
+        return slower, []

@@ -15,129 +15,135 @@ from dataclasses import dataclass
 from typing import Literal
 
 Phase = Literal["decode", "prefill"]
+PHASES: tuple[Phase, ...] = ("decode", "prefill")
+Lane = Literal["link", "host", "accelerator"]
+LANES: tuple[Lane, ...] = ("link", "host", "accelerator")
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight that may be split by its output rows.
+
+    Attributes:
+        name: of its module.
+        rows, columns: output and input features.
+        itemsize: bytes of an element.
+        expert: the expert it belongs to, an empty string for none.
+        routed: the share of the tokens that are routed to it.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    itemsize: int
+    expert: str = ""
+    routed: float = 1.0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * self.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    def uses(self, tokens: int) -> float:
+        """How likely any of `tokens` tokens uses it."""
+        return 1 - (1 - self.routed) ** tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Rows of a linear:  [ resident | streamed | the host's ], the last two by phase."""
+
+    linear: Linear
+    resident: int
+    streamed_decode: int
+    streamed_prefill: int
+
+    def streamed(self, phase: Phase) -> int:
+        return self.streamed_decode if phase == "decode" else self.streamed_prefill
+
+    def host_start(self, phase: Phase) -> int:
+        """The first row of the host's."""
+        return self.resident + self.streamed(phase)
+
+    def alpha(self, phase: Phase) -> float:
+        """The share of the rows that the host computes."""
+        return 1 - self.host_start(phase) / self.linear.rows
+
+    @property
+    def resident_bytes(self) -> int:
+        return self.resident * self.linear.row_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """Something to do, after the jobs with the numbers `after`, which are all smaller ones."""
-
-    number: int
-    after: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Copy(Job):
-    """Link: rows [start, stop) of `linear` from host memory to a slab."""
-
-    linear: int
-    start: int
-    stop: int
-    slab: int
-
-
-@dataclass(frozen=True, slots=True)
-class Host(Job):
-    """Host: compute rows [start, stop)."""
-
-    linear: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Accel(Job):
-    """Accelerator: compute rows [start, stop), which are in a slab, or resident (slab None)."""
-
-    linear: int
-    start: int
-    stop: int
-    slab: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Free(Job):
-    """No lane: from here on the slab may be written again."""
-
-    slab: int
-
-
-@dataclass(frozen=True, slots=True)
-class Join(Job):
-    """Caller: all rows of the call are computed."""
-
-    linear: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """How the rows of one linear are split.
+    """Rows [start, stop) of a linear, for one lane.
 
     Attributes:
-        rows: all of them.
-        resident: rows [0, resident) are in the accelerator's memory.
-        streamed: phase -> how many rows follow that are streamed.
-        piece: rows of one slab.
-        expert: which expert it belongs to, an empty string for none. Experts are used as they
-            are routed, so that copies do not run on into one.
+        number: larger than those of all jobs before.
+        lane: "link" copies the rows to a slab; "host" computes them where they lie;
+            "accelerator" computes them from a slab, or resident ones; "join" is the caller, who
+            waits until all rows of a call are computed.
+        after: numbers of the jobs that it comes after. A slab is written after it was read.
+        slab: None for no slab.
     """
 
-    rows: int
-    resident: int
-    streamed: dict[Phase, int]
-    piece: int
-    expert: str = ""
-
-    def end(self, phase: Phase) -> int:
-        """The first row of the host's."""
-        return self.resident + self.streamed[phase]
+    number: int
+    lane: Lane | Literal["join"]
+    after: tuple[int, ...]
+    linear: int
+    start: int
+    stop: int
+    slab: int | None = None
 
 
 class JobMaker:
     """Makes the jobs of one call after the other, and keeps what is in the slabs.
 
     Which linear follows which is first taken from their order, then learned from the calls.
-    A wrong guess costs copies in vain and nothing else.
+    A wrong guess costs copies in vain and nothing else. Experts are used as they are routed:
+    copies do not run on into one.
+
+    Attributes:
+        first: the linear with which a pass begins, None before the first call.
     """
 
-    def __init__(self, linears: Sequence[Rows], slabs: int) -> None:
-        self._linears = linears
+    def __init__(self, splits: Sequence[Split], slabs: int, slab_bytes: int) -> None:
+        self._splits, self._slab_bytes = splits, slab_bytes
         self._number = 0
-        self._free: deque[tuple[int, int | None]] = deque((slab, None) for slab in range(slabs))
-        self._ahead: deque[Copy] = deque()
-        self._next = {i: (i + 1) % len(linears) for i in range(len(linears))}
-        self.first: int | None = None  # linear of a pass
+        self._free: deque[tuple[int, tuple[int, ...]]] = deque((slab, ()) for slab in range(slabs))
+        self._ahead: deque[Job] = deque()  # copies whose rows are in slabs, or will be
+        self._next = {i: (i + 1) % len(splits) for i in range(len(splits))}
+        self.first: int | None = None
         self._last: int | None = None  # that was called
         self._cursor: tuple[int, int, Phase] | None = None  # linear, row: where copying goes on
 
     @property
     def oldest(self) -> int:
         """The least number that a later job may come after."""
-        numbers = [job.number for job in self._ahead]
-        numbers += [number for _, number in self._free if number is not None]
+        numbers = [copy.number for copy in self._ahead]
+        numbers += [number for _, after in self._free for number in after]
         return min(numbers, default=self._number)
 
     def call(self, linear: int, phase: Phase) -> list[Job]:
         """The jobs of a call of `linear`, whose input is there, and copies for calls to come."""
         self._learn(linear)
-        rows = self._linears[linear]
-        copied = rows.resident  # up to where rows are in slabs, or will be
-        for copy in self._ahead:
-            if (copy.linear, copy.start) != (linear, copied):
-                break
-            copied = copy.stop
-        end = max(copied, rows.end(phase))
+        split = self._splits[linear]
         if self._cursor is not None and self._cursor[0] == linear:
             self._cursor = (linear, self._cursor[1], phase)  # its copies were begun for a guess
+        end, rows = max(self._copied(linear), split.host_start(phase)), split.linear.rows
         jobs: list[Job] = []
-        if end < rows.rows:
-            jobs.append(Host(self._new(), (), linear, end, rows.rows))
-        if rows.resident:
-            jobs.append(Accel(self._new(), (), linear, 0, rows.resident, None))
-        row = rows.resident
+        if end < rows:
+            jobs.append(Job(self._new(), "host", (), linear, end, rows))
+        if split.resident:
+            jobs.append(Job(self._new(), "accelerator", (), linear, 0, split.resident))
+        row = split.resident
         while row < end:
             row = self._compute_piece(jobs, linear, row, phase)
-        work = tuple(job.number for job in jobs if isinstance(job, Host | Accel))
-        jobs.append(Join(self._new(), work, linear))
+        work = tuple(job.number for job in jobs if job.lane != "link")
+        jobs.append(Job(self._new(), "join", work, linear, 0, rows))
         return jobs
 
     def _new(self) -> int:
@@ -151,26 +157,37 @@ class JobMaker:
             self.first = linear
         self._last = linear
 
+    def _copied(self, linear: int) -> int:
+        """The row up to which those of `linear` are in slabs, or will be."""
+        row = self._splits[linear].resident
+        for copy in self._ahead:
+            if (copy.linear, copy.start) != (linear, row):
+                break
+            row = copy.stop
+        return row
+
     def _compute_piece(self, jobs: list[Job], linear: int, row: int, phase: Phase) -> int:
         """Compute the rows from `row` on that one slab holds, and refill it; the row after them."""
         if not self._ahead or (self._ahead[0].linear, self._ahead[0].start) != (linear, row):
-            self._free.extend((copy.slab, copy.number) for copy in self._ahead)
+            for copy in self._ahead:
+                assert copy.slab is not None
+                self._free.append((copy.slab, (copy.number,)))
             self._ahead.clear()
             self._cursor = (linear, row, phase)
             self._copy_on(jobs)
         copy = self._ahead.popleft()
-        accel = Accel(self._new(), (copy.number,), linear, row, copy.stop, copy.slab)
-        free = Free(self._new(), (accel.number,), copy.slab)
-        jobs += accel, free
-        self._free.append((copy.slab, free.number))
+        assert copy.slab is not None
+        after = (copy.number,)
+        jobs.append(Job(self._new(), "accelerator", after, linear, row, copy.stop, copy.slab))
+        self._free.append((copy.slab, (jobs[-1].number,)))
         self._copy_on(jobs)
         return copy.stop
 
     def _copy_on(self, jobs: list[Job]) -> None:
         """Fill all free slabs with the rows that are needed next."""
         while self._free and (piece := self._next_piece()):
-            slab, number = self._free.popleft()
-            copy = Copy(self._new(), () if number is None else (number,), *piece, slab)
+            slab, after = self._free.popleft()
+            copy = Job(self._new(), "link", after, *piece, slab)
             jobs.append(copy)
             self._ahead.append(copy)
 
@@ -179,15 +196,16 @@ class JobMaker:
         if self._cursor is None:
             return None
         linear, row, phase = self._cursor
-        for _ in range(len(self._linears) + 1):
-            rows = self._linears[linear]
-            if row < rows.end(phase):
-                stop = min(row + rows.piece, rows.end(phase))
+        for _ in range(len(self._splits) + 1):
+            split = self._splits[linear]
+            end = split.host_start(phase)
+            if row < end:
+                stop = min(row + self._slab_bytes // split.linear.row_bytes, end)
                 self._cursor = (linear, stop, phase)
                 return linear, row, stop
             linear = self._next[linear]
-            following = self._linears[linear]
-            if following.expert not in ("", rows.expert):
+            following = self._splits[linear]
+            if following.linear.expert not in ("", split.linear.expert):
                 break
             row = following.resident
             phase = "decode" if linear == self.first else phase

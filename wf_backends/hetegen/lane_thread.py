@@ -2,65 +2,49 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
 
 import torch
 
-from wf_backends.hetegen.device import LaneStopped, Work
+from wf_backends.hetegen.device import Work
 
 
-class ThreadEvent:
-    """Done, or failed, at the time `due` of the device's clock."""
-
-    def __init__(self) -> None:
-        self.due = 0.0
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def finish(self, due: float) -> None:
-        self.due = due
-        self._done.set()
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self._done.set()
-
-    def wait(self) -> None:
-        """Until it is done; raises what made it fail."""
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+class LaneStopped(RuntimeError):
+    """The work was not done because its lane was stopped."""
 
 
 class LaneThread:
     """Does work in a thread of its own, which starts at the first work.
 
+    Its events are futures of the time at which the work ended.
+
     Args:
         name: of the lane.
-        seconds: what a work takes at least; nothing for None.
+        seconds: what a work takes at least.
     """
 
-    def __init__(self, name: str, seconds: Callable[[Work], float] | None = None) -> None:
+    def __init__(self, name: str, seconds: Callable[[Work], float] = lambda work: 0.0) -> None:
         self.busy_seconds = 0.0
         self.nbytes = 0
         self._name = name
         self._seconds = seconds
-        self._due = 0.0  # the end of the last work, by the device's clock
-        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._due = 0.0  # the end of the last work
+        self._queue: SimpleQueue = SimpleQueue()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Work, after: Sequence[ThreadEvent] = ()) -> ThreadEvent:
+    def submit(self, work: Work, after: Sequence[Future[float]] = ()) -> Future[float]:
         if self._thread is None:
             self._stopped.clear()
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        event = ThreadEvent()
-        self._queue.put((work, tuple(after), time.perf_counter(), event))
-        return event
+        done: Future[float] = Future()
+        self._queue.put((work, after, time.perf_counter(), done))
+        return done
 
     def ask_to_stop(self) -> None:
         """What waits or is queued fails with LaneStopped."""
@@ -72,33 +56,33 @@ class LaneThread:
         if self._thread is not None:
             self._thread.join()
         self._thread = None
-        self._queue = queue.SimpleQueue()
+        self._queue = SimpleQueue()
 
     def _loop(self) -> None:
         with torch.inference_mode():
             while (item := self._queue.get()) is not None:
-                *words, event = item
+                *words, done = item
                 try:
-                    event.finish(self._do(*words))
+                    done.set_result(self._do(*words))
                 except BaseException as error:  # whoever waits for the event raises it
-                    event.fail(error)
+                    done.set_exception(error)
 
-    def _do(self, work: Work, after: tuple[ThreadEvent, ...], submitted: float) -> float:
-        """Do a work; its end by the device's clock."""
-        for event in after:
-            event.wait()
-        if self._stopped.is_set():
-            raise LaneStopped(f"the lane {self._name!r} was stopped")
+    def _do(self, work: Work, after: Sequence[Future[float]], submitted: float) -> float:
+        """Do a work; when it ended, or was due to end if that is later than the rates say."""
+        start = max([submitted, self._due, *(event.result() for event in after)])
+        self._check()
         begun = time.perf_counter()
         work.run()
         now = time.perf_counter()
-        start = max([submitted, self._due, *(event.due for event in after)])
-        took = now - begun
-        if self._seconds is not None:
-            took = max(took, self._seconds(work))
-            if start + took > now and self._stopped.wait(start + took - now):
-                raise LaneStopped(f"the lane {self._name!r} was stopped")
+        took = max(now - begun, self._seconds(work))
         self._due = max(start + took, now)
+        if self._due > now:
+            self._stopped.wait(self._due - now)
+            self._check()
         self.busy_seconds += took
         self.nbytes += work.nbytes
         return self._due
+
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise LaneStopped(f"the lane {self._name!r} was stopped")

@@ -27,7 +27,8 @@ class Rates:
         memory: the host's memory, which the host's GEMM and the link share.
         staging: host memory that is not pinned -> pinned.
         host_flops, accelerator_flops: operations a second, which bound a GEMM over many tokens.
-        call_seconds: what one call of a split linear takes beside its GEMMs and copies.
+        call_seconds: from the end of one call of a split linear to the next: what the model does
+            in between, and handing work to lanes.
     """
 
     link: float
@@ -67,6 +68,10 @@ class Rates:
             host_flops=inf,
             accelerator_flops=inf,
         )
+
+    def unpinned(self) -> Rates:
+        """The rates of copies from memory that is not pinned: the driver copies twice."""
+        return replace(self, link=min(self.link, self.staging) / 2, staging=inf)
 
     def contended(self, streams: bool, host_works: bool) -> Rates:
         """The rates while the link and the host's GEMM read the host's memory, which is shared."""

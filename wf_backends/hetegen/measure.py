@@ -6,20 +6,31 @@ import threading
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wf_backends.hetegen.accelerator import Accelerator, Streams
+from wf_backends.hetegen.device import Device
+from wf_backends.hetegen.jobs import Linear
 from wf_backends.hetegen.law import Rates
-
-if TYPE_CHECKING:
-    from wf_backends.hetegen.accelerator import Streams
+from wf_backends.hetegen.planning import Request, make_plan
+from wf_backends.hetegen.runner import HostWeight, Runner
+from wf_backends.hetegen.shaped import ShapedDevice
 
 WEIGHTS = 4  # so many that caches do not hold them all
 MANY_TOKENS = 256
-CALL_SECONDS = 1e-4  # of a join of host and accelerator
+CALLS = 200  # of linears that take no time, to measure what a call takes
+FAST = 1e13  # bytes a second: no time
+
+
+def measure_machine() -> tuple[str, Rates]:
+    """(the accelerator that torch finds, or "threads" where there is none; its rates)."""
+    if not torch.accelerator.is_available():
+        return "threads", measure_rates(None)
+    streams = Streams()
+    return str(streams.device), measure_rates(streams)
 
 
 def measure_rates(
@@ -34,59 +45,50 @@ def measure_rates(
     memory, and its GEMM is the host's.
     """
     weights = [torch.randn(width, width).to(dtype) for _ in range(WEIGHTS)]
-    there, wait = _other_side(weights[0], streams)
-    pinned = _pinned_like(weights[0], streams)
-    one, many = (torch.randn(tokens, width).to(dtype) for tokens in (1, MANY_TOKENS))
-    operations = 2.0 * MANY_TOKENS * width * width
-    nbytes = weights[0].nbytes
-
-    def link(i: int) -> None:
-        there[i % len(there)].copy_(weights[i] if streams is None else pinned, non_blocking=True)
+    pinned = torch.empty_like(weights[0])
+    there, device, wait = weights, ShapedDevice(FAST, FAST, FAST), lambda: None
+    if streams is not None:
+        pinned = streams.pinned(width, width, dtype=dtype)
+        there = [weight.to(streams.device) for weight in weights]
+        device, wait = Accelerator(Rates(FAST, FAST, FAST), streams), streams.synchronize
+    slab = torch.empty_like(there[0])
+    nbytes, operations = weights[0].nbytes, 2.0 * MANY_TOKENS * width * width
 
     def timed(run: Callable[[int], object]) -> float:
         return _seconds_each(run, wait, seconds)
 
-    def gemm(x: Tensor, rows: list[Tensor]) -> Callable[[int], object]:
-        x = x.to(rows[0].device)
-        return lambda i: F.linear(x, rows[i % len(rows)])
+    def link(i: int) -> None:
+        slab.copy_(weights[i] if streams is None else pinned, non_blocking=True)
 
-    host = nbytes / timed(gemm(one, weights))
-    link_rate = nbytes / timed(link)
-    device = there if streams is not None else weights
+    def gemm(tokens: int, rows: list[Tensor]) -> Callable[[int], object]:
+        x = torch.randn(tokens, width).to(rows[0])
+        return lambda i: F.linear(x, rows[i])
+
     return Rates(
-        link=link_rate,
-        host=host,
-        accelerator=nbytes / timed(gemm(one, device)),
-        memory=_together(gemm(one, weights), link, wait, nbytes, seconds),
+        link=nbytes / timed(link),
+        host=nbytes / timed(gemm(1, weights)),
+        accelerator=nbytes / timed(gemm(1, there)),
+        memory=sum(nbytes / took for took in _together(timed, gemm(1, weights), link)),
         staging=nbytes / timed(lambda i: pinned.copy_(weights[i])),
-        host_flops=operations / timed(gemm(many, weights)),
-        accelerator_flops=operations / timed(gemm(many, device)),
-        call_seconds=CALL_SECONDS,
+        host_flops=operations / timed(gemm(MANY_TOKENS, weights)),
+        accelerator_flops=operations / timed(gemm(MANY_TOKENS, there)),
+        call_seconds=measure_call(device, dtype),
     )
 
 
-def measure_machine() -> tuple[str, Rates]:
-    """(the accelerator that torch finds, or "threads" where there is none; its rates)."""
-    from wf_backends.hetegen.accelerator import TorchStreams
-
-    if not torch.accelerator.is_available():
-        return "threads", measure_rates(None)
-    streams = TorchStreams()
-    return str(streams.device), measure_rates(streams)
-
-
-def _other_side(weight: Tensor, streams: Streams | None) -> tuple[list[Tensor], Callable]:
-    """Weights in the accelerator's memory, and what waits for it."""
-    if streams is None:
-        return [torch.empty_like(weight)], lambda: None
-    there = [torch.randn_like(weight, device=streams.device) for _ in range(WEIGHTS)]
-    return there, streams.synchronize
-
-
-def _pinned_like(weight: Tensor, streams: Streams | None) -> Tensor:
-    if streams is None:
-        return torch.empty_like(weight)
-    return streams.pinned(*weight.shape, dtype=weight.dtype)
+def measure_call(device: Device, dtype: torch.dtype = torch.float32) -> float:
+    """Seconds from the end of one call to the next, with linears whose GEMMs take none."""
+    linears = (Linear("", rows=32, columns=32, itemsize=dtype.itemsize),) * CALLS
+    memory = sum(linear.nbytes for linear in linears) // 2
+    plan = make_plan(Request(linears, device.rates(), memory, alpha=0.5))
+    weight = HostWeight(torch.ones(32, 32, dtype=dtype), dim=0)
+    runner = Runner(plan, [weight] * CALLS, device, pinned=[])
+    x = device.place(torch.ones(1, 32, dtype=dtype))
+    with torch.inference_mode():
+        for i in range(CALLS):
+            runner.linear(i, x)
+    device.close()
+    return median(runner.passes[0].between_calls)
 
 
 def _seconds_each(run: Callable[[int], object], wait: Callable[[], None], seconds: float) -> float:
@@ -105,20 +107,17 @@ def _seconds_each(run: Callable[[int], object], wait: Callable[[], None], second
 
 
 def _together(
-    host: Callable[[int], object],
-    link: Callable[[int], object],
-    wait: Callable[[], None],
-    nbytes: int,
-    seconds: float,
-) -> float:
-    """Bytes a second that the host's GEMM and the link take of host memory at a time."""
-    rates: list[float] = []
+    timed: Callable[[Callable[[int], object]], float], *runs: Callable[[int], object]
+) -> list[float]:
+    """The seconds of each of `runs`, all at a time."""
+    took = [0.0] * len(runs)
 
-    def measure(run: Callable[[int], object], wait: Callable[[], None]) -> None:
-        rates.append(nbytes / _seconds_each(run, wait, seconds))
+    def measure(i: int) -> None:
+        took[i] = timed(runs[i])
 
-    other = threading.Thread(target=measure, args=(link, wait))
-    other.start()
-    measure(host, lambda: None)
-    other.join()
-    return sum(rates)
+    threads = [threading.Thread(target=measure, args=(i,)) for i in range(len(runs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return took

@@ -6,11 +6,12 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from torch import Tensor, nn
 
-from wf_backends.hetegen.plan import Linear
+from wf_backends.hetegen.jobs import Linear
 from wf_backends.hetegen.runner import HostWeight, Runner
 
 MIN_ROWS = 16  # a linear with fewer is not worth a split: routers, heads of few classes
@@ -96,12 +97,12 @@ def routed_share(model: nn.Module, expert: str, experts: set[str]) -> float:
 def stand_in(model: nn.Module, found: list[Found], runner: Runner) -> Callable[[], None]:
     """Put split linears, and embeddings with their weights, in place; what puts all back."""
     replaced: dict[nn.Module, nn.Module] = {
-        f.module: SplitLinear(f.module, _multiply(runner, i)) for i, f in enumerate(found)
+        f.module: SplitLinear(f.module, partial(runner.linear, i)) for i, f in enumerate(found)
     }
     split = {id(f.module.weight) for f in found}
     for module in model.modules():
         if type(module) is nn.Embedding and id(module.weight) in split:
-            replaced[module] = HostEmbedding(module, _lookup(runner, module.weight.detach()))
+            replaced[module] = HostEmbedding(module, partial(runner.lookup, module.weight.detach()))
     places = [
         (parent, name, child, replaced[child])
         for parent in model.modules()
@@ -117,11 +118,3 @@ def stand_in(model: nn.Module, found: list[Found], runner: Runner) -> Callable[[
             parent._modules[name] = original
 
     return put_back
-
-
-def _multiply(runner: Runner, index: int) -> Callable[[Tensor], Tensor]:
-    return lambda x: runner.linear(index, x)
-
-
-def _lookup(runner: Runner, table: Tensor) -> Callable[[Tensor], Tensor]:
-    return lambda ids: runner.lookup(table, ids)

@@ -5,21 +5,16 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from math import floor
 
-from wf_backends.hetegen.law import Rates, Weight, best_alpha
-from wf_backends.hetegen.plan import (
-    SLABS_OF_LARGEST,
-    Linear,
-    Plan,
-    Split,
-    host_rows,
-    resident_rows,
-    used,
-)
+from wf_backends.hetegen.jobs import Linear, Split
+from wf_backends.hetegen.law import Rates, Weight, best_alpha, residency, seconds_per_byte
+from wf_backends.hetegen.plan import Plan
 
 CALLS_OF_COPY = 5  # a copy takes no less than so many times the overhead of a call
+SLABS_OF_LARGEST = (1, 2, 4, 8)  # slabs that the streamed rows of the largest linear may fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +45,18 @@ class Request:
         return self.prefetch + 2
 
     @property
+    def room(self) -> int:
+        """Bytes for the linears and slabs."""
+        return self.accelerator_bytes - self.other_bytes
+
+    @property
     def split_bytes(self) -> int:
         return sum(linear.nbytes for linear in self.linears)
+
+    @property
+    def largest_row(self) -> int:
+        """Bytes of the largest row of any linear."""
+        return max(linear.row_bytes for linear in self.linears)
 
 
 def make_plan(request: Request) -> Plan:
@@ -60,9 +65,10 @@ def make_plan(request: Request) -> Plan:
     Raises:
         ValueError: where slabs of a single row, and what is not split, exceed the memory.
     """
-    if request.other_bytes + request.split_bytes <= request.accelerator_bytes:
-        return with_seconds(resident_plan(request), request)
-    need = request.other_bytes + request.slabs * largest_row(request)
+    if request.split_bytes <= request.room:
+        splits = tuple(Split(linear, linear.rows, 0, 0) for linear in request.linears)
+        return _with_seconds(_plan(request, splits, 0, 0), request)
+    need = request.other_bytes + request.slabs * request.largest_row
     if need > request.accelerator_bytes:
         raise ValueError(
             f"max_memory[0] must be at least {need} bytes, which what is not split "
@@ -70,55 +76,58 @@ def make_plan(request: Request) -> Plan:
             f"got {request.accelerator_bytes}"
         )
     shares = (None, 0.0, 1.0) if request.alpha is None else (request.alpha,)
-    plans = [plan for alpha in shares for plan in candidates(request, alpha)]
-    return with_seconds(min(plans, key=decode_seconds), request)
+    return _with_seconds(min((_fastest(request, a) for a in shares), key=decode_seconds), request)
 
 
-def largest_row(request: Request) -> int:
-    """Bytes of the largest row of any linear."""
-    return max(linear.row_bytes for linear in request.linears)
+def decode_seconds(plan: Plan) -> float:
+    """Of a decoding pass after others."""
+    return plan.simulate(["decode", "decode", "decode"])[0][-1]
 
 
-def resident_plan(request: Request) -> Plan:
-    """Everything in the accelerator's memory."""
-    splits = tuple(Split(linear, linear.rows, 0, 0) for linear in request.linears)
-    return _plan(request, splits, 0, 0)
+def _with_seconds(plan: Plan, request: Request) -> Plan:
+    """The plan with its predictions, and those of streaming and of the host alone."""
+    streaming = plan if plan.fits else _fastest(request, 0.0)
+    return replace(
+        plan,
+        decode_seconds=decode_seconds(plan),
+        prefill_seconds=plan.simulate(["prefill"])[0][0],
+        streaming_seconds=decode_seconds(streaming),
+        host_seconds=decode_seconds(split_plan(request, 1.0, slab_bytes=0)),
+    )
 
 
-def candidates(request: Request, alpha: float | None) -> Iterator[Plan]:
-    """Plans with slabs of several sizes, none of them all of the memory."""
-    room = request.accelerator_bytes - request.other_bytes
+def _fastest(request: Request, alpha: float | None) -> Plan:
+    """Of slabs of several sizes the fastest plan."""
+    plans = (split_plan(request, alpha, size) for size in _slab_sizes(request, alpha))
+    return min(plans, key=decode_seconds)
+
+
+def _slab_sizes(request: Request, alpha: float | None) -> Iterator[int]:
+    """From large to small, none of them all of the memory."""
     rates = request.rates.at(request.decode_tokens, request.linears[0].itemsize)
-    resident = room / request.split_bytes
+    resident = request.room / request.split_bytes
     share = 1 - resident - (best_alpha(resident, rates) if alpha is None else alpha)
     largest = max(linear.nbytes for linear in request.linears)
-    row, most = largest_row(request), room // request.slabs
+    row, most = request.largest_row, request.room // request.slabs
     least = max(row, int(CALLS_OF_COPY * rates.call_seconds * rates.link))
     sizes = {max(row, min(max(least, int(share * largest / n)), most)) for n in SLABS_OF_LARGEST}
-    for size in sorted(sizes, reverse=True):
-        yield split_plan(request, alpha, size // row * row)
+    return (size // row * row for size in sorted(sizes, reverse=True))
 
 
 def split_plan(request: Request, alpha: float | None, slab_bytes: int) -> Plan:
     """The plan with slabs of this size, and of the host's share `alpha` or the law's."""
-    decode, prefill = request.decode_tokens, request.prefill_tokens
-    weights = [
-        Weight(x.nbytes, x.uses(decode), request.rates.at(decode, x.itemsize))
-        for x in request.linears
-    ]
-    room = request.accelerator_bytes - request.other_bytes - request.slabs * slab_bytes
-    resident = resident_rows(request.linears, weights, room, alpha)
     splits = []
+    resident = resident_rows(request, request.room - request.slabs * slab_bytes, alpha)
     for linear, rows in zip(request.linears, resident, strict=True):
         streamed = (
             linear.rows
             - rows
             - host_rows(linear.rows, rows, request.rates.at(tokens, linear.itemsize), alpha)
-            for tokens in (decode, prefill)
+            for tokens in (request.decode_tokens, request.prefill_tokens)
         )
         splits.append(Split(linear, rows, *streamed))
     streams = any(split.streamed_decode or split.streamed_prefill for split in splits)
-    return _plan(request, tuple(splits), slab_bytes if streams else 0, request.slabs * streams)
+    return _plan(request, tuple(splits), slab_bytes * streams, request.slabs * streams)
 
 
 def _plan(request: Request, splits: tuple[Split, ...], slab_bytes: int, slabs: int) -> Plan:
@@ -133,31 +142,27 @@ def _plan(request: Request, splits: tuple[Split, ...], slab_bytes: int, slabs: i
     )
 
 
-def decode_seconds(plan: Plan) -> float:
-    """Of a decoding pass after another one."""
-    return plan.simulate(["decode", "decode", "decode"])[0][-1]
+def resident_rows(request: Request, nbytes: int, alpha: float | None) -> list[int]:
+    """`law.residency` in whole rows, which together take at most `nbytes`."""
+    tokens = request.decode_tokens
+    linears = request.linears
+    weights = [
+        Weight(x.nbytes, x.uses(tokens), request.rates.at(tokens, x.itemsize)) for x in linears
+    ]
+    shares = residency(weights, max(nbytes, 0), alpha)
+    rows = [floor(share * x.rows + 1e-9) for share, x in zip(shares, linears, strict=True)]
+    left = nbytes - sum(n * x.row_bytes for n, x in zip(rows, linears, strict=True))
+    for i in sorted(range(len(linears)), key=lambda i: -weights[i].saved_per_byte):
+        if rows[i] < shares[i] * linears[i].rows - 1e-9 and linears[i].row_bytes <= left:
+            rows[i] += 1
+            left -= linears[i].row_bytes
+    return rows
 
 
-def with_seconds(plan: Plan, request: Request) -> Plan:
-    """The plan with its predictions, and those of streaming and of the host alone."""
-    if plan.slabs or any(split.alpha("decode") for split in plan.splits):
-        streaming = min(map(decode_seconds, candidates(request, 0.0)))
-    else:
-        streaming = decode_seconds(plan)
-    return replace(
-        plan,
-        decode_seconds=decode_seconds(plan),
-        prefill_seconds=plan.simulate(["prefill"])[0][0],
-        streaming_seconds=streaming,
-        host_seconds=host_seconds(request.linears, request.rates, request.decode_tokens),
-    )
-
-
-def host_seconds(linears: Sequence[Linear], rates: Rates, tokens: int) -> float:
-    """Of a pass in which the host computes everything."""
-    calls = [linears[i] for i in used(linears, tokens)]
-    seconds = 0.0
-    for linear in calls:
-        at = rates.at(tokens, linear.itemsize).contended(streams=False, host_works=True)
-        seconds += linear.nbytes / at.host + rates.call_seconds
-    return seconds
+def host_rows(rows: int, resident: int, rates: Rates, alpha: float | None) -> int:
+    """How many rows the host computes: of whole numbers the best by the law, or near `alpha`."""
+    if alpha is not None:
+        return min(round(alpha * rows), rows - resident)
+    best = best_alpha(resident / rows, rates) * rows
+    around = {floor(best), min(floor(best) + 1, rows - resident)}
+    return min(around, key=lambda host: seconds_per_byte(host / rows, resident / rows, rates))

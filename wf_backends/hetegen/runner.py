@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import mean, median
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wf_backends.hetegen.device import Device, Event, Lane, Work
-from wf_backends.hetegen.jobs import Accel, Copy, Free, Host, Job, Join, Phase
+from wf_backends.hetegen.device import Device, Event, Work
+from wf_backends.hetegen.jobs import LANES, PHASES, Job, Lane, Phase
 from wf_backends.hetegen.plan import Plan
-from wf_backends.hetegen.simulated import LANES, lane_of
 
 PASSES_KEPT = 4096
 
@@ -42,14 +42,19 @@ class HostWeight:
 
 @dataclass(slots=True)
 class Pass:
-    """A pass of the model, from its first split linear to the end of its last."""
+    """A pass of the model, from the jobs of its first split linear to the end of its last.
+
+    Attributes:
+        between_calls: seconds from the end of each call to the jobs of the next.
+    """
 
     phase: Phase
     start: float
     end: float
+    between_calls: list[float]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Call:
     """One call of a split linear: x (n, columns), out (n, rows), x in host memory."""
 
@@ -70,7 +75,6 @@ class Runner:
 
     Attributes:
         passes: the latest.
-        predicted_seconds: lane -> what the plan expects of the jobs so far.
     """
 
     def __init__(
@@ -81,14 +85,15 @@ class Runner:
         pinned: Sequence[Tensor],
     ) -> None:
         self._plan, self._weights, self._device = plan, weights, device
-        self._slabs = [device.slab(plan.slab_bytes) for _ in range(plan.slabs)]
+        slab = torch.empty(plan.slab_bytes, dtype=torch.uint8)
+        self._slabs = [device.place(slab) for _ in range(plan.slabs)]
         self._pinned = pinned
         self._resident = [
-            device.resident(weight.rows(0, split.resident)) if split.resident else None
+            device.place(weight.rows(0, split.resident))
             for split, weight in zip(plan.splits, weights, strict=True)
         ]
         self.passes: deque[Pass] = deque(maxlen=PASSES_KEPT)
-        self.predicted_seconds = dict.fromkeys(LANES, 0.0)
+        self._predicted = dict.fromkeys(LANES, 0.0)
         self._restart()
 
     def _restart(self) -> None:
@@ -113,15 +118,14 @@ class Runner:
             return out
         flat, flat_out = x.detach().reshape(-1, x.shape[-1]), out.view(-1, rows)
         phase = self._plan.phase(len(flat))
-        self._begin_pass(index, phase)
         with self._stopping_on_errors():
             jobs = self._maker.call(index, phase)
-            on_host = any(isinstance(job, Host) for job in jobs)
+            on_host = any(job.lane == "host" for job in jobs)
             x_host, ready = self._device.to_host(flat) if on_host else (flat, ())
+            self._note_start(index, phase)
             call = Call(flat, flat_out, x_host, ready)
             for job in jobs:
                 self._run(job, phase, call)
-        self.passes[-1].end = time.perf_counter()
         oldest = self._maker.oldest
         self._events = {n: event for n, event in self._events.items() if n >= oldest}
         return out
@@ -135,83 +139,83 @@ class Runner:
             def run() -> None:
                 self._device.from_host(F.embedding(ids_host, table), out)
 
-            nbytes = ids.numel() * table.shape[1] * table.itemsize
-            self._device.wait([self._device.host.submit(Work(run, nbytes), ready)])
+            work = Work(run, ids.numel() * table.shape[1] * table.itemsize)
+            self._device.wait([self._device.lanes["host"].submit(work, ready)])
         return out
 
-    def _begin_pass(self, index: int, phase: Phase) -> None:
+    def _note_start(self, index: int, phase: Phase) -> None:
+        """Of a call, which may begin a pass."""
+        now = time.perf_counter()
         if not self.passes or index == self._maker.first:
-            now = time.perf_counter()
-            self.passes.append(Pass(phase, now, now))
+            self.passes.append(Pass(phase, now, now, []))
+        else:
+            self.passes[-1].between_calls.append(now - self.passes[-1].end)
 
     @contextmanager
     def _stopping_on_errors(self) -> Iterator[None]:
-        """Stop the lanes if the block raises anything, Ctrl-C too."""
+        """Stop the lanes if the block raises anything, Ctrl-C too, and begin anew afterwards."""
         try:
             yield
         except BaseException:
-            self.stop()
+            self._device.stop()
+            self._restart()
             raise
 
-    def lane(self, name: str) -> Lane:
-        """The device's lane of this name."""
-        return {
-            "link": self._device.link,
-            "host": self._device.host,
-            "accelerator": self._device.accelerator,
-        }[name]
-
-    def stop(self) -> None:
-        """End the lanes, and begin anew with the next call."""
-        self._device.stop()
-        self._restart()
-
     def _run(self, job: Job, phase: Phase, call: Call) -> None:
+        """Submit a job to its lane, or wait for the end of the call."""
         after = [self._events[number] for number in job.after]
-        match job:
-            case Join():
-                self._device.wait(after)
-                return
-            case Free():
-                self._events[job.number] = after[0]
-                return
-            case Copy():
-                event = self._device.link.submit(self._copy(job), after)
-            case Host():
-                event = self._device.host.submit(self._compute_on_host(job, call), call.x_ready)
-            case Accel():
-                event = self._device.accelerator.submit(self._compute(job, call), after)
-        self._events[job.number] = event
-        self.predicted_seconds[lane_of(job) or ""] += self._plan.seconds_of(job, phase)
-
-    def _copy(self, job: Copy) -> Work:
-        source = self._weights[job.linear].rows(job.start, job.stop)
-        slab = _shaped(self._slabs[job.slab], source)
-        pinned = _shaped(self._pinned[job.slab], source) if self._pinned else None
-        return Work(lambda: self._device.copy(source, pinned, slab), source.nbytes)
-
-    def _compute_on_host(self, job: Host, call: Call) -> Work:
+        if job.lane == "join":
+            self.passes[-1].end = self._device.wait(after)
+            return
+        if job.lane == "host":
+            after += call.x_ready
         weight = self._weights[job.linear]
-        rows, out = weight.rows(job.start, job.stop), call.out[:, job.start : job.stop]
+        rows = weight.rows(job.start, job.stop)
+        operations = 0.0 if job.lane == "link" else 2.0 * rows.numel() * len(call.x)
+        work = Work(self._work(job, rows, call), rows.nbytes, operations)
+        self._events[job.number] = self._device.lanes[job.lane].submit(work, after)
+        self._predicted[job.lane] += self._plan.seconds_of(job, phase)
 
-        def run() -> None:
-            self._device.from_host(weight.multiply(call.x_host, rows), out)
+    def _work(self, job: Job, rows: Tensor, call: Call) -> Callable[[], object]:
+        """What a lane does for a job; `rows` are those of the weight in host memory."""
+        device, multiply = self._device, self._weights[job.linear].multiply
+        there = self._resident[job.linear]
+        if job.slab is not None:
+            there = _shaped(self._slabs[job.slab], rows)
+        if job.lane == "link":
+            pinned = _shaped(self._pinned[job.slab or 0], rows) if self._pinned else None
+            return lambda: device.copy(rows, pinned, there)
+        out = call.out[:, job.start : job.stop]
+        if job.lane == "host":
+            return lambda: device.from_host(multiply(call.x_host, rows), out)
+        return lambda: out.copy_(multiply(call.x, there))
 
-        return Work(run, rows.nbytes, 2.0 * rows.numel() * len(call.x))
+    def report(self) -> dict:
+        """What `Handle.report` returns."""
+        plan, passes = self._plan, list(self.passes)
+        seconds = {"decode": plan.decode_seconds, "prefill": plan.prefill_seconds}
+        told: dict = {"fits": False}
+        for phase in PHASES:
+            own = [each for each in passes if each.phase == phase]
+            between = [gap for each in own for gap in each.between_calls]
+            told[phase] = {
+                "passes": len(own),
+                "measured_seconds": median(p.end - p.start for p in own) if own else None,
+                "predicted_seconds": seconds[phase],
+                "call_seconds": mean(between) if between else None,
+            }
+        wall = passes[-1].end - passes[0].start if passes else 0.0
+        told["lanes"] = {name: self._lane_report(name, wall) for name in LANES}
+        return told
 
-    def _compute(self, job: Accel, call: Call) -> Work:
-        weight = self._weights[job.linear]
-        source, out = weight.rows(job.start, job.stop), call.out[:, job.start : job.stop]
-        if job.slab is None:
-            rows = self._resident[job.linear]
-            assert rows is not None
-        else:
-            rows = _shaped(self._slabs[job.slab], source)
-
-        def run() -> None:
-            out.copy_(weight.multiply(call.x, rows))
-
-        return Work(run, source.nbytes, 2.0 * source.numel() * len(call.x))
+    def _lane_report(self, name: Lane, wall: float) -> dict[str, float]:
+        lane = self._device.lanes[name]
+        return {
+            "busy_seconds": lane.busy_seconds,
+            "predicted_busy_seconds": self._predicted[name],
+            "idle_seconds": max(0.0, wall - lane.busy_seconds),
+            "bytes": lane.nbytes,
+        }
 
 
 def _shaped(memory: Tensor, rows: Tensor) -> Tensor:
