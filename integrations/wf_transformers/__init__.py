@@ -28,6 +28,7 @@ from wf_transformers.loaders import counted_by_group
 from wf_transformers.models import head_of, outermost
 from wf_transformers.registry import register
 from wf_transformers.replace import temporarily_replace
+from wf_transformers.verify import verify
 
 __all__ = [
     "CHECKPOINTING",
@@ -53,5 +54,6 @@ __all__ = [
     "shard_between",
     "split_words",
     "temporarily_replace",
+    "verify",
     "without_documents",
 ]

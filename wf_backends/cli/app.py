@@ -11,6 +11,7 @@ from wf_backends.cli.explain import explain
 from wf_backends.cli.generate import generate
 from wf_backends.cli.links import bench_links
 from wf_backends.cli.plan import plan
+from wf_backends.cli.verify import verify
 
 app = typer.Typer(
     name="wallfacer",
@@ -25,5 +26,6 @@ app.command()(explain)
 app.command()(bench)
 app.command("bench-links")(bench_links)
 app.command()(doctor)
+app.command()(verify)
 app.command()(generate)
 app.command("bench-hetero")(bench_hetero)

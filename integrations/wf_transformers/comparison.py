@@ -1,0 +1,231 @@
+"""One model run twice, attached on a rank's part of a batch and as it is on the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.comm import World
+from wf_backends.dsp import RECEIVER, receivers
+from wf_backends.parallel import GradientMean
+from wf_transformers.batch import forward_kwargs
+from wf_transformers.calls import has_tokens, parameter_names, takes_any_keyword
+from wf_transformers.handle import Handle
+from wf_transformers.rows import Rows, error_between, named_tensors
+
+TOLERANCE = 1e-4  # of the largest element, in float32 and wider
+NARROW_TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
+SMALL_GRADIENT = 0.1  # of the largest of all: key biases have gradients of rounding errors alone
+KEPT_BYTES = 1 << 28  # of a part's module outputs; those of later modules are not compared
+WHOLE_GRADIENT = 1 << 16  # elements; of larger gradients a projection of each row is compared
+LOSS = "loss"
+
+Gather = Callable[[nn.Module], AbstractContextManager[Any]]
+See = Callable[[str, Any], None]
+Named = dict[str, Tensor]
+
+
+class Comparison:
+    """What a model gives on one rank of several, and on one.
+
+    Attributes:
+        errors: (what, error, tolerance) in the order of the whole model's forward, then gradients.
+        cut: whether some module had this rank's part of the rows.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sp: SequenceParallel,
+        batch: Mapping[str, Any],
+        whole_batches: bool = False,
+        gather: Gather | None = None,
+    ) -> None:
+        self.model, self.sp, self.batch, self._gather = model, sp, dict(batch), gather
+        self.whole_batches = whole_batches or not has_tokens(batch)
+        self.errors: list[tuple[str, float, float]] = []
+        self.cut = False
+        self._rows = Rows(sp, batch)
+        self._kept: dict[str, list[Named]] = {}
+        self._bytes = 0
+
+    def run(self, attach: Callable[[], Handle]) -> None:
+        """Run the model both ways and compare. Errors of the model and of `attach` pass through."""
+        with attach() as handle:
+            part, gradients = self._run(self._words(handle), self._keep, whole=False)
+        for module in receivers(self.model):
+            getattr(module, RECEIVER)(SequenceParallel(SequenceParallelConfig(), World(1).comm(0)))
+        whole, wanted = self._run(self.batch, self._compare_output, whole=True)
+        compared = [
+            self._compare(f"its {key}", part[key], whole[key]) for key in part if key in whole
+        ]
+        if not any(compared):
+            raise ValueError(
+                f"none of its outputs has rows that could be compared: {_shapes(part)} on a rank, "
+                f"{_shapes(whole)} alone"
+            )
+        if all(compared) and part.keys() == whole.keys() or LOSS in whole:
+            self._compare_gradients(gradients, wanted)
+
+    def _words(self, handle: Handle) -> dict[str, Any]:
+        """What the attached model is called with."""
+        if self.whole_batches:
+            return self.batch
+        local = handle.shard_batch(self.batch)
+        self._rows.cut(local)
+        words = forward_kwargs(self.model, local)
+        if isinstance(self.model, PreTrainedModel) or takes_any_keyword(self.model):
+            return words
+        names = parameter_names(self.model)
+        return {key: value for key, value in words.items() if key in names}
+
+    def _run(self, words: Mapping[str, Any], see: See, whole: bool) -> tuple[Named, Named]:
+        """The outputs, and the gradients of a loss that counts each element of them once."""
+        gradients: Named = {}
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self._gather is None))
+            if self._gather is not None:
+                stack.enter_context(_gathered(self.model, self._gather))
+            with _watched(self.model, see):
+                found = self._tensors(self.model(**words), whole)
+            if self._gather is None and (loss := self._loss(found, whole)) is not None:
+                stack.enter_context(_taken(self.model, gradients))
+                loss.backward()
+        return {key: x.detach() for key, x in found.items()}, gradients
+
+    def _tensors(self, output: Any, whole: bool) -> Named:
+        return {key: self._rows.unflatten(x, whole) for key, x in named_tensors(output)}
+
+    def _loss(self, outputs: Named, whole: bool) -> Tensor | None:
+        """The model's own, or a sum of all outputs with weights; over the ranks, counted once."""
+        if LOSS in outputs:
+            return outputs[LOSS] / (1 if whole else self.sp.size)
+        parts = [(x * self._rows.weights(x, whole)).sum() for x in outputs.values() if x.grad_fn]
+        return torch.stack([part.to(parts[0].dtype) for part in parts]).sum() if parts else None
+
+    def _keep(self, name: str, output: Any) -> None:
+        """Of the part: what the module returned, for `_compare_output`."""
+        found = self._tensors(output, whole=False) if self._bytes < KEPT_BYTES else {}
+        self._bytes += sum(x.nbytes for x in found.values())
+        kept = {key: x.detach().clone() for key, x in found.items()}
+        self._kept.setdefault(name, []).append(kept)
+
+    def _compare_output(self, name: str, output: Any) -> None:
+        """Of the whole: against what the module returned at its call of the same number."""
+        part = self._kept[name].pop(0) if self._kept.get(name) else {}
+        whole = self._tensors(output, whole=True) if part else {}
+        for key in part:
+            if key in whole:
+                self._compare(f"the output of {name}", part[key], whole[key])
+
+    def _compare(self, what: str, part: Tensor, whole: Tensor) -> bool:
+        """Note how far rows are from each other; whether it is known which rows they are."""
+        pair = self._rows.pair(part.detach(), whole.detach())
+        if pair is None:
+            return False
+        mine, theirs, cut = pair
+        self.cut |= cut
+        self._note(what, error_between(mine, theirs), whole.dtype)
+        return True
+
+    def _compare_gradients(self, mine: Named, wanted: Named) -> None:
+        """The sum over the ranks against the whole; in one message for all parameters."""
+        parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        if not parameters or self._gather is not None:
+            return
+        sizes = [_summary_size(p) for p in parameters.values()]
+        any_one = next(iter(parameters.values()))
+        flat = nn.Parameter(torch.zeros(sum(sizes), dtype=torch.float64, device=any_one.device))
+        flat.grad = torch.zeros_like(flat)
+        pieces = dict(zip(parameters, flat.grad.split(sizes), strict=True))
+        for name, gradient in mine.items():
+            pieces[name].copy_(gradient)
+        GradientMean(self.sp.comm, divisor=1)([flat])
+        assert flat.grad is not None, "it was set above"
+        largest = max((float(g.abs().max()) for g in wanted.values() if g.numel()), default=0.0)
+        for (name, p), summed in zip(parameters.items(), flat.grad.split(sizes), strict=True):
+            one = wanted.get(name, torch.zeros_like(summed))
+            error = error_between(summed, one, max(SMALL_GRADIENT * largest, 1e-30))
+            self._note(f"the gradient of {name}", error, p.dtype)
+
+    def _note(self, what: str, error: float, dtype: torch.dtype) -> None:
+        self.errors.append((what, error, NARROW_TOLERANCES.get(dtype, TOLERANCE)))
+
+
+def _shapes(outputs: Named) -> str:
+    return ", ".join(f"{key} {tuple(x.shape)}" for key, x in outputs.items()) or "no tensors"
+
+
+@contextmanager
+def _watched(model: nn.Module, see: See) -> Iterator[None]:
+    """Inside, `see` gets the name and the output of every module but the model, as they return."""
+
+    def hook(name: str) -> Callable[..., None]:
+        return lambda _, __, output: see(name, output)
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name:
+                stack.callback(module.register_forward_hook(hook(name)).remove)
+        yield
+
+
+@contextmanager
+def _gathered(model: nn.Module, gather: Gather) -> Iterator[None]:
+    """Inside, a module's own parameters are whole while it runs."""
+    running: list[AbstractContextManager[Any]] = []
+
+    def enter(module: nn.Module, _: Any) -> None:
+        running.append(gather(module))
+        running[-1].__enter__()
+
+    def leave(*_: Any) -> None:
+        running.pop().__exit__(None, None, None)
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
+            stack.callback(module.register_forward_hook(leave, always_call=True).remove)
+        yield
+
+
+@contextmanager
+def _taken(model: nn.Module, found: Named) -> Iterator[None]:
+    """Inside, a backward leaves summaries of gradients in `found`, and none in the parameters.
+
+    One gradient at a time, so that a large model needs no memory for all of them.
+    """
+    with ExitStack() as stack:
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                stack.callback(setattr, p, "grad", p.grad)
+                p.grad = None
+
+                def take(p: Tensor, name: str = name) -> None:
+                    assert p.grad is not None, "torch has just set it"
+                    found[name] = found.get(name, 0.0) + _summary(p.grad)
+                    p.grad = None
+
+                stack.callback(p.register_post_accumulate_grad_hook(take).remove)
+        yield
+
+
+def _summary(gradient: Tensor) -> Tensor:
+    """(n,) float64: all elements of a small gradient, a projection of each row of a large one."""
+    if gradient.numel() <= WHOLE_GRADIENT or gradient.dim() < 2:
+        return gradient.detach().double().flatten()
+    rows = gradient.detach().flatten(0, -2)
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    direction = torch.arange(rows.shape[1], device=rows.device).cos().to(wide)
+    return (rows.to(wide) @ direction).double()
+
+
+def _summary_size(p: Tensor) -> int:
+    whole = p.numel() <= WHOLE_GRADIENT or p.dim() < 2
+    return p.numel() if whole else p.numel() // p.shape[-1]

@@ -1,0 +1,133 @@
+"""What `verify` runs a model on: a short batch as its config asks for, and draws that are none."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from wf_backends import SequenceParallel
+from wf_backends.parallel import prepare_batch
+from wf_backends.schedule import padding_multiple
+from wf_transformers.calls import parameter_names, takes_any_keyword
+from wf_transformers.models import head_of, outermost
+
+SAMPLES = 2
+CHUNK_TOKENS = 6  # of the drawn sequence, in each of a rank's chunks
+MAX_TOKENS = 512  # of the whole sequence, where that leaves two tokens a chunk
+PADDING = 3  # one sample is 1/3 padding where attention is causal
+
+
+def drawn_batch(
+    model: nn.Module, sp: SequenceParallel, labelled: bool = False
+) -> dict[str, Any] | None:
+    """A batch for `model`, the same on every rank: ids with padding on the right, or images.
+
+    Args:
+        labelled: whether "labels" are wanted, where what they are is known.
+
+    Returns:
+        Keyword arguments; None if it is not known what the model takes.
+    """
+    drawing = torch.Generator().manual_seed(0)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    found = outermost(model)
+    config: Any = found[0].config if found else None
+    if found and found[0].main_input_name == "pixel_values":
+        batch = _images(config, drawing)
+    elif _takes(model, "input_ids"):
+        batch = _tokens(model, config, sp, drawing, labelled)
+    else:
+        batch = None
+    return None if batch is None else {key: x.to(device) for key, x in batch.items()}
+
+
+def _images(config: Any, drawing: torch.Generator) -> dict[str, Tensor] | None:
+    """(b, channels, height, width), or (b, frames, channels, height, width)."""
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if size is None or channels is None:
+        return None
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    frames = (config.num_frames,) if hasattr(config, "num_frames") else ()
+    return {"pixel_values": torch.randn(SAMPLES, *frames, channels, *sides, generator=drawing)}
+
+
+def _tokens(
+    model: nn.Module, config: Any, sp: SequenceParallel, drawing: torch.Generator, labelled: bool
+) -> dict[str, Tensor] | None:
+    """(b, S) ids that fill every chunk of every rank, with padding where the model takes a mask."""
+    vocabulary = _vocabulary(model, config)
+    if vocabulary is None:
+        return None
+    multiple = padding_multiple(sp.config.layout, sp.size)
+    seqlen = multiple * max(2, min(CHUNK_TOKENS, MAX_TOKENS // multiple)) - 1
+    seqlen = min(seqlen, getattr(config, "max_position_embeddings", None) or seqlen)
+    ids = torch.randint(1, vocabulary, (SAMPLES, seqlen), generator=drawing)
+    batch = {"input_ids": ids}
+    if _takes(model, "attention_mask"):
+        batch["attention_mask"] = _padding(model, ids)
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" in parameters and parameters["position_ids"].default is inspect._empty:
+        batch["position_ids"] = prepare_batch(batch, multiple=1)["position_ids"]
+    if labelled and _takes(model, "labels") and head_of(model) != "other":
+        mask = batch.get("attention_mask", torch.ones_like(ids))
+        batch["labels"] = ids.masked_fill(mask == 0, -100)
+    return batch
+
+
+def _padding(model: nn.Module, ids: Tensor) -> Tensor:
+    """A mask with padding on the right: of one sample, or alike of all where that is not known
+    to be causal (full attention knows padding only as a document that all samples have)."""
+    seqlen = ids.shape[1]
+    ragged = head_of(model) == "causal"
+    ends = (seqlen, seqlen - seqlen // PADDING) if ragged else (seqlen - 1,) * SAMPLES
+    return (torch.arange(seqlen)[None] < torch.tensor(ends)[:, None]).long()
+
+
+def _vocabulary(model: nn.Module, config: Any) -> int | None:
+    if config is not None:
+        return getattr(config.get_text_config(), "vocab_size", None)
+    tables = (m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding))
+    return next(tables, None)
+
+
+def _takes(model: nn.Module, name: str) -> bool:
+    return name in parameter_names(model) or (bool(outermost(model)) and takes_any_keyword(model))
+
+
+DRAWS: Mapping[str, float] = MappingProxyType(
+    dict.fromkeys(
+        ("rand", "rand_like", "randn", "randn_like", "normal_", "bernoulli", "bernoulli_"), 0.75
+    )
+)
+"""Functions of torch that draw, and what all elements become."""
+
+
+class FixedDraws(TorchFunctionMode):
+    """Inside, dropout drops nothing, and what else is drawn is the same number everywhere."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
+        if name.removesuffix("_").rstrip("123d").endswith("dropout") and args:
+            return args[0]
+        if "dropout_p" in kwargs:
+            kwargs["dropout_p"] = 0.0
+        found = func(*args, **kwargs)
+        if name in DRAWS:
+            return found.fill_(DRAWS[name])
+        if name == "uniform_":
+            low, high = _limits(*args[1:], **kwargs)
+            return found.fill_(low + DRAWS["rand"] * (high - low))
+        return found
+
+
+def _limits(low: float = 0.0, high: float = 1.0, **_: Any) -> tuple[float, float]:
+    """Of `Tensor.uniform_`, whose keywords are `from` and `to`."""
+    return _.get("from", low), _.get("to", high)

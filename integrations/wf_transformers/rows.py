@@ -1,0 +1,134 @@
+"""Which rows of a whole tensor a rank's part holds, and how far the two are from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wf_backends import SequenceParallel
+from wf_backends.schedule import padding_multiple
+
+SMALL = 1e-6  # the largest element of an output that is 0 but for rounding
+SLOPES = tuple(sqrt(prime) for prime in (2, 3, 5, 7, 11, 13))
+
+
+class Rows:
+    """The rows of one rank of a batch: (b, S) tokens, or something that the model cuts itself.
+
+    Args:
+        sp: the ranks that share the batch.
+        batch: the whole of it.
+    """
+
+    def __init__(self, sp: SequenceParallel, batch: Mapping[str, Any]) -> None:
+        self._sp = sp
+        self.shape: tuple[int, ...] = ()
+        """(b, S); () without tokens."""
+        self._positions = torch.empty(0, dtype=torch.int64)
+        tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+        if isinstance(tokens, Tensor):
+            self.shape = tuple(tokens.shape[:2])
+            mask = batch.get("attention_mask", torch.ones(self.shape, device=tokens.device))
+            self._valid = mask != 0
+            self._positions = self._padded(self.shape[1], tokens.device)
+
+    def cut(self, local: Mapping[str, Any]) -> None:
+        """Take the layout of this rank's part, whose padding may be a document of its own."""
+        tokens = local.get("input_ids", local.get("inputs_embeds"))
+        assert isinstance(tokens, Tensor), "a part of tokens are tokens"
+        borders = local.get("cu_seqlens")
+        seqlen = borders[-1] if borders else tokens.shape[1] * self._sp.size
+        self._positions = self._sp.positions(seqlen, tokens.device, borders)
+
+    def unflatten(self, x: Tensor, whole: bool) -> Tensor:
+        """(b, S, ...) of what layers that route tokens make of it, (b S, ...)."""
+        if not self.shape or not x.dim():
+            return x
+        samples, seqlen = self.shape[0], self.shape[1] if whole else len(self._positions)
+        same = x.shape[0] == samples * seqlen
+        return x.unflatten(0, (samples, seqlen)) if same else x
+
+    def pair(self, part: Tensor, whole: Tensor) -> tuple[Tensor, Tensor, bool] | None:
+        """The same rows of both, 0 at padding, and whether `part` was cut; None if unknown."""
+        if part.dim() != whole.dim():
+            return None
+        valid = self._valid_of(whole)
+        dims = [dim for dim in range(whole.dim()) if part.shape[dim] != whole.shape[dim]]
+        if not dims:
+            return part.where(valid, 0), whole.where(valid, 0), False
+        count, seqlen = part.shape[dims[0]], whole.shape[dims[0]]
+        rows = self._find(count, seqlen, whole.device) if len(dims) == 1 else None
+        if rows is None:
+            return None
+        inside = (rows < seqlen).nonzero().flatten()
+        part, whole = part.index_select(dims[0], inside), whole.index_select(dims[0], rows[inside])
+        if valid.dim():
+            valid = valid[:, rows[inside]]
+        return part.where(valid, 0), whole.where(valid, 0), True
+
+    def _find(self, count: int, seqlen: int, device: torch.device) -> Tensor | None:
+        """Positions of a part's `count` rows in a whole of `seqlen`."""
+        if self.shape and self.shape[1] == seqlen:
+            found = self._positions
+        else:
+            found = self._padded(seqlen, device)
+        if len(found) != count and seqlen >= self._sp.size:
+            found = self._sp.positions(seqlen, device)
+        return found if len(found) == count else None
+
+    def _padded(self, seqlen: int, device: torch.device) -> Tensor:
+        multiple = padding_multiple(self._sp.config.layout, self._sp.size)
+        return self._sp.positions(-(-seqlen // multiple) * multiple, device)
+
+    def _valid_of(self, whole: Tensor) -> Tensor:
+        """(b, S, 1, ...) bool: False at padding; True without tokens."""
+        if not self.shape or tuple(whole.shape[:2]) != self.shape:
+            return torch.ones((), dtype=torch.bool, device=whole.device)
+        return self._valid.view(*self.shape, *[1] * (whole.dim() - 2))
+
+    def weights(self, x: Tensor, whole: bool) -> Tensor:
+        """What the elements of an output count in a loss made for it; over the ranks, once each."""
+        if whole or not self.shape or x.shape[:2] != (self.shape[0], len(self._positions)):
+            return _wave(x) * self._valid_of(x) / (1 if whole else self._sp.size)
+        inside = self._positions < self.shape[1]
+        rows = self._positions.clamp(max=self.shape[1] - 1)
+        valid = (self._valid[:, rows] & inside).view(*x.shape[:2], *[1] * (x.dim() - 2))
+        return _wave(x, self._positions) * valid
+
+
+def _wave(x: Tensor, rows: Tensor | None = None) -> Tensor:
+    """cos(1 + sum over dims of slope x index): weights that any rank can tell for its rows."""
+    phase = torch.ones((), dtype=torch.float64, device=x.device)
+    for dim, (count, slope) in enumerate(zip(x.shape, SLOPES, strict=False)):
+        index = torch.arange(count, device=x.device) if dim != 1 or rows is None else rows
+        phase = phase + slope * index.view(-1, *[1] * (x.dim() - dim - 1))
+    return phase.cos().to(x.dtype)
+
+
+def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The floating tensors in what a module returns, by name or index."""
+    if isinstance(output, Tensor):
+        if output.is_floating_point():
+            yield name or "output", output
+        return
+    items = output.items() if isinstance(output, Mapping) else None
+    if items is None:
+        items = enumerate(output) if isinstance(output, tuple | list) else ()
+    for key, value in items:
+        yield from named_tensors(value, f"{name}.{key}" if name else str(key))
+
+
+def error_between(part: Tensor, whole: Tensor, least: float = SMALL) -> float:
+    """The largest difference / the largest element of `whole`, or `least` if that is more."""
+    if not whole.numel():
+        return 0.0
+    part, whole = (
+        x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (part, whole)
+    )
+    difference = torch.where(part == whole, 0.0, part - whole).abs().max()  # inf is no difference
+    found = float(difference / whole.abs().max().clamp(min=least))
+    return found if found == found else float("inf")

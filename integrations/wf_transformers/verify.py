@@ -1,0 +1,221 @@
+"""Does a model on several ranks give what it gives on one? Both are run on a short drawn batch.
+
+Each rank runs the model twice with the same parameters: attached, on its part of the batch, and as
+it is, on the whole. Compared with the same rows of the whole are the output of every module, the
+model's outputs and its loss, and the gradient of every parameter, summed over the ranks. So it
+is found if anything but attention mixes tokens, counts them or takes a mean over them, whether or
+not we know of such a model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from wf_backends import SequenceParallel
+from wf_backends.comm import fingerprint, gather_small
+from wf_transformers.comparison import Comparison, Gather
+from wf_transformers.drawn import FixedDraws, drawn_batch
+from wf_transformers.handle import Handle
+from wf_transformers.models import outermost
+from wf_transformers.registry import registered_for
+
+Mode = bool | Literal["strict"]
+NONE = 1 << 40  # the place of the first difference where there is none
+SAMPLED = 512  # elements of a parameter that ranks compare
+OWN_BATCH = "wf_transformers.verify(model, sp, attach, batch=...) takes a batch of yours"
+CAUSES = (
+    "something besides attention mixes tokens that are on several ranks (a convolution, a "
+    "recurrence, a shift), counts them, or takes a mean over them. docs/verify.md says what to do; "
+    '"verify": false trains all the same'
+)
+NEVER_CUT = (
+    "no module of {name} works on a part of the sequence: every rank would compute all of it, and "
+    "attention take it for a part. docs/transformers.md lists the models that are cut"
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was compared.
+
+    Attributes:
+        compared: outputs of modules and of the model, and gradients.
+        largest: the largest error, relative to the largest element of what was compared.
+        where: what had it.
+    """
+
+    compared: int
+    largest: float
+    where: str
+
+
+def verify(
+    model: nn.Module,
+    sp: SequenceParallel,
+    attach: Callable[[], Handle],
+    mode: Mode = True,
+    *,
+    whole_batches: bool = False,
+    batch: Mapping[str, Any] | None = None,
+    gather: Gather | None = None,
+) -> Report | None:
+    """Compare `model` on the ranks of `sp` with the same model on one.
+
+    Parameters, buffers, gradients, modes and random state are as before afterwards. Meanwhile
+    nothing is drawn: dropout drops nothing.
+
+    Args:
+        model: as it is before it is attached.
+        attach: attaches it as it will be; what it returns is removed again.
+        mode: False compares nothing. True says by logging where a model cannot be compared;
+            "strict" raises a ValueError there.
+        whole_batches: whether the attached model takes whole batches, with labels.
+        batch: keyword arguments of the whole model; None = drawn.
+        gather: a context in which the own parameters of one module are whole, for models whose
+            parameters are partitioned: only their forward is compared.
+
+    Returns:
+        None where nothing was compared.
+
+    Raises:
+        NotImplementedError: where the model on the ranks gives something else than on one; names
+            the first module whose output differs. And what `attach` raises.
+    """
+    check_mode(mode)
+    if mode is False or sp.size == 1:
+        return None
+    with _own_device(model, sp):
+        given = drawn_batch(model, sp, whole_batches) if batch is None else batch
+        run = Comparison(model, sp, given or {}, whole_batches, gather)
+        problem = _obstacle(model, sp)
+        if given is None:
+            problem = f"what inputs it takes is not known. {OWN_BATCH}"
+        if problem is None:
+            problem = _compare(run, attach)
+    return _conclude(run, problem, mode)
+
+
+def check_mode(mode: object, name: str = "verify") -> None:
+    """Refuse what is none of the three modes.
+
+    Raises:
+        ValueError: naming the option and its value.
+    """
+    if not isinstance(mode, bool) and mode != "strict":
+        raise ValueError(f'"{name}" must be true, false or "strict", got {mode!r}')
+
+
+def _compare(run: Comparison, attach: Callable[[], Handle]) -> str | None:
+    """Why the comparison could not be made, if so. A refusal of ours passes through."""
+    refusals = list[BaseException]()
+
+    def attached() -> Handle:
+        try:
+            return attach()
+        except Exception as error:
+            refusals.append(error)
+            raise
+
+    try:
+        with _as_before(run.model, run.sp), FixedDraws():
+            run.run(attached)
+    except NotImplementedError:
+        raise
+    except Exception as error:  # whatever a model of somebody else's raises
+        if refusals:
+            raise
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _obstacle(model: nn.Module, sp: SequenceParallel) -> str | None:
+    """What can be told of a model that cannot be compared, the same on every rank."""
+    parameters = list(model.parameters())
+    if any(p.is_meta or hasattr(p, "materialize") for p in parameters):
+        return "its parameters are not there yet (a meta device, a lazy init)"
+    if any(registered_for(one) is not None for one in outermost(model)):
+        return "its attention is WallFacer's already, so it cannot run alone"
+    samples = [_sample(p) for p in parameters]
+    told = fingerprint(torch.stack(samples).tolist() if samples else [])
+    if len(gather_small(sp.comm, torch.tensor([told])).unique()) > 1:
+        return (
+            "the ranks of a sequence hold different parameters; draw them from the same seed, or "
+            "load the same checkpoint, before the model is attached"
+        )
+    return None
+
+
+def _sample(p: Tensor) -> Tensor:
+    """A float64 that two tensors have in common if they are the same."""
+    few = p.detach().flatten()[:: max(1, p.numel() // SAMPLED)].double()
+    return (few * torch.arange(1, len(few) + 1, device=p.device)).sum()
+
+
+@contextmanager
+def _own_device(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
+    """Inside, a model on the host is where messages are, if these do not pass through the host."""
+    devices = {p.device.type for p in model.parameters()}
+    away = devices == {"cpu"} and not sp.comm.on_host
+    if away:
+        model.to(torch.device("cuda", torch.cuda.current_device()))
+    try:
+        yield
+    finally:
+        if away:
+            model.to("cpu")
+
+
+@contextmanager
+def _as_before(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
+    """Inside, the model trains; then its buffers and modes, draws and counts are as before."""
+    modes = [(module, module.training) for module in model.modules()]
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    sent = dict(sp.comm.sent)
+    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            model.train()
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+        for buffer, old in buffers:
+            buffer.detach().copy_(old)
+        sp.comm.sent.clear()
+        sp.comm.sent.update(sent)
+
+
+def _conclude(run: Comparison, problem: str | None, mode: Mode) -> Report | None:
+    """What all ranks found: the report, the refusal, or why there is none."""
+    name = type(run.model).__name__
+    first = next((i for i, (_, error, least) in enumerate(run.errors) if error > least), NONE)
+    mine = torch.tensor([problem is not None, run.cut, first])
+    failed, cut, firsts = gather_small(run.sp.comm, mine).T.tolist()
+    if any(failed):
+        said = problem or f"ranks {[r for r, x in enumerate(failed) if x]} could not run it"
+        return _not_verified(f"{name} was not verified: {said}", mode, run.sp.rank)
+    if min(firsts) < NONE:
+        what, error, _ = run.errors[min(min(firsts), len(run.errors) - 1)]
+        raise NotImplementedError(
+            f"{name} on {run.sp.size} ranks does not give what it gives on one: {what} is the "
+            f"first that differs (by {error:.1e} of its largest element on rank {run.sp.rank}): "
+            f"{CAUSES}"
+        )
+    if not any(cut):
+        raise NotImplementedError(NEVER_CUT.format(name=name))
+    where, largest, _ = max(run.errors, key=lambda found: found[1])
+    return Report(len(run.errors), largest, where)
+
+
+def _not_verified(message: str, mode: Mode, rank: int) -> None:
+    if mode == "strict":
+        raise ValueError(message)
+    if rank == 0:
+        logging.getLogger(__name__).warning(message)

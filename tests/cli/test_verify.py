@@ -1,0 +1,64 @@
+"""`wallfacer verify`: a model of a folder on ranks that are threads."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="the transformers extra is missing")
+
+from wf_backends.cli import verify as command  # noqa: E402
+
+ON_FOUR = ("--sequence-parallel-size", "4")
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 61}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an installed WallFacer registers it."""
+    value = "wf_transformers.verify_folder:verify_folder"
+    point = EntryPoint("transformers", value, command.VERIFIERS)
+    monkeypatch.setattr(command, "entry_points", lambda group: [point])
+
+
+def save(folder: Path, weights: bool, **words: Any) -> str:
+    config = transformers.LlamaConfig(**SMALL, **HEADS, **words)
+    model = transformers.LlamaForCausalLM(config)
+    if weights:
+        model.save_pretrained(folder)
+    else:
+        model.config.architectures = ["LlamaForCausalLM"]
+        model.config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("weights", "words"), [(True, ()), (False, ("--ulysses-degree", "2", "--layout", "contiguous"))]
+)
+def test_a_model_that_is_right(wallfacer, tmp_path: Path, weights: bool, words: Any) -> None:
+    code, out, err = wallfacer("verify", "--model", save(tmp_path, weights), *ON_FOUR, *words)
+    drawn = "" if weights else " with drawn weights"
+    assert code == 0, err
+    assert out.startswith(f"LlamaForCausalLM{drawn} on 4 ranks gives what it gives on one: ")
+
+
+def test_a_model_that_is_not(wallfacer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    mlp = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: mlp(self, x + x.roll(1, dims=1)))
+    code, _, err = wallfacer("verify", "--model", save(tmp_path, False), *ON_FOUR)
+    assert code == 1
+    assert "what it gives on one: the output of model.layers.0.mlp.gate_proj is the first" in err
+
+
+def test_what_cannot_be_read_is_refused(wallfacer, tmp_path: Path) -> None:
+    code, _, err = wallfacer("verify", "--model", str(tmp_path), *ON_FOUR)
+    assert code == 2 and f"--model {tmp_path}: there is no config.json" in err
+    one = ("--sequence-parallel-size", "1")
+    code, _, err = wallfacer("verify", "--model", save(tmp_path, False), *one)
+    assert code == 2 and "--sequence-parallel-size must be at least 2, got 1" in err
