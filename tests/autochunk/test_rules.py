@@ -1,0 +1,53 @@
+"""Every rule against slicing itself: rows of f(x) from the rows of x that the rule names."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import pytest
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from tests.autochunk.rule_cases import CASES, Case, Draw
+from tests.autochunk.slicing import assert_slices, tensors
+from wf_backends.autochunk.rules import TABLE, sources
+
+SEEDS = range(3)
+
+
+def as_graph(case: Case, seed: int) -> fx.Node:
+    """One call in a graph, each tensor a placeholder with its value."""
+    graph = fx.Graph()
+
+    def placeholder(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        return node
+
+    args = tree_map(placeholder, case.build(Draw(seed)))
+    node = graph.call_function(case.target, args, dict(case.kwargs))
+    values, kwargs = fx.node.map_arg((node.args, node.kwargs), own_value)
+    node.meta["val"] = node.target(*values, **kwargs)
+    return node
+
+
+def own_value(node: fx.Node) -> Tensor:
+    return node.meta["val"].clone()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_of_the_output_are_computed_from_the_rows_that_the_rule_names(case: Case) -> None:
+    for seed in SEEDS:
+        node = as_graph(case, seed)
+        whole = node.meta["val"]
+        assert tuple(d for d in range(tensors(whole)[0].ndim) if sources(node, d)) == case.dims
+        for dim in case.dims:
+            assert_slices(node, dim, whole, own_value, seed)
+
+
+def test_every_entry_of_the_table_has_a_case_that_is_sliced() -> None:
+    sliced = {getattr(case.target, "overloadpacket", case.target) for case in CASES if case.dims}
+    assert [str(entry) for entry in set(TABLE) - sliced - {operator.getitem}] == []
