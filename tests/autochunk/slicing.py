@@ -15,7 +15,7 @@ from wf_backends.autochunk.rules import emit, granule, sources
 def run_slice(
     node: fx.Node, dim: int, lo: int, hi: int, value_of: Callable[[fx.Node], Any]
 ) -> list[Tensor]:
-    """Rows [lo, hi) of each output, from the rows of the inputs that the rule names and no others."""
+    """Rows [lo, hi) of each output, from the rows of the inputs that the rule names, no others."""
     graph, inputs = fx.Graph(), []
     found = iter(sources(node, dim) or ())
 
