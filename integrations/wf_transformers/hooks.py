@@ -153,7 +153,7 @@ class WholeBatchHooks:
                 f"{rows} tokens of this rank, beside a loss of the model's own; {INSTEAD}"
             )
         self._head_called = True
-        return self._whole(logits, call)
+        return self._whole(logits, call).contiguous()  # as losses with `view` need it
 
     def _batch(self, given: dict[str, Any], seqlen: int) -> dict[str, Any]:
         """Those arguments of a call that are cut."""

@@ -176,7 +176,7 @@ def test_what_mixes_or_counts_the_tokens_of_a_rank(make: Any, where: str) -> Non
 def z_loss(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
     shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=-100).flatten()
     plain = nn.functional.cross_entropy(logits.float().flatten(0, 1), shifted)
-    return plain + 1e-2 * logits.float().logsumexp(-1).square().mean()
+    return plain + 1e-2 * logits.float().logsumexp(-1).square()[labels != -100].mean()
 
 
 def with_z_loss() -> Any:
@@ -195,9 +195,21 @@ class OwnLoss(tf.LlamaForCausalLM):
         return out
 
 
-@pytest.mark.parametrize("make", [with_z_loss, lambda: llama(OwnLoss)])
-def test_a_loss_of_the_models_own_that_is_replaced(make: Any) -> None:
-    """Where whole batches go in, the hooks make the loss."""
+OWN_LOSSES = pytest.mark.parametrize("make", [with_z_loss, lambda: llama(OwnLoss)])
+
+
+@OWN_LOSSES
+def test_a_loss_of_the_models_own(make: Any) -> None:
+    """Two samples that need padding."""
+    assert all(report is not None and report.largest < 1e-5 for report in found(make, whole=True))
+
+
+@OWN_LOSSES
+def test_a_loss_of_the_models_own_that_is_replaced(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would be if the hooks did not look for one."""
+    monkeypatch.setattr("wf_transformers.hooks.own_loss", lambda *_: None)
     with pytest.raises(NotImplementedError, match=f"{DIFFERS}: its loss is the first that differs"):
         found(make, whole=True)
 
