@@ -8,22 +8,26 @@ from math import inf
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from wf_backends._validation import AUTO
 from wf_backends.cli import options as o
+from wf_backends.cli.plan_table import short_table
 from wf_backends.planner import (
     EXACT_UP_TO,
     NEAR_UP_TO,
     Plan,
     Request,
+    alike,
     all_plans,
     best_plan,
     check_memory,
-    on_few,
-    on_fewer_ranks,
+    counted,
+    plan_for,
     price_plan,
+    reason,
 )
 from wf_backends.schedule import in_rank_order, make_layout
 
@@ -41,10 +45,13 @@ def plan(
         int, typer.Option(help="Ranks up to which every message is counted; a call's by default.")
     ] = EXACT_UP_TO,
     layers: o.Layers = 0,
-    top: Annotated[int, typer.Option(help="Rows of the table.")] = 12,
+    top: Annotated[int, typer.Option(help="How many of the best plans to list.")] = 6,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="List every plan, with all that is predicted of it.")
+    ] = False,
     as_json: o.AsJson = False,
 ) -> None:
-    """Predict what every scheme costs on a cluster, and name the fastest.
+    """What "auto" chooses on a cluster and why, beside the schemes that papers name.
 
     Examples:
 
@@ -67,55 +74,54 @@ def plan(
     )
     # refuses sequences that are too short
     make_layout(work.layout, asked.topology.size, work.seqlen, work.mask.cu_seqlens)
-    answer(asked, o.hosts_added(topology, asked.topology), top, as_json)
+    answer(asked, o.hosts_added(topology, asked.topology), None if show_all else top, as_json)
 
 
-def answer(asked: Request, added: int, top: int, as_json: bool) -> None:
-    """Print the candidates, the reason for the choice and the config to paste.
+def answer(asked: Request, added: int, top: int | None, as_json: bool) -> None:
+    """Print the choice and the reason for it, other plans, and the config to paste.
 
     Args:
         added: hosts that the topology's file does not have.
+        top: how many plans; None = all, with all that is predicted of them.
 
     Raises:
         ValueError: if no plan fits the memory.
+        NotImplementedError: for documents that cannot be predicted on so many ranks.
     """
-    request = counted(asked)
-    plans = all_plans(request)
-    best = check_memory(plans[0], request)
-    baseline = plain_ring(request)
-    reason = why(best, baseline, request) + stand_in(request, asked) + other_layout(best, request)
+    request = priced(asked)
+    best = check_memory(plan_for(asked), request)
+    others = [plan for plan in all_plans(request) if plan.choice != best.choice]
+    plans, ring = [best, *others][:top], plain_ring(request)
+    told = [why(best, ring, request), *stand_in(request, asked), *other_layout(best, request)]
+    told = [reason(best, asked), *told]
     if as_json:
-        typer.echo(json.dumps(to_json(plans[:top], baseline, reason, asked, added), indent=2))
+        typer.echo(json.dumps(to_json(plans, ring, ". ".join(told), asked, added), indent=2))
         return
-    shown = table(plans[:top], baseline, asked, added)
-    console = o.console_for(shown)
+    at = asked.topology
+    title = escape(f"{at.name}: {at.hosts} hosts x {at.ranks_per_host} ranks{o.added_words(added)}")
+    if top is None:
+        shown = table(plans, ring, asked, title)
+        console = o.console_for(shown)
+    else:
+        shown, console = short_table(plans, ring, request, asked, title), Console()
+    console.print(f"[bold]{escape(told[0])}.[/bold]", escape(". ".join(told[1:])) + ".", "")
     console.print(shown)
-    console.print(f"[bold]Chosen:[/bold] {reason}")
     typer.echo(block(best, asked))
 
 
-def counted(request: Request) -> Request:
-    """The request that is priced: under a window or documents, one that counts every message.
-
-    On many ranks, some stand for all of them.
+def priced(asked: Request) -> Request:
+    """The request whose plans are compared: that of all calls like it, on some ranks of many.
 
     Raises:
         NotImplementedError: for documents so long that those ranks would hold few of them.
     """
-    mask, size = request.workload.mask, request.topology.size
-    all_routes = EXACT_UP_TO if mask.cu_seqlens is not None else request.exact_up_to
-    if not mask.is_near or size <= all_routes:
-        return request
-    if part := on_fewer_ranks(request):
-        return part
-    if size <= NEAR_UP_TO:
-        return on_few(request)
-    if mask.cu_seqlens is not None:
+    like, size = alike(asked), asked.topology.size
+    if asked.workload.mask.cu_seqlens and not like.workload.mask.cu_seqlens and size > NEAR_UP_TO:
         raise NotImplementedError(
             f"on {size} ranks documents are predicted if a few ranks hold several of them, at most "
             f"{NEAR_UP_TO} ranks eight: give shorter --documents, fewer --ranks or none"
         )
-    return request
+    return counted(like)
 
 
 def plain_ring(request: Request) -> Plan:
@@ -129,10 +135,10 @@ def beside_ring(plans: list[Plan], ring: Plan) -> list[Plan]:
     return plans if ring.choice in [plan.choice for plan in plans] else [*plans, ring]
 
 
-def stand_in(request: Request, asked: Request) -> str:
-    """What the reason says if some ranks were counted in place of all."""
+def stand_in(request: Request, asked: Request) -> list[str]:
+    """What is said if some ranks were counted in place of all."""
     some, every = request.topology.size, asked.topology.size
-    return "" if some == every else f". {some} ranks stand for all {every}"
+    return [] if some == every else [f"{some} ranks stand for all {every}"]
 
 
 def block(plan: Plan, request: Request) -> str:
@@ -151,22 +157,11 @@ def config(plan: Plan, request: Request) -> dict[str, Any]:
 
 
 def why(best: Plan, baseline: Plan, request: Request) -> str:
-    """The choice in one sentence, beside the plain ring."""
-    cost, ring = best.cost, baseline.cost
-    kept = f", {best.layers} layers keeping what they gather" if best.keep else ""
-    order = "" if best.in_rank_order else ", ranks placed in another order than their numbers"
+    """The choice beside the plain ring."""
     exact = request.topology.size <= request.exact_up_to
-    counted = "message by message" if exact else "by formulas"
-    link, sent, rings = "NIC", cost.nic_bytes, ring.nic_bytes
-    if request.topology.hosts == 1:
-        link, sent, rings = "rank's link", cost.inside_bytes, ring.inside_bytes
     return (
-        f"ulysses_degree {best.split}, forward {best.forward.placed}, backward "
-        f"{best.backward.placed} with the {best.moves} walking{order}{kept}: "
-        f"{o.milliseconds(cost.seconds)} ms predicted, "
-        f"{ring.seconds / cost.seconds:.2f} x the ring's speed; "
-        f"{sent / 1e9:.3g} GB through the busiest {link} against {rings / 1e9:.3g}"
-        f"{hidden(best)} (counted {counted})"
+        f"That is {baseline.cost.seconds / best.cost.seconds:.2f} x the ring's speed{hidden(best)} "
+        f"(counted {'message by message' if exact else 'by formulas'})"
     )
 
 
@@ -179,31 +174,24 @@ def hidden(plan: Plan) -> str:
     return f", {1 - exposed / moving:.0%} of the transfer time hidden behind computing"
 
 
-def other_layout(best: Plan, request: Request) -> str:
-    """What the reason says if contiguous shards are faster under a sliding window."""
+def other_layout(best: Plan, request: Request) -> list[str]:
+    """What is said if contiguous shards are faster under a sliding window."""
     work = request.workload
     if work.mask.band.left == inf or work.layout == "contiguous":
-        return ""
+        return []
     plain = best_plan(replace(request, workload=replace(work, layout="contiguous")))
     if plain.cost.seconds >= best.cost.seconds:
-        return ""
-    return (
-        f'. Under this window "layout": "contiguous" is faster, {1e3 * plain.cost.seconds:.4g} ms '
+        return []
+    return [
+        f'Under this window "layout": "contiguous" is faster, {1e3 * plain.cost.seconds:.4g} ms '
         "predicted: add --layout contiguous"
-    )
+    ]
 
 
-def table(plans: list[Plan], baseline: Plan, request: Request, added: int) -> Table:
-    """The candidates, fastest first, and below them the ring that they are compared with.
-
-    Args:
-        added: hosts that the topology's file does not have.
-    """
-    cluster = request.topology
-    found = Table(
-        title=f"{escape(cluster.name)}: {cluster.hosts} hosts x {cluster.ranks_per_host} ranks, "
-        f"{cluster.nics_per_host} NICs a host{o.added_words(added)}; forward and backward"
-    )
+def table(plans: list[Plan], baseline: Plan, request: Request, title: str) -> Table:
+    """All that is predicted of the plans, and below them the ring that they are compared with."""
+    nics = request.topology.nics_per_host
+    found = Table(title=f"{title}, {nics} NICs a host; forward and backward")
     for name in ("predicted ms", "x ring", "exposed ms", "NIC GB", "inside GB", "memory MiB"):
         found.add_column(name, justify="right")
     add_plan_columns(found)

@@ -5,11 +5,13 @@ Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -19,7 +21,7 @@ from wf_backends.kernels import KernelSpec, select
 from wf_backends.lowering import Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import choose
 from wf_backends.parallel.config import SequenceParallelConfig
-from wf_backends.planner import Choice
+from wf_backends.planner import Choice, Plan, Request, reason
 from wf_backends.runtime import (
     Attention,
     Call,
@@ -45,6 +47,7 @@ class DistributedAttention:
     ) -> None:
         self.config, self.comm, self.topology = config, comm, topology
         self._agreement = Agreement(comm)
+        self._told = set[Choice]()
         self._same = lru_cache(maxsize=64)(self._make_same)
         self._call = lru_cache(maxsize=64)(self._make_call)
 
@@ -129,7 +132,14 @@ class DistributedAttention:
         if self.config.leaves_open and self.comm.size > 1:
             topology = self.topology.find(torch.device(spec.device))
         seqlen, keys = lengths
-        return choose(self.config, shape, seqlen, mask, topology, keys)
+        return choose(self.config, shape, seqlen, mask, topology, keys, self._tell)
+
+    def _tell(self, plan: Plan, request: Request) -> None:
+        """Log every choice of the planner once, on the first rank of the job."""
+        first = self.comm.rank == 0 and not (dist.is_initialized() and dist.get_rank())
+        if first and self.comm.size > 1 and plan.choice not in self._told:
+            self._told.add(plan.choice)
+            logging.getLogger(__name__).warning("attention by %s", reason(plan, request))
 
 
 def _problems(

@@ -1,37 +1,19 @@
 """What an attention call runs: what its config names, and the planner's choice for the rest.
 
 Pure: standard library only. Calls that are alike share a plan, which a rank chooses once: lengths
-count to the next of eight an octave, and packed documents by their kind (planner/typical.py).
+count to the next of eight an octave, and packed documents by their kind (`planner.alike`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
-from threading import Lock
+from collections.abc import Callable
 
 from wf_backends._validation import AUTO
 from wf_backends.cluster import Topology, one_host
 from wf_backends.lowering import Shape
 from wf_backends.parallel.config import Route, SequenceParallelConfig
-from wf_backends.planner import (
-    MOVES,
-    NEAR_UP_TO,
-    Choice,
-    Plan,
-    Request,
-    Workload,
-    best_plan,
-    of_its_kind,
-    on_few,
-    on_fewer_ranks,
-    packed,
-    price_again,
-    ranked,
-)
+from wf_backends.planner import MOVES, Choice, Plan, Request, Workload, plan_for
 from wf_backends.schedule import Mask, Placed, read_placed
-
-_PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
 
 
 def choose(
@@ -41,10 +23,19 @@ def choose(
     mask: Mask,
     topology: Topology | None = None,
     keys: int | None = None,
+    tell: Callable[[Plan, Request], None] | None = None,
 ) -> Choice:
-    """What an attention call runs: what the config names, and `plan_call` for what is "auto"."""
+    """What an attention call runs: what the config names, and `plan_call` for what is "auto".
+
+    Args:
+        tell: called with what was planned and for what, where anything is "auto".
+    """
     if config.leaves_open:
-        return plan_call(config, shape, seqlen, mask, topology, keys).choice
+        request = request_of(config, shape, seqlen, mask, topology, keys)
+        plan = plan_for(request)
+        if tell is not None:
+            tell(plan, request)
+        return plan.choice
     named = (_named(route, config) or () for route in _both_routes(config))
     forward, backward = (placed for one in named for placed in one)
     moves, keep = str(config.backward_moves), config.keep_gathered is True
@@ -74,47 +65,26 @@ def plan_call(
     Raises:
         ValueError: if no plan fits the topology's memory or the heads.
     """
-    keys = None if keys in (None, seqlen) else _similar(keys)
-    request = _request(config, shape, seqlen, mask, topology, keys)
-    alike = on_fewer_ranks(request) or of_its_kind(request)
-    with _PLANNING:
-        return _plan(alike)
+    return plan_for(request_of(config, shape, seqlen, mask, topology, keys))
 
 
-@lru_cache(maxsize=64)
-def _plan(request: Request) -> Plan:
-    mask, size = request.workload.mask, request.topology.size
-    if not mask.is_near or size <= request.exact_up_to or size > NEAR_UP_TO:
-        return best_plan(request)
-    one, few = replace(request, workload=packed(request.workload, None)), on_few(request)
-    plans = [*(price_again(few, plan) for plan in _fitting(one)), *_fitting(few)]
-    best = ranked(plans, few.topology, few.memory_limit)
-    return best[0] if best else best_plan(few)
-
-
-def _fitting(request: Request) -> list[Plan]:
-    """The best plan, if one fits the memory: one document may need more of it than several."""
-    try:
-        return [best_plan(request)]
-    except ValueError:
-        return []
-
-
-def _request(
+def request_of(
     config: SequenceParallelConfig,
     shape: Shape,
     seqlen: int,
     mask: Mask,
-    topology: Topology | None,
-    keys: int | None,
+    topology: Topology | None = None,
+    keys: int | None = None,
 ) -> Request:
-    """What the planner is asked."""
+    """What the planner is asked; see `plan_call`."""
     size, moves = config.sequence_parallel_size, config.backward_moves
-    work = Workload(shape, _similar(seqlen), mask.within(seqlen), config.layout, keys=keys)
+    topology = (topology or one_host(size)).with_ranks(size)
+    kernel = config.kernel if config.kernel in dict(topology.kernels) else AUTO
+    work = Workload(shape, seqlen, mask.within(seqlen), config.layout, kernel, keys)
     forward, backward = (_named(route, config) for route in _both_routes(config))
     return Request(
-        (topology or one_host(size)).with_ranks(size),
-        packed(work, mask.cu_seqlens),
+        topology,
+        work,
         degrees=config.degrees,
         strides=_numbers(config.ulysses_stride),
         chunks=_numbers(config.ulysses_chunks),
@@ -129,12 +99,6 @@ def _request(
 def _numbers(value: int | str | None) -> tuple[int, ...] | None:
     """The one number that a config names; None for "auto"."""
     return None if value == AUTO else (int(value or 1),)
-
-
-def _similar(seqlen: int) -> int:
-    """The next of 8 lengths an octave: lengths that differ little are planned as one."""
-    step = 1 << max(0, seqlen.bit_length() - 4)
-    return -(-seqlen // step) * step
 
 
 def _both_routes(config: SequenceParallelConfig) -> tuple[Route, Route]:

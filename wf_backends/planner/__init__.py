@@ -1,5 +1,7 @@
 """Which plan is the cheapest, and why. Pure: standard library only."""
 
+from wf_backends.planner.call import plan_for
+from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import (
     BACKWARDS,
     EXACT_UP_TO,
@@ -8,10 +10,11 @@ from wf_backends.planner.plan import (
     Plan,
     Request,
 )
-from wf_backends.planner.proxy import NEAR_UP_TO, of_its_kind, on_few, on_fewer_ranks, packed
+from wf_backends.planner.proxy import NEAR_UP_TO, alike, counted
 from wf_backends.planner.ranking import ranked
-from wf_backends.planner.search import all_plans, best_plan, check_memory, price_again, price_plan
+from wf_backends.planner.search import all_plans, best_plan, check_memory, price_plan
 from wf_backends.planner.typical import MIN_HALVINGS, draw_documents
+from wf_backends.planner.words import reason, scheme
 from wf_backends.planner.workload import Cost, Span, Workload
 
 __all__ = [
@@ -26,15 +29,16 @@ __all__ = [
     "Request",
     "Span",
     "Workload",
+    "alike",
     "all_plans",
     "best_plan",
     "check_memory",
+    "counted",
     "draw_documents",
-    "of_its_kind",
-    "on_few",
-    "on_fewer_ranks",
-    "packed",
-    "price_again",
+    "legal_degrees",
+    "plan_for",
     "price_plan",
     "ranked",
+    "reason",
+    "scheme",
 ]

@@ -29,6 +29,30 @@ PLAIN = tuple(Placed((("name", name),), (0,)) for name in ("ring", "all_gather")
 """Routes that send nothing but what is read, whatever their size."""
 
 
+def alike(request: Request) -> Request:
+    """What is planned for in the place of a call, and of all that are like it.
+
+    Lengths count to the next of eight an octave, documents by their kind; and some ranks stand for
+    all of them where tokens see only near ones.
+    """
+    work = request.workload
+    keys = None if work.keys in (None, work.seqlen) else _similar(work.keys)
+    like = replace(request, workload=replace(work, seqlen=_similar(work.seqlen), keys=keys))
+    return on_fewer_ranks(like) or of_its_kind(like)
+
+
+def _similar(seqlen: int) -> int:
+    """The next of 8 lengths an octave: lengths that differ little are planned as one."""
+    step = 1 << max(0, seqlen.bit_length() - 4)
+    return -(-seqlen // step) * step
+
+
+def counted(request: Request) -> Request:
+    """The request itself, or of which every message is counted, where closed forms know little."""
+    near, size = request.workload.mask.is_near, request.topology.size
+    return on_few(request) if near and request.exact_up_to < size <= NEAR_UP_TO else request
+
+
 def on_few(request: Request) -> Request:
     """The request on few routes, of which every message is counted."""
     routes = {"forward": request.forward or PLAIN, "backward": request.backward or PLAIN}

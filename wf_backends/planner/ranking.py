@@ -57,17 +57,23 @@ def _by_merit(
 
     def merits(cost: Cost) -> Merits:
         took = 0.0 if cost.seconds <= equal_s else rounded(cost.seconds)
-        link_s, memory = rounded(_busiest_link_s(cost, topology)), rounded(cost.memory_bytes)
-        return _over(cost, limit), took, link_s, memory
+        _, link_s, _ = busiest_link(cost, topology)
+        return _over(cost, limit), took, rounded(link_s), rounded(cost.memory_bytes)
 
     pairs = [(merits(one.cost), one) for one in found]
     return sorted(pairs, key=lambda pair: (pair[0], pair[1].complexity))
 
 
-def _busiest_link_s(cost: Cost, topology: Topology) -> float:
-    """bytes / rate of the kind of link that is busy for longer."""
+def busiest_link(cost: Cost, topology: Topology) -> tuple[str, float, float]:
+    """("nic" or "inside", seconds, bytes) of the kind of link that is busy for longer.
+
+    seconds = bytes / rate
+    """
+    nic_s = cost.nic_bytes / topology.between.bytes_per_s
     inside_s = cost.inside_bytes / topology.inside.bytes_per_s
-    return max(inside_s, cost.nic_bytes / topology.between.bytes_per_s)
+    if nic_s > inside_s:
+        return "nic", nic_s, cost.nic_bytes
+    return "inside", inside_s, cost.inside_bytes
 
 
 def rounded(value: float) -> float:

@@ -46,14 +46,19 @@ class Placed:
         return ROUTES[self.route["name"]].keys_stay
 
     @property
+    def in_order(self) -> bool:
+        """Whether the digits stand in the route's own order."""
+        return self.order == tuple(range(len(self.order)))
+
+    @property
     def in_rank_order(self) -> bool:
         """Whether part r is played by rank r, as where a route says nothing of placement."""
-        return self.order == tuple(range(len(self.order))) and not self.reverse
+        return self.in_order and not self.reverse
 
     def to_words(self) -> dict[str, Any]:
         """What `read_placed` takes, as a JSON has it; rank order goes without saying."""
         placement: dict[str, Any] = {}
-        if self.order != tuple(range(len(self.order))):
+        if not self.in_order:
             placement[ORDER] = list(self.order)
         return self.route | placement | ({REVERSE: True} if self.reverse else {})
 
@@ -61,7 +66,7 @@ class Placed:
         route = self.route
         keys = " ".join(f"{key}={value}" for key, value in route.items() if key != "name")
         text = f"{route['name']} {keys}".strip()
-        if self.order != tuple(range(len(self.order))):
+        if not self.in_order:
             text += f", digits {'-'.join(map(str, self.order))}"
         return f"{text}, reversed" if self.reverse else text
 

@@ -1,0 +1,77 @@
+"""Plans in words: the names that schemes have in papers, and why one was chosen.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from wf_backends.planner.plan import Plan, Request
+from wf_backends.planner.proxy import alike
+from wf_backends.planner.ranking import TIE, busiest_link
+from wf_backends.schedule import Placed
+
+LINKS: Mapping[str, str] = MappingProxyType(
+    {"nic": "the busiest NIC", "inside": "the busiest link inside a host"}
+)
+
+
+def reason(plan: Plan, request: Request) -> str:
+    """The plan of a call, and why it was chosen, in one sentence.
+
+    Args:
+        request: what was asked; the sentence is about the calls that are like it.
+    """
+    like = alike(request)
+    tokens = f"{like.workload.seqlen * request.topology.size // like.topology.size:,} tokens"
+    cost = plan.cost
+    link, _, sent = busiest_link(cost, request.topology)
+    why = f"of all plans within {TIE:.0%} of the fastest it sends the least, {sent / 1e9:.3g} GB"
+    why = f"{why} through {LINKS[link]}" if sent else "it sends nothing"
+    took = f"{milliseconds(cost.seconds)} ms predicted for forward and backward"
+    return f"{scheme(plan, request.topology.size)} for {tokens}: {took}; {why}"
+
+
+def scheme(plan: Plan, size: int) -> str:
+    """What a plan runs on `size` ranks, by the names of the field."""
+    count = size // plan.degree
+    forward, backward = (_route(one.placed, count) for one in (plan.forward, plan.backward))
+    both = forward if forward == backward else f"{forward} forward, {backward} backward"
+    if plan.degree == size:
+        name = f"Ulysses {size}"
+    elif plan.degree > 1:
+        family = "USP, " if both == f"ring {count}" else ""
+        name = f"{family}Ulysses {plan.degree} x {both}"
+    else:
+        name = "Ring Attention" if both == f"ring {count}" else both
+    return ", ".join([name, *_details(plan)])
+
+
+def _details(plan: Plan) -> list[str]:
+    """What a plan does beside its scheme."""
+    details = [f"its ranks {plan.stride} apart"] if plan.stride > 1 else []
+    details += [f"heads in {plan.chunks} parts"] if plan.chunks > 1 else []
+    details += ["queries move back"] if plan.moves == "queries" else []
+    return details + (["gathered rows kept"] if plan.keep else [])
+
+
+def _route(placed: Placed, size: int) -> str:
+    route = placed.route
+    match route["name"]:
+        case "double_ring":
+            name = f"double ring {size // route['inner']} x {route['inner']}"
+        case "concentric":
+            name = f"StarTrail with teams of {route['team_size']}"
+        case "mesh":
+            name = f"mesh {route['rows']} x {route['cols']}"
+        case other:
+            name = f"{other.replace('_', '-')} {size}"
+    digits = f" (digits {'-'.join(map(str, placed.order))})" if not placed.in_order else ""
+    return f"{name}{digits}{' reversed' if placed.reverse else ''}"
+
+
+def milliseconds(seconds: float) -> str:
+    """In milliseconds with four digits."""
+    return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}"
