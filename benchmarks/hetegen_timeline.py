@@ -19,7 +19,8 @@ from matplotlib.axes import Axes  # noqa: E402
 
 from wf_backends.hetegen import Rates  # noqa: E402
 from wf_backends.hetegen.jobs import LANES, Linear  # noqa: E402
-from wf_backends.hetegen.planning import Request, make_plan  # noqa: E402
+from wf_backends.hetegen.plan import Request  # noqa: E402
+from wf_backends.hetegen.planning import make_plan  # noqa: E402
 
 LINEARS = 6
 WARM, SHOWN = 2, 2  # passes

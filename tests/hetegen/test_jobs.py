@@ -10,8 +10,8 @@ import pytest
 
 from wf_backends.hetegen.jobs import LANES, Job, Linear, Phase
 from wf_backends.hetegen.law import Rates
-from wf_backends.hetegen.plan import Plan, used
-from wf_backends.hetegen.planning import Request, decode_seconds, make_plan, split_plan
+from wf_backends.hetegen.plan import Plan, Request, used
+from wf_backends.hetegen.planning import decode_seconds, make_plan, split_plan
 from wf_backends.hetegen.simulated import Done, Simulated
 
 
@@ -33,7 +33,7 @@ def draw_request(draw: random.Random) -> Request:
         tuple(linears),
         Rates(*rates, accelerator_flops=10 ** draw.uniform(6, 8)),
         accelerator_bytes=(prefetch + 2) * row + int(draw.random() * 0.8 * total),
-        prefetch=prefetch,
+        slabs=prefetch + 2,
         alpha=draw.choice([None, None, 0.0, 0.4, 1.0]),
     )
 

@@ -29,17 +29,14 @@ class Work:
 
 
 class Lane(Protocol):
-    """Does one work after the other, in the order of `submit`, like a stream."""
+    """Does one work after the other, in the order of `submit`, like a stream.
 
-    @property
-    def busy_seconds(self) -> float:
-        """Of everything done so far."""
-        ...
+    Attributes:
+        busy_seconds, nbytes: of everything done so far.
+    """
 
-    @property
-    def nbytes(self) -> int:
-        """Of everything done so far."""
-        ...
+    busy_seconds: float
+    nbytes: int
 
     def submit(self, work: Work, after: Sequence[Event] = ()) -> Event:
         """Do it after these events, and return at once. What it raises, `Device.wait` raises."""
@@ -50,20 +47,14 @@ class Device(Protocol):
     """An accelerator, the link to it and the host."""
 
     @property
-    def lanes(self) -> Mapping[str, Lane]:
-        """Those of `jobs.LANES`."""
-        ...
+    def lanes(self) -> Mapping[str, Lane]: ...  # those of `jobs.LANES`
 
     def rates(self) -> Rates:
         """Of its lanes, for one token."""
         ...
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Pinned host memory, (nbytes,) uint8.
-
-        Raises:
-            MemoryError: if there is none left.
-        """
+        """Pinned host memory, (nbytes,) uint8; MemoryError if there is none left."""
         ...
 
     def place(self, tensor: Tensor) -> Tensor:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import Device
 from wf_backends.hetegen.memory import parse_max_memory
-from wf_backends.hetegen.modules import Found, find_linears, stand_in
-from wf_backends.hetegen.plan import Plan
-from wf_backends.hetegen.planning import Request, make_plan
+from wf_backends.hetegen.modules import Weight, find_weights, stand_in
+from wf_backends.hetegen.plan import Plan, Request
+from wf_backends.hetegen.planning import make_plan
 from wf_backends.hetegen.runner import Runner
 
 
@@ -87,22 +87,22 @@ def dispatch_model(
     """
     accelerator_bytes, host_bytes = parse_max_memory(max_memory)
     _check(alpha, prefetch, batch, prompt)
-    found = find_linears(model)
-    if not found:
+    weights = find_weights(model)
+    if not weights:
         raise ValueError(
             f"{type(model).__name__} has nothing to split: no nn.Linear or Conv1D of its own "
             "with 16 output features or more"
         )
     device = Accelerator() if device is None else device
     request = Request(
-        linears=tuple(f.linear for f in found),
+        linears=tuple(weight.linear for weight in weights),
         rates=device.rates() if pin_memory else device.rates().unpinned(),
         accelerator_bytes=accelerator_bytes,
-        other_bytes=sum(tensor.nbytes for tensor in _others(model, found)),
+        other_bytes=sum(tensor.nbytes for tensor in _others(model, weights)),
         decode_tokens=batch,
         prefill_tokens=batch * prompt,
         alpha=None if alpha == "auto" else float(alpha),
-        prefetch=prefetch,
+        slabs=prefetch + 2,
     )
     plan = make_plan(request)
     if plan.host_bytes > host_bytes:
@@ -110,7 +110,7 @@ def dispatch_model(
             f'max_memory["cpu"] must be at least {plan.host_bytes} bytes, which the weights that '
             f"are split and pinned memory take; got {max_memory['cpu']!r}"
         )
-    return _split(model, found, device, request, plan, pin_memory)
+    return _split(model, weights, device, plan, pin_memory)
 
 
 def _check(alpha: object, prefetch: object, batch: object, prompt: object) -> None:
@@ -122,31 +122,31 @@ def _check(alpha: object, prefetch: object, batch: object, prompt: object) -> No
             raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
 
 
-def _others(model: nn.Module, found: list[Found]) -> list[Tensor]:
+def _others(model: nn.Module, weights: list[Weight]) -> list[Tensor]:
     """Parameters and buffers that are not split, each once."""
-    split = {id(f.module.weight) for f in found}
+    split = {id(weight.module.weight) for weight in weights}
     tensors = [*model.parameters(), *model.buffers()]
     return [tensor for tensor in tensors if id(tensor) not in split]
 
 
 def _split(
-    model: nn.Module, found: list[Found], device: Device, request: Request, plan: Plan, pin: bool
+    model: nn.Module, weights: list[Weight], device: Device, plan: Plan, pin: bool
 ) -> Handle:
-    """Take memory, and put what stands in for linears in place; an error undoes all of it."""
+    """Take memory, and have linears ask the runner; an error undoes all of it."""
     with ExitStack() as undo:
         undo.callback(device.close)
         if plan.fits:
             _place([*model.parameters(), *model.buffers()], device, undo)
             warnings.warn(
                 f"the model takes {plan.accelerator_bytes} bytes and fits the accelerator's "
-                f"{request.accelerator_bytes}: it is simply resident, and nothing is split",
+                f"{plan.request.accelerator_bytes}: it is simply resident, and nothing is split",
                 stacklevel=3,
             )
             return Handle(model, plan, None, undo.pop_all())
-        _place(_others(model, found), device, undo)
-        plan, pinned = _pin(plan, request, device) if pin else (plan, [])
-        runner = Runner(plan, [f.weight for f in found], device, pinned)
-        undo.callback(stand_in(model, found, runner))
+        _place(_others(model, weights), device, undo)
+        plan, pinned = _pin(plan, device) if pin else (plan, [])
+        runner = Runner(plan, weights, device, pinned)
+        stand_in(model, weights, runner, undo)
         return Handle(model, plan, runner, undo.pop_all())
 
 
@@ -157,14 +157,14 @@ def _place(tensors: list[Tensor], device: Device, undo: ExitStack) -> None:
         tensor.data = device.place(tensor.data)
 
 
-def _pin(plan: Plan, request: Request, device: Device) -> tuple[Plan, list[Tensor]]:
+def _pin(plan: Plan, device: Device) -> tuple[Plan, list[Tensor]]:
     """Pinned memory as large as the slabs; without it another plan, none of it, and a warning."""
     if not plan.slabs:
         return plan, []
     try:
         return plan, list(device.pinned(plan.slabs * plan.slab_bytes).split(plan.slab_bytes))
     except MemoryError as error:
-        slower = make_plan(replace(request, rates=request.rates.unpinned()))
+        slower = make_plan(replace(plan.request, rates=plan.rates.unpinned()))
         warnings.warn(
             f"pinned memory ran out ({error}): copies are pageable, {slower.rates.link:.3g} "
             f"bytes/s instead of {plan.rates.link:.3g}, and a decoding pass should take "

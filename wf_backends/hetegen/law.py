@@ -41,16 +41,15 @@ class Rates:
     call_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name == "call_seconds":
-                if not (isfinite(value) and value >= 0):
-                    raise ValueError(f"call_seconds must be at least 0 seconds, got {value!r}")
-            elif not value > 0:
-                raise ValueError(f"{field.name} must be a positive rate, got {value!r}")
-        for name in ("link", "host"):
-            if not isfinite(getattr(self, name)):
-                raise ValueError(f"{name} must be a finite rate, got {getattr(self, name)!r}")
+        call = self.call_seconds
+        if not (isfinite(call) and call >= 0):
+            raise ValueError(f"call_seconds must be at least 0 seconds, got {call!r}")
+        for name in (field.name for field in fields(self) if field.name != "call_seconds"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"{name} must be a positive rate, got {value!r}")
+            if name in ("link", "host") and not isfinite(value):
+                raise ValueError(f"{name} must be a finite rate, got {value!r}")
 
     def at(self, tokens: int, itemsize: int) -> Rates:
         """The rates of a GEMM over `tokens` tokens with weights of `itemsize` bytes.

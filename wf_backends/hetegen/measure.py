@@ -9,14 +9,12 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from wf_backends.hetegen.accelerator import Accelerator, Streams
 from wf_backends.hetegen.device import Device
-from wf_backends.hetegen.jobs import Linear
+from wf_backends.hetegen.dispatch import dispatch_model
 from wf_backends.hetegen.law import Rates
-from wf_backends.hetegen.planning import Request, make_plan
-from wf_backends.hetegen.runner import HostWeight, Runner
 from wf_backends.hetegen.shaped import ShapedDevice
 
 WEIGHTS = 4  # so many that caches do not hold them all
@@ -78,17 +76,12 @@ def measure_rates(
 
 def measure_call(device: Device, dtype: torch.dtype = torch.float32) -> float:
     """Seconds from the end of one call to the next, with linears whose GEMMs take none."""
-    linears = (Linear("", rows=32, columns=32, itemsize=dtype.itemsize),) * CALLS
-    memory = sum(linear.nbytes for linear in linears) // 2
-    plan = make_plan(Request(linears, device.rates(), memory, alpha=0.5))
-    weight = HostWeight(torch.ones(32, 32, dtype=dtype), dim=0)
-    runner = Runner(plan, [weight] * CALLS, device, pinned=[])
+    linears = [nn.Linear(32, 32, bias=False, dtype=dtype) for _ in range(CALLS)]
+    model, memory = nn.Sequential(*linears), CALLS * linears[0].weight.nbytes // 2
     x = device.place(torch.ones(1, 32, dtype=dtype))
-    with torch.inference_mode():
-        for i in range(CALLS):
-            runner.linear(i, x)
-    device.close()
-    return median(runner.passes[0].between_calls)
+    with dispatch_model(model, {0: memory}, device, alpha=0.5) as handle, torch.inference_mode():
+        model(x)
+        return handle.report()["decode"]["call_seconds"]
 
 
 def _seconds_each(run: Callable[[int], object], wait: Callable[[], None], seconds: float) -> float:

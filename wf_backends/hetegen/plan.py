@@ -14,33 +14,69 @@ from wf_backends.hetegen.law import Rates
 from wf_backends.hetegen.simulated import Simulated
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a plan is asked for.
+
+    Attributes:
+        linears: of the model, in its order.
+        rates: of the device, for one token.
+        accelerator_bytes: of its memory, for weights and slabs.
+        other_bytes: what is not split takes of it.
+        decode_tokens, prefill_tokens: in a pass.
+        alpha: the host's share of every linear; None for the best.
+        slabs: how many there are.
+    """
+
+    linears: tuple[Linear, ...]
+    rates: Rates
+    accelerator_bytes: int
+    other_bytes: int = 0
+    decode_tokens: int = 1
+    prefill_tokens: int = 512
+    alpha: float | None = None
+    slabs: int = 3
+
+    @property
+    def room(self) -> int:
+        """Bytes for the linears and slabs."""
+        return self.accelerator_bytes - self.other_bytes
+
+    def tokens(self, phase: Phase) -> int:
+        """Tokens in a pass."""
+        return self.decode_tokens if phase == "decode" else self.prefill_tokens
+
+    def phase(self, tokens: int) -> Phase:
+        """The phase of a call over so many tokens: prefill above the geometric mean of the two."""
+        return "decode" if tokens**2 <= self.decode_tokens * self.prefill_tokens else "prefill"
+
+
 @dataclass(frozen=True)
 class Plan:
     """What lies where, who computes what, and the seconds that this should take.
 
     Attributes:
+        request: what was asked for.
         splits: one for each linear, in the order of the model.
-        rates: of the device, for one token.
-        decode_tokens, prefill_tokens: in a pass. A pass over more than their geometric mean
-            counts as prefill.
         slab_bytes, slabs: the size of a slab, and how many there are.
-        other_bytes: of what is not split and lies in the accelerator's memory.
         decode_seconds, prefill_seconds: of all split linears in a pass.
         streaming_seconds, host_seconds: of a decoding pass, if weights were only streamed, with
             the same memory, and if the host computed everything.
     """
 
+    request: Request
     splits: tuple[Split, ...]
-    rates: Rates
-    decode_tokens: int
-    prefill_tokens: int
     slab_bytes: int
     slabs: int
-    other_bytes: int
     decode_seconds: float = 0.0
     prefill_seconds: float = 0.0
     streaming_seconds: float = 0.0
     host_seconds: float = 0.0
+
+    @property
+    def rates(self) -> Rates:
+        """Of the device, for one token."""
+        return self.request.rates
 
     @property
     def fits(self) -> bool:
@@ -51,21 +87,12 @@ class Plan:
     def accelerator_bytes(self) -> int:
         """Bytes of the accelerator's memory that weights and slabs take."""
         resident = sum(split.resident_bytes for split in self.splits)
-        return self.other_bytes + resident + self.slabs * self.slab_bytes
+        return self.request.other_bytes + resident + self.slabs * self.slab_bytes
 
     @property
     def host_bytes(self) -> int:
         """Bytes of host memory: all weights that are split, and as much pinned as slabs take."""
-        weights = sum(split.linear.nbytes for split in self.splits)
-        return weights + self.slabs * self.slab_bytes
-
-    def tokens(self, phase: Phase) -> int:
-        """Tokens in a pass."""
-        return self.decode_tokens if phase == "decode" else self.prefill_tokens
-
-    def phase(self, tokens: int) -> Phase:
-        """The phase of a call over so many tokens."""
-        return "decode" if tokens**2 <= self.decode_tokens * self.prefill_tokens else "prefill"
+        return sum(s.linear.nbytes for s in self.splits) + self.slabs * self.slab_bytes
 
     def seconds_of(self, job: Job, phase: Phase) -> float:
         """What a job of a lane should take in a pass."""
@@ -76,7 +103,7 @@ class Plan:
     def _rates_of(self) -> dict[tuple[int, Phase], Rates]:
         """(linear, phase) -> rates while the lanes that it uses work at the same time."""
         return {
-            (i, phase): self.rates.at(self.tokens(phase), split.linear.itemsize).contended(
+            (i, phase): self.rates.at(self.request.tokens(phase), split.linear.itemsize).contended(
                 streams=split.streamed(phase) > 0, host_works=split.alpha(phase) > 0
             )
             for i, split in enumerate(self.splits)
@@ -87,16 +114,15 @@ class Plan:
         """A new maker of jobs, with empty slabs."""
         return JobMaker(self.splits, self.slabs, self.slab_bytes)
 
-    def simulate(self, phases: Sequence[Phase]) -> tuple[list[float], Simulated]:
-        """The seconds of some passes in a row, and the jobs in virtual time."""
-        device, maker = self.simulated(), self.job_maker()
-        linears = [split.linear for split in self.splits]
-        took = [device.run_pass(maker, used(linears, self.tokens(p)), p) for p in phases]
-        return took, device
-
     def simulated(self) -> Simulated:
         """Lanes in virtual time."""
         return Simulated(self.seconds_of, self.rates.call_seconds)
+
+    def simulate(self, phases: Sequence[Phase]) -> tuple[list[float], Simulated]:
+        """The seconds of some passes in a row, and the jobs in virtual time."""
+        device, maker, request = self.simulated(), self.job_maker(), self.request
+        orders = {phase: used(request.linears, request.tokens(phase)) for phase in PHASES}
+        return [device.run_pass(maker, orders[phase], phase) for phase in phases], device
 
 
 def used(linears: Sequence[Linear], tokens: int) -> list[int]:

@@ -5,58 +5,15 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import floor
 
-from wf_backends.hetegen.jobs import Linear, Split
+from wf_backends.hetegen.jobs import Split
 from wf_backends.hetegen.law import Rates, Weight, best_alpha, residency, seconds_per_byte
-from wf_backends.hetegen.plan import Plan
+from wf_backends.hetegen.plan import Plan, Request
 
 CALLS_OF_COPY = 5  # a copy takes no less than so many times the overhead of a call
 SLABS_OF_LARGEST = (1, 2, 4, 8)  # slabs that the streamed rows of the largest linear may fill
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What a plan is asked for.
-
-    Attributes:
-        linears: of the model, in its order.
-        rates: of the device, for one token.
-        accelerator_bytes: of its memory, for weights and slabs.
-        other_bytes: what is not split takes of it.
-        decode_tokens, prefill_tokens: in a pass.
-        alpha: the host's share of every linear; None for the best.
-        prefetch: slabs that may be full while one is filled and one is read.
-    """
-
-    linears: tuple[Linear, ...]
-    rates: Rates
-    accelerator_bytes: int
-    other_bytes: int = 0
-    decode_tokens: int = 1
-    prefill_tokens: int = 512
-    alpha: float | None = None
-    prefetch: int = 1
-
-    @property
-    def slabs(self) -> int:
-        return self.prefetch + 2
-
-    @property
-    def room(self) -> int:
-        """Bytes for the linears and slabs."""
-        return self.accelerator_bytes - self.other_bytes
-
-    @property
-    def split_bytes(self) -> int:
-        return sum(linear.nbytes for linear in self.linears)
-
-    @property
-    def largest_row(self) -> int:
-        """Bytes of the largest row of any linear."""
-        return max(linear.row_bytes for linear in self.linears)
 
 
 def make_plan(request: Request) -> Plan:
@@ -65,10 +22,10 @@ def make_plan(request: Request) -> Plan:
     Raises:
         ValueError: where slabs of a single row, and what is not split, exceed the memory.
     """
-    if request.split_bytes <= request.room:
+    need = request.other_bytes + request.slabs * _largest_row(request)
+    if sum(linear.nbytes for linear in request.linears) <= request.room:
         splits = tuple(Split(linear, linear.rows, 0, 0) for linear in request.linears)
-        return _with_seconds(_plan(request, splits, 0, 0), request)
-    need = request.other_bytes + request.slabs * request.largest_row
+        return _with_seconds(Plan(request, splits, slab_bytes=0, slabs=0))
     if need > request.accelerator_bytes:
         raise ValueError(
             f"max_memory[0] must be at least {need} bytes, which what is not split "
@@ -76,7 +33,7 @@ def make_plan(request: Request) -> Plan:
             f"got {request.accelerator_bytes}"
         )
     shares = (None, 0.0, 1.0) if request.alpha is None else (request.alpha,)
-    return _with_seconds(min((_fastest(request, a) for a in shares), key=decode_seconds), request)
+    return _with_seconds(min((_fastest(request, a) for a in shares), key=decode_seconds))
 
 
 def decode_seconds(plan: Plan) -> float:
@@ -84,15 +41,15 @@ def decode_seconds(plan: Plan) -> float:
     return plan.simulate(["decode", "decode", "decode"])[0][-1]
 
 
-def _with_seconds(plan: Plan, request: Request) -> Plan:
+def _with_seconds(plan: Plan) -> Plan:
     """The plan with its predictions, and those of streaming and of the host alone."""
-    streaming = plan if plan.fits else _fastest(request, 0.0)
+    streaming = plan if plan.fits else _fastest(plan.request, 0.0)
     return replace(
         plan,
         decode_seconds=decode_seconds(plan),
         prefill_seconds=plan.simulate(["prefill"])[0][0],
         streaming_seconds=decode_seconds(streaming),
-        host_seconds=decode_seconds(split_plan(request, 1.0, slab_bytes=0)),
+        host_seconds=decode_seconds(split_plan(plan.request, 1.0, slab_bytes=0)),
     )
 
 
@@ -102,16 +59,20 @@ def _fastest(request: Request, alpha: float | None) -> Plan:
     return min(plans, key=decode_seconds)
 
 
-def _slab_sizes(request: Request, alpha: float | None) -> Iterator[int]:
+def _largest_row(request: Request) -> int:
+    return max(linear.row_bytes for linear in request.linears)
+
+
+def _slab_sizes(request: Request, alpha: float | None) -> list[int]:
     """From large to small, none of them all of the memory."""
     rates = request.rates.at(request.decode_tokens, request.linears[0].itemsize)
-    resident = request.room / request.split_bytes
+    sizes = [linear.nbytes for linear in request.linears]
+    resident = request.room / sum(sizes)
     share = 1 - resident - (best_alpha(resident, rates) if alpha is None else alpha)
-    largest = max(linear.nbytes for linear in request.linears)
-    row, most = request.largest_row, request.room // request.slabs
+    row, most = _largest_row(request), request.room // request.slabs
     least = max(row, int(CALLS_OF_COPY * rates.call_seconds * rates.link))
-    sizes = {max(row, min(max(least, int(share * largest / n)), most)) for n in SLABS_OF_LARGEST}
-    return (size // row * row for size in sorted(sizes, reverse=True))
+    pieces = (max(least, int(share * max(sizes) / n)) for n in SLABS_OF_LARGEST)
+    return sorted({max(row, min(piece, most)) // row * row for piece in pieces}, reverse=True)
 
 
 def split_plan(request: Request, alpha: float | None, slab_bytes: int) -> Plan:
@@ -127,28 +88,14 @@ def split_plan(request: Request, alpha: float | None, slab_bytes: int) -> Plan:
         )
         splits.append(Split(linear, rows, *streamed))
     streams = any(split.streamed_decode or split.streamed_prefill for split in splits)
-    return _plan(request, tuple(splits), slab_bytes * streams, request.slabs * streams)
-
-
-def _plan(request: Request, splits: tuple[Split, ...], slab_bytes: int, slabs: int) -> Plan:
-    return Plan(
-        splits=splits,
-        rates=request.rates,
-        decode_tokens=request.decode_tokens,
-        prefill_tokens=request.prefill_tokens,
-        slab_bytes=slab_bytes,
-        slabs=slabs,
-        other_bytes=request.other_bytes,
-    )
+    return Plan(request, tuple(splits), slab_bytes * streams, request.slabs * streams)
 
 
 def resident_rows(request: Request, nbytes: int, alpha: float | None) -> list[int]:
     """`law.residency` in whole rows, which together take at most `nbytes`."""
-    tokens = request.decode_tokens
-    linears = request.linears
-    weights = [
-        Weight(x.nbytes, x.uses(tokens), request.rates.at(tokens, x.itemsize)) for x in linears
-    ]
+    linears, tokens = request.linears, request.decode_tokens
+    rates = {size: request.rates.at(tokens, size) for size in {x.itemsize for x in linears}}
+    weights = [Weight(x.nbytes, x.uses(tokens), rates[x.itemsize]) for x in linears]
     shares = residency(weights, max(nbytes, 0), alpha)
     rows = [floor(share * x.rows + 1e-9) for share, x in zip(shares, linears, strict=True)]
     left = nbytes - sum(n * x.row_bytes for n, x in zip(rows, linears, strict=True))

@@ -15,29 +15,10 @@ from torch import Tensor
 
 from wf_backends.hetegen.device import Device, Event, Work
 from wf_backends.hetegen.jobs import LANES, PHASES, Job, Lane, Phase
+from wf_backends.hetegen.modules import Weight
 from wf_backends.hetegen.plan import Plan
 
 PASSES_KEPT = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class HostWeight:
-    """A weight in host memory, whose output features are along `dim`.
-
-    (rows, columns) with dim 0, as nn.Linear has it, or (columns, rows) with dim 1, as
-    transformers' Conv1D.
-    """
-
-    tensor: Tensor
-    dim: int
-
-    def rows(self, start: int, stop: int) -> Tensor:
-        """A view of some rows."""
-        return self.tensor.narrow(self.dim, start, stop - start)
-
-    def multiply(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x (n, columns) times some rows: (n, rows)."""
-        return F.linear(x, rows) if self.dim == 0 else x @ rows
 
 
 @dataclass(slots=True)
@@ -80,7 +61,7 @@ class Runner:
     def __init__(
         self,
         plan: Plan,
-        weights: Sequence[HostWeight],
+        weights: Sequence[Weight],
         device: Device,
         pinned: Sequence[Tensor],
     ) -> None:
@@ -117,7 +98,7 @@ class Runner:
         if x.numel() == 0:
             return out
         flat, flat_out = x.detach().reshape(-1, x.shape[-1]), out.view(-1, rows)
-        phase = self._plan.phase(len(flat))
+        phase = self._plan.request.phase(len(flat))
         with self._stopping_on_errors():
             jobs = self._maker.call(index, phase)
             on_host = any(job.lane == "host" for job in jobs)
