@@ -9,14 +9,15 @@ import pytest
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from tests.autochunk.rule_cases import CASES, Case, Draw
+from tests.autochunk.drawn import Case, Draw
+from tests.autochunk.rule_cases import CASES
 from tests.autochunk.slicing import assert_slices, tensors
 from wf_backends.autochunk.rules import TABLE, sources
 
 SEEDS = range(3)
 
 
-def as_graph(case: Case, seed: int) -> fx.Node:
+def as_graph(case: Case, draw: Draw) -> fx.Node:
     """One call in a graph, each tensor a placeholder with its value."""
     graph = fx.Graph()
 
@@ -27,7 +28,7 @@ def as_graph(case: Case, seed: int) -> fx.Node:
         node.meta["val"] = value
         return node
 
-    args = tree_map(placeholder, case.build(Draw(seed)))
+    args = tree_map(placeholder, case.build(draw))
     node = graph.call_function(case.target, args, dict(case.kwargs))
     values, kwargs = fx.node.map_arg((node.args, node.kwargs), own_value)
     node.meta["val"] = node.target(*values, **kwargs)
@@ -41,7 +42,7 @@ def own_value(node: fx.Node) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_of_the_output_are_computed_from_the_rows_that_the_rule_names(case: Case) -> None:
     for seed in SEEDS:
-        node = as_graph(case, seed)
+        node = as_graph(case, Draw(seed))
         whole = node.meta["val"]
         assert tuple(d for d in range(tensors(whole)[0].ndim) if sources(node, d)) == case.dims
         for dim in case.dims:
