@@ -17,13 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.autochunk.test_tiled_loss import ForCausalLMLoss
 from tests.helpers import run_processes
 from wf_backends.autochunk import Tiles, tile_modules
 from wf_backends.comm import Communicator
 
 pytestmark = pytest.mark.processes
 
-RANKS, ROWS, WIDTH, ACCUMULATION = 2, 10, 6, 2
+RANKS, ROWS, WIDTH, VOCABULARY, ACCUMULATION = 2, 10, 6, 9, 2
 Found = dict[str, tuple[list[Tensor], Counter[str], int]]
 
 
@@ -51,12 +52,15 @@ class Model(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList([Layer(), Layer()])
         self.layers[1].mlp.up.weight.requires_grad_(False)
+        self.head, self.loss_function = nn.Linear(WIDTH, VOCABULARY), ForCausalLMLoss
         self.recompute = recompute
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
-        return x
+        logits = self.head(x)
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=VOCABULARY)
+        return {"loss": loss, "logits": logits}
 
 
 def ddp(model: Model) -> nn.Module:
@@ -89,6 +93,7 @@ def train(comm: Communicator) -> tuple[Found, list[Tiles], str]:
         torch.manual_seed(0)
         model = Model(recompute).double()
         mine = [Tiles(f"layers.{i}.mlp", 1, 2 + 2 * i * comm.rank) for i in range(2)]
+        mine += [Tiles("head", 1, 3 - comm.rank, loss=True)]
         handle = tile_modules(model, mine if tiled else [])
         found[f"{name} {recompute} {tiled}"] = one_step(WRAPS[name](model), comm.rank)
     return found, list(handle.tiles), error_of(gathered_by_part)
@@ -117,7 +122,8 @@ def one_step(model: nn.Module, rank: int) -> tuple[list[Tensor], Counter[str], i
     with Collectives() as seen:
         for _ in range(ACCUMULATION):
             x = torch.randn(2, ROWS, WIDTH, dtype=torch.float64, generator=generator)
-            (model(x) ** 2).mean().backward()
+            labels = torch.randint(VOCABULARY, (2, ROWS), generator=generator)
+            model(x, labels)["loss"].backward()
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     whole = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
     return whole, seen.counts, len(fired)
@@ -127,7 +133,7 @@ def gathered_by_part() -> None:
     model = Model(recompute=False)
     tile_modules(model, [Tiles("layers.0.mlp", 1, 2)])
     fully_shard(model.layers[0].mlp.up)
-    model(torch.randn(1, ROWS, WIDTH))
+    model(torch.randn(1, ROWS, WIDTH), torch.zeros(1, ROWS, dtype=torch.int64))
 
 
 def different_modules() -> None:
@@ -161,7 +167,8 @@ def test_gradients_and_collectives(name: str, recompute: bool, trained: list[Any
 
 def test_the_largest_count_runs_on_all(trained: list[Any]) -> None:
     for _, tiles, _ in trained:
-        assert tiles == [Tiles("layers.0.mlp", 1, 2), Tiles("layers.1.mlp", 1, 4)]
+        mlps = [Tiles("layers.0.mlp", 1, 2), Tiles("layers.1.mlp", 1, 4)]
+        assert tiles == [*mlps, Tiles("head", 1, 3, loss=True)]
 
 
 def test_a_part_that_fsdp_gathers_is_refused(trained: list[Any]) -> None:

@@ -24,7 +24,7 @@ from wf_backends.autochunk import Tiles, tile_modules
 
 STEPS = 2
 SETTINGS = tuple(product(range(4), (False, True), (False, True)))
-"""ZeRO stage, whether layers are recomputed, whether MLPs are tiled."""
+"""ZeRO stage, whether layers are recomputed, whether MLPs and loss are tiled."""
 
 
 def main(folder: Path) -> None:
@@ -55,7 +55,8 @@ def run(stage: int, recompute: bool, tiled: bool) -> tuple[list[torch.Tensor], C
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     names = [f"model.layers.{i}.mlp" for i in range(2)]
-    tile_modules(model, [Tiles(name, 1, 3) for name in names] if tiled else [])
+    tiles = [*(Tiles(name, 1, 3) for name in names), Tiles("lm_head", 1, 4, loss=True)]
+    tile_modules(model, tiles if tiled else [])
     for name in names:
         set_z3_leaf_module(model.get_submodule(name), True)
     engine, *_ = deepspeed.initialize(model=model, config=config(stage))

@@ -1,4 +1,4 @@
-"""Tiled MLPs under DeepSpeed: gradients and collectives at ZeRO 0 to 3 are the untiled model's."""
+"""Tiled MLPs and loss at ZeRO 0 to 3: gradients and collectives are the untiled model's."""
 
 from __future__ import annotations
 

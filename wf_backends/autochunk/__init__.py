@@ -1,5 +1,6 @@
 """AutoChunk (arXiv 2401.10652): a model under a memory budget, found automatically."""
 
-from wf_backends.autochunk.tiles import Handle, Tiles, tile_modules
+from wf_backends.autochunk.handle import Handle
+from wf_backends.autochunk.tiles import Tiles, tile_modules
 
 __all__ = ["Handle", "Tiles", "tile_modules"]

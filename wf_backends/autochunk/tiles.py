@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, Self
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from wf_backends._validation import positive
+from wf_backends.autochunk.handle import Handle
 from wf_backends.autochunk.tiled_call import Original, TiledCall
+from wf_backends.autochunk.tiled_loss import tile_loss
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,36 +30,9 @@ class Tiles:
     """Not negative: 1 in (batch, tokens, width)."""
     tiles: int
     """At most; fewer where a call has fewer rows."""
-
-
-class Handle:
-    """Tiled modules of one model. `remove()`, or the end of a `with` block, takes it all back.
-
-    Attributes:
-        tiles: what runs, with the counts that the ranks agreed on.
-        undo: the steps that `remove()` takes, the last first.
-    """
-
-    def __init__(self, tiles: Sequence[Tiles] = ()) -> None:
-        self.tiles, self.undo = tuple(tiles), ExitStack()
-
-    def set(self, module: nn.Module, name: str, value: Any) -> None:
-        """module.name = value, for this instance, until `remove()`."""
-        if name in vars(module):
-            self.undo.callback(setattr, module, name, vars(module)[name])
-        else:
-            self.undo.callback(delattr, module, name)
-        setattr(module, name, value)
-
-    def remove(self) -> None:
-        """Take everything back. A second call does nothing."""
-        self.undo.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+    loss: bool = False
+    """The module is the head of a causal language model: its logits and the cross entropy of the
+    call's labels are made together, and there are never all logits. See `tiled_loss`."""
 
 
 def tile_modules(
@@ -76,6 +50,7 @@ def tile_modules(
     Raises:
         ValueError: for a module that there is not, a wrong `dim` or `tiles`, or a group whose ranks
             name different modules.
+        NotImplementedError: for a loss that is not transformers' for causal language models.
     """
     modules = dict(model.named_modules())
     for one in tiles:
@@ -85,10 +60,13 @@ def tile_modules(
         if one.dim < 0:
             raise ValueError(f"dim must be counted from the first, 0 or more, got {one.dim}")
     handle = Handle(agreed(tiles, group))
-    for one in handle.tiles:
-        if one.tiles > 1:
+    with handle.removed_on_error():
+        for one in handle.tiles:
             module = modules[one.module]
-            handle.set(module, "forward", TiledCall(Original(module), one.dim, one.tiles))
+            if one.loss:
+                tile_loss(modules[one.module.rpartition(".")[0]], module, one.tiles, handle)
+            elif one.tiles > 1:
+                handle.set(module, "forward", TiledCall(Original(module), one.dim, one.tiles))
     return handle
 
 
@@ -102,11 +80,11 @@ def agreed(tiles: Sequence[Tiles], group: ProcessGroup | None = None) -> tuple[T
         return tuple(tiles)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, list(tiles), group)
-    named = [[(one.module, one.dim) for one in theirs] for theirs in everyone]
+    named = [[(one.module, one.dim, one.loss) for one in theirs] for theirs in everyone]
     for rank, theirs in enumerate(named):
         if theirs != named[0]:
             raise ValueError(
                 f"all ranks must tile the same modules: rank 0 has {named[0]}, rank {rank} {theirs}"
             )
     counts = zip(*([one.tiles for one in theirs] for theirs in everyone), strict=True)
-    return tuple(Tiles(*at, max(n)) for at, n in zip(named[0], counts, strict=True))
+    return tuple(replace(one, tiles=max(n)) for one, n in zip(tiles, counts, strict=True))
