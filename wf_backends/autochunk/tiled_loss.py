@@ -81,8 +81,8 @@ class _HeadLoss:
         count = self.call.get("num_items_in_batch")
         count = (labels != ignored(self.call)).sum() if count is None else count
         total = self._sum(hidden.flatten(0, -2), labels.flatten().to(hidden.device))
-        self.made = total / count
-        return self.made
+        self.made = loss = total / count
+        return loss
 
     def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The cross entropies of (n, width) and (n,), summed."""
