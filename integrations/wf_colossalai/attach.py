@@ -57,8 +57,6 @@ def attach(
             _replace_methods(module, row, handle)
     if row.cut == "tokens":
         TokenHooks(model, handle, row.causal, tensor_parallel)
-    else:
-        _check_inputs(model, handle)
     return handle
 
 

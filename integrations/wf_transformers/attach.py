@@ -21,6 +21,7 @@ from wf_transformers.calls import (
     parameter_names,
     refuse_call,
     refuse_inner_call,
+    rows_given,
     takes_any_keyword,
 )
 from wf_transformers.handle import Handle
@@ -117,10 +118,13 @@ def shard_between(handle: Handle, first: nn.Module, last: nn.Module) -> None:
         if padding:
             documents.replace((0, full.shape[1], full.shape[1] + padding))
         scale_gradient(full, 1 / sp.size)
-        return sp.shard(pad(full, (0, 0, 0, padding)), dim=1)
+        rows = sp.shard(pad(full, (0, 0, 0, padding)), dim=1)
+        documents.expect(rows.shape[1])
+        return rows
 
     def unshard(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         full = sp.unshard(args[0], dim=1)
+        documents.expect(0)
         scale_gradient(full, sp.size)
         return (full[:, : lengths[0]], *args[1:])
 
@@ -145,6 +149,10 @@ def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
             raise NotImplementedError(f"{UNSUPPORTED['output_attentions']}, which WallFacer lacks")
         if handle.sp.size > 1:
             refuse_call(model, given, names, attention.logits_are_whole)
+            attention.documents.expect(rows_given(given))
+            if not has_tokens(given):
+                with handle.advising():
+                    handle.sp.check_same(given)
         if not passes_on:
             return without_documents(args, kwargs)
         # Where there were documents before, a layer that is recomputed must know of none
@@ -164,7 +172,8 @@ def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
 
     def check(inner: nn.Module, args: tuple[Any, ...], kwargs: Words) -> None:
         given = dict(zip(parameter_names(inner), args, strict=False)) | kwargs
-        refuse_inner_call(inner, given, handle.attention.logits_are_whole)
+        if handle.attention.documents.rows != 0:  # else attention refuses to be called
+            refuse_inner_call(inner, given, handle.attention.logits_are_whole)
 
     for inner in inner_models(model):
         hook = inner.register_forward_pre_hook(check, with_kwargs=True)

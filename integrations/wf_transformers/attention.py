@@ -79,8 +79,8 @@ class Attention:
 
         Raises:
             NotImplementedError: for attention dropout, a KV cache, cross attention, head masks,
-                attention weights, sinks, soft caps, biases, chunks, two-sided windows, and rotary
-                frequencies that vary.
+                attention weights, sinks, soft caps, biases, chunks, two-sided windows, rotary
+                frequencies that vary, and rows that were not cut.
             ValueError: for a mask that says more than causal or full attention does.
         """
         if not torch.compiler.is_compiling() and _was_asked_for_weights(module, sys._getframe(1)):
@@ -88,7 +88,9 @@ class Attention:
         self.asked = True
         _refuse(module, query, key, dropout, kwargs)
         if self.sp.size > 1:
-            refuse_varying_rope(type(module).__name__, getattr(module, "config", None))
+            layer = type(module).__name__
+            refuse_varying_rope(layer, getattr(module, "config", None))
+            self.documents.check_rows(layer, query.shape[2])
         query, key, value = (_as_autocast(x) for x in (query, key, value))
         # GPT-2 of transformers 4 says is_causal=False of a causal layer for one row or any mask.
         inferred = attention_mask is not None or query.shape[2] == 1

@@ -45,6 +45,14 @@ def has_tokens(given: Mapping[str, Any]) -> bool:
     return any(given.get(key) is not None for key in ("input_ids", "inputs_embeds"))
 
 
+def rows_given(given: Mapping[str, Any]) -> int:
+    """This rank's tokens among a call's arguments; 0 for images and sounds, which are whole."""
+    for key in ("input_ids", "inputs_embeds"):
+        if isinstance(given.get(key), Tensor):
+            return given[key].shape[1]
+    return 0
+
+
 def refuse_call(
     model: nn.Module, given: Mapping[str, Any], names: list[str], logits_are_whole: bool = False
 ) -> None:

@@ -1,10 +1,13 @@
-"""Which packed documents the running forward has, also while a layer of it is recomputed."""
+"""What the running forward has: its packed documents, and how many rows a rank cut.
+
+Both are known while a layer of it is recomputed, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 Borders = Sequence[int] | None  # cu_seqlens as host integers; None is one document
 
@@ -16,16 +19,29 @@ OUTSIDE = (
 )
 
 
+NOT_CUT = (
+    "every rank would take its rows for a part of one sequence. Of models that take images or "
+    "sounds, ViT is spread; for another encoder name the modules between which rows are cut, "
+    "wf_transformers.shard_between(handle, first, last)"
+)
+
+
+class Scope(NamedTuple):
+    borders: Borders
+    rows: int | None = None
+    """That this rank cut, and attention may have; 0: none were cut. None: not known."""
+
+
 class Documents:
     """A stack of scopes. Models that pass keyword arguments down to attention do not need it."""
 
     def __init__(self) -> None:
-        self._scopes: list[Borders] = []
+        self._scopes: list[Scope] = []
         self.used = False
         """Whether any call so far had documents."""
 
     def push(self, cu_seqlens: Borders) -> None:
-        self._scopes.append(cu_seqlens)
+        self._scopes.append(Scope(cu_seqlens))
         self.used = self.used or cu_seqlens is not None
 
     def pop(self) -> None:
@@ -37,10 +53,32 @@ class Documents:
         self.pop()
         self.push(cu_seqlens)
 
+    def expect(self, rows: int) -> None:
+        """Say how many rows this rank has of what attention may mix in the running scope."""
+        if self._scopes:
+            self._scopes[-1] = self._scopes[-1]._replace(rows=rows)
+
+    @property
+    def rows(self) -> int | None:
+        """What `expect` was told in the running scope; None outside of any."""
+        return self._scopes[-1].rows if self._scopes else None
+
+    def check_rows(self, layer: str, rows: int) -> None:
+        """Refuse attention over rows that nobody cut.
+
+        Raises:
+            NotImplementedError: if the running scope expects another number.
+        """
+        wanted = self.rows
+        if wanted is not None and wanted != rows:
+            cut = f"{wanted} were cut for this rank" if wanted else "none were cut"
+            raise NotImplementedError(f"{layer} attends over {rows} rows, and {cut}: {NOT_CUT}")
+
     @contextmanager
-    def scope(self, cu_seqlens: Borders) -> Iterator[None]:
+    def scope(self, cu_seqlens: Borders, rows: int | None = None) -> Iterator[None]:
         """The documents of all attention inside the block."""
         self.push(cu_seqlens)
+        self._scopes[-1] = Scope(cu_seqlens, rows)
         try:
             yield
         finally:
@@ -55,7 +93,7 @@ class Documents:
         if "cu_seqlens" in kwargs:
             return kwargs["cu_seqlens"]
         if self._scopes:
-            return self._scopes[-1]
+            return self._scopes[-1].borders
         if self.used:
             raise ValueError(OUTSIDE)
         return None
@@ -64,4 +102,4 @@ class Documents:
         """torch.utils.checkpoint's `context_fn`: the recomputation sees what the forward saw."""
         if not self._scopes:
             return nullcontext(), nullcontext()
-        return nullcontext(), self.scope(self._scopes[-1])
+        return nullcontext(), self.scope(*self._scopes[-1])

@@ -32,6 +32,7 @@ from wf_transformers.whole_batch import (
     keep_padding_in_range,
     logits_of,
     refuse_arguments,
+    refuse_overwriting,
     refuse_unknown_words,
     seqlen_of,
     unknown_labels,
@@ -163,7 +164,9 @@ class WholeBatchHooks:
         self, model: nn.Module, given: dict[str, Any], local: dict[str, Any]
     ) -> dict[str, Any]:
         """What the model is called with: this rank's part, and what was given beside it."""
-        words = given | forward_kwargs(model, local)
+        ours = forward_kwargs(model, local)
+        refuse_overwriting(given, ours)
+        words = given | ours
         words |= {"shift_labels": local.get("labels")} if given.get(FUSED) else {}
         refuse_unknown_words(model, self._names, words)
         return words

@@ -72,6 +72,21 @@ def refuse_arguments(given: Mapping[str, Any]) -> None:
         raise NotImplementedError("return_dict=False: leave it out, the loss goes into the output")
 
 
+def refuse_overwriting(given: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuse what the caller gave in a shape that cannot be cut, where we give it, too."""
+    lost = [key for key in given if key in ours and key != "use_cache" and given[key] is not None]
+    if lost:
+        found = ", ".join(f"{key} {_describe(given[key])}" for key in lost)
+        raise ValueError(
+            f"{found} would be overwritten by what this rank's tokens need: only tensors (b, S) "
+            "are cut with the batch; leave it out, or give it so"
+        )
+
+
+def _describe(value: Any) -> str:
+    return f"{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def refuse_unknown_words(model: nn.Module, names: list[str], words: Mapping[str, Any]) -> None:
     """Of a wrapper: what `forward_kwargs` gives must get to the model inside."""
     lost = [key for key in words if key not in names]

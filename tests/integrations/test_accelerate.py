@@ -209,14 +209,25 @@ def test_a_position_table_without_room_for_padding_is_enough() -> None:
 
 
 def test_a_mask_that_is_none_of_tokens_is_refused() -> None:
-    """It would be replaced by one that says nothing."""
+    """It would be replaced by one that says nothing: the first tokens here see each other."""
     model, sp = llama(), SequenceParallel(SequenceParallelConfig())
     mask = torch.ones(1, 1, 8, 8).tril()
+    mask[..., :4, :4] = 1
     with attach(model, sp) as handle:
         WholeBatchHooks(model, handle)
-        with pytest.raises(ValueError, match=r"attention_mask must be a tensor \(1, 8\)"):
-            model(torch.ones(1, 8, dtype=torch.int64), attention_mask=mask)
+        for wrong in (mask, mask[:, 0], {"full_attention": mask}):
+            with pytest.raises(ValueError, match=r"attention_mask must be a tensor \(1, 8\)"):
+                model(torch.ones(1, 8, dtype=torch.int64), attention_mask=wrong)
     assert not model._forward_pre_hooks and not model._forward_hooks
+
+
+def test_what_the_caller_gives_is_not_overwritten() -> None:
+    """Positions that are not (b, S) cannot be cut; ours would come in their place."""
+    model = build("gpt2", "eager", {})
+    with attach(model, SequenceParallel(SequenceParallelConfig())) as handle:
+        WholeBatchHooks(model, handle)
+        with pytest.raises(ValueError, match="position_ids.* would be overwritten"):
+            model(torch.ones(1, 8, dtype=torch.int64), position_ids=torch.arange(8) + 5)
 
 
 def test_an_error_takes_back_what_was_attached() -> None:

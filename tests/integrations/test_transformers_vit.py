@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -9,15 +10,18 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers as tf  # noqa: E402
 from transformers import ViTConfig, ViTForImageClassification  # noqa: E402
 
 import wf_transformers  # noqa: E402
+from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     BERT_DROPOUT,
     BUILDING,
     assert_close,
     call,
     gradients,
+    sequence_parallel,
 )
 
 CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "image_size": 8}
@@ -76,3 +80,101 @@ def test_undone_it_is_a_vit_again() -> None:
         return model.vit.embeddings(images())
 
     assert all(out.shape == (3, 17, 32) for out in call(2, rank))
+
+
+WIDTH = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, **BERT_DROPOUT}
+SMALL = WIDTH | {"intermediate_size": 48, "image_size": 8, "patch_size": 4, "num_channels": 3}
+VIDEO = SMALL | {"num_frames": 4, "use_mean_pooling": False}
+DECODER = {
+    "decoder_hidden_size": 16,
+    "decoder_num_attention_heads": 2,
+    "decoder_num_hidden_layers": 1,
+}
+SOUND = WIDTH | {"intermediate_size": 48, "max_length": 32, "num_mel_bins": 32}
+SIZES = {"n_layer": 1, "n_head": 2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+CLIPS: dict[str, Any] = {"vision_config": SMALL, "text_config": SMALL | {"vocab_size": 9}}
+PIXELS = {"pixel_values": torch.ones(1, 3, 8, 8)}
+OTHERS = {
+    "dinov2": (tf.Dinov2Model, tf.Dinov2Config(**SMALL), PIXELS),
+    "deit": (tf.DeiTModel, tf.DeiTConfig(**SMALL), PIXELS),
+    "siglip": (tf.SiglipVisionModel, tf.SiglipVisionConfig(**SMALL), PIXELS),
+    "vit_mae": (tf.ViTMAEForPreTraining, tf.ViTMAEConfig(**SMALL, **DECODER), PIXELS),
+    "ast": (tf.ASTModel, tf.ASTConfig(**SOUND), {"input_values": torch.ones(1, 32, 32)}),
+    "video_mae": (
+        tf.VideoMAEModel,
+        tf.VideoMAEConfig(**VIDEO),
+        {"pixel_values": torch.ones(1, 4, 3, 8, 8)},
+    ),
+    "yolos": (
+        tf.YolosModel,
+        tf.YolosConfig(**SMALL | {"image_size": [8, 8], "num_detection_tokens": 3}),
+        PIXELS,
+    ),
+    "decision": (
+        tf.DecisionTransformerModel,
+        tf.DecisionTransformerConfig(**SIZES, hidden_size=32, state_dim=3, act_dim=2),
+        {
+            "states": torch.ones(1, 4, 3),
+            "actions": torch.ones(1, 4, 2),
+            "returns_to_go": torch.ones(1, 4, 1),
+            "timesteps": torch.arange(4)[None],
+            "attention_mask": torch.ones(1, 4),
+        },
+    ),
+    "clip": (
+        tf.SiglipModel,
+        tf.SiglipConfig(**CLIPS),
+        PIXELS | {"input_ids": torch.ones(1, 4).long(), "position_ids": torch.arange(4)[None]},
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_what_is_not_cut_is_not_attended_to(family: str) -> None:
+    """Every rank would attend to the images of all, as if they were one long image."""
+    make, config, given = OTHERS[family]
+
+    def rank(comm: Any) -> None:
+        with BUILDING:
+            torch.manual_seed(comm.rank)
+            model = make(deepcopy(config))  # where its attention's name stands
+        with pytest.raises(NotImplementedError, match="shard_between|no layer of"):
+            with BUILDING:  # two ranks of one process look for a free name
+                wf_transformers.attach(model, sequence_parallel(comm))
+            model(**given)
+
+    run_threads(2, rank)
+
+
+def test_ranks_with_other_images_are_told() -> None:
+    def rank(comm: Any) -> None:
+        model = build("sdpa")
+        with BUILDING:
+            wf_transformers.attach(model, sequence_parallel(comm))
+        with pytest.raises(ValueError, match="pixel_values") as found:
+            model(images() + comm.rank)
+        assert "read the same samples" in found.value.__notes__[0]
+
+    run_threads(2, rank)
+
+
+def test_another_encoder_that_is_cut_by_hand() -> None:
+    make, config, given = OTHERS["dinov2"]
+
+    def built() -> Any:
+        with BUILDING:
+            torch.manual_seed(1)
+            return make(deepcopy(config)).double()
+
+    doubled = {key: value.double() for key, value in given.items()}
+    wanted = built()(**doubled).last_hidden_state
+
+    def rank(comm: Any) -> torch.Tensor:
+        model = built()
+        with BUILDING:
+            handle = wf_transformers.attach(model, sequence_parallel(comm))
+        wf_transformers.shard_between(handle, model.embeddings, model.layernorm)
+        return model(**doubled).last_hidden_state.detach()
+
+    for found in run_threads(2, rank):
+        assert_close(found, wanted, "hidden states")
