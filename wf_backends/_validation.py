@@ -6,10 +6,15 @@ Pure: standard library only.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 AUTO = "auto"
+UNITS = {
+    **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M", "G", "T"))},
+    **{f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix},
+}
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
@@ -38,3 +43,20 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
         raise ValueError(
             f"{name} must be one of {list(known)}, got {value!r}{nearest(value, known)}"
         )
+
+
+def parse_bytes(name: str, value: object) -> int:
+    """Bytes of a number, or of words such as "20GB" (10**9) and "20GiB" (2**30).
+
+    Raises:
+        ValueError: with `name` and the value, if it is neither.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(value))
+    units = {unit.upper(): size for unit, size in UNITS.items()}
+    if not isinstance(value, str) or match is None or match[2].upper() not in units:
+        raise ValueError(
+            f'{name} must be a number of bytes or a size such as "20GB" or "20GiB", got {value!r}'
+        )
+    return int(float(match[1]) * units[match[2].upper()])

@@ -1,6 +1,8 @@
 """AutoChunk (arXiv 2401.10652): a model under a memory budget, found automatically."""
 
+from wf_backends.autochunk.chunked import autochunk
 from wf_backends.autochunk.handle import Handle
+from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
 from wf_backends.autochunk.tiles import Tiles, tile_modules
 
-__all__ = ["Handle", "Tiles", "tile_modules"]
+__all__ = ["ChunkPlan", "ChunkedPart", "Handle", "Tiles", "autochunk", "tile_modules"]

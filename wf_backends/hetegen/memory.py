@@ -2,35 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from math import inf
 
-from wf_backends._validation import nearest
+from wf_backends._validation import nearest, parse_bytes
 
-UNITS = {
-    **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M", "G", "T"))},
-    **{f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix},
-}
 ACCELERATOR = "accelerator"
 KEYS = ("0", ACCELERATOR, "cpu")
-
-
-def parse_bytes(name: str, value: object) -> int:
-    """Bytes of a number, or of words such as "20GB" (10**9) and "20GiB" (2**30).
-
-    Raises:
-        ValueError: with `name` and the value, if it is neither.
-    """
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(value))
-    units = {unit.upper(): size for unit, size in UNITS.items()}
-    if not isinstance(value, str) or match is None or match[2].upper() not in units:
-        raise ValueError(
-            f'{name} must be a number of bytes or a size such as "20GB" or "20GiB", got {value!r}'
-        )
-    return int(float(match[1]) * units[match[2].upper()])
 
 
 def parse_max_memory(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:

@@ -1,0 +1,201 @@
+"""A chunked model: the model's own outputs, its own state, and the memory that its plan says."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from tests.autochunk.models import NAMES, TOKENS, model_and_inputs
+from wf_backends.autochunk import ChunkPlan, autochunk
+from wf_backends.autochunk.memory import StorageTracker
+
+ANY = 100.0  # slowdown: these models are small, and memory is the matter here
+
+
+def measured_peak(model: nn.Module, kwargs: dict[str, Any]) -> int:
+    """The live bytes of a real run beyond weights and inputs."""
+    inputs = [v for v in kwargs.values() if isinstance(v, torch.Tensor)]
+    gc.collect()
+    with torch.no_grad(), StorageTracker((*model.parameters(), *model.buffers(), *inputs)) as seen:
+        model(**kwargs)
+    return seen.peak
+
+
+def largest_difference(a: Any, b: Any) -> float:
+    pairs = zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True)
+    return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs if torch.is_tensor(x))
+
+
+def in_float64(kwargs: dict[str, Any]) -> dict[str, Any]:
+    floats = (k for k, v in kwargs.items() if torch.is_tensor(v) and v.is_floating_point())
+    return kwargs | {name: kwargs[name].double() for name in floats}
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_the_models_and_the_peak_is_the_plans(name: str, attention: str) -> None:
+    model, kwargs = model_and_inputs(name, attention)
+    chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
+    plan = chunked.plan
+
+    assert plan.peak_before == pytest.approx(measured_peak(model, kwargs), rel=0.05)
+    assert plan.peak == pytest.approx(measured_peak(chunked, kwargs), rel=0.05)
+    if attention == "eager":
+        assert plan.saved > 0.5
+    with torch.no_grad():
+        assert largest_difference(chunked(**kwargs), model(**kwargs)) < 1e-5
+        model.double()
+        doubled = in_float64(kwargs)
+        assert largest_difference(chunked(**doubled), model(**doubled)) < 1e-12
+
+
+def test_the_trackers_peak_is_the_profilers() -> None:
+    model, kwargs = model_and_inputs("gpt2", "eager")
+    chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
+    with torch.no_grad(), torch.profiler.profile(profile_memory=True) as seen:
+        chunked(**kwargs)
+    live = peak = 0
+    for event in seen.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            live += event.nbytes()
+            peak = max(peak, live)
+    assert chunked.plan.peak == pytest.approx(peak, rel=0.05)
+
+
+@pytest.mark.parametrize("share", [0.7, 0.4, 0.2])
+def test_a_budget_is_kept_with_no_more_slices_than_it_needs(share: float) -> None:
+    model, kwargs = model_and_inputs("gpt2", "eager")
+    chunked = autochunk(model, kwargs=kwargs, max_memory=share, max_slowdown=ANY)
+    limit = share * chunked.plan.peak_before
+    assert measured_peak(chunked, kwargs) <= limit
+    assert chunked.plan.peak > 0.5 * limit
+
+
+def test_a_model_that_fits_runs_as_it_is() -> None:
+    model, kwargs = model_and_inputs("gpt2", "eager")
+    chunked = autochunk(model, kwargs=kwargs, max_memory="1GB")
+    assert chunked.plan.regions == ()
+    assert chunked.plan.peak == chunked.plan.peak_before
+    assert "nothing is sliced" in chunked.explain()
+
+
+def test_class_state_and_hooks_are_shared_and_the_model_is_unchanged() -> None:
+    model, kwargs = model_and_inputs("gpt2", "eager")
+    before = dict(model.__dict__)
+    chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
+
+    assert dict(model.__dict__) == before
+    assert type(chunked) is type(model)
+    assert chunked.config is model.config
+    assert list(chunked.state_dict()) == list(model.state_dict())
+    assert all(a is b for a, b in zip(chunked.parameters(), model.parameters(), strict=True))
+    seen = []
+    chunked.register_forward_hook(lambda *_: seen.append("hook"))
+    with torch.no_grad():
+        chunked(**kwargs)
+        assert seen == ["hook"]
+        model.h[0].mlp.c_fc.weight.mul_(2)  # weights are read at every call
+        assert largest_difference(chunked(**kwargs), model(**kwargs)) < 1e-6
+        model.load_state_dict({k: v * 0.5 for k, v in model.state_dict().items()})
+        assert largest_difference(chunked(**kwargs), model(**kwargs)) < 1e-6
+
+
+def test_another_shape_is_planned_at_its_first_call_and_kept() -> None:
+    model, kwargs = model_and_inputs("gpt2", "eager")
+    chunked = autochunk(model, kwargs=kwargs, max_memory=0.5, max_slowdown=ANY)
+    first, other = chunked.plan, torch.randint(0, 90, (2, TOKENS // 2))
+    with torch.no_grad():
+        assert largest_difference(chunked(other), model(other)) == 0
+        second = chunked.plan
+        assert second.fingerprint != first.fingerprint
+        chunked(other)
+        assert chunked.plan is second
+
+
+def test_generate_runs_its_prefill_in_slices() -> None:
+    model, kwargs = model_and_inputs("llama", "eager")
+    chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
+    same = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        expected = model.generate(kwargs["input_ids"], **same)
+        assert torch.equal(chunked.generate(kwargs["input_ids"], **same), expected)
+    assert chunked.plan.regions
+
+
+def test_with_gradients_the_model_runs_unchunked_and_says_so() -> None:
+    model, kwargs = model_and_inputs("gpt2", "eager")
+    chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
+    with pytest.warns(UserWarning, match="gradients are enabled: the model runs unchunked"):
+        chunked(**kwargs).last_hidden_state.sum().backward()
+    assert model.wpe.weight.grad is not None
+
+
+def test_a_plan_goes_through_json_and_is_given_again() -> None:
+    model, kwargs = model_and_inputs("gpt2", "eager")
+    plan = autochunk(model, kwargs=kwargs, max_memory=0.3, max_slowdown=ANY).plan
+    assert ChunkPlan.from_json(plan.to_json()) == plan
+    again = autochunk(model, kwargs=kwargs, plan=plan)
+    assert again.plan == plan
+    assert measured_peak(again, kwargs) == pytest.approx(plan.peak, rel=0.05)
+
+
+class TestRefusals:
+    def test_a_budget_that_nothing_fits_names_the_closest_plan(self) -> None:
+        model, kwargs = model_and_inputs("gpt2", "eager")
+        with pytest.raises(ValueError, match=r"max_memory=1000 bytes: no plan fits. The closest"):
+            autochunk(model, kwargs=kwargs, max_memory=1000, max_slowdown=ANY)
+
+    def test_a_budget_that_only_a_slow_plan_fits_says_how_slow(self) -> None:
+        model, kwargs = model_and_inputs("gpt2", "eager")
+        with pytest.raises(ValueError, match=r"only with a predicted slowdown of .*max_slowdown=0"):
+            autochunk(model, kwargs=kwargs, max_memory=0.15, max_slowdown=0)
+
+    @pytest.mark.parametrize("size", ["2 pieces", 1.5, 0.0, -1, float("nan"), [1]])
+    def test_a_size_that_is_none(self, size: Any) -> None:
+        model, kwargs = model_and_inputs("gpt2", "eager")
+        with pytest.raises(ValueError, match="max_memory"):
+            autochunk(model, kwargs=kwargs, max_memory=size)
+
+    @pytest.mark.parametrize("slowdown", [-0.1, float("nan"), "fast", True, None])
+    def test_a_slowdown_that_is_none(self, slowdown: Any) -> None:
+        model, kwargs = model_and_inputs("gpt2", "eager")
+        with pytest.raises(ValueError, match="max_slowdown"):
+            autochunk(model, kwargs=kwargs, max_slowdown=slowdown)
+
+    def test_a_plan_of_another_model(self) -> None:
+        model, kwargs = model_and_inputs("gpt2", "eager")
+        other, inputs = model_and_inputs("opt", "eager")
+        plan = autochunk(other, kwargs=inputs, max_slowdown=ANY).plan
+        with pytest.raises(ValueError, match="plan was made for another model or other input"):
+            autochunk(model, kwargs=kwargs, plan=plan)
+
+    def test_a_text_that_is_no_plan(self) -> None:
+        for text in ("", "3", "{}", '{"regions": [1]}'):
+            with pytest.raises(ValueError, match="no chunk plan"):
+                ChunkPlan.from_json(text)
+
+    def test_control_flow_by_values_names_the_reason(self) -> None:
+        class Branching(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * 2 if x.sum() > 0 else x
+
+        with pytest.raises(ValueError, match="Branching cannot be captured: .*data-dependent"):
+            autochunk(Branching(), (torch.randn(8, 8),))
+
+    def test_a_model_that_changes_its_buffers(self) -> None:
+        class Counting(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("calls", torch.zeros(()))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                self.calls.add_(1)
+                return x * self.calls
+
+        with pytest.raises(ValueError, match="Counting changes b_calls in its forward"):
+            autochunk(Counting(), (torch.randn(8, 8),))

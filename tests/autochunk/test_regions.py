@@ -1,0 +1,115 @@
+"""Regions on graphs made for the purpose: halos, writes in place, random numbers, walls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from tests.autochunk.test_autochunk import ANY, largest_difference, measured_peak
+from wf_backends.autochunk import autochunk
+
+
+class Lambda(nn.Module):
+    def __init__(self, function: Callable[..., torch.Tensor], *parts: nn.Module) -> None:
+        super().__init__()
+        self.function = function
+        self.parts = nn.ModuleList(parts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x, *self.parts)
+
+
+def chunked_equals(model: nn.Module, x: torch.Tensor, tolerance: float = 1e-12) -> nn.Module:
+    model.double().eval()
+    chunked = autochunk(model, (x.double(),), max_slowdown=ANY)
+    with torch.no_grad():
+        assert largest_difference(chunked(x.double()), model(x.double())) <= tolerance
+    assert chunked.plan.peak == pytest.approx(measured_peak(chunked, {"x": x.double()}), rel=0.05)
+    return chunked
+
+
+def test_two_convolutions_and_a_group_norm_between_them() -> None:
+    def block(x: torch.Tensor, first: nn.Module, norm: nn.Module, last: nn.Module) -> torch.Tensor:
+        return last(F.silu(norm(first(x))))
+
+    parts = nn.Conv2d(4, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.Conv2d(16, 4, 3, padding=1)
+    chunked = chunked_equals(Lambda(block, *parts), torch.randn(1, 4, 32, 32))
+    assert chunked.plan.regions
+
+
+def test_a_stride_and_an_upsampling_change_the_rows() -> None:
+    def down_and_up(x: torch.Tensor, down: nn.Module, wide: nn.Module) -> torch.Tensor:
+        return down(F.interpolate(F.relu(wide(x)), scale_factor=2.0)).sum(1, keepdim=True)
+
+    parts = nn.Conv2d(8, 2, 3, stride=2, padding=1), nn.Conv2d(2, 8, 5, padding=2)
+    assert chunked_equals(Lambda(down_and_up, *parts), torch.randn(1, 2, 24, 24)).plan.regions
+
+
+def test_rows_that_no_slice_computes_are_not_lost() -> None:
+    """Every second row of `wide` is read by the strided slice, all of them by the sum."""
+
+    def skipping(x: torch.Tensor, wide: nn.Module, down: nn.Module) -> torch.Tensor:
+        hidden = torch.tanh(wide(x))
+        return down(hidden * 2) + hidden.mean()
+
+    parts = nn.Conv2d(2, 8, 1), nn.Conv2d(8, 2, 1, stride=2)
+    chunked_equals(Lambda(skipping, *parts), torch.randn(1, 2, 24, 24))
+
+
+def test_a_write_in_place_within_a_region() -> None:
+    def scores(x: torch.Tensor) -> torch.Tensor:
+        weights = x @ x.transpose(-1, -2)
+        weights.mul_(0.1).clamp_(max=1)
+        return weights.softmax(-1) @ x
+
+    assert chunked_equals(Lambda(scores), torch.randn(2, 64, 8)).plan.regions
+
+
+def test_a_write_in_place_that_others_read() -> None:
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        first = (y @ y.transpose(-1, -2)).softmax(-1) @ y
+        y.add_(1)
+        return (y @ y.transpose(-1, -2)).softmax(-1) @ y + first
+
+    chunked_equals(Lambda(shifted), torch.randn(2, 64, 8))
+
+
+def test_random_numbers_keep_their_place() -> None:
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        first = (x @ x.transpose(-1, -2)).softmax(-1) @ x
+        noise = torch.rand_like(first)
+        return (first + noise) * F.dropout(first, 0.5, training=True)
+
+    model, x = Lambda(noisy), torch.randn(2, 64, 8)
+    chunked = autochunk(model, (x,), max_slowdown=ANY)
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        assert torch.equal(chunked(x), expected)
+
+
+def test_an_operator_without_a_rule_is_a_wall_and_is_named() -> None:
+    def scores_of_spectra(x: torch.Tensor) -> torch.Tensor:
+        y = torch.fft.fft(x).abs()
+        return (y @ y.transpose(-1, -2)).softmax(-1) @ y
+
+    chunked = chunked_equals(Lambda(scores_of_spectra), torch.randn(1, 64, 8))
+    assert "no rule for it: aten.fft_fft.default (1 times)" in chunked.explain()
+    assert chunked.plan.regions
+
+
+def test_layers_that_are_alike_share_one_region() -> None:
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(4):
+            x = x + (x @ x.transpose(-1, -2)).softmax(-1) @ x
+        return x
+
+    plan = chunked_equals(Lambda(layers), torch.randn(1, 128, 8), 1e-12).plan
+    assert len(plan.regions) == 4
+    assert len({(r.length, r.operators) for r in plan.regions}) == 1

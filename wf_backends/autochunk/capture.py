@@ -1,0 +1,183 @@
+"""A model's forward pass as one flat graph of ATen operators, by ``torch.export``.
+
+The graph is not decomposed: ``linear``, ``softmax`` and ``scaled_dot_product_attention`` stay
+single operators, as eager execution runs them. Parameters and buffers are inputs of the graph; they
+are read from the model at every call, so that what moves or loads them is seen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind, TensorArgument
+from torch.utils import _pytree as pytree
+
+from wf_backends.autochunk.group_norm import split_group_norms
+from wf_backends.autochunk.rules import viewed, writes
+
+_CHECKS = (torch.ops.aten._assert_tensor_metadata.default,)
+
+
+class CaptureError(ValueError):
+    """A model that `torch.export` cannot capture: the reason and, where known, the module."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Where a parameter or buffer of the graph is read at a call."""
+
+    module: nn.Module
+    name: str
+
+    def read(self) -> torch.Tensor:
+        return getattr(self.module, self.name)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One forward pass for one form of inputs.
+
+    `graph` has one placeholder for each of `weights`, then one for each leaf of the inputs; its
+    output is the flat list of the outputs' leaves.
+    """
+
+    graph: fx.Graph
+    weights: tuple[Weight | torch.Tensor, ...]
+    kinds: tuple[tuple[torch.dtype, torch.device], ...]
+    output_spec: pytree.TreeSpec
+    fingerprint: str
+
+    def read_weights(self) -> list[torch.Tensor] | None:
+        """The weights as they are now; None where one has another dtype or device than when the
+        graph was captured."""
+        weights = [w.read() if isinstance(w, Weight) else w for w in self.weights]
+        same = all((w.dtype, w.device) == k for w, k in zip(weights, self.kinds, strict=True))
+        return weights if same else None
+
+
+def bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The same call, with every argument where the forward's signature puts it."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    return bound.args, bound.kwargs
+
+
+def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
+    """The graph of ``model(*args, **kwargs)`` without gradients.
+
+    Raises `CaptureError` where the model's code depends on the values of tensors, or changes its
+    own buffers.
+    """
+    try:
+        program = _export_as_eager(model, args, kwargs)
+    except Exception as error:  # torch.export raises every kind of error for what it cannot trace
+        raise CaptureError(_reason(model, error)) from error
+    signature = program.graph_signature
+    changed = [_written_input(node) for node in program.graph.nodes if writes(node)]
+    if any(changed):
+        names = ", ".join(sorted({str(name) for name in changed if name}))
+        raise CaptureError(f"{type(model).__name__} changes {names} in its forward")
+    weights = tuple(
+        _weight(model, program, spec) for spec in signature.input_specs if _is_weight(spec)
+    )
+    graph = program.graph
+    clean(graph)
+    kinds = tuple(
+        (t.dtype, t.device) for t in (w.read() if isinstance(w, Weight) else w for w in weights)
+    )
+    return Captured(graph, weights, kinds, program.call_spec.out_spec, fingerprint(graph))
+
+
+def _export_as_eager(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The program of what the model runs eagerly.
+
+    A model that asks `torch.compiler.is_compiling()` is told no: transformers' models would build
+    causal masks as tensors, which they do not do in eager runs. Where that cannot be traced the
+    model is told yes.
+    """
+    with torch.no_grad():
+        try:
+            with _no_log(), mock.patch.object(torch.compiler, "is_compiling", lambda: False):
+                return torch.export.export(model, args, kwargs, strict=False)
+        except Exception:  # for instance a branch on a tensor's value, which only eager runs take
+            return torch.export.export(model, args, kwargs, strict=False)
+
+
+@contextmanager
+def _no_log() -> Iterator[None]:
+    """Keeps torch from printing the graph of a trace that fails and is tried again."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def fingerprint(graph: fx.Graph) -> str:
+    """A digest of the graph's operators and shapes: equal for the same model and input shapes."""
+    lines = (f"{n.op} {n.target} {n.args} {n.kwargs} {_shapes(n)}" for n in graph.nodes)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that the node computes."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _written_input(node: fx.Node) -> str | None:
+    """The name of the weight or input that an operator writes to in place, if it does."""
+    base = node.args[0]
+    while isinstance(base, fx.Node) and (below := viewed(base)):
+        base = below
+    return base.name if isinstance(base, fx.Node) and base.op == "placeholder" else None
+
+
+def _shapes(node: fx.Node) -> list[tuple[Any, ...]]:
+    return [(tuple(t.shape), t.dtype, t.device.type) for t in tensors(node)]
+
+
+def _is_weight(spec: Any) -> bool:
+    return spec.kind is not InputKind.USER_INPUT
+
+
+def _weight(model: nn.Module, program: Any, spec: Any) -> Weight | torch.Tensor:
+    if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+        path, _, name = spec.target.rpartition(".")
+        return Weight(model.get_submodule(path), name)
+    if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(spec.arg, TensorArgument):
+        return program.constants[spec.target]
+    raise CaptureError(
+        f"{type(model).__name__}: no support for an input of kind {spec.kind.name} ({spec.target})"
+    )
+
+
+def clean(graph: fx.Graph) -> None:
+    """Checks of metadata go, and dropout that is off."""
+    for node in list(graph.nodes):
+        if node.target in _CHECKS:
+            graph.erase_node(node)
+        elif node.target is torch.ops.aten.dropout.default and not node.args[2]:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    split_group_norms(graph)
+    graph.eliminate_dead_code()
+
+
+def _reason(model: nn.Module, error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    where = next((line for line in lines if line.startswith("File ") or "model code" in line), "")
+    return f"{type(model).__name__} cannot be captured: {first} {where}".rstrip()

@@ -1,0 +1,187 @@
+"""`autochunk`: a model whose forward pass runs slice by slice where that saves memory."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from wf_backends._validation import parse_bytes
+from wf_backends.autochunk.capture import Captured, bind, capture
+from wf_backends.autochunk.cost import measure_rates
+from wf_backends.autochunk.find import Budget, find_plan, use_plan
+from wf_backends.autochunk.lower import Lowered
+from wf_backends.autochunk.memory import unchunked_peak
+from wf_backends.autochunk.plan import ChunkPlan
+
+SMALL = 16  # calls whose inputs have this many times fewer elements run the model itself
+
+
+def autochunk(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    max_memory: int | float | str | None = None,
+    max_slowdown: float = 0.1,
+    plan: ChunkPlan | None = None,
+) -> ChunkedModel:
+    """The model with its forward pass in slices, so that its activations fit `max_memory`.
+
+    AutoChunk, arXiv 2401.10652. `args` and `kwargs` are inputs of the form that will be given;
+    their values do not matter. The result has the model's class, and shares its parameters,
+    buffers, hooks and state dict; the model itself is not changed. Beyond that it has `plan`, the
+    `ChunkPlan` of the last form of inputs, and `explain()`, the plan in words.
+
+    Args:
+        max_memory: bytes, a size such as "2GB", a share of what the activations need unchunked (a
+            float below 1), or None for the least within `max_slowdown`.
+        max_slowdown: the largest share of the predicted time that slices may add.
+        plan: a plan made before, for the same model and form of inputs, instead of a search.
+
+    Inputs of another form are planned at their first call. With gradients enabled the model runs
+    unchunked, with a warning: the slices of this plan keep nothing for a backward pass.
+
+    Raises:
+        ValueError: for a budget that nothing fits (with the closest plan), a size that is none, a
+            model that cannot be captured (with the reason), or a plan of another model.
+    """
+    budget = Budget(_checked_memory(max_memory), _checked_slowdown(max_slowdown))
+    forward = ChunkedForward(model, budget, plan)
+    chunked = cast(ChunkedModel, copy.copy(model))
+    forward.prepare(chunked, args, dict(kwargs or {}))
+    chunked.forward = partial(forward, chunked)
+    chunked.explain = lambda: chunked.plan.explain()
+    return chunked
+
+
+class ChunkedModel(nn.Module):
+    """What `autochunk` returns, for type checkers: the model's own class with these beside."""
+
+    plan: ChunkPlan
+    explain: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A captured forward pass with its plan, ready to run."""
+
+    captured: Captured
+    plan: ChunkPlan
+    lowered: Lowered
+
+    def __call__(self, weights: list[torch.Tensor], leaves: list[Any]) -> Any:
+        outputs = self.lowered.module(*weights, *leaves)
+        return pytree.tree_unflatten(outputs, self.captured.output_spec)
+
+
+class ChunkedForward:
+    """The forward of a chunked model: one compiled pass for each form of inputs."""
+
+    def __init__(self, model: nn.Module, budget: Budget, plan: ChunkPlan | None) -> None:
+        self._model = model
+        self._budget = budget
+        self._plan = plan
+        self._compiled: dict[Any, Compiled] = {}
+        self._elements = 0
+        self._warned = False
+
+    def __call__(self, chunked: ChunkedModel, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = bind(self._model, args, kwargs)
+        if self._needs_gradients() or self._is_small(args, kwargs):
+            return self._model.forward(*args, **kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        compiled = self._compiled.get(_form(leaves, spec))
+        weights = compiled.captured.read_weights() if compiled else None
+        if compiled is None or weights is None:  # a new form of inputs, or a model that was cast
+            compiled = self.prepare(chunked, args, kwargs)
+            weights = compiled.captured.read_weights()
+        if not compiled.plan.regions:
+            return self._model.forward(*args, **kwargs)
+        assert weights is not None
+        return compiled(weights, leaves)
+
+    def prepare(
+        self, chunked: ChunkedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Compiled:
+        """Captures and plans the forward for inputs of this form."""
+        args, kwargs = bind(self._model, args, kwargs)
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        captured = capture(self._model, args, kwargs)
+        if self._plan is not None:
+            plan, lowered = self._plan, use_plan(captured, self._plan)
+        else:
+            before = unchunked_peak(self._model, args, kwargs)
+            rates = measure_rates(*_kind(captured))
+            plan, lowered = find_plan(captured, before, self._budget, rates)
+        compiled = Compiled(captured, plan, lowered)
+        self._compiled[_form(leaves, spec)] = compiled
+        self._elements = max(self._elements, _elements(args, kwargs))
+        chunked.plan = plan
+        return compiled
+
+    def _needs_gradients(self) -> bool:
+        if not torch.is_grad_enabled() or not any(
+            p.requires_grad for p in self._model.parameters()
+        ):
+            return False
+        if not self._warned:
+            warnings.warn(
+                "gradients are enabled: the model runs unchunked. Call it under torch.no_grad(), "
+                "or set model.train() before autochunk() for tiles with recomputation",
+                stacklevel=4,
+            )
+            self._warned = True
+        return True
+
+    def _is_small(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the inputs are those of one decoding step after a planned prefill."""
+        return _elements(args, kwargs) * SMALL <= self._elements
+
+
+def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The elements of the tensors that are arguments themselves (those in a cache are not)."""
+    values = (*args, *kwargs.values())
+    return sum(v.numel() for v in values if isinstance(v, torch.Tensor))
+
+
+def _form(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    """What the graph depends on: shapes, types and devices of tensors, the values of all else."""
+    described = (
+        (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
+        for x in leaves
+    )
+    return (spec, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), *described)
+
+
+def _kind(captured: Captured) -> tuple[torch.device, torch.dtype]:
+    """The device and the type of the model's first weight of floating point."""
+    found = ((device, dtype) for dtype, device in captured.kinds if dtype.is_floating_point)
+    return next(found, (torch.device("cpu"), torch.float32))
+
+
+def _checked_memory(max_memory: int | float | str | None) -> int | float | None:
+    if max_memory is None:
+        return None
+    if isinstance(max_memory, float):
+        if 0 < max_memory < 1:
+            return max_memory
+        raise ValueError(
+            f"max_memory as a float is a share of the unchunked peak, between 0 and 1, "
+            f'got {max_memory!r}; for bytes give an int or a size such as "2GB"'
+        )
+    return parse_bytes("max_memory", max_memory)
+
+
+def _checked_slowdown(max_slowdown: float) -> float:
+    if isinstance(max_slowdown, bool) or not isinstance(max_slowdown, (int, float)):
+        raise ValueError(f"max_slowdown must be a number such as 0.1, got {max_slowdown!r}")
+    if not max_slowdown >= 0:
+        raise ValueError(f"max_slowdown must be 0 or more, got {max_slowdown!r}")
+    return float(max_slowdown)

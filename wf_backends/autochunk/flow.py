@@ -1,0 +1,140 @@
+"""Which operators of a graph may be computed slice by slice together, and along which dimensions.
+
+A flow starts at one value and one of its dimensions and goes back through the graph, operator by
+operator, by the rules (arXiv 2401.10652, section 3.2): where an operator's output is sliced along a
+dimension, its inputs are sliced along theirs, or needed whole. An operator that has no rule, that
+is needed whole, or that two readers want sliced differently stays outside, and so does everything
+that it depends on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from torch import fx
+
+from wf_backends.autochunk.rules import Source, granule, sources
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """One operator of a flow.
+
+    Its output is sliced along `dim`; `scale` of its rows belong to one row of the flow's end, and
+    slices begin at multiples of `granule` of its rows. `sources` says what its arguments give, one
+    for each node among them.
+    """
+
+    node: fx.Node
+    dim: int
+    scale: Fraction
+    granule: int
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Operators that are computed slice by slice together, in the graph's order; the last is the
+    flow's end. Slices of the end are `unit` rows or a multiple of it.
+    """
+
+    operators: tuple[Sliced, ...]
+    unit: int
+
+    @property
+    def end(self) -> Sliced:
+        return self.operators[-1]
+
+    def since(self, first: fx.Node) -> Flow:
+        """The part of the flow from node `first` of the graph on."""
+        operators = tuple(op for op in self.operators if not op.node < first)
+        return Flow(operators, _unit(operators))
+
+    @property
+    def rows(self) -> int:
+        """The size of the end's sliced dimension."""
+        return size(self.end.node, self.end.dim)
+
+
+def size(node: fx.Node, dim: int) -> int:
+    """The size of dimension `dim` of the node's tensor (of the first, where it has a list)."""
+    value = node.meta["val"]
+    first = value[0] if isinstance(value, (list, tuple)) else value
+    return first.shape[dim]
+
+
+def trace(window: Sequence[fx.Node], dim: int) -> Flow | None:
+    """The flow that ends at the last node of `window`, sliced along `dim`, within the window.
+
+    None: that node has no rule for this dimension.
+    """
+    inside = set(window)
+    wanted: dict[fx.Node, tuple[int | None, Fraction]] = {window[-1]: (dim, Fraction(1))}
+    outside: set[fx.Node] = set()
+    operators: list[Sliced] = []
+    for node in reversed(window):
+        if node not in wanted and node not in outside:
+            continue
+        along, scale = wanted.get(node, (None, Fraction(1)))
+        found = None
+        if node not in outside and along is not None:
+            found = sources(node, along)
+        if found is None or along is None:
+            if node is window[-1]:
+                return None
+            outside.update(arg for arg in node.all_input_nodes if arg in inside)
+            continue
+        operators.append(Sliced(node, along, scale, granule(node, along), found))
+        for source in found:
+            if source.node not in inside:
+                continue
+            want = (source.dim, scale * source.scale)
+            if source.dim is None or wanted.setdefault(source.node, want) != want:
+                outside.add(source.node)
+    operators.reverse()
+    return Flow(tuple(operators), _unit(operators))
+
+
+def _unit(operators: Sequence[Sliced]) -> int:
+    """The rows of the end between which every operator's slices begin at whole rows."""
+    return math.lcm(*((op.scale / op.granule).denominator for op in operators))
+
+
+def rows_of(flow: Flow, lo: int, hi: int) -> dict[fx.Node, tuple[int, int]]:
+    """The rows of each operator that rows [lo, hi) of the flow's end need.
+
+    An operator whose readers need different rows (convolutions read a halo) computes all of them,
+    from a multiple of its granule to one.
+    """
+    rows = {flow.end.node: (lo, hi)}
+    members = {op.node for op in flow.operators}
+    for op in reversed(flow.operators):
+        first, last = rows[op.node]
+        last = min(-(-last // op.granule) * op.granule, size(op.node, op.dim))
+        rows[op.node] = (first // op.granule * op.granule, last)
+        for source in op.sources:
+            if source.node in members:
+                first, last = source.rows(*rows[op.node])
+                known = rows.get(source.node, (first, last))
+                rows[source.node] = (min(first, known[0]), max(last, known[1]))
+    return rows
+
+
+def around(
+    window: Sequence[fx.Node], members: Container[fx.Node]
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The nodes of a window that are no members of its region: those to run before the region, and
+    those that depend on it."""
+    before: list[fx.Node] = []
+    after: dict[fx.Node, None] = {}
+    for node in window:
+        if node in members:
+            continue
+        if any(arg in members or arg in after for arg in node.all_input_nodes):
+            after[node] = None
+        else:
+            before.append(node)
+    return before, list(after)

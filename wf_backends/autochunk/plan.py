@@ -1,0 +1,103 @@
+"""A chunk plan: which parts of a model's forward run slice by slice. Plain data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ChunkedPart:
+    """One region: the operators from `first` to `last` (names in the graph) that are computed in
+    slices of `length` rows of dimension `dim` of `last`, which has `rows`.
+
+    `where` names the modules that they belong to.
+    """
+
+    first: str
+    last: str
+    dim: int
+    length: int
+    rows: int
+    operators: int
+    where: str
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.rows // self.length)
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """The regions of a model for one form of inputs.
+
+    `peak` and `peak_before` are the bytes of live activations with and without the regions, beyond
+    parameters and inputs; `slowdown` is the predicted share of time that the slices add.
+    `fingerprint` is that of the graph. `walls` are the model's operators that no region may hold,
+    with how often they stand in it.
+    """
+
+    fingerprint: str
+    regions: tuple[ChunkedPart, ...]
+    peak: int
+    peak_before: int
+    slowdown: float
+    walls: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def saved(self) -> float:
+        """The share of activation memory that is saved."""
+        return 1 - self.peak / self.peak_before if self.peak_before else 0.0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2)
+
+    @staticmethod
+    def from_json(text: str) -> ChunkPlan:
+        """The plan that `to_json` wrote.
+
+        Raises ValueError for a text that holds no plan.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            regions = tuple(ChunkedPart(**part) for part in data.pop("regions"))
+            walls = tuple((name, count) for name, count in data.pop("walls"))
+            return ChunkPlan(regions=regions, walls=walls, **data)
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"this text is no chunk plan (see ChunkPlan.to_json): {error}"
+            ) from error
+
+    def explain(self) -> str:
+        """The plan in words: what runs in slices, and what ended the regions."""
+        lines = [
+            f"activations: {_mib(self.peak_before)} -> {_mib(self.peak)} ({self.saved:.0%} saved), "
+            f"predicted slowdown {self.slowdown:.1%}"
+        ]
+        for part, places in _folded(self.regions):
+            lines.append(
+                f"  {part.where}{f' and {places - 1} alike' if places > 1 else ''}: "
+                f"{part.operators} operators in {part.chunks} slices of {part.length} of "
+                f"{part.rows} (dimension {part.dim} of {part.last})"
+            )
+        if not self.regions:
+            lines.append("  nothing is sliced")
+        if self.walls:
+            named = ", ".join(f"{name} ({count} times)" for name, count in self.walls)
+            lines.append(f"  never sliced, because there is no rule for it: {named}")
+        return "\n".join(lines)
+
+
+def _folded(regions: tuple[ChunkedPart, ...]) -> list[tuple[ChunkedPart, int]]:
+    """Equal regions of different layers as one, with their number."""
+    groups: dict[tuple[int, ...], list[ChunkedPart]] = {}
+    for part in regions:
+        groups.setdefault((part.dim, part.length, part.rows, part.operators), []).append(part)
+    return [(group[0], len(group)) for group in groups.values()]
+
+
+def _mib(count: int) -> str:
+    return f"{count / MIB:.2f} MiB"
