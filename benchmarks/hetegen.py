@@ -10,11 +10,13 @@ measured first, once for each model and batch, at rates of its own. Parts: grid,
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -120,15 +122,16 @@ def settings() -> list[Setting]:
         link = (30e6, 60e6)[i // 2 % 2]
         name = "opt" if model == "gpt2" and i % 4 == 3 else model
         rows.append(Setting(name, link, link * ratio, link * faster, memory, (1, 4)[i // 4 % 2]))
-    experts = product((1.0, HEADLINE), (1, 4))
-    rows += [Setting("mixtral", 60e6, 60e6 * r, 3e9, 0.3, batch) for r, batch in experts]
+    experts = product((1.0, HEADLINE), (0.3, 0.6))
+    rows += [Setting("mixtral", 60e6, 60e6 * ratio, 3e9, kept, 1) for ratio, kept in experts]
     return rows
 
 
 def grid(tokens: int, count: int | None) -> None:
     """Each setting with the best alpha, streaming alone and the host alone."""
     models = {name: make_model(name) for name in CONFIGS}
-    calls = {(n, batch): call_seconds(m, batch) for n, m in models.items() for batch in (1, 4)}
+    kinds = sorted({(row.model, row.batch) for row in settings()})
+    calls = {(name, batch): call_seconds(models[name], batch) for name, batch in kinds}
     told = (f"{name} {batch}: {1e3 * each:.2f} ms" for (name, batch), each in calls.items())
     print("from a call to the next, by model and batch: " + ", ".join(told))
     print(
@@ -296,10 +299,45 @@ def together(*runs: Callable[[], None]) -> list[float]:
     return took
 
 
+def peers(tokens: int) -> None:
+    """accelerate's cpu_offload and DeepSpeed's ZeRO-Inference behind the same link."""
+    row = Setting("llama", 30e6, 30e6 * HEADLINE, 3e9, 0.15, 1)
+    print(f"llama, link {row.link / 1e6:.0f} MB/s, host {row.host / 1e6:.0f} MB/s, memory 15 %")
+    print("| | seconds a token |\n|---|---|")
+    peers = {
+        "HeteGen": partial(our_seconds, alpha="auto"),
+        "streaming with prefetch": partial(our_seconds, alpha=0.0),
+        "accelerate cpu_offload": accelerate_seconds,
+        "DeepSpeed ZeRO-Inference": zero_seconds,
+    }
+    for name, seconds in peers.items():
+        try:
+            print(f"| {name} | {seconds(make_model(row.model), row, tokens):.4f} |", flush=True)
+        except ImportError as error:
+            print(f"| {name} | not installed: {error} |")
+
+
+def seconds_a_token(model: nn.Module, tokens: int) -> float:
+    """Of generating, the prompt's pass included, after a first time."""
+    generate(model, prompts(1), tokens)
+    start = time.perf_counter()
+    generate(model, prompts(1), tokens)
+    return (time.perf_counter() - start) / (tokens + 1)
+
+
+def our_seconds(model: nn.Module, row: Setting, tokens: int, alpha: float | str) -> float:
+    device = ShapedDevice(row.link, row.host, row.accelerator)
+    memory: dict[int | str, int | str] = {0: int(row.memory * nbytes(model))}
+    with dispatch_model(model, memory, device, alpha=alpha, prompt=PROMPT):  # type: ignore[arg-type]
+        return seconds_a_token(model, tokens)
+
+
 class SlowLink(dict):
     """Weights by name that take their bytes at the link's rate to fetch."""
 
-    link = 30e6
+    def __init__(self, model: nn.Module, link: float) -> None:
+        super().__init__((name, p.detach().clone()) for name, p in model.state_dict().items())
+        self.link = link
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = super().__getitem__(name)
@@ -307,40 +345,64 @@ class SlowLink(dict):
         return tensor
 
 
-def peers(tokens: int) -> None:
-    """accelerate's cpu_offload behind the same link, and DeepSpeed's ZeRO-Inference."""
-    row = Setting("llama", SlowLink.link, SlowLink.link * HEADLINE, 3e9, 0.15, 1)
-    model = make_model(row.model)
-    call = call_seconds(model, row.batch)
-    print(f"llama, link {row.link / 1e6:.0f} MB/s, host {row.host / 1e6:.0f} MB/s, memory 15 %")
-    print("| | seconds a token |\n|---|---|")
-    for name, alpha in (("HeteGen", "auto"), ("streaming with prefetch", 0.0)):
-        print(f"| {name} | {decode(model, row, call, tokens, alpha).measured:.4f} |", flush=True)
-    print(f"| accelerate cpu_offload | {accelerate_seconds(model, tokens)} |", flush=True)
-    print(f"| DeepSpeed ZeRO-Inference | {zero_inference()} |")
-
-
-def accelerate_seconds(model: nn.Module, tokens: int) -> str:
+def accelerate_seconds(model: nn.Module, row: Setting, tokens: int) -> float:
     """It fetches each module's weights when the module is called, and drops them afterwards."""
-    try:
-        from accelerate import cpu_offload
-    except ImportError:
-        return "accelerate is not installed"
-    state = SlowLink({name: p.detach().clone() for name, p in model.state_dict().items()})
-    cpu_offload(model, torch.device("cpu"), state_dict=state)
-    ids = prompts(1)
-    generate(model, ids, 0)
-    start = time.perf_counter()
-    generate(model, ids, tokens)
-    return f"{(time.perf_counter() - start) / (tokens + 1):.4f}"
+    from accelerate import cpu_offload
+
+    cpu_offload(model, torch.device("cpu"), state_dict=SlowLink(model, row.link))
+    return seconds_a_token(model, tokens)
 
 
-def zero_inference() -> str:
-    """Why it is not measured."""
-    return (
-        "not measured: on a CPU the device it copies parameters to is host memory as well, so "
-        "that there is no link between the two"
+def zero_seconds(model: nn.Module, row: Setting, tokens: int) -> float:
+    """ZeRO stage 3 with parameters on the host; those of the memory stay, and others of as many
+    bytes may be there or on their way.
+
+    On a CPU it fetches by taking a reference, so that its fetches are given the link's time here.
+    """
+    import deepspeed
+    from deepspeed.runtime.zero import partition_parameters as fetching
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first
+    os.environ["LOCAL_RANK"] = "0"
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
+    kept = int(row.memory * nbytes(model)) // 4
+    words = {"stage3_model_persistence_threshold": kept, "stage3_max_live_parameters": kept,
+             "stage3_prefetch_bucket_size": kept // 2}  # fmt: skip
+    offload = {"stage": 3, "offload_param": {"device": "cpu"}, **words}
+    engine, *_ = deepspeed.initialize(
+        model=model, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": offload}
+    )
+    link = Link(row.link)
+    for name in ("NoGatherHandle", "NoGatherCoalescedHandle"):
+        setattr(fetching, name, link.delayed(getattr(fetching, name)))
+    with torch.no_grad():
+        return seconds_a_token(engine.module.eval(), tokens)
+
+
+class Link:
+    """A link between the host and what stands for the accelerator, for DeepSpeed's fetches."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate, self.due = rate, 0.0
+
+    def delayed(self, handle: type) -> type:
+        """The class of a fetch that is done after its bytes have passed, one fetch at a time."""
+        link = self
+
+        class Delayed(handle):
+            def __init__(self, params) -> None:  # type: ignore[no-untyped-def]
+                fetched = [params] if isinstance(params, Tensor) else list(params)
+                super().__init__(params)
+                size = sum(each.ds_numel * each.itemsize for each in fetched)
+                link.due = self.due = max(link.due, time.perf_counter()) + size / link.rate
+
+            def wait(self, **words) -> None:  # type: ignore[no-untyped-def]
+                time.sleep(max(0.0, self.due - time.perf_counter()))
+                super().wait(**words)
+
+        return Delayed
 
 
 if __name__ == "__main__":

@@ -127,6 +127,16 @@ def test_no_fixed_share_of_the_host_simulates_much_faster(seed: int) -> None:
     assert plan.decode_seconds <= 1.05 * min(others)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_call_waits_for_is_submitted_before_copies_for_others(seed: int) -> None:
+    plan = make_plan(draw_request(random.Random(seed)))
+    maker = plan.job_maker()
+    for linear in 2 * used(plan.request.linears, 1):
+        jobs = maker.call(linear, "decode")
+        others = [job.lane == "link" and job.linear != linear for job in jobs[:-1]]
+        assert others == sorted(others) and jobs[-1].lane == "join"
+
+
 def test_copies_run_on_into_the_next_token() -> None:
     linears = tuple(Linear(f"{i}", 64, 16, 4) for i in range(4))
     request = Request(linears, Rates(1e5, 3e5, 1e8), 4096)

@@ -9,7 +9,7 @@ import pytest
 
 from wf_backends.hetegen.law import (
     Rates,
-    Weight,
+    WeightUse,
     best_alpha,
     residency,
     resident_limits,
@@ -52,7 +52,7 @@ def test_of_whole_rows_the_best_are_taken() -> None:
         assert seconds[host_rows(rows, resident, rates, None)] == min(seconds)
 
 
-def total(weights: list[Weight], shares: tuple[float, ...] | list[float]) -> float:
+def total(weights: list[WeightUse], shares: tuple[float, ...] | list[float]) -> float:
     return sum(
         w.nbytes * w.uses * seconds_per_byte(best_alpha(rho, w.rates), rho, w.rates)
         for w, rho in zip(weights, shares, strict=True)
@@ -64,7 +64,7 @@ def test_no_residency_of_a_grid_is_better() -> None:
         draw = random.Random(seed)
         rates, shared = draw_rates(draw), draw.random() < 0.7
         weights = [
-            Weight(
+            WeightUse(
                 draw.randint(1, 50), draw.choice([1.0, 0.25]), rates if shared else draw_rates(draw)
             )
             for _ in range(3)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import Device
 from wf_backends.hetegen.memory import parse_max_memory
-from wf_backends.hetegen.modules import Weight, find_weights, stand_in
+from wf_backends.hetegen.modules import HostWeight, find_weights, stand_in
 from wf_backends.hetegen.plan import Plan, Request
 from wf_backends.hetegen.planning import make_plan
 from wf_backends.hetegen.runner import Runner
@@ -122,7 +122,7 @@ def _check(alpha: object, prefetch: object, batch: object, prompt: object) -> No
             raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
 
 
-def _others(model: nn.Module, weights: list[Weight]) -> list[Tensor]:
+def _others(model: nn.Module, weights: list[HostWeight]) -> list[Tensor]:
     """Parameters and buffers that are not split, each once."""
     split = {id(weight.module.weight) for weight in weights}
     tensors = [*model.parameters(), *model.buffers()]
@@ -130,7 +130,7 @@ def _others(model: nn.Module, weights: list[Weight]) -> list[Tensor]:
 
 
 def _split(
-    model: nn.Module, weights: list[Weight], device: Device, plan: Plan, pin: bool
+    model: nn.Module, weights: list[HostWeight], device: Device, plan: Plan, pin: bool
 ) -> Handle:
     """Take memory, and have linears ask the runner; an error undoes all of it."""
     with ExitStack() as undo:

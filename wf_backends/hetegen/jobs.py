@@ -128,7 +128,7 @@ class JobMaker:
         return min(numbers, default=self._number)
 
     def call(self, linear: int, phase: Phase) -> list[Job]:
-        """The jobs of a call of `linear`, whose input is there, and copies for calls to come."""
+        """The jobs of a call of `linear`, whose input is there, then copies for calls to come."""
         self._learn(linear)
         split = self._splits[linear]
         if self._cursor is not None and self._cursor[0] == linear:
@@ -142,6 +142,7 @@ class JobMaker:
         row = split.resident
         while row < end:
             row = self._compute_piece(jobs, linear, row, phase)
+        jobs.sort(key=lambda job: job.lane == "link" and job.linear != linear)  # stable
         work = tuple(job.number for job in jobs if job.lane != "link")
         jobs.append(Job(self._new(), "join", work, linear, 0, rows))
         return jobs

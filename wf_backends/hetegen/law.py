@@ -116,7 +116,7 @@ def resident_limits(rates: Rates) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class WeightUse:
     """A weight for which memory is shared out.
 
     Attributes:
@@ -135,7 +135,7 @@ class Weight:
         return self.uses / min(self.rates.link + self.rates.host, self.rates.memory)
 
 
-def residency(weights: list[Weight], nbytes: float, alpha: float | None = None) -> list[float]:
+def residency(weights: list[WeightUse], nbytes: float, alpha: float | None = None) -> list[float]:
     """The share of each weight that is resident, where `nbytes` bytes may be: the least total time.
 
     Bytes go to where one saves the most time; weights where it saves as much get equal shares,

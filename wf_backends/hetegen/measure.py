@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 import torch
@@ -50,10 +50,11 @@ def measure_rates(
         there = [weight.to(streams.device) for weight in weights]
         device, wait = Accelerator(Rates(FAST, FAST, FAST), streams), streams.synchronize
     slab = torch.empty_like(there[0])
-    nbytes, operations = weights[0].nbytes, 2.0 * MANY_TOKENS * width * width
+    nbytes = weights[0].nbytes
+    flops = 2.0 * MANY_TOKENS / dtype.itemsize  # for each byte
 
     def timed(run: Callable[[int], object]) -> float:
-        return _seconds_each(run, wait, seconds)
+        return nbytes / _seconds_each(run, wait, seconds)
 
     def link(i: int) -> None:
         slab.copy_(weights[i] if streams is None else pinned, non_blocking=True)
@@ -62,14 +63,20 @@ def measure_rates(
         x = torch.randn(tokens, width).to(rows[0])
         return lambda i: F.linear(x, rows[i])
 
+    def host_meanwhile() -> float:
+        return nbytes / _seconds_each(gemm(1, weights), lambda: None, seconds)
+
+    with ThreadPoolExecutor(1) as other:
+        beside = other.submit(host_meanwhile)
+        memory = timed(link) + beside.result()
     return Rates(
-        link=nbytes / timed(link),
-        host=nbytes / timed(gemm(1, weights)),
-        accelerator=nbytes / timed(gemm(1, there)),
-        memory=sum(nbytes / took for took in _together(timed, gemm(1, weights), link)),
-        staging=nbytes / timed(lambda i: pinned.copy_(weights[i])),
-        host_flops=operations / timed(gemm(MANY_TOKENS, weights)),
-        accelerator_flops=operations / timed(gemm(MANY_TOKENS, there)),
+        link=timed(link),
+        host=timed(gemm(1, weights)),
+        accelerator=timed(gemm(1, there)),
+        memory=memory,
+        staging=timed(lambda i: pinned.copy_(weights[i])),
+        host_flops=flops * timed(gemm(MANY_TOKENS, weights)),
+        accelerator_flops=flops * timed(gemm(MANY_TOKENS, there)),
         call_seconds=measure_call(device, dtype),
     )
 
@@ -97,20 +104,3 @@ def _seconds_each(run: Callable[[int], object], wait: Callable[[], None], second
             wait()
             took.append((time.perf_counter() - start) / WEIGHTS)
     return median(took)
-
-
-def _together(
-    timed: Callable[[Callable[[int], object]], float], *runs: Callable[[int], object]
-) -> list[float]:
-    """The seconds of each of `runs`, all at a time."""
-    took = [0.0] * len(runs)
-
-    def measure(i: int) -> None:
-        took[i] = timed(runs[i])
-
-    threads = [threading.Thread(target=measure, args=(i,)) for i in range(len(runs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return took

@@ -19,7 +19,7 @@ EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class HostWeight:
     """A weight that is split, in host memory, with its output features along `dim`.
 
     (rows, columns) with dim 0, as nn.Linear has it, or (columns, rows) with dim 1, as
@@ -40,7 +40,7 @@ class Weight:
         return F.linear(x, rows) if self.dim == 0 else x @ rows
 
 
-def find_weights(model: nn.Module) -> list[Weight]:
+def find_weights(model: nn.Module) -> list[HostWeight]:
     """The weights that can be split, in the model's order.
 
     One that other modules read as well is split only where those are embeddings.
@@ -60,7 +60,7 @@ def find_weights(model: nn.Module) -> list[Weight]:
             dim = 0 if type(module) is nn.Linear else 1
             sizes = tensor.shape[dim], tensor.shape[1 - dim]
             linear = Linear(name, *sizes, tensor.itemsize, expert, routed)
-            found.append(Weight(module, linear, tensor, dim))
+            found.append(HostWeight(module, linear, tensor, dim))
     return found
 
 
@@ -71,7 +71,7 @@ def is_linear(module: Any) -> bool:
     return type(module).__name__ == "Conv1D" and getattr(module, "nf", 0) >= MIN_ROWS
 
 
-def stand_in(model: nn.Module, weights: list[Weight], runner: Any, undo: ExitStack) -> None:
+def stand_in(model: nn.Module, weights: list[HostWeight], runner: Any, undo: ExitStack) -> None:
     """Have linears, and embeddings that share a weight with one, ask the runner meanwhile."""
     for i, weight in enumerate(weights):
         _replace_forward(weight.module, partial(_forward, weight.module, runner, i), undo)

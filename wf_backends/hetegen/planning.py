@@ -9,7 +9,7 @@ from dataclasses import replace
 from math import floor
 
 from wf_backends.hetegen.jobs import Split
-from wf_backends.hetegen.law import Rates, Weight, best_alpha, residency, seconds_per_byte
+from wf_backends.hetegen.law import Rates, WeightUse, best_alpha, residency, seconds_per_byte
 from wf_backends.hetegen.plan import Plan, Request
 
 CALLS_OF_COPY = 5  # a copy takes no less than so many times the overhead of a call
@@ -95,7 +95,7 @@ def resident_rows(request: Request, nbytes: int, alpha: float | None) -> list[in
     """`law.residency` in whole rows, which together take at most `nbytes`."""
     linears, tokens = request.linears, request.decode_tokens
     rates = {size: request.rates.at(tokens, size) for size in {x.itemsize for x in linears}}
-    weights = [Weight(x.nbytes, x.uses(tokens), rates[x.itemsize]) for x in linears]
+    weights = [WeightUse(x.nbytes, x.uses(tokens), rates[x.itemsize]) for x in linears]
     shares = residency(weights, max(nbytes, 0), alpha)
     rows = [floor(share * x.rows + 1e-9) for share, x in zip(shares, linears, strict=True)]
     left = nbytes - sum(n * x.row_bytes for n, x in zip(rows, linears, strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wf_backends.hetegen.device import Device, Event, Work
 from wf_backends.hetegen.jobs import LANES, PHASES, Job, Lane, Phase
-from wf_backends.hetegen.modules import Weight
+from wf_backends.hetegen.modules import HostWeight
 from wf_backends.hetegen.plan import Plan
 
 PASSES_KEPT = 4096
@@ -61,7 +61,7 @@ class Runner:
     def __init__(
         self,
         plan: Plan,
-        weights: Sequence[Weight],
+        weights: Sequence[HostWeight],
         device: Device,
         pinned: Sequence[Tensor],
     ) -> None:
