@@ -37,7 +37,7 @@ class Streams:
             raise ValueError(
                 "torch finds no accelerator here; to try HeteGen without one pass device="
                 "ShapedDevice(link_bytes_per_s=..., host_bytes_per_s=..., "
-                "accelerator_bytes_per_s=...)"
+                "accelerator_bytes_per_s=...), or --shaped 1,3,20 on the command line"
             )
         self.device = torch.accelerator.current_stream().device
 
