@@ -33,7 +33,7 @@ HELD_OUT_BATCHES = 4
 def main() -> None:
     """Train, evaluate on held-out text, write the curve."""
     args = parse_arguments()
-    launch.init()
+    launch.init(timeout=args.timeout)
     share_cores()
     training, held_out = split(find_files(args.data))
     model = build_model(VOCABULARY, args.seq_len, args.seed)
@@ -96,6 +96,9 @@ def parse_arguments() -> argparse.Namespace:
         "--resume", nargs="?", const="", help="checkpoint folder; default OUT/checkpoints"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/pretrain"))
+    parser.add_argument(
+        "--timeout", type=float, default=600, help="seconds that ranks wait for each other"
+    )
     parser.add_argument("--local_rank", type=int, help="the deepspeed launcher gives it; not used")
     args = parser.parse_args()
     for name in ("steps", "seq_len"):

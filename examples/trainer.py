@@ -46,9 +46,10 @@ def main() -> None:
     parser.add_argument("--sequence-parallel-size", type=int, default=4)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--timeout", type=float, default=600, help="seconds a rank waits for peers")
     parser.add_argument("--out", default="runs/trainer")
     args = parser.parse_args()
-    launch.init()  # torchrun, mpirun, Slurm
+    launch.init(timeout=args.timeout)  # torchrun, mpirun, Slurm
     training, held_out = split(find_files())
     arguments = TrainingArguments(
         args.out,

@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import cast
 
 AUTO = "auto"
 UNITS = {
     **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M", "G", "T"))},
     **{f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix},
 }
+MOST_SECONDS = 1e9  # of a timeout; torch counts nanoseconds in 64 bits
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
@@ -26,6 +28,17 @@ def nearest(word: object, known: Iterable[str]) -> str:
 def positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+
+
+def seconds(name: str, value: object) -> None:
+    """None, or a positive and finite number of seconds; ValueError otherwise."""
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < cast(float, value) < MOST_SECONDS:
+        raise ValueError(
+            f"{name} must be a positive number of seconds below {MOST_SECONDS:g}, got {value!r}"
+        )
 
 
 def is_number(name: str, value: object) -> bool:

@@ -32,7 +32,7 @@ def main() -> None:
     """Join the ranks and train."""
     args = parse()
     words, text = json.loads(args.config.read_text()), args.data.read_bytes()
-    job = launch.init()
+    job = launch.init(timeout=args.timeout)
     try:
         train(make_comm(), words, text, args.steps)
     finally:
@@ -45,6 +45,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, required=True, help="a file of configs/lss")
     parser.add_argument("--data", type=Path, default=manual, help="any file, read as bytes")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--timeout", type=float, default=600, help="seconds a rank waits for peers")
     return parser.parse_args()
 
 

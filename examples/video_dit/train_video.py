@@ -32,7 +32,7 @@ def main() -> None:
     """Join the ranks, train, print loss and traffic."""
     args = parse()
     words = json.loads(args.config.read_text())
-    job = launch.init()
+    job = launch.init(timeout=args.timeout)
     try:
         train(make_comm(), words, args.steps, args.video_dir)
     finally:
@@ -43,6 +43,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--config", type=Path, required=True, help="a file of configs/video_dit")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--timeout", type=float, default=600, help="seconds a rank waits for peers")
     parser.add_argument("--video-dir", type=Path, help="frames to train on, see video_data.py")
     return parser.parse_args()
 

@@ -70,7 +70,7 @@ def connect(
             f"somebody replaced the forward of this {type(model).__name__} by {model.forward}, as "
             f"Trainers with a fused loss do: that loss would be of this rank's tokens"
         )
-    sp = SequenceParallel(words, own_group())
+    sp = SequenceParallel(words, own_group(words.timeout))
     settle_at_exit()  # Trainers do not destroy the group that they started
     handle = attach(model, sp)
     handle.advice = (

@@ -62,7 +62,7 @@ def apply(
     if not isinstance(config, SequenceParallelConfig):
         words, checkpointing = split_words(config)
         config, stages = dsp.read_words(words)
-    sp = PlainSequenceParallel(config, own_group() if group is None else group)
+    sp = PlainSequenceParallel(config, own_group(config.timeout) if group is None else group)
     handle = attach(model, sp, table) if stages is None else attach_whole(model, sp, stages)
     with handle.removed_on_error():
         checkpoint_activations(model, handle, checkpointing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from wf_backends import SequenceParallel
+from wf_backends.launch import leave_mpi_at_exit
 from wf_deepspeed import cpu
 from wf_deepspeed.config import (
     KEY,
@@ -55,9 +57,10 @@ def initialize_through(
         return original(*args, **kwargs)
     refuse_neighbours(config, block)
     _refuse_arguments(call.arguments)
-    start(call.arguments)
+    timeout = block.sequence_parallel.timeout
+    start(call.arguments, timeout)
     check_batch(config, data_parallel_size(block, dist.get_world_size()))
-    groups = Groups.build(block.sequence_parallel.sequence_parallel_size)
+    groups = Groups.build(block.sequence_parallel.sequence_parallel_size, timeout)
     sp = SequenceParallel(block.sequence_parallel, group=groups.sequence)
     model = call.arguments["model"]
     handle = attach_stages(model, sp, block.dsp) if block.dsp else attach(model, sp)
@@ -96,7 +99,9 @@ def _refuse_arguments(arguments: Mapping[str, Any]) -> None:
         raise ValueError(f"model must be a torch.nn.Module, got {type(arguments.get('model'))}")
 
 
-def start(arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
+def start(
+    arguments: Mapping[str, Any] = MappingProxyType({}), timeout: float | None = None
+) -> None:
     """Initialise the process group as deepspeed.initialize would; a second call does nothing.
 
     The engine chooses this rank's device only later; its groups must know it now.
@@ -104,6 +109,7 @@ def start(arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
     Args:
         arguments: of deepspeed.initialize; "distributed_port", "dist_init_required" and the
             device_rank of "args" count.
+        timeout: seconds that ranks wait for each other; None = DeepSpeed's own.
     """
     accelerator = get_accelerator()
     assert accelerator is not None, "DeepSpeed always finds an accelerator, if only the CPU"
@@ -111,6 +117,9 @@ def start(arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
         cpu.warn_of_stale_locks(cpu.extensions_root())
     names = ("distributed_port", "dist_init_required")
     options = {name: arguments[name] for name in names if name in arguments}
+    if timeout is not None:
+        options["timeout"] = timedelta(seconds=timeout)
     deepspeed.init_distributed(accelerator.communication_backend_name(), **options)
+    leave_mpi_at_exit()
     given = getattr(arguments.get("args"), "device_rank", None)
     accelerator.set_device(deepspeed.comm.get_local_rank() if given is None else given)

@@ -9,11 +9,12 @@ arithmetic and data, and of sequence-parallel size 1. What the loss is worth is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from wf_backends.comm import timeout_of
+from wf_backends.comm import as_timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +26,11 @@ class Groups:
     alone: ProcessGroup
 
     @classmethod
-    def build(cls, sequence_parallel_size: int) -> Groups:
+    def build(cls, sequence_parallel_size: int, timeout: float | None = None) -> Groups:
         """Cut the world into blocks of consecutive ranks. Every rank must call it.
+
+        Args:
+            timeout: seconds that ranks of a sequence wait for each other; None = as in the world.
 
         Raises:
             RuntimeError: if torch.distributed is not initialised.
@@ -34,18 +38,18 @@ class Groups:
         world = dist.group.WORLD
         if world is None:
             raise RuntimeError("torch.distributed is not initialised; call deepspeed.initialize")
-        alone = _block_of(world, 1)
-        size = sequence_parallel_size
-        return cls(world, alone if size == 1 else _block_of(world, size), alone)
+        wait = as_timeout(timeout, world)
+        alone, size = _block_of(1, wait), sequence_parallel_size
+        return cls(world, alone if size == 1 else _block_of(size, wait), alone)
 
 
-def _block_of(world: ProcessGroup, size: int) -> ProcessGroup:
-    """This rank's block of `size` consecutive ranks of the world, with the world's timeout.
+def _block_of(size: int, timeout: timedelta | None) -> ProcessGroup:
+    """This rank's block of `size` consecutive ranks of the world.
 
     Never the world itself: NCCL has one queue for each group, and what ZeRO gathers and reduces in
     the world would hold up the messages of attention.
     """
-    block, _ = dist.new_subgroups(size, timeout=timeout_of(world))
+    block, _ = dist.new_subgroups(size, timeout=timeout)
     assert isinstance(block, ProcessGroup), "every rank of the world is in one block"
     return block
 

@@ -28,7 +28,8 @@ def everything(comm: Communicator) -> dict[str, object]:
         "on_host": comm.on_host,
         "contract": comm_contract.run_all(comm),
         "device": refuse_device(comm),
-        "missing": missing(comm),
+        "missing": missing(comm, timedelta(seconds=0.5), None),
+        "missing soon": missing(comm, timedelta(seconds=60), 0.5),
     }
     if comm.size == 4:
         assert isinstance(comm, GroupComm)
@@ -48,9 +49,9 @@ def own(world: dist.ProcessGroup) -> tuple[bool, bool]:
     return group is not world, timeout_of(group) == timeout_of(world) is not None
 
 
-def missing(comm: Communicator) -> str:
-    """A silent peer in a group with a short timeout; nobody leaves before rank 0 has said so."""
-    impatient = make_comm(dist.new_group(timeout=timedelta(seconds=0.5)))
+def missing(comm: Communicator, group_timeout: timedelta, timeout: float | None) -> str:
+    """A silent peer and a short timeout; nobody leaves before rank 0 has said so."""
+    impatient = make_comm(dist.new_group(timeout=group_timeout), timeout)
     words = comm_contract.skip_a_message(impatient)
     comm_contract.exchange(comm)
     return words
@@ -117,8 +118,9 @@ def test_default_group_becomes_a_group_comm(ranks):
 def test_missing_message_names_ranks_and_label(ranks):
     size = len(ranks)
     words = f"rank 0 of {size}: 'hop 7', the message from rank {size - 1} failed: "
-    assert ranks[0]["missing"].startswith(words)
-    assert "Timed out" in ranks[0]["missing"]
+    for found in (ranks[0]["missing"], ranks[0]["missing soon"]):
+        assert found.startswith(words)
+        assert "Timed out" in found
 
 
 def test_a_device_the_group_cannot_serve_is_refused(ranks):

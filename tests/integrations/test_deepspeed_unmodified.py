@@ -33,7 +33,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
 )
 from wf_deepspeed import Block, WallFacer, unmodified  # noqa: E402
-from wf_deepspeed.__main__ import script_first  # noqa: E402
+from wf_deepspeed.__main__ import script_first, take_timeout  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
@@ -227,6 +227,13 @@ def test_the_deepspeed_launchers_local_rank_goes_to_the_script() -> None:
     for given in (["--local_rank=3", "train.py", "-x"], ["train.py", "--local_rank=3", "-x"]):
         assert script_first(given) == ["train.py", "--local_rank=3", "-x"]
     assert script_first([]) == []
+
+
+def test_a_timeout_before_the_script_is_ours() -> None:
+    rest = ["--local_rank=3", "train.py", "-x"]
+    assert take_timeout(["--local_rank=3", "--timeout=7.5", "train.py", "-x"]) == (7.5, rest)
+    assert take_timeout(["train.py", "-x", "--timeout=3"])[1] == ["train.py", "-x", "--timeout=3"]
+    assert take_timeout([]) == (600.0, [])
 
 
 @pytest.mark.parametrize("name", ["config", "config_params", "args"])

@@ -7,7 +7,6 @@ import gc
 import os
 import socket
 import sys
-import time
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -15,15 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wf_backends.cluster.ending import failed, leave_mpi_at_exit, settle_at_exit
 from wf_backends.cluster.environment import Place, detect
 from wf_backends.cluster.rendezvous import meet, open_store, take_gpu, with_local
-from wf_backends.comm import library_name, load_mpi
+from wf_backends.comm import DEFAULT_TIMEOUT_S, library_name, load_mpi
 
-__all__ = ["Launch", "detect", "init", "settle_at_exit"]
+__all__ = ["Launch", "detect", "init", "leave_mpi_at_exit", "settle_at_exit"]
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
-GRACE_S = 0.05  # for torch's threads at the end of Python
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +61,11 @@ class Launch:
 
     def _end(self) -> None:
         """`close` at the exit of Python. Not after an error: peers may still wait in the group."""
-        if getattr(sys, "last_value", None) is None:
+        if not failed():
             self.close()
 
 
-def init(backend: str | None = None, timeout: float = 600.0) -> Launch:
+def init(backend: str | None = None, timeout: float = DEFAULT_TIMEOUT_S) -> Launch:
     """Initialise torch.distributed from whatever launcher started this process.
 
     Reads the variables of torchrun, deepspeed, Open MPI, MPICH and Slurm; nothing needs to be set
@@ -109,22 +108,8 @@ def init(backend: str | None = None, timeout: float = 600.0) -> Launch:
     launch = replace(_describe(place), _exported=_export(place))
     settle_at_exit()
     atexit.register(launch._end)
+    leave_mpi_at_exit()
     return launch
-
-
-def settle_at_exit() -> None:
-    """When Python ends, first wait a moment for the threads of groups that nobody destroyed.
-
-    A thread of gloo that frees a tensor while Python ends aborts the process (pytorch issue
-    190489). `init` calls this; call it for groups that were made otherwise.
-    """
-    atexit.unregister(_settle)  # once is enough
-    atexit.register(_settle)
-
-
-def _settle() -> None:
-    sys.setswitchinterval(1e-6)  # a thread that waits for the interpreter gets it at once
-    time.sleep(GRACE_S)
 
 
 def _check_backend(backend: str | None) -> str:

@@ -16,14 +16,15 @@ from wf_backends.comm.consistency import (
     sum_over_ranks,
 )
 from wf_backends.comm.mpi import library_name, load_mpi
-from wf_backends.comm.process_group import own_group, timeout_of
-from wf_backends.comm.protocol import Communicator, Message, Pending, View
+from wf_backends.comm.process_group import as_timeout, own_group, timeout_of
+from wf_backends.comm.protocol import DEFAULT_TIMEOUT_S, Communicator, Message, Pending, View
 from wf_backends.comm.threads import ThreadComm, World, run_threads
 from wf_backends.comm.turns import exchange
 
 __all__ = [
     "Agreement",
     "Communicator",
+    "DEFAULT_TIMEOUT_S",
     "HEADER_INTEGERS",
     "Message",
     "Pending",
@@ -32,6 +33,7 @@ __all__ = [
     "View",
     "World",
     "all_to_all",
+    "as_timeout",
     "chunk_sizes",
     "exchange",
     "fingerprint",
@@ -48,12 +50,15 @@ __all__ = [
 ]
 
 
-def make_comm(group: Any = None) -> Communicator:
+def make_comm(group: Any = None, timeout: float | None = None) -> Communicator:
     """The communicator of what a user calls a group.
 
     Args:
         group: None = the default group of torch.distributed, or one rank alone where that is not
-            initialised; a torch ProcessGroup; an mpi4py communicator; or a Communicator.
+            initialised; a torch ProcessGroup; an mpi4py communicator; or a Communicator, which
+            keeps its own timeout.
+        timeout: seconds that a wait waits for its peer. None = as long as the torch group, and as
+            long as the default group for an mpi4py communicator.
 
     Raises:
         ValueError: if `group` is something else, or does not hold this process.
@@ -67,12 +72,19 @@ def make_comm(group: Any = None) -> Communicator:
     if group is None or isinstance(group, dist.ProcessGroup):
         from wf_backends.comm.process_group import GroupComm
 
-        return GroupComm(group)
+        return GroupComm(group, timeout)
     if type(group).__module__.startswith("mpi4py"):
         from wf_backends.comm.mpi import MpiComm
 
-        return MpiComm(group)
+        return MpiComm(group, _default_timeout() if timeout is None else timeout)
     raise ValueError(
         f"group must be None, a torch ProcessGroup, an mpi4py communicator or a Communicator; "
         f"got {type(group).__module__}.{type(group).__qualname__}: {group!r}"
     )
+
+
+def _default_timeout() -> float:
+    """Seconds that the default group waits, which `launch.init(timeout=...)` made."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    found = None if world is None else timeout_of(world)
+    return DEFAULT_TIMEOUT_S if found is None else found.total_seconds()

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
-from wf_backends.comm.protocol import Communicator, Message, Pending
+from wf_backends.comm.protocol import DEFAULT_TIMEOUT_S, Communicator, Message, Pending
 from wf_backends.comm.staging import Staged
 
 if TYPE_CHECKING:
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
 
 POLLS_AT_ONCE = 1000  # polls before the waiting rank lets others have the core
 PAUSE_S = 20e-6  # seconds between polls after that
+POLLS_OF_LIFE = 5000  # polls between looks whether the peer has ended, about half a second
+MESSAGE, ENDED = 0, 1  # tags: of all messages, and of the empty one that a rank sends as it ends
 HOST_COPIES = "CUDA tensors go through host copies"
 
 
@@ -49,30 +53,47 @@ class MpiComm(Communicator):
     """An MPI communicator, duplicated so that its messages never meet the program's own.
 
     Making one is collective. MPI moves large messages only inside its calls: to overlap them with
-    compute, call `poll()` of what `post` returned between two pieces of work.
+    compute, call `poll()` of what `post` returned between two pieces of work. No call waits inside
+    MPI, where nothing ends a wait: all waits poll, until the timeout or until the peer has ended.
 
     Args:
         comm: an mpi4py intracommunicator.
-        timeout: seconds that `wait` waits.
+        timeout: seconds that a wait waits.
         max_message: bytes of one MPI message; what is larger travels as several, because older
             libraries count in 32 bits.
 
     Raises:
         ValueError: if `comm` is COMM_NULL or an intercommunicator.
+        RuntimeError: if not all ranks make one within the timeout.
     """
 
     on_host = True
     needs_polls = True
 
-    def __init__(self, comm: MPI.Comm, timeout: float = 600.0, max_message: int = 2**30) -> None:
+    def __init__(
+        self, comm: MPI.Comm, timeout: float = DEFAULT_TIMEOUT_S, max_message: int = 2**30
+    ) -> None:
         super().__init__()
         self.MPI = load_mpi()
         if comm == self.MPI.COMM_NULL or comm.Is_inter():
             raise ValueError(f"group must be an MPI intracommunicator of this process, got {comm}")
-        self.comm = comm.Dup()
-        self.rank, self.size = self.comm.Get_rank(), self.comm.Get_size()
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.timeout, self.max_message = timeout, max_message
         self.cuda_aware = _cuda_aware(self.MPI)
+        self.comm, request = comm.Idup()
+        name = f"rank {self.rank} of {self.size}: the meeting of all ranks"
+        wait_until(request.Test, timeout, lambda: name)
+        atexit.register(_call, WeakMethod(self.leave))
+
+    def leave(self) -> None:
+        """Tell all peers that this rank ends: what they still wait for will not come."""
+        for peer in range(self.size):
+            if peer != self.rank and not self.MPI.Is_finalized():
+                self.comm.Isend([b"", 0, self.MPI.BYTE], peer, ENDED)
+
+    def has_ended(self, peer: int) -> bool:
+        """Whether a peer said so."""
+        return self.comm.Iprobe(peer, ENDED)
 
     @property
     def cuda_support(self) -> str:
@@ -108,9 +129,9 @@ class MpiComm(Communicator):
                 what = f"{label!r}, the message {way} rank {peer}"
                 for part in self._parts(tensor):
                     with self.naming(what):
-                        request = start([part, part.numel(), self.MPI.BYTE], peer)
+                        request = start([part, part.numel(), self.MPI.BYTE], peer, MESSAGE)
                     expected = part.numel() if way == "from" else None
-                    flights.append(_Flight(what, request, expected, part))
+                    flights.append(_Flight(what, peer, request, expected, part))
         return _MpiPending(self, flights)
 
     def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -133,6 +154,7 @@ class _Flight:
     """One MPI request."""
 
     what: str
+    peer: int
     request: MPI.Request
     expected: int | None  # bytes of a receive, None for a send
     buffer: Tensor  # stays alive until the request is done
@@ -141,23 +163,31 @@ class _Flight:
 class _MpiPending(Pending):
     def __init__(self, comm: MpiComm, flights: list[_Flight]) -> None:
         self.comm, self.flights = comm, flights
+        self.gone: _Flight | None = None  # the first one, if its peer has ended
 
     def poll(self) -> None:
         self.flights = [flight for flight in self.flights if not self._landed(flight)]
 
     def wait(self) -> None:
-        deadline = time.monotonic() + self.comm.timeout
-        polls = 0
+        comm = self.comm
+        if not self._done():
+            prefix = f"rank {comm.rank} of {comm.size}: "
+            wait_until(self._done, comm.timeout, lambda: prefix + self.flights[0].what, self._look)
+
+    def _done(self) -> bool:
         self.poll()
-        while self.flights:
-            if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"rank {self.comm.rank} of {self.comm.size}: {self.flights[0].what} did not "
-                    f"end within {self.comm.timeout:g} s"
-                )
-            polls += 1
-            time.sleep(PAUSE_S if polls > POLLS_AT_ONCE else 0)
-            self.poll()
+        return not self.flights
+
+    def _look(self) -> None:
+        """Give up if the peer has ended: what it sent before is here by the next look."""
+        first = self.flights[0]
+        if self.gone is not first:
+            self.gone = first if self.comm.has_ended(first.peer) else None
+            return
+        raise RuntimeError(
+            f"rank {self.comm.rank} of {self.comm.size}: {first.what} failed: "
+            f"rank {first.peer} has ended"
+        )
 
     def _landed(self, flight: _Flight) -> bool:
         status = self.comm.MPI.Status()
@@ -170,6 +200,39 @@ class _MpiPending(Pending):
                 f"expected {flight.expected}"
             )
         return True
+
+
+def wait_until(
+    done: Callable[[], bool],
+    timeout: float,
+    what: Callable[[], str],
+    look: Callable[[], None] = lambda: None,
+) -> None:
+    """Call `done` until it is true.
+
+    Args:
+        timeout: seconds.
+        what: names this rank, the step and the peer in the error.
+        look: called about twice a second; may give up by an error of its own.
+
+    Raises:
+        RuntimeError: if the timeout passes.
+    """
+    deadline, polls = time.monotonic() + timeout, 0
+    while not done():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{what()} did not end within {timeout:g} s")
+        polls += 1
+        time.sleep(PAUSE_S if polls > POLLS_AT_ONCE else 0)
+        if polls % POLLS_OF_LIFE == 0:
+            look()
+
+
+def _call(method: WeakMethod[Callable[[], None]]) -> None:
+    """Of an object that may be gone."""
+    alive = method()
+    if alive is not None:
+        alive()
 
 
 def _cuda_aware(MPI: Any) -> bool | None:

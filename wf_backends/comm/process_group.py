@@ -28,16 +28,24 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-def own_group() -> dist.ProcessGroup | None:
+def as_timeout(seconds: float | None, parent: dist.ProcessGroup) -> timedelta | None:
+    """The timeout of a group that is made: what is asked for, or the parent's."""
+    return timeout_of(parent) if seconds is None else timedelta(seconds=seconds)
+
+
+def own_group(timeout: float | None = None) -> dist.ProcessGroup | None:
     """A new group of all ranks, which all must call this; None if there is no job.
 
     NCCL has one queue for each group: what a framework gathers and reduces in the default group
     would hold up the messages of attention.
+
+    Args:
+        timeout: seconds that its operations wait for peers; None = as those of the default group.
     """
     world = dist.group.WORLD
     if world is None:
         return None
-    group = dist.new_group(timeout=timeout_of(world))
+    group = dist.new_group(timeout=as_timeout(timeout, world))
     assert isinstance(group, dist.ProcessGroup), "every rank is in it"
     return group
 
@@ -52,10 +60,14 @@ class GroupComm(Communicator):
 
     Args:
         group: None = the default group.
+        timeout: seconds that a wait of gloo waits; None = as the group says.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, timeout: float | None = None
+    ) -> None:
         super().__init__()
+        self.timeout = () if timeout is None else (timedelta(seconds=timeout),)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         found = dist.group.WORLD if group is None else group
         assert found is not None
@@ -154,7 +166,7 @@ class _GroupPending(Pending):
     def wait(self) -> None:
         for what, work in self.works:
             try:
-                work.wait()
+                work.wait(*self.comm.timeout)
             except RuntimeError as error:
                 raise self.comm.named(what, error) from error
         self.works, self.keep = [], None

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+DEFAULT_TIMEOUT_S = 600.0  # seconds that a wait waits where nobody said otherwise
 Message = tuple[int, Tensor]  # (peer rank, contiguous tensor to send or to receive into)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, cast
 
-from wf_backends._validation import AUTO, is_number, nearest, one_of, positive
+from wf_backends._validation import AUTO, is_number, nearest, one_of, positive, seconds
 from wf_backends.cluster import KERNEL_NAMES, check_source
 from wf_backends.planner import MOVES
 from wf_backends.schedule import ORDER, ROUTES, check_layout_name, divisors, read_placed
@@ -75,6 +75,10 @@ class SequenceParallelConfig:
     """Hosts and links, from which "auto" is chosen: the name of a preset, a .json or .toml file,
     "measure" (measured at first use), or None = the one-host preset on cores of one host, else
     measured."""
+    timeout: float | None = None
+    """Seconds that a message waits for its peer before the call fails, on gloo and MPI. None = as
+    long as the group that is given waits, the default group under MPI (600 s where nothing else was
+    said)."""
 
     def __post_init__(self) -> None:
         positive("sequence_parallel_size", self.sequence_parallel_size)
@@ -90,6 +94,7 @@ class SequenceParallelConfig:
         if self.backward_route is not None:
             self._set("backward_route", self._checked_route("backward_route"))
         self._check_degrees()
+        seconds("timeout", self.timeout)
         if self.topology is not None:
             self._check_topology()
 
@@ -131,6 +136,7 @@ class SequenceParallelConfig:
         """What `from_dict` takes, as a JSON has it; some keys only where they say something."""
         words = {f.name: _as_json(getattr(self, f.name)) for f in fields(self)}
         silent = {"strategy": None, "topology": None, "keep_gathered": False, "kept_layers": 1}
+        silent["timeout"] = None
         silent |= dict.fromkeys(ULYSSES_DETAILS, self._ulysses_default)
         return {k: v for k, v in words.items() if k not in silent or v != silent[k]}
 

@@ -52,7 +52,7 @@ class SequenceParallel:
     def __init__(
         self, config: SequenceParallelConfig, group: Any = None, topology: Topology | None = None
     ) -> None:
-        everyone, size = make_comm(group), config.sequence_parallel_size
+        everyone, size = make_comm(group, config.timeout), config.sequence_parallel_size
         if everyone.size % size:
             start = f": start {size} ranks and call launch.init(), or give a group"
             raise ValueError(

@@ -1,0 +1,94 @@
+"""How a rank ends, so that no peer waits for it for ever.
+
+Under MPI Python ends with MPI's finalize, which waits for all ranks. A rank that ends early would
+wait there for peers that wait for its messages. So its connections are closed before, and a rank
+that failed ends the job, as `python -m mpi4py` has it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import sys
+import time
+from collections.abc import Callable
+from types import CellType
+from typing import Any, cast
+
+import torch.distributed as dist
+
+SETTLE_S = 0.05  # for torch's threads at the end of Python
+LAST_WORDS_S = 3.0  # for the errors of peers, before a rank that failed ends the job
+
+
+def settle_at_exit() -> None:
+    """When Python ends, first wait a moment for the threads of groups that nobody destroyed.
+
+    A thread of gloo that frees a tensor while Python ends aborts the process (pytorch issue
+    190489). Before that, a job of MPI is left. `init` calls this; call it for groups that were made
+    otherwise.
+    """
+    _at_exit(_settle)
+    leave_mpi_at_exit()
+
+
+def leave_mpi_at_exit() -> None:
+    """When Python ends, let go of the peers of a job of MPI; end the job if this rank failed.
+
+    What is registered later runs earlier: call it last.
+    """
+    _at_exit(_leave_mpi)
+
+
+def _at_exit(step: Callable[[], None]) -> None:
+    atexit.unregister(step)  # once is enough
+    atexit.register(step)
+
+
+def failed() -> bool:
+    """Whether Python ends by an exception that nobody caught."""
+    return getattr(sys, "last_value", None) is not None
+
+
+def _settle() -> None:
+    sys.setswitchinterval(1e-6)  # a thread that waits for the interpreter gets it at once
+    time.sleep(SETTLE_S)
+
+
+def _leave_mpi() -> None:
+    MPI = sys.modules.get("mpi4py.MPI")
+    if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
+        return
+    if dist.is_initialized() and "nccl" not in dist.get_backend_config():
+        groups = [*dist.distributed_c10d._world.pg_map]
+        dist.destroy_process_group()
+        _forget(groups)
+    if failed():
+        sys.stderr.flush()
+        time.sleep(LAST_WORDS_S)
+        MPI.COMM_WORLD.Abort(1)
+
+
+def _forget(groups: list[Any]) -> None:
+    """Close the connections of groups that were destroyed: nothing refers to them any more."""
+    while groups:
+        group = groups.pop()
+        for holder in gc.get_referrers(group):
+            _replace(holder, group)
+        del group
+    gc.collect()
+
+
+def _replace(holder: Any, group: Any) -> None:
+    """None where a dict, a list, a closure's variable or an object holds the group."""
+    if isinstance(holder, CellType):
+        holder.cell_contents = None
+    elif isinstance(holder, list):
+        holder[:] = [None if value is group else value for value in cast(list[Any], holder)]
+    elif isinstance(holder, dict):
+        names = cast(dict[Any, Any], holder)
+        names.update({name: None for name, value in names.items() if value is group})
+    else:
+        for name in (*getattr(holder, "__dict__", ()), *getattr(holder, "__slots__", ())):
+            if getattr(holder, name, None) is group:
+                object.__setattr__(holder, name, None)  # whether it is frozen or not
