@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -102,9 +102,8 @@ def test_loss_and_gradients(name: str, bias: bool) -> None:
     given["labels"] = given["labels"].clamp(min=3) if "ignore" in name else given["labels"]
     right = losses(model, given)
     for tiles in (1, TILES, 100):
-        with tile_modules(model, [Tiles("head", 1, tiles, loss=True)]):
-            same(losses(model, given), right)
-            with without_torchs_own():
+        for torchs in (nullcontext(), without_torchs_own()):
+            with torchs, tile_modules(model, [Tiles("head", 1, tiles, loss=True)]):
                 same(losses(model, given), right)
 
 
@@ -114,9 +113,8 @@ def test_tied_and_frozen_heads() -> None:
         model.head.weight = model.embed.weight
         model.embed.weight.requires_grad_(own)
         right = losses(model, batch())
-        with tile_modules(model, [Tiles("head", 1, TILES, loss=True)]):
-            same(losses(model, batch()), right)
-            with without_torchs_own():
+        for torchs in (nullcontext(), without_torchs_own()):
+            with torchs, tile_modules(model, [Tiles("head", 1, TILES, loss=True)]):
                 same(losses(model, batch()), right)
 
 
@@ -160,8 +158,8 @@ def test_there_are_never_all_logits(own: bool) -> None:
     with Largest() as whole:
         losses(model, given)
     assert whole.numel == given["ids"].numel() * VOCABULARY
-    patch = without_torchs_own() if own else pytest.MonkeyPatch.context()
-    with patch, tile_modules(model, [Tiles("head", 1, 8, loss=True)]), Largest() as tiled:
+    torchs = without_torchs_own() if own else nullcontext()
+    with torchs, tile_modules(model, [Tiles("head", 1, 8, loss=True)]), Largest() as tiled:
         losses(model, given)
     assert tiled.numel < whole.numel / 4
 

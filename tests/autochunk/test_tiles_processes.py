@@ -136,8 +136,12 @@ def gathered_by_part() -> None:
     model(torch.randn(1, ROWS, WIDTH), torch.zeros(1, ROWS, dtype=torch.int64))
 
 
-def different_modules() -> None:
-    tile_modules(Model(False), [Tiles(f"layers.{dist.get_rank()}.mlp", 1, 2)])
+def of_one_rank(_: Communicator) -> tuple[list[Tiles], str]:
+    """What all ranks tile where each names a module of its own; and the error of two dimensions."""
+    rank = dist.get_rank()
+    handle = tile_modules(Model(False), [Tiles(f"layers.{rank}.mlp", 1, 2)])
+    different = [Tiles("layers.0.mlp", rank, 2)]
+    return list(handle.tiles), error_of(lambda: tile_modules(Model(False), different))
 
 
 def error_of(fn: Callable[[], Any]) -> str:
@@ -176,10 +180,7 @@ def test_a_part_that_fsdp_gathers_is_refused(trained: list[Any]) -> None:
         assert error.startswith("FSDP2 would gather 'up' of a tiled Mlp for every tile")
 
 
-def test_ranks_that_name_different_modules_are_refused() -> None:
-    for error in run_processes(RANKS, naming_different_modules):
-        assert "all ranks must tile the same modules" in error
-
-
-def naming_different_modules(_: Communicator) -> str:
-    return error_of(different_modules)
+def test_all_ranks_tile_what_one_does() -> None:
+    for tiles, error in run_processes(RANKS, of_one_rank):
+        assert tiles == [Tiles(f"layers.{i}.mlp", 1, 2) for i in range(RANKS)]
+        assert error.startswith("all ranks must tile a module alike")

@@ -4,5 +4,16 @@ from wf_backends.autochunk.chunked import autochunk
 from wf_backends.autochunk.handle import Handle
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
 from wf_backends.autochunk.tiles import Tiles, tile_modules
+from wf_backends.autochunk.training import TrainingPlan, apply_training, plan_training
 
-__all__ = ["ChunkPlan", "ChunkedPart", "Handle", "Tiles", "autochunk", "tile_modules"]
+__all__ = [
+    "ChunkPlan",
+    "ChunkedPart",
+    "Handle",
+    "Tiles",
+    "TrainingPlan",
+    "apply_training",
+    "autochunk",
+    "plan_training",
+    "tile_modules",
+]

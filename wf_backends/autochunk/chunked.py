@@ -20,6 +20,7 @@ from wf_backends.autochunk.find import Budget, find_plan, use_plan
 from wf_backends.autochunk.lower import Lowered
 from wf_backends.autochunk.memory import unchunked_peak
 from wf_backends.autochunk.plan import ChunkPlan
+from wf_backends.autochunk.training import TrainingPlan, plan_training, tile_training
 
 SMALL = 16  # calls whose inputs have this many times fewer elements run the model itself
 
@@ -30,7 +31,7 @@ def autochunk(
     kwargs: Mapping[str, Any] | None = None,
     max_memory: int | float | str | None = None,
     max_slowdown: float = 0.1,
-    plan: ChunkPlan | None = None,
+    plan: ChunkPlan | TrainingPlan | None = None,
 ) -> ChunkedModel:
     """The model with its forward pass in slices, so that its activations fit `max_memory`.
 
@@ -48,11 +49,19 @@ def autochunk(
     Inputs of another form are planned at their first call. With gradients enabled the model runs
     unchunked, with a warning: the slices of this plan keep nothing for a backward pass.
 
+    A model in training (`model.training`) is itself returned, changed: its modules are tiled with
+    recomputation as a `TrainingPlan` says (see `plan_training`), and `remove()` takes them back.
+
     Raises:
         ValueError: for a budget that nothing fits (with the closest plan), a size that is none, a
             model that cannot be captured (with the reason), or a plan of another model.
     """
     budget = Budget(_checked_memory(max_memory), _checked_slowdown(max_slowdown))
+    if model.training:
+        made = plan or plan_training(model, args, kwargs, budget.memory, budget.slowdown)
+        return cast(ChunkedModel, tile_training(model, made))
+    if isinstance(plan, TrainingPlan):
+        raise ValueError("plan is one for training, and the model is not: call model.train() first")
     forward = ChunkedForward(model, budget, plan)
     chunked = cast(ChunkedModel, copy.copy(model))
     forward.prepare(chunked, args, dict(kwargs or {}))
@@ -64,8 +73,10 @@ def autochunk(
 class ChunkedModel(nn.Module):
     """What `autochunk` returns, for type checkers: the model's own class with these beside."""
 
-    plan: ChunkPlan
+    plan: ChunkPlan | TrainingPlan
     explain: Callable[[], str]
+    remove: Callable[[], None]
+    """Of a model in training."""
 
 
 @dataclass(frozen=True)

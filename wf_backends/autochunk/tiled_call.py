@@ -109,9 +109,10 @@ class _Call:
             yield first, min(step, self.rows - first)
 
     def tile(self, tensors: Sequence[Tensor], first: int, rows: int) -> list[Tensor]:
-        """The tensors of one tile."""
+        """The tensors of one tile; contiguous, because modules may take views of what they get."""
+        cut = (self.tiled.dim, first, rows)
         pairs = zip(tensors, self.cut, strict=True)
-        return [x.narrow(self.tiled.dim, first, rows) if cut else x for x, cut in pairs]
+        return [x.narrow(*cut).contiguous() if is_cut else x for x, is_cut in pairs]
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors among the results of one tile."""

@@ -35,7 +35,7 @@ def tile_loss(owner: nn.Module, head: nn.Module, tiles: int, handle: Handle) -> 
     Raises:
         NotImplementedError: for a model whose loss is another one.
     """
-    name = getattr(getattr(owner, "loss_function", None), "__name__", None)
+    name = loss_name(owner)
     if name != LOSS:
         raise NotImplementedError(
             f"the loss of {type(owner).__name__} is {name}, and not transformers' {LOSS}"
@@ -49,6 +49,20 @@ def tile_loss(owner: nn.Module, head: nn.Module, tiles: int, handle: Handle) -> 
     handle.undo.callback(after.remove)
 
 
+def loss_name(owner: nn.Module) -> str | None:
+    """What the model's `loss_function` is called; None if it has none."""
+    return getattr(getattr(owner, "loss_function", None), "__name__", None)
+
+
+def torch_has_the_loss(head: nn.Module) -> bool:
+    """Whether `linear_cross_entropy` gives the loss of this head's logits, and computes them once.
+
+    In 16 bits its loss is rounded to them, and it pays no heed to autocast.
+    """
+    wide = type(head) is nn.Linear and head.weight.dtype in (torch.float32, torch.float64)
+    return wide and hasattr(F, "linear_cross_entropy")
+
+
 class _HeadLoss:
     """In the place of the head's `forward`: logits as ever, or the loss of the call's labels."""
 
@@ -56,7 +70,7 @@ class _HeadLoss:
         self.head: Any = head
         self.tiles = tiles
         self.loss_function: Any = owner.loss_function
-        self.compute, self.whole = head.forward, type(head) is nn.Linear
+        self.compute, self.whole = head.forward, torch_has_the_loss(head)
         self.names = list(inspect.signature(type(owner).forward).parameters)[1:]  # without self
         self.losses = TiledCall(_TokenLosses(head), 0, tiles)
         self.call: Mapping[str, Any] | None = None
@@ -88,25 +102,13 @@ class _HeadLoss:
         """The cross entropies of (n, width) and (n,), summed."""
         assert self.call is not None
         index = ignored(self.call)
-        if self._torch_has_it(hidden):
+        if self.whole and not torch.is_autocast_enabled(hidden.device.type):
             rows = -(-len(hidden) // self.tiles)
             options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)
             words = {"linear_bias": self.head.bias, "ignore_index": index, "options": options}
             weight = self.head.weight
             return F.linear_cross_entropy(hidden, weight, labels, reduction="sum", **words)
         return self.losses(hidden, labels, index).sum()
-
-    def _torch_has_it(self, hidden: Tensor) -> bool:
-        """Whether `linear_cross_entropy` gives what the model does, and does not compute twice.
-
-        In 16 bits its loss is rounded to them, and it pays no heed to autocast.
-        """
-        return (
-            hasattr(F, "linear_cross_entropy")
-            and self.whole
-            and hidden.dtype in (torch.float32, torch.float64)
-            and not torch.is_autocast_enabled(hidden.device.type)
-        )
 
     def given(self, logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """In the place of the model's `loss_function`: what the head made."""

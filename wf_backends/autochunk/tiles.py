@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -45,13 +46,19 @@ def tile_modules(
     (`deepspeed.utils.set_z3_leaf_module(module, True)`), or its parts would be gathered by tile.
 
     Args:
-        group: ranks that train together; the largest count among them runs on all.
+        group: ranks that train together. None: all of the job. What one of them tiles all do, in
+            the largest count among them.
 
     Raises:
-        ValueError: for a module that there is not, a wrong `dim` or `tiles`, or a group whose ranks
-            name different modules.
+        ValueError: for a module that there is not, a wrong `dim` or `tiles`, or ranks that cut a
+            module along different dimensions.
         NotImplementedError: for a loss that is not transformers' for causal language models.
     """
+    return install(model, agreed(tiles, group))
+
+
+def install(model: nn.Module, tiles: Sequence[Tiles]) -> Handle:
+    """As `tile_modules`, of this process alone."""
     modules = dict(model.named_modules())
     for one in tiles:
         positive("tiles", one.tiles)
@@ -59,9 +66,9 @@ def tile_modules(
             raise ValueError(f"module {one.module!r} is none of this {type(model).__name__}")
         if one.dim < 0:
             raise ValueError(f"dim must be counted from the first, 0 or more, got {one.dim}")
-    handle = Handle(agreed(tiles, group))
+    handle = Handle(tiles)
     with handle.removed_on_error():
-        for one in handle.tiles:
+        for one in tiles:
             module = modules[one.module]
             if one.loss:
                 tile_loss(modules[one.module.rpartition(".")[0]], module, one.tiles, handle)
@@ -71,20 +78,19 @@ def tile_modules(
 
 
 def agreed(tiles: Sequence[Tiles], group: ProcessGroup | None = None) -> tuple[Tiles, ...]:
-    """`tiles` with the largest count of all ranks of `group` (None: of the job) in each.
+    """What any rank of `group` (None: of the job) tiles, in the largest count of all ranks.
 
     Raises:
-        ValueError: if the ranks name different modules.
+        ValueError: if ranks cut a module along different dimensions.
     """
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return tuple(tiles)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, list(tiles), group)
-    named = [[(one.module, one.dim, one.loss) for one in theirs] for theirs in everyone]
-    for rank, theirs in enumerate(named):
-        if theirs != named[0]:
-            raise ValueError(
-                f"all ranks must tile the same modules: rank 0 has {named[0]}, rank {rank} {theirs}"
-            )
-    counts = zip(*([one.tiles for one in theirs] for theirs in everyone), strict=True)
-    return tuple(replace(one, tiles=max(n)) for one, n in zip(tiles, counts, strict=True))
+    found: dict[str, Tiles] = {}
+    for one in chain.from_iterable(everyone):
+        known = found.setdefault(one.module, one)
+        if (known.dim, known.loss) != (one.dim, one.loss):
+            raise ValueError(f"all ranks must tile a module alike, got {known} and {one}")
+        found[one.module] = max(known, one, key=lambda tiles: tiles.tiles)
+    return tuple(found.values())
