@@ -6,15 +6,18 @@ import operator
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from tests.autochunk.drawn import Case, Draw
 from tests.autochunk.rule_cases import CASES
 from tests.autochunk.slicing import assert_slices, tensors
-from wf_backends.autochunk.rules import TABLE, sources
+from wf_backends.autochunk.rules import TABLE, emit, sources
 
 SEEDS = range(3)
+
+aten = torch.ops.aten
 
 
 def as_graph(case: Case, draw: Draw) -> fx.Node:
@@ -44,11 +47,26 @@ def test_rows_of_the_output_are_computed_from_the_rows_that_the_rule_names(case:
     for seed in SEEDS:
         node = as_graph(case, Draw(seed))
         whole = node.meta["val"]
-        assert tuple(d for d in range(tensors(whole)[0].ndim) if sources(node, d)) == case.dims
+        assert (
+            tuple(d for d in range(tensors(whole)[0].ndim) if sources(node, d) is not None)
+            == case.dims
+        )
         for dim in case.dims:
             assert_slices(node, dim, whole, own_value, seed)
 
 
 def test_every_entry_of_the_table_has_a_case_that_is_sliced() -> None:
     sliced = {getattr(case.target, "overloadpacket", case.target) for case in CASES if case.dims}
-    assert [str(entry) for entry in set(TABLE) - sliced - {operator.getitem}] == []
+    elsewhere = {operator.getitem, aten.empty, aten.new_empty}  # in the models; have no values
+    assert [str(entry) for entry in set(TABLE) - sliced - elsewhere] == []
+
+
+def test_scores_that_are_added_to_nothing_are_sliced_with_it() -> None:
+    """As diffusers' eager attention computes them."""
+    graph = fx.Graph()
+    empty = graph.call_function(aten.empty.memory_format, ([2, 6, 5],))
+    empty.meta["val"] = torch.empty(2, 6, 5)
+    assert sources(empty, 1) == ()
+    rows = fx.Graph()
+    rows.output(emit(rows, empty, 1, (2, 5), empty.args, empty.kwargs))
+    assert fx.Interpreter(torch.nn.Module(), graph=rows).run().shape == (2, 3, 5)

@@ -33,7 +33,7 @@ def calls(graph: fx.Graph, packet: object) -> list[fx.Node]:
     return [n for n in graph.nodes if getattr(n.target, "overloadpacket", None) is packet]
 
 
-def test_placeholders_unknown_operators_and_nodes_without_tensors_are_walls() -> None:
+def test_placeholders_and_operators_without_a_rule_are_walls() -> None:
     graph = graph_of(lambda x: x.unfold(0, 2, 1).sum(-1) + torch.arange(5.0), (6,))
     walls = [n for n in graph.nodes if n.op != "output" and sources(n, 0) is None]
     assert [node.name for node in walls] == ["args_0", "unfold", "arange"]

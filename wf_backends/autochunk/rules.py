@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from math import lcm
 from typing import Any
 
@@ -74,7 +75,9 @@ def sources(node: fx.Node, dim: int) -> tuple[Source, ...] | None:
     One Source for each node among its arguments, in the order of `torch.fx.node.map_arg`. Of a node
     that gives a list of tensors, `dim` is a dimension of each of them.
 
-    None: a wall. That is also so for a dimension of size 1 and for a node that reads no tensor.
+    Of a node that reads no tensor, such as `zeros`, it is empty.
+
+    None: a wall. So is every dimension of size 1.
     """
     rule = rule_of(node.target) if node.op == "call_function" else None
     if rule is None or not may_slice(node, dim) or loses_a_write(node):
@@ -86,7 +89,7 @@ def sources(node: fx.Node, dim: int) -> tuple[Source, ...] | None:
     found: list[Source] = []
     for name, value in by_name(call.target, node.args, node.kwargs).items():
         found += tensor_sources(value, reads.get(name))
-    return tuple(found) or None
+    return tuple(found)
 
 
 def granule(node: fx.Node, dim: int) -> int:
@@ -113,6 +116,7 @@ def emit(
     return rule.write(Slice(graph, Call.of(node), dim, *rows, tuple(args), kwargs))
 
 
+@cache
 def rule_of(target: object) -> Rule | None:
     """The rule of an operator; an in-place one has that of its out-of-place twin."""
     if not isinstance(target, OpOverload):

@@ -1,4 +1,4 @@
-"""Rules for operators that give the same elements other dimensions."""
+"""Rules for operators that give the same elements other dimensions, or repeat one element."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def write_expand(new: Slice) -> fx.Node:
     return new.put(aten.expand.default, new.given["self"], new.shape)
 
 
-def new_filled(call: Call, dim: int) -> Reads:
-    """`self` gives only its dtype and device."""
+def filled(call: Call, dim: int) -> Reads:
+    """Made from its sizes alone; `self` of new_zeros and its like gives only the dtype."""
     return {}
 
 
@@ -135,15 +135,23 @@ PERMUTES = (
     aten.t,
     aten.transpose,
 )
+FILLED = (
+    aten.empty,
+    aten.full,
+    aten.new_empty,
+    aten.new_full,
+    aten.new_ones,
+    aten.new_zeros,
+    aten.ones,
+    aten.zeros,
+)
 
 TABLE: Table = {
     **dict.fromkeys(RESHAPES, Rule(reshape, write_reshape)),
     **dict.fromkeys(PERMUTES, Rule(permute)),
+    **dict.fromkeys(FILLED, Rule(filled, write_size)),
     aten.expand: Rule(expand, write_expand),
     aten.broadcast_to: Rule(expand, write_expand),
-    aten.new_full: Rule(new_filled, write_size),
-    aten.new_ones: Rule(new_filled, write_size),
-    aten.new_zeros: Rule(new_filled, write_size),
     aten.repeat: Rule(repeat, write_repeat),
     aten.repeat_interleave: Rule(repeat_interleave, write_repeat_interleave),
 }
