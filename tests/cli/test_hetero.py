@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from wf_backends.cli import bench_hetero as module
-from wf_backends.cli import generate as generate_module
+from wf_backends.cli import readers
 
 transformers = pytest.importorskip("transformers", reason="the transformers extra is missing")
 
@@ -77,7 +77,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
             return generator
 
-    monkeypatch.setattr(generate_module, "entry_points", lambda group: [Entry])
+    monkeypatch.setattr(readers, "entry_points", lambda group: [Entry])
     return tmp_path
 
 

@@ -10,6 +10,7 @@ import pytest
 
 transformers = pytest.importorskip("transformers", reason="the transformers extra is missing")
 
+from wf_backends.cli import readers  # noqa: E402
 from wf_backends.cli import verify as command  # noqa: E402
 
 ON_FOUR = ("--sequence-parallel-size", "4")
@@ -22,7 +23,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an installed WallFacer registers it."""
     value = "wf_transformers.verify_folder:verify_folder"
     point = EntryPoint("transformers", value, command.VERIFIERS)
-    monkeypatch.setattr(command, "entry_points", lambda group: [point])
+    monkeypatch.setattr(readers, "entry_points", lambda group: [point])
 
 
 def save(folder: Path, weights: bool, **words: Any) -> str:

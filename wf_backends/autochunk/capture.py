@@ -57,6 +57,12 @@ class Captured:
     output_spec: pytree.TreeSpec
     fingerprint: str
 
+    @property
+    def main_kind(self) -> tuple[torch.device, torch.dtype]:
+        """The device and the dtype of the first weight of floating point."""
+        found = ((device, dtype) for dtype, device in self.kinds if dtype.is_floating_point)
+        return next(found, (torch.device("cpu"), torch.float32))
+
     def read_weights(self) -> list[torch.Tensor] | None:
         """The weights as they are now; None where one has another dtype or device than when the
         graph was captured."""
@@ -143,6 +149,12 @@ def _written_input(node: fx.Node) -> str | None:
     while isinstance(base, fx.Node) and (below := viewed(base)):
         base = below
     return base.name if isinstance(base, fx.Node) and base.op == "placeholder" else None
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module that the operator belongs to."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return stack[-1][0] if stack else ""
 
 
 def _shapes(node: fx.Node) -> list[tuple[Any, ...]]:

@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from wf_backends._validation import parse_bytes
 from wf_backends.autochunk.capture import Captured, bind, capture
-from wf_backends.autochunk.cost import measure_rates
-from wf_backends.autochunk.find import Budget, find_plan, use_plan
+from wf_backends.autochunk.find import Budget, checked_budget, find_plan, use_plan
 from wf_backends.autochunk.lower import Lowered
 from wf_backends.autochunk.memory import unchunked_peak
 from wf_backends.autochunk.plan import ChunkPlan
@@ -56,7 +54,7 @@ def autochunk(
         ValueError: for a budget that nothing fits (with the closest plan), a size that is none, a
             model that cannot be captured (with the reason), or a plan of another model.
     """
-    budget = Budget(_checked_memory(max_memory), _checked_slowdown(max_slowdown))
+    budget = checked_budget(max_memory, max_slowdown)
     if model.training:
         made = plan or plan_training(model, args, kwargs, budget.memory, budget.slowdown)
         return cast(ChunkedModel, tile_training(model, made))
@@ -129,8 +127,7 @@ class ChunkedForward:
             plan, lowered = self._plan, use_plan(captured, self._plan)
         else:
             before = unchunked_peak(self._model, args, kwargs)
-            rates = measure_rates(*_kind(captured))
-            plan, lowered = find_plan(captured, before, self._budget, rates)
+            plan, lowered = find_plan(captured, before, self._budget)
         compiled = Compiled(captured, plan, lowered)
         self._compiled[_form(leaves, spec)] = compiled
         self._elements = max(self._elements, _elements(args, kwargs))
@@ -169,30 +166,3 @@ def _form(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
         for x in leaves
     )
     return (spec, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), *described)
-
-
-def _kind(captured: Captured) -> tuple[torch.device, torch.dtype]:
-    """The device and the type of the model's first weight of floating point."""
-    found = ((device, dtype) for dtype, device in captured.kinds if dtype.is_floating_point)
-    return next(found, (torch.device("cpu"), torch.float32))
-
-
-def _checked_memory(max_memory: int | float | str | None) -> int | float | None:
-    if max_memory is None:
-        return None
-    if isinstance(max_memory, float):
-        if 0 < max_memory < 1:
-            return max_memory
-        raise ValueError(
-            f"max_memory as a float is a share of the unchunked peak, between 0 and 1, "
-            f'got {max_memory!r}; for bytes give an int or a size such as "2GB"'
-        )
-    return parse_bytes("max_memory", max_memory)
-
-
-def _checked_slowdown(max_slowdown: float) -> float:
-    if isinstance(max_slowdown, bool) or not isinstance(max_slowdown, (int, float)):
-        raise ValueError(f"max_slowdown must be a number such as 0.1, got {max_slowdown!r}")
-    if not max_slowdown >= 0:
-        raise ValueError(f"max_slowdown must be 0 or more, got {max_slowdown!r}")
-    return float(max_slowdown)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from wf_backends._validation import parse_bytes
 from wf_backends.autochunk.capture import Captured
-from wf_backends.autochunk.cost import Rates
+from wf_backends.autochunk.cost import measure_rates
 from wf_backends.autochunk.lower import Lowered, lower
 from wf_backends.autochunk.memory import Effects
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
@@ -29,9 +30,33 @@ class Budget:
         return int(self.memory * before) if isinstance(self.memory, float) else self.memory
 
 
-def find_plan(
-    captured: Captured, before: int, budget: Budget, rates: Rates
-) -> tuple[ChunkPlan, Lowered]:
+def checked_budget(max_memory: int | float | str | None, max_slowdown: float) -> Budget:
+    """The budget as a user gives it; ValueError for what is none."""
+    return Budget(_checked_memory(max_memory), _checked_slowdown(max_slowdown))
+
+
+def _checked_memory(max_memory: int | float | str | None) -> int | float | None:
+    if max_memory is None:
+        return None
+    if isinstance(max_memory, float):
+        if 0 < max_memory < 1:
+            return max_memory
+        raise ValueError(
+            f"max_memory as a float is a share of the unchunked peak, between 0 and 1, "
+            f'got {max_memory!r}; for bytes give an int or a size such as "2GB"'
+        )
+    return parse_bytes("max_memory", max_memory)
+
+
+def _checked_slowdown(max_slowdown: float) -> float:
+    if isinstance(max_slowdown, bool) or not isinstance(max_slowdown, (int, float)):
+        raise ValueError(f"max_slowdown must be a number such as 0.1, got {max_slowdown!r}")
+    if not max_slowdown >= 0:
+        raise ValueError(f"max_slowdown must be 0 or more, got {max_slowdown!r}")
+    return float(max_slowdown)
+
+
+def find_plan(captured: Captured, before: int, budget: Budget) -> tuple[ChunkPlan, Lowered]:
     """The cheapest plan within the budget, for a model that needs `before` bytes unchunked.
 
     The plan has no regions where the model itself fits, or where none needs less than it.
@@ -39,7 +64,7 @@ def find_plan(
     Raises ValueError where none fits, with the plan that comes closest.
     """
     effects = Effects()
-    search = Search(captured.graph, effects, rates)
+    search = Search(captured.graph, effects, measure_rates(*captured.main_kind))
     walls = search.walls()
     unchunked = ChunkPlan(captured.fingerprint, (), before, before, 0.0, walls)
 
@@ -112,15 +137,19 @@ def _where(nodes: list[fx.Node]) -> str:
     return common or "the model"
 
 
+class BudgetError(ValueError):
+    """A budget that no plan fits."""
+
+
 def _check_fits(plan: ChunkPlan, limit: int, budget: Budget) -> None:
     if plan.peak > limit:
-        raise ValueError(
+        raise BudgetError(
             f"max_memory={limit} bytes: no plan fits. The closest one needs {plan.peak} bytes "
             f"(unchunked: {plan.peak_before}) at a predicted slowdown of {plan.slowdown:.1%}:\n"
             f"{plan.explain()}"
         )
     if plan.slowdown > budget.slowdown:
-        raise ValueError(
+        raise BudgetError(
             f"max_memory={limit} bytes fits only with a predicted slowdown of {plan.slowdown:.1%}, "
             f"more than max_slowdown={budget.slowdown}; raise one of them. max_memory=None finds "
             f"the least memory within max_slowdown"

@@ -9,21 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
+from wf_backends.autochunk.capture import module_path
 from wf_backends.autochunk.flow import around, trace
 from wf_backends.autochunk.group_norm import join_group_norms
-from wf_backends.autochunk.memory import Effect, Effects, profile, read_steps, submodule
+from wf_backends.autochunk.memory import Effect, Effects, read_steps, submodule
 from wf_backends.autochunk.plan import ChunkedPart
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, kind_of, region_of
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """The graph with its regions. `peaks` are the live bytes at each of its steps, `names` the
-    steps' names."""
+    """The graph with its regions. `peaks` are the live bytes at each of its steps, `modules` the
+    paths of the modules that the steps belong to."""
 
     module: fx.GraphModule
     peaks: list[int]
-    names: list[str]
+    modules: list[str]
 
 
 def lower(graph: fx.Graph, parts: Sequence[ChunkedPart], effects: Effects) -> Lowered:
@@ -31,44 +32,57 @@ def lower(graph: fx.Graph, parts: Sequence[ChunkedPart], effects: Effects) -> Lo
 
     Raises ValueError where the graph has no such region.
     """
-    root, bodies = nn.Module(), Bodies()
-    modules: dict[
-        str, tuple[ChunkedRegion, Effect]
-    ] = {}  # by kind: layers that are alike share one
-    lowered = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
+    writer = _Writer(effects)
     regions = {part.first: _find(graph, part) for part in parts}
     done: set[fx.Node] = set()
-
-    def copy(nodes: Iterable[fx.Node]) -> None:
-        for node in nodes:
-            copies[node] = lowered.node_copy(node, copies.__getitem__)
-            if node.op == "get_attr":
-                root.add_module(str(node.target), submodule(node))
-
     for node in graph.nodes:
         if node.name in regions:
             window, region = regions[node.name]
             before, after = around(window, {op.node for op in region.flow.operators})
-            copy(before)
-            kind = kind_of(region)
-            if kind not in modules:
-                module = ChunkedRegion(region, bodies)
-                modules[kind] = module, _effect(module, effects)
-            root.add_module(f"chunked_{node.name}", modules[kind][0])
-            call = lowered.call_module(
-                f"chunked_{node.name}", tuple(copies[n] for n, _ in region.inputs)
-            )
-            call.meta["effect"] = modules[kind][1]
-            copies.update(_outputs(lowered, call, region))
-            copy(after)
+            writer.copy(before)
+            writer.call(region, f"chunked_{node.name}")
+            writer.copy(after)
             done.update(window)
         elif node not in done:
-            copy([node])
-    join_group_norms(lowered, ())
-    steps = read_steps(lowered, effects)
-    names = [step.node.name for step in steps.steps]
-    return Lowered(fx.GraphModule(root, lowered), profile(steps.steps, steps.outputs), names)
+            writer.copy([node])
+    join_group_norms(writer.graph, ())
+    module = fx.GraphModule(writer.root, writer.graph)
+    steps = read_steps(module.graph, effects)
+    return Lowered(module, steps.peaks, [module_path(step.node) for step in steps.steps])
+
+
+class _Writer:
+    """Writes a graph anew, with regions as modules of `root`. Regions of layers that are alike
+    share a module."""
+
+    def __init__(self, effects: Effects) -> None:
+        self.graph, self.root = fx.Graph(), nn.Module()
+        self._effects, self._bodies = effects, Bodies()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._alike: dict[str, tuple[ChunkedRegion, Effect]] = {}
+
+    def copy(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
+            if node.op == "get_attr":
+                self.root.add_module(str(node.target), submodule(node))
+
+    def call(self, region: Region, name: str) -> None:
+        """Adds the call of a region, and its outputs in the place of their nodes."""
+        kind = kind_of(region)
+        if kind not in self._alike:
+            made = ChunkedRegion(region, self._bodies)
+            self._alike[kind] = made, _effect(made, self._effects)
+        module, effect = self._alike[kind]
+        self.root.add_module(name, module)
+        call = self.graph.call_module(name, tuple(self._copies[n] for n, _ in region.inputs))
+        stack = region.flow.end.node.meta.get("nn_module_stack")
+        values = [node.meta["val"] for node in region.outputs]
+        call.meta = {"val": values, "effect": effect, "nn_module_stack": stack}
+        for index, node in enumerate(region.outputs):
+            output = self.graph.call_function(operator.getitem, (call, index))
+            output.meta = {"val": values[index], "nn_module_stack": stack}
+            self._copies[node] = output
 
 
 def _find(graph: fx.Graph, part: ChunkedPart) -> tuple[list[fx.Node], Region]:
@@ -82,16 +96,6 @@ def _find(graph: fx.Graph, part: ChunkedPart) -> tuple[list[fx.Node], Region]:
     if flow is None or flow.rows != part.rows or len(flow.operators) != part.operators:
         raise ValueError(f"the plan's region {part.first} to {part.last} is not this graph's")
     return window, region_of(flow, part.length)
-
-
-def _outputs(graph: fx.Graph, call: fx.Node, region: Region) -> dict[fx.Node, fx.Node]:
-    """Adds the outputs of a region's call."""
-    call.meta["val"] = [node.meta["val"] for node in region.outputs]
-    outputs = {}
-    for index, node in enumerate(region.outputs):
-        outputs[node] = graph.call_function(operator.getitem, (call, index))
-        outputs[node].meta["val"] = node.meta["val"]
-    return outputs
 
 
 def _effect(module: ChunkedRegion, effects: Effects) -> Effect:

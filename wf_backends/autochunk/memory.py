@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -72,10 +72,15 @@ class _FakeRun(StorageTracker):
 def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The peak of live bytes of ``model(*args, **kwargs)``, beyond weights and inputs, by a run on
     fake tensors without gradients."""
-    mode = FakeTensorMode()
+    known = next((w.fake_mode for w in model.parameters() if isinstance(w, FakeTensor)), None)
+    mode = known or FakeTensorMode()
+
+    def fake(value: torch.Tensor) -> torch.Tensor:
+        return value if isinstance(value, FakeTensor) else mode.from_tensor(value)
+
     named = itertools.chain(model.named_parameters(), model.named_buffers())
-    weights: dict[str, torch.Tensor] = {name: mode.from_tensor(weight) for name, weight in named}
-    args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
+    weights: dict[str, torch.Tensor] = {name: fake(weight) for name, weight in named}
+    args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     with torch.no_grad(), mode, _FakeRun((*weights.values(), *inputs)) as tracker:
         torch.func.functional_call(model, weights, args, kwargs)

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ class ChunkPlan:
     def explain(self) -> str:
         """The plan in words: what runs in slices, and what ended the regions."""
         lines = [
-            f"activations: {_mib(self.peak_before)} -> {_mib(self.peak)} ({self.saved:.0%} saved), "
-            f"predicted slowdown {self.slowdown:.1%}"
+            f"activations: {_size(self.peak_before)} -> {_size(self.peak)} "
+            f"({self.saved:.0%} saved), predicted slowdown {self.slowdown:.1%}"
         ]
         for part, places in _folded(self.regions):
             lines.append(
@@ -99,5 +99,5 @@ def _folded(regions: tuple[ChunkedPart, ...]) -> list[tuple[ChunkedPart, int]]:
     return [(group[0], len(group)) for group in groups.values()]
 
 
-def _mib(count: int) -> str:
-    return f"{count / MIB:.2f} MiB"
+def _size(count: int) -> str:
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / MIB:.2f} MiB"

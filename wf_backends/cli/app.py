@@ -6,6 +6,7 @@ import typer
 
 from wf_backends.cli.bench import bench
 from wf_backends.cli.bench_hetero import bench_hetero
+from wf_backends.cli.chunk import chunk
 from wf_backends.cli.doctor import doctor
 from wf_backends.cli.explain import explain
 from wf_backends.cli.generate import generate
@@ -27,5 +28,6 @@ app.command()(bench)
 app.command("bench-links")(bench_links)
 app.command()(doctor)
 app.command()(verify)
+app.command()(chunk)
 app.command()(generate)
 app.command("bench-hetero")(bench_hetero)

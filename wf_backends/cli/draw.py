@@ -1,7 +1,8 @@
-"""A schedule as a picture: who meets whom, and the first hop on the map of hosts."""
+"""Pictures: a schedule with its hops on the map of hosts, and the memory of a forward pass."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,50 @@ def draw(schedule: Schedule, cluster: Topology, path: Path, title: str) -> None:
     Raises:
         ValueError: if matplotlib is missing.
     """
+    figure = new_figure((12, 5.5), title)
+    grid, hosts = figure.subplots(1, 2)
+    _meetings(grid, schedule)
+    _host_map(hosts, schedule, cluster)
+    figure.savefig(path, dpi=150)
+
+
+def draw_memory(
+    before: Sequence[int], after: Sequence[int], limit: int | None, path: Path, title: str
+) -> None:
+    """Write a picture of the live bytes at each operator, before and after.
+
+    Raises:
+        ValueError: if matplotlib is missing.
+    """
+    figure = new_figure((9, 4), title)
+    axes = figure.subplots()
+    for values, label in ((before, "as it is"), (after, "in slices")):
+        places = [i / max(1, len(values) - 1) for i in range(len(values))]
+        axes.step(places, [value / 2**30 for value in values], where="mid", label=label)
+    if limit is not None:
+        axes.axhline(limit / 2**30, color="gray", linestyle="--", label="budget")
+    axes.set(
+        xlabel="the forward pass, by operators", ylabel="live activations, GiB", ylim=(0, None)
+    )
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def new_figure(size: tuple[float, float], title: str) -> Any:
+    """An empty figure with a title.
+
+    Raises:
+        ValueError: if matplotlib is missing.
+    """
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         raise ValueError(
             "--picture needs matplotlib, which is missing: pip install 'wallfacer[cli]'"
         ) from None
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
-    grid, hosts = figure.subplots(1, 2)
-    _meetings(grid, schedule)
-    _host_map(hosts, schedule, cluster)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def _meetings(axes: Any, schedule: Schedule) -> None:

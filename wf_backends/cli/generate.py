@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+
+from wf_backends.cli.readers import call_reader, check_folder
 
 GENERATORS = "wallfacer.generators"  # entry points: a folder -> a model with `generate_text`
 
@@ -77,15 +78,8 @@ def load(folder: Path) -> Any:
     Raises:
         ValueError: if the folder has none, or nothing is installed that reads it.
     """
-    if not (folder / "config.json").exists():
-        raise ValueError(f"--model {folder}: there is no config.json")
-    why = "none is registered: install WallFacer itself, pip install '.[transformers]'"
-    for reader in entry_points(group=GENERATORS):
-        try:
-            return reader.load()(folder)
-        except ModuleNotFoundError as error:
-            why = f"{error}: pip install '.[transformers]'"
-    raise ValueError(f"generate needs what reads models; {why}")
+    check_folder(folder)
+    return call_reader(GENERATORS, "generate", folder)
 
 
 class Progress:

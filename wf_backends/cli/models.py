@@ -6,12 +6,11 @@ kv_heads and head_dim: the core imports no framework.
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
-from importlib.metadata import entry_points
 from typing import Annotated
 
 import typer
+
+from wf_backends.cli.readers import call_reader
 
 SHAPES = "wallfacer.model_shapes"
 
@@ -34,14 +33,7 @@ def model_shape(name: str) -> dict[str, int]:
     Raises:
         ValueError: as `take_shape`.
     """
-    why = "none is registered: install WallFacer itself, pip install '.[transformers]'"
-    for reader in entry_points(group=SHAPES):
-        try:
-            with redirect_stdout(sys.stderr):  # what libraries say when imported is no JSON
-                return reader.load()(name)
-        except ModuleNotFoundError as error:
-            why = f"{error}: pip install '.[transformers]'"
-    raise ValueError(f"--model needs what reads models; {why}")
+    return call_reader(SHAPES, "--model", name)
 
 
 ModelName = Annotated[

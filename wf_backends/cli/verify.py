@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from contextlib import redirect_stdout
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from wf_backends.cli.options import check_least
+from wf_backends.cli.readers import call_reader, check_folder
 from wf_backends.parallel import SequenceParallelConfig
 
 VERIFIERS = "wallfacer.verifiers"  # entry points: (folder, config) -> what was found, in a sentence
@@ -33,8 +31,7 @@ def verify(
         wallfacer verify --model ./llama --sequence-parallel-size 4
     """
     check_least("--sequence-parallel-size", sequence_parallel_size, 2)
-    if not (model / "config.json").exists():
-        raise ValueError(f"--model {model}: there is no config.json")
+    check_folder(model)
     config = SequenceParallelConfig(
         sequence_parallel_size=sequence_parallel_size,
         route=route,
@@ -42,19 +39,7 @@ def verify(
         layout=layout,
     )
     try:
-        print(_verify(model, config))
+        print(call_reader(VERIFIERS, "verify", model, config))
     except NotImplementedError as error:
         typer.echo(f"wallfacer: {error}", err=True)
         raise typer.Exit(1) from error
-
-
-def _verify(model: Path, config: SequenceParallelConfig) -> str:
-    """What the first package that reads models says; the core imports no framework."""
-    why = "none is registered: install WallFacer itself, pip install '.[transformers]'"
-    for reader in entry_points(group=VERIFIERS):
-        try:
-            with redirect_stdout(sys.stderr):  # what libraries say when imported
-                return reader.load()(model, config)
-        except ModuleNotFoundError as error:
-            why = f"{error}: pip install '.[transformers]'"
-    raise ValueError(f"verify needs what reads models; {why}")

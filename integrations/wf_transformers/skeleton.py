@@ -1,0 +1,55 @@
+"""A model of a folder on fake tensors: its operators and shapes without its memory."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModel,
+    AutoModelForCausalLM,
+)
+
+ATTENTIONS = ("sdpa", "eager")
+
+
+def skeleton(
+    folder: Path, seqlen: int, batch: int, attention: str, layers: int
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model in evaluation mode, and the keyword arguments of a prefill without a cache.
+
+    Args:
+        folder: with config.json; weights are not read.
+        attention: "sdpa" or "eager".
+        layers: how many layers to lay out; 0: all.
+
+    Raises:
+        ValueError: for a folder or a word that cannot be used, or a model that takes no tokens.
+    """
+    if attention not in ATTENTIONS:
+        raise ValueError(f"--attention must be one of {list(ATTENTIONS)}, got {attention!r}")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {folder}: {str(error).splitlines()[0]}") from error
+    if layers:
+        config.num_hidden_layers = min(layers, config.num_hidden_layers)
+    kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+    dtype = config.torch_dtype or torch.float32
+    with FakeTensorMode():
+        made = kind.from_config(config, attn_implementation=attention, torch_dtype=dtype).eval()
+        if made.main_input_name != "input_ids":
+            raise ValueError(
+                f"--model {folder}: {type(made).__name__} takes {made.main_input_name}; only "
+                f"models of tokens are supported"
+            )
+        inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
+    takes = inspect.signature(made.forward).parameters
+    wanted = {"use_cache": False, "logits_to_keep": 1}  # a prefill needs the last token's logits
+    return made, inputs | {name: value for name, value in wanted.items() if name in takes}

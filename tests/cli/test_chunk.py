@@ -1,0 +1,70 @@
+"""`wallfacer chunk`: the memory of a model's activations, from its configuration alone."""
+
+from __future__ import annotations
+
+import json
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="the transformers extra is missing")
+
+from wf_backends.cli import chunk as command  # noqa: E402
+from wf_backends.cli import readers  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model of a few layers with 70 billion parameters' width, and no weights."""
+    value = "wf_transformers.skeleton:skeleton"
+    point = EntryPoint("transformers", value, command.SKELETONS)
+    monkeypatch.setattr(readers, "entry_points", lambda group: [point])
+    transformers.LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        num_hidden_layers=2,
+        vocab_size=1000,
+        torch_dtype="bfloat16",
+    ).save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_a_large_model_under_a_budget(wallfacer, folder: str, tmp_path: Path) -> None:
+    words = ("chunk", "--model", folder, "--seqlen", "16384", "--max-memory", "2GB")
+    picture = tmp_path / "memory.png"
+    code, out, err = wallfacer(*words, "--picture", str(picture))
+    assert code == 0, err
+    assert "3.6" in out.split("->")[0] and "model.layers.0.mlp and 1 alike" in out
+    assert "model.layers.*.mlp.act_fn" in out
+    assert picture.stat().st_size > 0
+
+    code, out, err = wallfacer(*words, "--json", "--longest")
+    plan = json.loads(out)
+    assert plan["peak"] <= 2e9 < plan["peak_before"]
+    assert plan["longest_sequence"] > 16384
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--seqlen", "0"), "--seqlen must be at least 1"),
+        (("--seqlen", "8", "--max-memory", "much"), "max_memory must be a number of bytes"),
+        (("--seqlen", "8", "--max-memory", "1.5"), "max_memory as a float is a share"),
+        (("--seqlen", "8", "--attention", "flash"), "--attention must be one of"),
+        (("--seqlen", "8", "--longest"), "--longest needs --max-memory as a size"),
+        (("--seqlen", "16384", "--max-memory", "1MB"), "no plan fits. The closest one needs"),
+    ],
+)
+def test_bad_words(wallfacer, folder: str, words: tuple[str, ...], message: str) -> None:
+    code, _, err = wallfacer("chunk", "--model", folder, *words)
+    assert code == 2
+    assert message in err
+
+
+def test_a_folder_without_a_model(wallfacer, tmp_path: Path) -> None:
+    code, _, err = wallfacer("chunk", "--model", str(tmp_path), "--seqlen", "8")
+    assert code == 2
+    assert "there is no config.json" in err

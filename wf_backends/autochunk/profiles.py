@@ -1,0 +1,59 @@
+"""A plan with the memory of every operator, for models that are only looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from wf_backends.autochunk.capture import bind, capture
+from wf_backends.autochunk.find import checked_budget, find_plan
+from wf_backends.autochunk.lower import lower
+from wf_backends.autochunk.memory import Effects, unchunked_peak
+from wf_backends.autochunk.plan import ChunkPlan
+
+
+@dataclass(frozen=True)
+class Profiles:
+    """A plan, and the live bytes of activations at each operator with its module's path: `before`
+    as the model is, `after` with a chunk region as one operator."""
+
+    plan: ChunkPlan
+    before: tuple[tuple[str, int], ...]
+    after: tuple[tuple[str, int], ...]
+
+
+def memory_profiles(
+    model: nn.Module,
+    kwargs: Mapping[str, Any],
+    max_memory: int | float | str | None = None,
+    max_slowdown: float = 0.1,
+) -> Profiles:
+    """What `autochunk` would do to a model, which may lie on fake tensors: nothing is computed.
+
+    Arguments and errors as `autochunk`.
+    """
+    budget = checked_budget(max_memory, max_slowdown)
+    args, bound = bind(model, (), dict(kwargs))
+    captured = capture(model, args, bound)
+    plan, lowered = find_plan(captured, unchunked_peak(model, args, bound), budget)
+    unchunked = lower(captured.graph, (), Effects())
+    before = tuple(zip(unchunked.modules, unchunked.peaks, strict=True))
+    after = tuple(zip(lowered.modules, lowered.peaks, strict=True))
+    return Profiles(plan, before, after if plan.regions else before)
+
+
+def longest(fits: Callable[[int], bool], step: int) -> int:
+    """The largest multiple of `step` that fits, to within 2 %; 0 if none does.
+
+    What fits has to fit when it is shorter, too.
+    """
+    low, high = 0, step
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(step, low // 50):
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,110 @@
+"""`wallfacer chunk`: the memory of a model's activations, and what slices make of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from wf_backends._validation import parse_bytes
+from wf_backends.autochunk import BudgetError, Profiles, longest, memory_profiles
+from wf_backends.cli.draw import draw_memory
+from wf_backends.cli.options import check_file, check_least
+from wf_backends.cli.readers import call_reader, check_folder
+
+SKELETONS = "wallfacer.skeletons"  # entry points: a folder -> a model on fake tensors, its inputs
+MIB = 1 << 20
+ROWS = 12  # of the table
+FEW = 2  # layers that are laid out to find the longest sequence: the peak is that of one layer
+STEP = 1024  # tokens: the longest sequence is a multiple of it
+
+
+def chunk(
+    model: Annotated[Path, typer.Option(help="Folder with config.json; no weights are read.")],
+    seqlen: Annotated[int, typer.Option(help="Tokens of a sequence.")],
+    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
+    max_memory: Annotated[str, typer.Option(help="Of activations, such as 8GB.")] = "",
+    max_slowdown: Annotated[float, typer.Option(help="Share of time that slices may add.")] = 0.1,
+    attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
+    layers: Annotated[int, typer.Option(help="Lay out only so many; 0: all.")] = 0,
+    longest_sequence: Annotated[
+        bool, typer.Option("--longest", help="Also find the longest sequence that fits.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    picture: Annotated[Path | None, typer.Option(help="Draw the memory over the run.")] = None,
+) -> None:
+    """Find the parts of a model's forward pass to run slice by slice under a memory budget.
+
+    Nothing is computed and no weights are read: a model of any size is looked at on any machine.
+
+    Example:
+
+        wallfacer chunk --model ./llama --seqlen 65536 --max-memory 8GB
+    """
+    check_least("--seqlen", seqlen, 1)
+    check_least("--batch", batch, 1)
+    check_least("--layers", layers, 0)
+    check_folder(model)
+    check_file("--picture", picture)
+    memory = _memory(max_memory)
+    if longest_sequence and not isinstance(memory, str):
+        raise ValueError("--longest needs --max-memory as a size, such as 8GB")
+
+    def profiles_of(tokens: int, some: int) -> Profiles:
+        made, inputs = call_reader(SKELETONS, "chunk", model, tokens, batch, attention, some)
+        return memory_profiles(made, inputs, memory, max_slowdown)
+
+    def fits(tokens: int) -> bool:
+        try:
+            profiles_of(tokens, layers or FEW)
+        except BudgetError:
+            return False
+        return True
+
+    found = profiles_of(seqlen, layers)
+    reach = longest(fits, STEP) if longest_sequence else None
+    if picture is not None:
+        limit = parse_bytes("--max-memory", memory) if isinstance(memory, str) else None
+        before, after = ([count for _, count in side] for side in (found.before, found.after))
+        draw_memory(before, after, limit, picture, f"{model.name}, {seqlen} tokens")
+    if as_json:
+        print(json.dumps({**asdict(found.plan), "longest_sequence": reach}, indent=2))
+        return
+    print(found.plan.explain())
+    if reach is not None:
+        print(f"longest sequence within {memory}: {reach} tokens")
+    Console().print(_table(found))
+
+
+def _memory(text: str) -> str | float | None:
+    """A size as it is, a share of the unchunked peak as a number, None for nothing."""
+    try:
+        return float(text)
+    except ValueError:
+        return text or None
+
+
+def _table(found: Profiles) -> Table:
+    """The most bytes within each kind of module; layers that are alike in one row."""
+    table = Table(title="live activations, MiB", box=None)
+    for name in ("module", "as it is", "in slices"):
+        table.add_column(name, justify="left" if name == "module" else "right")
+    before, after = _by_module(found.before), _by_module(found.after)
+    for path in sorted(before, key=before.__getitem__, reverse=True)[:ROWS]:
+        cells = (f"{side[path] / MIB:.1f}" if path in side else "" for side in (before, after))
+        table.add_row(path or "the model", *cells)
+    return table
+
+
+def _by_module(profile: Sequence[tuple[str, int]]) -> dict[str, int]:
+    most: dict[str, int] = {}
+    for path, count in profile:
+        kind = ".".join("*" if part.isdigit() else part for part in path.split("."))
+        most[kind] = max(count, most.get(kind, 0))
+    return most
