@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends.parallel import count_valid
+from wf_colossalai.sequence import plain
 from wf_transformers import Handle, WholeBatchHooks
 from wf_transformers.hooks import Call
 from wf_transformers.own_loss import own_loss
@@ -41,6 +42,7 @@ class TokenHooks(WholeBatchHooks):
     """
 
     whole_without_labels = False
+    hides_local_logits = False
 
     def __init__(
         self,
@@ -87,7 +89,7 @@ class TokenHooks(WholeBatchHooks):
         """As without ColossalAI, and of logits that are this rank's columns of the vocabulary."""
         vocabulary, labels = _split_vocabulary(model, logits), call.local["labels"]
         if self._tensor_parallel is None or vocabulary is None:
-            return super()._share(model, logits, call)
+            return super()._share(model, plain(logits), call)
         wide, sp = logits.float(), self._handle.sp
         total = cross_entropy_1d(
             wide.flatten(0, -2),

@@ -12,11 +12,13 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.vit.modeling_vit import ViTModel
 
 from wf_backends import SequenceParallel
+from wf_backends._compile import eager
 from wf_backends.dsp import DynamicSequenceParallel, Stages, receivers, spread
 from wf_backends.schedule import padding_multiple
 from wf_transformers.attention import UNSUPPORTED
 from wf_transformers.bert import bert_attributes, unhooked_bert
 from wf_transformers.calls import (
+    TOKENS,
     has_tokens,
     parameter_names,
     refuse_call,
@@ -24,8 +26,9 @@ from wf_transformers.calls import (
     rows_given,
     takes_any_keyword,
 )
+from wf_transformers.draws import RankDraws, draws_in_training
 from wf_transformers.handle import Handle
-from wf_transformers.models import asks_registry, inner_models, refuse_unspreadable
+from wf_transformers.models import asks_registry, inner_models, refuse_unspreadable, tell_windows
 from wf_transformers.registry import free_name, register, registered_for
 
 Words = dict[str, Any]
@@ -80,11 +83,32 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
     """
     if handle.sp.size > 1:
         refuse_unspreadable(model)
+    tell_windows(model)
     _take_over_bert(model, handle)
+    if handle.sp.size > 1:
+        _draw_by_rank(model, handle)
     _tell_documents(model, handle)
     vit = model.base_model
     if isinstance(vit, ViTModel):
         shard_between(handle, vit.embeddings, vit.layernorm)
+
+
+def _draw_by_rank(model: nn.Module, handle: Handle) -> None:
+    """Around forwards of tokens in training: dropout falls on other elements on every rank."""
+    draws, names = RankDraws(handle.sp.rank), parameter_names(model)
+
+    @eager
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Words) -> None:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if model.training and has_tokens(given) and draws_in_training(model):
+            draws.enter(given[next(key for key in TOKENS if given.get(key) is not None)].device)
+
+    @eager
+    def leave(*_: Any) -> None:
+        draws.leave()
+
+    handle.undo.callback(model.register_forward_pre_hook(enter, with_kwargs=True).remove)
+    handle.undo.callback(model.register_forward_hook(leave, always_call=True).remove)
 
 
 def _take_over_bert(model: nn.Module, handle: Handle) -> None:
@@ -111,6 +135,7 @@ def shard_between(handle: Handle, first: nn.Module, last: nn.Module) -> None:
     sp, documents = handle.sp, handle.attention.documents
     multiple = padding_multiple(sp.config.layout, sp.size)
     lengths: list[int] = []
+    draws = RankDraws(sp.rank)
 
     def shard(_: nn.Module, __: Any, full: Tensor) -> Tensor:
         lengths[:] = [full.shape[1]]
@@ -120,9 +145,12 @@ def shard_between(handle: Handle, first: nn.Module, last: nn.Module) -> None:
         scale_gradient(full, 1 / sp.size)
         rows = sp.shard(pad(full, (0, 0, 0, padding)), dim=1)
         documents.expect(rows.shape[1])
+        if first.training and sp.size > 1 and draws_in_training(first):
+            draws.enter(full.device)
         return rows
 
     def unshard(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        draws.leave()
         full = sp.unshard(args[0], dim=1)
         documents.expect(0)
         scale_gradient(full, sp.size)

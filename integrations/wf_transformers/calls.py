@@ -26,6 +26,7 @@ PARTIAL_STATES = (
     "output_hidden_states=True: they would be of this rank's tokens, beside whole logits; leave it "
     "out of the call and the config"
 )
+TOKENS = ("input_ids", "inputs_embeds")
 LABELS = ("labels", "start_positions", "end_positions", "next_sentence_label")
 
 
@@ -42,12 +43,12 @@ def takes_any_keyword(model: nn.Module) -> bool:
 
 def has_tokens(given: Mapping[str, Any]) -> bool:
     """Whether a call's arguments are tokens, not images or sounds (which encoders take whole)."""
-    return any(given.get(key) is not None for key in ("input_ids", "inputs_embeds"))
+    return any(given.get(key) is not None for key in TOKENS)
 
 
 def rows_given(given: Mapping[str, Any]) -> int:
     """This rank's tokens among a call's arguments; 0 for images and sounds, which are whole."""
-    for key in ("input_ids", "inputs_embeds"):
+    for key in TOKENS:
         if isinstance(given.get(key), Tensor):
             return given[key].shape[1]
     return 0

@@ -20,7 +20,7 @@ from wf_transformers.attention import Attention
 from wf_transformers.bert import unhooked_bert
 from wf_transformers.checkpoints import Checkpointing, checkpoint_activations
 from wf_transformers.handle import Handle
-from wf_transformers.models import outermost
+from wf_transformers.models import outermost, refuse_mixing
 from wf_transformers.registry import registered_for
 
 
@@ -50,6 +50,7 @@ def attach(
     models, attending = outermost(model), receivers(model)
     if sp.size > 1:
         _refuse_alone(model, models, attending)
+        refuse_mixing(model)
     for receiver in attending:
         getattr(receiver, RECEIVER)(sp)
     handle = attach_pretrained(models, sp) if models else Handle(sp)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from wf_backends import SequenceParallel
+from wf_backends.parallel import IGNORE_INDEX
 from wf_transformers.attention import Attention
 
 
@@ -34,6 +37,7 @@ class Handle:
     def __init__(self, sp: SequenceParallel, attention: Attention | None = None) -> None:
         self.sp, self.attention, self.undo = sp, attention or Attention(sp), ExitStack()
         self.data_parallel_rank, self.data_parallel_size = data_parallel(sp)
+        self._told = False  # of labels at padding
         self.advice = (
             f"all {sp.size} ranks of a sequence read the same samples: shard the data by "
             f"rank // {sp.size}"
@@ -78,6 +82,7 @@ class Handle:
             ValueError: for a malformed batch, and on every rank of the group if they hold
                 different batches.
         """
+        self.tell_padded_labels(batch)
         with self.advising():
             return self.sp.shard_batch(batch, pad_token_id, labels_are_shifted)
 
@@ -91,6 +96,17 @@ class Handle:
             float32 scalar.
         """
         return self.sp.loss(logits, labels) * self.sp.size
+
+    def tell_padded_labels(self, batch: Mapping[str, Any]) -> None:
+        """Warn once of labels at padding, which count for nothing here."""
+        lost = 0 if self._told else int(at_padding(batch).sum())
+        if lost:
+            self._told = True
+            warnings.warn(
+                f"{lost} labels of this batch stand where attention_mask is 0: they count for "
+                f"nothing here, and elsewhere for the loss. Set them to {IGNORE_INDEX} to say so",
+                stacklevel=3,
+            )
 
     def prepare_dataloader(
         self,
@@ -148,6 +164,14 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def at_padding(batch: Mapping[str, Any]) -> Tensor:
+    """(b, S) bool, True where a label counts and attention_mask is 0; one False without both."""
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.shape == labels.shape:
+        return (mask == 0) & (labels != IGNORE_INDEX)
+    return torch.zeros((), dtype=torch.bool)
 
 
 def data_parallel(sp: SequenceParallel, group: ProcessGroup | None = None) -> tuple[int, int]:

@@ -15,15 +15,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends._compile import eager
-from wf_backends.parallel import token_loss
+from wf_backends.parallel import IGNORE_INDEX, count_valid, token_loss
 from wf_transformers.attach import scale_gradient
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES
+from wf_transformers.draws import WholeNoise
 from wf_transformers.fused import FUSED, fused_fields, own_words
-from wf_transformers.handle import Handle
+from wf_transformers.handle import Handle, at_padding
+from wf_transformers.local_logits import LocalLogits
 from wf_transformers.models import Head, head_of, inner_models
 from wf_transformers.own_loss import INPUTS, no_head, output_embeddings, own_loss
 from wf_transformers.whole_batch import (
@@ -55,6 +59,8 @@ class Call:
     """Valid labels of the optimizer step as the caller counted them on this rank's batches."""
     whole: bool
     """Whether logits are to be of the whole batch."""
+    hidden: bool
+    """Whether logits are of this rank's tokens, and nobody said that they may be."""
     fused: bool
     """Whether the model gives no logits, but values by token of the labels."""
     own_loss: bool
@@ -72,6 +78,8 @@ class WholeBatchHooks:
 
     whole_without_labels = True
     """Whether logits are whole where no labels are passed, for a loss that the caller makes."""
+    hides_local_logits = True
+    """Whether logits of this rank's tokens are an error to use, unless the call asks for them."""
 
     def __init__(
         self,
@@ -85,13 +93,18 @@ class WholeBatchHooks:
         _, *self._names = inspect.signature(type(model).forward).parameters  # without self
         self._call: Call | None = None
         self._head_called = False
+        self._noise = WholeNoise()
         self._hooks = (
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after),
+            model.register_forward_hook(self._leave, always_call=True),
             *(head.register_forward_hook(self._at_head) for head in output_embeddings(model)),
             *(inner.register_forward_pre_hook(self._inside) for inner in inner_models(model)),
         )
         handle.undo.callback(self.remove)
+        if isinstance(model, PreTrainedModel):  # the Trainer sums them over all ranks
+            share = partial(_operations, model.floating_point_ops, handle.sp.size)
+            handle.set(model, "floating_point_ops", share)
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -104,8 +117,10 @@ class WholeBatchHooks:
     ) -> tuple[tuple[()], dict[str, Any]]:
         given = own_words(dict(zip(self._names, args, strict=False)) | kwargs)
         labelled = given.get("labels") is not None
-        wanted = given.pop(WHOLE_LOGITS, self._always_whole or not model.training)
+        asked = given.pop(WHOLE_LOGITS, None)
+        wanted = asked if asked is not None else self._always_whole or not model.training
         whole = wanted or (self.whole_without_labels and not labelled)
+        hidden = self.hides_local_logits and asked is None and not whole
         refuse_arguments(given)
         if labelled and self._head == "other":
             raise NotImplementedError(unknown_labels(model))
@@ -114,13 +129,16 @@ class WholeBatchHooks:
         seqlen = seqlen_of(given)
         batch = self._batch(given, seqlen)
         if leaves_loss:
+            self._handle.tell_padded_labels(batch)
+            given["labels"] = given["labels"].masked_fill(at_padding(batch), IGNORE_INDEX)
             batch = {key: value for key, value in batch.items() if key in INPUTS}
         given = {k: v for k, v in given.items() if k not in batch}
         local = self._handle.shard_batch(batch, labels_are_shifted=self._head == "masked")
         keep_padding_in_range(model, local, seqlen)
         num_items = None if leaves_loss else given.pop("num_items_in_batch", None)
-        self._call = Call(seqlen, local, num_items, whole, fused, leaves_loss)
+        self._call = Call(seqlen, local, num_items, whole, hidden, fused, leaves_loss)
         self._handle.attention.logits_are_whole, self._head_called = leaves_loss, False
+        self._noise.enter(model, seqlen_of(local), seqlen)
         return (), self._words(model, given, local)
 
     def _leaves_loss(self, model: nn.Module, given: dict[str, Any]) -> bool:
@@ -132,6 +150,12 @@ class WholeBatchHooks:
                 '"sequence"'
             )
         return found is not None
+
+    @eager
+    def _leave(self, *_: Any) -> None:
+        """After a call, also one that failed."""
+        self._call = None
+        self._noise.leave()
 
     def _inside(self, inner: nn.Module, _: Any) -> None:
         """Refuse a call of a model inside that goes round the hooks: nothing would be cut."""
@@ -187,6 +211,8 @@ class WholeBatchHooks:
             fields["loss"] = self._loss(model, logits, call)
         if call.whole:
             fields["logits"] = self._whole(logits, call)
+        elif call.hidden:
+            fields["logits"] = LocalLogits()
         return type(output)(**fields)
 
     def _own_output(self, model: nn.Module, output: Any) -> Any:
@@ -222,9 +248,16 @@ class WholeBatchHooks:
         sp, labels = self._handle.sp, call.local["labels"]
         if call.num_items is not None:
             return token_loss(logits, labels, call.num_items) * sp.size
-        if model.training:
+        if model.training and self._handle.averages_tokens:
             return self._handle.loss(logits, labels)
-        return sp.loss(logits, labels) * sp.size
+        num_valid = sp.sum_over_ranks(count_valid(labels))
+        share = token_loss(logits, labels, num_valid) * sp.size
+        return torch.where(num_valid > 0, share, torch.nan)  # as the mean over nothing
+
+
+def _operations(original: Callable[..., int], size: int, *args: Any, **kwargs: Any) -> float:
+    """One rank's part of the operations that a whole batch takes."""
+    return original(*args, **kwargs) / size
 
 
 def loss_only(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

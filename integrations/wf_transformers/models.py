@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import transformers
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import modeling_auto
+
+from wf_backends.dsp import RECEIVER
 
 Head = Literal["causal", "masked", "other"]
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # what files whose attention asks the registry import
@@ -73,14 +78,71 @@ def refuse_unspreadable(model: PreTrainedModel) -> None:
             layers other than attention that mix tokens.
     """
     refuse_varying_rope(type(model).__name__, model.config)
-    if model.main_input_name != "input_ids":  # patches or sounds, cut behind such layers
-        return
+    refuse_mixing(model)
+
+
+def refuse_mixing(model: nn.Module) -> None:
+    """Refuse layers of `model` that mix tokens and are no attention over the ranks.
+
+    Modules that are given the SequenceParallel are left alone, and models of images or sounds.
+
+    Raises:
+        NotImplementedError: naming the first one.
+    """
     for name, module in model.named_modules():
-        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+        what = _mixes(module)
+        if what is not None and not _is_left_alone(model, name):
             raise NotImplementedError(
-                f"{type(model).__name__}.{name} is a convolution over tokens, kernel_size "
-                f"{module.kernel_size[0]}: only attention may mix tokens that are on several ranks"
+                f"{type(model).__name__}.{name} is {what}: only attention may mix tokens that are "
+                "on several ranks"
             )
+
+
+def _mixes(module: nn.Module) -> str | None:
+    """What a module is, if it mixes tokens."""
+    kind = type(module).__name__
+    if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)) and module.kernel_size[0] > 1:
+        return f"a convolution over tokens, kernel_size {module.kernel_size[0]}"
+    if isinstance(module, nn.RNNBase):
+        return f"a recurrence over tokens, {kind}"
+    if isinstance(module, nn.MultiheadAttention):
+        return "torch's own attention, over this rank's tokens"
+    if isinstance(module, _BatchNorm):
+        return f"a mean over all tokens of a batch, {kind}"
+    return None
+
+
+def _is_left_alone(model: nn.Module, name: str) -> bool:
+    """Whether a module is inside one that cuts what it mixes, or takes images or sounds."""
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
+    return any(hasattr(one, RECEIVER) or _takes_no_tokens(one) for one in around)
+
+
+def _takes_no_tokens(module: nn.Module) -> bool:
+    """Whether a module is a model of patches or sounds, cut behind layers that mix these."""
+    return isinstance(module, PreTrainedModel) and module.main_input_name != "input_ids"
+
+
+def tell_windows(model: PreTrainedModel) -> None:
+    """Warn where this transformers' own attention gives windows to layers that have none.
+
+    Qwen2 and Qwen3 of transformers 4 build one mask by the config's window for all layers. Their
+    layers, flash attention there, and transformers 5 know `max_window_layers`, as we do.
+    """
+    config = model.config
+    first = getattr(config, "max_window_layers", None)
+    if first and getattr(config, "use_sliding_window", False) and not _names_layers(config):
+        warnings.warn(
+            f"{type(model).__name__}: layers from max_window_layers={first} on have a sliding "
+            "window here, as under flash attention and in transformers 5; eager and sdpa attention "
+            f"of transformers {transformers.__version__} give one to all layers",
+            stacklevel=2,
+        )
+
+
+def _names_layers(config: Any) -> bool:
+    return getattr(config, "layer_types", None) is not None
 
 
 def refuse_varying_rope(name: str, config: Any) -> None:

@@ -187,11 +187,95 @@ def test_whose_logits_a_call_with_labels_gives(always: bool) -> None:
         model, sp = build("llama", "eager", {}), sequence_parallel(comm)
         hooks = WholeBatchHooks(model, attach(model, sp), always)
         said = [model(**given, whole_logits=whole) for whole in (True, False)]
-        found = [model(**given), *said, model.eval()(**given), model(**given, whole_logits=False)]
+        found = [*said, model.eval()(**given), model(**given, whole_logits=False)]
+        if always:
+            found.append(model.train()(**given))
         hooks.remove()
         return [one.logits.shape[1] for one in found]
 
-    assert run_threads(2, rank) == [[24 if always else 12, 24, 12, 24, 12]] * 2
+    assert run_threads(2, rank) == [[24, 12, 24, 12] + always * [24]] * 2
+
+
+def test_a_mean_over_local_logits_is_refused() -> None:
+    """As a Trainer's `compute_loss` takes one beside `outputs.loss`."""
+
+    def rank(comm: Any) -> None:
+        model = build("llama", "eager", {})
+        WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
+        output = model(**batch(seqlen=24))
+        output.loss.backward()
+        logits, one = output.logits, torch.ones(())
+        for use in (
+            lambda: torch.softmax(logits, -1).mean(),
+            lambda: logits.float().mean(),
+            lambda: logits[:, :-1],
+            lambda: one * logits,
+            lambda: 2 * logits,
+            lambda: -logits,
+            lambda: output["logits"].shape,
+        ):
+            with pytest.raises(NotImplementedError, match="whole_logits=True"):
+                use()
+        assert not hasattr(logits, "somebodys")
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_labels_at_padding_are_told_of(own: bool) -> None:
+    """Once; they count for nothing, as if they were -100, in a loss of the model's own, too."""
+    given = batch(2, seqlen=24)
+    given["attention_mask"] = torch.ones(2, 24).long()
+    given["attention_mask"][1, 20:] = 0
+    masked = given["labels"].masked_fill(given["attention_mask"] == 0, -100)
+    words = {"ignore_index": -100} if own else {}
+    wanted = build("llama", "eager", {})(**given | {"labels": masked}).loss
+
+    def rank(comm: Any) -> float:
+        model = build("llama", "eager", {})
+        WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
+        loss = model(**given, **words).loss
+        model(**given, **words)
+        return loss.item()
+
+    with pytest.warns(UserWarning, match="4 labels of this batch stand") as told:
+        found = run_threads(2, rank)
+    assert len(told) == 2 and found == pytest.approx([wanted.item()] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_a_batch_without_labels_has_no_loss(train: bool) -> None:
+    """The mean over nothing is no number, and its gradient is 0."""
+    given = batch(seqlen=24)
+    given["labels"][:] = -100
+    alone = build("llama", "eager", {}).train(train)(**given).loss
+    assert alone.isnan()
+
+    def rank(comm: Any) -> float:
+        model = build("llama", "eager", {}).train(train)
+        WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
+        loss = model(**given).loss
+        loss.backward()
+        assert all(not grad.any() for grad in gradients(model).values())
+        return loss.item()
+
+    assert all(loss != loss for loss in run_threads(2, rank))
+
+
+def test_a_ranks_operations_are_those_of_its_part() -> None:
+    """The Trainer sums what `floating_point_ops` of its model gives over all ranks."""
+    given = batch(seqlen=24)
+    wanted = build("llama", "eager", {}).floating_point_ops(given)
+
+    def rank(comm: Any) -> float:
+        model = build("llama", "eager", {})
+        with attach(model, sequence_parallel(comm)) as handle:
+            WholeBatchHooks(model, handle)
+            found = model.floating_point_ops(given)
+        assert model.floating_point_ops(given) == wanted
+        return found
+
+    assert sum(run_threads(4, rank)) == wanted
 
 
 def test_a_position_table_without_room_for_padding_is_enough() -> None:

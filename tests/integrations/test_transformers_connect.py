@@ -178,6 +178,18 @@ def test_calls_that_take_a_part_for_the_whole(
     call(2, rank)
 
 
+def test_qwens_windows_are_told_of_at_attachment() -> None:
+    """Layers have them here; the eager attention of transformers 4 gives them to all."""
+    more = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}
+    model = build("qwen2", "sdpa", more)
+    sp = SequenceParallel(SequenceParallelConfig())
+    if getattr(model.config, "layer_types", None):
+        wf_transformers.attach(model, sp).remove()
+        return
+    with pytest.warns(UserWarning, match="from max_window_layers=1 on have a sliding window"):
+        wf_transformers.attach(model, sp).remove()
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_the_model_inside_is_not_called_without_positions(family: str) -> None:
     """For hidden states, of which a chunked loss is made."""
@@ -260,6 +272,36 @@ def test_convolutions_over_tokens(apply: bool) -> None:
             wf_transformers.forward_kwargs(model, sp.shard_batch({"input_ids": IDS}))
 
     call(2, rank)
+
+
+class Takes(nn.LSTM):
+    """Cuts for itself."""
+
+    def set_sequence_parallel(self, sp: SequenceParallel) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("mixer", "message"),
+    [
+        (nn.Conv1d(4, 4, 3), "Sequential.1 is a convolution over tokens, kernel_size 3"),
+        (nn.Sequential(nn.LSTM(4, 4)), "Sequential.1.0 is a recurrence over tokens, LSTM"),
+        (nn.MultiheadAttention(4, 2), "Sequential.1 is torch's own attention"),
+        (nn.BatchNorm1d(4), "Sequential.1 is a mean over all tokens of a batch, BatchNorm1d"),
+        (nn.Conv1d(4, 4, 1), None),
+        (Takes(4, 4), None),
+    ],
+)
+def test_layers_around_a_model_that_mix_tokens(mixer: nn.Module, message: str | None) -> None:
+    def rank(comm: Any) -> None:
+        model = nn.Sequential(build("llama", "eager", {}), mixer)
+        if message is None:
+            wf_transformers.attach(model, sequence_parallel(comm))
+            return
+        with pytest.raises(NotImplementedError, match=message):
+            wf_transformers.attach(model, sequence_parallel(comm))
+
+    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -61,6 +61,12 @@ def test_tensors_that_do_not_fit_are_refused():
     refused(lambda q, k, v: (q.long(), k.long(), v.long()), "floating point dtype, got torch.int64")
 
 
+def test_a_scale_that_is_learned_is_refused_not_left_without_its_gradient():
+    scale = torch.tensor(0.5, requires_grad=True)
+    refused(same, "softmax_scale must be a number.*requires a gradient", softmax_scale=scale)
+    alone().attention(*qkv(), softmax_scale=scale.detach())
+
+
 class Wrapped(torch.Tensor):
     """A subclass, as frameworks have them for distributed or managed tensors."""
 

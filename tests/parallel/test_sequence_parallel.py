@@ -182,3 +182,22 @@ def cut_and_join(comm, layout, dim):
 @pytest.mark.parametrize("dim", (0, 1, -1))
 def test_unshard_undoes_shard_and_the_gradient_is_that_of_one_device(layout, dim):
     assert all(run_threads(4, cut_and_join, layout, dim))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("ulysses", [1, 2])
+def test_double_backward_is_refused(size: int, ulysses: int) -> None:
+    """Where the incoming gradient needs none, the part through attention would be lost."""
+
+    def attend(comm):
+        words = {"sequence_parallel_size": size, "ulysses_degree": min(size, ulysses)}
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+        x = torch.randn(1, 4, 2, 8, requires_grad=True)
+        total = sp.attention(x, x, x).sum() + x.pow(3).sum()
+        with pytest.raises(NotImplementedError, match="double backward .* sp.attention"):
+            torch.autograd.grad(total, x, create_graph=True)
+        logits, labels = torch.randn(4, 5, requires_grad=True), torch.arange(4)
+        with pytest.raises(NotImplementedError, match="double backward"):
+            torch.autograd.grad(sp.loss(logits, labels), logits, create_graph=True)
+
+    run_threads(size, attend)

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from wf_backends.comm.all_to_all import Sizes, all_to_all, chunk_sizes
-from wf_backends.comm.autograd import move, move_all
+from wf_backends.comm.autograd import first_order_only, move, move_all
 from wf_backends.comm.consistency import (
     HEADER_INTEGERS,
     Agreement,
@@ -37,6 +37,7 @@ __all__ = [
     "chunk_sizes",
     "exchange",
     "fingerprint",
+    "first_order_only",
     "gather_small",
     "library_name",
     "load_mpi",

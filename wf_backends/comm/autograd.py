@@ -1,16 +1,41 @@
-"""A linear map that moves rows between ranks, differentiable through its transpose."""
+"""Gradients between ranks: of linear maps that move rows, through their transpose; once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
 Tensors = tuple[Tensor, ...]
+Backward = Callable[..., Any]
 Move = Callable[[Tensor, str], Tensor]  # (tensor, label of its messages) -> tensor
 MoveAll = Callable[[Tensors, str], Tensors]  # the same of several tensors, in one exchange
+
+
+def first_order_only(backward: Backward) -> Backward:
+    """A backward of an autograd function that is refused where its result is differentiated again.
+
+    torch's `once_differentiable` lets it pass where the incoming gradients need no gradient, and
+    the part through this function is lost.
+
+    Raises:
+        NotImplementedError: under create_graph=True.
+    """
+
+    @wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():  # in a backward: create_graph=True
+            raise NotImplementedError(
+                "double backward (create_graph=True) through sp.attention, sp.shard, sp.unshard or "
+                "sp.loss is not supported: take the gradient penalty of modules behind them, or on "
+                "one process with torch's own attention"
+            )
+        return backward(ctx, *grads)
+
+    return call
 
 
 class _Adjoint(torch.autograd.Function):
@@ -20,6 +45,7 @@ class _Adjoint(torch.autograd.Function):
         return there(xs, f"forward {label}")
 
     @staticmethod
+    @first_order_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (None, None, None, *ctx.back(grads, f"backward {ctx.label}"))
 

@@ -1,13 +1,14 @@
 """What a user holds: the configuration, the handle, the gradients' mean."""
 
 from wf_backends.parallel.config import SequenceParallelConfig, meant
-from wf_backends.parallel.data import prepare_batch
+from wf_backends.parallel.data import IGNORE_INDEX, prepare_batch
 from wf_backends.parallel.dropout import position_dropout
 from wf_backends.parallel.gradients import DoubleAverage, GradientMean
 from wf_backends.parallel.loss import at_least_one, count_valid, token_loss
 from wf_backends.parallel.sequence_parallel import SequenceParallel
 
 __all__ = [
+    "IGNORE_INDEX",
     "DoubleAverage",
     "GradientMean",
     "SequenceParallel",

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from wf_backends.comm import first_order_only
 from wf_backends.parallel.data import IGNORE_INDEX
 
 CHUNK_ELEMENTS = 1 << 24  # logits upcast at one time: 64 MiB in float32
@@ -73,7 +73,7 @@ class _CrossEntropySum(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
+    @first_order_only
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """Row by row, grad * (softmax - one hot)."""
         logits, labels, lse = ctx.saved_tensors

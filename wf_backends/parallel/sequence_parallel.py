@@ -162,6 +162,7 @@ class SequenceParallel:
         """
         with self._agreement.telling():
             _refuse_dropout(dropout_p)
+            _refuse_learned(softmax_scale)
             plain = cu_seqlens is None and window_size == (-1, -1)
             mask = (
                 PLAIN[bool(causal)] if plain else make_mask(causal, window_size, cu_seqlens, seqlen)
@@ -255,6 +256,14 @@ def _refuse_dropout(dropout_p: float) -> None:
     if dropout_p:
         raise NotImplementedError(
             f"dropout inside attention is not supported, got dropout_p={dropout_p}; set it to 0"
+        )
+
+
+def _refuse_learned(softmax_scale: object) -> None:
+    if isinstance(softmax_scale, Tensor) and softmax_scale.requires_grad:
+        raise ValueError(
+            "softmax_scale must be a number, got a tensor that requires a gradient, which would be "
+            "lost: multiply q by it"
         )
 
 

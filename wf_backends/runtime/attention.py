@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.comm import Communicator
+from wf_backends.comm import Communicator, first_order_only
 from wf_backends.kernels import Kernel, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.buffers import Accumulators, Combine, Tensors, add, copy, pack, scatter
@@ -49,7 +49,7 @@ class Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return (*differentiate(ctx.saved_tensors, dout, ctx.call), None)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wf_backends.comm import first_order_only
 from wf_backends.runtime.attention import Call, attend, differentiate
 from wf_backends.runtime.buffers import Tensors
 from wf_backends.runtime.messages import Messages
@@ -43,7 +44,7 @@ class ChunkedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         group: HeadGroup = ctx.group
