@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 def stages(order, **words):
     needs = {f"stages.{at}": name for at, name in enumerate(order)}
-    start = next(name for name in DIMS if name != order[0])
+    start = next(name for name in DIMS if name != order[0]) if order else None
     basic = {"dims": DIMS, "enters": "stages.0", "starts_along": start, "leaves": "last"}
     return Stages(**{**basic, "needs": needs, **words})
 
@@ -95,6 +95,53 @@ def test_exact_with_as_few_switches_as_there_are_conflicts(
         assert (out - right).abs().max() < 1e-10 and counted == switches
         for mine, wanted in zip(found, grads, strict=True):
             assert (mine - wanted).abs().max() < 1e-10
+
+
+class Twice(nn.Module):
+    """A stage that is called before and after another, recomputed in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.columns, self.rows = Mix(DIMS["columns"]), Mix(DIMS["rows"])
+
+    def forward(self, x):
+        x = self.first(x)
+        for stage in (self.columns, self.rows, self.columns, self.rows, self.rows, self.columns):
+            x = checkpoint(stage, x, use_reentrant=False)
+        return self.last(x).sin()
+
+
+def twice(comm, shapes):
+    """Gradients of one backward after a forward of every shape."""
+    model = filled(Twice())
+    words = {"needs": {"columns": "columns", "rows": "rows"}, "enters": "columns"}
+    tracker = None
+    if comm is not None:
+        dsp = DynamicSequenceParallel(comm, gradients="averaged")
+        tracker = LayoutTracker(model, dsp, stages((), starts_along="rows", **words))
+    random = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(2, *shape, 3, 3, generator=random).double() for shape in shapes]
+    sum(model(x).square().mean() for x in drawn).backward()
+    if tracker is not None:
+        GradientMean(comm)(model.parameters())
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2, 3, 4))
+@pytest.mark.parametrize("shapes", [[(5, 7)], [(5, 7), (6, 9)], [(4, 8), (4, 8), (9, 2)]])
+def test_stages_that_run_again_get_what_they_got(num_ranks, shapes):
+    """A module called twice, and forwards of several sizes before one backward."""
+    wanted = twice(None, shapes)
+    for found in run_threads(num_ranks, twice, shapes):
+        for mine, right in zip(found, wanted, strict=True):
+            assert (mine - right).abs().max() < 1e-10
+
+
+def test_a_stage_that_may_have_got_either_is_refused():
+    """Two sizes whose shards look the same: (8, 4) along rows and (4, 8) along columns."""
+    with pytest.raises(ValueError, match="'rows' runs again .* hidden state \\[4, 4, 3\\]"):
+        run_threads(2, twice, [(8, 4), (4, 8)])
 
 
 def test_a_removed_tracker_leaves_the_model_as_it_was():

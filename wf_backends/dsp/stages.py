@@ -76,6 +76,9 @@ class Stages:
                 )
 
 
+Lengths = tuple[int, ...]  # of the sequence dimensions on this rank, in the order of `dims`
+
+
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """Which dimension of the hidden state is sharded, and the length of every whole dimension."""
@@ -92,7 +95,8 @@ class LayoutTracker:
     `wf_backends.parallel.GradientMean`, or a data-parallel wrapper over these ranks).
 
     Works under activation checkpointing: a stage that is run again in the backward gets its input
-    sharded as in the forward.
+    sharded as in the forward, told by its shape. Where several forwards that wait for their
+    backward may have given a stage the same shape, sharded otherwise, that is refused.
 
     Args:
         dsp: the ranks; made with gradients="averaged".
@@ -110,8 +114,9 @@ class LayoutTracker:
         self.switches = 0
         """Switches in the forward passes so far."""
         self._now: Sharding | None = None
-        self._running = False
-        self._arrived: dict[str, Sharding | None] = {}
+        self._running = self._ran_again = False
+        self._arrived: dict[tuple[str, Lengths], list[Sharding | None]] = {}
+        """How the hidden state was sharded, by stage and by the lengths that the stage got."""
         modules = dict(model.named_modules())
         needs = _resolve(stages.needs, modules)
         for name in (stages.enters, stages.leaves):
@@ -147,10 +152,13 @@ class LayoutTracker:
     def _set_running(self, running: bool) -> None:
         """Before and after the forward of the model nothing is sharded."""
         self._running, self._now = running, None
+        if running and self._ran_again:  # a backward went over the forwards before
+            self._arrived.clear()
+            self._ran_again = False
 
     def _arrive(self, name: str, need: str | None, x: Tensor) -> Tensor:
         """The hidden state as the stage `name` needs it."""
-        sharding = self._sharding_at(name)
+        sharding = self._sharding_at(name, x)
         if sharding is None:
             sharding, x = self._split(name, x)
         if sharding.name == need:
@@ -160,11 +168,24 @@ class LayoutTracker:
             self._now = sharding
         return x
 
-    def _sharding_at(self, name: str) -> Sharding | None:
-        """How the hidden state arrives at `name`; where it is run again, as in the forward."""
+    def _sharding_at(self, name: str, x: Any) -> Sharding | None:
+        """How the hidden state arrives at `name`; where it is run again, as in its forward."""
+        if not isinstance(x, Tensor) or x.dim() <= max(self.stages.dims.values()):
+            return self._now  # refused where it is cut, or looked at
+        lengths = tuple(x.shape[axis] for axis in self.stages.dims.values())
+        found = self._arrived.setdefault((name, lengths), [])
         if self._running:
-            self._arrived[name] = self._now
-        return self._arrived[name]
+            if self._now not in found:
+                found.append(self._now)
+            return self._now
+        self._ran_again = True
+        if len(found) == 1 or (found and self.dsp.size == 1):  # on one rank all are alike
+            return found[0]
+        raise ValueError(
+            f"{name!r} runs again in a backward, and of the forwards since the last one "
+            f"{len(found)} may have given it the hidden state {list(lengths)}: run the backward of "
+            "one forward before the next forward"
+        )
 
     def _split(self, name: str, x: Tensor) -> tuple[Sharding, Tensor]:
         if name != self.stages.enters:
@@ -202,7 +223,7 @@ class LayoutTracker:
     def _leave(self, out: Any) -> Tensor:
         """The whole output of the module `leaves`."""
         name = self.stages.leaves
-        sharding = self._sharding_at(name)
+        sharding = self._sharding_at(name, out)
         if sharding is None:
             raise ValueError(f"{name!r} ran before {self.stages.enters!r}: nothing is sharded yet")
         if not isinstance(out, Tensor):
