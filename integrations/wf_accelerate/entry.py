@@ -15,10 +15,13 @@ from wf_backends.launch import settle_at_exit
 from wf_transformers import (
     Handle,
     WholeBatchHooks,
+    apply_tiles,
     attach,
     checkpoint_activations,
     counted_by_group,
     loss_only,
+    plan_tiles,
+    split_budget,
     split_words,
     temporarily_replace,
 )
@@ -47,7 +50,7 @@ def connect(
         model: a Hugging Face model, or a module around one; see `wf_transformers.attach`.
         accelerator: the job's, under DDP or FSDP, or in one process.
         words: a SequenceParallelConfig, or its words; these may have "activation_checkpointing"
-            among them.
+            and "autochunk" among them.
         whole_logits: whether a training call with labels gives the logits of the whole batch too,
             and not of this rank's tokens. (b, S, vocabulary) on every rank.
 
@@ -60,9 +63,10 @@ def connect(
         NotImplementedError: for an engine or a parallelism that cannot go with it, and for a model
             that cannot be spread.
     """
-    checkpointing = None
+    checkpointing = budget = None
     if not isinstance(words, SequenceParallelConfig):
         own, checkpointing = split_words(words)
+        own, budget = split_budget(own)
         words = SequenceParallelConfig.from_dict(own)
     _refuse(accelerator)
     if "forward" in vars(model) and not has_fused_head(model):
@@ -72,6 +76,7 @@ def connect(
         )
     sp = SequenceParallel(words, own_group(words.timeout))
     settle_at_exit()  # Trainers do not destroy the group that they started
+    plan = plan_tiles(model, budget, sp.size)
     handle = attach(model, sp)
     handle.advice = (
         f"all {sp.size} ranks of a sequence read the same samples: have the Accelerator that was "
@@ -79,6 +84,7 @@ def connect(
     )
     with handle.removed_on_error():
         checkpoint_activations(model, handle, checkpointing)
+        apply_tiles(model, handle, plan)
         WholeBatchHooks(model, handle, whole_logits)
         handle.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
     return handle

@@ -19,7 +19,13 @@ from wf_colossalai.config import HYBRID, load, sequence_parallel_words
 from wf_colossalai.plugin import WallFacerPlugin
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule
-from wf_transformers import Handle, checkpoint_activations, data_parallel, split_words
+from wf_transformers import (
+    AUTOCHUNK,
+    Handle,
+    checkpoint_activations,
+    data_parallel,
+    split_words,
+)
 
 OTHERS: Mapping[str, Any] = MappingProxyType(
     {
@@ -60,6 +66,11 @@ def apply(
     """
     stages = checkpointing = None
     if not isinstance(config, SequenceParallelConfig):
+        if AUTOCHUNK in config:
+            raise NotImplementedError(
+                f'"{AUTOCHUNK}" is for WallFacerPlugin: GeminiPlugin exchanges parameters under '
+                "every operator, and tiles would miss it"
+            )
         words, checkpointing = split_words(config)
         config, stages = dsp.read_words(words)
     sp = PlainSequenceParallel(config, own_group(config.timeout) if group is None else group)

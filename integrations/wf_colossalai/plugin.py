@@ -20,7 +20,15 @@ from wf_backends.parallel import meant
 from wf_colossalai.config import HYBRID, KEY, load, sequence_parallel_words
 from wf_colossalai.policy import WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
-from wf_transformers import CHECKPOINTING, Handle, split_words
+from wf_transformers import (
+    AUTOCHUNK,
+    CHECKPOINTING,
+    Handle,
+    apply_tiles,
+    plan_tiles,
+    split_budget,
+    split_words,
+)
 
 WORDS = tuple(field.name for field in fields(SequenceParallelConfig))
 OURS: Mapping[str, str] = MappingProxyType(
@@ -48,9 +56,9 @@ class WallFacerPlugin(HybridParallelPlugin):
         tp_size, pp_size: ranks of tensor parallelism, stages of the pipeline.
         words: those of `SequenceParallelConfig` (sequence_parallel_size, route, backward_route,
             backward_moves, ulysses_degree, layout, kernel, ...), activation_checkpointing such as
-            {"offload": True}, and those of ColossalAI's HybridParallelPlugin (zero_stage,
-            cpu_offload, precision, num_microbatches, max_norm, custom_policy, ...). precision is
-            "fp32" unless given.
+            {"offload": True}, autochunk such as {"max_memory": "8GB"}, and those of ColossalAI's
+            HybridParallelPlugin (zero_stage, cpu_offload, precision, num_microbatches, max_norm,
+            custom_policy, ...). precision is "fp32" unless given.
 
     Raises:
         ValueError: for a word of either that is wrong, or one of ColossalAI's that a word of ours
@@ -62,6 +70,11 @@ class WallFacerPlugin(HybridParallelPlugin):
     def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **words: Any) -> None:
         _check_words(words)
         words, checkpointing = split_words(words)
+        words, self._budget = split_budget(words)
+        if self._budget is not None and (tp_size > 1 or pp_size > 1):
+            raise NotImplementedError(
+                f'"{AUTOCHUNK}" with tp_size {tp_size} and pp_size {pp_size}: both must be 1'
+            )
         config = SequenceParallelConfig.from_dict({k: words.pop(k) for k in WORDS if k in words})
         options: dict[str, Any] = {"precision": "fp32"} | words
         if options.get("zero_stage") and options["precision"] == "fp32":
@@ -126,6 +139,8 @@ class WallFacerPlugin(HybridParallelPlugin):
         given = self.custom_policy
         if given is None:
             self.custom_policy = WallFacerPolicy()
+        plan = plan_tiles(model, self._budget, self.sp.size)
+        apply_tiles(model, self.handle, plan)
         try:
             return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         finally:
@@ -137,6 +152,7 @@ def _check_words(words: dict[str, Any]) -> None:
     known = [
         *WORDS,
         CHECKPOINTING,
+        AUTOCHUNK,
         *(name for name in theirs if name != "self" and name not in OURS),
     ]
     if dsp.KEY in words:

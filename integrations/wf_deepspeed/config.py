@@ -20,7 +20,14 @@ import hjson
 from wf_backends import SequenceParallelConfig, dsp
 from wf_backends.dsp import Stages
 from wf_backends.parallel import meant
-from wf_transformers import CHECKPOINTING, Checkpointing, split_words
+from wf_transformers import (
+    AUTOCHUNK,
+    CHECKPOINTING,
+    Checkpointing,
+    TrainingBudget,
+    split_budget,
+    split_words,
+)
 
 KEY = "wallfacer"
 LossAverage = Literal["sequence", "token"]
@@ -49,12 +56,15 @@ class Block:
     `dsp`, if any: the model's stages, between which its hidden state is switched.
 
     `checkpointing`, if any: what is kept of the model's layers for the backward.
+
+    `autochunk`, if any: the budget of a rank's activations.
     """
 
     sequence_parallel: SequenceParallelConfig
     loss_average: LossAverage = "sequence"
     dsp: Stages | None = None
     checkpointing: Checkpointing | None = None
+    autochunk: TrainingBudget | None = None
 
 
 def load_config(config: Any) -> dict[str, Any]:
@@ -91,7 +101,7 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
         raise ValueError(f'"{KEY}" must be a block {{...}}, got {json.dumps(block)}')
     own = ("enabled", "loss_average")
     words = (field.name for field in fields(SequenceParallelConfig))
-    _refuse_unknown(block, (*own, dsp.KEY, CHECKPOINTING, *words))
+    _refuse_unknown(block, (*own, dsp.KEY, CHECKPOINTING, AUTOCHUNK, *words))
     enabled = block.get("enabled", True)
     if not isinstance(enabled, bool):
         raise ValueError(f'"{KEY}.enabled" must be true or false, got {json.dumps(enabled)}')
@@ -99,13 +109,14 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
     if average not in get_args(LossAverage):
         raise ValueError(f'"{KEY}.loss_average" must be "sequence" or "token", got {average!r}')
     others, checkpointing = split_words({k: v for k, v in block.items() if k not in own})
+    others, budget = split_budget(others)
     ours, stages = dsp.read_words(others)
     if stages is not None and average != "sequence":
         raise ValueError(
             f'"{KEY}.loss_average": "{average}" contradicts "{KEY}.{dsp.KEY}", under which the '
             f"loss is the model's own; leave it out"
         )
-    return Block(ours, average, stages, checkpointing) if enabled else None
+    return Block(ours, average, stages, checkpointing, budget) if enabled else None
 
 
 def _refuse_misspelt(config: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import deepspeed
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
 from wf_backends import SequenceParallel
@@ -26,7 +27,14 @@ from wf_deepspeed.config import (
 )
 from wf_deepspeed.handle import WallFacer
 from wf_deepspeed.mpu import Groups, NeutralMpu
-from wf_transformers import attach, attach_stages, checkpoint_activations
+from wf_transformers import (
+    Handle,
+    apply_tiles,
+    attach,
+    attach_stages,
+    checkpoint_activations,
+    plan_tiles,
+)
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
 
@@ -63,15 +71,24 @@ def initialize_through(
     groups = Groups.build(block.sequence_parallel.sequence_parallel_size, timeout)
     sp = SequenceParallel(block.sequence_parallel, group=groups.sequence)
     model = call.arguments["model"]
+    plan = plan_tiles(model, block.autochunk, sp.size, labelled=sp.size == 1)
     handle = attach_stages(model, sp, block.dsp) if block.dsp else attach(model, sp)
     call.arguments["mpu"] = NeutralMpu(groups)
     with handle.removed_on_error():
         checkpoint_activations(model, handle, block.checkpointing)
+        _gather_as_a_whole(apply_tiles(model, handle, plan), handle)
         engine, optimizer, loader, scheduler = original(*call.args, **call.kwargs)
     engine.wallfacer = WallFacer(
         handle, block, groups, engine.device, engine.gradient_accumulation_steps
     )
     return engine, optimizer, loader, scheduler
+
+
+def _gather_as_a_whole(tiled: list[nn.Module], handle: Handle) -> None:
+    """Have ZeRO 3 gather a tiled module's parameters once a call, not those of a part by tile."""
+    for module in tiled:
+        set_z3_leaf_module(module, True)
+        handle.undo.callback(set_z3_leaf_module, module, False)
 
 
 def given_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -28,14 +28,24 @@ from wf_transformers.loaders import counted_by_group
 from wf_transformers.models import head_of, outermost
 from wf_transformers.registry import register
 from wf_transformers.replace import temporarily_replace
+from wf_transformers.tiles import (
+    AUTOCHUNK,
+    TrainingBudget,
+    apply_tiles,
+    plan_tiles,
+    split_budget,
+)
 from wf_transformers.verify import verify
 
 __all__ = [
+    "AUTOCHUNK",
     "CHECKPOINTING",
     "Checkpointing",
     "Handle",
+    "TrainingBudget",
     "WholeBatchHooks",
     "apply",
+    "apply_tiles",
     "attach",
     "attach_pretrained",
     "attach_stages",
@@ -49,9 +59,11 @@ __all__ = [
     "loss_only",
     "model_from_folder",
     "outermost",
+    "plan_tiles",
     "register",
     "scope_documents",
     "shard_between",
+    "split_budget",
     "split_words",
     "temporarily_replace",
     "verify",

@@ -242,6 +242,11 @@ WALLS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str]] = {
         lambda x, w: (x @ w) * torch.arange(x.shape[1])[:, None] * torch.arange(2)[:, None, None],
         "",
     ),
+    "positions along the tokens": (
+        lambda x, w: (x @ w) + torch.arange(x.shape[1])[:, None],
+        "arange",
+    ),
+    "a share of the length": (lambda x, w: (x @ w) / x.shape[1] / x.shape[0], "number of rows"),
     "random": (lambda x, w: F.dropout(x @ w, 0.1), "dropout"),
     "a scan": (lambda x, w: (x @ w).cumsum(1).cumsum(0), "cumsum"),
 }

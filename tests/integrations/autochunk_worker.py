@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad, set_z3_leaf_module
 
 import wf_deepspeed
+import wf_transformers
 from tests.autochunk.test_tiles_processes import Collectives, error_of
 from tests.integrations.deepspeed_jobs import text, tiny_llama
 from wf_backends.autochunk import Tiles, tile_modules
@@ -27,12 +28,17 @@ SETTINGS = tuple(product(range(4), (False, True), (False, True)))
 """ZeRO stage, whether layers are recomputed, whether MLPs and loss are tiled."""
 
 
+DOORS = tuple(product((1, 2), (False, True)))
+"""Ranks that share a sequence, whether the block has "autochunk"."""
+
+
 def main(folder: Path) -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     with wf_deepspeed.without_shared_memory_op():
         deepspeed.init_distributed("gloo")
     found = {setting: run(*setting) for setting in SETTINGS}
+    found |= {f"door {size} {tiled}": by_the_door(size, tiled) for size, tiled in DOORS}
     found["error"] = error_without_leaves()
     torch.save(found, folder / f"{dist.get_rank()}.pt")
     dist.barrier()
@@ -78,6 +84,34 @@ def one_step(engine: Any) -> tuple[list[torch.Tensor], Counter[str]]:
                 engine.step()
     grads = [safe_get_full_grad(p) for p in engine.module.parameters()]
     return grads, seen.counts + Counter(gradients=len(fired))
+
+
+def by_the_door(size: int, tiled: bool) -> tuple[list[torch.Tensor], Counter[str]]:
+    """As `run`, of `wf_deepspeed.initialize` at ZeRO 3; with a loss of the model's if it may."""
+    block: dict[str, Any] = {"sequence_parallel_size": size}
+    block |= {"autochunk": {"max_memory": 0.9, "max_slowdown": 0.5, "seqlen": 512}} if tiled else {}
+    words = config(3) | {"wallfacer": block}
+    model = tiny_llama(2, intermediate_size=160)
+    engine, *_ = wf_deepspeed.initialize(model=model, config=words)
+    batches = text(STEPS * engine.wallfacer.data_parallel_rank)
+    with Collectives() as seen:
+        for micro in range(STEPS):
+            batch = next(batches)
+            if size == 1:
+                loss = engine(batch["input_ids"], labels=batch["labels"]).loss
+            else:
+                shard = engine.wallfacer.shard_batch(batch)
+                logits = engine(**wf_transformers.forward_kwargs(engine, shard)).logits
+                loss = engine.wallfacer.loss(logits, shard["labels"])
+            engine.backward(loss)
+            if micro < STEPS - 1:
+                engine.step()
+    grads = [safe_get_full_grad(p) for p in engine.module.parameters()]
+    tiles = Counter(tiles=sum("forward" in vars(module) for module in model.modules()))
+    engine.wallfacer.remove()
+    assert not any("forward" in vars(module) for module in model.modules())
+    engine.destroy()
+    return grads, seen.counts + tiles
 
 
 def error_without_leaves() -> str:

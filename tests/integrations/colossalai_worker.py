@@ -26,6 +26,7 @@ from colossalai.nn.optimizer import HybridAdam
 import wf_colossalai
 from tests.integrations import colossalai_faults as faults
 from tests.integrations.colossalai_models import alone, alone_in_bf16, batch, build
+from wf_backends.autochunk.tiled_call import TiledCall
 from wf_colossalai.cpu import cpu_accelerator
 from wf_transformers.checkpoints import inputs_on_host
 
@@ -142,6 +143,8 @@ def compared(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     result["weights"] = run.weights("end")
     functions = [vars(m).get("_gradient_checkpointing_func") for m in run.model.unwrap().modules()]
     result["offloads"] = inputs_on_host in [getattr(f, "func", None) for f in functions]
+    forwards = [vars(module).get("forward") for module in run.model.unwrap().modules()]
+    result["tiled"] = sum(isinstance(forward, TiledCall) for forward in forwards)
     if dist.get_rank() == 0:
         optimizer, steps, model = ALONE[run.optimizer], run.steps(), build(run.family)
         model.load_state_dict(start or model.state_dict())

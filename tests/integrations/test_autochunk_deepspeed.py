@@ -39,3 +39,16 @@ def test_gradients_and_collectives(stage: int, recompute: bool, found: list[Any]
 def test_zero_3_must_gather_a_tiled_module_as_a_whole(found: list[Any]) -> None:
     for rank in found:
         assert rank["error"].startswith("ZeRO 3 would gather 'gate_proj' of a tiled LlamaMLP")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_block_of_the_json(size: int, found: list[Any]) -> None:
+    """ZeRO 3; with sequence parallelism the model makes no loss, and MLPs alone are tiled."""
+    for rank in found:
+        whole, counts = rank[f"door {size} False"]
+        ours, our_counts = rank[f"door {size} True"]
+        for one, other in zip(ours, whole, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert counts["tiles"] == 0 and our_counts["tiles"] == 2
+        gathered = [counts["_allgather_base_.default"], our_counts["_allgather_base_.default"]]
+        assert gathered[1] <= gathered[0]

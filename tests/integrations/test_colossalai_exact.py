@@ -27,6 +27,7 @@ OFFLOAD = {"activation_checkpointing": {"offload": True}}
 PIPELINE = {"kind": "microbatches", "options": {"pp_size": 2, "num_microbatches": 2}}
 BF16: dict[str, Any] = {"precision": "bf16"}
 NO_OVERLAP: dict[str, Any] = {"overlap_communication": False}  # there are no streams on a CPU
+TILED = {"autochunk": {"max_slowdown": 1.0, "seqlen": 512}}
 FEW, SOME = {"steps": 4}, {"steps": 10}
 
 HYBRID: dict[str, dict[str, Any]] = {
@@ -39,6 +40,7 @@ HYBRID: dict[str, dict[str, Any]] = {
     "checkpointed_ragged": {"words": RING4, "checkpointing": "after", "kind": "ragged"} | FEW,
     "offloaded": {"words": RING4 | OFFLOAD, "kind": "ragged"} | FEW,
     "offloaded_pp2": {"words": RING2 | OFFLOAD} | PIPELINE | FEW,
+    "tiled": {"words": RING4 | TILED, "kind": "ragged"} | FEW,
     "padded": {"words": RING4, "kind": "padded"} | SOME,
     "unequal": {"words": RING4, "kind": "unequal"} | SOME,
     "unmasked": {"words": RING4, "kind": "unmasked"} | SOME,
@@ -156,6 +158,11 @@ def test_checkpoints_are_on_the_host_where_the_words_say_so(results: Results, na
     assert results[name]["offloads"] == (
         "activation_checkpointing" in (EXACT | HALF)[name]["words"]
     )
+
+
+@pytest.mark.parametrize("name", HYBRID)
+def test_modules_are_tiled_where_the_words_say_so(results: Results, name: str) -> None:
+    assert bool(results[name]["tiled"]) == ("autochunk" in HYBRID[name]["words"])
 
 
 @pytest.mark.parametrize("name", [*HALF, "resumed_zero1"])

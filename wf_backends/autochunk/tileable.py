@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from math import prod
+from math import isclose, prod
 from typing import Any
 
 import torch
@@ -166,6 +166,8 @@ def _prove(
             continue
         its_dim, scale = along[node]
         reads = sources(node, its_dim)
+        if _counts(node, rows):
+            raise _Wall(f"{node.target} computes with the number of rows")
         if reads is None:
             raise _Wall(f"{node.target} has no rule along dimension {its_dim}")
         for read in reads:
@@ -183,6 +185,13 @@ def _prove(
                 raise _Wall(f"{node.target} reads rows along another dimension of what is given")
     if not any(_has_rows(node, dim) for node in given):
         raise _Wall("is given no rows")
+
+
+def _counts(node: fx.Node, rows: int) -> bool:
+    """Whether an operator other than a view has the number of rows among its numbers."""
+    numbers = [x for x in node.args if isinstance(x, int | float) and not isinstance(x, bool)]
+    powers = (rows, 1 / rows, rows**0.5, rows**-0.5)
+    return not is_view(node) and any(isclose(x, power) for x in numbers for power in powers)
 
 
 def _first(node: fx.Node) -> fx.Node:

@@ -1,0 +1,135 @@
+"""The words "autochunk" of a block: training under a memory budget, see `wf_backends.autochunk`.
+
+    "autochunk": {"max_memory": "8GB", "max_slowdown": 0.1, "seqlen": 65536}
+
+The plan is made before anybody touches the model, on one sample of "seqlen" tokens, of which a rank
+has its share; what it names is tiled before the engine wraps the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from wf_backends._validation import nearest, parse_bytes, positive
+from wf_backends.autochunk import TrainingPlan, apply_training, plan_training
+from wf_transformers.handle import Handle
+from wf_transformers.models import head_of, outermost
+
+AUTOCHUNK = "autochunk"
+LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBudget:
+    """What a rank's activations may need in a training step."""
+
+    max_memory: int | float | None = None
+    """Bytes, or as a float a share of what they need without tiles. None: the least."""
+    max_slowdown: float = 0.1
+    """The largest share of a step's operations that may be computed once more."""
+    seqlen: int | None = None
+    """Tokens of the longest whole sequence. None: the model's `max_position_embeddings`."""
+
+    @classmethod
+    def from_words(cls, words: Any) -> TrainingBudget:
+        """What the value of "autochunk" says.
+
+        Raises:
+            ValueError: for a key that there is not, or a value that cannot be meant.
+        """
+        known = [field.name for field in fields(cls)]
+        if not isinstance(words, Mapping):
+            raise ValueError(
+                f'"{AUTOCHUNK}" must be a block such as {{"max_memory": "8GB"}}, got {words!r}'
+            )
+        for key in words:
+            if key not in known:
+                raise ValueError(
+                    f'"{AUTOCHUNK}.{key}" is no known key{nearest(key, known)} '
+                    f"(known: {', '.join(known)})"
+                )
+        if words.get("seqlen") is not None:
+            positive(f'"{AUTOCHUNK}.seqlen"', words["seqlen"])
+        slowdown = words.get("max_slowdown", cls().max_slowdown)
+        if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or slowdown < 0:
+            raise ValueError(
+                f'"{AUTOCHUNK}.max_slowdown" must be a number such as 0.1, got {slowdown!r}'
+            )
+        return cls(_memory(words.get("max_memory")), float(slowdown), words.get("seqlen"))
+
+
+def _memory(value: Any) -> int | float | None:
+    name = f'"{AUTOCHUNK}.max_memory"'
+    if isinstance(value, float) and not 0 < value < 1:
+        raise ValueError(
+            f'{name} as a share must lie between 0 and 1, got {value!r}; say bytes such as "8GB"'
+        )
+    return value if value is None or isinstance(value, float) else parse_bytes(name, value)
+
+
+def split_budget(words: Mapping[str, Any]) -> tuple[dict[str, Any], TrainingBudget | None]:
+    """The other words of a block, and its budget; None if it says nothing of one.
+
+    Raises:
+        ValueError: as `TrainingBudget.from_words`.
+    """
+    others = {key: value for key, value in words.items() if key != AUTOCHUNK}
+    known = AUTOCHUNK in words
+    return others, TrainingBudget.from_words(words[AUTOCHUNK]) if known else None
+
+
+def plan_tiles(
+    model: nn.Module, budget: TrainingBudget | None, ranks: int, labelled: bool = False
+) -> TrainingPlan | None:
+    """What to tile of a Hugging Face model, as it is before it is attached.
+
+    Args:
+        ranks: that share a sequence.
+        labelled: whether the model is called with labels, and so makes its loss itself.
+
+    Raises:
+        ValueError: as `plan_training`, or if nothing says how long sequences are.
+        NotImplementedError: for a model of another kind, or one whose parameters ZeRO 3 has already
+            taken apart.
+    """
+    if budget is None:
+        return None
+    models = outermost(model)
+    if models != [model] or models[0].main_input_name != "input_ids":
+        raise NotImplementedError(
+            f'"{AUTOCHUNK}" needs a Hugging Face model that takes "input_ids", and '
+            f"{type(model).__name__} is none: call wf_backends.autochunk.plan_training yourself"
+        )
+    if any(hasattr(p, "ds_id") for p in model.parameters()):
+        raise NotImplementedError(
+            f'"{AUTOCHUNK}" plans on whole parameters: build the model outside deepspeed.zero.Init'
+        )
+    seqlen = budget.seqlen or getattr(models[0].config, "max_position_embeddings", None)
+    if seqlen is None:
+        raise ValueError(f'"{AUTOCHUNK}.seqlen" must be given: the model has no longest sequence')
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, -(-seqlen // ranks), dtype=torch.int64, device=device)
+    given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    given |= {"labels": ids.clone()} if labelled and head_of(model) == "causal" else {}
+    training = model.training
+    try:
+        model.train()
+        return plan_training(model, (), given, budget.max_memory, budget.max_slowdown)
+    finally:
+        model.train(training)
+
+
+def apply_tiles(model: nn.Module, handle: Handle, plan: TrainingPlan | None) -> list[nn.Module]:
+    """Tile what `plan` names, until `handle.remove()`; the modules that are tiled on all ranks."""
+    if plan is None:
+        return []
+    LOG.info(plan.explain())
+    tiled = apply_training(model, plan)
+    handle.undo.callback(tiled.remove)
+    return [model.get_submodule(one.module) for one in tiled.tiles]
