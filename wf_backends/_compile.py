@@ -1,4 +1,5 @@
-"""What torch.compile leaves alone: it runs as Python, between the graphs around it."""
+"""What torch.compile leaves alone: it runs as Python, between the graphs around it. And what no
+transform of torch may go through."""
 
 from __future__ import annotations
 
@@ -8,6 +9,10 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # not in torch 2.6
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -22,9 +27,31 @@ def eager(fn: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _is_exporting():
+            raise NotImplementedError(
+                f"torch.export of a model that calls sp.{fn.__name__} is not supported, since what "
+                "a rank does follows from the other ranks: export the model without it, with "
+                "torch's own attention on one process"
+            )
         if "torch._dynamo" not in sys.modules:  # then nothing is compiled
             return fn(*args, **kwargs)
         outside: Any = torch.compiler.disable(fn)
         return outside(*args, **kwargs)
 
     return call
+
+
+def refuse_transforms(name: str, x: Tensor) -> None:
+    """Refuse a tensor inside torch.vmap, torch.func or forward-mode differentiation.
+
+    Raises:
+        NotImplementedError: with what to do instead.
+    """
+    functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    wrapped = functorch.is_functorch_wrapped_tensor(x)
+    if wrapped or forward_ad.unpack_dual(x).tangent is not None:
+        raise NotImplementedError(
+            f"sp.attention under torch.vmap, torch.func or forward-mode differentiation (jvp) is "
+            f"not supported, and {name} is inside one of them: give samples as the batch dimension "
+            "of q, k, v, and take gradients by .backward() or torch.autograd.grad"
+        )

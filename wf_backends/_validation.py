@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
+from reprlib import repr as short
 from typing import cast
 
 AUTO = "auto"
@@ -16,18 +17,21 @@ UNITS = {
     **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M", "G", "T"))},
     **{f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix},
 }
+MOST = 2**16  # ranks, layers and parts that anyone has; more would take long to look at
 MOST_SECONDS = 1e9  # of a timeout; torch counts nanoseconds in 64 bits
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the known word nearest to `word`, or an empty string."""
-    close = get_close_matches(str(word), list(known), n=1)
+    close = get_close_matches(str(word), list(map(str, known)), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def positive(name: str, value: object) -> None:
+def positive(name: str, value: object, most: int = MOST) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if value > most:
+        raise ValueError(f"{name} must be at most {most}, got {short(value)}")
 
 
 def seconds(name: str, value: object) -> None:

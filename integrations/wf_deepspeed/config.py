@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, Literal, get_args
 
 import hjson
@@ -30,6 +31,7 @@ from wf_transformers import (
 )
 
 KEY = "wallfacer"
+MOST_CHARACTERS = 200  # of a value in an error
 LossAverage = Literal["sequence", "token"]
 BATCH_KEYS = (
     "train_batch_size",
@@ -71,20 +73,57 @@ def load_config(config: Any) -> dict[str, Any]:
     """A DeepSpeed configuration in any of the forms DeepSpeed takes, as a dict.
 
     Raises:
-        ValueError: if `config` is neither a mapping, nor an existing file, nor base64 of a JSON.
+        ValueError: if `config` is neither a mapping, nor an existing file, nor base64 of a JSON; if
+            what it holds is no object, or names a key twice.
     """
     if isinstance(config, Mapping):
         return dict(config)
     text = str(config)
-    if Path(text).is_file():
-        return dict(hjson.loads(Path(text).read_text()))
+    if _is_file(text):
+        try:
+            return _parse(Path(text).read_bytes(), f"DeepSpeed config {text!r}")
+        except OSError as error:
+            raise ValueError(f"DeepSpeed config {text!r} cannot be read: {error}") from None
     try:
-        return dict(hjson.loads(base64.urlsafe_b64decode(text).decode()))
-    except (binascii.Error, UnicodeDecodeError, hjson.HjsonDecodeError):
+        decoded = base64.urlsafe_b64decode(text)
+        decoded.decode()
+    except (binascii.Error, UnicodeError):
         raise ValueError(
             f"DeepSpeed config must be a dict, the path of a JSON file or its base64; "
-            f"there is no file {text!r}"
+            f"there is no file {short(text)}"
         ) from None
+    return _parse(decoded, f"DeepSpeed config in base64, {short(text)},")
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # longer than a name may be: base64
+        return False
+
+
+def _parse(data: bytes, what: str) -> dict[str, Any]:
+    """The object that a JSON holds; ValueErrors begin with `what` is read."""
+    try:
+        found = hjson.loads(data.decode(), object_pairs_hook=_refuse_doubles)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} must be UTF-8: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{what} is nested too deep") from None
+    except ValueError as error:
+        raise ValueError(f"{what} is no JSON that DeepSpeed takes: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{what} must hold an object {{...}}, got {short(found)}")
+    return found
+
+
+def _refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which every key is given once."""
+    found = dict(pairs)
+    for key in found:
+        if len(values := [value for name, value in pairs if name == key]) > 1:
+            raise ValueError(f'key "{key}" is given {len(values)} times: {short(values)}')
+    return found
 
 
 def read_block(config: Mapping[str, Any]) -> Block | None:
@@ -98,13 +137,13 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
         return None
     block = config[KEY]
     if not isinstance(block, Mapping):
-        raise ValueError(f'"{KEY}" must be a block {{...}}, got {json.dumps(block)}')
+        raise ValueError(f'"{KEY}" must be a block {{...}}, got {_as_json(block)}')
     own = ("enabled", "loss_average")
     words = (field.name for field in fields(SequenceParallelConfig))
     _refuse_unknown(block, (*own, dsp.KEY, CHECKPOINTING, AUTOCHUNK, *words))
     enabled = block.get("enabled", True)
     if not isinstance(enabled, bool):
-        raise ValueError(f'"{KEY}.enabled" must be true or false, got {json.dumps(enabled)}')
+        raise ValueError(f'"{KEY}.enabled" must be true or false, got {_as_json(enabled)}')
     average = block.get("loss_average", "sequence")
     if average not in get_args(LossAverage):
         raise ValueError(f'"{KEY}.loss_average" must be "sequence" or "token", got {average!r}')
@@ -154,7 +193,7 @@ def refuse_neighbours(config: Mapping[str, Any], block: Block) -> None:
             f'"sequence_parallel_size": {declared} contradicts '
             f'"{KEY}.sequence_parallel_size": {size}; make them equal or remove the first'
         )
-    if _dig(config, "activation_checkpointing.partition_activations"):
+    if _switch(config, "activation_checkpointing.partition_activations"):
         raise ValueError(
             '"activation_checkpointing.partition_activations": true cuts activations among ranks '
             "that hold different tokens; set it to false (they are already 1/P per rank)"
@@ -164,7 +203,10 @@ def refuse_neighbours(config: Mapping[str, Any], block: Block) -> None:
             f'"gradient_allreduce_op": "{config["gradient_allreduce_op"]}" would scale gradients '
             f'by the world size, the loss counts on "mean"; remove it'
         )
-    if "autosp" in (_dig(config, "compile.passes") or ()):
+    passes = _dig(config, "compile.passes", [])
+    if not isinstance(passes, list):
+        raise ValueError(f'"compile.passes" must be a list of names, got {_as_json(passes)}')
+    if "autosp" in passes:
         raise ValueError(
             f'"compile.passes": ["autosp"] is DeepSpeed\'s own sequence parallelism; '
             f'remove it or the "{KEY}" block'
@@ -173,19 +215,44 @@ def refuse_neighbours(config: Mapping[str, Any], block: Block) -> None:
 
 
 def _refuse_lacking(config: Mapping[str, Any]) -> None:
-    asked = [key for key in LACKING if _dig(config, key)]
-    if (_dig(config, "tensor_parallel.autotp_size") or 0) > 1:
+    asked = [key for key in LACKING if _switch(config, key)]
+    size = _dig(config, "tensor_parallel.autotp_size", 0)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise ValueError(f'"tensor_parallel.autotp_size" must be a number, got {_as_json(size)}')
+    if size > 1:
         asked = ["tensor_parallel.autotp_size", *asked]
     for key in asked:
         raise NotImplementedError(f'"{key}" together with "{KEY}" is not supported; remove one')
 
 
-def _dig(config: Mapping[str, Any], path: str) -> Any:
-    """config["a"]["b"] for "a.b", None where a part is missing."""
-    value: Any = config
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+def _switch(config: Mapping[str, Any], path: str) -> bool:
+    value = _dig(config, path, False)
+    if not isinstance(value, bool):
+        raise ValueError(f'"{path}" must be true or false, got {_as_json(value)}')
     return value
+
+
+def _dig(config: Mapping[str, Any], path: str, default: Any) -> Any:
+    """config["a"]["b"] for "a.b", the default where a part is missing."""
+    value: Any = config
+    parts = path.split(".")
+    for at, part in enumerate(parts):
+        if not isinstance(value, Mapping):
+            above = ".".join(parts[:at])
+            raise ValueError(f'"{above}" must be an object {{...}}, got {_as_json(value)}')
+        if part not in value:
+            return default
+        value = value[part]
+    return value
+
+
+def _as_json(value: Any) -> str:
+    """A value as a JSON has it, the beginning of a long one; of what no JSON holds, its repr."""
+    try:
+        words = json.dumps(value)
+    except (TypeError, ValueError):
+        return short(value)
+    return words if len(words) <= MOST_CHARACTERS else f"{words[:MOST_CHARACTERS]}..."
 
 
 def data_parallel_size(block: Block, world_size: int) -> int:
@@ -212,11 +279,11 @@ def check_batch(config: Mapping[str, Any], replicas: int) -> None:
     Raises:
         ValueError: names the keys, their values and what would be right.
     """
+    for key in (key for key in BATCH_KEYS if key in config):
+        value = config[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f'"{key}" must be a positive integer, got {_as_json(value)}')
     values = {key: config.get(key) for key in BATCH_KEYS}
-    for key, value in values.items():
-        good = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        if value is not None and not good:
-            raise ValueError(f'"{key}" must be a positive integer, got {json.dumps(value)}')
     train, micro, steps = values.values()
     if train is None and micro is None:
         raise ValueError(

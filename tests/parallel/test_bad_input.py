@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -204,3 +205,49 @@ def test_a_kernel_asked_for_by_name_and_not_there_is_refused():
     sp = alone(kernel="flash")
     with pytest.raises(ValueError, match="flash"):
         sp.attention(*qkv())
+
+
+def test_nothing_to_attend_with_is_refused():
+    refused(lambda q, k, v: (q[:, :, :0], k, v), r"positive, got q \(1, 8, 0, 8\)")
+    refused(lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), r"positive, .*k \(1, 8, 0, 8\)")
+    refused(lambda q, k, v: (q[..., :0], k[..., :0], v[..., :0]), r"positive, got q \(1, 8, 4, 0\)")
+
+
+def dual(attend, q):
+    with torch.autograd.forward_ad.dual_level():
+        return attend(torch.autograd.forward_ad.make_dual(q, q))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    (
+        lambda attend, q: torch.vmap(attend)(q[None]),
+        lambda attend, q: torch.func.grad(lambda q: attend(q).sum())(q),
+        lambda attend, q: torch.func.jvp(attend, (q,), (q,)),
+        lambda attend, q: torch.func.jacrev(attend)(q),
+        dual,
+    ),
+)
+def test_transforms_of_torch_are_refused_with_what_to_do(transform):
+    sp, q = alone(), torch.randn(1, 8, 2, 8)
+    says = r"sp.attention under torch.vmap.*q is inside.*batch dimension.*torch.autograd.grad"
+    with pytest.raises(NotImplementedError, match=says):
+        transform(lambda q: sp.attention(q, q, q), q)
+
+
+class Attends(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.sp = alone()
+
+    def forward(self, q):
+        return self.sp.attention(q, q, q)
+
+
+@pytest.mark.parametrize("strict", (False, True))
+def test_export_is_refused_with_what_to_do(strict):
+    says = r"torch.export of a model that calls sp.attention.*torch's own attention"
+    with pytest.raises(Exception) as refusal:
+        torch.export.export(Attends(), (torch.randn(1, 8, 2, 8),), strict=strict)
+    causes = (refusal.value, refusal.value.__cause__, refusal.value.__context__)
+    assert any(re.search(says, str(one)) for one in causes), causes

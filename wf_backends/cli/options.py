@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from wf_backends._validation import AUTO, one_of
+from wf_backends._validation import AUTO, one_of, positive
 from wf_backends.cli.models import ModelName
 from wf_backends.cluster import KERNEL_NAMES, PRESETS, Topology, load
 from wf_backends.lowering import Shape
@@ -88,8 +88,15 @@ class Model:
         Raises:
             ValueError: naming the option, its value and what would be right.
         """
-        for name in ("heads", "head_dim", "seqlen", "batch"):
-            check_least(f"--{name.replace('_', '-')}", getattr(self, name), 1)
+        for name, most in (
+            ("heads", 2**16),
+            ("head_dim", 2**16),
+            ("seqlen", 2**40),
+            ("batch", 2**31),
+        ):
+            option, value = f"--{name.replace('_', '-')}", getattr(self, name)
+            check_least(option, value, 1)
+            positive(option, value, most)
         check_least("--window", self.window, -1)
         kv_heads = self.kv_heads or self.heads
         if kv_heads < 1 or self.heads % kv_heads:

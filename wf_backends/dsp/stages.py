@@ -64,6 +64,9 @@ class Stages:
             value = getattr(self, key)
             if not isinstance(value, Mapping) or not all(type(v) is kind for v in value.values()):
                 raise ValueError(f"{key} must be an object such as {what}, got {value!r}")
+        for key in ("enters", "starts_along", "leaves"):
+            if not isinstance(getattr(self, key), str):
+                raise ValueError(f"{key} must be a name, got {getattr(self, key)!r}")
         if self.needs and len(self.dims) < 2:
             raise ValueError(f"dims must name at least two dimensions to switch, got {self.dims}")
         named = {"starts_along": self.starts_along}

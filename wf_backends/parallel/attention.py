@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from wf_backends._compile import refuse_transforms
 from wf_backends.cluster import JobTopology
 from wf_backends.comm import Agreement, Communicator, fingerprint
 from wf_backends.kernels import KernelSpec, select
@@ -68,8 +69,6 @@ class DistributedAttention:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
     ) -> tuple[Call, HeadGroup]:
         """The call and its exchange of heads, once all ranks are known to ask for the same."""
-        with self._agreement.telling():
-            _check_tensors(q, k, v)
         (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
         spec = KernelSpec(q.device.type, q.dtype, d, h, g)
         same = self._same(spec, b, mask, scale, seqlen)
@@ -155,7 +154,7 @@ def _problems(
     return there, replace(back, schedule=forward, kept=True), forward.gathers()
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse tensors that do not belong together; ValueError with their shapes, dtypes, devices."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) not in (Tensor, Parameter):  # others need not write into views, nor travel
@@ -163,10 +162,13 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"{name} must be a plain torch.Tensor, got a {type(x).__name__}: pass the local "
                 "tensor, such as x.to_local() or x.as_subclass(torch.Tensor)"
             )
+        refuse_transforms(name, x)
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(
             f"q, k, v must be (batch, seqlen, heads, head_dim), got {_shapes(q, k, v)}"
         )
+    if not (q.shape[2] and k.shape[2] and q.shape[3]):
+        raise ValueError(f"heads, kv heads and head_dim must be positive, got {_shapes(q, k, v)}")
     if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"k and v must have one shape, and q their batch size and head_dim, got "

@@ -125,7 +125,14 @@ class SequenceParallelConfig:
 
     @classmethod
     def from_dict(cls, words: Mapping[str, Any]) -> SequenceParallelConfig:
-        """The config of a JSON object; unknown keys are refused with the nearest right one."""
+        """The config of a JSON object; unknown keys are refused with the nearest right one.
+
+        Raises:
+            ValueError: naming the key, its value and what would be right; or if `words` is no
+                object of keys and values.
+        """
+        if not isinstance(words, Mapping):
+            raise ValueError(f"a configuration must be an object of keys and values, got {words!r}")
         known = [f.name for f in fields(cls)]
         for key in words:
             if key not in known:

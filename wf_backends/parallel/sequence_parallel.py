@@ -19,7 +19,7 @@ from torch import Tensor
 from wf_backends._compile import eager
 from wf_backends.cluster import JobTopology, Topology, cache_folder
 from wf_backends.comm import Agreement, fingerprint, make_comm, move, sum_over_ranks
-from wf_backends.parallel.attention import DistributedAttention
+from wf_backends.parallel.attention import DistributedAttention, check_tensors
 from wf_backends.parallel.config import LSS, SequenceParallelConfig
 from wf_backends.parallel.data import prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
@@ -158,9 +158,11 @@ class SequenceParallel:
 
         Raises:
             ValueError: if shapes, dtypes, devices, heads or the mask do not fit, here or between
-                ranks. NotImplementedError: for dropout, and for masked cross attention.
+                ranks. NotImplementedError: for dropout, masked cross attention, torch.vmap,
+                torch.func, forward-mode differentiation and torch.export.
         """
         with self._agreement.telling():
+            check_tensors(q, k, v)
             _refuse_dropout(dropout_p)
             _refuse_learned(softmax_scale)
             plain = cu_seqlens is None and window_size == (-1, -1)

@@ -59,15 +59,12 @@ def concentric(n: int, team_size: int) -> Schedule:
     _require(fits, "team_size", team_size, f"have a square that divides the {n} ranks of the route")
     length = n // team_size**2
 
-    def members(team: int) -> Shards:
-        return tuple(range(team * team_size, (team + 1) * team_size))
-
     def following(team: int) -> int:
         return (team + 1) % length + length * (team // length)
 
-    at = [divmod(rank, team_size) for rank in range(n)]
-    q = tuple(members(team) for team, _ in at)
-    kv = tuple(members(team % length * team_size + member) for team, member in at)
+    at, teams = [divmod(rank, team_size) for rank in range(n)], _consecutive(n, team_size)
+    q = tuple(teams[team] for team, _ in at)
+    kv = tuple(teams[team % length * team_size + member] for team, member in at)
     hop = tuple(following(team) * team_size + member for team, member in at)
     return Schedule(q, kv, (hop,) * (length - 1))
 
@@ -81,8 +78,14 @@ def mesh(rows: int, cols: int) -> Schedule:
     """
     n = rows * cols
     _require(rows >= 1 and cols >= 1, "rows and cols", (rows, cols), "be at least 1")
-    q = tuple(tuple(range(r // rows * rows, (r // rows + 1) * rows)) for r in range(n))
+    columns = _consecutive(n, rows)
+    q = tuple(columns[r // rows] for r in range(n))
     return Schedule(q, own_shards(n), (tuple((r - rows) % n for r in range(n)),) * (cols - 1))
+
+
+def _consecutive(n: int, size: int) -> list[Shards]:
+    """The ranks, `size` neighbours together."""
+    return [tuple(range(start, start + size)) for start in range(0, n, size)]
 
 
 def _mesh_of(n: int, rows: int, cols: int) -> Schedule:

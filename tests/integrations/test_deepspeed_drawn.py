@@ -1,0 +1,132 @@
+"""Drawn mutations of a DeepSpeed JSON: taken, or refused within a second by the key's name."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
+
+from tests.drawn_configs import JSON, VALUES, check_refusal, mutated  # noqa: E402
+from wf_deepspeed import config as blocks  # noqa: E402
+
+ROUTE = {"name": "mesh", "rows": 2, "cols": 2, "order": [1, 0]}
+BLOCK = {"sequence_parallel_size": 4, "enabled": True, "loss_average": "token", "route": ROUTE}
+NEIGHBOURS = {
+    "train_batch_size": 4,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 1,
+    "sequence_parallel_size": 4,
+    "gradient_allreduce_op": "mean",
+    "tensor_parallel": {"autotp_size": 1},
+    "compile": {"passes": ["prefetch"]},
+    "activation_checkpointing": {"partition_activations": False},
+    "expert_parallel": {"enabled": False},
+    "hybrid_engine": {"enabled": False},
+    "curriculum_learning": {"enabled": False},
+    "data_efficiency": {"data_sampling": {"enabled": False}},
+}
+BASES: tuple[dict[str, Any], ...] = (
+    {"wallfacer": BLOCK, **NEIGHBOURS},
+    {
+        "wallfacer": {
+            "sequence_parallel_size": 4,
+            "activation_checkpointing": {"offload": True},
+            "dsp": {
+                "dims": {"time": 1, "space": 2},
+                "enters": "embed",
+                "starts_along": "time",
+                "leaves": "head",
+                "needs": {"blocks.*": "time"},
+            },
+        },
+        "train_batch_size": 2,
+    },
+)
+
+
+def read(config: Any) -> None:
+    """Everything that is known from the JSON and the number of ranks, here 8."""
+    words = blocks.load_config(config)
+    block = blocks.read_block(words)
+    if block is not None:
+        blocks.refuse_neighbours(words, block)
+        blocks.check_batch(words, blocks.data_parallel_size(block, 8))
+
+
+@settings(max_examples=1000, deadline=None)
+@given(drawn=mutated(BASES, VALUES))
+def test_mutations_are_taken_or_refused_by_name(drawn: tuple[tuple[str, ...], Any]) -> None:
+    path, config = drawn
+    check_refusal((*path, *related(path)), lambda: read(config))
+
+
+@settings(max_examples=100, deadline=None)
+@given(drawn=mutated(BASES, JSON))
+def test_a_json_in_base64_is_read_as_the_dict(drawn: tuple[tuple[str, ...], Any]) -> None:
+    path, config = drawn
+    text = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    no_json = "is no JSON that DeepSpeed takes"  # such as Infinity
+    check_refusal((*path, *related(path), no_json), lambda: read(text))
+
+
+def related(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The keys that batches are computed with: where one of them is wrong, any may be named."""
+    batch = "batch" in path[0].lower() or path[0] == "gradient_accumulation_steps"
+    size = path in (("wallfacer",), ("wallfacer", "sequence_parallel_size"))
+    return blocks.BATCH_KEYS if batch or size else ()
+
+
+def test_base64_longer_than_a_file_name_is_read() -> None:
+    config = {"wallfacer": {"sequence_parallel_size": 4}, "train_batch_size": 2, "x": "y" * 400}
+    text = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
+    assert blocks.load_config(text) == config
+
+
+@pytest.mark.parametrize("text", ["3", "null", "[1, 2]", '"words"'])
+def test_a_json_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"ds.json' must hold an object"):
+        blocks.load_config(path)
+    with pytest.raises(ValueError, match=r"in base64, .* must hold an object"):
+        blocks.load_config(base64.urlsafe_b64encode(text.encode()).decode())
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b'{"train_batch_size": [1, }', "is no JSON"),
+        ('{"a": "é"}'.encode("latin-1"), "must be UTF-8"),
+        (b"[" * 100_000, "nested too deep|no JSON"),
+        (b'{"wallfacer": {"route": "ring", "route": "mesh"}}', 'key "route" is given 2 times'),
+        (b'{"wallfacer": {}, "wallfacer": {}}', 'key "wallfacer" is given 2 times'),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, data: bytes, says: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"ds.json' .*({says})"):
+        blocks.load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("neighbour", "key"),
+    [
+        ({"tensor_parallel": None}, "tensor_parallel"),
+        ({"tensor_parallel": {"autotp_size": None}}, "tensor_parallel.autotp_size"),
+        ({"curriculum_learning": {"enabled": None}}, "curriculum_learning.enabled"),
+        ({"gradient_allreduce_op": None}, "gradient_allreduce_op"),
+        ({"sequence_parallel_size": None}, "sequence_parallel_size"),
+        ({"train_batch_size": None, "train_micro_batch_size_per_gpu": 1}, "train_batch_size"),
+    ],
+)
+def test_null_is_refused_by_the_key(neighbour: dict[str, Any], key: str) -> None:
+    config = {"wallfacer": {"sequence_parallel_size": 4}, "train_batch_size": 2} | neighbour
+    with pytest.raises(ValueError, match=f'"{key}".*(null|None)'):
+        read(config)

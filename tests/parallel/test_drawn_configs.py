@@ -1,0 +1,48 @@
+"""`SequenceParallelConfig.from_dict` of whatever a user may write: accepted, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from tests.drawn_configs import VALUES, check_refusal, mutated
+from wf_backends import SequenceParallelConfig
+
+BASES: tuple[dict[str, Any], ...] = (
+    {"sequence_parallel_size": 8},
+    {"sequence_parallel_size": 8, "route": {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0]}},
+    {"sequence_parallel_size": 8, "route": {"name": "concentric", "team_size": 2, "reverse": True}},
+    {
+        "sequence_parallel_size": 8,
+        "route": {"name": "double_ring", "inner": 2},
+        "backward_route": "ring",
+        "backward_moves": "queries",
+        "ulysses_degree": 2,
+        "ulysses_stride": 2,
+        "ulysses_chunks": 2,
+        "layout": "contiguous",
+        "kernel": "sdpa",
+    },
+    {
+        "sequence_parallel_size": 4,
+        "keep_gathered": "auto",
+        "kept_layers": 3,
+        "topology": "one-host",
+    },
+    {"sequence_parallel_size": 4, "strategy": "lss"},
+)
+
+
+@settings(max_examples=1000, deadline=None)
+@given(drawn=mutated(BASES, VALUES))
+def test_words_are_taken_or_refused_by_name(drawn: tuple[tuple[str, ...], dict[str, Any]]) -> None:
+    path, words = drawn
+    check_refusal(path, lambda: SequenceParallelConfig.from_dict(words))
+
+
+@pytest.mark.parametrize("words", [None, 3, "ring", [("route", "ring")], {3: 4}, b"", object()])
+def test_what_is_no_mapping_of_words_is_refused(words: Any) -> None:
+    with pytest.raises(ValueError, match="configuration|unknown key 3"):
+        SequenceParallelConfig.from_dict(words)
