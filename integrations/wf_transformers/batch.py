@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 import transformers
 from torch import Tensor, nn
 
@@ -44,7 +45,7 @@ def forward_kwargs(
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
     kwargs = {k: v for k, v in local_batch.items() if k not in ("attention_mask", "labels")}
     if causal:
-        kwargs |= {"attention_mask": _silent_mask(local_batch), "use_cache": False}
+        kwargs |= {"attention_mask": _silent_mask(model, local_batch), "use_cache": False}
     elif "attention_mask" in local_batch and "cu_seqlens" not in local_batch:
         raise ValueError(
             "attention_mask gives samples of different lengths, and padding would be seen by full "
@@ -71,11 +72,13 @@ def _refuse_unspreadable(model: nn.Module) -> None:
             refuse_unspreadable(one)
 
 
-def _silent_mask(local_batch: Mapping[str, Any]) -> Tensor:
+def _silent_mask(model: nn.Module, local_batch: Mapping[str, Any]) -> Tensor:
     tokens = local_batch.get("input_ids", local_batch.get("inputs_embeds"))
     if not isinstance(tokens, Tensor):
         raise ValueError(f'a batch needs "input_ids" (b, s), got the keys {sorted(local_batch)}')
-    return silent_mask(tokens.shape[0], tokens.device)
+    wide = any(p.dtype == torch.float64 for p in model.parameters())
+    dtype = torch.float64 if wide else torch.float32
+    return silent_mask(tokens.shape[0], tokens.device, dtype)
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

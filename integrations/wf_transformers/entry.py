@@ -20,7 +20,7 @@ from wf_transformers.attention import Attention
 from wf_transformers.bert import unhooked_bert
 from wf_transformers.checkpoints import Checkpointing, checkpoint_activations
 from wf_transformers.handle import Handle
-from wf_transformers.models import outermost, refuse_mixing
+from wf_transformers.models import outermost, refuse_mixing, refuse_virtual_tokens
 from wf_transformers.registry import registered_for
 
 
@@ -48,6 +48,7 @@ def attach(
     given = activation_checkpointing
     wanted = None if given is None else Checkpointing.from_words(given)
     models, attending = outermost(model), receivers(model)
+    refuse_virtual_tokens(model)
     if sp.size > 1:
         _refuse_alone(model, models, attending)
         refuse_mixing(model)

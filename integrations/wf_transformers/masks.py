@@ -19,9 +19,13 @@ ADVICE = (
 )
 
 
-def silent_mask(size: int, device: torch.device) -> Tensor:
-    """(b, 1, 1, 1): says nothing, and spares the model to build a mask of (s, s) elements."""
-    return torch.zeros(size, 1, 1, 1, device=device)
+def silent_mask(size: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """(b, 1, 1, 1): says nothing, and spares the model to build a mask of (s, s) elements.
+
+    Args:
+        dtype: wide enough for the least number of the model's dtype, which some write into it.
+    """
+    return torch.zeros(size, 1, 1, 1, device=device, dtype=dtype)
 
 
 class MaskCheck:

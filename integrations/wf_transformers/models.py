@@ -81,6 +81,23 @@ def refuse_unspreadable(model: PreTrainedModel) -> None:
     refuse_mixing(model)
 
 
+def refuse_virtual_tokens(model: nn.Module) -> None:
+    """Refuse PEFT's prompt and prefix tuning, whose tokens stand before the whole sequence.
+
+    Raises:
+        NotImplementedError: naming the kind.
+    """
+    for module in model.modules():
+        adapters = getattr(module, "peft_config", None)
+        for config in adapters.values() if isinstance(adapters, Mapping) else ():
+            if getattr(config, "is_prompt_learning", False):
+                kind = getattr(config.peft_type, "value", config.peft_type)
+                raise NotImplementedError(
+                    f"PEFT's {kind}: its virtual tokens would stand before every rank's part of "
+                    "the sequence; take LoRA, or another kind without virtual tokens"
+                )
+
+
 def refuse_mixing(model: nn.Module) -> None:
     """Refuse layers of `model` that mix tokens and are no attention over the ranks.
 

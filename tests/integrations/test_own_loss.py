@@ -146,8 +146,16 @@ def test_a_models_own_loss(make: Callable[[Any], Any], words: dict[str, Any], si
         assert (mean - grad).abs().max() < 1e-6 * grad.abs().max() + 1e-9, name
 
 
-def test_logits_of_a_plain_loss_stay_on_their_ranks() -> None:
-    for _, _, sent in on_ranks(lambda model: model, 2, **GIVEN):
+def with_lora(model: Any) -> Any:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed", exc_type=ImportError)
+    return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
+
+
+@pytest.mark.parametrize("make", [lambda model: model, with_lora], ids=["llama", "lora"])
+def test_logits_of_a_plain_loss_stay_on_their_ranks(make: Callable[[Any], Any]) -> None:
+    wanted = made(lambda model: model)(**GIVEN).loss
+    for loss, _, sent in on_ranks(make, 2, **GIVEN):
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
         assert not any("unshard" in label for label in sent)
 
 

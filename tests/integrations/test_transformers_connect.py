@@ -20,6 +20,7 @@ from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     BUILDING,
     DECODERS,
+    LLAMA,
     Job,
     assert_close,
     batch,
@@ -302,6 +303,46 @@ def test_layers_around_a_model_that_mix_tokens(mixer: nn.Module, message: str | 
             wf_transformers.attach(model, sequence_parallel(comm))
 
     run_threads(2, rank)
+
+
+@pytest.mark.parametrize("kind", ["PromptTuningConfig", "PrefixTuningConfig", "LoraConfig"])
+def test_virtual_tokens_are_refused(kind: str) -> None:
+    peft = pytest.importorskip("peft", reason="PEFT is not installed", exc_type=ImportError)
+    more = {} if kind == "LoraConfig" else {"num_virtual_tokens": 4}
+    config = getattr(peft, kind)(task_type="CAUSAL_LM", **more)
+    model = peft.get_peft_model(build("llama", "eager", {}), config)
+    sp = SequenceParallel(SequenceParallelConfig())
+    if kind == "LoraConfig":
+        wf_transformers.attach(model, sp).remove()
+        return
+    with pytest.raises(NotImplementedError, match=r"PEFT's P\w+_TUNING: its virtual tokens"):
+        wf_transformers.attach(model, sp)
+
+
+@pytest.mark.skipif(not hasattr(tf, "Cohere2Config"), reason="this transformers has no Cohere2")
+def test_a_model_that_writes_into_the_mask() -> None:
+    """Cohere2 writes the least number of its dtype, here float64."""
+    words = {"sliding_window": 8, "sliding_window_pattern": 2, "attention_dropout": 0.0}
+    given = batch(seqlen=24)
+
+    def built(_: Any = None) -> Any:
+        with BUILDING:
+            torch.manual_seed(1)
+            config = tf.Cohere2Config(**{**LLAMA, **words}, pad_token_id=0)
+            config._attn_implementation = "eager"
+            return tf.Cohere2ForCausalLM(config).double()
+
+    wanted = built()(**given).loss
+
+    def rank(comm: Any) -> torch.Tensor:
+        model = built()
+        with BUILDING:
+            handle = wf_transformers.attach(model, sequence_parallel(comm))
+        wf_transformers.WholeBatchHooks(model, handle)
+        return model(**given).loss.detach()
+
+    for loss in run_threads(2, rank):
+        assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
