@@ -30,11 +30,12 @@ ROWS = (
     ("cluster",),
     ("planner",),
     ("parallel",),
-    ("dsp", "autochunk", "hetegen"),
+    ("dsp", "autochunk", "hetegen", "budget"),
     ("cli",),
 )
 PACKAGES = tuple(f"wf_backends.{name}" for row in ROWS for name in row)
-PURE = tuple(f"wf_backends.{name}" for name in ("_validation", "schedule", "lowering", "planner"))
+PURE_PACKAGES = ("schedule", "lowering", "planner", "budget")
+PURE = tuple(f"wf_backends.{name}" for name in ("_validation", *PURE_PACKAGES))
 PURE_MODULES = (  # of packages that are not
     "wf_backends.cluster.environment",
     "wf_backends.cluster.job",

@@ -1,19 +1,27 @@
-"""Heads and their size of a Hugging Face model, for `wallfacer plan --model`."""
+"""Heads and other sizes of a Hugging Face model, for `wallfacer plan --model`."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def model_shape(name: str) -> dict[str, int]:
+def model_shape(name: str, sizes: bool = False) -> dict[str, int]:
     """heads, kv_heads and head_dim of a model: a folder, its config.json, or a name of the Hub.
 
     Of a model that also sees, its language model's.
 
+    Args:
+        sizes: whether its layers, hidden, intermediate, vocabulary and parameters are wanted, too.
+
     Raises:
-        ValueError: if there is no such model, or its config does not tell its heads.
+        ValueError: if there is no such model, or its config does not tell its heads or sizes.
+        NotImplementedError: for sizes of a mixture of experts.
     """
     try:
         config: Any = AutoConfig.from_pretrained(name).get_text_config()
@@ -25,8 +33,31 @@ def model_shape(name: str) -> dict[str, int]:
             f"--model {name}: its {type(config).__name__} tells no num_attention_heads; say "
             "--heads, --kv-heads and --head-dim instead"
         )
-    return {
+    shape = {
         "heads": heads,
         "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+    }
+    return shape | _sizes(name, config) if sizes else shape
+
+
+def _sizes(name: str, config: Any) -> dict[str, int]:
+    """What memory follows from; parameters are counted in a model that has no storage."""
+    if any(getattr(config, one, None) for one in EXPERTS):
+        raise NotImplementedError(
+            f"--model {name}: the memory budget is not made for a mixture of experts such as "
+            f"{type(config).__name__}; leave --memory-gib out"
+        )
+    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:
+        raise ValueError(f"--model {name}: {str(error).splitlines()[0]}") from error
+    return {
+        "layers": config.num_hidden_layers,
+        "hidden": hidden,
+        "intermediate": inner or getattr(config, "n_inner", None) or 4 * hidden,
+        "vocabulary": config.vocab_size,
+        "parameters": sum(one.numel() for one in model.parameters()),
     }

@@ -1,7 +1,7 @@
 """`--model`: heads and their size of a model that another package can read.
 
 Who can says so by an entry point of the group SHAPES, a function from the model's name to heads,
-kv_heads and head_dim: the core imports no framework.
+kv_heads and head_dim, and from (name, True) to its other sizes too: the core imports no framework.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ def take_shape(ctx: typer.Context, name: str) -> str:
             installed that reads models.
     """
     if name:
-        ctx.default_map = {**(ctx.default_map or {}), **model_shape(name)}
+        ctx.default_map = {**(ctx.default_map or {}), **read_model(name)}
     return name
 
 
-def model_shape(name: str) -> dict[str, int]:
-    """heads, kv_heads and head_dim of a model.
+def read_model(name: str, sizes: bool = False) -> dict[str, int]:
+    """heads, kv_heads and head_dim of a model; with `sizes` also what its memory follows from.
 
     Raises:
         ValueError: as `take_shape`.
+        NotImplementedError: for sizes of a mixture of experts.
     """
-    return call_reader(SHAPES, "--model", name)
+    return call_reader(SHAPES, "--model", name, sizes)
 
 
 ModelName = Annotated[

@@ -128,6 +128,8 @@ class Model:
 def describes_model(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command, in place of its argument `model`, the options of `Model` and --model.
 
+    A command with an argument `model_name` is given what --model says, too.
+
     Args:
         defaults: of the options; those of `Model` where there are none. `documents` is an option
             only if it is among them.
@@ -145,10 +147,12 @@ def describes_model(**defaults: Any) -> Callable[[Callable[..., None]], Callable
         @wraps(command)
         def call(_model: str, **given: Any) -> None:
             words = {one.name: given.pop(one.name) for one in options if one.name in given}
+            given |= {"model_name": _model} if "model_name" in own.parameters else {}
             command(model=Model(**words), **given)
 
         own = signature(command, eval_str=True)
-        others = [own.parameters[name] for name in own.parameters if name != "model"]
+        described = ("model", "model_name")
+        others = [own.parameters[name] for name in own.parameters if name not in described]
         taken = options + [one.replace(kind=KEYWORD) for one in others]
         call.__signature__ = Signature(taken)  # pyright: ignore[reportAttributeAccessIssue]
         call.__annotations__ = {one.name: one.annotation for one in taken}

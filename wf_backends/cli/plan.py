@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from wf_backends._validation import AUTO
+from wf_backends.cli import budget as budgets
 from wf_backends.cli import options as o
 from wf_backends.cli.plan_table import short_table
 from wf_backends.planner import (
@@ -35,12 +36,20 @@ from wf_backends.schedule import in_rank_order, make_layout
 @o.describes_model(heads=32, kv_heads=0, head_dim=128, seqlen=131072, documents=0)
 def plan(
     model: o.Model,
+    model_name: str,
     topology: o.TopologyName = "h100-8x400g",
     ranks: Annotated[int, typer.Option(help="Ranks of one sequence; 0 = all.")] = 0,
     ulysses_degree: Annotated[int, typer.Option(help="Only this head split; 0 = all.")] = 0,
     memory_gib: Annotated[
-        float, typer.Option(help="What attention may take of a rank; 0 = all it has.")
+        float,
+        typer.Option(
+            help="What attention may take of a rank; 0 = all it has. Beside --model, all that a "
+            "rank has: then its whole budget in training is printed too."
+        ),
     ] = 0,
+    data_parallel_size: Annotated[
+        int, typer.Option(help="Groups of such ranks, which share ZeRO's states in the budget.")
+    ] = 1,
     exact_up_to: Annotated[
         int, typer.Option(help="Ranks up to which every message is counted; a call's by default.")
     ] = EXACT_UP_TO,
@@ -59,11 +68,14 @@ def plan(
 
         wallfacer plan --model path/of/a/model --topology my_cluster.toml --ranks 16 --json
 
+        wallfacer plan --model path/of/a/model --memory-gib 80
+
         wallfacer plan --ranks 8 --seqlen 65536 --documents 2048 --layout document_zigzag
     """
     for option, value in (("--memory-gib", memory_gib), ("--exact-up-to", exact_up_to)):
         o.check_least(option, value, 0)
-    o.check_least("--top", top, 1)
+    for option, value in (("--top", top), ("--data-parallel-size", data_parallel_size)):
+        o.check_least(option, value, 1)
     asked = Request(
         o.topology_for(topology, ranks),
         work := model.workload(),
@@ -74,19 +86,29 @@ def plan(
     )
     # refuses sequences that are too short
     make_layout(work.layout, asked.topology.size, work.seqlen, work.mask.cu_seqlens)
-    answer(asked, o.hosts_added(topology, asked.topology), None if show_all else top, as_json)
+    added, top_or_all = o.hosts_added(topology, asked.topology), None if show_all else top
+    trained = (model_name, data_parallel_size) if model_name and memory_gib else None
+    answer(asked, added, top_or_all, as_json, trained)
 
 
-def answer(asked: Request, added: int, top: int | None, as_json: bool) -> None:
+def answer(
+    asked: Request,
+    added: int,
+    top: int | None,
+    as_json: bool,
+    trained: tuple[str, int] | None = None,
+) -> None:
     """Print the choice and the reason for it, other plans, and the config to paste.
 
     Args:
         added: hosts that the topology's file does not have.
         top: how many plans; None = all, with all that is predicted of them.
+        trained: a model's name and the data parallel size, if a rank's whole budget is wanted.
 
     Raises:
-        ValueError: if no plan fits the memory.
-        NotImplementedError: for documents that cannot be predicted on so many ranks.
+        ValueError: if no plan fits the memory, or the model does not tell its sizes.
+        NotImplementedError: for documents that cannot be predicted on so many ranks, and for the
+            budget of a mixture of experts.
     """
     request = priced(asked)
     best = check_memory(plan_for(asked), request)
@@ -94,8 +116,11 @@ def answer(asked: Request, added: int, top: int | None, as_json: bool) -> None:
     plans, ring = [best, *others][:top], plain_ring(request)
     told = [why(best, ring, request), *stand_in(request, asked), *other_layout(best, request)]
     told = [reason(best, asked), *told]
+    budget = budgets.budget_of(*trained, [best, *others], request, asked) if trained else None
     if as_json:
-        typer.echo(json.dumps(to_json(plans, ring, ". ".join(told), asked, added), indent=2))
+        found = to_json(plans, ring, ". ".join(told), asked, added)
+        found |= {"budget": budgets.to_json(budget)} if budget else {}
+        typer.echo(json.dumps(found, indent=2))
         return
     at = asked.topology
     title = escape(f"{at.name}: {at.hosts} hosts x {at.ranks_per_host} ranks{o.added_words(added)}")
@@ -107,6 +132,8 @@ def answer(asked: Request, added: int, top: int | None, as_json: bool) -> None:
     console.print(f"[bold]{escape(told[0])}.[/bold]", escape(". ".join(told[1:])) + ".", "")
     console.print(shown)
     typer.echo(block(best, asked))
+    if budget:
+        budgets.show(budget, console)
 
 
 def priced(asked: Request) -> Request:

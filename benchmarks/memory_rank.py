@@ -1,0 +1,114 @@
+"""One rank of memory_budget.py: trains a small Llama and prints the most memory that it held.
+
+python benchmarks/memory_rank.py '{"seqlen": 4096, "layers": 4, "words": {}}'
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from measure import peak, reset_peak
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import wf_transformers
+from wf_backends import SequenceParallel, SequenceParallelConfig, launch
+from wf_backends.autochunk import Tiles, tile_modules
+
+WARM = 64  # tokens of the steps that are not measured
+
+
+def train(case: dict[str, Any]) -> int:
+    """Bytes at the peak of a step, everything that lives between steps included."""
+    step = under_deepspeed(case) if "stage" in case else alone(case)
+    for _ in range(2):  # allocates optimizer states, learns the order of parameters
+        step(WARM)
+    reset_peak()
+    for _ in range(2):
+        step(case["seqlen"])
+    return peak()
+
+
+def llama(case: dict[str, Any]) -> Any:
+    """A Llama of the case's sizes."""
+    torch.manual_seed(0)
+    words = case["shape"] | {"num_hidden_layers": case["layers"]}
+    model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=1 << 17, **words))
+    return model.to(getattr(torch, case["dtype"])).train()
+
+
+def alone(case: dict[str, Any]) -> Callable[[int], None]:
+    """A step with attention over the ranks of the job, and no optimizer."""
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(case["words"]))
+    model, tile = llama(case), case.get("tile", 0)
+    checkpointing = case.get("activation_checkpointing")
+    handle = wf_transformers.attach(model, sp, activation_checkpointing=checkpointing)
+    if not tile:
+        wf_transformers.WholeBatchHooks(model, handle)
+
+    def step(seqlen: int) -> None:
+        ids = torch.randint(model.config.vocab_size, (1, seqlen))
+        whole = {"input_ids": ids, "labels": ids}
+        if not tile:
+            model(**whole, use_cache=False).loss.backward()
+            return
+        words = wf_transformers.forward_kwargs(
+            model, sp.shard_batch(whole), num_valid=torch.tensor(seqlen - 1)
+        )
+        tiled = tile_modules(model, tiles(model, -(-seqlen // tile)))
+        model(**words).loss.backward()
+        tiled.remove()
+
+    return step
+
+
+def tiles(model: Any, count: int) -> list[Tiles]:
+    """All MLPs, and logits and loss, in so many tiles."""
+    mlps = [f"model.layers.{index}.mlp" for index in range(len(model.model.layers))]
+    return [*(Tiles(name, 1, count) for name in mlps), Tiles("lm_head", 1, count, loss=True)]
+
+
+def under_deepspeed(case: dict[str, Any]) -> Callable[[int], None]:
+    """A step of DeepSpeed's engine and AdamW."""
+    import wf_deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": case["stage"], **case["buckets"]},
+        "wallfacer": case["words"],
+    }
+    with wf_deepspeed.without_shared_memory_op():
+        model = llama(case)
+        adam = torch.optim.AdamW(model.parameters(), fused=True)  # in place, as on GPUs
+        engine, *_ = wf_deepspeed.initialize(model=model, optimizer=adam, config=config)
+    wf_transformers.WholeBatchHooks(engine.module, engine.wallfacer)
+
+    def step(seqlen: int) -> None:
+        ids = torch.randint(model.config.vocab_size, (1, seqlen))
+        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        engine.step()
+
+    return step
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with contextlib.redirect_stdout(io.StringIO()):
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            launch.init()
+        found = train(json.loads(sys.argv[1]))
+    print(found, flush=True)
+    os._exit(0)  # what DeepSpeed and gloo would say on their way out is no figure
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,8 @@
+"""What a rank's memory holds in a training step. Pure: standard library only."""
+
+from wf_backends.budget.activations import Activations, Options
+from wf_backends.budget.budget import Training
+from wf_backends.budget.model import Decoder
+from wf_backends.budget.states import STAGES, Buckets, States
+
+__all__ = ["Activations", "Buckets", "Decoder", "Options", "STAGES", "States", "Training"]

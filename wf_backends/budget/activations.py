@@ -1,0 +1,137 @@
+"""What activations of one rank take in a training step. Pure: standard library only.
+
+Counted are the tensors that autograd saves in transformers' Llama (4.51) with our attention, and
+those that the backward makes while it is at one layer. n tokens of the rank, e bytes of an element,
+h hidden size, i width of the MLP, q and k widths of all query and key heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from wf_backends._validation import one_of
+from wf_backends.budget.model import Decoder
+
+Checkpoints = Literal["none", "device", "host"]
+WIDE = 4  # bytes in which norms and the loss are computed, at least
+LOSS_ELEMENTS = 1 << 24  # logits that the loss has in WIDE bytes at one time
+POSITIONS = 32  # bytes a token: ids, labels, positions
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a training step keeps memory low.
+
+    Raises:
+        ValueError: for checkpoints that there are not, or a tile below 0.
+    """
+
+    checkpoints: Checkpoints = "device"
+    """Whether of a layer its input alone is kept for the backward, and where."""
+    tile: int = 0
+    """Tokens that MLP and loss are computed for at a time, in the backward again; 0 = all."""
+
+    def __post_init__(self) -> None:
+        one_of("checkpoints", self.checkpoints, get_args(Checkpoints))
+        if self.tile < 0:
+            raise ValueError(f"tile must be a number of tokens, 0 for all, got {self.tile!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes on one rank's device, and in the host's memory for it."""
+
+    kept: float
+    """Of all layers, from the forward to the backward."""
+    attention: float
+    """Of one layer while its attention's backward runs, buffers of the route included."""
+    mlp: float
+    """Of one layer while the backward of its MLP runs, or of the norm before it."""
+    loss: float
+    """While logits and loss are computed."""
+    host: float
+
+    @property
+    def peak(self) -> float:
+        """kept + max(attention, mlp, loss), bytes on the device."""
+        return self.kept + max(self.attention, self.mlp, self.loss)
+
+
+def activations(
+    model: Decoder, tokens: int, attention_bytes: float, options: Options
+) -> Activations:
+    """What the activations of a step take.
+
+    Args:
+        tokens: of this rank, of all samples of its batch.
+        attention_bytes: buffers of the attention's route, queries and incoming gradients of the
+            rows that stay among them.
+    """
+    inputs = model.hidden * model.itemsize * tokens
+    half = tokens * _attention_saved(model)
+    layer = half + tokens * _mlp_saved(model, options)
+    attention = half + inputs + attention_bytes  # the gradient of the sum that goes around it
+    mlp = max(layer + _mlp_alive(model, tokens, options), half + tokens * _norm_alive(model))
+    fixed = tokens * (2 * model.itemsize * model.head_dim + POSITIONS)
+    if options.checkpoints == "none":
+        others = (model.layers - 1) * layer
+        loss = layer + _loss(model, tokens, options)
+        return Activations(fixed + others, attention, mlp, loss, 0.0)
+    own = inputs if model.itemsize < WIDE else 0.0  # a norm in WIDE bytes saves it itself
+    kept = fixed if options.checkpoints == "host" else fixed + model.layers * inputs
+    beside = own if options.checkpoints == "host" else own - inputs
+    host = model.layers * inputs if options.checkpoints == "host" else 0.0
+    loss = _loss(model, tokens, options)
+    return Activations(kept, attention + beside, mlp + beside, loss, host)
+
+
+def _norm_saved(model: Decoder) -> float:
+    """Bytes a token: its input in WIDE bytes, what is normed, and that times the weight."""
+    wide = max(WIDE, model.itemsize)
+    return (wide + 2 * model.itemsize) * model.hidden + wide
+
+
+def _norm_alive(model: Decoder) -> float:
+    """Bytes a token of a norm's backward: a gradient; its input and five more in WIDE bytes."""
+    return (6 * max(WIDE, model.itemsize) + model.itemsize) * model.hidden
+
+
+def _attention_saved(model: Decoder) -> float:
+    """Bytes a token: the norm before it, q, k, v, out, and lse for each head.
+
+    norm + e (2 q + 2 k) + 4 heads
+    """
+    wide = max(WIDE, model.itemsize)
+    rows = 2 * model.itemsize * (model.queries + model.keys)
+    return _norm_saved(model) + rows + wide * model.heads
+
+
+def _mlp_saved(model: Decoder, options: Options) -> float:
+    """Bytes a token: the norm before it; gate, activated gate, up, and their product: 4 e i."""
+    inner = 0 if options.tile else 4 * model.itemsize * model.intermediate
+    return _norm_saved(model) + inner
+
+
+def _mlp_alive(model: Decoder, tokens: int, options: Options) -> float:
+    """Beyond what is saved: e h n of the incoming gradient, and 2 e i n of the product's backward.
+
+    In tiles of t tokens: e h n once more for the gradient that the tiles fill, and 6 e i t.
+    """
+    rows = model.itemsize * model.hidden * tokens
+    if not options.tile:
+        return rows + 2 * model.itemsize * model.intermediate * tokens
+    return 2 * rows + 6 * model.itemsize * model.intermediate * min(options.tile, tokens)
+
+
+def _loss(model: Decoder, tokens: int, options: Options) -> float:
+    """The last norm, logits and their gradient, and three tensors of some logits in WIDE bytes.
+
+    In tiles also e h n, the gradient that the tiles fill.
+    """
+    some = min(options.tile, tokens) if options.tile else tokens
+    wide = max(WIDE, model.itemsize)
+    elements = model.vocabulary * some
+    logits = 2 * model.itemsize * elements + 3 * wide * min(elements, LOSS_ELEMENTS)
+    rows = model.itemsize * model.hidden * tokens if options.tile else 0
+    return tokens * _norm_saved(model) + logits + rows

@@ -1,0 +1,76 @@
+"""A rank's whole memory in a training step, and the longest sequence that fits it.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from wf_backends._validation import positive
+from wf_backends.budget.activations import Activations, Options, activations
+from wf_backends.budget.model import Decoder
+from wf_backends.budget.states import STAGES, Buckets, States, states
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """What is trained on how many ranks.
+
+    Raises:
+        ValueError: naming a number that is not positive.
+    """
+
+    model: Decoder
+    sequence_parallel_size: int
+    """Ranks that share a sequence."""
+    attention_bytes: float
+    """Buffers of an attention layer, for each token of the rank, as the planner counts them."""
+    batch: int = 1
+    """Sequences at a time in a group of such ranks."""
+    data_parallel_size: int = 1
+    """Groups of ranks with other sequences."""
+    buckets: Buckets = Buckets()
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_parallel_size", "batch", "data_parallel_size"):
+            positive(name, getattr(self, name))
+
+    def tokens(self, seqlen: int) -> int:
+        """Tokens of a rank, of all samples of its batch."""
+        return self.batch * -(-seqlen // self.sequence_parallel_size)
+
+    def states(self, stage: int) -> States:
+        """Parameters, gradients and optimizer states of a rank.
+
+        Raises:
+            ValueError: for a stage that ZeRO does not have.
+        """
+        if stage not in STAGES:
+            raise ValueError(f"stage must be one of {list(STAGES)}, got {stage!r}")
+        ranks = self.sequence_parallel_size * self.data_parallel_size
+        return states(self.model, stage, ranks, self.buckets)
+
+    def activations(self, seqlen: int, options: Options) -> Activations:
+        """Activations of a rank for a sequence of `seqlen` tokens."""
+        tokens = self.tokens(seqlen)
+        return activations(self.model, tokens, self.attention_bytes * tokens, options)
+
+    def device_bytes(self, seqlen: int, stage: int, options: Options) -> float:
+        """The most that a rank's device holds in a step."""
+        return self.states(stage).peak(self.activations(seqlen, options).peak)
+
+    def longest(self, memory_bytes: float, stage: int, options: Options) -> int:
+        """Tokens of the longest sequence whose step fits, a multiple of the ranks; 0 if none."""
+        ranks = self.sequence_parallel_size
+
+        def fits(each: int) -> bool:
+            return self.device_bytes(each * ranks, stage, options) <= memory_bytes
+
+        low, high = 0, 1
+        while fits(high):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle)
+        return low * ranks

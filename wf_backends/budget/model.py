@@ -1,0 +1,43 @@
+"""The sizes of a decoder that its memory follows from. Pure: standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from wf_backends._validation import positive
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A decoder of Llama's kind, as its config describes it: gated MLPs, RMS norms.
+
+    Raises:
+        ValueError: naming a size that is no positive integer.
+    """
+
+    layers: int
+    hidden: int
+    intermediate: int
+    """Width of the MLP."""
+    vocabulary: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    parameters: int
+    """Elements of all parameters."""
+    itemsize: int = 2
+    """Bytes of one element of a parameter and of an activation."""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            positive(one.name, getattr(self, one.name))
+
+    @property
+    def queries(self) -> int:
+        """Width of a token's queries, all heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Width of a token's keys, all heads together; as wide are its values."""
+        return self.kv_heads * self.head_dim
