@@ -171,7 +171,8 @@ def at_padding(batch: Mapping[str, Any]) -> Tensor:
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.shape == labels.shape:
         return (mask == 0) & (labels != IGNORE_INDEX)
-    return torch.zeros((), dtype=torch.bool)
+    device = labels.device if isinstance(labels, Tensor) else None
+    return torch.zeros((), dtype=torch.bool, device=device)
 
 
 def data_parallel(sp: SequenceParallel, group: ProcessGroup | None = None) -> tuple[int, int]:

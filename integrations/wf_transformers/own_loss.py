@@ -47,13 +47,21 @@ def own_loss_of(model: nn.Module) -> str | None:
         if not str(getattr(forward, "__module__", "")).startswith(PLAIN_FORWARDS):
             return f"the forward of {type(model).__name__} is its own"
     for one in outermost(model):
-        function = getattr(one, "loss_function", ForCausalLMLoss)
+        function = _loss_function(one)
         if function not in PLAIN_LOSSES:
             name = getattr(function, "__name__", type(function).__name__)
             return f"the loss_function of {type(one).__name__} is {name}"
         if one is not model and own_loss_of(one) is not None:
             return own_loss_of(one)
     return None
+
+
+def _loss_function(model: nn.Module) -> Any:
+    """What the model calls for its loss, under the tiles of `wf_backends.autochunk`."""
+    function: Any = getattr(model, "loss_function", ForCausalLMLoss)
+    if getattr(function, "__module__", "").startswith("wf_backends.autochunk"):
+        return function.__self__.loss_function
+    return function
 
 
 def output_embeddings(model: nn.Module) -> list[nn.Module]:

@@ -23,6 +23,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
     gradients,
     sequence_parallel,
 )
+from wf_backends.autochunk.handle import Handle  # noqa: E402
+from wf_backends.autochunk.tiled_loss import tile_loss  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
 
 GIVEN = batch(2)
@@ -151,7 +153,16 @@ def with_lora(model: Any) -> Any:
     return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))
 
 
-@pytest.mark.parametrize("make", [lambda model: model, with_lora], ids=["llama", "lora"])
+def with_tiled_loss(model: Any) -> Any:
+    tile_loss(model, model.lm_head, 2, Handle())
+    return model
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda model: model, with_lora, with_tiled_loss],
+    ids=["llama", "lora", "tiled"],
+)
 def test_logits_of_a_plain_loss_stay_on_their_ranks(make: Callable[[Any], Any]) -> None:
     wanted = made(lambda model: model)(**GIVEN).loss
     for loss, _, sent in on_ranks(make, 2, **GIVEN):
