@@ -6,6 +6,8 @@ from dataclasses import dataclass, fields
 
 from wf_backends._validation import positive
 
+MOST_ELEMENTS = 10**15
+
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
@@ -30,7 +32,7 @@ class Decoder:
 
     def __post_init__(self) -> None:
         for one in fields(self):
-            positive(one.name, getattr(self, one.name))
+            positive(one.name, getattr(self, one.name), MOST_ELEMENTS)
 
     @property
     def queries(self) -> int:
