@@ -128,7 +128,9 @@ class Row:
         """As a row of the table."""
         predicted = (self.second.predicted() - self.first.predicted()) / self.units
         measured = (self.second.measured() - self.first.measured()) / self.units
-        return f"| {self.words} | {predicted:,.4g} | {measured:,.4g} | {predicted / measured:.2f} |"
+        digits = 0 if predicted > 100 else 2
+        figures = f"{predicted:,.{digits}f} | {measured:,.{digits}f}"
+        return f"| {self.words} | {figures} | {predicted / measured:.2f} |"
 
 
 def by_token() -> Iterator[Row]:
