@@ -19,6 +19,7 @@ from wf_transformers import (
     attach,
     checkpoint_activations,
     counted_by_group,
+    counted_once,
     loss_only,
     plan_tiles,
     split_budget,
@@ -111,10 +112,20 @@ def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) 
         raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
     handle = connect(trainer.model, trainer.accelerator, words, whole_logits)
     handle.undo.enter_context(temporarily_replace(trainer, "prediction_step", loss_only))
+    if getattr(type(trainer), "compute_loss", None) is _trainers_own():  # another may not count
+        once = partial(counted_once, trainer)
+        handle.undo.enter_context(temporarily_replace(trainer, "compute_loss", once))
     options = getattr(trainer.gather_function, "keywords", {})
     gather = partial(trainer.accelerator.gather_for_metrics, **options)
     handle.set(trainer, "gather_function", gather)  # the Trainer keeps what its accelerator had
     return handle
+
+
+def _trainers_own() -> Any:
+    """Trainer.compute_loss of transformers."""
+    from transformers.trainer import Trainer
+
+    return Trainer.compute_loss
 
 
 def _refuse(accelerator: Accelerator) -> None:

@@ -21,7 +21,13 @@ import torch.distributed as dist
 
 from wf_deepspeed.config import BATCH_KEYS, KEY, load_config, read_block
 from wf_deepspeed.entry import given_config, initialize_through
-from wf_transformers import WholeBatchHooks, counted_by_group, loss_only, temporarily_replace
+from wf_transformers import (
+    WholeBatchHooks,
+    counted_by_group,
+    counted_once,
+    loss_only,
+    temporarily_replace,
+)
 
 
 @contextmanager
@@ -52,7 +58,13 @@ def _initialize(
         if "transformers.trainer" in sys.modules:  # imported by the script, if it is used at all
             trainer = sys.modules["transformers.trainer"].Trainer
             stack.enter_context(temporarily_replace(trainer, "prediction_step", loss_only))
+            if not hasattr(trainer.compute_loss, "__wrapped__"):  # by an engine before this one
+                stack.enter_context(temporarily_replace(trainer, "compute_loss", _counted_once))
     return engine, optimizer, loader, scheduler
+
+
+def _counted_once(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    return counted_once(trainer, functools.partial(original, trainer), *args, **kwargs)
 
 
 def corrected(arguments: Mapping[str, Any]) -> dict[str, Any]:

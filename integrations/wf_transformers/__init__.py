@@ -23,7 +23,7 @@ from wf_transformers.checkpoints import (
 from wf_transformers.entry import apply, attach, connect, connect_any
 from wf_transformers.folder import model_from_folder
 from wf_transformers.handle import Handle, data_parallel
-from wf_transformers.hooks import WholeBatchHooks, loss_only
+from wf_transformers.hooks import WholeBatchHooks
 from wf_transformers.loaders import counted_by_group
 from wf_transformers.models import head_of, outermost
 from wf_transformers.registry import register
@@ -35,6 +35,7 @@ from wf_transformers.tiles import (
     plan_tiles,
     split_budget,
 )
+from wf_transformers.trainer import counted_once, loss_only
 from wf_transformers.verify import verify
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "connect",
     "connect_any",
     "counted_by_group",
+    "counted_once",
     "data_parallel",
     "forward_kwargs",
     "head_of",

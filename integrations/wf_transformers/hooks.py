@@ -10,6 +10,7 @@ it has.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +45,7 @@ from wf_transformers.whole_batch import (
 )
 
 WHOLE_LOGITS = "whole_logits"
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ class WholeBatchHooks:
         self._head = head_of(model) if head is None else head
         _, *self._names = inspect.signature(type(model).forward).parameters  # without self
         self._call: Call | None = None
-        self._head_called = False
+        self._head_called = self._told = False
         self._noise = WholeNoise()
         self._hooks = (
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
@@ -105,6 +107,11 @@ class WholeBatchHooks:
         if isinstance(model, PreTrainedModel):  # the Trainer sums them over all ranks
             share = partial(_operations, model.floating_point_ops, handle.sp.size)
             handle.set(model, "floating_point_ops", share)
+
+    @property
+    def size(self) -> int:
+        """Ranks that share a sequence."""
+        return self._handle.sp.size
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -130,6 +137,7 @@ class WholeBatchHooks:
         batch = self._batch(given, seqlen)
         if leaves_loss:
             self._handle.tell_padded_labels(batch)
+            self._tell_padding(batch)
             given["labels"] = given["labels"].masked_fill(at_padding(batch), IGNORE_INDEX)
             batch = {key: value for key, value in batch.items() if key in INPUTS}
         given = {k: v for k, v in given.items() if k not in batch}
@@ -140,6 +148,16 @@ class WholeBatchHooks:
         self._handle.attention.logits_are_whole, self._head_called = leaves_loss, False
         self._noise.enter(model, seqlen_of(local), seqlen)
         return (), self._words(model, given, local)
+
+    def _tell_padding(self, batch: dict[str, Any]) -> None:
+        """Warn once where a loss of the model's own gets logits of padding."""
+        mask = batch.get("attention_mask")
+        if not self._told and isinstance(mask, Tensor) and not bool(mask.all()):
+            self._told = True
+            LOG.warning(
+                "this model makes a loss of its own, and logits at padding are not those of one "
+                "device: leave them out of it, as cross entropy does by labels of -100"
+            )
 
     def _leaves_loss(self, model: nn.Module, given: dict[str, Any]) -> bool:
         """Whether the model is to make the loss of this call."""
@@ -258,20 +276,3 @@ class WholeBatchHooks:
 def _operations(original: Callable[..., int], size: int, *args: Any, **kwargs: Any) -> float:
     """One rank's part of the operations that a whole batch takes."""
     return original(*args, **kwargs) / size
-
-
-def loss_only(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Instead of the Trainer's `prediction_step`: logits that it drops are not brought together.
-
-    A model without the hooks is called as ever.
-    """
-    call = inspect.signature(original).bind(*args, **kwargs)
-    if call.arguments["prediction_loss_only"] and _takes_whole_batches(call.arguments["model"]):
-        call.arguments["inputs"] = {**call.arguments["inputs"], WHOLE_LOGITS: False}
-    return original(*call.args, **call.kwargs)
-
-
-def _takes_whole_batches(model: nn.Module) -> bool:
-    """Whether the hooks are on the model, or on one inside a wrapper."""
-    before = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    return any(isinstance(getattr(hook, "__self__", None), WholeBatchHooks) for hook in before)

@@ -17,6 +17,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
 from torch.nn.functional import cross_entropy
 from transformers import EvalPrediction, Trainer
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 import wf_accelerate
 from tests.integrations.deepspeed_trainer import Text, arguments, leave, model
@@ -48,6 +49,12 @@ def summed(output: Any, labels: torch.Tensor, num_items_in_batch: Any = None) ->
     return total / count
 
 
+def penalised(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **words: Any) -> Any:
+    """A loss of the model's own, of which one term is no mean over the labels."""
+    penalty = logits.logsumexp(-1).square()[labels != -100].mean()  # at padding none is right
+    return ForCausalLMLoss(logits, labels, *args, **words) + penalty
+
+
 def trainer_of(case: Result, folder: str, **more: Any) -> tuple[Trainer, Any]:
     """A Trainer, and what `connect_trainer` gave."""
     more["gradient_accumulation_steps"] = case["gradient_accumulation"]
@@ -65,6 +72,8 @@ def trainer_of(case: Result, folder: str, **more: Any) -> tuple[Trainer, Any]:
         compute_metrics=None if case["kind"] == "stream" else metrics,
         compute_loss_func=summed if case["kind"] == "own_loss" else None,
     )
+    if case["kind"] == "penalised":
+        trainer.model.loss_function = penalised  # type: ignore[union-attr]
     if case["kind"] == "trainer_fsdp":
         use_fsdp2(trainer.accelerator)
         trainer.is_fsdp_enabled = True

@@ -148,6 +148,15 @@ def test_a_models_own_loss(make: Callable[[Any], Any], words: dict[str, Any], si
         assert (mean - grad).abs().max() < 1e-6 * grad.abs().max() + 1e-9, name
 
 
+def test_padding_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Its logits are another device's; cross entropy leaves them out."""
+    mask = torch.ones_like(GIVEN["input_ids"])
+    mask[1, 20:] = 0
+    given = GIVEN | {"labels": GIVEN["labels"].masked_fill(mask == 0, -100)}
+    on_ranks(with_loss(z_loss), 2, **given, attention_mask=mask)
+    assert caplog.text.count("logits at padding are not those of one device") == 2
+
+
 def with_lora(model: Any) -> Any:
     peft = pytest.importorskip("peft", reason="PEFT is not installed", exc_type=ImportError)
     return peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM"))

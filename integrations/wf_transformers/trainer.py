@@ -1,0 +1,57 @@
+"""What runs in place of methods of the Trainer of transformers whose model takes whole batches."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from wf_transformers.hooks import WHOLE_LOGITS, WholeBatchHooks
+
+
+def loss_only(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Instead of the Trainer's `prediction_step`: logits that it drops are not brought together.
+
+    A model without the hooks is called as ever.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs)
+    if call.arguments["prediction_loss_only"] and _takes_whole_batches(call.arguments["model"]):
+        call.arguments["inputs"] = {**call.arguments["inputs"], WHOLE_LOGITS: False}
+    return original(*call.args, **call.kwargs)
+
+
+def counted_once(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Instead of the Trainer's own `compute_loss`: a group counts as one process.
+
+    Under `average_tokens_across_devices` the Trainer sums labels over all processes and multiplies
+    the loss by their number. What is no mean over these labels would become too large.
+    """
+    call = inspect.signature(original).bind(*args, **kwargs)
+    num_items = call.arguments.get("num_items_in_batch")
+    size = _ranks_of_a_sequence(call.arguments["model"])
+    multiplies = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    average = getattr(trainer.args, "average_tokens_across_devices", False)
+    if size == 1 or num_items is None or not (average and multiplies):
+        return original(*args, **kwargs)
+    call.arguments["num_items_in_batch"] = num_items // size
+    found = original(*call.args, **call.kwargs)
+    return (found[0] / size, *found[1:]) if isinstance(found, tuple) else found / size
+
+
+def _takes_whole_batches(model: nn.Module) -> bool:
+    return any(True for _ in _hooks_on(model))
+
+
+def _ranks_of_a_sequence(model: nn.Module) -> int:
+    return next((hooks.size for hooks in _hooks_on(model)), 1)
+
+
+def _hooks_on(model: nn.Module) -> Iterator[WholeBatchHooks]:
+    """The hooks that are on the model, or on one inside a wrapper."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, WholeBatchHooks):
+                yield owner
