@@ -11,6 +11,10 @@ from torch.nn import functional as F
 
 from tests.autochunk.test_autochunk import ANY, largest_difference, measured_peak
 from wf_backends.autochunk import autochunk
+from wf_backends.autochunk.candidates import candidates_at
+from wf_backends.autochunk.capture import capture
+from wf_backends.autochunk.memory import Effects, read_steps
+from wf_backends.autochunk.region import region_of
 
 
 class Lambda(nn.Module):
@@ -85,7 +89,7 @@ def test_random_numbers_keep_their_place() -> None:
         noise = torch.rand_like(first)
         return (first + noise) * F.dropout(first, 0.5, training=True)
 
-    model, x = Lambda(noisy), torch.randn(2, 64, 8)
+    model, x = Lambda(noisy).eval(), torch.randn(2, 64, 8)
     chunked = autochunk(model, (x,), max_slowdown=ANY)
     torch.manual_seed(1)
     expected = model(x)
@@ -113,3 +117,20 @@ def test_layers_that_are_alike_share_one_region() -> None:
     plan = chunked_equals(Lambda(layers), torch.randn(1, 128, 8), 1e-12).plan
     assert len(plan.regions) == 4
     assert len({(r.length, r.operators) for r in plan.regions}) == 1
+
+
+class Gated(nn.Module):
+    """A list of tensors in the middle: what `chunk` returns."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a, gate = x.repeat(1, 1, 6).chunk(2, dim=-1)
+        return a * gate.sigmoid()
+
+
+def test_no_region_reads_a_list_of_tensors() -> None:
+    graph = capture(Gated(), (torch.randn(1, 32, 8),), {}).graph
+    steps = read_steps(graph, Effects())
+    for place in range(len(steps.steps)):
+        for candidate in candidates_at(steps, place):
+            region = region_of(candidate.flow, candidate.flow.unit)
+            assert all(isinstance(node.meta["val"], torch.Tensor) for node, _ in region.inputs)

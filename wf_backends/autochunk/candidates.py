@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from wf_backends.autochunk.capture import tensors
-from wf_backends.autochunk.flow import Flow, around, trace
+from wf_backends.autochunk.flow import Flow, Sliced, around, trace
 from wf_backends.autochunk.memory import Step, Steps, profile
 from wf_backends.autochunk.region import slice_length
 
@@ -126,6 +126,8 @@ def _candidate(
     """The candidate of a flow within steps [lo, hi], where it may be one."""
     members = {op.node for op in flow.operators}
     window = graph.steps[lo : hi + 1]
+    if not all(_given_as_tensors(op, members) for op in flow.operators):
+        return
     inner = [step for step in window if step.node in members]
     born = {storage for step in inner for storage, _ in step.allocates}
     outputs: dict[int, int] = {}
@@ -145,6 +147,12 @@ def _candidate(
     whole = peaks.pop(order.index(region))
     sliced = max(profile(inner, set(outputs)))
     yield Candidate(lo, hi, flow, max(peaks, default=0), whole, sliced, region)
+
+
+def _given_as_tensors(op: Sliced, members: set[fx.Node]) -> bool:
+    """Whether what the operator reads from outside the region is tensors, not lists of them."""
+    outside = (source.node for source in op.sources if source.node not in members)
+    return all(isinstance(node.meta["val"], torch.Tensor) for node in outside)
 
 
 def _may_move(graph: Steps, step: Step, members: set[fx.Node], born: set[int]) -> bool:

@@ -1,0 +1,229 @@
+"""AutoChunk on the models of its paper (arXiv 2401.10652): memory, time, and how much longer.
+
+    OMP_NUM_THREADS=1 python benchmarks/autochunk.py > benchmarks/results/autochunk.md
+
+Peaks are bytes of live activations beyond weights and inputs: predicted by the plan, and seen by a
+tracker of storages in a real run. Times are of the CPU, in turns, so that other processes on the
+machine do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from autochunk_models import CASES, Case, Made, evoformer, gpt2, llama, unet_default, vit
+from measure import cores_and_load, cpu_name
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from wf_backends.autochunk import BudgetError, autochunk, longest, memory_profiles
+from wf_backends.autochunk.memory import StorageTracker, unchunked_peak
+
+MIB = 1 << 20
+ANY = float("inf")  # slowdown
+HEAD = ("model", "attention", "how", "predicted MiB", "measured MiB", "saved")
+HEAD += ("predicted slowdown", "measured slowdown", "largest difference", "search s")
+
+# ColossalAI's test forms: a name, the model, budgets in MiB
+COLOSSALAI = (
+    ("GPT-2, 96 wide, 512 tokens", partial(gpt2, 512, width=96, heads=4), (None, 6, 8)),
+    ("ViT-large (2 layers), 384 x 384", partial(vit, 384), (None, 32, 40)),
+    ("UNet2D of default width, 64 x 64", partial(unet_default, 64), (None, 150, 300)),
+    ("Evoformer, 32 x 64", partial(evoformer, 64), (None, 20, 24)),
+)
+# how much longer: a name, the model by its size, a size that fits unchunked, tokens of a size
+LONGER: tuple[tuple[str, Callable[[int, bool], Made], int, bool, bool], ...] = (
+    ("GPT-2, tokens", gpt2, 1024, False, True),
+    ("GPT-2, tokens", gpt2, 1024, True, False),
+    ("Llama, tokens", llama, 1024, False, True),
+    ("ViT-large, pixels of a side", vit, 384, False, False),
+    ("Evoformer, residues", evoformer, 48, False, True),
+    ("Evoformer, residues", evoformer, 512, False, False),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each")
+    parser.add_argument("--only", default="", help="rows whose name holds this")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, {cpu_name()}, one thread; {cores_and_load()} before.\n")
+    table(HEAD)
+    for case in (c for c in CASES if args.only in c.name):
+        for fused in (False, True):
+            rows(case, fused, args.repeats)
+    print("\nColossalAI's budgets, eager attention:\n")
+    table(HEAD)
+    for name, make, budgets in (c for c in COLOSSALAI if args.only in c[0]):
+        budget_rows(name, make, budgets)
+    print("\nThe longest sequence within what the unchunked model needs at the first length:\n")
+    table(
+        ("model", "attention", "unchunked", "MiB", "chunked", "times", "slowdown", "real run MiB")
+    )
+    for name, make, size, fused, confirm in (c for c in LONGER if args.only in c[0]):
+        longer_row(name, make, size, fused, confirm)
+
+
+def table(head: tuple[str, ...]) -> None:
+    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+
+
+def row(*cells: object) -> None:
+    print(f"| {' | '.join(str(cell) for cell in cells)} |", flush=True)
+
+
+def made(make: Callable[..., Made], *args: Any) -> Made:
+    """The model in evaluation mode, with the same weights and inputs every time."""
+    torch.manual_seed(0)
+    model, kwargs = make(*args)
+    return model.eval(), kwargs
+
+
+def rows(case: Case, fused: bool, repeats: int) -> None:
+    """The model as it is, chunked, and changed by hand."""
+    model, kwargs = made(case.make, case.size, fused)
+    attention = "fused" if fused else "eager"
+    chunked, search = searched(model, kwargs, None, 0.1)
+    before = measured_peak(model, kwargs)
+    row(case.name, attention, "as it is", mib(chunked.plan.peak_before), mib(before), *[""] * 5)
+    predicted = (mib(chunked.plan.peak), f"{chunked.plan.slowdown:+.1%}", f"{search:.1f}")
+    report(case.name, attention, "autochunk", predicted, model, chunked, kwargs, before, repeats)
+    for how, change in case.by_hand.items():
+        other, _ = made(case.make, case.size, fused)
+        change(other)
+        report(case.name, attention, how, ("", "", ""), model, other, kwargs, before, repeats)
+
+
+def report(
+    name: str,
+    attention: str,
+    how: str,
+    predicted: tuple[str, str, str],
+    model: nn.Module,
+    other: nn.Module,
+    kwargs: dict[str, Any],
+    before: int,
+    repeats: int,
+) -> None:
+    """A row about `other`, beside the model."""
+    peak = measured_peak(other, kwargs)
+    row(
+        name,
+        attention,
+        how,
+        predicted[0],
+        mib(peak),
+        f"{1 - peak / before:.0%}",
+        predicted[1],
+        f"{slowdown(model, other, kwargs, repeats):+.1%}",
+        f"{difference(model, other, kwargs):.1g}",
+        predicted[2],
+    )
+
+
+def budget_rows(name: str, make: Callable[..., Made], budgets: tuple[int | None, ...]) -> None:
+    model, kwargs = made(make, False)
+    before = measured_peak(model, kwargs)
+    row(name, "eager", "as it is", "", mib(before), *[""] * 5)
+    for budget in budgets:
+        how = "the least" if budget is None else f"within {budget} MiB"
+        try:
+            chunked, search = searched(
+                model, kwargs, budget and budget * MIB, 0.1 if budget is None else ANY
+            )
+        except BudgetError as error:
+            row(name, "eager", how, str(error).split(":")[0], *[""] * 6)
+            continue
+        plan = chunked.plan
+        predicted = (mib(plan.peak), f"{plan.slowdown:+.1%}", f"{search:.1f}")
+        report(name, "eager", how, predicted, model, chunked, kwargs, before, 1)
+
+
+def longer_row(
+    name: str, make: Callable[[int, bool], Made], size: int, fused: bool, confirm: bool
+) -> None:
+    """The longest sequence whose plan fits, by bisection on fake tensors."""
+
+    def on_fake_tensors(length: int) -> Made:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return made(make, length, fused)
+
+    model, kwargs = on_fake_tensors(size)
+    budget = unchunked_peak(model, (), kwargs)
+    slower: dict[int, float] = {}
+
+    def fits(length: int) -> bool:
+        try:
+            profiles = memory_profiles(*on_fake_tensors(length), budget, ANY)
+        except BudgetError:
+            return False
+        slower[length] = profiles.plan.slowdown
+        return True
+
+    reach = longest(fits, size // 4)
+    real = ""
+    if confirm:
+        model, kwargs = made(make, reach, fused)
+        real = mib(measured_peak(autochunk(model, (), kwargs, budget, ANY), kwargs))
+    attention = "fused" if fused else "eager"
+    times = f"{reach / size:.1f}"
+    row(name, attention, size, mib(budget), reach, times, f"{slower[reach]:+.1%}", real)
+
+
+def searched(
+    model: nn.Module, kwargs: dict[str, Any], memory: int | None, most: float
+) -> tuple[Any, float]:
+    """The chunked model, and the seconds that capture, search and lowering took."""
+    start = time.process_time()
+    chunked = autochunk(model, (), kwargs, memory, most)
+    return chunked, time.process_time() - start
+
+
+def measured_peak(model: nn.Module, kwargs: dict[str, Any]) -> int:
+    """Live bytes of a real run beyond weights and inputs."""
+    inputs = [v for v in kwargs.values() if isinstance(v, torch.Tensor)]
+    gc.collect()
+    with torch.no_grad(), StorageTracker((*model.parameters(), *model.buffers(), *inputs)) as seen:
+        model(**kwargs)
+    return seen.peak
+
+
+def slowdown(model: nn.Module, other: nn.Module, kwargs: dict[str, Any], repeats: int) -> float:
+    """The median of turns: the time that `other` takes more than the model, as a share."""
+    turns = [[seconds(x, kwargs) for x in (model, other)] for _ in range(repeats + 1)]
+    return median(b / a for a, b in turns[1:]) - 1
+
+
+def seconds(model: nn.Module, kwargs: dict[str, Any]) -> float:
+    with torch.no_grad():
+        start = time.process_time()
+        model(**kwargs)
+        return time.process_time() - start
+
+
+def difference(model: nn.Module, other: nn.Module, kwargs: dict[str, Any]) -> float:
+    """The largest difference of outputs, as a share of the largest value."""
+    with torch.no_grad():
+        pairs = zip(*(tensors(x(**kwargs)) for x in (other, model)), strict=True)
+        return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
+
+
+def tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    return (x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor))
+
+
+def mib(count: int) -> str:
+    return f"{count / MIB:.2f}"
+
+
+if __name__ == "__main__":
+    main()
