@@ -134,3 +134,21 @@ def test_no_region_reads_a_list_of_tensors() -> None:
         for candidate in candidates_at(steps, place):
             region = region_of(candidate.flow, candidate.flow.unit)
             assert all(isinstance(node.meta["val"], torch.Tensor) for node, _ in region.inputs)
+
+
+class Skipping(nn.Module):
+    """Attention four times; between, more and more is kept for the end, as in a UNet."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kept = []
+        for _ in range(4):
+            kept += [x + 1, x + 2, x + 3, x + 4]
+            x = (x @ x.mT).softmax(-1) @ x
+        return torch.cat([x, *kept], -1)
+
+
+def test_each_peak_is_lowered_where_live_bytes_only_grow() -> None:
+    chunked = autochunk(
+        Skipping().eval(), (torch.randn(1, 512, 4),), max_memory=0.3, max_slowdown=ANY
+    )
+    assert len(chunked.plan.regions) == 4

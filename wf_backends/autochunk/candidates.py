@@ -20,7 +20,7 @@ from wf_backends.autochunk.memory import Step, Steps, profile
 from wf_backends.autochunk.region import slice_length
 
 REACH = 160  # operators that a region may span on each side of the peak
-ENDS = 8  # places on each side of the peak where a region may begin or end
+ENDS = 5  # of the places where a region may begin or end, so many nearest to the peak and farthest
 MOST_CHUNKS = 256
 
 
@@ -117,7 +117,13 @@ def _ends(graph: Steps, peak: int) -> tuple[list[int], list[int]]:
     for hi in range(peak, min(len(graph.steps), peak + REACH)):
         if not highs or live[hi + 1] < live[highs[-1] + 1]:
             highs.append(hi)
-    return lows[-ENDS:], highs[-ENDS:]
+    return _nearest_and_farthest(lows), _nearest_and_farthest(highs)
+
+
+def _nearest_and_farthest(places: list[int]) -> list[int]:
+    """Where live bytes fall all the way, as in a UNet, the farthest ones alone would hold other
+    layers with peaks of their own."""
+    return list(dict.fromkeys((*places[:ENDS], *places[-ENDS:])))
 
 
 def _candidate(

@@ -15,7 +15,7 @@ from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
 from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.search import Choice, Search, Selection
 
-TRIES = 4  # times that the budget is tightened until the regions as they are built fit it
+SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # of the budget to search for, until what is built fits it
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ def find_plan(captured: Captured, before: int, budget: Budget) -> tuple[ChunkPla
         return (plan if plan.peak < before else unchunked), lowered
     if before <= limit:
         return unchunked, lower(captured.graph, (), effects)
-    target = limit
-    for _ in range(TRIES):
-        plan, lowered = built(search.within_memory(target))
-        if plan.peak <= limit:
+    tried: list[tuple[ChunkPlan, Lowered]] = []
+    for share in SHARES:
+        tried.append(built(search.within_memory(int(share * limit))))
+        if tried[-1][0].peak <= limit:
             break
-        target = target * limit // plan.peak
+    plan, lowered = min(tried, key=lambda pair: pair[0].peak)
     _check_fits(plan, limit, budget)
     return plan, lowered
 
