@@ -1,4 +1,4 @@
-"""The pictures in docs/pictures, drawn from the planner's model.
+"""The pictures in docs/pictures, drawn from the planner's model and from a plan of AutoChunk.
 
     python benchmarks/pictures.py
 
@@ -14,8 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autochunk_models import evoformer
 from matplotlib.figure import Figure
 
+from wf_backends.autochunk import memory_profiles
+from wf_backends.cli.draw import draw_memory
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.planner.head_splits import legal_degrees
@@ -124,6 +127,14 @@ def draw_time(path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def draw_chunks(path: Path) -> None:
+    """The live activations of an Evoformer block of 64 residues, as it is and in slices."""
+    model, inputs = evoformer(64, fused=False)
+    found = memory_profiles(model.eval(), inputs)
+    before, after = ([count for _, count in side] for side in (found.before, found.after))
+    draw_memory(before, after, None, path, "An Evoformer block, 32 sequences of 64 residues")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"), help="folder to write")
@@ -131,6 +142,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     draw_bytes(out / "bytes_against_ranks.png")
     draw_time(out / "time_against_link.png")
+    draw_chunks(out / "autochunk_memory.png")
 
 
 if __name__ == "__main__":
