@@ -131,11 +131,10 @@ def test_an_error_in_a_lane_reaches_the_caller_and_threads_end(lane: Lane) -> No
     handle = dispatch_model(model, {0: 30_000}, device)
     with torch.no_grad():
         model(x)
-        device.broken, start = True, time.perf_counter()
+        device.broken = True
         with pytest.raises(OSError, match=f"no {lane}"):
             for _ in range(3):  # what is in slabs already is used first
                 model(x)
-        assert time.perf_counter() - start < 5
         assert lane_threads() == []
         device.broken = False
         torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5)
@@ -160,7 +159,8 @@ def test_ctrl_c_in_the_middle_of_a_slow_copy() -> None:
     timer.start()
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
         model(x)
-    assert time.perf_counter() - start < 5 and lane_threads() == []
+    assert time.perf_counter() - start < handle.plan.decode_seconds / 4
+    assert lane_threads() == []
     handle.remove()
     assert torch.equal(model(x), Plain()(x))
 
@@ -210,16 +210,21 @@ def test_what_a_call_takes_beside_its_lanes_is_measured_whatever_their_rates() -
     class Thinking(Plain):
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
-                time.sleep(4e-3)
+                start = time.perf_counter()
+                time.sleep(2e-3)
+                thought.append(time.perf_counter() - start)
                 x = layer(x)
             return x
 
-    for rate in (5e5, 2e6):  # a call's lanes take at least 10 and 2.5 ms
+    for rate in (1e5, 2e5):
         model, device = Thinking(), ShapedDevice(rate, rate, 1e9, call_seconds=0)
+        thought: list[float] = []
         with dispatch_model(model, {0: 20_000}, device) as handle, torch.no_grad():
             for _ in range(5):
                 model(torch.randn(1, 64))
-            assert 4e-3 <= handle.report()["decode"]["call_seconds"] < 6e-3
+            lane = handle.report()["lanes"]["link"]["busy_seconds"] / len(thought)
+            beside = handle.report()["decode"]["call_seconds"] - sum(thought) / len(thought)
+            assert abs(beside) < lane / 2  # which is the whole lane where its time is counted
 
 
 def test_the_same_module_in_two_places_is_replaced_in_both() -> None:
