@@ -7,8 +7,7 @@ from wf_backends.runtime.attention import (
     ForwardTiles,
     accumulator_dtype,
 )
-from wf_backends.runtime.buffers import Accumulators, Total, add
-from wf_backends.runtime.messages import SPAN, Messages, gather, send_home
+from wf_backends.runtime.messages import SPAN, Accumulators, Messages, Total, add, gather, send_home
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
 from wf_backends.runtime.surrogate_out import SurrogateOut
 from wf_backends.runtime.ulysses import (

@@ -18,7 +18,7 @@ from torch import Tensor
 from wf_backends.comm import Communicator, first_order_only
 from wf_backends.kernels import Kernel, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
-from wf_backends.runtime.buffers import Accumulators, Combine, Tensors, add, copy, pack, scatter
+from wf_backends.runtime.messages import Accumulators, Combine, Tensors, add, copy, pack, scatter
 from wf_backends.runtime.runner import ComputeTile, Side, run
 from wf_backends.runtime.surrogate_out import SurrogateOut
 from wf_backends.schedule import Ranges

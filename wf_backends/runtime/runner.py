@@ -11,16 +11,18 @@ from typing import NamedTuple, Protocol
 
 from wf_backends.comm import Communicator
 from wf_backends.lowering import Exchange, RankProgram, Stay, Step, Tile
-from wf_backends.runtime.buffers import (
+from wf_backends.runtime.messages import (
     Accumulators,
+    Messages,
     Tensors,
     Total,
     copy,
     empty_rows,
+    gather,
     pack,
     scatter,
+    span,
 )
-from wf_backends.runtime.messages import Messages, gather, span
 
 
 class ComputeTile(Protocol):

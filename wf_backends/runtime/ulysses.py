@@ -18,8 +18,7 @@ from torch import Tensor
 
 from wf_backends.comm import Communicator, move_all
 from wf_backends.lowering import Parcels, parcels
-from wf_backends.runtime.buffers import Tensors, add, copy, scatter
-from wf_backends.runtime.messages import Messages
+from wf_backends.runtime.messages import Messages, Tensors, add, copy, scatter
 from wf_backends.schedule import Range, Ranges, join, locate, size
 
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from wf_backends.comm import first_order_only
 from wf_backends.runtime.attention import Call, attend, differentiate
-from wf_backends.runtime.buffers import Tensors
-from wf_backends.runtime.messages import Messages
+from wf_backends.runtime.messages import Messages, Tensors
 from wf_backends.runtime.ulysses import HeadExchange, HeadGroup, bring_back, gather_rows
 
 Exchanges = Callable[[int], tuple[HeadExchange, ...]]  # of a chunk, one for each tensor
