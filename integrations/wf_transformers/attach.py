@@ -84,6 +84,7 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
     if handle.sp.size > 1:
         refuse_unspreadable(model)
     tell_windows(model)
+    handle.attention.name_layers(model)
     _take_over_bert(model, handle)
     if handle.sp.size > 1:
         _draw_by_rank(model, handle)

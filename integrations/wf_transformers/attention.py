@@ -6,12 +6,13 @@ import sys
 from collections.abc import Mapping
 from types import FrameType, MappingProxyType
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
 
 from wf_backends import SequenceParallel
+from wf_backends._compile import eager
 from wf_transformers.calls import ON_ONE_PROCESS
 from wf_transformers.documents import Documents
 from wf_transformers.masks import MaskCheck
@@ -49,6 +50,7 @@ class Attention:
         self.logits_are_whole = False
         """Whether the running call's labels are whole, and so are the logits: see own_loss.py."""
         self._check_mask = MaskCheck()
+        self._layers: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
     def __call__(
         self,
@@ -97,7 +99,8 @@ class Attention:
         causal = _is_causal(module, None if inferred else is_causal)
         window = _window(module, sliding_window, causal)
         self._check_mask(attention_mask, causal, _built_window(module, window))
-        out = self.sp.attention(
+        out = self._attend(
+            module,
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
@@ -107,6 +110,18 @@ class Attention:
             softmax_scale=_scale(module, scaling, query.shape[-1]),
         )
         return out, None
+
+    @eager
+    def _attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **words: Any) -> Tensor:
+        """sp.attention by the layer's name: read here, or the compiler would tell layers apart."""
+        name = self._layers.get(module)
+        if name is None:
+            name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
+        return self.sp.attention(q, k, v, **words, name=name)
+
+    def name_layers(self, model: nn.Module) -> None:
+        """Know the layers of a model by their names there."""
+        self._layers.update((module, name) for name, module in model.named_modules())
 
 
 def _as_autocast(x: Tensor) -> Tensor:

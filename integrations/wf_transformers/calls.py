@@ -74,6 +74,8 @@ def refuse_call(
         value = given[key] if given.get(key) is not None else getattr(config, key, None)
         if isinstance(value, Tensor) or value not in (None, 0):
             raise NotImplementedError(f"{key}: {why}")
+    if model.training:
+        _refuse_layerdrop(type(model).__name__, config)
     if has_tokens(given):
         if not logits_are_whole:
             _refuse_labels(type(model).__name__, given)
@@ -97,6 +99,16 @@ def _asks_hidden_states(model: nn.Module, given: Mapping[str, Any]) -> bool:
     asked = given.get("output_hidden_states")
     own = getattr(getattr(model, "config", None), "output_hidden_states", False)
     return bool(own if asked is None else asked)
+
+
+def _refuse_layerdrop(name: str, config: Any) -> None:
+    words = vars(config) if config is not None else {}
+    for key, value in words.items():
+        if key.endswith("layerdrop") and isinstance(value, (int, float)) and value > 0:
+            raise NotImplementedError(
+                f"{name} is trained with {key}={value}: every rank would leave out other layers; "
+                f"set {key} to 0 in the config"
+            )
 
 
 def _refuse_labels(name: str, given: Mapping[str, Any]) -> None:

@@ -343,3 +343,40 @@ def test_windows_are_those_of_the_layer() -> None:
 
     call(1, rank)
     assert windows == [(-1, -1), (2, -1)]
+
+
+def on_two_ranks(fn: Callable[[Any, SequenceParallel], None], **more: Any) -> None:
+    """fn(model, sp) with a Llama that is attached, on each of two ranks."""
+
+    def rank(sp: SequenceParallel, _: str) -> None:
+        model = build("llama", "sdpa", more)
+        with wf_transformers.attach(model, sp):
+            fn(model, sp)
+
+    call(2, rank)
+
+
+def shard(model: Any, sp: SequenceParallel) -> dict[str, Any]:
+    return wf_transformers.forward_kwargs(model, sp.shard_batch({"input_ids": IDS}))
+
+
+def test_layers_that_are_left_out_at_random_in_training() -> None:
+    def fn(model: Any, sp: SequenceParallel) -> None:
+        with pytest.raises(NotImplementedError, match="trained with layerdrop=0.1"):
+            model(**shard(model, sp))
+        model.eval()(**shard(model, sp))
+
+    on_two_ranks(fn, layerdrop=0.1)
+
+
+def test_a_layer_that_one_rank_leaves_out_is_named_as_the_model_has_it() -> None:
+    def fn(model: Any, sp: SequenceParallel) -> None:
+        if sp.rank == 1:
+            model.model.layers = model.model.layers[1:]
+        names = (
+            r"layer 'model.layers.0.self_attn' \(ranks \[0\]\), layer 'model.layers.1.self_attn'"
+        )
+        with pytest.raises(ValueError, match=names):
+            model(**shard(model, sp))
+
+    on_two_ranks(fn)

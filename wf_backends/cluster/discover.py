@@ -25,9 +25,7 @@ from wf_backends.cluster.job import check_job, is_host_by_host
 from wf_backends.cluster.measure import measure_topology
 from wf_backends.cluster.presets import MEASURE, load, one_host
 from wf_backends.cluster.topology import Topology, from_dict
-from wf_backends.comm import Communicator, gather_small
-
-NAME_BYTES = 256  # more than any host name has
+from wf_backends.comm import Communicator, gather_texts
 
 
 class JobTopology:
@@ -95,10 +93,7 @@ def job_hosts(comm: Communicator, host: str | None = None) -> list[str]:
     Args:
         host: what to call this rank's host; None = by its name.
     """
-    mine = torch.zeros(NAME_BYTES, dtype=torch.uint8)
-    name = (host or socket.gethostname()).encode()[:NAME_BYTES]
-    mine[: len(name)] = torch.tensor(list(name), dtype=torch.uint8)
-    return [bytes(row).rstrip(b"\0").decode() for row in gather_small(comm, mine).tolist()]
+    return gather_texts(comm, host or socket.gethostname())
 
 
 def measured_topology(
@@ -121,7 +116,7 @@ def measured_topology(
     """
     key = sha256(repr((list(hosts), device.type)).encode()).hexdigest()[:16]
     path, log = folder / f"topology-{key}.json", logging.getLogger(__name__)
-    kept = _from_rank_0(comm, _read(path) if comm.rank == 0 and not fresh else "")
+    kept = gather_texts(comm, _read(path) if comm.rank == 0 and not fresh else "")[0]
     if kept:
         if comm.rank == 0:
             log.info("topology of %d ranks: from %s", comm.size, path)
@@ -129,7 +124,8 @@ def measured_topology(
     start = time.perf_counter()
     words = measure_topology(comm, hosts, device).to_dict()
     took = time.perf_counter() - start
-    text = _from_rank_0(comm, json.dumps(words, indent=2))  # memory is a rank's own
+    mine = json.dumps(words, indent=2) if comm.rank == 0 else ""  # memory is a rank's own
+    text = gather_texts(comm, mine)[0]
     if comm.rank == 0 and not fresh:
         log.warning(_summary(json.loads(text), took) + _keep(path, text))
     return from_dict(json.loads(text)), False
@@ -173,13 +169,3 @@ def _keep(path: Path, text: str) -> str:
     except OSError as error:
         return f"not kept ({error})"
     return f"kept in {path}, delete it to measure again"
-
-
-def _from_rank_0(comm: Communicator, text: str) -> str:
-    """Rank 0's text, on every rank."""
-    data = text.encode()
-    length = int(gather_small(comm, torch.tensor([len(data)]))[0])
-    mine = torch.zeros(length, dtype=torch.uint8)
-    if comm.rank == 0:
-        mine[:] = torch.tensor(list(data), dtype=torch.uint8)
-    return bytes(gather_small(comm, mine)[0].tolist()).decode()

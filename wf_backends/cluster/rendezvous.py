@@ -16,9 +16,7 @@ import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from wf_backends.cluster.environment import Place
-from wf_backends.comm import Communicator, gather_small, make_comm
-
-LONGEST_NAME = 256  # bytes of a host's name
+from wf_backends.comm import gather_texts, make_comm
 
 
 def open_store(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
@@ -42,24 +40,16 @@ def open_store(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
 def _open_by_mpi(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
     """Rank 0 listens on a free port and then tells the others: nobody can take it in between."""
     comm = make_comm(world, timeout)
-    is_one_host = len(set(_of_all_ranks(comm, socket.gethostname()))) == 1
+    is_one_host = len(set(gather_texts(comm, socket.gethostname()))) == 1
     store, listens = None, ""
     if place.rank == 0:
         address = "127.0.0.1" if is_one_host else _outward_address()
         place, store = _open(replace(place, address=address, port=0), timeout)
         listens = f"{place.address} {place.port}"
-    address, port = _of_all_ranks(comm, listens)[0].split()
+    address, port = gather_texts(comm, listens)[0].split()
     if store is not None:
         return place, store
     return _open(replace(place, address=address, port=int(port)), timeout)
-
-
-def _of_all_ranks(comm: Communicator, text: str) -> list[str]:
-    """The short texts of all ranks, by rank. MPI's own gather would wait without an end."""
-    mine = torch.zeros(LONGEST_NAME, dtype=torch.uint8)
-    data = text.encode()[:LONGEST_NAME]
-    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-    return [bytes(row).rstrip(b"\0").decode() for row in gather_small(comm, mine).tolist()]
 
 
 def _open(place: Place, timeout: float) -> tuple[Place, TCPStore]:

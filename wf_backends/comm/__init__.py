@@ -13,6 +13,7 @@ from wf_backends.comm.consistency import (
     Agreement,
     fingerprint,
     gather_small,
+    gather_texts,
     sum_over_ranks,
 )
 from wf_backends.comm.mpi import library_name, load_mpi
@@ -39,6 +40,7 @@ __all__ = [
     "fingerprint",
     "first_order_only",
     "gather_small",
+    "gather_texts",
     "library_name",
     "load_mpi",
     "make_comm",

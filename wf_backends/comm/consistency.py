@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
+from os.path import commonprefix
+from types import MappingProxyType
+from typing import cast
 from zlib import crc32
 
 import torch
@@ -14,12 +18,20 @@ from wf_backends.comm.protocol import Communicator
 
 HEADER_INTEGERS = 16  # of all calls, so that no header overruns another's buffer
 MAX_REMEMBERED = 1024  # headers; packed documents bring a new one with every batch
+NOTHING: Mapping[str, object] = MappingProxyType({})
+SHOWN = 160  # characters of what a rank says of itself in an error
 REFUSED = -1  # in place of the names' fingerprint: this rank's own arguments are wrong
 
 
 def fingerprint(value: object) -> int:
     """A number that is the same on every rank for values with the same repr."""
     return crc32(repr(value).encode())
+
+
+@cache
+def _name(layer: str | None) -> int:
+    """The fingerprint of a layer's name; 0 of none."""
+    return 0 if layer is None else fingerprint(layer)
 
 
 @cache
@@ -38,6 +50,16 @@ def gather_small(comm: Communicator, x: Tensor) -> Tensor:
     device = x.device if comm.carries(x.device) else _home(comm, x)  # a host copy waits for x
     found = _by_distance(comm, x.to(device), "gather")
     return found.flip(0).roll(comm.rank + 1, 0).to(x.device)
+
+
+def gather_texts(comm: Communicator, text: str) -> list[str]:
+    """The texts of all ranks, by rank, in two rounds of messages. Not counted as traffic."""
+    data = text.encode()
+    sizes = gather_small(comm, torch.tensor([len(data)])).flatten().tolist()
+    mine = torch.zeros(max(sizes), dtype=torch.uint8)
+    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    rows = gather_small(comm, mine).tolist()
+    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
 def _by_distance(comm: Communicator, mine: Tensor, label: str) -> Tensor:
@@ -63,7 +85,8 @@ class Agreement:
     """Checks, call by call, that the ranks pass tensors and options that belong together.
 
     Where messages pass through host memory every call is checked. Elsewhere a check would stall
-    the device, so only headers that this rank has not sent before are exchanged.
+    the device, so only headers that this rank has not sent before are exchanged; the layer alone
+    makes no header a new one. Only ranks that differ exchange words.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -76,6 +99,8 @@ class Agreement:
         lengths: Mapping[str, int],
         like: Tensor,
         remember: bool = True,
+        layer: str | None = None,
+        words: Mapping[str, object] = NOTHING,
     ) -> dict[str, tuple[int, ...]]:
         """Exchange a header.
 
@@ -84,6 +109,9 @@ class Agreement:
             lengths: what may differ.
             like: a tensor on the device that messages live on.
             remember: whether a header like this may be taken as checked from now on.
+            layer: which of several calls like this one it is; must be equal too.
+            words: what stands behind the numbers of `same`, for the error: by the same names what
+                str() puts into words, or a mapping of such things.
 
         Returns:
             The lengths of all ranks, by name.
@@ -94,12 +122,12 @@ class Agreement:
         key = (*same.items(), *lengths.items())
         if key in self._seen:
             return self._seen[key]
-        names = (*same, *lengths)
-        headers = self._exchange([_kind(names), *same.values(), *lengths.values()], like)
-        kinds, *columns = zip(*headers, strict=True)
+        kind = _kind((*same, *lengths))
+        headers = self._exchange([kind, _name(layer), *same.values(), *lengths.values()], like)
+        kinds, layers, *columns = zip(*headers, strict=True)
         if headers.count(headers[0]) < len(headers):
-            _check_calls(kinds, [*names], self.comm.rank)
-            _refuse_differing(dict(zip(same, columns, strict=False)))
+            self._refuse_others(kinds, layers, layer, [*same, *lengths])
+            self._refuse_differing(dict(zip(same, columns, strict=False)), words)
         found = dict(zip(lengths, columns[len(same) :], strict=False))
         if remember and not self.comm.on_host:
             if len(self._seen) == MAX_REMEMBERED:
@@ -129,33 +157,79 @@ class Agreement:
         rows, rank = _by_distance(self.comm, mine, "agreement").tolist(), self.comm.rank
         return rows[rank::-1] + rows[:rank:-1]
 
+    def _refuse_others(
+        self, kinds: tuple[int, ...], layers: tuple[int, ...], layer: str | None, names: list[str]
+    ) -> None:
+        """Refuse to go on if a rank refused its arguments, or makes another call than this one.
 
-def _check_calls(kinds: tuple[int, ...], names: list[str], rank: int) -> None:
-    """Refuse to go on if a rank refused its arguments, or makes another kind of call.
+        Raises:
+            ValueError: naming the ranks, and what they call.
+        """
+        if refusing := [peer for peer, kind in enumerate(kinds) if kind == REFUSED]:
+            raise ValueError(f"the ranks do not agree: ranks {refusing} refuse their own arguments")
+        if len({*kinds}) > 1 or len({*layers}) > 1:
+            call = f"layer {layer!r}" if layer else f"a call that compares {', '.join(names)}"
+            told = by_words(gather_texts(self.comm, call))
+            raise ValueError(
+                f"the ranks do not agree: {told}. A rank that leaves out a call (LayerDrop, "
+                "stochastic depth, a branch that its own data decides) takes part in the wrong one"
+            )
 
-    Raises:
-        ValueError: naming the ranks.
-    """
-    if refusing := [peer for peer, kind in enumerate(kinds) if kind == REFUSED]:
-        raise ValueError(f"the ranks do not agree: ranks {refusing} refuse their own arguments")
-    if others := [peer for peer, kind in enumerate(kinds) if kind != kinds[rank]]:
-        raise ValueError(
-            f"the ranks do not agree: rank {rank} compares {names}, ranks {others} something else"
-        )
+    def _refuse_differing(
+        self, columns: Mapping[str, tuple[int, ...]], words: Mapping[str, object]
+    ) -> None:
+        """Refuse to go on if ranks differ.
 
+        Args:
+            columns: what must be equal, by name the values by rank.
+            words: of this rank's values, by name.
 
-def _refuse_differing(columns: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse to go on if ranks differ.
-
-    Args:
-        columns: what must be equal, by name the values by rank.
-
-    Raises:
-        ValueError: naming what differs and the values.
-    """
-    told = [f"{name}: {list(values)}" for name, values in columns.items() if len({*values}) > 1]
-    if told:
+        Raises:
+            ValueError: naming what differs and the values.
+        """
+        differing = {name: values for name, values in columns.items() if len({*values}) > 1}
+        if not differing:
+            return
+        mine = _flat({name: words[name] for name in differing if name in words})
+        every: list[dict[str, str]] = [
+            json.loads(text)
+            for text in (gather_texts(self.comm, json.dumps(mine)) if words else ())
+        ]
+        told = [f"{n}: {list(values)}" for n, values in differing.items() if n not in words]
+        for name in dict.fromkeys(name for one in every for name in one):
+            texts = [one.get(name, "not given") for one in every]
+            if len({*texts}) > 1:
+                told.append(f"{name}: {by_words(texts)}")
         raise ValueError(f"the ranks do not agree (values by rank): {'; '.join(told)}")
+
+
+def by_words(texts: list[str]) -> str:
+    """Which ranks say what: "causal (ranks [0, 2]), full (ranks [1])"."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    short = _where_they_differ([*ranks])
+    return ", ".join(f"{text} (ranks {of})" for text, of in zip(short, ranks.values(), strict=True))
+
+
+def _where_they_differ(texts: list[str]) -> list[str]:
+    """Long texts from shortly before their first difference on."""
+    same = len(commonprefix(texts))
+    start = max(0, same - SHOWN // 4) if max(map(len, texts)) > SHOWN else 0
+    cut = [f"{'... ' * bool(start)}{text[start : start + SHOWN]}" for text in texts]
+    ends = (" ..." * (len(text) > start + SHOWN) for text in texts)
+    return [text + end for text, end in zip(cut, ends, strict=True)]
+
+
+def _flat(words: Mapping[str, object], prefix: str = "") -> dict[str, str]:
+    """Mappings inside as names of several words."""
+    found: dict[str, str] = {}
+    for name, value in words.items():
+        if isinstance(value, Mapping):
+            found |= _flat(cast(Mapping[str, object], value), f"{prefix}{name} ")
+        else:
+            found[prefix + name] = str(value)
+    return found
 
 
 def _home(comm: Communicator, like: Tensor) -> torch.device:

@@ -53,10 +53,17 @@ class DistributedAttention:
         self._call = lru_cache(maxsize=64)(self._make_call)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        seqlen: int | None,
+        layer: str | None = None,
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
-        call, group = self.call(q, k, v, mask, scale, seqlen)
+        call, group = self.call(q, k, v, mask, scale, seqlen, layer)
         if group.comm.size == 1:
             return Attention.apply(q, k, v, call)
         if len(group.queries) > 1:
@@ -66,30 +73,43 @@ class DistributedAttention:
         return tokens_for_heads((out,), group.out(0), group.comm, "ulysses out")[0]
 
     def call(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        seqlen: int | None,
+        layer: str | None = None,
     ) -> tuple[Call, HeadGroup]:
         """The call and its exchange of heads, once all ranks are known to ask for the same."""
         (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
         spec = KernelSpec(q.device.type, q.dtype, d, h, g)
-        same = self._same(spec, b, mask, scale, seqlen)
-        told = self._agreement.check(same, {"q rows": s, "key rows": keys}, q)
+        same, words = self._same(spec, b, mask, scale, seqlen)
+        lengths = {"q rows": s, "key rows": keys}
+        told = self._agreement.check(same, lengths, q, layer=layer, words=words)
         return self._call(tuple(told.items()), mask, spec, b, scale)
 
     def _make_same(
         self, spec: KernelSpec, batch: int, mask: Mask, scale: float, seqlen: int | None
-    ) -> dict[str, int]:
-        """What must be the same on all ranks, by its name in errors."""
-        return {
+    ) -> tuple[dict[str, int], dict[str, object]]:
+        """What must be the same on all ranks, by its name in errors; and what puts it in words."""
+        known = self.topology.known
+        numbers = {
             "batch size": batch,
             "heads": spec.heads,
             "kv heads": spec.kv_heads,
             "head_dim": spec.head_dim,
-            "dtype": fingerprint(spec.dtype),
-            "mask": fingerprint(mask),
-            "softmax_scale": fingerprint(scale),
-            "config": fingerprint((self.config, self.topology.known)),
             "seqlen": -1 if seqlen is None else seqlen,
         }
+        words: dict[str, object] = {
+            "dtype": spec.dtype,
+            "mask": mask,
+            "softmax_scale": scale,
+            "config": self.config.to_dict()
+            | {"its topology": {} if known is None else known.to_dict()},
+        }
+        return numbers | {name: fingerprint(value) for name, value in words.items()}, words
 
     def _make_call(
         self,

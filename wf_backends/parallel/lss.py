@@ -36,10 +36,17 @@ class LssAttention(DistributedAttention):
     """Attention by the "all_gather" route, with the gathered keys kept for the backward."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, seqlen: int | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        scale: float,
+        seqlen: int | None,
+        layer: str | None = None,
     ) -> Tensor:
         """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
-        planned, _ = self.call(q, k, v, mask, scale, seqlen)
+        planned, _ = self.call(q, k, v, mask, scale, seqlen, layer)
         both = planned.backward  # in which keys are brought together at once
         rows, local = both.walk, _local(both)
         there, back = partial(_fetch, self.comm, rows), partial(_return, self.comm, rows)

@@ -138,6 +138,7 @@ class SequenceParallel:
         softmax_scale: float | None = None,
         dropout_p: float = 0.0,
         seqlen: int | None = None,
+        name: str | None = None,
     ) -> Tensor:
         """softmax(scale q k^T + mask) v over the whole sequence, for this rank's rows.
 
@@ -152,6 +153,8 @@ class SequenceParallel:
             dropout_p: must be 0.
             seqlen: S. None = the sum over the ranks; give it where shards are uneven and messages
                 do not pass through host memory.
+            name: of the layer. Where layers have names, a rank that leaves out a call is an error
+                on all ranks; without names its next call is taken for the one that it left out.
 
         Returns:
             (b, s, h, d), q's dtype.
@@ -170,7 +173,7 @@ class SequenceParallel:
                 PLAIN[bool(causal)] if plain else make_mask(causal, window_size, cu_seqlens, seqlen)
             )
         scale = 1 / sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-        return self._attention(q, k, v, mask, scale, seqlen)
+        return self._attention(q, k, v, mask, scale, seqlen, name)
 
     @eager
     def shard_batch(

@@ -61,6 +61,13 @@ class Mask:
     band: Band = FULL
     cu_seqlens: tuple[int, ...] | None = None
 
+    def __str__(self) -> str:
+        borders = self.cu_seqlens
+        band = f"{self.band}"
+        if self.band not in (FULL, CAUSAL):
+            band = f"window of {self.band.left} tokens to the left, {self.band.right} to the right"
+        return band if borders is None else f"{band}, documents with borders {[*borders]}"
+
     @property
     def is_near(self) -> bool:
         """Whether tokens see no further than a window or their document."""
