@@ -97,7 +97,7 @@ def test_without_pinned_memory() -> None:
 def test_an_error_of_the_hosts_thread_reaches_the_caller() -> None:
     model, device = Plain(), Accelerator(RATES, StandIn())
 
-    def fail(y: Tensor, out: Tensor) -> None:
+    def fail(write: object, out: Tensor) -> None:
         raise OSError("no way back")
 
     handle = dispatch_model(model, {0: 20_000}, device)

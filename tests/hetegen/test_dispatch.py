@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.hetegen.models import Plain, fast_device, make_model, split_memory
 from wf_backends.hetegen import ShapedDevice, dispatch_model
+from wf_backends.hetegen.device import Work
 from wf_backends.hetegen.jobs import LANES, Lane
 from wf_backends.hetegen.memory import parse_bytes
 
@@ -107,25 +108,34 @@ def test_pinned_memory_may_be_declined() -> None:
         assert device.pinned_bytes == 0 and handle.plan.rates.link == 5e7
 
 
+SLOW = 1e5  # times slower than before
+
+
 class Broken(ShapedDevice):
-    """One of its lanes raises from some work on."""
+    """From some work on one of its lanes raises, while all others are very slow."""
 
     def __init__(self, lane: Lane) -> None:
         super().__init__(1e8, 2e8, 1e10, call_seconds=0)
-        self.broken, real = False, self.lanes[lane]
+        self.broken, self.raised, real = False, 0.0, self.lanes[lane]
         submit = real.submit
 
         def fail() -> None:
+            self.raised = time.perf_counter()
             raise OSError(f"no {lane}")
 
         def submit_or_fail(work, after=()):  # type: ignore[no-untyped-def]
-            return submit(type(work)(fail, work.nbytes) if self.broken else work, after)
+            return submit(type(work)(fail, 0) if self.broken else work, after)
 
         real.submit = submit_or_fail
 
+    def _seconds(self, lane: str, work: Work) -> float:
+        return super()._seconds(lane, work) * (SLOW if self.broken else 1.0)
+
 
 @pytest.mark.parametrize("lane", LANES)
-def test_an_error_in_a_lane_reaches_the_caller_and_threads_end(lane: Lane) -> None:
+def test_an_error_in_a_lane_reaches_the_caller_while_others_work_and_threads_end(
+    lane: Lane,
+) -> None:
     model, x, device = Plain(), torch.randn(1, 64), Broken(lane)
     expected = Plain()(x).detach()
     handle = dispatch_model(model, {0: 30_000}, device)
@@ -133,8 +143,9 @@ def test_an_error_in_a_lane_reaches_the_caller_and_threads_end(lane: Lane) -> No
         model(x)
         device.broken = True
         with pytest.raises(OSError, match=f"no {lane}"):
-            for _ in range(3):  # what is in slabs already is used first
-                model(x)
+            model(x)
+        waited = time.perf_counter() - device.raised
+        assert waited < SLOW * handle.plan.decode_seconds / 4  # of a pass at these rates
         assert lane_threads() == []
         device.broken = False
         torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5)

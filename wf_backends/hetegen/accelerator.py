@@ -12,7 +12,7 @@ It has not run on an accelerator yet; tests run it on a stand-in for streams.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.hetegen.device import Work
-from wf_backends.hetegen.lane_thread import LaneThread
+from wf_backends.hetegen.lane_thread import LaneThread, Stop, end_lanes
 from wf_backends.hetegen.law import Rates
 
 
@@ -68,8 +68,8 @@ class Recorded:
 class StreamLane(LaneThread):
     """A thread that puts work on a stream of its own, when what it comes after is done."""
 
-    def __init__(self, name: str, streams: Streams) -> None:
-        super().__init__(name)
+    def __init__(self, name: str, stop: Stop, streams: Streams) -> None:
+        super().__init__(name, stop)
         self.stream, self._streams = streams.stream(), streams
 
     def submit(self, work: Work, after: Sequence[Recorded] = ()) -> Recorded:  # type: ignore[override]
@@ -123,7 +123,8 @@ class Accelerator:
 
     def __init__(self, rates: Rates | None = None, streams: Streams | None = None) -> None:
         self.streams = Streams() if streams is None else streams
-        self._threads = [StreamLane(name, self.streams) for name in ("link", "host")]
+        self._stop = Stop()
+        self._threads = [StreamLane(name, self._stop, self.streams) for name in ("link", "host")]
         self._caller = CallerLane(self.streams)
         self.lanes = dict(link=self._threads[0], host=self._threads[1], accelerator=self._caller)
         self._rates = rates
@@ -155,9 +156,9 @@ class Accelerator:
         x_host.copy_(x, non_blocking=True)
         return x_host, [self._caller.record()]
 
-    def from_host(self, y: Tensor, out: Tensor) -> None:
-        pinned = self.streams.pinned(*y.shape, dtype=y.dtype)
-        pinned.copy_(y)
+    def from_host(self, write: Callable[[Tensor], object], out: Tensor) -> None:
+        pinned = self.streams.pinned(*out.shape, dtype=out.dtype)
+        write(pinned)
         out.copy_(pinned, non_blocking=True)
 
     def wait(self, events: Sequence[Recorded]) -> float:
@@ -165,10 +166,7 @@ class Accelerator:
         return time.perf_counter()
 
     def stop(self) -> None:
-        for lane in self._threads:
-            lane.ask_to_stop()
-        for lane in self._threads:
-            lane.join()
+        end_lanes(self._threads, self._stop)
         self._threads[0].stream.wait_event(self._caller.record().event)
 
     def close(self) -> None:

@@ -69,8 +69,8 @@ class Device(Protocol):
         """(x in host memory, what comes before it may be read)."""
         ...
 
-    def from_host(self, y: Tensor, out: Tensor) -> None:
-        """In the host's lane: write y to `out`, a part of a tensor of the accelerator."""
+    def from_host(self, write: Callable[[Tensor], object], out: Tensor) -> None:
+        """In the host's lane: `write` fills a tensor for `out`, part of the accelerator's memory."""
         ...
 
     def wait(self, events: Sequence[Event]) -> float:

@@ -39,8 +39,9 @@ class Handle:
             phase -> {"passes", "measured_seconds" (median), "predicted_seconds", "call_seconds"}
             "lanes" -> lane -> {"busy_seconds", "predicted_busy_seconds", "idle_seconds", "bytes"}
 
-        call_seconds: mean from the end of a call to the next. idle: of the time from the first
-        pass to the end of the last. {"fits": True} where everything is resident.
+        call_seconds: from the end of a call to the next, the mean of a pass, the median of passes.
+        idle: of the time from the first pass to the end of the last. {"fits": True} where
+        everything is resident.
         """
         return {"fits": True} if self._runner is None else self._runner.report()
 

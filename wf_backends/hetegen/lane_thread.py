@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 
@@ -14,7 +14,31 @@ from wf_backends.hetegen.device import Work
 
 
 class LaneStopped(RuntimeError):
-    """The work was not done because its lane was stopped."""
+    """The work was not done because the lanes were stopped."""
+
+
+class Stop:
+    """Tells the threads of a device to end, at the first error of any of them."""
+
+    def __init__(self) -> None:
+        self._set = threading.Event()
+        self._error: BaseException | None = None
+
+    def set(self, error: BaseException) -> BaseException:
+        """Fail all work from now on; the error that was the first."""
+        if self._error is None:
+            self._error = error
+        self._set.set()
+        return self._error
+
+    def wait(self, seconds: float) -> None:
+        """Return after so many seconds; raise as soon as the threads are to end."""
+        if self._set.wait(seconds):
+            raise LaneStopped("the lanes were stopped") from self._error
+
+    def clear(self) -> None:
+        self._set.clear()
+        self._error = None
 
 
 class LaneThread:
@@ -24,39 +48,36 @@ class LaneThread:
 
     Args:
         name: of the lane.
+        stop: shared by the lanes of a device. An error of one is that of all their work to come.
         seconds: what a work takes at least.
     """
 
-    def __init__(self, name: str, seconds: Callable[[Work], float] = lambda work: 0.0) -> None:
+    def __init__(
+        self, name: str, stop: Stop, seconds: Callable[[Work], float] = lambda work: 0.0
+    ) -> None:
         self.busy_seconds = 0.0
         self.nbytes = 0
         self._name = name
+        self._stop = stop
         self._seconds = seconds
         self._due = 0.0  # the end of the last work
         self._queue: SimpleQueue = SimpleQueue()
-        self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
     def submit(self, work: Work, after: Sequence[Future[float]] = ()) -> Future[float]:
         if self._thread is None:
-            self._stopped.clear()
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
         done: Future[float] = Future()
         self._queue.put((work, after, time.perf_counter(), done))
         return done
 
-    def ask_to_stop(self) -> None:
-        """What waits or is queued fails with LaneStopped."""
-        self._stopped.set()
-        self._queue.put(None)
-
-    def join(self) -> None:
-        """Wait for the end of a thread that was asked to stop."""
+    def end(self) -> None:
+        """Wait for the end of the thread, which does what is queued first."""
         if self._thread is not None:
+            self._queue.put(None)
             self._thread.join()
         self._thread = None
-        self._queue = SimpleQueue()
 
     def _loop(self) -> None:
         with torch.inference_mode():
@@ -65,24 +86,26 @@ class LaneThread:
                 try:
                     done.set_result(self._do(*words))
                 except BaseException as error:  # whoever waits for the event raises it
-                    done.set_exception(error)
+                    done.set_exception(self._stop.set(error))
 
     def _do(self, work: Work, after: Sequence[Future[float]], submitted: float) -> float:
         """Do a work; when it ended, or was due to end if that is later than the rates say."""
         start = max([submitted, self._due, *(event.result() for event in after)])
-        self._check()
+        self._stop.wait(0)
         begun = time.perf_counter()
         work.run()
         now = time.perf_counter()
         took = max(now - begun, self._seconds(work))
         self._due = max(start + took, now)
-        if self._due > now:
-            self._stopped.wait(self._due - now)
-            self._check()
+        self._stop.wait(max(0.0, self._due - now))
         self.busy_seconds += took
         self.nbytes += work.nbytes
         return self._due
 
-    def _check(self) -> None:
-        if self._stopped.is_set():
-            raise LaneStopped(f"the lane {self._name!r} was stopped")
+
+def end_lanes(lanes: Iterable[LaneThread], stop: Stop) -> None:
+    """End the threads of all lanes: what is queued or waits fails. The next work starts them."""
+    stop.set(LaneStopped("the lanes were stopped"))
+    for lane in lanes:
+        lane.end()
+    stop.clear()

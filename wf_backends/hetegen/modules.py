@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor, nn
 
 from wf_backends.hetegen.jobs import Linear
@@ -35,9 +35,9 @@ class HostWeight:
         """A view of some rows."""
         return self.tensor.narrow(self.dim, start, stop - start)
 
-    def multiply(self, x: Tensor, rows: Tensor) -> Tensor:
-        """x (n, columns) times some rows: (n, rows)."""
-        return F.linear(x, rows) if self.dim == 0 else x @ rows
+    def multiply(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
+        """x (n, columns) times some rows, into out (n, rows)."""
+        torch.mm(x, rows.t() if self.dim == 0 else rows, out=out)
 
 
 def find_weights(model: nn.Module) -> list[HostWeight]:

@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import mean, median
+from functools import partial
+from statistics import fmean, median
 
 import torch
 import torch.nn.functional as F
@@ -117,10 +118,10 @@ class Runner:
         with self._stopping_on_errors():
             ids_host, ready = self._device.to_host(ids)
 
-            def run() -> None:
-                self._device.from_host(F.embedding(ids_host, table), out)
+            def look_up(there: Tensor) -> None:
+                there.copy_(F.embedding(ids_host, table))
 
-            work = Work(run, ids.numel() * table.shape[1] * table.itemsize)
+            work = Work(partial(self._device.from_host, look_up, out), out.nbytes)
             self._device.wait([self._device.lanes["host"].submit(work, ready)])
         return out
 
@@ -168,8 +169,8 @@ class Runner:
             return lambda: device.copy(rows, pinned, there)
         out = call.out[:, job.start : job.stop]
         if job.lane == "host":
-            return lambda: device.from_host(multiply(call.x_host, rows), out)
-        return lambda: out.copy_(multiply(call.x, there))
+            return lambda: device.from_host(partial(multiply, call.x_host, rows), out)
+        return lambda: multiply(call.x, there, out)
 
     def report(self) -> dict:
         """What `Handle.report` returns."""
@@ -178,12 +179,12 @@ class Runner:
         told: dict = {"fits": False}
         for phase in PHASES:
             own = [each for each in passes if each.phase == phase]
-            between = [gap for each in own for gap in each.between_calls]
+            between = [fmean(each.between_calls) for each in own if each.between_calls]
             told[phase] = {
                 "passes": len(own),
                 "measured_seconds": median(p.end - p.start for p in own) if own else None,
                 "predicted_seconds": seconds[phase],
-                "call_seconds": mean(between) if between else None,
+                "call_seconds": median(between) if between else None,
             }
         wall = passes[-1].end - passes[0].start if passes else 0.0
         told["lanes"] = {name: self._lane_report(name, wall) for name in LANES}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from math import inf
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wf_backends.hetegen.device import Work
 from wf_backends.hetegen.jobs import LANES
-from wf_backends.hetegen.lane_thread import LaneThread
+from wf_backends.hetegen.lane_thread import LaneThread, Stop, end_lanes
 from wf_backends.hetegen.law import Rates
 
 THREAD_CALL_SECONDS = 2e-4  # to hand work to a thread and wait for it, on a core that is shared
@@ -55,7 +55,10 @@ class ShapedDevice:
         )
         self._pinned_limit = pinned_limit_bytes
         self.bytes = self.peak_bytes = self.pinned_bytes = 0
-        self.lanes = {name: LaneThread(name, partial(self._seconds, name)) for name in LANES}
+        self._stop = Stop()
+        self.lanes = {
+            name: LaneThread(name, self._stop, partial(self._seconds, name)) for name in LANES
+        }
 
     def _seconds(self, lane: str, work: Work) -> float:
         """What a work of a lane takes at least."""
@@ -85,17 +88,14 @@ class ShapedDevice:
     def to_host(self, x: Tensor) -> tuple[Tensor, Sequence[Future[float]]]:
         return x, ()
 
-    def from_host(self, y: Tensor, out: Tensor) -> None:
-        out.copy_(y)
+    def from_host(self, write: Callable[[Tensor], object], out: Tensor) -> None:
+        write(out)
 
     def wait(self, events: Sequence[Future[float]]) -> float:
         return max(event.result() for event in events)
 
     def stop(self) -> None:
-        for lane in self.lanes.values():
-            lane.ask_to_stop()
-        for lane in self.lanes.values():
-            lane.join()
+        end_lanes(self.lanes.values(), self._stop)
 
     def close(self) -> None:
         self.stop()
