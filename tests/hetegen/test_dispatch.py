@@ -145,7 +145,7 @@ def test_an_error_in_a_lane_reaches_the_caller_while_others_work_and_threads_end
         with pytest.raises(OSError, match=f"no {lane}"):
             model(x)
         waited = time.perf_counter() - device.raised
-        assert waited < SLOW * handle.plan.decode_seconds / 4  # of a pass at these rates
+        assert waited < SLOW * handle.plan.decode_seconds / 8  # half a call at these rates
         assert lane_threads() == []
         device.broken = False
         torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5)
