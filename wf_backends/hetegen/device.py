@@ -70,7 +70,7 @@ class Device(Protocol):
         ...
 
     def from_host(self, write: Callable[[Tensor], object], out: Tensor) -> None:
-        """In the host's lane: `write` fills a tensor for `out`, part of the accelerator's memory."""
+        """In the host's lane: `write` fills `out`, part of an accelerator's tensor."""
         ...
 
     def wait(self, events: Sequence[Event]) -> float:
