@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel")
 
@@ -33,53 +33,6 @@ class AttentionModule:
     """Whether ColossalAI's pipeline forwards of these models build no mask of (S, S) elements."""
 
 
-def gptj_attn(
-    self: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    head_mask: Tensor | None = None,
-) -> tuple[Tensor, None]:
-    """GPTJAttention._attn: (b, h, s, d) each; returns the same shape, and no weights."""
-    dropout = self.attn_dropout.p if self.training else 0.0
-    scale = 1.0 / float(self.scale_attn)
-    out, _ = self.wallfacer(
-        self, query, key, value, attention_mask, dropout, scale, is_causal=True, head_mask=head_mask
-    )
-    return out.transpose(1, 2), None
-
-
-def opt_forward(
-    self: Any,
-    hidden_states: Tensor,
-    key_value_states: Tensor | None = None,
-    past_key_value: Any = None,
-    attention_mask: Tensor | None = None,
-    layer_head_mask: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None, None]:
-    """OPTAttention.forward: (b, s, width) of this rank's rows."""
-    query, key, value = (
-        layer(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-        for layer in (self.q_proj, self.k_proj, self.v_proj)
-    )
-    out, _ = self.wallfacer(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        self.dropout if self.training else 0.0,
-        self.scaling,
-        is_causal=True,
-        head_mask=layer_head_mask,
-        encoder_hidden_states=key_value_states,
-        past_key_value=past_key_value,
-    )
-    return self.out_proj(out.flatten(2)), None, None
-
-
 LANGUAGE_MODEL = AttentionModule(heads=LANGUAGE_HEADS)
 PIPELINED = AttentionModule(heads=LANGUAGE_HEADS, pipeline=True)
 
@@ -89,8 +42,8 @@ TABLE: Mapping[str, AttentionModule] = MappingProxyType(
         "MistralAttention": PIPELINED,
         "Qwen2Attention": LANGUAGE_MODEL,
         "GPT2Attention": LANGUAGE_MODEL,
-        "GPTJAttention": AttentionModule(heads=LANGUAGE_HEADS, methods={"_attn": gptj_attn}),
-        "OPTAttention": AttentionModule(heads=LANGUAGE_HEADS, methods={"forward": opt_forward}),
+        "GPTJAttention": LANGUAGE_MODEL,
+        "OPTAttention": LANGUAGE_MODEL,
         "BertSelfAttention": AttentionModule(causal=False, heads=("ForMaskedLM",)),
         "ViTSelfAttention": AttentionModule(causal=False, cut="patches"),
     }

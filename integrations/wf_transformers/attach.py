@@ -16,7 +16,6 @@ from wf_backends._compile import eager
 from wf_backends.dsp import DynamicSequenceParallel, Stages, receivers, spread
 from wf_backends.schedule import padding_multiple
 from wf_transformers.attention import UNSUPPORTED
-from wf_transformers.bert import bert_attributes, unhooked_bert
 from wf_transformers.calls import (
     TOKENS,
     has_tokens,
@@ -27,8 +26,10 @@ from wf_transformers.calls import (
     takes_any_keyword,
 )
 from wf_transformers.draws import RankDraws, draws_in_training
+from wf_transformers.families import changes, unasking
 from wf_transformers.handle import Handle
 from wf_transformers.models import asks_registry, inner_models, refuse_unspreadable, tell_windows
+from wf_transformers.positions import tell_positions
 from wf_transformers.registry import free_name, register, registered_for
 
 Words = dict[str, Any]
@@ -76,7 +77,8 @@ def _set_name(model: Any, handle: Handle) -> None:
 
 
 def prepare(model: PreTrainedModel, handle: Handle) -> None:
-    """What registering a name alone does not reach: BERT's modules, documents, a ViT's patches.
+    """What registering a name alone does not reach: modules that ask no registry, documents, a
+    ViT's patches.
 
     Raises:
         NotImplementedError: as `apply`.
@@ -85,9 +87,10 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
         refuse_unspreadable(model)
     tell_windows(model)
     handle.attention.name_layers(model)
-    _take_over_bert(model, handle)
+    _take_over(model, handle)
     if handle.sp.size > 1:
         _draw_by_rank(model, handle)
+        tell_positions(model, handle)
     _tell_documents(model, handle)
     vit = model.base_model
     if isinstance(vit, ViTModel):
@@ -112,11 +115,11 @@ def _draw_by_rank(model: nn.Module, handle: Handle) -> None:
     handle.undo.callback(model.register_forward_hook(leave, always_call=True).remove)
 
 
-def _take_over_bert(model: nn.Module, handle: Handle) -> None:
-    """Have BERT's modules that ask no registry call us, those from before this attention."""
-    for module in unhooked_bert(model):
+def _take_over(model: nn.Module, handle: Handle) -> None:
+    """Have modules that ask no registry call us, those from before this attention."""
+    for module in unasking(model):
         if getattr(module, "wallfacer", None) is not handle.attention:
-            for name, value in bert_attributes(module, handle.attention).items():
+            for name, value in changes(module, handle.attention).items():
                 handle.set(module, name, value)
 
 
@@ -258,11 +261,11 @@ def attends_alone(model: nn.Module) -> str:
 
 def can_ask(model: PreTrainedModel) -> bool:
     """Whether a layer of the model may ask us: by the registry, by what we replace, by itself."""
-    return asks_registry(model) or bool(unhooked_bert(model)) or bool(receivers(model))
+    return asks_registry(model) or bool(unasking(model)) or bool(receivers(model))
 
 
 def is_applied(model: nn.Module) -> bool:
     """Whether `apply` was called on this very module."""
-    mine = [getattr(module, "wallfacer", None) for module in unhooked_bert(model)]
+    mine = [getattr(module, "wallfacer", None) for module in unasking(model)]
     named = registered_for(model)
     return any(attention is not None and model in attention.applied for attention in [*mine, named])

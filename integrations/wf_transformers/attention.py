@@ -22,6 +22,7 @@ from wf_transformers.models import refuse_varying_rope
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
         "head_mask": "head masks",
+        "layer_head_mask": "head masks",
         "output_attentions": "output_attentions=True: attention weights are never formed",
         "softcap": "soft-capped attention scores",
         "s_aux": "attention sinks",
@@ -30,6 +31,9 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "past_key_value": "a KV cache",
     }
 )
+
+
+Window = int | tuple[int, int] | None
 
 
 class Attention:
@@ -62,7 +66,7 @@ class Attention:
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
-        sliding_window: int | None = None,
+        sliding_window: Window = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Exact attention of this rank's rows over the whole sequence.
@@ -72,7 +76,8 @@ class Attention:
             query: (b, h, s, d), this rank's rows. key, value: (b, g, s, d), g divides h.
             attention_mask: see `MaskCheck`.
             scaling: factor of the scores; None is the layer's own rule.
-            sliding_window: how many keys a row sees, itself included.
+            sliding_window: how many keys a row sees, itself included; or (left, right), how many
+                beside itself.
             kwargs: `cu_seqlens`, the borders of packed documents as host integers, global;
                 what changes nothing is ignored.
 
@@ -105,7 +110,7 @@ class Attention:
             key.transpose(1, 2),
             value.transpose(1, 2),
             causal=causal,
-            window_size=(-1, -1) if window is None else (window - 1, -1),
+            window_size=window or (-1, -1),
             cu_seqlens=self.documents.current(kwargs),
             softmax_scale=_scale(module, scaling, query.shape[-1]),
         )
@@ -151,13 +156,22 @@ def _was_asked_for_weights(module: nn.Module, caller: FrameType) -> bool:
     return values.get("self") is module and bool(values["output_attentions"])
 
 
+def refuse_words(layer: str, words: Mapping[str, Any]) -> None:
+    """Refuse arguments of an attention layer that no kernel of ours knows.
+
+    Raises:
+        NotImplementedError: naming the layer and what it asks for.
+    """
+    for name, what in UNSUPPORTED.items():
+        if words.get(name) is not None and words[name] is not False:
+            raise NotImplementedError(f"{layer} asks for {what}, which WallFacer lacks")
+
+
 def _refuse(
     module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwargs: dict[str, Any]
 ) -> None:
     layer, config = type(module).__name__, getattr(module, "config", None)
-    for name, what in UNSUPPORTED.items():
-        if kwargs.get(name) is not None and kwargs[name] is not False:
-            raise NotImplementedError(f"{layer} asks for {what}, which WallFacer lacks")
+    refuse_words(layer, kwargs)
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError(
             "cu_seq_lens_q are of no use here: pass cu_seqlens, global and as host integers"
@@ -187,19 +201,23 @@ def _is_causal(module: nn.Module, asked: bool | None) -> bool:
     return causal
 
 
-def _window(module: nn.Module, asked: int | None, causal: bool) -> int | None:
+def _window(module: nn.Module, asked: Window, causal: bool) -> tuple[int, int] | None:
+    """(left, right) tokens beside a row's own."""
     window = asked if asked is not None else getattr(module, "sliding_window", None)
+    if isinstance(window, tuple):
+        return window
     if window is not None and not causal:
         raise NotImplementedError(
             f"{type(module).__name__} asks for a sliding window of {window} without causal "
             "attention, which models define in different ways; WallFacer does not guess"
         )
-    return window
+    return None if window is None else (window - 1, -1)
 
 
-def _built_window(module: nn.Module, window: int | None) -> int | None:
+def _built_window(module: nn.Module, window: tuple[int, int] | None) -> tuple[int, int] | None:
     """The window of masks that the model builds: its config's, whatever the layer's is."""
-    return window or getattr(getattr(module, "config", None), "sliding_window", None)
+    built = getattr(getattr(module, "config", None), "sliding_window", None)
+    return window or (None if built is None else (built - 1, -1))
 
 
 def _scale(module: nn.Module, asked: float | None, head_dim: int) -> float:

@@ -17,8 +17,8 @@ from wf_transformers.attach import (
     prepare,
 )
 from wf_transformers.attention import Attention
-from wf_transformers.bert import unhooked_bert
 from wf_transformers.checkpoints import Checkpointing, checkpoint_activations
+from wf_transformers.families import unasking
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, refuse_mixing, refuse_virtual_tokens
 from wf_transformers.registry import registered_for
@@ -81,13 +81,13 @@ connect = connect_any = attach
 def apply(model: PreTrainedModel, sp: SequenceParallel) -> Handle:
     """Make `model(..., cu_seqlens=...)` reach every attention layer of this model instance.
 
-    Replaces the forward of the self-attention modules of a BERT of transformers 4 that was built
-    with another name (parameters and state dict stay), and for a ViT shards the embedded patches
+    Has the attention modules that ask no registry (`wf_transformers/families.py`) call ours
+    (parameters and state dict stay), and for a ViT shards the embedded patches
     and brings the rows together again before the last norm, on every rank.
 
     Args:
-        model: built with `attn_implementation=` a name registered for `sp` (a BERT of
-            transformers 4: or "eager").
+        model: built with `attn_implementation=` a name registered for `sp` (where
+            its modules ask no registry: any).
         sp: the sequence parallelism of this process.
 
     Raises:
@@ -96,7 +96,7 @@ def apply(model: PreTrainedModel, sp: SequenceParallel) -> Handle:
             also for a model whose tokens cannot be spread (see `refuse_unspreadable`).
     """
     attention = registered_for(model)
-    if attention is None and not unhooked_bert(model):
+    if attention is None and not unasking(model):
         raise ValueError(
             f"{type(model).__name__} uses attn_implementation="
             f"{model.config._attn_implementation!r}; call wf_transformers.register(sp) and build "

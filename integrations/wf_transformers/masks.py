@@ -34,14 +34,14 @@ class MaskCheck:
     def __init__(self) -> None:
         self._passed: ref[Tensor] | None = None
 
-    def __call__(self, mask: Any, causal: bool, window: int | None) -> None:
+    def __call__(self, mask: Any, causal: bool, window: tuple[int, int] | None) -> None:
         """Return if `mask` may be left out.
 
         Args:
             mask: what the model handed over: None, (b, keys) or (b or 1, h or 1, rows or 1, keys),
                 bool (True = seen) or additive (0 = seen). One element per sample says nothing.
             causal: whether attention is causal.
-            window: the model's sliding window in tokens.
+            window: (left, right) tokens beside a row's own that the model's window shows.
 
         Raises:
             ValueError: if the mask says more than `causal` and `window` do.
@@ -60,18 +60,20 @@ class MaskCheck:
         self._passed = ref(mask)
 
 
-def _says_nothing(mask: Tensor, causal: bool, window: int | None) -> bool:
+def _says_nothing(mask: Tensor, causal: bool, window: tuple[int, int] | None) -> bool:
     additive = mask.dim() == 4 and mask.dtype != torch.bool
     seen = mask == 0 if additive else mask != 0
-    if mask.dim() == 2 or mask.shape[2] == 1 or not causal:
+    if mask.dim() == 2 or mask.shape[2] == 1:
         return bool(seen.all())
-    bands = [_causal(seen, None)] + ([] if window is None else [_causal(seen, window)])
-    return any(bool((seen == band).all()) for band in bands)
+    plain = (-1, 0) if causal else (-1, -1)
+    windows = [plain] if window is None else [plain, (window[0], plain[1] if causal else window[1])]
+    return any(bool((seen == _band(seen, *sides)).all()) for sides in windows)
 
 
-def _causal(seen: Tensor, window: int | None) -> Tensor:
-    """(rows, keys) bool, as transformers builds it: row i sees the last `window` keys up to i."""
+def _band(seen: Tensor, left: int, right: int) -> Tensor:
+    """(rows, keys) bool, as transformers builds it: `left` and `right` of a row's own, -1 = all."""
     rows = torch.arange(seen.shape[2], device=seen.device)[:, None]
     keys = torch.arange(seen.shape[3], device=seen.device)[None]
-    band = keys <= rows
-    return band if window is None else band & (keys > rows - window)
+    band = torch.ones_like(keys <= rows)
+    band = band if left < 0 else band & (keys >= rows - left)
+    return band if right < 0 else band & (keys <= rows + right)

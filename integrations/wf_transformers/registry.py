@@ -12,7 +12,7 @@ from transformers.models.bert import modeling_bert
 
 from wf_backends import SequenceParallel
 from wf_transformers.attention import Attention
-from wf_transformers.bert import bert_attributes
+from wf_transformers.families import changes
 from wf_transformers.handle import Handle
 
 # BERT's own registry, of modules: in versions of transformers whose BERT asks no other.
@@ -69,7 +69,7 @@ def _build_bert(
 ) -> nn.Module:
     """What BertAttention of transformers 4 builds for a name."""
     module = modeling_bert.BertSelfAttention(config, position_embedding_type)
-    for name, value in bert_attributes(module, attention).items():
+    for name, value in changes(module, attention).items():
         setattr(module, name, value)
     return module
 

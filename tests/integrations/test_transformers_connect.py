@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers as tf  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
-from transformers.models.opt import modeling_opt  # noqa: E402
+from transformers.models.xglm import modeling_xglm  # noqa: E402
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
@@ -116,13 +116,13 @@ def test_a_model_that_never_asks_for_attention_is_refused_after_its_forward() ->
     call(2, rank)
 
 
-@pytest.mark.skipif(hasattr(modeling_opt, "ALL_ATTENTION_FUNCTIONS"), reason="this OPT does ask")
+@pytest.mark.skipif(hasattr(modeling_xglm, "ALL_ATTENTION_FUNCTIONS"), reason="this XGLM does ask")
 def test_a_model_that_cannot_ask_is_refused_at_once() -> None:
-    model = tf.OPTForCausalLM(tf.OPTConfig(hidden_size=8, ffn_dim=8, num_attention_heads=2))
+    model = tf.XGLMForCausalLM(tf.XGLMConfig(d_model=8, ffn_dim=8, attention_heads=2, num_layers=1))
     assert not asks_registry(model)
 
     def rank(comm: Any) -> None:
-        with pytest.raises(NotImplementedError, match="no layer of OPTForCausalLM"):
+        with pytest.raises(NotImplementedError, match="no layer of XGLMForCausalLM"):
             wf_transformers.attach(nn.ModuleList([model]), sequence_parallel(comm))
 
     run_threads(2, rank)
