@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from transformers import DynamicCache
 
 from tests.autochunk.models import NAMES, TOKENS, model_and_inputs
 from wf_backends.autochunk import ChunkPlan, autochunk
@@ -127,6 +128,71 @@ def test_generate_runs_its_prefill_in_slices() -> None:
     assert chunked.plan.regions
 
 
+def test_a_decoding_step_beside_a_long_mask_is_not_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, kwargs = model_and_inputs("llama", "eager")
+    chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
+    monkeypatch.setattr("wf_backends.autochunk.chunked.capture", pytest.fail)
+    mask = torch.ones_like(kwargs["input_ids"])
+    with torch.no_grad():
+        chunked(input_ids=kwargs["input_ids"][:, :1], attention_mask=mask[:, :1])
+        chunked(input_ids=kwargs["input_ids"][:, :1], attention_mask=mask)
+
+
+def test_a_cache_that_is_given_is_filled() -> None:
+    model, kwargs = model_and_inputs("llama", "eager")
+    chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
+    ours, theirs = DynamicCache(), DynamicCache()
+    with torch.no_grad():
+        for ids in kwargs["input_ids"].split(TOKENS // 2, dim=1):
+            found = chunked(ids, past_key_values=ours, use_cache=True).logits
+            expected = model(ids, past_key_values=theirs, use_cache=True).logits
+            assert chunked.plan.regions
+            torch.testing.assert_close(found, expected)
+            assert ours.get_seq_length() == theirs.get_seq_length() > 0
+    assert largest_difference(ours.key_cache, theirs.key_cache) < 1e-6
+
+
+class Scores(nn.Module):
+    """Fills a list and a dict that it is given."""
+
+    def forward(self, x: torch.Tensor, kept: list, by_name: dict) -> torch.Tensor:
+        kept.append((x @ x.transpose(-1, -2)).softmax(-1) @ x)
+        by_name["last"] = kept[-1] + 1
+        return kept[-1] * 2
+
+
+def test_lists_and_dicts_that_are_given_are_filled() -> None:
+    x, kept, by_name = torch.randn(1, 256, 16), [torch.ones(1)], {"old": torch.ones(1)}
+    model = Scores().eval()
+    chunked = autochunk(model, (x, [torch.ones(1)], by_name), max_memory=0.6, max_slowdown=ANY)
+    assert chunked.plan.regions and list(by_name) == ["old"]
+    with torch.no_grad():
+        out = chunked(x, kept, by_name)
+    assert len(kept) == 2 and list(by_name) == ["old", "last"]
+    torch.testing.assert_close((kept[1] * 2, by_name["last"]), (out, kept[1] + 1))
+
+
+def test_a_share_is_one_of_the_inputs_that_were_planned_first() -> None:
+    model, kwargs = model_and_inputs("gpt2", "eager")
+    chunked = autochunk(model, kwargs=kwargs, max_memory=0.4, max_slowdown=ANY)
+    assert chunked.plan.regions
+    with torch.no_grad():
+        chunked(kwargs["input_ids"][:, : TOKENS // 4])
+    assert not chunked.plan.regions  # it fits, and runs as it is
+
+
+def test_hooks_of_the_model_run_once() -> None:
+    model, kwargs = model_and_inputs("gpt2", "eager")
+    model.register_forward_pre_hook(lambda _, args, kwargs: None, with_kwargs=True)
+    model.register_forward_hook(lambda *_: {"hidden": _[2].last_hidden_state * 2})
+    chunked = autochunk(model, kwargs=kwargs, max_memory=0.5, max_slowdown=ANY)
+    assert chunked.plan.regions
+    with torch.no_grad():
+        assert largest_difference(chunked(**kwargs), model(**kwargs)) < 1e-6
+
+
 def test_with_gradients_the_model_runs_unchunked_and_says_so() -> None:
     model, kwargs = model_and_inputs("gpt2", "eager")
     chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
@@ -167,6 +233,20 @@ class TestRefusals:
         with pytest.raises(ValueError, match="max_slowdown"):
             autochunk(model, kwargs=kwargs, max_slowdown=slowdown)
 
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            ({"args": torch.ones(2)}, "args must be a tuple .*got a Tensor"),
+            ({"kwargs": [1]}, "kwargs must be a dict .*got a list"),
+            ({"plan": {"regions": []}}, "plan must be a plan: ChunkPlan.from_json.*got a dict"),
+            ({"model": "gpt2"}, "model must be a torch.nn.Module, got a str"),
+        ],
+    )
+    def test_what_is_of_another_type(self, words: dict[str, Any], told: str) -> None:
+        model, kwargs = model_and_inputs("gpt2", "eager")
+        with pytest.raises(ValueError, match=told):
+            autochunk(**{"model": model, "kwargs": kwargs} | words)
+
     def test_a_plan_of_another_model(self) -> None:
         model, kwargs = model_and_inputs("gpt2", "eager")
         other, inputs = model_and_inputs("opt", "eager")
@@ -179,13 +259,16 @@ class TestRefusals:
             with pytest.raises(ValueError, match="no chunk plan"):
                 ChunkPlan.from_json(text)
 
-    def test_control_flow_by_values_names_the_reason(self) -> None:
+    def test_control_flow_by_values_names_the_reason(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
         class Branching(nn.Module):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return x * 2 if x.sum() > 0 else x
 
         with pytest.raises(ValueError, match="Branching cannot be captured: .*data-dependent"):
             autochunk(Branching(), (torch.randn(8, 8),))
+        assert capfd.readouterr() == ("", "")  # the error says it all
 
     def test_a_model_that_changes_its_buffers(self) -> None:
         class Counting(nn.Module):

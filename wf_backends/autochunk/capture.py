@@ -7,6 +7,8 @@ are read from the model at every call, so that what moves or loads them is seen.
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import inspect
 import io
@@ -48,7 +50,8 @@ class Captured:
     """One forward pass for one form of inputs.
 
     `graph` has one placeholder for each of `weights`, then one for each leaf of the inputs; its
-    output is the flat list of the outputs' leaves.
+    output is the flat list of the leaves of (the outputs, `containers` of the inputs as the forward
+    leaves them).
     """
 
     graph: fx.Graph
@@ -77,14 +80,37 @@ def bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, 
     return bound.args, bound.kwargs
 
 
+def containers(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments' parts that a forward may fill: key-value caches, lists and dicts."""
+
+    def may_change(value: Any) -> bool:
+        kind = type(value)
+        return kind is not tuple and kind in pytree.SUPPORTED_NODES
+
+    found = pytree.tree_leaves((args, tuple(kwargs.values())), is_leaf=may_change)
+    return [value for value in found if may_change(value)]
+
+
+def refill(container: Any, filled: Any) -> None:
+    """Gives a container of the inputs what the forward left in another of its type."""
+    if isinstance(container, list):
+        container[:] = filled
+    elif isinstance(container, dict):
+        container.clear()
+        container.update(filled)
+    else:
+        vars(container).update(vars(filled))
+
+
 def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
-    """The graph of ``model(*args, **kwargs)`` without gradients.
+    """The graph of ``model.forward(*args, **kwargs)`` without gradients, hooks of the model itself
+    aside: they run around every call of what comes of it.
 
     Raises `CaptureError` where the model's code depends on the values of tensors, or changes its
     own buffers.
     """
     try:
-        program = _export_as_eager(model, args, kwargs)
+        program = _export_as_eager(_forward_alone(model), args, kwargs)
     except Exception as error:  # torch.export raises every kind of error for what it cannot trace
         raise CaptureError(_reason(model, error)) from error
     signature = program.graph_signature
@@ -103,6 +129,21 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     return Captured(graph, weights, kinds, program.call_spec.out_spec, fingerprint(graph))
 
 
+def _forward_alone(model: nn.Module) -> nn.Module:
+    """The model without its own hooks, whose forward also returns the `containers` it was given."""
+    alone, forward = copy.copy(model), model.forward
+    for name in [name for name in vars(model) if name.endswith("_hooks")]:
+        setattr(alone, name, type(vars(model)[name])())
+
+    @functools.wraps(forward)
+    def with_containers(*args: Any, **kwargs: Any) -> Any:
+        given = containers(args, kwargs)
+        return forward(*args, **kwargs), given
+
+    alone.forward = with_containers
+    return alone
+
+
 def _export_as_eager(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
     """The program of what the model runs eagerly.
 
@@ -110,9 +151,9 @@ def _export_as_eager(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> A
     causal masks as tensors, which they do not do in eager runs. Where that cannot be traced the
     model is told yes.
     """
-    with torch.no_grad():
+    with torch.no_grad(), _no_log():
         try:
-            with _no_log(), mock.patch.object(torch.compiler, "is_compiling", lambda: False):
+            with mock.patch.object(torch.compiler, "is_compiling", lambda: False):
                 return torch.export.export(model, args, kwargs, strict=False)
         except Exception:  # for instance a branch on a tensor's value, which only eager runs take
             return torch.export.export(model, args, kwargs, strict=False)
@@ -120,7 +161,7 @@ def _export_as_eager(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> A
 
 @contextmanager
 def _no_log() -> Iterator[None]:
-    """Keeps torch from printing the graph of a trace that fails and is tried again."""
+    """Keeps torch from printing the graph of a trace that fails: the error has the reason."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

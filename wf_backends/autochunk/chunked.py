@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -13,14 +13,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from wf_backends.autochunk.capture import Captured, bind, capture
+from wf_backends.autochunk.capture import Captured, bind, capture, containers, refill
 from wf_backends.autochunk.find import Budget, checked_budget, find_plan, use_plan
 from wf_backends.autochunk.lower import Lowered
 from wf_backends.autochunk.memory import unchunked_peak
 from wf_backends.autochunk.plan import ChunkPlan
 from wf_backends.autochunk.training import TrainingPlan, plan_training, tile_training
 
-SMALL = 16  # calls whose inputs have this many times fewer elements run the model itself
+SMALL = 16  # calls whose first tensor has this many times fewer elements run the model itself
 
 
 def autochunk(
@@ -39,8 +39,8 @@ def autochunk(
     `ChunkPlan` of the last form of inputs, and `explain()`, the plan in words.
 
     Args:
-        max_memory: bytes, a size such as "2GB", a share of what the activations need unchunked (a
-            float below 1), or None for the least within `max_slowdown`.
+        max_memory: bytes, a size such as "2GB", a share of what the activations need unchunked for
+            these inputs (a float below 1), or None for the least within `max_slowdown`.
         max_slowdown: the largest share of the predicted time that slices may add.
         plan: a plan made before, for the same model and form of inputs, instead of a search.
 
@@ -54,6 +54,7 @@ def autochunk(
         ValueError: for a budget that nothing fits (with the closest plan), a size that is none, a
             model that cannot be captured (with the reason), or a plan of another model.
     """
+    _check_call(model, args, kwargs, plan)
     budget = checked_budget(max_memory, max_slowdown)
     if model.training:
         made = plan or plan_training(model, args, kwargs, budget.memory, budget.slowdown)
@@ -66,6 +67,18 @@ def autochunk(
     chunked.forward = partial(forward, chunked)
     chunked.explain = lambda: chunked.plan.explain()
     return chunked
+
+
+def _check_call(model: object, args: object, kwargs: object, plan: object) -> None:
+    expected = {
+        "model": (model, nn.Module, "a torch.nn.Module"),
+        "args": (args, tuple, "a tuple of the call's positional arguments, such as (x,)"),
+        "kwargs": (kwargs, Mapping | None, 'a dict such as {"input_ids": ids}'),
+        "plan": (plan, ChunkPlan | TrainingPlan | None, "a plan: ChunkPlan.from_json(text)"),
+    }
+    for name, (value, kind, right) in expected.items():
+        if not isinstance(value, kind):
+            raise ValueError(f"{name} must be {right}, got a {type(value).__name__}")
 
 
 class ChunkedModel(nn.Module):
@@ -85,9 +98,15 @@ class Compiled:
     plan: ChunkPlan
     lowered: Lowered
 
-    def __call__(self, weights: list[torch.Tensor], leaves: list[Any]) -> Any:
+    def __call__(
+        self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        leaves = pytree.tree_leaves((args, kwargs))
         outputs = self.lowered.module(*weights, *leaves)
-        return pytree.tree_unflatten(outputs, self.captured.output_spec)
+        output, filled = pytree.tree_unflatten(outputs, self.captured.output_spec)
+        for container, with_values in zip(containers(args, kwargs), filled, strict=True):
+            refill(container, with_values)
+        return output
 
 
 class ChunkedForward:
@@ -103,9 +122,9 @@ class ChunkedForward:
 
     def __call__(self, chunked: ChunkedModel, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = bind(self._model, args, kwargs)
-        if self._needs_gradients() or self._is_small(args, kwargs):
-            return self._model.forward(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
+        if self._needs_gradients() or self._is_small(leaves):
+            return self._model.forward(*args, **kwargs)
         compiled = self._compiled.get(_form(leaves, spec))
         weights = compiled.captured.read_weights() if compiled else None
         if compiled is None or weights is None:  # a new form of inputs, or a model that was cast
@@ -114,7 +133,7 @@ class ChunkedForward:
         if not compiled.plan.regions:
             return self._model.forward(*args, **kwargs)
         assert weights is not None
-        return compiled(weights, leaves)
+        return compiled(weights, args, kwargs)
 
     def prepare(
         self, chunked: ChunkedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -127,10 +146,11 @@ class ChunkedForward:
             plan, lowered = self._plan, use_plan(captured, self._plan)
         else:
             before = unchunked_peak(self._model, args, kwargs)
+            self._budget = replace(self._budget, memory=self._budget.bytes(before))
             plan, lowered = find_plan(captured, before, self._budget)
         compiled = Compiled(captured, plan, lowered)
         self._compiled[_form(leaves, spec)] = compiled
-        self._elements = max(self._elements, _elements(args, kwargs))
+        self._elements = max(self._elements, _elements(leaves))
         chunked.plan = plan
         return compiled
 
@@ -148,15 +168,15 @@ class ChunkedForward:
             self._warned = True
         return True
 
-    def _is_small(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_small(self, leaves: list[Any]) -> bool:
         """Whether the inputs are those of one decoding step after a planned prefill."""
-        return _elements(args, kwargs) * SMALL <= self._elements
+        return _elements(leaves) * SMALL <= self._elements
 
 
-def _elements(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The elements of the tensors that are arguments themselves (those in a cache are not)."""
-    values = (*args, *kwargs.values())
-    return sum(v.numel() for v in values if isinstance(v, torch.Tensor))
+def _elements(leaves: list[Any]) -> int:
+    """The elements of the first tensor: token ids, embeddings or an image. Masks and caches, which
+    come later, have those of earlier calls too."""
+    return next((x.numel() for x in leaves if isinstance(x, torch.Tensor)), 0)
 
 
 def _form(leaves: list[Any], spec: pytree.TreeSpec) -> Any:

@@ -27,6 +27,7 @@ class Budget:
     slowdown: float
 
     def bytes(self, before: int) -> int | None:
+        """`memory` in bytes, for a model that needs `before` of them unchunked."""
         return int(self.memory * before) if isinstance(self.memory, float) else self.memory
 
 
