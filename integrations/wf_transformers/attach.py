@@ -28,6 +28,7 @@ from wf_transformers.calls import (
 from wf_transformers.draws import RankDraws, draws_in_training
 from wf_transformers.families import changes, unasking
 from wf_transformers.handle import Handle
+from wf_transformers.mixing import has_mixers, spread_mixers
 from wf_transformers.models import asks_registry, inner_models, refuse_unspreadable, tell_windows
 from wf_transformers.positions import tell_positions
 from wf_transformers.registry import free_name, register, registered_for
@@ -83,6 +84,7 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
     Raises:
         NotImplementedError: as `apply`.
     """
+    spread_mixers(model, handle)
     if handle.sp.size > 1:
         refuse_unspreadable(model)
     tell_windows(model)
@@ -261,7 +263,8 @@ def attends_alone(model: nn.Module) -> str:
 
 def can_ask(model: PreTrainedModel) -> bool:
     """Whether a layer of the model may ask us: by the registry, by what we replace, by itself."""
-    return asks_registry(model) or bool(unasking(model)) or bool(receivers(model))
+    by_itself = bool(unasking(model)) or has_mixers(model) or bool(receivers(model))
+    return by_itself or asks_registry(model)
 
 
 def is_applied(model: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from wf_backends.parallel import at_least_one
 from wf_transformers.attach import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.masks import silent_mask
+from wf_transformers.mixing import refuse_unspread
 from wf_transformers.models import outermost, refuse_unspreadable
 from wf_transformers.own_loss import refuse_own_loss
 from wf_transformers.registry import registered_for
@@ -70,6 +71,7 @@ def _refuse_unspreadable(model: nn.Module) -> None:
         attention = registered_for(one)
         if attention is not None and attention.sp.size > 1:
             refuse_unspreadable(one)
+            refuse_unspread(one)
 
 
 def _silent_mask(model: nn.Module, local_batch: Mapping[str, Any]) -> Tensor:

@@ -22,6 +22,8 @@ OF_THE_WHOLE = {
     "output_router_logits": "the router's loss would be of this rank's tokens only; set it to "
     "False in the call and in the config",
 }
+FROM_CONFIG = ("output_router_logits",)
+"""Which of these a model also takes from its config, where the call does not say."""
 PARTIAL_STATES = (
     "output_hidden_states=True: they would be of this rank's tokens, beside whole logits; leave it "
     "out of the call and the config"
@@ -71,7 +73,8 @@ def refuse_call(
     """
     config = getattr(model, "config", None)
     for key, why in OF_THE_WHOLE.items():
-        value = given[key] if given.get(key) is not None else getattr(config, key, None)
+        default = getattr(config, key, None) if key in FROM_CONFIG else None
+        value = default if given.get(key) is None else given[key]
         if isinstance(value, Tensor) or value not in (None, 0):
             raise NotImplementedError(f"{key}: {why}")
     if model.training:

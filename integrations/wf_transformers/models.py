@@ -14,6 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from wf_backends.dsp import RECEIVER
+from wf_transformers.mixers import mixer_of
 
 Head = Literal["causal", "masked", "other"]
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # what files whose attention asks the registry import
@@ -101,7 +102,8 @@ def refuse_virtual_tokens(model: nn.Module) -> None:
 def refuse_mixing(model: nn.Module) -> None:
     """Refuse layers of `model` that mix tokens and are no attention over the ranks.
 
-    Modules that are given the SequenceParallel are left alone, and models of images or sounds.
+    Modules that are given the SequenceParallel are left alone, models of images or sounds, and
+    layers in the table of mixers.py.
 
     Raises:
         NotImplementedError: naming the first one.
@@ -133,7 +135,10 @@ def _is_left_alone(model: nn.Module, name: str) -> bool:
     """Whether a module is inside one that cuts what it mixes, or takes images or sounds."""
     parts = name.split(".")
     around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
-    return any(hasattr(one, RECEIVER) or _takes_no_tokens(one) for one in around)
+    return any(
+        hasattr(one, RECEIVER) or _takes_no_tokens(one) or mixer_of(one) is not None
+        for one in around
+    )
 
 
 def _takes_no_tokens(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wf_backends.comm.all_to_all import Sizes, all_to_all, chunk_sizes
+from wf_backends.comm.all_to_all import Sizes, all_to_all, chunk_sizes, sum_on_all_ranks
 from wf_backends.comm.autograd import first_order_only, move, move_all
 from wf_backends.comm.consistency import (
     HEADER_INTEGERS,
@@ -48,6 +48,7 @@ __all__ = [
     "move_all",
     "own_group",
     "run_threads",
+    "sum_on_all_ranks",
     "sum_over_ranks",
     "timeout_of",
 ]

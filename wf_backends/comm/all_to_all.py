@@ -1,10 +1,11 @@
-"""Parts to every rank and from every rank, and how a dimension is cut into them."""
+"""Parts to every rank and from every rank, sums of them, and how a dimension is cut into them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
 
+import torch
 from torch import Size, Tensor
 
 from wf_backends.comm.protocol import Communicator
@@ -36,3 +37,19 @@ def all_to_all(
     for _ in exchange(comm, label, sends, recvs):
         pass
     return arriving
+
+
+def sum_on_all_ranks(comm: Communicator, x: Tensor, label: str, divisor: int = 1) -> Tensor:
+    """The sum of every rank's x / divisor, on all ranks: every rank sums one chunk for all.
+
+    Travels in x's dtype, is summed in float32 or wider. A rank sends 2 (P - 1) / P of x's bytes.
+    """
+    parts = x.flatten().split(chunk_sizes(x.numel(), comm.size))
+    mine = parts[comm.rank]
+    theirs = all_to_all(comm, f"{label} reduce", parts, [mine.shape] * comm.size)
+    total = mine.new_zeros(mine.shape, dtype=torch.promote_types(x.dtype, torch.float32))
+    for part in theirs:
+        total += part
+    own = (total / divisor).to(x.dtype)
+    shapes = [part.shape for part in parts]
+    return torch.cat(all_to_all(comm, f"{label} gather", [own] * comm.size, shapes)).view_as(x)

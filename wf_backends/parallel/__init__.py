@@ -1,5 +1,6 @@
 """What a user holds: the configuration, the handle, the gradients' mean."""
 
+from wf_backends.parallel.channels import ChannelExchange
 from wf_backends.parallel.config import SequenceParallelConfig, meant
 from wf_backends.parallel.data import IGNORE_INDEX, prepare_batch
 from wf_backends.parallel.dropout import position_dropout
@@ -9,6 +10,7 @@ from wf_backends.parallel.sequence_parallel import SequenceParallel
 
 __all__ = [
     "IGNORE_INDEX",
+    "ChannelExchange",
     "DoubleAverage",
     "GradientMean",
     "SequenceParallel",

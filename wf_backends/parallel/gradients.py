@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from wf_backends.comm import Agreement, all_to_all, chunk_sizes, fingerprint, make_comm
+from wf_backends.comm import Agreement, fingerprint, make_comm, sum_on_all_ranks
 from wf_backends.parallel.sequence_parallel import SequenceParallel
 
 BUCKET_BYTES = 1 << 25  # gradients that are brought together in one message
@@ -86,24 +86,11 @@ class GradientMean:
         self._agreement.check(same, {}, chosen[0])
         for bucket in _buckets(chosen, self.bucket_bytes):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-            mean = self._mean(torch.cat([grad.reshape(-1) for grad in grads]))
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            mean = sum_on_all_ranks(self.comm, flat, "gradients", self.divisor)
             pieces = mean.split([p.numel() for p in bucket])
             for parameter, piece in zip(bucket, pieces, strict=True):
                 parameter.grad = piece.view_as(parameter).clone()
-
-    def _mean(self, flat: Tensor) -> Tensor:
-        """Every rank sums one chunk and hands it to all."""
-        comm, sizes = self.comm, chunk_sizes(len(flat), self.comm.size)
-        parts = flat.split(sizes)
-        mine = parts[comm.rank]
-        theirs = all_to_all(comm, "gradients reduce", parts, [mine.shape] * comm.size)
-        wide = torch.promote_types(flat.dtype, torch.float32)
-        total = mine.new_zeros(mine.shape, dtype=wide)
-        for part in theirs:
-            total += part
-        own = (total / self.divisor).to(flat.dtype)
-        shapes = [part.shape for part in parts]
-        return torch.cat(all_to_all(comm, "gradients gather", [own] * comm.size, shapes))
 
 
 def _buckets(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:

@@ -1,0 +1,220 @@
+"""The table of layers that mix tokens by a convolution and a recurrence: how ranks share them.
+
+A row says which channels of a layer are one rank's, and which of its parameters. The layer's own
+code then runs on these (mixing.py).
+
+Shapes: I channels, N state size, H heads of p channels, G groups of heads that share B and C.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+Cuts = dict[str, tuple[int, Tensor]]  # parameter -> (dim, what a rank has of it)
+Attributes = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one rank runs of a layer."""
+
+    inputs: Tensor
+    """(c,) which of the projected features it takes, in the order that its code takes them."""
+    outputs: Tensor
+    """(c',) which features of the result it makes."""
+    parameters: Cuts
+    attributes: Attributes
+    """Of the layer that runs: its sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """A kind of layer."""
+
+    share: Callable[[Any, int, int], Share]
+    """(layer, rank, ranks) -> its share; NotImplementedError if channels do not divide."""
+    project: Callable[[Any, Tensor], tuple[Tensor, Tensor | None]]
+    """(layer, hidden states) -> the features that are exchanged, and what stays with its tokens."""
+    finish: Callable[[Any, Tensor, Tensor | None], Tensor]
+    """(layer, result, what stayed) -> hidden states."""
+    instead: Callable[[Any, Share], dict[str, nn.Module]]
+    """Modules of the layer -> what is in their place where its code runs on a share."""
+    summed: tuple[str, ...] = ()
+    """Modules whose results are sums over all channels."""
+    whole: tuple[str, ...] = ()
+    """Parameters that every rank uses whole, on all rows."""
+    run: Callable[[Any, Tensor], Tensor] = lambda layer, x: layer(x)
+    """(layer on a share, (b, S, c)) -> (b, S, c')."""
+
+
+class Keep(nn.Module):
+    """The first argument, behind `zeros` features of 0."""
+
+    def __init__(self, zeros: int = 0) -> None:
+        super().__init__()
+        self.zeros = zeros
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return pad(x, (self.zeros, 0)) if self.zeros else x
+
+
+def divide(what: str, number: int, size: int) -> int:
+    """number / size.
+
+    Raises:
+        NotImplementedError: if it does not divide.
+    """
+    if number % size:
+        raise NotImplementedError(
+            f"its {number} {what} cannot be shared by {size} ranks: take a sequence_parallel_size "
+            "that divides them"
+        )
+    return number // size
+
+
+def part(what: str, number: int, rank: int, size: int) -> Tensor:
+    """A rank's share of 0, ..., number - 1."""
+    each = divide(what, number, size)
+    return torch.arange(rank * each, (rank + 1) * each)
+
+
+def _rows(names: tuple[str, ...], index: Tensor) -> Cuts:
+    return {name: (0, index) for name in names}
+
+
+def _project(layer: Any, hidden: Tensor) -> tuple[Tensor, None]:
+    return layer.in_proj(hidden), None
+
+
+def _finish(layer: Any, y: Tensor, _: Tensor | None) -> Tensor:
+    return layer.out_proj(y)
+
+
+def _identities(*names: str) -> Callable[[Any, Share], dict[str, nn.Module]]:
+    return lambda layer, share: {name: Keep() for name in names}
+
+
+# ---- Mamba (arXiv 2312.00752): every channel has a state of its own; dt, B, C are sums over all
+
+
+def _mamba_share(layer: Any, rank: int, size: int) -> Share:
+    channels = layer.intermediate_size
+    mine = part("channels", channels, rank, size)
+    names = ("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D")
+    cuts = _rows(names, mine) | {"x_proj.weight": (1, mine)}
+    attributes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
+    return Share(torch.cat([mine, channels + mine]), mine, cuts, attributes)
+
+
+def _zamba_share(layer: Any, rank: int, size: int) -> Share:
+    """Heads that are a Mamba each; the projection's features are (channel, gate) pairs."""
+    heads = part("n_mamba_heads", layer.n_mamba_heads, rank, size)
+    mine = part("channels", layer.intermediate_size, rank, size)
+    by_head = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D")
+    cuts = _rows(by_head, heads) | _rows(("conv1d.weight", "conv1d.bias"), mine)
+    pairs = part("channels", 2 * layer.intermediate_size, rank, size)
+    sizes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
+    return Share(pairs, mine, cuts, sizes | {"n_mamba_heads": len(heads)})
+
+
+# ---- Mamba-2 (arXiv 2405.21060): heads, and groups of heads that share B and C
+
+
+def _mamba2_share(layer: Any, rank: int, size: int) -> Share:
+    heads, groups = _heads_and_groups(layer, rank, size)
+    channels, states = layer.intermediate_size, layer.n_groups * layer.ssm_state_size
+    x = _spans(heads, layer.head_dim)
+    b = channels + _spans(groups, layer.ssm_state_size)
+    convolved = torch.cat([x, b, states + b])
+    inputs = torch.cat([convolved, channels + 2 * states + heads])
+    cuts = _rows(("conv1d.weight", "conv1d.bias"), convolved)
+    sizes = {
+        "intermediate_size": len(x),
+        "num_heads": len(heads),
+        "n_groups": len(groups),
+        "conv_dim": len(convolved),
+        "conv1d.groups": len(convolved),
+    }
+    return Share(inputs, x, cuts | _rows(("dt_bias", "A_log", "D"), heads), sizes)
+
+
+def _heads_and_groups(layer: Any, rank: int, size: int) -> tuple[Tensor, Tensor]:
+    """A rank's heads, and the groups that these read."""
+    num_heads, num_groups = layer.num_heads, layer.n_groups
+    divide("heads", num_heads, size)
+    in_turn = _takes_groups_in_turn(layer)
+    heads = torch.arange(num_heads)
+    by_group = heads.view(-1, num_groups).T if in_turn else heads.view(num_groups, -1)
+    if num_groups < size:
+        sharing = divide("ranks", size, num_groups)
+        group, at = divmod(rank, sharing)
+        return by_group[group].chunk(sharing)[at], torch.tensor([group])
+    groups = part("groups", num_groups, rank, size)
+    mine = by_group[groups]
+    return (mine.T if in_turn else mine).flatten(), groups
+
+
+def _takes_groups_in_turn(layer: Any) -> bool:
+    """Whether head h reads group h % G, and not h // (H / G).
+
+    transformers 4 computes the former without the CUDA kernels, and the latter with them.
+    """
+    file, kind = sys.modules[type(layer).__module__], type(layer)
+    on_cuda = layer.A_log.device.type == "cuda"
+    kernels = on_cuda and bool(getattr(file, "is_fast_path_available", False))
+    return not kernels and "B = B.repeat(" in inspect.getsource(kind.torch_forward)
+
+
+def _spans(index: Tensor, width: int) -> Tensor:
+    """The features of heads of `width` features."""
+    return (index[:, None] * width + torch.arange(width)).flatten()
+
+
+def _mamba2_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """x, B, C and dt; the gate stays."""
+    features = layer.in_proj(hidden)
+    return features[..., layer.intermediate_size :], features[..., : layer.intermediate_size]
+
+
+def _mamba2_finish(layer: Any, y: Tensor, gate: Tensor | None) -> Tensor:
+    return layer.out_proj(layer.norm(y, gate))
+
+
+def _mamba2_instead(_: Any, share: Share) -> dict[str, nn.Module]:
+    return {"in_proj": Keep(len(share.outputs)), "norm": Keep(), "out_proj": Keep()}
+
+
+MAMBA = Mixer(
+    _mamba_share, _project, _finish, _identities("in_proj", "out_proj"), summed=("x_proj",)
+)
+MAMBA2 = Mixer(_mamba2_share, _mamba2_project, _mamba2_finish, _mamba2_instead)
+
+MIXERS: Mapping[str, Mixer] = MappingProxyType(
+    {
+        "mamba.modeling_mamba.MambaMixer": MAMBA,
+        "falcon_mamba.modeling_falcon_mamba.FalconMambaMixer": MAMBA,
+        "zamba.modeling_zamba.ZambaMambaMixer": Mixer(
+            _zamba_share, _project, _finish, _identities("in_proj", "out_proj")
+        ),
+        "mamba2.modeling_mamba2.Mamba2Mixer": MAMBA2,
+        "bamba.modeling_bamba.BambaMixer": MAMBA2,
+        "zamba2.modeling_zamba2.Zamba2MambaMixer": MAMBA2,
+    }
+)
+"""By file and class under transformers.models."""
+
+
+def mixer_of(module: nn.Module) -> Mixer | None:
+    """The row of a layer; a subclass counts as the class that it comes from."""
+    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
+    rows = (MIXERS.get(name.removeprefix("transformers.models.")) for name in names)
+    return next((row for row in rows if row is not None), None)

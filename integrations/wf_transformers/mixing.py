@@ -1,0 +1,176 @@
+"""Layers with a convolution and a recurrence, run by the ranks on a share of the channels each.
+
+The layer projects its own tokens. Then channels are exchanged for tokens: a rank has all tokens, in
+sequence order, of its channels, and runs the layer's own code on them, document by document. The
+results go back to the ranks that own the tokens. A gradient of a parameter is this rank's part of
+the sum over the ranks, as attention's is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from wf_backends._compile import eager
+from wf_backends.parallel import ChannelExchange
+from wf_transformers.attention import Attention
+from wf_transformers.calls import ON_ONE_PROCESS
+from wf_transformers.documents import Borders
+from wf_transformers.handle import Handle
+from wf_transformers.mixers import Mixer, Share, mixer_of
+
+CACHES = ("cache_params", "past_key_value", "past_key_values")
+
+
+def spread_mixers(model: nn.Module, handle: Handle) -> None:
+    """Have the layers of the table exchange channels for tokens, until the handle is removed.
+
+    Raises:
+        NotImplementedError: for a layer whose channels do not divide, or with parameters that the
+            table does not know, such as adapters.
+    """
+    exchange = ChannelExchange(handle.sp)
+    for name, module in model.named_modules():
+        row = mixer_of(module)
+        if row is not None and not is_spread(module):
+            with handle.removed_on_error():
+                where = f"{type(model).__name__}.{name}"
+                forward = SpreadMixer(module, row, exchange, handle.attention, where)
+                handle.set(module, "forward", forward)
+
+
+def is_spread(module: nn.Module) -> bool:
+    """Whether `spread_mixers` has taken a layer over."""
+    return isinstance(vars(module).get("forward"), SpreadMixer)
+
+
+def has_mixers(model: nn.Module) -> bool:
+    """Whether a layer of the model is in the table."""
+    return any(mixer_of(module) is not None for module in model.modules())
+
+
+def refuse_unspread(model: nn.Module) -> None:
+    """Refuse a model that was built with our name and whose other layers nobody took over.
+
+    Raises:
+        ValueError: naming the first one.
+    """
+    for name, module in model.named_modules():
+        if mixer_of(module) is not None and not is_spread(module):
+            raise ValueError(
+                f"{type(model).__name__}.{name} mixes tokens by a convolution and a recurrence: "
+                "call wf_transformers.apply(model, sp) once, which has the ranks share its channels"
+            )
+
+
+class SpreadMixer:
+    """The forward of one layer.
+
+    Raises:
+        NotImplementedError: as `spread_mixers`, naming the layer `where`.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        row: Mixer,
+        exchange: ChannelExchange,
+        attention: Attention,
+        where: str,
+    ) -> None:
+        self.layer, self.row, self.exchange, self.attention = layer, row, exchange, attention
+        self._shares = lru_cache(self._make_shares)
+        self._orders = lru_cache(self._make_orders)
+        try:
+            self._small = self._on_a_share()
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{where} ({type(layer).__name__}): {error}") from None
+
+    @eager
+    def __call__(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Tensor:
+        """(b, s, width) -> (b, s, width), this rank's rows. Masks are left out: padding is last."""
+        name = type(self.layer).__name__
+        if any(kwargs.get(key) is not None for key in CACHES):
+            raise NotImplementedError(f"{name} is called with a cache; {ON_ONE_PROCESS}")
+        self.attention.asked = True
+        self.attention.documents.check_rows(name, hidden_states.shape[1])
+        borders = self.attention.documents.current({})
+        features, kept = self.row.project(self.layer, hidden_states)
+        there, back = self._orders(features.device)
+        sending = features[..., there].unflatten(-1, (self.exchange.sp.size, -1))
+        found = self._run(self.exchange.gather(sending, borders), borders)
+        result = self.exchange.bring_back(found, borders).flatten(2)[..., back]
+        return self.row.finish(self.layer, result, kept)
+
+    def _run(self, x: Tensor, borders: Borders) -> Tensor:
+        """The layer's own code on this rank's channels of all rows, (b, S, c) -> (b, S, c')."""
+        cuts = self._shares(x.device)[self.exchange.sp.rank].parameters
+        values: dict[str, Tensor] = {}
+        for name, _ in self._small.named_parameters():
+            value: Tensor = self.layer.get_parameter(name)
+            values[name] = value.index_select(*cuts[name]) if name in cuts else value
+        run = _Run(self._small, self.row)
+        values = {f"small.{name}": value for name, value in values.items()}
+        edges: Any = borders if borders is not None else (0, x.shape[1])
+        found = [functional_call(run, values, (x[:, a:b],)) for a, b in pairwise(edges)]
+        return torch.cat(found, dim=1)
+
+    def _make_shares(self, device: torch.device) -> list[Share]:
+        """Of all ranks, for a layer that computes on `device`."""
+        size = self.exchange.sp.size
+        return [_on(device, self.row.share(self.layer, rank, size)) for rank in range(size)]
+
+    def _make_orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The projected features by rank, and where the results stand in what comes back."""
+        shares = self._shares(device)
+        outputs = torch.cat([share.outputs for share in shares])
+        return torch.cat([share.inputs for share in shares]), outputs.argsort()
+
+    def _on_a_share(self) -> nn.Module:
+        """A copy of the layer with the sizes of a share, without parameters of its own.
+
+        It is in evaluation mode, in which the kernels for CUDA are called one by one, and dt, B and
+        C can be summed between them.
+        """
+        layer, row = self.layer, self.row
+        share = self._shares(torch.device("cpu"))[self.exchange.sp.rank]
+        instead: Mapping[str, nn.Module] = row.instead(layer, share)
+        memo: dict[int, Any] = {id(layer.get_submodule(n)): m for n, m in instead.items()}
+        memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in layer.parameters()}
+        memo[id(getattr(layer, "config", None))] = getattr(layer, "config", None)
+        small = deepcopy(layer, memo).eval()
+        for path, value in share.attributes.items():
+            owner, _, name = path.rpartition(".")
+            setattr(small.get_submodule(owner), name, value)
+        for name in row.summed:
+            small.get_submodule(name).register_forward_hook(self._sum)
+        known = {*share.parameters, *row.whole}
+        if unknown := [name for name, _ in small.named_parameters() if name not in known]:
+            raise NotImplementedError(f"its parameters {unknown} cannot be cut by channels")
+        return small
+
+    def _sum(self, _: nn.Module, __: Any, x: Tensor) -> Tensor:
+        return self.exchange.sum(x)
+
+
+class _Run(nn.Module):
+    """`Mixer.run`, as a module whose parameters `functional_call` can replace."""
+
+    def __init__(self, small: nn.Module, row: Mixer) -> None:
+        super().__init__()
+        self.small, self.row = small, row
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.row.run(self.small, x)
+
+
+def _on(device: torch.device, share: Share) -> Share:
+    cuts = {name: (dim, index.to(device)) for name, (dim, index) in share.parameters.items()}
+    return Share(share.inputs.to(device), share.outputs.to(device), cuts, share.attributes)
