@@ -6,11 +6,15 @@ import torch
 from torch import Tensor
 
 from wf_backends.schedule.mask import Mask
+from wf_backends.schedule.slices import Slice
 
 
 def visible(mask: Mask, num_rows: int, num_keys: int) -> Tensor:
     """(rows, keys) bool: which query sees which key, pair by pair."""
     rows, keys = torch.arange(num_rows)[:, None], torch.arange(num_keys)[None]
+    if mask.slices is not None:
+        nothing = torch.zeros(num_rows, num_keys, dtype=torch.int)
+        return sum((_visible_in(one, rows, keys) for one in mask.slices), nothing) > 0
     seen = (keys - rows >= -mask.band.left) & (keys - rows <= mask.band.right)
     if mask.cu_seqlens is not None:
         borders = torch.tensor(mask.cu_seqlens)
@@ -18,6 +22,12 @@ def visible(mask: Mask, num_rows: int, num_keys: int) -> Tensor:
             keys, borders, right=True
         )
     return seen
+
+
+def _visible_in(one: Slice, rows: Tensor, keys: Tensor) -> Tensor:
+    """(rows, keys) int: 1 where the query sees the key in this slice."""
+    inside = (rows >= one.q[0]) & (rows < one.q[1]) & (keys >= one.k[0]) & (keys < one.k[1])
+    return (inside & (keys - rows >= -one.left) & (keys - rows <= one.right)).int()
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:

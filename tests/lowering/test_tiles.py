@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.dense import visible
+from tests.slices import block_causal, drawn_slices
 from wf_backends.lowering.areas import tile_area
 from wf_backends.lowering.lower import Problem, lower
-from wf_backends.lowering.tiles import SHORT_RANGE_ROWS, Tile, by_document, seen, tiles
+from wf_backends.lowering.tiles import SHORT_RANGE_ROWS, Tile, by_part, seen, tiles
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask, make_mask
 from wf_backends.schedule.ranges import join, size
@@ -23,7 +24,8 @@ bounds = st.sampled_from((inf, 0, 1, 3, 9))
 borders = st.sets(st.integers(1, LENGTH - 1), max_size=5).map(
     lambda cuts: (0, *sorted(cuts), LENGTH)
 )
-masks = st.builds(Mask, st.builds(Band, bounds, bounds), st.none() | borders)
+in_slices = drawn_slices(LENGTH).map(lambda told: make_mask(**told))
+masks = st.builds(Mask, st.builds(Band, bounds, bounds), st.none() | borders) | in_slices
 
 
 def positions(ranges):
@@ -51,7 +53,7 @@ def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same):
         assert len(pairs) == tile_area(tile)
         got += pairs
     assert sorted(got) == want
-    seen_rows, seen_keys = seen(by_document(q, mask), by_document(kv, mask), mask.band)
+    seen_rows, seen_keys = seen(by_part(q, mask, "q"), by_part(kv, mask, "k"), mask)
     assert positions(seen_rows) == sorted({rows[i] for i, _ in want})
     assert positions(seen_keys) == sorted({keys[j] for _, j in want})
 
@@ -101,6 +103,12 @@ def test_long_ranges_are_not_copied_for_one_call():
     rows = ((0, SHORT_RANGE_ROWS + 1), (3 * SHORT_RANGE_ROWS, 4 * SHORT_RANGE_ROWS))
     found = tiles(rows, ((0, 4 * SHORT_RANGE_ROWS),), Mask(CAUSAL))
     assert all(len(tile.rows) == len(tile.keys) == 1 for tile in found)
+
+
+def test_full_slices_that_lie_side_by_side_are_one_call():
+    mask = make_mask(**block_causal(4, LENGTH))
+    assert len(tiles(((16, 24),), ((0, 16),), mask)) == 1
+    assert len(tiles(((16, 24),), ((0, 24),), mask)) == 2
 
 
 def test_bounds_that_cut_nothing_off_are_dropped():

@@ -11,16 +11,17 @@ from hypothesis import strategies as st
 
 from tests.cases import Case, assert_exact, run_case, schedules
 from tests.dense import dense_attention
+from tests.slices import SEQLEN, SLICES, drawn_slices, words
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.lowering.program import OWN_MESSAGE_ROWS
 from wf_backends.runtime.surrogate_out import stand_in
 from wf_backends.schedule.layout import LAYOUTS, contiguous, make_layout, zigzag
-from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
+from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask, make_mask
 from wf_backends.schedule.ranges import join
 from wf_backends.schedule.routes import concentric, mesh, ring
 
-SEQLEN = 37  # divides by nothing
+KERNELS = (ReferenceKernel(), SdpaKernel())
 MASKS = {
     "full": Mask(FULL),
     "causal": Mask(CAUSAL),
@@ -29,6 +30,7 @@ MASKS = {
     "documents": Mask(FULL, (0, 11, 12, SEQLEN)),
     "causal_documents": Mask(CAUSAL, (0, 3, 4, 20, SEQLEN)),
 }
+IN_SLICES = {name: make_mask(**told) for name, told in SLICES.items()}
 SMALL = [
     pytest.param(schedule, mask, id=f"{name}({n})-{mask_name}")
     for n in (1, 2, 3, 4, 6, 8)
@@ -70,6 +72,18 @@ def test_long_documents_on_the_kernel_of_cpus(name):
     case = Case(route, route, zigzag(4, tokens), mask, heads=1, kv_heads=1, kernel=SdpaKernel())
     assert_exact(case)
     assert_exact(replace(case, queries_walk=True, mask=Mask(CAUSAL)))
+
+
+@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("n", (1, 2, 3, 4, 6, 8))
+def test_slices(name, n):
+    """Every route; the layout, what walks and what is kept by turns."""
+    for at, schedule in enumerate(schedules(n).values()):
+        layout = (zigzag, contiguous)[at % 2](n, SEQLEN)
+        for walks in (False, True):
+            case = Case(schedule, schedule, layout, IN_SLICES[name], queries_walk=walks)
+            assert_exact(replace(case, keep=any(schedule.gathers()) and walks))
+    assert_exact(replace(case, queries_walk_there=True))
 
 
 GATHERING = [
@@ -181,13 +195,30 @@ def layouts(draw, n, seqlen, borders):
     )
 
 
+@pytest.mark.parametrize("n", (3, 6))
+def test_a_buffer_of_queries_may_be_filled_anew_after_a_step_without_any(n):
+    """Rows 0 and 1 see nothing, so that a rank reads walkers in steps that are apart."""
+    mask = make_mask(**words((2, 12, 0, 12, "full")))
+    for schedule in schedules(n).values():
+        case = Case(schedule, schedule, contiguous(n, 12), mask, queries_walk=True)
+        assert_exact(replace(case, kernel=SdpaKernel()))
+
+
+@settings(max_examples=40)
+@given(cases(), st.data())
+def test_drawn_slices(case, data):
+    seqlen = sum(stop - start for shard in case.layout for start, stop in shard)
+    mask = make_mask(**data.draw(drawn_slices(seqlen)))
+    assert_exact(replace(case, mask=mask, kernel=data.draw(st.sampled_from(KERNELS))))
+
+
 @settings(max_examples=80)
 @given(cases())
 def test_drawn_cases(case):
     assert_exact(case)
 
 
-@pytest.mark.parametrize("kernel", (ReferenceKernel(), SdpaKernel()), ids=("reference", "sdpa"))
+@pytest.mark.parametrize("kernel", KERNELS, ids=("reference", "sdpa"))
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("mask", ("causal", "window"))
 def test_narrow_dtypes_err_as_one_process_does(kernel, dtype, mask):

@@ -6,7 +6,7 @@ Pure: standard library only.
 from __future__ import annotations
 
 from wf_backends.lowering.tiles import Tile
-from wf_backends.schedule import FULL, Mask, size
+from wf_backends.schedule import FULL, Mask, Slice, size, span
 
 BACKWARD_FLOPS = 2.5  # five matrix products for the forward's two (FlashAttention-2)
 
@@ -44,8 +44,16 @@ def _keys_before(num_rows: int, num_keys: int, offset: float) -> int:
     return (low + high) * (full - first) // 2 + (num_rows - full) * num_keys
 
 
+def slice_area(one: Slice) -> int:
+    """The (query, key) pairs that a slice lets through."""
+    band = one.band.shift(one.k[0] - one.q[0])
+    return band_area(span(one.q), span(one.k), band.left, band.right)
+
+
 def mask_area(mask: Mask, seqlen: int) -> int:
     """The (query, key) pairs that a mask lets through."""
+    if mask.slices is not None:
+        return sum(map(slice_area, mask.slices))
     band = mask.band
     sizes = (stop - start for start, stop in mask.documents(seqlen))
     return sum(band_area(size, size, band.left, band.right) for size in sizes)

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from threading import Lock
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from wf_backends.lowering.direction import nearest_first
 from wf_backends.lowering.forwarding import Forwarding
 from wf_backends.lowering.gather_rounds import GatherRounds
 from wf_backends.lowering.nearby import Nearby
 from wf_backends.lowering.program import RankProgram, Round, Step
-from wf_backends.lowering.tiles import Documents, Tile, by_document, seen, tiles
+from wf_backends.lowering.tiles import Parts, Tile, by_part, seen, tiles
 from wf_backends.schedule import (
     Layout,
     Mask,
@@ -76,7 +76,9 @@ class _Derivation:
         self.stay_rows, self._seen = cache(self._brought), cache(self._find_seen)
         self._nearby, self._near = self._make_nearby(), cache(self._find_near)
         homes = self.stay_home, self.walk_home
-        self._stay, self._walk = (cache(partial(self._documents, home)) for home in homes)
+        sides = self._ordered("q", "k")
+        parts = (partial(self._parts, *one) for one in zip(homes, sides, strict=True))
+        self._stay, self._walk = map(cache, parts)
         through = roles.has_laps and not self.mask.is_near
         self.forwarding = Forwarding(roles, self.walk_home, self._wanted, problem.kept, through)
         self.gathering = GatherRounds(
@@ -103,7 +105,7 @@ class _Derivation:
         if self._nearby and self._near(stay).isdisjoint(walk):
             return (), ()
         sides = self._ordered(self._stay(stay), self._walk(walk))
-        found = self._ordered(*seen(*sides, self.mask.band))
+        found = self._ordered(*seen(*sides, self.mask))
         return found if found[0] else ((), ())
 
     def _make_nearby(self) -> Nearby | None:
@@ -116,9 +118,10 @@ class _Derivation:
         assert self._nearby is not None
         return self._nearby.of(tuple(piece for shard in stay for piece in self.stay_home[shard]))
 
-    def _documents(self, home: Layout, shards: Shards) -> Documents:
-        """The rows of some shards, by document."""
-        return by_document(join(piece for shard in shards for piece in home[shard]), self.mask)
+    def _parts(self, home: Layout, side: Literal["q", "k"], shards: Shards) -> Parts:
+        """The rows of some shards, by part of the mask."""
+        rows = join(piece for shard in shards for piece in home[shard])
+        return by_part(rows, self.mask, side)
 
     def _ordered(self, stay: T, walk: T) -> tuple[T, T]:
         """(queries, keys) from (stay, walk); and back, since it is its own inverse."""

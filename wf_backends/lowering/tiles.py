@@ -35,7 +35,8 @@ several short ones. Measured in docs/internals/kernels.md."""
 FAR = 1 << 60
 """Further than any sequence is long: positions stay integers."""
 
-Documents = Mapping[int, Ranges]
+Parts = Mapping[int, Ranges]
+"""The number of a part of the mask (a document or a slice) -> the rows or keys that lie in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,42 +67,45 @@ def tiles(
         held: what the two buffers hold, if more than `q` and `kv`.
     """
     buffers = held or (q, kv)
-    rows, keys = by_document(q, mask), by_document(kv, mask)
-    return tuple(
+    rows, keys = by_part(q, mask, "q"), by_part(kv, mask, "k")
+    found = [
         tile
-        for document in sorted(rows.keys() & keys.keys())
-        for tile in _of_document(rows[document], keys[document], mask.band, buffers)
-    )
+        for part in sorted(rows.keys() & keys.keys())
+        for tile in _of_part(rows[part], keys[part], mask.band_of(part), buffers)
+    ]
+    return tuple(found if mask.slices is None else _join_full(found))
 
 
-def seen(q: Documents, kv: Documents, band: Band) -> tuple[Ranges, Ranges]:
+def seen(q: Parts, kv: Parts, mask: Mask) -> tuple[Ranges, Ranges]:
     """The positions in `q` that see some key in `kv`, and those in `kv` that some query sees.
 
     What the tiles cover, without a tile.
     """
     shared = q.keys() & kv.keys()
-    if not shared:
-        return (), ()
-    if band == FULL:
-        rows, keys = (join(piece for at in shared for piece in side[at]) for side in (q, kv))
-        return rows, keys
-    find = _seen_from_any_distance if band.left == inf else _seen_in_window
-    found = [find(q[document], kv[document], band) for document in shared]
+    found = [_seen_in_part(q[part], kv[part], mask.band_of(part)) for part in shared]
     if len(found) == 1:
         return found[0]
     rows, keys = (join(piece for sides in found for piece in sides[at]) for at in (0, 1))
     return rows, keys
 
 
+def _seen_in_part(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ranges]:
+    if band == FULL:
+        return rows, keys
+    if band.left == inf:
+        return _seen_from_any_distance(rows, keys, band)
+    return _seen_in_window(rows, keys, band)
+
+
 def _seen_from_any_distance(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ranges]:
-    """`seen` of one document without a left bound: all rows from some on, all keys up to some."""
+    """`seen` of one part without a left bound: all rows from some on, all keys up to some."""
     right = int(band.right)
     first, stop = keys[0][0] - right, rows[-1][1] + right
     return _clip(rows, (first, rows[-1][1])), _clip(keys, (keys[0][0], stop))
 
 
 def _seen_in_window(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ranges]:
-    """`seen` of one document, range by range."""
+    """`seen` of one part, range by range."""
     left, right = limits(band)
     found = [reach for r in rows for k in keys if (reach := _reach(r, k, left, right))]
     if not found:
@@ -109,11 +113,16 @@ def _seen_in_window(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ran
     return join([reach[0] for reach in found]), join([reach[1] for reach in found])
 
 
-def by_document(ranges: Ranges, mask: Mask) -> Documents:
-    """The parts of the ranges that lie in the same document, by its number."""
+def by_part(ranges: Ranges, mask: Mask, side: Literal["q", "k"]) -> Parts:
+    """What of the ranges, of queries or of keys, lies in each part of the mask."""
+    if not ranges:
+        return {}
+    if mask.slices is not None:
+        clipped = ((at, _clip(ranges, getattr(one, side))) for at, one in enumerate(mask.slices))
+        return {at: inside for at, inside in clipped if inside}
     borders = mask.cu_seqlens
     if borders is None:
-        return {0: ranges} if ranges else {}
+        return {0: ranges}
     return {at: _clip(ranges, borders[at : at + 2]) for at in _touched(ranges, borders)}
 
 
@@ -139,10 +148,8 @@ def _clip(ranges: Ranges, edges: Sequence[int]) -> Ranges:
     return tuple(clipped)
 
 
-def _of_document(
-    rows: Ranges, keys: Ranges, band: Band, held: tuple[Ranges, Ranges]
-) -> Iterator[Tile]:
-    """The tiles of some rows and some keys of one document.
+def _of_part(rows: Ranges, keys: Ranges, band: Band, held: tuple[Ranges, Ranges]) -> Iterator[Tile]:
+    """The tiles of some rows and some keys of one part.
 
     Rows that are keys as well see each other as a whole does: under a causal mask, one call.
     """
@@ -194,7 +201,9 @@ def _loosen(bound: Bound, length: int) -> Bound:
 
 def _join_full(found: list[Tile]) -> list[Tile]:
     """Join neighbouring full tiles, first along the keys, then along the rows."""
-    return _join_along("rows", _join_along("keys", found))
+    single = [tile for tile in found if len(tile.rows) == len(tile.keys) == 1]
+    several = [tile for tile in found if not len(tile.rows) == len(tile.keys) == 1]
+    return several + _join_along("rows", _join_along("keys", single))
 
 
 def _join_along(axis: Literal["rows", "keys"], found: list[Tile]) -> list[Tile]:

@@ -211,8 +211,10 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def _check_mask(mask: Mask, seqlen: int, num_keys: int) -> None:
-    if seqlen != num_keys and mask != Mask():
+    mask.check_lengths(seqlen, num_keys)
+    if seqlen != num_keys and mask.slices is None and mask != Mask():
         raise NotImplementedError(
             f"cross attention ({seqlen} queries, {num_keys} keys) has no common positions: "
-            "causal, window_size and cu_seqlens need as many keys as queries"
+            "causal, window_size and cu_seqlens need as many keys as queries; q_ranges and "
+            "k_ranges say which queries see which keys"
         )

@@ -139,6 +139,9 @@ class SequenceParallel:
         dropout_p: float = 0.0,
         seqlen: int | None = None,
         name: str | None = None,
+        q_ranges: Sequence[tuple[int, int]] | None = None,
+        k_ranges: Sequence[tuple[int, int]] | None = None,
+        attn_mask_types: Sequence[str] | None = None,
     ) -> Tensor:
         """softmax(scale q k^T + mask) v over the whole sequence, for this rank's rows.
 
@@ -155,9 +158,13 @@ class SequenceParallel:
                 do not pass through host memory.
             name: of the layer. Where layers have names, a rank that leaves out a call is an error
                 on all ranks; without names its next call is taken for the one that it left out.
+            q_ranges, k_ranges, attn_mask_types: in place of causal, window_size and cu_seqlens, the
+                mask as slices that do not overlap: (start, stop) positions of their queries and of
+                their keys, and "full", "causal" (the last query sees up to the last key),
+                "inverse_causal" (the first query sees from the first key on) or "bicausal" (both).
 
         Returns:
-            (b, s, h, d), q's dtype.
+            (b, s, h, d), q's dtype. 0 for a query that sees no key.
 
         Raises:
             ValueError: if shapes, dtypes, devices, heads or the mask do not fit, here or between
@@ -168,10 +175,12 @@ class SequenceParallel:
             check_tensors(q, k, v)
             _refuse_dropout(dropout_p)
             _refuse_learned(softmax_scale)
-            plain = cu_seqlens is None and window_size == (-1, -1)
-            mask = (
-                PLAIN[bool(causal)] if plain else make_mask(causal, window_size, cu_seqlens, seqlen)
-            )
+            slices = q_ranges, k_ranges, attn_mask_types
+            plain = (window_size, cu_seqlens, *slices) == ((-1, -1), None, None, None, None)
+            if plain:
+                mask = PLAIN[bool(causal)]
+            else:
+                mask = make_mask(causal, window_size, cu_seqlens, seqlen, *slices)
         scale = 1 / sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
         return self._attention(q, k, v, mask, scale, seqlen, name)
 

@@ -101,6 +101,10 @@ class _Tiles(ABC):
     def _given(self, queries: Tensors, rows: Ranges) -> Tensors:
         """The rows of queries as the kernel takes them."""
 
+    @abstractmethod
+    def _renew(self, queries: Tensors) -> None:
+        """Other queries are at hand than before, perhaps in the same buffer."""
+
     def _queries(
         self, rows: Ranges, queries: Tensors, found: Tensors
     ) -> tuple[Tensors, Tensors | None]:
@@ -108,10 +112,11 @@ class _Tiles(ABC):
 
         One slice is a view, which later tiles on the same rows use again. Several have no place.
         """
-        if len(rows) != 1:
-            return self._given(queries, rows), None
         if self._buffers[0] is not queries or self._buffers[1] is not found:
             self._buffers, self._views = (queries, found), {}
+            self._renew(queries)
+        if len(rows) != 1:
+            return self._given(queries, rows), None
         if rows not in self._views:
             place = tuple([pack(x, rows) for x in found])
             self._views[rows] = self._given(queries, rows), place
@@ -131,6 +136,9 @@ class ForwardTiles(_Tiles):
         found = _rows_first(out), lse.permute(2, 0, 1)
         _combine(copy if tile.first_on_rows else _merge, place, to_queries, tile.rows, found)
 
+    def _renew(self, queries: Tensors) -> None:
+        """Nothing is known of queries but what is in their buffer."""
+
     def _given(self, queries: Tensors, rows: Ranges) -> Tensors:
         return (_batch_first(pack(queries[0], rows)),)
 
@@ -144,7 +152,7 @@ class BackwardTiles(_Tiles):
 
     def __init__(self, kernel: Kernel, scale: float, own: SurrogateOut) -> None:
         super().__init__(kernel, scale)
-        self._outs = own
+        self._own = self._outs = own
 
     def __call__(
         self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
@@ -160,10 +168,12 @@ class BackwardTiles(_Tiles):
         grads = _rows_first(dk), _rows_first(dv)
         scatter(to_keys[0].unbind(1), combine, tile.keys, grads)
 
+    def _renew(self, queries: Tensors) -> None:
+        dout = queries[1]
+        self._outs = self._own if self._own.dout is dout else SurrogateOut(dout)
+
     def _given(self, queries: Tensors, rows: Ranges) -> Tensors:
         q, dout, stats = queries
-        if self._outs.dout is not dout:  # other queries than before
-            self._outs = SurrogateOut(dout)
         out = self._outs.read(rows, stats)
         lse, delta = pack(stats, rows).permute(1, 2, 3, 0).unbind(0)
         q, dout, out = [_batch_first(pack(x, rows)) for x in (q, dout, out)]

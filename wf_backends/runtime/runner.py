@@ -100,8 +100,8 @@ class _Pass:
         """The buffer of the next step in which this rank reads anything, as it fills."""
         self.spare: Tensors = ()
         """A buffer that was held in an earlier step."""
-        self.moving: Tensors = ()
-        """What was found in the last step for the rows that it held."""
+        self.moving = walk.found.prepare(0, ())
+        """What was found in the last step for the rows that it held; at first it held none."""
         self.walk_found, self.total = walk.found, Total(program.walk.shard_rows, walk.found)
         self.shard = stay.shard[len(stay.kept) :]
         self.room = _room(program.stay, self.shard)

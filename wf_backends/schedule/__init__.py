@@ -1,5 +1,6 @@
 """Who meets whom, who owns which token, what may be seen. Pure: standard library only."""
 
+from wf_backends.schedule.band import CAUSAL, FULL, Band, Bound
 from wf_backends.schedule.layout import (
     LAYOUTS,
     Layout,
@@ -8,7 +9,7 @@ from wf_backends.schedule.layout import (
     make_layout,
     padding_multiple,
 )
-from wf_backends.schedule.mask import CAUSAL, FULL, Band, Bound, Mask, make_mask
+from wf_backends.schedule.mask import Mask, make_mask
 from wf_backends.schedule.placement import (
     ORDER,
     REVERSE,
@@ -36,6 +37,7 @@ from wf_backends.schedule.ranges import (
 from wf_backends.schedule.render import render
 from wf_backends.schedule.routes import ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, carriers, check
+from wf_backends.schedule.slices import Slice
 
 __all__ = [
     "Band",
@@ -53,6 +55,7 @@ __all__ = [
     "Ranges",
     "Schedule",
     "Shards",
+    "Slice",
     "carriers",
     "check",
     "check_layout_name",

@@ -1,5 +1,5 @@
 # pyright: reportUnnecessaryIsInstance=false
-"""What a query may see: a Band around it, inside its own document.
+"""What a query may see: a Band around it, inside its own document; or slices.
 
 Pure: standard library only. Positions are global token positions.
 """
@@ -11,57 +11,29 @@ from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
 from operator import index
+from typing import Any
 
-Bound = int | float  # an integer, or math.inf for "no limit"
+from wf_backends.schedule.band import CAUSAL, FULL, Band, Bound
+from wf_backends.schedule.slices import Slice, make_slices
 
-
-@dataclass(frozen=True, slots=True)
-class Band:
-    """A query at position p sees the keys in [p - left, p + right].
-
-    In a tile the same words are relative to the tile's own indices: row i sees
-    key j if and only if -left <= j - i <= right, and either bound may be negative.
-    """
-
-    left: Bound = inf
-    right: Bound = inf
-
-    def shift(self, offset: int) -> Band:
-        """The same band seen from a tile whose first key lies `offset` after its first row."""
-        return Band(self.left + offset, self.right - offset)
-
-    @property
-    def edges(self) -> int:
-        """How many of its two sides have a limit."""
-        return (self.left < inf) + (self.right < inf)
-
-    def sees(self, row: int, key: int) -> bool:
-        """Whether the query at `row` sees the key at `key`."""
-        return -self.left <= key - row <= self.right
-
-    def __str__(self) -> str:
-        if self == FULL:
-            return "full"
-        if self == CAUSAL:
-            return "causal"
-        return f"band(left={self.left}, right={self.right})"
-
-
-FULL = Band()
-CAUSAL = Band(right=0)
+__all__ = ["CAUSAL", "FULL", "Band", "Bound", "Mask", "make_mask"]
 
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """A Band, and the documents that no query looks out of.
+    """Which keys a query sees, in parts: one part, one for each document, or slices.
 
-    `cu_seqlens` are the documents' borders 0 = c0 < c1 < ... = S; None is one document.
+    `cu_seqlens` are the documents' borders 0 = c0 < c1 < ... = S; None is one document. `slices`
+    take the place of both: a query sees what it sees in any of them, and nothing if it is in none.
     """
 
     band: Band = FULL
     cu_seqlens: tuple[int, ...] | None = None
+    slices: tuple[Slice, ...] | None = None
 
     def __str__(self) -> str:
+        if self.slices is not None:
+            return f"slices: {'; '.join(map(str, self.slices))}"
         borders = self.cu_seqlens
         band = f"{self.band}"
         if self.band not in (FULL, CAUSAL):
@@ -70,11 +42,14 @@ class Mask:
 
     @property
     def is_near(self) -> bool:
-        """Whether tokens see no further than a window or their document."""
-        return self.cu_seqlens is not None or self.band.left < inf
+        """Whether tokens see no further than a window, their document or their slices."""
+        known = self.cu_seqlens is not None or self.slices is not None
+        return known or self.band.left < inf
 
     def within(self, seqlen: int) -> Mask:
         """The mask for a sequence of `seqlen` tokens: windows that reach over all are none."""
+        if self.slices is not None:
+            return self
         longest = max(stop - start for start, stop in self.documents(seqlen))
         sides = (inf if side >= longest - 1 else side for side in (self.band.left, self.band.right))
         band = Band(*sides)
@@ -84,27 +59,62 @@ class Mask:
         """The (start, stop) of every document of a sequence of `stop` tokens."""
         return tuple(pairwise(self.cu_seqlens)) if self.cu_seqlens else ((0, stop),)
 
+    def band_of(self, part: int) -> Band:
+        """The band of a part, by its number: of a document or a slice."""
+        return self.band if self.slices is None else self.slices[part].band
+
+    def check_lengths(self, seqlen: int, num_keys: int) -> None:
+        """Refuse slices that reach beyond the queries or keys; ValueError that names the first."""
+        for at, one in enumerate(self.slices or ()):
+            for name, (start, stop), length in (("q", one.q, seqlen), ("k", one.k, num_keys)):
+                if stop > length:
+                    raise ValueError(
+                        f"{name}_ranges: slice {at} ends beyond the sequence of {length} tokens, "
+                        f"got ({start}, {stop})"
+                    )
+
 
 def make_mask(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     cu_seqlens: Sequence[int] | None = None,
     seqlen: int | None = None,
+    q_ranges: Any = None,
+    k_ranges: Any = None,
+    attn_mask_types: Any = None,
 ) -> Mask:
-    """The public words for a mask (flash-attn's) as a Mask.
+    """The public words for a mask (flash-attn's, and MagiAttention's for slices) as a Mask.
 
     Args:
         causal: no query sees a later key.
         window_size: (left, right) in tokens, -1 = unlimited.
         cu_seqlens: document borders as host integers, or None.
         seqlen: global sequence length S that cu_seqlens must end at; None = unchecked.
+        q_ranges, k_ranges, attn_mask_types: slices, see `slices.make_slices`; in place of the rest.
 
     Raises:
-        ValueError: if a window is malformed or cu_seqlens is not 0 = c0 < c1 < ... = S.
+        ValueError: if a window is malformed, cu_seqlens is not 0 = c0 < c1 < ... = S, or slices
+            are malformed, overlap or come with causal, window_size or cu_seqlens.
     """
+    words = (q_ranges, k_ranges, attn_mask_types)
+    if words != (None, None, None):
+        _refuse_beside_slices(causal, window_size, cu_seqlens)
+        return Mask(slices=make_slices(*words))
     left, right = _bounds(window_size)
     borders = None if cu_seqlens is None else _borders(cu_seqlens, seqlen)
     return Mask(Band(left, min(right, 0) if causal else right), borders)
+
+
+def _refuse_beside_slices(
+    causal: bool, window_size: tuple[int, int], cu_seqlens: Sequence[int] | None
+) -> None:
+    given = {"causal": causal, "window_size": window_size, "cu_seqlens": cu_seqlens}
+    plain = {"causal": False, "window_size": (-1, -1), "cu_seqlens": None}
+    if beside := [name for name, value in given.items() if value != plain[name]]:
+        raise ValueError(
+            f"q_ranges, k_ranges and attn_mask_types say all of the mask: leave {beside} out, and "
+            'give a slice the type "causal" where it is'
+        )
 
 
 def _bounds(window_size: tuple[int, int]) -> tuple[Bound, Bound]:

@@ -1,0 +1,103 @@
+"""Masks in slices through SequenceParallel: exact, needed rows alone travel, ranks agree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.dense import dense_attention
+from tests.helpers import run_threads
+from tests.sequences import SEQLEN, run_attend, tensors
+from tests.slices import SLICES, words
+from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.schedule.mask import make_mask
+
+SPLITS = (
+    {"ulysses_degree": 4, "route": "ring"},
+    {"ulysses_degree": 2, "route": {"name": "mesh", "rows": 2, "cols": 1}, "ulysses_stride": 2},
+    {"ulysses_degree": 2, "route": "all_gather", "ulysses_chunks": 2, "backward_moves": "queries"},
+    {"route": {"name": "concentric", "team_size": 2}, "layout": "contiguous"},
+    {"strategy": "lss"},
+)
+
+
+@pytest.mark.parametrize("name", SLICES)
+@pytest.mark.parametrize("split", range(len(SPLITS)))
+def test_slices_are_exact_with_every_head_split(name, split):
+    """The last 8 tokens stand in no slice: their output is 0."""
+    assert run_attend({"sequence_parallel_size": 4, **SPLITS[split]}, 8, 4, SLICES[name])[0] < 1e-10
+
+
+def sent(comm, mask):
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=4, route="ring"), comm)
+    q, k, v, _ = (sp.shard(x).requires_grad_() for x in tensors(4, 4, seqlen=64))
+    sp.report()
+    sp.attention(q, k, v, **mask).sum().backward()
+    return sp.report()
+
+
+def test_rows_that_nobody_reads_do_not_travel():
+    """Zigzag: rank 0 owns 0-8 and 56-64. Only keys 0-2 are read, by rows of ranks 0 and 1."""
+    reports = run_threads(4, sent, words((8, 12, 0, 2, "full"), (60, 64, 0, 2, "causal")))
+    key = 2 * 2 * 4 * 8 * 8  # bytes of k and v of a row: batch 2, 4 heads of 8, float64
+    assert reports[0] == {"forward step 0": 2 * key, "backward step 0": 2 * key}
+    assert sum(reports[1].values()) == 2 * key and len(reports[1]) == 1  # their gradients
+    assert reports[2] == reports[3] == {}
+
+
+def test_cross_attention_with_slices():
+    told = words((0, 20, 5, 30, "full"), (20, 45, 0, 11, "causal"))
+
+    def rank(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=4, route="ring"), comm)
+        parts = (sp.shard(x) for x in whole)
+        return sp.unshard(sp.attention(*parts, **told))
+
+    whole = tensors(4, 4)[0], *tensors(4, 4, seqlen=30)[1:3]
+    want = dense_attention(*whole, make_mask(**told), 8**-0.5)
+    for out in run_threads(4, rank):
+        assert (out - want).abs().max() < 1e-10
+
+
+def attend_each(comm, masks):
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2, route="ring"), comm)
+    q, k, v, _ = (sp.shard(x) for x in tensors(4, 4))
+    sp.attention(q, k, v, **masks[comm.rank])
+
+
+@pytest.mark.parametrize(
+    ("masks", "says"),
+    (
+        (
+            (words((0, 9, 2, 11, "causal")), words((0, 9, 2, 11, "bicausal"))),
+            r"mask: slices: queries \(0, 9\) of keys \(2, 11\), band\(left=inf, right=2\) "
+            r"\(ranks \[0\]\), slices: .*band\(left=-2, right=2\) \(ranks \[1\]\)",
+        ),
+        ((SLICES["few_rows"], {"causal": True}), r"mask: slices: .*full \(ranks \[0\]\), causal"),
+        (2 * (words((0, 46, 0, 9, "full")),), r"q_ranges: slice 0 ends beyond .* 45 tokens"),
+        (2 * (words((0, 4, 0, 9, "full"), (4, 9, 9, 99, "causal")),), r"k_ranges: slice 1 .*99"),
+    ),
+)
+def test_masks_that_differ_or_do_not_fit_are_refused_on_all_ranks(masks, says):
+    told = []
+
+    def rank(comm):
+        with pytest.raises(ValueError, match=says) as error:
+            attend_each(comm, masks)
+        told.append(str(error.value))
+
+    run_threads(2, rank)
+    assert len(told) == 2
+
+
+def test_rows_without_a_slice_give_zero_and_take_no_gradient():
+    def rank(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=3, route="ring"), comm)
+        q, k, v, _ = (sp.shard(x).requires_grad_() for x in tensors(4, 4))
+        out = sp.attention(q, k, v, **words((0, 5, 0, 5, "causal")))
+        out.square().sum().backward()
+        rows = sp.positions(SEQLEN)
+        return out.detach()[:, rows >= 5], q.grad[:, rows >= 5], k.grad[:, rows >= 5]
+
+    for found in run_threads(3, rank):
+        assert all(torch.equal(x, torch.zeros_like(x)) for x in found)

@@ -1,0 +1,44 @@
+"""How far before and behind itself a query sees. Pure: standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+Bound = int | float  # an integer, or math.inf for "no limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """A query at position p sees the keys in [p - left, p + right].
+
+    In a tile the same words are relative to the tile's own indices: row i sees
+    key j if and only if -left <= j - i <= right, and either bound may be negative.
+    """
+
+    left: Bound = inf
+    right: Bound = inf
+
+    def shift(self, offset: int) -> Band:
+        """The same band seen from a tile whose first key lies `offset` after its first row."""
+        return Band(self.left + offset, self.right - offset)
+
+    @property
+    def edges(self) -> int:
+        """How many of its two sides have a limit."""
+        return (self.left < inf) + (self.right < inf)
+
+    def sees(self, row: int, key: int) -> bool:
+        """Whether the query at `row` sees the key at `key`."""
+        return -self.left <= key - row <= self.right
+
+    def __str__(self) -> str:
+        if self == FULL:
+            return "full"
+        if self == CAUSAL:
+            return "causal"
+        return f"band(left={self.left}, right={self.right})"
+
+
+FULL = Band()
+CAUSAL = Band(right=0)
