@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wf_backends.kernels import KernelSpec, TileGrad, select
+from wf_backends.kernels import KernelSpec, Scores, TileGrad, select
 from wf_backends.kernels.reference import band_mask
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
@@ -88,14 +88,14 @@ def rows_first(args: argparse.Namespace, heads: int, dtype: torch.dtype) -> Tens
 def our_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[Callable]:
     """The two calls that the executor makes."""
     spec = KernelSpec("cpu", dtype, args.head_dim, args.heads, args.kv_heads)
-    kernel, scale = select("sdpa", spec).kernel, args.head_dim**-0.5
+    kernel, scores = select("sdpa", spec).kernel, Scores(args.head_dim**-0.5)
     q, dout = (rows_first(args, args.heads, dtype) for _ in range(2))
     k, v = (rows_first(args, args.kv_heads, dtype) for _ in range(2))
-    out, lse = kernel.forward(q, k, v, scale, band)
+    out, lse = kernel.forward(q, k, v, scores, band)
     delta = (dout * out).sum(-1).transpose(1, 2)
     tile = TileGrad(dout, q, k, v, out.to(dtype), lse, delta)
-    backward = partial(kernel.backward, tile, scale, band)
-    return [partial(kernel.forward, q, k, v, scale, band), backward]
+    backward = partial(kernel.backward, tile, scores, band)
+    return [partial(kernel.forward, q, k, v, scores, band), backward]
 
 
 def torch_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[Callable]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends.comm import Communicator
-from wf_backends.kernels import Kernel
+from wf_backends.kernels import Kernel, Scores
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.lowering.lower import Problem, lower
 from wf_backends.lowering.message_bytes import (
@@ -61,6 +62,20 @@ class Case:
 
     queries_walk_there: bool = False
     """In the forward."""
+
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """What `dense_attention` is told beside mask and scale; the same for the same case."""
+        random = torch.Generator().manual_seed(1)
+        slopes, sinks = torch.randn(2, self.heads, generator=random, dtype=torch.float64)
+        return {
+            "softcap": self.softcap,
+            "alibi_slopes": slopes.abs() if self.alibi else None,
+            "sinks": sinks if self.sinks else None,
+        }
 
     @property
     def num_ranks(self) -> int:
@@ -120,6 +135,7 @@ class Outcome:
 def run_case(case: Case) -> Outcome:
     """Run the case on threads and compare with dense attention in float64."""
     q, k, v, dout = case.tensors()
+    options = case.options()
     rows = [positions(shard) for shard in case.layout]
     keys = [positions(shard) for shard in case.kv_layout or case.layout]
 
@@ -127,22 +143,35 @@ def run_case(case: Case) -> Outcome:
         r = comm.rank
         mine = [x[:, at[r]].clone().requires_grad_() for x, at in ((q, rows), (k, keys), (v, keys))]
         keep = case.forward.gathers() if case.keep else (False, False)
-        call = Call(*case.plans(r), comm, case.kernel, case.scale, keep)
-        out = Attention.apply(*mine, call)
+        scores = Scores(case.scale, case.softcap, options["alibi_slopes"])
+        call = Call(*case.plans(r), comm, case.kernel, scores, keep)
+        sinks = learned(options["sinks"])
+        out = Attention.apply(*mine, call, sinks)
         out.backward(dout[:, rows[r]])
-        return [out.detach(), *(x.grad for x in mine)], dict(comm.sent)
+        parts = [x.grad for x in (*mine, sinks) if x is not None]
+        return [out.detach(), *parts], dict(comm.sent)
 
     results = run_threads(case.num_ranks, one_rank)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
-    dense = dense_attention(*wide, case.mask, case.scale)
-    right = [dense.detach(), *torch.autograd.grad(dense, wide, dout.double())]
+    options["sinks"] = sinks = learned(options["sinks"])
+    dense = dense_attention(*wide, case.mask, case.scale, **options)
+    leaves = (*wide, sinks) if case.sinks else wide
+    right = [dense.detach(), *torch.autograd.grad(dense, leaves, dout.double())]
     errors, rms = {}, {}
     places = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
     for i, (name, at) in enumerate(places.items()):
         found = [(got[i].double() - right[i][:, at[r]]) for r, (got, _) in enumerate(results)]
         flat = torch.cat([x.flatten() for x in found])
         errors[name], rms[name] = flat.abs().max().item(), flat.square().mean().sqrt().item()
+    if case.sinks:
+        parts = torch.stack([got[4] for got, _ in results])
+        errors["dsinks"] = (parts.sum(0) - right[4]).abs().max().item()
     return Outcome(errors, rms, [sent for _, sent in results])
+
+
+def learned(x: Tensor | None) -> Tensor | None:
+    """A copy that collects a gradient."""
+    return None if x is None else x.clone().requires_grad_()
 
 
 def assert_exact(case: Case, tolerance: float = 1e-10) -> None:

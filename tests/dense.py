@@ -30,11 +30,28 @@ def _visible_in(one: Slice, rows: Tensor, keys: Tensor) -> Tensor:
     return (inside & (keys - rows >= -one.left) & (keys - rows <= one.right)).int()
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    sinks: Tensor | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+) -> Tensor:
     """softmax(scale q k^T + mask) v; q (b, i, h, d), k and v (b, j, g, d)."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows, keys = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes[:, None, None] * (rows - keys).abs()
     scores = scores.masked_fill(~visible(mask, q.shape[1], k.shape[1]), -torch.inf)
-    weights = scores.softmax(-1).nan_to_num(0.0)  # a row that sees nothing gives 0
+    if sinks is not None:
+        column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), -1)
+    weights = scores.softmax(-1)[..., : k.shape[1]].nan_to_num(0.0)  # no key is seen: 0
     return torch.einsum("bhij,bjhd->bihd", weights, v)

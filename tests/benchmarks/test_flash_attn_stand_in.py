@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from wf_backends.kernels import TileGrad
+from wf_backends.kernels import Scores, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.schedule.mask import Band
 
@@ -64,7 +64,7 @@ def test_forward_and_backward_are_those_of_the_reference(rows, keys, causal, win
     out, lse, *_ = module._flash_attn_forward(
         q, k, v, **words(causal, window), return_softmax=False
     )
-    right_out, right_lse = kernel.forward(q, k, v, SCALE, band)
+    right_out, right_lse = kernel.forward(q, k, v, Scores(SCALE), band)
     torch.testing.assert_close(out, right_out, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(lse, right_lse, rtol=1e-10, atol=1e-10)
 
@@ -74,7 +74,7 @@ def test_forward_and_backward_are_those_of_the_reference(rows, keys, causal, win
     )
     right_delta = (dout * right_out).sum(-1).transpose(1, 2)
     tile = TileGrad(dout, q, k, v, right_out, right_lse, right_delta)
-    right = kernel.backward(tile, SCALE, band)
+    right = kernel.backward(tile, Scores(SCALE), band)
     torch.testing.assert_close(delta.double(), right_delta, rtol=1e-5, atol=1e-5)
     for grad, expected in zip(grads, right, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-10)

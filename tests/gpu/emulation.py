@@ -38,7 +38,12 @@ FLASH_3_SCHEMAS = (
 
 
 def probabilities(
-    q: Tensor, k: Tensor, scale: float, window: tuple[int, int], lse: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    window: tuple[int, int],
+    lse: Tensor | None = None,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """exp(scores - lse) (b, h, i, j) and lse (b, h, i), under flash-attn 2's rules for a window."""
     rows, keys = q.shape[1], k.shape[1]
@@ -48,23 +53,34 @@ def probabilities(
     else:
         left = right = rows + keys
     offset = torch.arange(keys)[None] - torch.arange(rows)[:, None] - (keys - rows)
-    return softmax(q, k, scale, (-left <= offset) & (offset <= right), lse)
+    return softmax(q, k, scale, (-left <= offset) & (offset <= right), lse, cap)
 
 
 def softmax(
-    q: Tensor, k: Tensor, scale: float, seen: Tensor, lse: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    scale: float,
+    seen: Tensor,
+    lse: Tensor | None = None,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """exp(scores - lse) (b, h, i, j) and lse (b, h, i), where `seen` (i, j) is True."""
-    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(q.shape[2] // k.shape[2], 2))
-    scores = (scores * scale).masked_fill(~seen, -torch.inf)
+    scores = capped(q, k, scale, cap).masked_fill(~seen, -torch.inf)
     lse = scores.logsumexp(-1) if lse is None else lse
     return torch.exp(scores - lse[..., None]), lse
 
 
+def capped(q: Tensor, k: Tensor, scale: float, cap: float) -> Tensor:
+    """(b, h, i, j): scale q k^T, soft-capped where cap is not 0."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
+    return cap * torch.tanh(scores / cap) if cap else scores
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int]
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int], cap: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    p, lse = probabilities(q.float(), k.float(), scale, window)
+    p, lse = probabilities(q.float(), k.float(), scale, window, cap=cap)
     return weigh(p, v).to(q.dtype), lse
 
 
@@ -83,14 +99,22 @@ def backward(
     lse: Tensor,
     scale: float,
     window: tuple[int, int],
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert lse.is_contiguous(), "flash-attn reads lse as contiguous memory"
-    p, _ = probabilities(q.float(), k.float(), scale, window, lse)
-    return gradients(p, dout, q, k, v, out, scale)
+    p, _ = probabilities(q.float(), k.float(), scale, window, lse, cap)
+    return gradients(p, dout, q, k, v, out, scale, cap)
 
 
 def gradients(
-    p: Tensor, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, scale: float
+    p: Tensor,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    scale: float,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of flash-attn's backward, which computes delta from dout and out."""
     assert dout.dtype == out.dtype == q.dtype
@@ -98,6 +122,8 @@ def gradients(
     dtype, (dout, q, k, v, out) = q.dtype, (x.float() for x in (dout, q, k, v, out))
     dp = torch.einsum("bihd,bjhd->bhij", dout, v.repeat_interleave(group, 2))
     ds = p * (dp - (dout * out).sum(-1).transpose(1, 2)[..., None]) * scale
+    if cap:
+        ds = ds * (1 - (capped(q, k, scale, cap) / cap).square())
     dq = torch.einsum("bhij,bjhd->bihd", ds, k.repeat_interleave(group, 2))
     dk = torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (g, group)).sum(3)
     dv = torch.einsum("bhij,bihd->bjhd", p, dout).unflatten(2, (g, group)).sum(3)
@@ -120,8 +146,8 @@ def flash_attn_2() -> ModuleType:
         alibi_slopes,
         return_softmax,
     ):
-        assert (dropout_p, causal, softcap, alibi_slopes) == (0.0, False, 0.0, None)
-        out, lse = forward(q, k, v, softmax_scale, (window_size_left, window_size_right))
+        assert (dropout_p, causal, alibi_slopes) == (0.0, False, None)
+        out, lse = forward(q, k, v, softmax_scale, (window_size_left, window_size_right), softcap)
         return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
 
     def _flash_attn_backward(
@@ -144,9 +170,9 @@ def flash_attn_2() -> ModuleType:
         deterministic,
         rng_state=None,
     ):
-        assert (dropout_p, causal, softcap, alibi_slopes) == (0.0, False, 0.0, None)
+        assert (dropout_p, causal, alibi_slopes) == (0.0, False, None)
         window = (window_size_left, window_size_right)
-        grads = backward(dout, q, k, v, out, softmax_lse, softmax_scale, window)
+        grads = backward(dout, q, k, v, out, softmax_lse, softmax_scale, window, softcap)
         for buffer, grad in zip((dq, dk, dv), grads, strict=True):
             buffer.copy_(grad)
         return torch.empty(0)
@@ -161,9 +187,9 @@ def register_flash_attn_3(library: torch.library.Library) -> None:
     """The operators that importing `flash_attn_interface` registers, for the CPU."""
 
     def fwd(q, k, v, *rest):
-        scale, causal, left, right = rest[20:24]
-        assert not causal
-        out, lse = forward(q, k, v, scale, (left, right))
+        scale, causal, left, right, chunk, cap = rest[20:26]
+        assert not causal and not chunk
+        out, lse = forward(q, k, v, scale, (left, right), cap)
         return out, lse, torch.empty(0), torch.empty(0)
 
     def bwd(  # torch leaves out last arguments that have their default
@@ -186,10 +212,11 @@ def register_flash_attn_3(library: torch.library.Library) -> None:
         causal=False,
         left=-1,
         right=-1,
+        cap=0.0,
         *rest,
     ):
         assert not causal
-        grads = backward(dout, q, k, v, out, softmax_lse, scale, (left, right))
+        grads = backward(dout, q, k, v, out, softmax_lse, scale, (left, right), cap)
         for buffer, grad in zip((dq, dk, dv), grads, strict=True):
             buffer.copy_(grad)
         return torch.empty(0), torch.empty(0)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.cases import Case, run_case
 from tests.gpu import emulation
-from tests.gpu.test_flash_kernels import SCALE, compare
+from tests.gpu.test_flash_kernels import SCORES, compare
 from wf_backends.kernels import TileGrad
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_choice import CUDNN, Machine, choose, cuda_tile, machine
@@ -126,13 +126,13 @@ def test_torch_takes_our_arguments(operator, band):
     q = empty(128, 2, 4, 16).transpose(0, 1)
     k, v = empty(128, 2, 2, 2, 16).transpose(0, 2).unbind(1)
     if operator == "forward":
-        out, lse = cudnn_forward(q, k, v, SCALE, band)
+        out, lse = cudnn_forward(q, k, v, SCORES, band)
         assert (out.shape, lse.shape) == (q.shape, (2, 4, 128))
         assert (out.stride(), lse.stride()) == (q.stride(), (512, 128, 1))
         assert (out.dtype, lse.dtype) == (q.dtype, torch.float32)
     else:
         lse = empty(128, 2, 4, dtype=torch.float32).permute(1, 2, 0)
-        grads = cudnn_backward(TileGrad(q, q, k, v, q, lse, lse), SCALE, band)
+        grads = cudnn_backward(TileGrad(q, q, k, v, q, lse, lse), SCORES, band)
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
         assert {x.dtype for x in grads} == {q.dtype}
 
@@ -154,7 +154,7 @@ def test_torch_still_has_the_schemas_that_the_emulation_follows():
 def test_cudnn_refuses_a_tile_that_it_would_get_wrong():
     q, k = torch.zeros(1, 256, 1, 8), torch.zeros(1, 128, 1, 8)
     with pytest.raises(AssertionError):
-        cudnn_forward(q, k, k, SCALE, CAUSAL)
+        cudnn_forward(q, k, k, SCORES, CAUSAL)
 
 
 def cudnn_here(q: Tensor, k: Tensor, band: Band) -> Operators:
@@ -197,10 +197,10 @@ def test_another_memory_order_of_dout_changes_nothing_on_a_gpu():
         torch.randn(shape, generator=random).to("cuda", torch.bfloat16) for _ in range(4)
     )
     kernel = SdpaKernel(cudnn_here)
-    out, lse = kernel.forward(q, k, v, SCALE, CAUSAL)
+    out, lse = kernel.forward(q, k, v, SCORES, CAUSAL)
     delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)
-    first = kernel.backward(TileGrad(dout, q, k, v, out, lse, delta), SCALE, CAUSAL)
+    first = kernel.backward(TileGrad(dout, q, k, v, out, lse, delta), SCORES, CAUSAL)
     moved = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (dout, out)]
-    again = kernel.backward(TileGrad(moved[0], q, k, v, moved[1], lse, delta), SCALE, CAUSAL)
+    again = kernel.backward(TileGrad(moved[0], q, k, v, moved[1], lse, delta), SCORES, CAUSAL)
     for a, b in zip(first, again, strict=True):
         assert (a.float() - b.float()).norm() < 1e-2 * a.float().norm()

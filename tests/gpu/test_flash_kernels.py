@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.gpu import emulation
-from wf_backends.kernels import Kernel, KernelSpec, TileGrad, select
+from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad, select
 from wf_backends.kernels.flash import FlashKernel, flash_attn_2, flash_attn_3
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
@@ -20,7 +20,7 @@ from wf_backends.kernels.sdpa_cuda import cuda_backward, cuda_forward
 from wf_backends.kernels.split_run import Operators
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
-SCALE = 0.3
+SCORES = Scores(0.3)
 TILES = [
     (24, 24, FULL),
     (24, 24, CAUSAL),
@@ -73,18 +73,20 @@ def rows_first(rows: int, *heads: int, **options) -> Tensor:
     return torch.randn(rows, 2, *heads, generator=random).to(**options).permute(1, 0, 2, 3)
 
 
-def compare(kernel: Kernel, tile: tuple[int, int, Band], heads=(4, 2), **options) -> list[float]:
+def compare(
+    kernel: Kernel, tile: tuple[int, int, Band], heads=(4, 2), scores=SCORES, **options
+) -> list[float]:
     """Relative errors of out, lse, dq, dk, dv against the reference kernel, with a row's lse."""
     rows, keys, band = tile
     q, dout = (rows_first(rows, heads[0], 16, **options) * s for s in (1, -0.7))
     k, v = (rows_first(keys, heads[1], 16, **options) * s for s in (0.9, 0.8))
     reference = ReferenceKernel()
-    out, lse = kernel.forward(q, k, v, SCALE, band)
-    expected_out, expected_lse = reference.forward(q, k, v, SCALE, band)
+    out, lse = kernel.forward(q, k, v, scores, band)
+    expected_out, expected_lse = reference.forward(q, k, v, scores, band)
     row_out = (expected_out * 0.5).to(q.dtype)  # as if the row had met as many keys elsewhere
     row_lse = (expected_lse + 0.7).transpose(1, 2).contiguous().transpose(1, 2)
     delta = (dout.float() * row_out.float()).sum(-1).transpose(1, 2)
-    backward = (TileGrad(dout, q, k, v, row_out, row_lse, delta), SCALE, band)
+    backward = (TileGrad(dout, q, k, v, row_out, row_lse, delta), scores, band)
     pairs = zip(
         [out, lse, *kernel.backward(*backward)],
         [expected_out, expected_lse, *reference.backward(*backward)],
@@ -103,6 +105,12 @@ def test_what_is_said_to_flash_attention(emulated, tile, heads):
     assert max(compare(emulated, tile, heads)) < 1e-5
 
 
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("emulated", EMULATED[:2], indirect=True)
+def test_a_soft_cap_is_said_to_flash_attention(emulated, tile):
+    assert max(compare(emulated, tile, scores=Scores(1.5, softcap=2.0))) < 1e-5
+
+
 @pytest.mark.parametrize("emulated", EMULATED, indirect=True)
 def test_half_precision_stays_half_on_the_way_in(emulated):
     assert max(compare(emulated, (24, 24, CAUSAL), dtype=torch.bfloat16)) < 2e-2
@@ -114,12 +122,12 @@ def test_torch_takes_our_arguments(operator):
     empty = partial(torch.empty, device="meta", dtype=torch.bfloat16)
     q, k = empty(2, 24, 4, 16), empty(2, 40, 2, 16)
     if operator == "forward":
-        out, lse = cuda_forward(q, k, k, SCALE, Band(3, 30))
+        out, lse = cuda_forward(q, k, k, SCORES, Band(3, 30))
         assert (out.shape, lse.shape) == (q.shape, (2, 4, 24))
         assert lse.dtype == torch.float32
     else:
         lse = empty(2, 4, 24, dtype=torch.float32)
-        grads = cuda_backward(TileGrad(q, q, k, k, q, lse, lse), SCALE, Band(3, 30))
+        grads = cuda_backward(TileGrad(q, q, k, k, q, lse, lse), SCORES, Band(3, 30))
         assert [x.shape for x in grads] == [q.shape, k.shape, k.shape]
 
 

@@ -169,9 +169,7 @@ def test_what_is_built_with_our_name_alone_is_refused() -> None:
         sp, model = sequence_parallel(comm), build("zamba")
         with wf_transformers.register(sp, f"wallfacer-{comm.rank}") as registration:
             model.config._attn_implementation = registration.name
-            with pytest.raises(
-                ValueError, match="mixes tokens .* wf_transformers.apply"
-            ):
+            with pytest.raises(ValueError, match="mixes tokens .* wf_transformers.apply"):
                 wf_transformers.forward_kwargs(model, sp.shard_batch(batch()))
 
     run_threads(2, rank)

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wf_backends.kernels import Kernel, KernelSpec, TileGrad, select
+from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad, reference, select
 from wf_backends.kernels.merge import merge
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 SCALE = 0.3
+SCORES = Scores(SCALE)
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 EXACT = [
     ("reference", torch.float64, 1e-12),
@@ -119,13 +120,13 @@ def delta_of(dout: Tensor, out: Tensor) -> Tensor:
     return (dout.double() * out.double()).sum(-1).transpose(1, 2)
 
 
-def run(name: str, case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
+def run(name: str, case: Case, scores: Scores = SCORES) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The same as `dense`, by a kernel; its own lse and delta are the whole row's here."""
     kernel = kernel_named(name, case)
     q, k, v, dout = case.q, case.k, case.v, case.dout
-    out, lse = kernel.forward(q, k, v, SCALE, case.band)
+    out, lse = kernel.forward(q, k, v, scores, case.band)
     delta = delta_of(dout, out).to(lse.dtype)
-    grads = kernel.backward(TileGrad(dout, q, k, v, out, lse, delta), SCALE, case.band)
+    grads = kernel.backward(TileGrad(dout, q, k, v, out, lse, delta), scores, case.band)
     return out, lse, list(grads)
 
 
@@ -213,6 +214,20 @@ def test_lse_of_sdpa_is_never_half(dtype, tile):
     assert run("sdpa", case)[1].dtype == wide
 
 
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("scores", (SCORES, Scores(2.0, 0.5, torch.rand(4))), ids=("plain", "all"))
+def test_the_reference_computes_rows_in_blocks(monkeypatch, tile, scores):
+    """Blocks of about three rows give what one block gives."""
+    case = make_case(TILES[tile])
+    rows, keys, band = TILES[tile]
+    scores = scores.at(torch.arange(7, 7 + rows), torch.arange(keys))
+    whole = run("reference", case, scores)
+    monkeypatch.setattr(reference, "BLOCK_SCORES", 3 * 2 * 4 * keys)
+    parts = run("reference", case, scores)
+    for one, other in zip((*whole[:2], *whole[2]), (*parts[:2], *parts[2]), strict=True):
+        assert (one - other).abs().max() < 1e-13
+
+
 @pytest.mark.parametrize("name, dtype, tolerance", EXACT)
 @pytest.mark.parametrize("band", [FULL, CAUSAL, Band(30, 0), Band(12, 7)], ids=str)
 def test_tiles_of_a_row_add_up_with_the_lse_and_delta_of_the_row(name, dtype, tolerance, band):
@@ -226,14 +241,14 @@ def test_tiles_of_a_row_add_up_with_the_lse_and_delta_of_the_row(name, dtype, to
     out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, dtype=dtype)
     for r, c in tiles:
         local = band.shift(c.start - r.start)
-        part, part_lse = kernel.forward(q[:, r], case.k[:, c], case.v[:, c], SCALE, local)
+        part, part_lse = kernel.forward(q[:, r], case.k[:, c], case.v[:, c], SCORES, local)
         merge(out[:, r], lse[:, r], part, part_lse.transpose(1, 2))
     row_lse, delta = lse.transpose(1, 2), delta_of(dout, out).to(dtype)
     dq, dk, dv = (torch.zeros_like(x) for x in (q, case.k, case.v))
     for r, c in tiles:
         k, v, local = case.k[:, c], case.v[:, c], band.shift(c.start - r.start)
         stats = out[:, r], row_lse[:, :, r], delta[:, :, r]
-        grads = kernel.backward(TileGrad(dout[:, r], q[:, r], k, v, *stats), SCALE, local)
+        grads = kernel.backward(TileGrad(dout[:, r], q[:, r], k, v, *stats), SCORES, local)
         for total, part in zip((dq[:, r], dk[:, c], dv[:, c]), grads, strict=True):
             total += part
     assert max(errors((out, row_lse, [dq, dk, dv]), case)) < tolerance

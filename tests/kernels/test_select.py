@@ -103,7 +103,10 @@ def test_a_gpu_that_is_too_old_for_flash_gets_the_reference(flash_attn_version, 
 def test_a_kernel_can_be_asked_for_by_name(name):
     choice = select(name, CPU)
     assert choice.kernel.name == name
-    runs = {"reference": "einsums that hold all", "sdpa": "torch's flash operators for cpu"}
+    runs = {
+        "reference": "einsums that hold the scores of a block",
+        "sdpa": "torch's flash operators for cpu",
+    }
     assert choice.reason.startswith(f"{name} was asked for by name; it runs {runs[name]}")
 
 
@@ -118,6 +121,8 @@ def test_a_kernel_can_be_asked_for_by_name(name):
         ("sdpa", replace(CUDA, head_dim=12), "head_dim must be a multiple of 8 up to 256, got 12"),
         ("sdpa", replace(CPU, device="xpu"), "on cpu and cuda, not on xpu"),
         ("sdpa", replace(CPU, dtype=torch.int32), "got torch.int32"),
+        ("sdpa", replace(CPU, softcap=True, alibi=True), "kernels have no softcap and no alibi"),
+        ("flash", replace(CUDA, alibi=True), "functions as they are called here have no alibi"),
         ("reference", replace(CPU, dtype=torch.int64), "needs a float dtype, got torch.int64"),
     ],
 )
@@ -133,6 +138,15 @@ def test_a_flash_attn_that_is_too_old_is_named_with_what_to_type(flash_attn_vers
     flash_attn_version("2.6.3")
     with pytest.raises(ValueError, match=r"flash-attn 2\.6\.3 is too old.*type: pip install"):
         select("flash", CUDA)
+
+
+def test_what_a_library_lacks_goes_to_the_next_kernel(flash_attn_version):
+    flash_attn_version("2.8.3")
+    assert select("auto", replace(CUDA, softcap=True)).kernel.name == "flash"
+    for spec in (replace(CUDA, alibi=True), replace(CPU, softcap=True), replace(CPU, alibi=True)):
+        choice = select("auto", spec)
+        assert choice.kernel.name == "reference"
+        assert "not sdpa: torch's flash kernels have no " in choice.reason
 
 
 def test_auto_says_what_every_kernel_misses_when_none_can():

@@ -68,6 +68,23 @@ def test_a_scale_that_is_learned_is_refused_not_left_without_its_gradient():
     alone().attention(*qkv(), softmax_scale=scale.detach())
 
 
+def test_sinks_slopes_and_caps_that_do_not_fit_are_refused():
+    floats = torch.zeros(4)
+    for name in ("sinks", "alibi_slopes"):
+        for wrong in (floats[:3], floats[None], floats.long(), 0.5, [0.0] * 4):
+            refused(same, f"{name} must be floats, one for each of the 4 heads", **{name: wrong})
+        refused(
+            same, f"{name} must be on the device of q, cpu, got meta", **{name: floats.to("meta")}
+        )
+    learned = floats.clone().requires_grad_()
+    refused(same, "alibi_slopes have no gradient: pass", alibi_slopes=learned)
+    for cap in (-1.0, float("nan"), float("inf"), "30", True, None):
+        refused(same, "softcap must be a number from 0", softcap=cap)
+    error = NotImplementedError
+    shorter = [x[:, :4] for x in qkv()[1:]]
+    refused(lambda q, k, v: (q, *shorter), "cross.*alibi_slopes need", error, alibi_slopes=floats)
+
+
 class Wrapped(torch.Tensor):
     """A subclass, as frameworks have them for distributed or managed tensors."""
 
@@ -156,9 +173,12 @@ def test_options_and_configs_that_differ_between_ranks_are_named():
     def attend(comm, differing):
         route = "ring" if comm.rank == 0 or differing != "config" else "all_gather"
         sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2, route=route), comm)
-        sp.attention(*qkv(), causal=comm.rank == 0 and differing == "mask")
+        values = {"softcap": 3.0, "sinks": torch.zeros(4), "alibi_slopes": torch.zeros(4)}
+        mine = comm.rank == 0 and differing in values
+        options = {differing: values[differing]} if mine else {}
+        sp.attention(*qkv(), causal=comm.rank == 0 and differing == "mask", **options)
 
-    for differing in ("config", "mask"):
+    for differing in ("config", "mask", "softcap", "sinks", "alibi_slopes"):
         with pytest.raises(ValueError, match=f"the ranks do not agree.*{differing}"):
             run_threads(2, attend, differing)
 

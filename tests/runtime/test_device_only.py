@@ -26,7 +26,7 @@ from wf_backends.cluster.measure import measure_topology
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.comm.protocol import Communicator, Message, Pending
 from wf_backends.dsp.switch import DynamicSequenceParallel
-from wf_backends.kernels import Kernel, KernelSpec, TileGrad
+from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_choice import Machine, choose, cuda_tile
@@ -35,6 +35,7 @@ from wf_backends.kernels.tile_split import split_window
 from wf_backends.parallel.attention import DistributedAttention
 from wf_backends.parallel.dropout import position_dropout
 from wf_backends.parallel.lss import LssAttention
+from wf_backends.parallel.softmax import plain_softmax
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 
 SIZE, RANK, ROWS, HEADS, KV_HEADS, HEAD_DIM = 8, 3, 1024, 16, 8, 64
@@ -148,7 +149,7 @@ def call(words: dict[str, Any], mask: Mask, kernel: Kernel) -> set[str]:
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     with Apart() as mode:
-        out = attention(q, k, v, mask, 0.1, None)
+        out = attention(q, k, v, mask, plain_softmax(16), None)
         grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     for found, like in zip((out, *grads), (q, q, k, v), strict=True):
         assert (found.shape, found.dtype, found.device) == (like.shape, like.dtype, GPU)
@@ -177,8 +178,8 @@ def test_so_does_a_tile_in_parts(rows: int, keys: int, band: Band) -> None:
     q = torch.empty(2, rows, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=GPU)
     k = torch.empty(2, keys, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=GPU)
     with Apart():
-        out, lse = kernel.forward(q, k, k, 0.1, band)
-        grads = kernel.backward(TileGrad(q, q, k, k, q, lse, lse), 0.1, band)
+        out, lse = kernel.forward(q, k, k, Scores(0.1), band)
+        grads = kernel.backward(TileGrad(q, q, k, k, q, lse, lse), Scores(0.1), band)
     assert [x.shape for x in (out, *grads)] == [q.shape, q.shape, k.shape, k.shape]
 
 

@@ -11,6 +11,7 @@ from tests.cases import Case
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
+from wf_backends.kernels import Scores
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.lowering.gather_rounds import pairs
 from wf_backends.lowering.lower import Problem, lower
@@ -67,7 +68,7 @@ def events_of(comm, case):
     kernel = RecordedKernel(events)
     q = torch.randn(1, 8, 4, 8, dtype=torch.float64, requires_grad=True)
     kv = torch.randn(1, 8, 2, 8, dtype=torch.float64)
-    call = Call(*case.plans(comm.rank), Recorder(comm, events), kernel, 0.3)
+    call = Call(*case.plans(comm.rank), Recorder(comm, events), kernel, Scores(0.3))
     Attention.apply(q, kv, kv, call).sum().backward()
     return events
 
@@ -78,7 +79,7 @@ def chunk_events(comm, chunks):
     case = Case(ring(1), ring(1), contiguous(1, 16), Mask(CAUSAL))
     recorder = Recorder(comm, events)
     alone, group = recorder.view([comm.rank]), HeadGroup(recorder, trade, trade)
-    call = Call(*case.plans(0), alone, RecordedKernel(events), 0.3)
+    call = Call(*case.plans(0), alone, RecordedKernel(events), Scores(0.3))
     q, k, v = (torch.randn(1, 8, 12, 8).requires_grad_() for _ in range(3))
     ChunkedAttention.apply(q, k, v, call, group).sum().backward()
     return [kind for kind, _ in groupby(events)]

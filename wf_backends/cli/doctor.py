@@ -109,15 +109,15 @@ def _compare(kernel: Kernel, spec: KernelSpec) -> str:
     """How far the kernel is from the reference on a causal tile."""
     import torch
 
-    from wf_backends.kernels import ReferenceKernel
+    from wf_backends.kernels import ReferenceKernel, Scores
     from wf_backends.schedule import CAUSAL
 
     q, k, v = (
         torch.randn((1, 128, heads, spec.head_dim), device=spec.device).to(spec.dtype)
         for heads in (spec.heads, spec.kv_heads, spec.kv_heads)
     )
-    mine, _ = kernel.forward(q, k, v, 0.125, CAUSAL)
-    right, _ = ReferenceKernel().forward(q, k, v, 0.125, CAUSAL)
+    mine, _ = kernel.forward(q, k, v, Scores(0.125), CAUSAL)
+    right, _ = ReferenceKernel().forward(q, k, v, Scores(0.125), CAUSAL)
     error = (mine.float() - right.float()).abs().max().item()
     if error > (0.05 if spec.dtype == torch.bfloat16 else 1e-4):
         raise RuntimeError(f"a {spec.device} tile is off by {error:.2g}")

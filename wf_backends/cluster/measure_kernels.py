@@ -11,7 +11,7 @@ import torch
 
 from wf_backends.cluster.timer import Work
 from wf_backends.cluster.topology import KernelRate
-from wf_backends.kernels import Kernel, KernelSpec, select
+from wf_backends.kernels import Kernel, KernelSpec, Scores, select
 from wf_backends.lowering import BACKWARD_FLOPS, Tile, tile_area
 from wf_backends.runtime import BackwardTiles, ForwardTiles, SurrogateOut, accumulator_dtype
 from wf_backends.schedule import CAUSAL, FULL, Band
@@ -97,21 +97,21 @@ class KernelTimer:
 
     def tiles(self, size: int, band: Band = FULL) -> tuple[Work, Work]:
         """The (forward, backward) of a tile of `size` rows and keys; each has run once already."""
-        tile, scale = _tile(size, band), HEAD_DIM**-0.5
+        tile, scores = _tile(size, band), Scores(HEAD_DIM**-0.5)
         source = torch.Generator().manual_seed(0)  # the program's own is left alone
         shape = (size, 1, self.sizes.heads, HEAD_DIM)
         q, k, v, dout = (
             torch.randn(shape, generator=source).to(self.device, self.dtype) for _ in range(4)
         )
         kv = torch.stack((k, v), 1)
-        there = ForwardTiles(self.kernel, scale)
+        there = ForwardTiles(self.kernel, scores)
         wide = accumulator_dtype(self.dtype)
         out, lse = q.new_zeros(shape, dtype=wide), q.new_full(shape[:-1], -inf, dtype=wide)
         forward = partial(there, tile, (q,), (kv,), (out, lse), ())
         forward()
         delta = (dout.to(lse.dtype) * out).sum(-1)
         queries = q, dout, torch.stack((lse, delta), dim=1)
-        back = BackwardTiles(self.kernel, scale, SurrogateOut(dout, out.to(self.dtype)))
+        back = BackwardTiles(self.kernel, scores, SurrogateOut(dout, out.to(self.dtype)))
         grads = (torch.zeros_like(out),), (torch.zeros_like(kv, dtype=wide),)
         backward = partial(back, tile, queries, (kv,), *grads)
         backward()

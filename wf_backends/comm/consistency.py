@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wf_backends.comm.protocol import Communicator
 
-HEADER_INTEGERS = 16  # of all calls, so that no header overruns another's buffer
+HEADER_INTEGERS = 32  # of all calls, so that no header overruns another's buffer
 MAX_REMEMBERED = 1024  # headers; packed documents bring a new one with every batch
 NOTHING: Mapping[str, object] = MappingProxyType({})
 SHOWN = 160  # characters of what a rank says of itself in an error

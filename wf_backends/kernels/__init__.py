@@ -3,6 +3,7 @@
 from wf_backends.kernels.merge import merge
 from wf_backends.kernels.protocol import Kernel, KernelSpec, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
+from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.select import KERNELS, Selection, select
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Kernel",
     "KernelSpec",
     "ReferenceKernel",
+    "Scores",
     "Selection",
     "TileGrad",
     "merge",

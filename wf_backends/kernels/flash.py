@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.protocol import FLASH_DTYPES, Grads, KernelSpec, TileGrad, flash_refuses
+from wf_backends.kernels.protocol import (
+    FLASH_DTYPES,
+    Grads,
+    KernelSpec,
+    TileGrad,
+    flash_refuses,
+    lacks,
+)
+from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.split_run import Operators, split_backward, split_forward
 from wf_backends.kernels.tile_split import flash_window, split_window
 from wf_backends.schedule import Band
@@ -28,17 +36,19 @@ _INSTALL = 'pip install "flash-attn>=2.7" --no-build-isolation'
 
 
 def flash_attn_2() -> Operators:
-    """flash-attn 2.7 and later: functions that are told of dropout, ALiBi and softcap too."""
+    """flash-attn 2.7 and later: functions that are told of dropout and ALiBi too."""
     interface = import_module("flash_attn.flash_attn_interface")
-    without = {"dropout_p": 0.0, "causal": False, "softcap": 0.0, "alibi_slopes": None}
+    without = {"dropout_p": 0.0, "causal": False, "alibi_slopes": None}
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
-        options = without | _options(q, k, scale, band)
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
+    ) -> tuple[Tensor, Tensor]:
+        options = without | _options(q, k, scores, band)
         out, lse, *_ = interface._flash_attn_forward(q, k, v, return_softmax=False, **options)
         return out, lse
 
-    def backward(tile: TileGrad, scale: float, band: Band) -> Grads:
-        options = without | _options(tile.q, tile.k, scale, band)
+    def backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
+        options = without | _options(tile.q, tile.k, scores, band)
         return _filled(interface._flash_attn_backward, tile, options)
 
     return Operators("flash-attn 2", split_window, forward, backward)
@@ -49,12 +59,14 @@ def flash_attn_3() -> Operators:
     import_module("flash_attn_interface")  # registers the operators
     ops = torch.ops.flash_attn_3
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = ops.fwd(q, k, v, num_splits=1, **_options(q, k, scale, band))
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = ops.fwd(q, k, v, num_splits=1, **_options(q, k, scores, band))
         return out, lse
 
-    def backward(tile: TileGrad, scale: float, band: Band) -> Grads:
-        return _filled(ops.bwd, tile, _options(tile.q, tile.k, scale, band))
+    def backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
+        return _filled(ops.bwd, tile, _options(tile.q, tile.k, scores, band))
 
     return Operators("flash-attn 3", split_window, forward, backward)
 
@@ -73,6 +85,8 @@ class FlashKernel:
             return f"flash-attn needs a CUDA device, got {spec.device}"
         if spec.dtype not in FLASH_DTYPES:
             return f"flash-attn takes torch.bfloat16 and torch.float16, got {spec.dtype}"
+        if lacking := lacks(spec, "flash-attn's functions as they are called here", "softcap"):
+            return lacking
         return flash_refuses(spec) or (None if _has_flash_3() else missing_flash_2())
 
     def runs(self, spec: KernelSpec) -> str:
@@ -80,14 +94,14 @@ class FlashKernel:
         return "flash-attn 3" if _has_flash_3() else "flash-attn 2"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
     ) -> tuple[Tensor, Tensor]:
         """See Kernel.forward."""
-        return split_forward(self._operators(), q, k, v, scale, band)
+        return split_forward(self._operators(), q, k, v, scores, band)
 
-    def backward(self, tile: TileGrad, scale: float, band: Band) -> Grads:
+    def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """See Kernel.backward; flash-attn computes delta again, from dout and out."""
-        return split_backward(self._operators(), tile, scale, band)
+        return split_backward(self._operators(), tile, scores, band)
 
     def _operators(self) -> Operators:
         if self._loaded is None:
@@ -114,10 +128,11 @@ def _has_flash_3() -> bool:
     return find_spec("flash_attn_interface") is not None
 
 
-def _options(q: Tensor, k: Tensor, scale: float, band: Band) -> dict[str, Any]:
+def _options(q: Tensor, k: Tensor, scores: Scores, band: Band) -> dict[str, Any]:
     """What both releases are told about a tile."""
     left, right = flash_window(band, q.shape[1], k.shape[1])
-    return {"softmax_scale": scale, "window_size_left": left, "window_size_right": right}
+    windows = {"window_size_left": left, "window_size_right": right}
+    return {"softmax_scale": scores.scale, "softcap": scores.softcap, **windows}
 
 
 def _filled(backward: Callable[..., Any], tile: TileGrad, options: dict[str, Any]) -> Grads:

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from wf_backends.kernels.scores import Scores
 from wf_backends.schedule import Band
 
 
@@ -24,6 +25,12 @@ class KernelSpec:
     head_dim: int
     heads: int
     kv_heads: int
+    softcap: bool = False
+    alibi: bool = False
+
+
+OPTIONS = ("softcap", "alibi")
+"""Fields of a spec that only some kernels know."""
 
 
 def torch_release() -> tuple[int, int]:
@@ -45,6 +52,12 @@ def flash_refuses(spec: KernelSpec) -> str | None:
         return None
     has = torch.cuda.get_device_capability()
     return f"flash kernels need compute capability {FLASH_CAPABILITY} or later, this GPU has {has}"
+
+
+def lacks(spec: KernelSpec, library: str, *options: str) -> str | None:
+    """Which of the options that `spec` asks for a library (a plural) does not have."""
+    asked = [name for name in OPTIONS if getattr(spec, name) and name not in options]
+    return f"{library} have no {' and no '.join(asked)}" if asked else None
 
 
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -102,7 +115,7 @@ class Kernel(Protocol):
         ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
     ) -> tuple[Tensor, Tensor]:
         """Attention of one tile.
 
@@ -115,7 +128,7 @@ class Kernel(Protocol):
         """
         ...
 
-    def backward(self, tile: TileGrad, scale: float, band: Band) -> Grads:
+    def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """Gradients of one tile.
 
         Returns:

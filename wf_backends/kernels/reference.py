@@ -1,7 +1,8 @@
 """Attention of one tile written as its formula: the meaning of every other kernel.
 
-Slow, and it holds all i x j scores at once; but it takes any float dtype, any Band and any device,
-and its float64 results are exact to rounding.
+Slow; but it takes any float dtype, any Band, all that `Scores` can say and any device, and its
+float64 results are exact to rounding. Rows are computed in blocks, so that memory holds the scores
+of one block alone.
 
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads, r = h / g, d head_dim.
 """
@@ -14,7 +15,12 @@ import torch
 from torch import Tensor
 
 from wf_backends.kernels.protocol import Grads, KernelSpec, TileGrad
+from wf_backends.kernels.scores import Scores
+from wf_backends.kernels.tile_split import SubTile, row_blocks
 from wf_backends.schedule import Band
+
+BLOCK_SCORES = 1 << 24
+"""Scores that a block of rows has at most, unless one row has more: 64 MiB in float32."""
 
 
 def band_mask(rows: int, keys: int, band: Band, device: torch.device) -> Tensor:
@@ -42,33 +48,29 @@ class ReferenceKernel:
 
     def runs(self, spec: KernelSpec) -> str:
         """See Kernel.runs."""
-        return "einsums that hold all scores of a tile"
+        return "einsums that hold the scores of a block of rows"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
     ) -> tuple[Tensor, Tensor]:
-        """out = softmax(scale q k^T) v and lse = logsumexp(scale q k^T); see Kernel.forward."""
+        """out = softmax(scores) v and lse = logsumexp(scores); see Kernel.forward and Scores."""
         q, k, v = _widen(q, k, v)
-        with torch.autocast(q.device.type, enabled=False):
-            scores = _scores(q, k, scale, band)
-            lse = scores.logsumexp(-1)
-            out = torch.einsum("bgrij,bjgd->bigrd", torch.exp(scores - lse[..., None]), v)
-        return out.flatten(2, 3), lse.flatten(1, 2)
+        blocks = [
+            _forward(q[:, rows], k[:, keys], v[:, keys], scores.part(rows, keys), part_band)
+            for rows, keys, part_band in _blocks(q, k, band)
+        ]
+        outs, lses = zip(*blocks, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 2)
 
-    def backward(self, tile: TileGrad, scale: float, band: Band) -> Grads:
+    def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """Gradients of the tile from delta alone: `out` is not looked at. See Kernel.backward."""
-        dout, q, k, v, lse, delta = _widen(tile.dout, tile.q, tile.k, tile.v, tile.lse, tile.delta)
-        q_heads, kv_heads = q.shape[2], k.shape[2]
-        by_group = (kv_heads, q_heads // kv_heads)
-        dout, q_grouped = dout.unflatten(2, by_group), q.unflatten(2, by_group)  # b i g r d
-        lse, delta = (x.unflatten(1, by_group)[..., None] for x in (lse, delta))  # b g r i 1
-        with torch.autocast(q.device.type, enabled=False):
-            p = torch.exp(_scores(q, k, scale, band) - lse)
-            dp = torch.einsum("bigrd,bjgd->bgrij", dout, v)
-            ds = p * (dp - delta) * scale
-            dq = torch.einsum("bgrij,bjgd->bigrd", ds, k).flatten(2, 3)
-            dk = torch.einsum("bgrij,bigrd->bjgd", ds, q_grouped)
-            dv = torch.einsum("bgrij,bigrd->bjgd", p, dout)
+        tile = TileGrad(*_widen(*tile))
+        dq, (dk, dv) = torch.empty_like(tile.q), map(torch.zeros_like, (tile.k, tile.v))
+        for rows, keys, part_band in _blocks(tile.q, tile.k, band):
+            part = tile.part(rows, keys)
+            dq[:, rows], more_dk, more_dv = _backward(part, scores.part(rows, keys), part_band)
+            dk[:, keys] += more_dk
+            dv[:, keys] += more_dv
         return dq, dk, dv
 
 
@@ -78,10 +80,55 @@ def _widen(*tensors: Tensor) -> list[Tensor]:
     return [x.to(torch.float64 if double else torch.float32) for x in tensors]
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, band: Band) -> Tensor:
-    """(b, g, r, i, j): scale q k^T, -inf where the band hides the key."""
-    kv_heads = k.shape[2]
-    grouped = q.unflatten(2, (kv_heads, q.shape[2] // kv_heads))
-    scores = torch.einsum("bigrd,bjgd->bgrij", grouped, k) * scale
-    hidden = ~band_mask(q.shape[1], k.shape[1], band, q.device)
-    return scores.masked_fill(hidden, -inf)
+def _blocks(q: Tensor, k: Tensor, band: Band) -> tuple[SubTile, ...]:
+    batch, rows, heads, _ = q.shape
+    keys = k.shape[1]
+    return row_blocks(rows, keys, band, max(1, BLOCK_SCORES // max(1, batch * heads * keys)))
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
+    with torch.autocast(q.device.type, enabled=False):
+        x = _hidden(_biased(_capped(q, k, scores), scores), band)
+        lse = x.logsumexp(-1)
+        out = torch.einsum("bgrij,bjgd->bigrd", torch.exp(x - lse[..., None]), v)
+    return out.flatten(2, 3), lse.flatten(1, 2)
+
+
+def _backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
+    dout, q, k, v, _, lse, delta = tile
+    by_group = (k.shape[2], q.shape[2] // k.shape[2])
+    dout, q_grouped = dout.unflatten(2, by_group), q.unflatten(2, by_group)  # b i g r d
+    lse, delta = (x.unflatten(1, by_group)[..., None] for x in (lse, delta))  # b g r i 1
+    with torch.autocast(q.device.type, enabled=False):
+        capped = _capped(q, k, scores)
+        p = torch.exp(_hidden(_biased(capped, scores), band) - lse)
+        dp = torch.einsum("bigrd,bjgd->bgrij", dout, v)
+        ds = p * (dp - delta) * scores.scale
+        if scores.softcap:
+            ds = ds * (1 - (capped / scores.softcap).square())
+        dq = torch.einsum("bgrij,bjgd->bigrd", ds, k).flatten(2, 3)
+        dk = torch.einsum("bgrij,bigrd->bjgd", ds, q_grouped)
+        dv = torch.einsum("bgrij,bigrd->bjgd", p, dout)
+    return dq, dk, dv
+
+
+def _capped(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+    """(b, g, r, i, j): scale q k^T, soft-capped."""
+    grouped = q.unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
+    x = torch.einsum("bigrd,bjgd->bgrij", grouped, k) * scores.scale
+    return scores.softcap * torch.tanh(x / scores.softcap) if scores.softcap else x
+
+
+def _biased(x: Tensor, scores: Scores) -> Tensor:
+    """x (b, g, r, i, j) and ALiBi's bias."""
+    if scores.slopes is None:
+        return x
+    assert scores.rows is not None and scores.keys is not None
+    by_group = (x.shape[1], x.shape[2])
+    slopes = scores.slopes.to(x).unflatten(0, by_group)  # g r
+    return x - slopes[..., None, None] * (scores.rows[:, None] - scores.keys).abs()
+
+
+def _hidden(x: Tensor, band: Band) -> Tensor:
+    """x (b, g, r, i, j), -inf where the band hides the key."""
+    return x.masked_fill(~band_mask(x.shape[3], x.shape[4], band, x.device), -inf)

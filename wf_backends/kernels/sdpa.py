@@ -19,8 +19,10 @@ from wf_backends.kernels.protocol import (
     KernelSpec,
     TileGrad,
     flash_refuses,
+    lacks,
     torch_release,
 )
+from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, CudaTile, choose, cuda_tile, machine
 from wf_backends.kernels.sdpa_cpu import cpu_operators
 from wf_backends.kernels.split_run import Operators, split_backward, split_forward
@@ -67,6 +69,8 @@ class SdpaKernel:
         if spec.dtype not in takes:
             names = ", ".join(map(str, takes))
             return f"torch's flash kernels on {spec.device} take {names}, got {spec.dtype}"
+        if lacking := lacks(spec, "torch's flash kernels"):
+            return lacking
         if spec.device == "cuda":
             return flash_refuses(spec)
         if spec.kv_heads != spec.heads and self._release < _GROUPS_ON_CPU:
@@ -82,11 +86,11 @@ class SdpaKernel:
         return f"torch's operators for full tiles: {choose(best)[1]}"
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
     ) -> tuple[Tensor, Tensor]:
         """See Kernel.forward."""
-        return split_forward(self._operators_for(q, k, band), q, k, v, scale, band)
+        return split_forward(self._operators_for(q, k, band), q, k, v, scores, band)
 
-    def backward(self, tile: TileGrad, scale: float, band: Band) -> Grads:
+    def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """See Kernel.backward; the operators compute delta again, from dout and out."""
-        return split_backward(self._operators_for(tile.q, tile.k, band), tile, scale, band)
+        return split_backward(self._operators_for(tile.q, tile.k, band), tile, scores, band)

@@ -13,22 +13,23 @@ import torch
 from torch import Tensor
 
 from wf_backends.kernels.protocol import Grads, TileGrad
+from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.tile_split import effective
 from wf_backends.schedule import CAUSAL, FULL, Band
 
 
 def cudnn_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+    q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
 ) -> tuple[Tensor, Tensor]:
     """A full or square causal tile; see Kernel.forward."""
     causal, (q, k, v) = _is_causal(q, k, band), (x.transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
-        q, k, v, None, True, 0.0, causal, False, scale=scale
+        q, k, v, None, True, 0.0, causal, False, scale=scores.scale
     )
     return out.transpose(1, 2), lse.squeeze(-1)  # (b, h, i, 1), packed
 
 
-def cudnn_backward(tile: TileGrad, scale: float, band: Band) -> Grads:
+def cudnn_backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
     """A full or square causal tile; see Kernel.backward, but for delta.
 
     torch keeps one compiled graph for each layout of q, k and v, and not every release looks at
@@ -43,7 +44,7 @@ def cudnn_backward(tile: TileGrad, scale: float, band: Band) -> Grads:
     seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
     lengths = None, None, None, q.shape[2], k.shape[2]
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        dout, q, k, v, out, lse, seed, seed, *lengths, 0.0, causal, scale=scale
+        dout, q, k, v, out, lse, seed, seed, *lengths, 0.0, causal, scale=scores.scale
     )
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
     return dq, dk, dv

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from wf_backends.kernels.merge import merge
 from wf_backends.kernels.protocol import Grads, TileGrad
+from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.tile_split import Split
 from wf_backends.schedule import Band
 
-Forward = Callable[[Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor]]
-Backward = Callable[[TileGrad, float, Band], Grads]
+Forward = Callable[[Tensor, Tensor, Tensor, Scores, Band], tuple[Tensor, Tensor]]
+Backward = Callable[[TileGrad, Scores, Band], Grads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Operators:
 
 
 def split_forward(
-    run: Operators, q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band
+    run: Operators, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
 ) -> tuple[Tensor, Tensor]:
     """Kernel.forward of a tile by `run`.
 
@@ -41,12 +42,12 @@ def split_forward(
     """
     parts = run.split(q.shape[1], k.shape[1], band)
     if len(parts) == 1:  # has all rows and keys
-        return run.forward(q, k, v, scale, parts[0].band)
+        return run.forward(q, k, v, scores, parts[0].band)
     dtype = torch.promote_types(q.dtype, torch.float32)
     out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
     begun = 0  # rows before have met keys already
     for rows, keys, part_band in parts:
-        block_out, block_lse = run.forward(q[:, rows], k[:, keys], v[:, keys], scale, part_band)
+        block_out, block_lse = run.forward(q[:, rows], k[:, keys], v[:, keys], scores, part_band)
         block_lse = block_lse.transpose(1, 2)
         if rows.start < begun:
             merge(out[:, rows], lse[:, rows], block_out, block_lse)
@@ -55,7 +56,7 @@ def split_forward(
     return out, lse.transpose(1, 2)
 
 
-def split_backward(run: Operators, tile: TileGrad, scale: float, band: Band) -> Grads:
+def split_backward(run: Operators, tile: TileGrad, scores: Scores, band: Band) -> Grads:
     """Kernel.backward of a tile by `run`, which gets out and dout in the dtype of q.
 
     Returns:
@@ -67,11 +68,11 @@ def split_backward(run: Operators, tile: TileGrad, scale: float, band: Band) -> 
         tile = TileGrad(dout.to(q.dtype), q, k, v, out.to(q.dtype), lse, delta)
     parts = run.split(q.shape[1], k.shape[1], band)
     if len(parts) == 1:  # has all rows and keys
-        return run.backward(tile, scale, parts[0].band)
+        return run.backward(tile, scores, parts[0].band)
     dtype = torch.promote_types(q.dtype, torch.float32)
     totals = dq, dk, dv = [x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)]
     for rows, keys, part_band in parts:
-        grads = run.backward(tile.part(rows, keys), scale, part_band)
+        grads = run.backward(tile.part(rows, keys), scores, part_band)
         for total, where, grad in zip(totals, (rows, keys, keys), grads, strict=True):
             total[:, where] += grad
     return dq, dk, dv

@@ -39,6 +39,15 @@ def whole(rows: int, keys: int, band: Band) -> tuple[SubTile, ...]:
     return (SubTile(slice(0, rows), slice(0, keys), band),)
 
 
+@lru_cache(maxsize=1024)  # asked for every tile
+def row_blocks(rows: int, keys: int, band: Band, most: int) -> tuple[SubTile, ...]:
+    """A trimmed tile as blocks of at most so many rows, each with the keys that they see."""
+    if rows <= most:
+        return whole(rows, keys, band)
+    starts = range(0, rows, most)
+    return tuple(_sub_tile(slice(at, min(at + most, rows)), keys, band) for at in starts)
+
+
 def effective(rows: int, keys: int, band: Band) -> Band:
     """`band` without the bounds that hide nothing in a tile."""
     left = inf if band.left >= rows - 1 else band.left

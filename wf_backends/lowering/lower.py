@@ -146,14 +146,15 @@ class _Derivation:
         for rows, fetch, home in self.gathering.rounds(step, rank):
             buffers = self._ordered(self.stay_rows(rank), held)
             found = tiles(*self._ordered(rows, held), self.mask, buffers) if held else ()
-            marked = tuple(self._marked(tile, stay, walk) for tile in found)
+            marked = tuple(self._marked(tile, buffers, stay, walk) for tile in found)
             yield Round(marked, fetch, home)
 
-    def _marked(self, tile: Tile, stay: _Touched, walk: _Touched) -> Tile:
+    def _marked(
+        self, tile: Tile, held: tuple[Ranges, Ranges], stay: _Touched, walk: _Touched
+    ) -> Tile:
         rows, keys = self._ordered(stay, walk)
-        return replace(
-            tile, first_on_rows=rows.first(tile.rows), first_on_keys=keys.first(tile.keys)
-        )
+        first = {"first_on_rows": rows.first(tile.rows), "first_on_keys": keys.first(tile.keys)}
+        return replace(tile, held=held, **first)
 
     def _step(self, step: int, rank: int, stay: _Touched) -> Step:
         held, walk = self.forwarding.held(step, rank), _Touched()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import inf
 from typing import Literal
 
@@ -19,6 +20,7 @@ from wf_backends.schedule import (
     Mask,
     Range,
     Ranges,
+    globalize,
     intersect,
     join,
     locate,
@@ -31,6 +33,8 @@ SHORT_RANGE_ROWS = 2048
 kernels compute hidden scores along every diagonal, and one long diagonal has fewer of them than
 several short ones. Measured in docs/internals/kernels.md."""
 
+
+_globalize = lru_cache(maxsize=4096)(globalize)  # asked for in every call
 
 FAR = 1 << 60
 """Further than any sequence is long: positions stay integers."""
@@ -54,6 +58,13 @@ class Tile:
     """Whether nothing was added to the results of these rows before: they may be overwritten."""
     first_on_keys: bool = False
     """The same for the results (gradients) of these keys."""
+    held: tuple[Ranges, Ranges] = ((), ())
+    """The global positions that the two buffers hold."""
+
+    @property
+    def positions(self) -> tuple[Ranges, Ranges]:
+        """The global positions of its rows and of its keys, in the tile's order."""
+        return _globalize(self.rows, self.held[0]), _globalize(self.keys, self.held[1])
 
 
 def tiles(

@@ -18,10 +18,11 @@ from torch.nn import Parameter
 from wf_backends._compile import refuse_transforms
 from wf_backends.cluster import JobTopology
 from wf_backends.comm import Agreement, Communicator, fingerprint
-from wf_backends.kernels import KernelSpec, select
+from wf_backends.kernels import KernelSpec, Scores, select
 from wf_backends.lowering import Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import choose
 from wf_backends.parallel.config import SequenceParallelConfig
+from wf_backends.parallel.softmax import Softmax, Told
 from wf_backends.planner import Choice, Plan, Request, reason
 from wf_backends.runtime import (
     Attention,
@@ -31,6 +32,7 @@ from wf_backends.runtime import (
     accumulator_dtype,
     heads_for_tokens,
     make_head_exchange,
+    of_heads,
     tokens_for_heads,
 )
 from wf_backends.schedule import Layout, Mask, check, layout_of
@@ -58,18 +60,19 @@ class DistributedAttention:
         k: Tensor,
         v: Tensor,
         mask: Mask,
-        scale: float,
+        softmax: Softmax,
         seqlen: int | None,
         layer: str | None = None,
     ) -> Tensor:
-        """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
-        call, group = self.call(q, k, v, mask, scale, seqlen, layer)
+        """softmax(scores + mask) v for this rank's rows; see SequenceParallel.attention."""
+        call, group = self.call(q, k, v, mask, softmax, seqlen, layer)
         if group.comm.size == 1:
-            return Attention.apply(q, k, v, call)
+            return Attention.apply(q, k, v, call, softmax.sinks)
         if len(group.queries) > 1:
-            return ChunkedAttention.apply(q, k, v, call, group)
+            return ChunkedAttention.apply(q, k, v, call, group, softmax.sinks)
+        heads = group.heads(0)
         q, k, v = heads_for_tokens((q, k, v), group.qkv(0), group.comm, "ulysses qkv")
-        out = Attention.apply(q, k, v, call)
+        out = Attention.apply(q, k, v, call.of_heads(heads), of_heads(softmax.sinks, heads))
         return tokens_for_heads((out,), group.out(0), group.comm, "ulysses out")[0]
 
     def call(
@@ -78,20 +81,26 @@ class DistributedAttention:
         k: Tensor,
         v: Tensor,
         mask: Mask,
-        scale: float,
+        softmax: Softmax,
         seqlen: int | None,
         layer: str | None = None,
     ) -> tuple[Call, HeadGroup]:
-        """The call and its exchange of heads, once all ranks are known to ask for the same."""
+        """The call, of all heads, and their exchange, once all ranks are known to ask for the same.
+
+        Under Ulysses the kernel is that of a rank's heads.
+        """
         (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
-        spec = KernelSpec(q.device.type, q.dtype, d, h, g)
-        same, words = self._same(spec, b, mask, scale, seqlen)
+        scores = softmax.scores
+        alibi = scores.slopes is not None
+        spec = KernelSpec(q.device.type, q.dtype, d, h, g, scores.softcap > 0, alibi)
+        same, words = self._same(spec, b, mask, softmax.told, seqlen)
         lengths = {"q rows": s, "key rows": keys}
         told = self._agreement.check(same, lengths, q, layer=layer, words=words)
-        return self._call(tuple(told.items()), mask, spec, b, scale)
+        call, group = self._call(tuple(told.items()), mask, spec, b)
+        return replace(call, scores=scores), group
 
     def _make_same(
-        self, spec: KernelSpec, batch: int, mask: Mask, scale: float, seqlen: int | None
+        self, spec: KernelSpec, batch: int, mask: Mask, softmax: Told, seqlen: int | None
     ) -> tuple[dict[str, int], dict[str, object]]:
         """What must be the same on all ranks, by its name in errors; and what puts it in words."""
         known = self.topology.known
@@ -105,7 +114,7 @@ class DistributedAttention:
         words: dict[str, object] = {
             "dtype": spec.dtype,
             "mask": mask,
-            "softmax_scale": scale,
+            **dict(softmax),
             "config": self.config.to_dict()
             | {"its topology": {} if known is None else known.to_dict()},
         }
@@ -117,10 +126,13 @@ class DistributedAttention:
         mask: Mask,
         spec: KernelSpec,
         batch: int,
-        scale: float,
     ) -> tuple[Call, HeadGroup]:
-        """The call for the queries' and the keys' (name in errors, rows of every rank)."""
-        _check_mask(mask, *(sum(rows) for _, rows in told))
+        """The call, but for its scores.
+
+        Args:
+            told: the queries' and the keys' (name in errors, rows of every rank).
+        """
+        _check_positions(mask, spec, *(sum(rows) for _, rows in told))
         q_layout, kv_layout = (
             layout_of(self.config.layout, rows, mask.cu_seqlens, name) for name, rows in told
         )
@@ -141,7 +153,7 @@ class DistributedAttention:
         forward, backward = lower(there, at), lower(back, at)
         route = self.comm.view(groups.route(member))
         group = HeadGroup(self.comm.view(members), queries, keys)
-        return Call(forward, backward, route, kernel, scale, keep), group
+        return Call(forward, backward, route, kernel, Scores(1.0), keep), group
 
     def _choose(self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int) -> Choice:
         """What the call runs, by the lengths of its queries and keys."""
@@ -210,11 +222,13 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
 
 
-def _check_mask(mask: Mask, seqlen: int, num_keys: int) -> None:
+def _check_positions(mask: Mask, spec: KernelSpec, seqlen: int, num_keys: int) -> None:
     mask.check_lengths(seqlen, num_keys)
-    if seqlen != num_keys and mask.slices is None and mask != Mask():
+    if seqlen == num_keys:
+        return
+    if spec.alibi or (mask.slices is None and mask != Mask()):
         raise NotImplementedError(
-            f"cross attention ({seqlen} queries, {num_keys} keys) has no common positions: "
-            "causal, window_size and cu_seqlens need as many keys as queries; q_ranges and "
+            f"cross attention ({seqlen} queries, {num_keys} keys) has no common positions: causal, "
+            "window_size, cu_seqlens and alibi_slopes need as many keys as queries; q_ranges and "
             "k_ranges say which queries see which keys"
         )

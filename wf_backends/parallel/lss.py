@@ -19,6 +19,7 @@ from torch import Tensor
 from wf_backends.comm import Communicator, move
 from wf_backends.lowering import Gather, Parcel, RankProgram
 from wf_backends.parallel.attention import DistributedAttention
+from wf_backends.parallel.softmax import Softmax
 from wf_backends.runtime import (
     Accumulators,
     Attention,
@@ -41,12 +42,12 @@ class LssAttention(DistributedAttention):
         k: Tensor,
         v: Tensor,
         mask: Mask,
-        scale: float,
+        softmax: Softmax,
         seqlen: int | None,
         layer: str | None = None,
     ) -> Tensor:
-        """softmax(scale q k^T + mask) v for this rank's rows; see SequenceParallel.attention."""
-        planned, _ = self.call(q, k, v, mask, scale, seqlen, layer)
+        """softmax(scores + mask) v for this rank's rows; see SequenceParallel.attention."""
+        planned, _ = self.call(q, k, v, mask, softmax, seqlen, layer)
         both = planned.backward  # in which keys are brought together at once
         rows, local = both.walk, _local(both)
         there, back = partial(_fetch, self.comm, rows), partial(_return, self.comm, rows)
@@ -54,8 +55,8 @@ class LssAttention(DistributedAttention):
         held = move(fused, there, back, "lss")  # (n, 2, b, g, d)
         k, v = (x.transpose(0, 1) for x in held.unbind(1))
         alone = self.comm.view([self.comm.rank])
-        call = Call(local, local, alone, planned.kernel, scale)
-        return Attention.apply(q, k, v, call)
+        call = Call(local, local, alone, planned.kernel, planned.scores)
+        return Attention.apply(q, k, v, call, softmax.sinks)
 
 
 def _local(plan: RankProgram) -> RankProgram:

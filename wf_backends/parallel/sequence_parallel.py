@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from math import sqrt
 from types import MappingProxyType
 from typing import Any
 from zlib import crc32
@@ -24,6 +23,7 @@ from wf_backends.parallel.config import LSS, SequenceParallelConfig
 from wf_backends.parallel.data import prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
 from wf_backends.parallel.lss import LssAttention
+from wf_backends.parallel.softmax import make_softmax, plain_softmax
 from wf_backends.runtime import dimension, gather_shards, positions, take_shard
 from wf_backends.schedule import layout_of, make_layout, make_mask, padding_multiple
 
@@ -142,8 +142,16 @@ class SequenceParallel:
         q_ranges: Sequence[tuple[int, int]] | None = None,
         k_ranges: Sequence[tuple[int, int]] | None = None,
         attn_mask_types: Sequence[str] | None = None,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
     ) -> Tensor:
         """softmax(scale q k^T + mask) v over the whole sequence, for this rank's rows.
+
+        With the options, in the order in which they act on the scores x = scale q k^T:
+
+            x = softcap tanh(x / softcap);  x = x - alibi_slopes |i - j|
+            p = exp(x) / (sum exp(x) + exp(sinks));  out = p v
 
         Args:
             q: (b, s, h, d), any float dtype. k, v: (b, s', g, d), g divides h; s' may differ from
@@ -162,6 +170,14 @@ class SequenceParallel:
                 mask as slices that do not overlap: (start, stop) positions of their queries and of
                 their keys, and "full", "causal" (the last query sees up to the last key),
                 "inverse_causal" (the first query sees from the first key on) or "bicausal" (both).
+            sinks: (h,), any float dtype, the same on every rank: a logit of each head, which takes
+                part in the softmax and has no value. What a rank gets as their gradient is the part
+                of the rows (and, under Ulysses, heads) that it computes: the sum over the ranks is
+                the gradient, as it is for every other parameter, and engines that sum or average
+                gradients over the ranks do it.
+            softcap: 0 = none.
+            alibi_slopes: (h,), the same on every rank, no gradient. i and j are global positions,
+                as in flash-attn; they need as many keys as queries.
 
         Returns:
             (b, s, h, d), q's dtype. 0 for a query that sees no key.
@@ -174,15 +190,19 @@ class SequenceParallel:
         with self._agreement.telling():
             check_tensors(q, k, v)
             _refuse_dropout(dropout_p)
-            _refuse_learned(softmax_scale)
+            usual = softmax_scale is alibi_slopes is sinks is None and softcap == 0
+            softmax = (
+                plain_softmax(q.shape[-1])
+                if usual
+                else make_softmax(q, softmax_scale, softcap, alibi_slopes, sinks)
+            )
             slices = q_ranges, k_ranges, attn_mask_types
             plain = (window_size, cu_seqlens, *slices) == ((-1, -1), None, None, None, None)
             if plain:
                 mask = PLAIN[bool(causal)]
             else:
                 mask = make_mask(causal, window_size, cu_seqlens, seqlen, *slices)
-        scale = 1 / sqrt(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-        return self._attention(q, k, v, mask, scale, seqlen, name)
+        return self._attention(q, k, v, mask, softmax, seqlen, name)
 
     @eager
     def shard_batch(
@@ -270,14 +290,6 @@ def _refuse_dropout(dropout_p: float) -> None:
     if dropout_p:
         raise NotImplementedError(
             f"dropout inside attention is not supported, got dropout_p={dropout_p}; set it to 0"
-        )
-
-
-def _refuse_learned(softmax_scale: object) -> None:
-    if isinstance(softmax_scale, Tensor) and softmax_scale.requires_grad:
-        raise ValueError(
-            "softmax_scale must be a number, got a tensor that requires a gradient, which would be "
-            "lost: multiply q by it"
         )
 
 

@@ -6,6 +6,7 @@ from wf_backends.runtime.attention import (
     Call,
     ForwardTiles,
     accumulator_dtype,
+    of_heads,
 )
 from wf_backends.runtime.messages import SPAN, Accumulators, Messages, Total, add, gather, send_home
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
@@ -39,6 +40,7 @@ __all__ = [
     "gather_shards",
     "heads_for_tokens",
     "make_head_exchange",
+    "of_heads",
     "positions",
     "send_home",
     "take_shard",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from wf_backends.comm import Communicator, first_order_only
-from wf_backends.kernels import Kernel, TileGrad, merge
+from wf_backends.kernels import Kernel, Scores, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.messages import Accumulators, Combine, Tensors, add, copy, pack, scatter
 from wf_backends.runtime.runner import ComputeTile, Side, run
+from wf_backends.runtime.shards import positions
+from wf_backends.runtime.sinks import sinks_grad, with_sinks
 from wf_backends.runtime.surrogate_out import SurrogateOut
-from wf_backends.schedule import Ranges
+from wf_backends.schedule import Range, Ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,43 +34,60 @@ class Call:
     backward: RankProgram
     comm: Communicator
     kernel: Kernel
-    scale: float
+    scores: Scores
+    """Of the query heads that `attend` is given."""
     keep: tuple[bool, bool] = (False, False)
     """Whether gathered (queries, keys) are kept for the backward instead of gathered again."""
 
+    def of_heads(self, heads: Range) -> Call:
+        """The call of some of the query heads that this one is of."""
+        return replace(self, scores=self.scores.of_heads(heads))
+
 
 class Attention(torch.autograd.Function):
-    """attention(q, k, v) of this rank's rows; q (b, s, h, d), k and v (b, s, g, d)."""
+    """attention(q, k, v, call, sinks) of this rank's rows.
+
+    q (b, s, h, d), k and v (b, s, g, d), sinks (h,) or None. Of the gradient of the sinks this is
+    the part of this rank's rows.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None = None
+    ) -> Tensor:
         q = dense(q)
-        out, *held = attend(q, k, v, call)
+        out, *held = attend(q, k, v, call, sinks)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, *held)
+        ctx.save_for_backward(sinks, q, k, v, out, *held)
         return out
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        return (*differentiate(ctx.saved_tensors, dout, ctx.call), None)
+        sinks, *saved = ctx.saved_tensors
+        *grads, dsinks = differentiate(saved, dout, ctx.call, sinks)
+        return (*grads, None, dsinks)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensors:
-    """The forward: (out, what the backward needs beside q, k, v and out)."""
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) -> Tensors:
+    """The forward: (out, what the backward needs beside q, k, v, sinks and out)."""
     queries, kv = _rows_first(q), _fuse(k, v)
     dtype, shape = accumulator_dtype(q.dtype), queries.shape[1:]
     found = Accumulators((shape, shape[:-1]), (0.0, -inf), dtype, q.device, _merge)
     sides = Side((queries,), found), Side((kv,), Accumulators((), (), dtype, q.device, copy))
     (out, lse), _, *held = _run(
-        call.forward, call, "forward", ForwardTiles(call.kernel, call.scale), *sides
+        call.forward, call, "forward", ForwardTiles(call.kernel, call.scores), *sides
     )
+    if sinks is not None:
+        out, lse = with_sinks(out, lse, sinks)
     gathered = [side[0] for keep, side in zip(call.keep, held, strict=True) if keep]
     return _batch_first(out).to(q.dtype), lse, *gathered
 
 
-def differentiate(saved: Sequence[Tensor], dout: Tensor, call: Call) -> Tensors:
-    """The backward: (dq, dk, dv).
+def differentiate(
+    saved: Sequence[Tensor], dout: Tensor, call: Call, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The backward: (dq, dk, dv, dsinks).
 
     Args:
         saved: q, k, v and everything that `attend` gave.
@@ -83,17 +102,17 @@ def differentiate(saved: Sequence[Tensor], dout: Tensor, call: Call) -> Tensors:
         Side(queries, Accumulators((queries[0].shape[1:],), (0.0,), dtype, q.device, add), kept_q),
         Side(keys, Accumulators((keys[0].shape[1:],), (0.0,), dtype, q.device, add), kept_kv),
     )
-    tiles = BackwardTiles(call.kernel, call.scale, SurrogateOut(queries[1], _rows_first(out)))
+    tiles = BackwardTiles(call.kernel, call.scores, SurrogateOut(queries[1], _rows_first(out)))
     (dq,), (dkv,), *_ = _run(call.backward, call, "backward", tiles, *sides)
     dq, dk, dv = (_batch_first(grad).to(q.dtype) for grad in (dq, *dkv.unbind(1)))
-    return dq, dk, dv
+    return dq, dk, dv, None if sinks is None else sinks_grad(sinks, lse, delta)
 
 
 class _Tiles(ABC):
     """Tiles by a kernel; a `runner.ComputeTile`."""
 
-    def __init__(self, kernel: Kernel, scale: float) -> None:
-        self.kernel, self.scale = kernel, scale
+    def __init__(self, kernel: Kernel, scores: Scores) -> None:
+        self.kernel, self.scores = kernel, scores
         self._buffers: tuple[Tensors, Tensors] = ((), ())
         self._views: dict[Ranges, tuple[Tensors, Tensors]] = {}
 
@@ -104,6 +123,12 @@ class _Tiles(ABC):
     @abstractmethod
     def _renew(self, queries: Tensors) -> None:
         """Other queries are at hand than before, perhaps in the same buffer."""
+
+    def _scores(self, tile: Tile, q: Tensor) -> Scores:
+        """The tile's, on q's device."""
+        if self.scores.slopes is None:  # positions matter to none
+            return self.scores
+        return self.scores.at(*(positions(one, q.device) for one in tile.positions))
 
     def _queries(
         self, rows: Ranges, queries: Tensors, found: Tensors
@@ -132,7 +157,7 @@ class ForwardTiles(_Tiles):
         """Compute a tile; see runner.ComputeTile."""
         (q,), place = self._queries(tile.rows, queries, to_queries)
         k, v = _keys_and_values(keys[0], tile)
-        out, lse = self.kernel.forward(q, k, v, self.scale, tile.band)
+        out, lse = self.kernel.forward(q, k, v, self._scores(tile, q), tile.band)
         found = _rows_first(out), lse.permute(2, 0, 1)
         _combine(copy if tile.first_on_rows else _merge, place, to_queries, tile.rows, found)
 
@@ -150,8 +175,8 @@ class BackwardTiles(_Tiles):
         own: of this rank's queries.
     """
 
-    def __init__(self, kernel: Kernel, scale: float, own: SurrogateOut) -> None:
-        super().__init__(kernel, scale)
+    def __init__(self, kernel: Kernel, scores: Scores, own: SurrogateOut) -> None:
+        super().__init__(kernel, scores)
         self._own = self._outs = own
 
     def __call__(
@@ -161,7 +186,7 @@ class BackwardTiles(_Tiles):
         (q, dout, out, lse, delta), place = self._queries(tile.rows, queries, to_queries)
         k, v = _keys_and_values(keys[0], tile)
         given = TileGrad(dout, q, k, v, out, lse, delta)
-        dq, dk, dv = self.kernel.backward(given, self.scale, tile.band)
+        dq, dk, dv = self.kernel.backward(given, self._scores(tile, q), tile.band)
         combine = copy if tile.first_on_rows else add
         _combine(combine, place, to_queries, tile.rows, (_rows_first(dq),))
         combine = copy if tile.first_on_keys else add
@@ -208,6 +233,11 @@ def _run(
 def _merge(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """Combine by folding other keys' (out, lse) into these."""
     merge(*targets, *values)
+
+
+def of_heads(x: Tensor | None, heads: Range) -> Tensor | None:
+    """The entries of x (h,) that belong to some heads."""
+    return None if x is None else x[slice(*heads)]
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

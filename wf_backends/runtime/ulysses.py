@@ -113,6 +113,10 @@ class HeadGroup:
     queries: tuple[HeadExchange, ...]
     keys: tuple[HeadExchange, ...]
 
+    def heads(self, chunk: int) -> Range:
+        """This rank's query heads, of all of the model's."""
+        return self.queries[chunk].heads[self.comm.rank]
+
     def qkv(self, chunk: int) -> tuple[HeadExchange, ...]:
         """The exchanges of q, k and v."""
         return self.queries[chunk], self.keys[chunk], self.keys[chunk]

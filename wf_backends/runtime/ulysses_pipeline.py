@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.comm import first_order_only
-from wf_backends.runtime.attention import Call, attend, differentiate
+from wf_backends.runtime.attention import Call, attend, differentiate, of_heads
 from wf_backends.runtime.messages import Messages, Tensors
 from wf_backends.runtime.ulysses import HeadExchange, HeadGroup, bring_back, gather_rows
 
@@ -24,22 +24,35 @@ Exchanges = Callable[[int], tuple[HeadExchange, ...]]  # of a chunk, one for eac
 
 
 class ChunkedAttention(torch.autograd.Function):
-    """attention(q, k, v) of this rank's rows, all heads; q (b, s, h, d), k and v (b, s, g, d)."""
+    """attention(q, k, v, call, group, sinks) of this rank's rows, all heads.
+
+    q (b, s, h, d), k and v (b, s, g, d), sinks (h,) or None; the call is of all heads, too. Of the
+    gradient of the sinks this is the part of the rows and heads that this rank computes.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, group: HeadGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        group: HeadGroup,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         held: list[Tensors] = []
 
         def compute(here: Tensors) -> Tensors:
             q, k, v = here
-            out, *more = attend(q, k, v, call)
+            heads = group.heads(len(held))
+            out, *more = attend(q, k, v, call.of_heads(heads), of_heads(sinks, heads))
             held.append((*here, out, *more))
             return (out,)
 
         labels = "forward ulysses qkv", "forward ulysses out"
         (out,) = _through(group, (q, k, v), group.qkv, group.out, labels, compute)
         ctx.call, ctx.group = call, group
-        ctx.save_for_backward(*(x for one in held for x in one))
+        ctx.save_for_backward(sinks, *(x for one in held for x in one))
         return out
 
     @staticmethod
@@ -47,15 +60,23 @@ class ChunkedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         group: HeadGroup = ctx.group
-        saved, count = ctx.saved_tensors, len(group.queries)
-        each = len(saved) // count
-        held = iter([saved[at * each : (at + 1) * each] for at in range(count)])
+        sinks, *saved = ctx.saved_tensors
+        each = len(saved) // len(group.queries)
+        chunks = iter(range(len(group.queries)))
+        dsinks = None if sinks is None else torch.zeros_like(sinks)
 
         def compute(here: Tensors) -> Tensors:
-            return differentiate(next(held), here[0], call)
+            chunk = next(chunks)
+            held, heads = saved[chunk * each : (chunk + 1) * each], group.heads(chunk)
+            of_these = of_heads(sinks, heads)
+            *grads, part = differentiate(held, here[0], call.of_heads(heads), of_these)
+            if dsinks is not None and part is not None:
+                dsinks[slice(*heads)] = part
+            return tuple(grads)
 
         labels = "backward ulysses out", "backward ulysses qkv"
-        return (*_through(group, (dout,), group.out, group.qkv, labels, compute), None, None)
+        grads = _through(group, (dout,), group.out, group.qkv, labels, compute)
+        return (*grads, None, None, dsinks)
 
 
 def _through(

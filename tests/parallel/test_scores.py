@@ -1,0 +1,133 @@
+"""Options of sp.attention on configurations drawn at random, beside dense attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.dense import dense_attention
+from tests.helpers import run_threads
+from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.schedule import divisors
+from wf_backends.schedule.mask import make_mask
+
+SEQLEN, HEADS, KV_HEADS = 50, 8, 4
+
+
+def tensors(value_dim: int = 8) -> list[torch.Tensor]:
+    """Whole q, k, v, dout, sinks and slopes."""
+    random = torch.Generator().manual_seed(0)
+    shapes = [(2, SEQLEN, n, d) for n, d in ((HEADS, 8), (KV_HEADS, 8), (KV_HEADS, value_dim))]
+    shapes += [(2, SEQLEN, HEADS, value_dim), (HEADS,), (HEADS,)]
+    return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
+
+
+def attend(comm, words, mask, options):
+    """out, dq, dk and dv of this rank's rows, gathered, and its part of the sinks' gradient."""
+    sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+    *qkv, dout, sinks, slopes = tensors()
+    leaves = [x.requires_grad_() for x in (*qkv, sinks)]
+    local = [sp.shard(x) for x in leaves[:3]]
+    given = told(options, sinks, slopes)
+    out = sp.attention(*local, **mask, **given)
+    grads = torch.autograd.grad(out, [*local, sinks], sp.shard(dout), allow_unused=True)
+    return [sp.unshard(x).detach() for x in (out, *grads[:3])], grads[3]
+
+
+def told(options, sinks, slopes) -> dict[str, Any]:
+    """Keyword arguments of sp.attention and of dense_attention."""
+    return options | {
+        "sinks": sinks if options.get("sinks") else None,
+        "alibi_slopes": slopes.abs() / 10 if options.get("alibi_slopes") else None,
+    }
+
+
+def check(words, mask, options):
+    """Every rank has what dense attention gives; the ranks' parts of dsinks add up to it."""
+    found = run_threads(words["sequence_parallel_size"], attend, words, mask, options)
+    *qkv, dout, sinks, slopes = tensors()
+    leaves = [x.requires_grad_() for x in (*qkv, sinks)]
+    dense = dense_attention(*qkv, make_mask(**mask), 8**-0.5, **told(options, sinks, slopes))
+    right = [dense, *torch.autograd.grad(dense, leaves, dout, allow_unused=True)]
+    for tensors_found, _ in found:
+        for a, b in zip(tensors_found, right, strict=False):
+            assert (a - b).abs().max() < 1e-10
+    if options.get("sinks"):
+        total = torch.stack([dsinks for _, dsinks in found]).sum(0)
+        assert (total - right[4]).abs().max() < 1e-10
+
+
+def routes(part: int) -> list[dict[str, Any]]:
+    """Every named route for so many ranks."""
+    inner = [d for d in divisors(part) if 1 < d < part]
+    found: list[dict[str, Any]] = [{"name": "ring"}, {"name": "all_gather"}]
+    found += [{"name": "double_ring", "inner": d} for d in inner]
+    found += [{"name": "mesh", "rows": part // d, "cols": d} for d in inner]
+    return found + [{"name": "concentric", "team_size": d} for d in inner if part % d**2 == 0]
+
+
+@st.composite
+def configs(draw):
+    """Size, routes, layout, and how heads are traded."""
+    size = draw(st.sampled_from((1, 2, 3, 4, 6, 8)))
+    layout = draw(st.sampled_from(("zigzag", "contiguous")))
+    words = {"sequence_parallel_size": size, "layout": layout}
+    if size > 1 and draw(st.integers(0, 5)) == 0:
+        return words | {"strategy": "lss"}
+    degree = draw(st.sampled_from([d for d in divisors(size) if HEADS % d == 0]))
+    route = st.sampled_from(routes(size // degree))
+    words |= {"route": draw(route), "backward_route": draw(route), "ulysses_degree": degree}
+    words["backward_moves"] = draw(st.sampled_from(("keys", "queries")))
+    if degree > 1:
+        words["ulysses_stride"] = draw(st.sampled_from(divisors(size // degree)))
+        words["ulysses_chunks"] = draw(st.sampled_from(divisors(max(1, KV_HEADS // degree))))
+    return words
+
+
+MASKS = st.sampled_from(
+    (
+        {},
+        {"causal": True},
+        {"window_size": (5, 2)},
+        {"causal": True, "window_size": (9, 9), "cu_seqlens": [0, 7, 30, SEQLEN]},
+    )
+)
+
+
+@st.composite
+def options(draw):
+    yes = st.booleans()
+    softcap = draw(st.sampled_from((0.0, 0.6)))
+    return {"softcap": softcap, "sinks": draw(yes), "alibi_slopes": draw(yes)}
+
+
+@settings(max_examples=60)
+@given(configs(), MASKS, options())
+def test_drawn_options_under_drawn_configurations(words, mask, options):
+    check(words, mask, options)
+
+
+ALL = {"softcap": 0.6, "sinks": True, "alibi_slopes": True}
+
+
+@pytest.mark.parametrize("size", (2, 3, 4, 8))
+def test_lss(size):
+    words = {"sequence_parallel_size": size, "strategy": "lss"}
+    check(words, {"causal": True}, ALL)
+
+
+@pytest.mark.parametrize("chunks", (1, 2))
+@pytest.mark.parametrize("stride", (1, 2))
+def test_heads_traded_for_tokens_in_chunks(stride, chunks):
+    words = {"sequence_parallel_size": 4, "route": "ring", "ulysses_degree": 2}
+    words |= {"ulysses_stride": stride, "ulysses_chunks": chunks}
+    check(words, {"causal": True}, ALL)
+
+
+def test_more_ranks_than_key_heads():
+    words = {"sequence_parallel_size": 8, "route": "ring", "ulysses_degree": 8}
+    check(words, {"causal": True}, ALL)

@@ -1,0 +1,70 @@
+"""Soft caps, ALiBi and sinks beside dense attention: every schedule, and drawn cases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.cases import Case, assert_exact, run_case, schedules
+from tests.runtime.test_exact import MASKS, SEQLEN, cases
+from wf_backends.lowering import tiles as lowering_tiles
+from wf_backends.runtime import attention as executor
+from wf_backends.schedule.layout import zigzag
+from wf_backends.schedule.mask import Mask
+from wf_backends.schedule.routes import ring
+
+OPTIONS = {
+    "softcap": {"softcap": 0.7, "q_scale": 3.0},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "all": {"softcap": 1.5, "q_scale": 3.0, "alibi": True, "sinks": True},
+}
+EVERY = [
+    pytest.param(schedule, id=f"{name}({n})")
+    for n in (1, 2, 3, 4, 6, 8)
+    for name, schedule in schedules(n).items()
+]
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_on_every_schedule(schedule, options):
+    case = Case(schedule, schedule, zigzag(schedule.num_ranks, SEQLEN), **OPTIONS[options])
+    for mask in ("causal", "two_sided", "causal_documents"):
+        assert_exact(replace(case, mask=MASKS[mask], queries_walk=mask == "two_sided"))
+    if any(schedule.gathers()):
+        assert_exact(replace(case, mask=MASKS["causal"], keep=True))
+
+
+@st.composite
+def with_options(draw):
+    case = draw(cases())
+    caps = st.sampled_from((0.0, 0.5, 5.0))
+    return replace(
+        case, softcap=draw(caps), alibi=draw(st.booleans()), sinks=draw(st.booleans()), q_scale=2.0
+    )
+
+
+@settings(max_examples=60)
+@given(with_options())
+def test_drawn_cases(case):
+    assert_exact(case)
+
+
+def test_a_row_that_sees_nothing_has_its_sink_alone():
+    mask = Mask(MASKS["causal"].band.__class__(left=-1))  # only later keys: the last row sees none
+    assert_exact(Case(ring(4), ring(4), zigzag(4, 16), mask, sinks=True))
+
+
+@pytest.mark.parametrize("broken", ("positions", "sinks"))
+def test_faults_are_noticed(monkeypatch, broken):
+    case = Case(ring(4), ring(4), zigzag(4, 32), MASKS["causal"], alibi=True, sinks=True)
+    if broken == "positions":  # of the buffer, not of the sequence
+        monkeypatch.setattr(lowering_tiles, "_globalize", lambda local, held: local)
+        assert run_case(case).errors["out"] > 1e-3
+    else:
+        monkeypatch.setattr(executor, "with_sinks", lambda out, lse, sinks: (out, lse))
+        assert run_case(case).errors["out"] > 1e-3

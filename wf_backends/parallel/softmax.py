@@ -1,0 +1,94 @@
+"""What an attention call says of its softmax: read, checked, and told to the other ranks.
+
+Shapes: h query heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wf_backends.kernels import Scores
+
+Told = tuple[tuple[str, object], ...]
+"""What must be the same on all ranks, by its name in errors; hashable."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Softmax:
+    """How scores follow from q k^T, and the sinks that take part in their softmax."""
+
+    scores: Scores
+    sinks: Tensor | None
+    told: Told
+
+
+@lru_cache(maxsize=64)
+def plain_softmax(head_dim: int) -> Softmax:
+    """That of most calls: nothing but the usual scale."""
+    return make_softmax(torch.empty(1, 1, 1, head_dim), None, 0.0, None, None)
+
+
+def make_softmax(
+    q: Tensor,
+    softmax_scale: float | None,
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> Softmax:
+    """What `SequenceParallel.attention` was told.
+
+    Raises:
+        ValueError: for a softmax_scale that requires a gradient, a softcap that is no number from
+            0 on, sinks or slopes of another length than the heads, of another device or no floats,
+            and slopes that require a gradient.
+    """
+    scale = _scale(softmax_scale, q.shape[3])
+    cap = _softcap(softcap)
+    for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
+        _check_of_heads(name, x, q)
+    if alibi_slopes is not None and alibi_slopes.requires_grad:
+        raise ValueError("alibi_slopes have no gradient: pass alibi_slopes.detach()")
+    scores = Scores(scale, cap, alibi_slopes)
+    told = {"softmax_scale": scale, "softcap": cap, "sinks": sinks is not None}
+    told["alibi_slopes"] = _known(alibi_slopes)
+    return Softmax(scores, sinks, tuple(told.items()))
+
+
+def _scale(softmax_scale: Any, head_dim: int) -> float:
+    if isinstance(softmax_scale, Tensor) and softmax_scale.requires_grad:
+        raise ValueError(
+            "softmax_scale must be a number, got a tensor that requires a gradient, which would be "
+            "lost: multiply q by it"
+        )
+    return 1 / sqrt(head_dim) if softmax_scale is None else float(softmax_scale)
+
+
+def _softcap(softcap: Any) -> float:
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 <= softcap < inf:
+        raise ValueError(f"softcap must be a number from 0 (none) on, got {softcap!r}")
+    return float(softcap)
+
+
+def _check_of_heads(name: str, x: Any, q: Tensor) -> None:
+    """Refuse a tensor that has not one float for each of q's heads, where q is."""
+    if x is None:
+        return
+    heads = q.shape[2]
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape != (heads,):
+        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        raise ValueError(f"{name} must be floats, one for each of the {heads} heads, got {got}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+
+
+def _known(slopes: Tensor | None) -> object:
+    """The slopes' values where reading them stalls no device; else whether there are any."""
+    if slopes is None or slopes.device != torch.device("cpu"):
+        return slopes is not None
+    return tuple(slopes.tolist())
