@@ -26,6 +26,7 @@ from wf_transformers.calls import (
     takes_any_keyword,
 )
 from wf_transformers.draws import RankDraws, draws_in_training
+from wf_transformers.experts import RouterLoss, has_router_loss
 from wf_transformers.families import changes, unasking
 from wf_transformers.handle import Handle
 from wf_transformers.mixing import has_mixers, spread_mixers
@@ -93,6 +94,8 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
     if handle.sp.size > 1:
         _draw_by_rank(model, handle)
         tell_positions(model, handle)
+        if has_router_loss(model):
+            RouterLoss(model, handle)
     _tell_documents(model, handle)
     vit = model.base_model
     if isinstance(vit, ViTModel):

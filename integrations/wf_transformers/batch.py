@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from wf_backends.parallel import at_least_one
 from wf_transformers.attach import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword
+from wf_transformers.experts import COUNTED, has_router_loss
 from wf_transformers.masks import silent_mask
 from wf_transformers.mixing import refuse_unspread
 from wf_transformers.models import outermost, refuse_unspreadable
@@ -53,6 +54,8 @@ def forward_kwargs(
             "attention: give samples of one length, one sample, or pack them as documents"
         )
     _refuse_unspreadable(model)
+    if any(has_router_loss(one) and is_applied(one) for one in outermost(model)):
+        kwargs |= {COUNTED: local_batch.get("attention_mask")}
     if kwargs.get("cu_seqlens") is not None and not _carries_documents(model):
         raise ValueError(
             f"{type(model).__name__} of transformers {transformers.__version__} does not hand "

@@ -111,7 +111,8 @@ class Comparison:
 
     def _keep(self, name: str, output: Any) -> None:
         """Of the part: what the module returned, for `_compare_output`."""
-        found = self._tensors(output, whole=False) if self._bytes < KEPT_BYTES else {}
+        wanted = self._bytes < KEPT_BYTES and "experts" not in name.split(".")  # picked tokens
+        found = self._tensors(output, whole=False) if wanted else {}
         self._bytes += sum(x.nbytes for x in found.values())
         kept = {key: x.detach().clone() for key, x in found.items()}
         self._kept.setdefault(name, []).append(kept)

@@ -68,6 +68,7 @@ def _tokens(
     seqlen = multiple * max(2, min(CHUNK_TOKENS, MAX_TOKENS // multiple)) - 1
     seqlen = min(seqlen, getattr(config, "max_position_embeddings", None) or seqlen)
     ids = torch.randint(1, vocabulary, (SAMPLES, seqlen), generator=drawing)
+    ids[ids == getattr(config, "pad_token_id", None)] = vocabulary - 1  # some count without it
     batch = {"input_ids": ids}
     if _takes(model, "attention_mask"):
         batch["attention_mask"] = _padding(model, ids)
@@ -102,7 +103,11 @@ def _takes(model: nn.Module, name: str) -> bool:
 
 DRAWS: Mapping[str, float] = MappingProxyType(
     dict.fromkeys(
-        ("rand", "rand_like", "randn", "randn_like", "normal_", "bernoulli", "bernoulli_"), 0.75
+        (
+            *("rand", "rand_like", "randn", "randn_like", "normal_", "exponential_"),
+            *("bernoulli", "bernoulli_"),
+        ),
+        0.75,
     )
 )
 """Functions of torch that draw, and what all elements become."""

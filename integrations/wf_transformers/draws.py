@@ -16,7 +16,7 @@ HEADS = ("classifier", "summary")  # of configs' names: heads that pool, which a
 
 
 def draws_in_training(model: nn.Module) -> bool:
-    """Whether a module or its config asks for dropout, or an embedding for noise."""
+    """Whether a module or its config asks for dropout or jitter, or an embedding for noise."""
     return any(_draws(module) for module in model.modules())
 
 
@@ -25,8 +25,12 @@ def _draws(module: nn.Module) -> bool:
         return module.p > 0
     config = getattr(module, "config", None)
     words = vars(config) if isinstance(config, PretrainedConfig) else {}
-    dropout = (value for key, value in words.items() if "drop" in key and not key.startswith(HEADS))
-    return NEFTUNE in vars(module) or any(isinstance(p, float) and p > 0 for p in dropout)
+    drawn = (
+        value
+        for key, value in words.items()
+        if ("drop" in key or "jitter" in key) and not key.startswith(HEADS)
+    )
+    return NEFTUNE in vars(module) or any(isinstance(p, float) and p > 0 for p in drawn)
 
 
 class RankDraws:

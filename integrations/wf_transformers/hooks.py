@@ -26,10 +26,11 @@ from wf_transformers.attach import scale_gradient
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES
 from wf_transformers.draws import WholeNoise
+from wf_transformers.experts import asks_router_loss, has_router_loss
 from wf_transformers.fused import FUSED, fused_fields, own_words
 from wf_transformers.handle import Handle, at_padding
 from wf_transformers.local_logits import LocalLogits
-from wf_transformers.models import Head, head_of, inner_models
+from wf_transformers.models import Head, head_of, inner_models, outermost
 from wf_transformers.own_loss import INPUTS, no_head, output_embeddings, own_loss
 from wf_transformers.whole_batch import (
     INSTEAD,
@@ -135,6 +136,8 @@ class WholeBatchHooks:
         leaves_loss = labelled and not fused and self._leaves_loss(model, given)
         seqlen = seqlen_of(given)
         batch = self._batch(given, seqlen)
+        if any(asks_router_loss(one, given) for one in outermost(model)):
+            batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         if leaves_loss:
             self._handle.tell_padded_labels(batch)
             self._tell_padding(batch)
@@ -226,7 +229,9 @@ class WholeBatchHooks:
         logits = logits_of(model, output, seqlen_of(call.local))
         fields = dict(output)
         if call.local.get("labels") is not None:
-            fields["loss"] = self._loss(model, logits, call)
+            fields["loss"] = self._loss(model, logits, call, _router_loss(model, output))
+        if "router_logits" in fields:
+            fields["router_logits"] = None  # of this rank's tokens
         if call.whole:
             fields["logits"] = self._whole(logits, call)
         elif call.hidden:
@@ -248,13 +253,15 @@ class WholeBatchHooks:
         scale_gradient(whole, sp.size)  # the mean over the world divides by it
         return whole[:, : call.seqlen]
 
-    def _loss(self, model: nn.Module, logits: Tensor, call: Call) -> Tensor:
-        """The loss of the batch, the same on every rank of the group.
+    def _loss(
+        self, model: nn.Module, logits: Tensor, call: Call, more: Tensor | float = 0.0
+    ) -> Tensor:
+        """The loss of the batch, the same on every rank of the group, and `more`, which is so.
 
         Its gradient is that of this rank's share x size: the mean over the world makes the gradient
         of the loss of it.
         """
-        size, share = self._handle.sp.size, self._share(model, logits, call)
+        size, share = self._handle.sp.size, self._share(model, logits, call) + more
         return self._handle.sp.sum_over_ranks(share) / size + (share - share.detach())
 
     def _share(self, model: nn.Module, logits: Tensor, call: Call) -> Tensor:
@@ -271,6 +278,13 @@ class WholeBatchHooks:
         num_valid = sp.sum_over_ranks(count_valid(labels))
         share = token_loss(logits, labels, num_valid) * sp.size
         return torch.where(num_valid > 0, share, torch.nan)  # as the mean over nothing
+
+
+def _router_loss(model: nn.Module, output: Mapping[str, Any]) -> Tensor | float:
+    """What the model's router adds to its loss."""
+    found = output.get("aux_loss")
+    coefficients = [m.router_aux_loss_coef for m in outermost(model) if has_router_loss(m)]
+    return 0.0 if found is None else coefficients[0] * found
 
 
 def _operations(original: Callable[..., int], size: int, *args: Any, **kwargs: Any) -> float:

@@ -72,6 +72,13 @@ FAMILIES = {
         "Qwen2MoeConfig",
         {**LLAMA, **EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
     ),
+    "mixtral": Family("MixtralForCausalLM", "MixtralConfig", {**LLAMA, **EXPERTS}),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        {**LLAMA, **EXPERTS, "moe_intermediate_size": 16, "head_dim": 16},
+    ),
+    "bert": Family("BertForMaskedLM", "BertConfig", ENCODER, masked=True),
     "roberta": Family("RobertaForMaskedLM", "RobertaConfig", ENCODER, masked=True),
     "xlm_roberta": Family("XLMRobertaForMaskedLM", "XLMRobertaConfig", ENCODER, masked=True),
     "camembert": Family("CamembertForMaskedLM", "CamembertConfig", ENCODER, masked=True),

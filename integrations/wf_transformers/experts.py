@@ -1,0 +1,118 @@
+"""The loss that keeps a mixture's experts evenly used, of the tokens of all ranks.
+
+It is a product of means over tokens (Fedus et al. 2022, arXiv 2101.03961, equations 4 to 6), so no
+sum of the ranks' own. The model's own function is called with this rank's tokens, and every sum
+over tokens in it is the group's; the gradient that comes back through it is this rank's share.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_outputs import ModelOutput
+from transformers.modeling_utils import PreTrainedModel
+
+from wf_backends import SequenceParallel
+from wf_backends._compile import eager
+from wf_transformers.calls import parameter_names
+from wf_transformers.handle import Handle
+
+ASKED = "output_router_logits"
+COUNTED = "router_mask"
+"""Beside it: (b, s), 1 where a token of this rank counts. `forward_kwargs` passes it."""
+FUNCTION = "load_balancing_loss_func"
+NO_MASK = (
+    f"{ASKED}: which tokens count must be known: have an attention_mask in the batch (ones where "
+    "nothing is padding), and call the model with what wf_transformers.forward_kwargs gives"
+)
+
+Words = dict[str, Any]
+
+
+def has_router_loss(model: nn.Module) -> bool:
+    """Whether the model adds that loss to its own, by the function of its file."""
+    file = sys.modules[type(model).__module__]
+    return hasattr(model, "router_aux_loss_coef") and hasattr(file, FUNCTION)
+
+
+def asks_router_loss(model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether a call of `model` wants it."""
+    asked = given.get(ASKED)
+    config = getattr(model, "config", None)
+    return has_router_loss(model) and bool(
+        getattr(config, ASKED, False) if asked is None else asked
+    )
+
+
+class _GroupSums(TorchFunctionMode):
+    """Inside, torch.sum(x, dim=0) adds up over the ranks, too. Its gradient is this rank's."""
+
+    def __init__(self, sp: SequenceParallel) -> None:
+        super().__init__()
+        self._sp = sp
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is not torch.sum or (kwargs or {}).get("dim") != 0:
+            return found
+        own = found.detach()
+        return found + (self._sp.sum_over_ranks(own) - own)
+
+
+class RouterLoss:
+    """Hooks of one model: it makes no such loss itself, but keeps the logits of its routers."""
+
+    def __init__(self, model: PreTrainedModel, handle: Handle) -> None:
+        self._handle, self._names = handle, parameter_names(model)
+        self._counted: Tensor | None = None
+        self._labelled = False
+        inner: nn.Module = model.base_model
+        for hook in (
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            inner.register_forward_pre_hook(self._inside, with_kwargs=True),
+            model.register_forward_hook(self._after),
+            model.register_forward_hook(self._leave, always_call=True),
+        ):
+            handle.undo.callback(hook.remove)
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        words = {key: value for key, value in kwargs.items() if key != COUNTED}
+        if not asks_router_loss(model, given):
+            return args, words
+        self._counted, self._labelled = kwargs.get(COUNTED), given.get("labels") is not None
+        if self._counted is None:
+            raise ValueError(NO_MASK)
+        return args, words | {ASKED: False}
+
+    def _inside(self, _: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
+        return args, kwargs | {ASKED: True} if self._counted is not None else kwargs
+
+    @eager
+    def _after(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
+        if self._counted is None:
+            return None
+        if not isinstance(output, ModelOutput):
+            raise NotImplementedError(f"return_dict=False beside {ASKED}: leave it out")
+        sp, file = self._handle.sp, sys.modules[type(model).__module__]
+        function, counted = getattr(file, FUNCTION), self._counted.to(output["logits"].device)
+        with _GroupSums(sp):
+            share = function(
+                output["router_logits"], model.num_experts, model.num_experts_per_tok, counted
+            )
+        loss = share + (sp.size - 1) * (share - share.detach())
+        output["aux_loss"] = loss
+        if self._labelled:
+            ours = loss if self._handle.attention.logits_are_whole else loss / sp.size
+            output["loss"] = output["loss"] + model.router_aux_loss_coef * ours
+        return output
+
+    def _leave(self, *_: Any) -> None:
+        self._counted = None
