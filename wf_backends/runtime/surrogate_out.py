@@ -5,6 +5,8 @@ Buffers are rows-first: s rows, b batch, h query heads, d head_dim; i query rows
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -23,7 +25,6 @@ class SurrogateOut:
         self.dout = dout
         self._out = torch.empty_like(dout) if out is None else out
         self._known: Ranges = () if out is None else ((0, dout.size(0)),)
-        self._read = set[Ranges]()
 
     def read(self, rows: Ranges, stats: Tensor) -> Tensor:
         """A buffer like dout, filled at least in the slices `rows`.
@@ -31,14 +32,18 @@ class SurrogateOut:
         Args:
             stats: (s, 2, b, h), [lse, delta], which has landed for these rows as dout has.
         """
-        if rows not in self._read:
-            for start, stop in subtract(rows, self._known):
-                delta = stats[start:stop, 1].permute(1, 2, 0)
-                found = stand_in(self.dout[start:stop].transpose(0, 1), delta)
-                self._out[start:stop] = found.transpose(0, 1)
-            self._known = union(self._known, rows)
-            self._read.add(rows)
+        missing, self._known = _missing_and_all(rows, self._known)
+        for start, stop in missing:
+            delta = stats[start:stop, 1].permute(1, 2, 0)
+            found = stand_in(self.dout[start:stop].transpose(0, 1), delta)
+            self._out[start:stop] = found.transpose(0, 1)
         return self._out
+
+
+@lru_cache(maxsize=1024)  # asked for every tile
+def _missing_and_all(rows: Ranges, known: Ranges) -> tuple[Ranges, Ranges]:
+    """The rows that are not known yet, and all that are known with them."""
+    return subtract(rows, known), union(known, rows)
 
 
 def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
