@@ -24,9 +24,11 @@ def eager(fn: Callable[P, T]) -> Callable[P, T]:
     Decorating with torch's own would import the compiler, which takes about as long as torch
     itself, in every process that imports this package.
     """
+    outside: Any = None  # fn as the compiler leaves it alone, once it is there
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        nonlocal outside
         if _is_exporting():
             raise NotImplementedError(
                 f"torch.export of a model that calls sp.{fn.__name__} is not supported, since what "
@@ -35,7 +37,7 @@ def eager(fn: Callable[P, T]) -> Callable[P, T]:
             )
         if "torch._dynamo" not in sys.modules:  # then nothing is compiled
             return fn(*args, **kwargs)
-        outside: Any = torch.compiler.disable(fn)
+        outside = outside or torch.compiler.disable(fn)
         return outside(*args, **kwargs)
 
     return call
