@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers import run_threads
 from wf_backends.comm import consistency as agree
-from wf_backends.comm.consistency import Agreement, gather_small, sum_over_ranks
+from wf_backends.comm.consistency import ConsistencyCheck, gather_small, sum_over_ranks
 
 
 def exchanged(comm):
@@ -41,7 +41,7 @@ def counts_of_checks(comm, on_host):
         posts.append(label)
         return post(label, sends, recvs)
 
-    comm.post_control, agreement, found = counting, Agreement(comm), []
+    comm.post_control, agreement, found = counting, ConsistencyCheck(comm), []
     for size in (1, 2, 1, 3, 2, 1, 4, 4):
         before = len(posts)
         told = agreement.check({"batch size": size}, {"rows": comm.rank}, torch.empty(0))
@@ -60,7 +60,7 @@ def test_where_a_check_stalls_a_device_only_new_headers_are_compared(monkeypatch
 
 def refused_then_right(comm):
     """A wrong call, and the same call of rank 0 once it is right on both ranks."""
-    comm.on_host, agreement = False, Agreement(comm)
+    comm.on_host, agreement = False, ConsistencyCheck(comm)
     with pytest.raises(ValueError, match=r"batch size: \[1, 2\]"):
         agreement.check({"batch size": 1 + comm.rank}, {"rows": 7}, torch.empty(0))
     return agreement.check({"batch size": 1}, {"rows": 7}, torch.empty(0))

@@ -10,7 +10,7 @@ from wf_backends.comm.all_to_all import Sizes, all_to_all, chunk_sizes, sum_on_a
 from wf_backends.comm.autograd import first_order_only, move, move_all
 from wf_backends.comm.consistency import (
     HEADER_INTEGERS,
-    Agreement,
+    ConsistencyCheck,
     fingerprint,
     gather_small,
     gather_texts,
@@ -23,7 +23,7 @@ from wf_backends.comm.threads import ThreadComm, World, run_threads
 from wf_backends.comm.turns import exchange
 
 __all__ = [
-    "Agreement",
+    "ConsistencyCheck",
     "Communicator",
     "DEFAULT_TIMEOUT_S",
     "HEADER_INTEGERS",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import suppress
+from functools import cache, lru_cache
 from os.path import commonprefix
 from types import MappingProxyType
 from typing import cast
@@ -14,13 +15,15 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from wf_backends.comm.protocol import Communicator
+from wf_backends.comm.protocol import Communicator, Message
 
 HEADER_INTEGERS = 32  # of all calls, so that no header overruns another's buffer
 MAX_REMEMBERED = 1024  # headers; packed documents bring a new one with every batch
 NOTHING: Mapping[str, object] = MappingProxyType({})
 SHOWN = 160  # characters of what a rank says of itself in an error
 REFUSED = -1  # in place of the names' fingerprint: this rank's own arguments are wrong
+Lengths = dict[str, tuple[int, ...]]  # those of all ranks, by name
+Round = tuple[list[Message], list[Message]]  # sends, receives
 
 
 def fingerprint(value: object) -> int:
@@ -48,8 +51,11 @@ def sum_over_ranks(comm: Communicator, x: Tensor) -> Tensor:
 def gather_small(comm: Communicator, x: Tensor) -> Tensor:
     """The small tensors of all ranks, stacked by rank. Not counted as traffic."""
     device = x.device if comm.carries(x.device) else _home(comm, x)  # a host copy waits for x
-    found = _by_distance(comm, x.to(device), "gather")
-    return found.flip(0).roll(comm.rank + 1, 0).to(x.device)
+    held = x.new_empty((comm.size, *x.shape), device=device)
+    held[0] = x
+    for sends, recvs in _doubling(comm, held):
+        comm.post_control("gather", sends, recvs).wait()
+    return held.flip(0).roll(comm.rank + 1, 0).to(x.device)
 
 
 def gather_texts(comm: Communicator, text: str) -> list[str]:
@@ -62,26 +68,22 @@ def gather_texts(comm: Communicator, text: str) -> list[str]:
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
-def _by_distance(comm: Communicator, mine: Tensor, label: str) -> Tensor:
-    """The tensors of all ranks, stacked: row i is that of rank r - i.
+def _doubling(comm: Communicator, held: Tensor) -> Iterator[Round]:
+    """The rounds (sends, receives) after which row i of `held` is that of rank r - i.
 
-    Rank r passes what it holds to the rank as far ahead as it holds tensors, so that every round
-    doubles them: ceil(log2 P) messages of a rank, not P - 1 (Bruck et al. 1997, section 3).
+    Rank r, whose own row is row 0, sends what it holds to the rank as far ahead as it holds rows,
+    so that every round doubles them: ceil(log2 P) messages of a rank, not P - 1 (Bruck et al.
+    1997, section 3).
     """
-    rank, size = comm.rank, comm.size
-    held = mine.new_empty((size, *mine.shape))
-    held[0] = mine
-    ahead = 1
+    rank, size, ahead = comm.rank, comm.size, 1
     while ahead < size:
         count = min(ahead, size - ahead)
         out, into = held[:count], held[ahead : ahead + count]
-        sends, recvs = [((rank + ahead) % size, out)], [((rank - ahead) % size, into)]
-        comm.post_control(label, sends, recvs).wait()
+        yield [((rank + ahead) % size, out)], [((rank - ahead) % size, into)]
         ahead += count
-    return held
 
 
-class Agreement:
+class ConsistencyCheck:
     """Checks, call by call, that the ranks pass tensors and options that belong together.
 
     Where messages pass through host memory every call is checked. Elsewhere a check would stall
@@ -91,7 +93,8 @@ class Agreement:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self._seen: dict[tuple[tuple[str, int], ...], dict[str, tuple[int, ...]]] = {}
+        self._seen: dict[tuple[tuple[str, ...], tuple[int, ...]], Lengths] = {}
+        self._room = lru_cache(maxsize=8)(self._make_room)
 
     def check(
         self,
@@ -101,7 +104,7 @@ class Agreement:
         remember: bool = True,
         layer: str | None = None,
         words: Mapping[str, object] = NOTHING,
-    ) -> dict[str, tuple[int, ...]]:
+    ) -> Lengths:
         """Exchange a header.
 
         Args:
@@ -119,43 +122,65 @@ class Agreement:
         Raises:
             ValueError: on every rank, naming what differs and the values by rank.
         """
-        key = (*same.items(), *lengths.items())
-        if key in self._seen:
-            return self._seen[key]
-        kind = _kind((*same, *lengths))
-        headers = self._exchange([kind, _name(layer), *same.values(), *lengths.values()], like)
-        kinds, layers, *columns = zip(*headers, strict=True)
-        if headers.count(headers[0]) < len(headers):
-            self._refuse_others(kinds, layers, layer, [*same, *lengths])
+        names, values = (*same, *lengths), (*same.values(), *lengths.values())
+        if (names, values) in self._seen:
+            return self._seen[names, values]
+        headers, size = self._exchange((_kind(names), _name(layer), *values), like), self.comm.size
+        if headers == headers[: len(headers) // size] * size:
+            found = {name: (length,) * size for name, length in lengths.items()}
+        else:
+            kinds, layers, *columns = _by_rank(headers, self.comm)
+            self._refuse_others(kinds, layers, layer, [*names])
             self._refuse_differing(dict(zip(same, columns, strict=False)), words)
-        found = dict(zip(lengths, columns[len(same) :], strict=False))
+            found = dict(zip(lengths, columns[len(same) :], strict=False))
         if remember and not self.comm.on_host:
             if len(self._seen) == MAX_REMEMBERED:
                 del self._seen[next(iter(self._seen))]  # the oldest: the same call on every rank
-            self._seen[key] = found
+            self._seen[names, values] = found
         return found
 
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """Around checks of this rank's own arguments: if they fail, the others raise, not wait.
+    def __enter__(self) -> None:
+        """Begin a block that checks this rank's own arguments: if one fails, all ranks raise.
 
-        The others are in `check`, or in `telling` with errors of their own. Only where messages
-        pass through host memory: elsewhere they may have nothing to exchange.
+        The other ranks must be in `check`, or in such a block with errors of their own. Only where
+        messages pass through host memory: elsewhere they may have nothing to exchange.
         """
-        try:
-            yield
-        except (ValueError, NotImplementedError):
-            if self.comm.on_host:
-                with suppress(RuntimeError):  # a dead peer: our own error says more
-                    self._exchange([REFUSED], torch.empty(0))
-            raise
 
-    def _exchange(self, values: list[int], like: Tensor) -> list[list[int]]:
-        """All headers, by rank, each filled up to a multiple of HEADER_INTEGERS integers."""
-        filled = values + [0] * (-len(values) % HEADER_INTEGERS)
-        mine = torch.tensor(filled, dtype=torch.int64, device=_home(self.comm, like))
-        rows, rank = _by_distance(self.comm, mine, "agreement").tolist(), self.comm.rank
-        return rows[rank::-1] + rows[:rank:-1]
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind and issubclass(kind, (ValueError, NotImplementedError)) and self.comm.on_host:
+            with suppress(RuntimeError):  # a dead peer: our own error says more
+                self._exchange((REFUSED,), torch.empty(0))
+
+    def _exchange(self, values: tuple[int, ...], like: Tensor) -> array[int]:
+        """The headers of all ranks, one after another: of this rank r, of rank r - 1 and so on.
+
+        Each is filled up to a multiple of HEADER_INTEGERS integers.
+        """
+        length = len(values) + -len(values) % HEADER_INTEGERS
+        headers, host, held, rounds = self._room(length, _home(self.comm, like))
+        headers[:length] = array("q", values + (0,) * (length - len(values)))
+        if held is not host:
+            held[0] = host[0]
+        for sends, recvs in rounds:
+            self.comm.post_control("agreement", sends, recvs).wait()
+        if held is not host:
+            host.copy_(held)
+        return headers
+
+    def _make_room(
+        self, length: int, device: torch.device
+    ) -> tuple[array[int], Tensor, Tensor, tuple[Round, ...]]:
+        """Room for headers of `length` integers, and the messages that fill it; for all calls.
+
+        Returns:
+            The room as integers (read and written without an operator of torch), the same memory
+            as a tensor (P, length), its like on the device that messages live on, the messages.
+        """
+        headers = array("q", bytes(8 * length * self.comm.size))
+        with torch.inference_mode(False):  # also later calls write to it
+            host = torch.frombuffer(headers, dtype=torch.int64).view(self.comm.size, length)
+            held = host if device.type == "cpu" else torch.empty_like(host, device=device)
+            return headers, host, held, tuple(_doubling(self.comm, held))
 
     def _refuse_others(
         self, kinds: tuple[int, ...], layers: tuple[int, ...], layer: str | None, names: list[str]
@@ -201,6 +226,13 @@ class Agreement:
             if len({*texts}) > 1:
                 told.append(f"{name}: {by_words(texts)}")
         raise ValueError(f"the ranks do not agree (values by rank): {'; '.join(told)}")
+
+
+def _by_rank(headers: array[int], comm: Communicator) -> Iterator[tuple[int, ...]]:
+    """What stands at each place of the headers, by rank."""
+    length, rank = len(headers) // comm.size, comm.rank
+    rows = [headers[at : at + length] for at in range(0, len(headers), length)]
+    return zip(*rows[rank::-1], *rows[:rank:-1], strict=True)
 
 
 def by_words(texts: list[str]) -> str:

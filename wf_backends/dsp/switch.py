@@ -18,8 +18,8 @@ import torch
 from torch import Size, Tensor
 
 from wf_backends.comm import (
-    Agreement,
     Communicator,
+    ConsistencyCheck,
     Sizes,
     all_to_all,
     chunk_sizes,
@@ -64,7 +64,7 @@ class DynamicSequenceParallel:
             raise ValueError(f"gradients must be one of {list(GRADIENTS)}, got {gradients!r}")
         self.comm, self.gradients = make_comm(group), gradients
         self.rank, self.size = self.comm.rank, self.comm.size
-        self._agreement = Agreement(self.comm)
+        self._consistency = ConsistencyCheck(self.comm)
 
     def split(self, x: Tensor, dim: int) -> Sharded:
         """This rank's chunk of a tensor that every rank holds whole. Nothing is sent.
@@ -143,7 +143,7 @@ class DynamicSequenceParallel:
 
     def _agree(self, same: dict[str, int], like: Tensor) -> None:
         if self.size > 1:
-            self._agreement.check(same, {}, like)
+            self._consistency.check(same, {}, like)
 
 
 ShardedDim = tuple[int, Sizes]  # a dimension, and how much of it each rank holds

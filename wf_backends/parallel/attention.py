@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from wf_backends._compile import refuse_transforms
 from wf_backends.cluster import JobTopology
-from wf_backends.comm import Agreement, Communicator, fingerprint
+from wf_backends.comm import Communicator, ConsistencyCheck, fingerprint
 from wf_backends.kernels import KernelSpec, Scores, select
 from wf_backends.lowering import Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import choose
@@ -49,7 +49,7 @@ class DistributedAttention:
         self, config: SequenceParallelConfig, comm: Communicator, topology: JobTopology
     ) -> None:
         self.config, self.comm, self.topology = config, comm, topology
-        self._agreement = Agreement(comm)
+        self._consistency = ConsistencyCheck(comm)
         self._told = set[Choice]()
         self._same = lru_cache(maxsize=64)(self._make_same)
         self._call = lru_cache(maxsize=64)(self._make_call)
@@ -95,7 +95,7 @@ class DistributedAttention:
         spec = KernelSpec(q.device.type, q.dtype, d, h, g, scores.softcap > 0, alibi)
         same, words = self._same(spec, b, mask, softmax.told, seqlen)
         lengths = {"q rows": s, "key rows": keys}
-        told = self._agreement.check(same, lengths, q, layer=layer, words=words)
+        told = self._consistency.check(same, lengths, q, layer=layer, words=words)
         call, group = self._call(tuple(told.items()), mask, spec, b)
         return replace(call, scores=scores), group
 

@@ -15,7 +15,7 @@ from functools import partial
 from torch import Tensor
 
 from wf_backends._compile import eager
-from wf_backends.comm import Agreement, fingerprint, move, sum_on_all_ranks
+from wf_backends.comm import ConsistencyCheck, fingerprint, move, sum_on_all_ranks
 from wf_backends.parallel.sequence_parallel import SequenceParallel
 from wf_backends.runtime import (
     HeadExchange,
@@ -32,7 +32,7 @@ class ChannelExchange:
     """The exchange of channels for tokens over the ranks of one sequence."""
 
     def __init__(self, sp: SequenceParallel) -> None:
-        self.sp, self._agreement = sp, Agreement(sp.comm)
+        self.sp, self._consistency = sp, ConsistencyCheck(sp.comm)
 
     @eager
     def gather(self, x: Tensor, cu_seqlens: Borders = None) -> Tensor:
@@ -50,7 +50,7 @@ class ChannelExchange:
         """
         beside = fingerprint((len(x), *x.shape[2:]))
         same = {"dtype": fingerprint(x.dtype), "batch and channels": beside}
-        told = self._agreement.check(same, {"rows": x.shape[1]}, x)
+        told = self._consistency.check(same, {"rows": x.shape[1]}, x)
         seqlen = cu_seqlens[-1] if cu_seqlens is not None else sum(told["rows"])
         exchange = self._exchange(seqlen, cu_seqlens)
         (found,) = heads_for_tokens((x,), (exchange,), self.sp.comm, "channels")

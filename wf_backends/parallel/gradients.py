@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wf_backends.comm import Agreement, fingerprint, make_comm, sum_on_all_ranks
+from wf_backends.comm import ConsistencyCheck, fingerprint, make_comm, sum_on_all_ranks
 from wf_backends.parallel.sequence_parallel import SequenceParallel
 
 BUCKET_BYTES = 1 << 25  # gradients that are brought together in one message
@@ -70,7 +70,7 @@ class GradientMean:
         self.comm = make_comm(group)
         self.divisor = divisor or self.comm.size
         self.bucket_bytes = bucket_bytes
-        self._agreement = Agreement(self.comm)
+        self._consistency = ConsistencyCheck(self.comm)
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Replace the gradients of all parameters that require one.
@@ -83,7 +83,7 @@ class GradientMean:
             return
         shapes = [(tuple(p.shape), str(p.dtype)) for p in chosen]
         same = {"parameters": len(chosen), "their shapes and dtypes": fingerprint(shapes)}
-        self._agreement.check(same, {}, chosen[0])
+        self._consistency.check(same, {}, chosen[0])
         for bucket in _buckets(chosen, self.bucket_bytes):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([grad.reshape(-1) for grad in grads])

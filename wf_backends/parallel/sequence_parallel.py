@@ -17,7 +17,7 @@ from torch import Tensor
 
 from wf_backends._compile import eager
 from wf_backends.cluster import JobTopology, Topology, cache_folder
-from wf_backends.comm import Agreement, fingerprint, make_comm, move, sum_over_ranks
+from wf_backends.comm import ConsistencyCheck, fingerprint, make_comm, move, sum_over_ranks
 from wf_backends.parallel.attention import DistributedAttention, check_tensors
 from wf_backends.parallel.config import LSS, SequenceParallelConfig
 from wf_backends.parallel.data import prepare_batch
@@ -63,7 +63,7 @@ class SequenceParallel:
         self.config = config
         self.comm = everyone.view(range(first, first + size))
         self.rank, self.size = self.comm.rank, size
-        self._agreement = Agreement(self.comm)
+        self._consistency = ConsistencyCheck(self.comm)
         found = JobTopology(self.comm, config.topology, topology, cache_folder(os.environ))
         self._attention = STRATEGIES[config.strategy](config, self.comm, found)
 
@@ -106,11 +106,11 @@ class SequenceParallel:
         Raises:
             ValueError: if the ranks' tensors are not the shards of one tensor, or have no such dim.
         """
-        with self._agreement.telling():
+        with self._consistency:  # if it is refused here, it is on all ranks
             dim = dimension(x, dim)
         others = [n for axis, n in enumerate(x.shape) if axis != dim]
         same = {"dtype": fingerprint(x.dtype), "shape beside dim": fingerprint(others)}
-        told = self._agreement.check(same, {"rows": x.shape[dim]}, x, remember=False)
+        told = self._consistency.check(same, {"rows": x.shape[dim]}, x, remember=False)
         rows = told["rows"]  # of others they may have changed where this rank's are the same
         layout = layout_of(self.config.layout, rows, cu_seqlens, f"dim {dim} of x")
         there, back = (partial(f, self.comm, layout, dim) for f in (gather_shards, take_shard))
@@ -187,7 +187,7 @@ class SequenceParallel:
                 ranks. NotImplementedError: for dropout, masked cross attention, torch.vmap,
                 torch.func, forward-mode differentiation and torch.export.
         """
-        with self._agreement.telling():
+        with self._consistency:  # if it is refused here, it is on all ranks
             check_tensors(q, k, v)
             _refuse_dropout(dropout_p)
             usual = softmax_scale is alibi_slopes is sinks is None and softcap == 0
@@ -222,7 +222,7 @@ class SequenceParallel:
         Raises:
             ValueError: for a malformed batch, or one that is not the same on every rank.
         """
-        with self._agreement.telling():
+        with self._consistency:  # if it is refused here, it is on all ranks
             whole = prepare_batch(
                 batch,
                 multiple=padding_multiple(self.config.layout, self.size),
@@ -245,11 +245,11 @@ class SequenceParallel:
         like = next(iter(tensors.values()), torch.empty(0))
         keys = {"keys of the batch": fingerprint(sorted(same))}
         try:
-            self._agreement.check(keys, {}, like, remember=False)
+            self._consistency.check(keys, {}, like, remember=False)
         except ValueError as error:
             error.add_note(f"keys of the batch on rank {self.rank}: {sorted(same)}")
             raise
-        self._agreement.check(same, {}, like, remember=False)
+        self._consistency.check(same, {}, like, remember=False)
         return tensors
 
     @eager
