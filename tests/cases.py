@@ -63,6 +63,7 @@ class Case:
     queries_walk_there: bool = False
     """In the forward."""
 
+    value_dim: int | None = None
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
@@ -92,7 +93,13 @@ class Case:
         """What `traffic` says that one rank sends."""
         size = 8 if self.dtype == torch.float64 else 4
         shape = Shape(
-            self.batch, self.heads, self.kv_heads, self.head_dim, self.dtype.itemsize, size
+            self.batch,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.dtype.itemsize,
+            size,
+            self.value_dim,
         )
         there, back = self.plans(rank)
         rows = (
@@ -109,12 +116,13 @@ class Case:
             for layout in (self.layout, self.kv_layout or self.layout)
         )
 
-        def draw(length: int, heads: int) -> Tensor:
-            shape = (self.batch, length, heads, self.head_dim)
+        def draw(length: int, heads: int, width: int = self.head_dim) -> Tensor:
+            shape = (self.batch, length, heads, width)
             return torch.randn(shape, generator=random, dtype=torch.float64).to(self.dtype)
 
-        q, dout = draw(rows, self.heads) * self.q_scale, draw(rows, self.heads)
-        return q, draw(keys, self.kv_heads), draw(keys, self.kv_heads), dout
+        value_dim = self.value_dim or self.head_dim
+        q, dout = draw(rows, self.heads) * self.q_scale, draw(rows, self.heads, value_dim)
+        return q, draw(keys, self.kv_heads), draw(keys, self.kv_heads, value_dim), dout
 
 
 @dataclass(frozen=True)

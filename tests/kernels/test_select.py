@@ -119,6 +119,11 @@ def test_a_kernel_can_be_asked_for_by_name(name):
         ("flash", CUDA, 'not installed; type: pip install "flash-attn>=2.7"'),
         ("sdpa", replace(CUDA, dtype=torch.float64), "on cuda take torch.bfloat16, torch.float16"),
         ("sdpa", replace(CUDA, head_dim=12), "head_dim must be a multiple of 8 up to 256, got 12"),
+        (
+            "sdpa",
+            replace(CUDA, value_dim=320),
+            "head_dim must be a multiple of 8 up to 256, got 320",
+        ),
         ("sdpa", replace(CPU, device="xpu"), "on cpu and cuda, not on xpu"),
         ("sdpa", replace(CPU, dtype=torch.int32), "got torch.int32"),
         ("sdpa", replace(CPU, softcap=True, alibi=True), "kernels have no softcap and no alibi"),

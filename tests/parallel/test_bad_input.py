@@ -56,7 +56,7 @@ def test_tensors_that_do_not_fit_are_refused():
     refused(lambda q, k, v: (q.double(), k, v), "one dtype, got torch.float64, torch.float32")
     refused(lambda q, k, v: (q, k.to("meta"), v), "one device, got cpu, meta, cpu")
     refused(lambda q, k, v: (q[0], k, v), r"must be \(batch, seqlen, heads, head_dim\)")
-    refused(lambda q, k, v: (q, k, v[:, :4]), r"one shape.*v \(1, 4, 2, 8\)")
+    refused(lambda q, k, v: (q, k, v[:, :4]), r"k and v must have one batch size.*v \(1, 4, 2, 8\)")
     refused(lambda q, k, v: (q[..., :4], k, v), "head_dim")
     refused(lambda q, k, v: (q[:, :, :3], k, v), "kv heads must divide heads, got 2 and 3")
     refused(lambda q, k, v: (q.long(), k.long(), v.long()), "floating point dtype, got torch.int64")
@@ -157,7 +157,7 @@ def test_arguments_that_one_rank_refuses_are_waited_for_by_none(strategy, wrong)
 
     others, own, _ = told = run_threads(3, attend, timeout=20)
     assert others == told[2] == "the ranks do not agree: ranks [1] refuse their own arguments"
-    assert {"tensors": "one shape", "mask": "cu_seqlens", "dropout": "0.1"}[wrong] in own
+    assert {"tensors": "one batch size", "mask": "cu_seqlens", "dropout": "0.1"}[wrong] in own
 
 
 def test_different_calls_on_different_ranks_are_named():

@@ -29,7 +29,7 @@ def tensors(value_dim: int = 8) -> list[torch.Tensor]:
 def attend(comm, words, mask, options):
     """out, dq, dk and dv of this rank's rows, gathered, and its part of the sinks' gradient."""
     sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
-    *qkv, dout, sinks, slopes = tensors()
+    *qkv, dout, sinks, slopes = tensors(options.get("value_dim", 8))
     leaves = [x.requires_grad_() for x in (*qkv, sinks)]
     local = [sp.shard(x) for x in leaves[:3]]
     given = told(options, sinks, slopes)
@@ -40,7 +40,8 @@ def attend(comm, words, mask, options):
 
 def told(options, sinks, slopes) -> dict[str, Any]:
     """Keyword arguments of sp.attention and of dense_attention."""
-    return options | {
+    return {
+        "softcap": options.get("softcap", 0.0),
         "sinks": sinks if options.get("sinks") else None,
         "alibi_slopes": slopes.abs() / 10 if options.get("alibi_slopes") else None,
     }
@@ -49,7 +50,7 @@ def told(options, sinks, slopes) -> dict[str, Any]:
 def check(words, mask, options):
     """Every rank has what dense attention gives; the ranks' parts of dsinks add up to it."""
     found = run_threads(words["sequence_parallel_size"], attend, words, mask, options)
-    *qkv, dout, sinks, slopes = tensors()
+    *qkv, dout, sinks, slopes = tensors(options.get("value_dim", 8))
     leaves = [x.requires_grad_() for x in (*qkv, sinks)]
     dense = dense_attention(*qkv, make_mask(**mask), 8**-0.5, **told(options, sinks, slopes))
     right = [dense, *torch.autograd.grad(dense, leaves, dout, allow_unused=True)]
@@ -102,7 +103,13 @@ MASKS = st.sampled_from(
 def options(draw):
     yes = st.booleans()
     softcap = draw(st.sampled_from((0.0, 0.6)))
-    return {"softcap": softcap, "sinks": draw(yes), "alibi_slopes": draw(yes)}
+    width = draw(st.sampled_from((3, 8, 12)))
+    return {
+        "softcap": softcap,
+        "sinks": draw(yes),
+        "alibi_slopes": draw(yes),
+        "value_dim": width,
+    }
 
 
 @settings(max_examples=60)
@@ -111,7 +118,7 @@ def test_drawn_options_under_drawn_configurations(words, mask, options):
     check(words, mask, options)
 
 
-ALL = {"softcap": 0.6, "sinks": True, "alibi_slopes": True}
+ALL = {"value_dim": 5, "softcap": 0.6, "sinks": True, "alibi_slopes": True}
 
 
 @pytest.mark.parametrize("size", (2, 3, 4, 8))

@@ -1,4 +1,4 @@
-"""Soft caps, ALiBi and sinks beside dense attention: every schedule, and drawn cases."""
+"""Options of attention beside the dense one: every schedule, and drawn cases; bytes as derived."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from hypothesis import strategies as st
 
 from tests.cases import Case, assert_exact, run_case, schedules
 from tests.runtime.test_exact import MASKS, SEQLEN, cases
+from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.lowering import tiles as lowering_tiles
 from wf_backends.runtime import attention as executor
 from wf_backends.schedule.layout import zigzag
-from wf_backends.schedule.mask import Mask
+from wf_backends.schedule.mask import Band, Mask
 from wf_backends.schedule.routes import ring
 
 OPTIONS = {
     "softcap": {"softcap": 0.7, "q_scale": 3.0},
     "alibi": {"alibi": True},
     "sinks": {"sinks": True},
-    "all": {"softcap": 1.5, "q_scale": 3.0, "alibi": True, "sinks": True},
+    "narrow values": {"value_dim": 5},
+    "wide values": {"value_dim": 11},
+    "all": {"value_dim": 6, "softcap": 1.5, "q_scale": 3.0, "alibi": True, "sinks": True},
 }
 EVERY = [
     pytest.param(schedule, id=f"{name}({n})")
@@ -44,7 +47,12 @@ def with_options(draw):
     case = draw(cases())
     caps = st.sampled_from((0.0, 0.5, 5.0))
     return replace(
-        case, softcap=draw(caps), alibi=draw(st.booleans()), sinks=draw(st.booleans()), q_scale=2.0
+        case,
+        softcap=draw(caps),
+        alibi=draw(st.booleans()),
+        sinks=draw(st.booleans()),
+        value_dim=draw(st.sampled_from((None, 1, 3, 8, 12))),
+        q_scale=2.0,
     )
 
 
@@ -54,8 +62,16 @@ def test_drawn_cases(case):
     assert_exact(case)
 
 
+@pytest.mark.parametrize("value_dim", (1, 16, 40))
+def test_values_of_another_width_on_the_kernel_of_cpus(value_dim):
+    case = Case(ring(4), ring(4), zigzag(4, 400), MASKS["causal"], head_dim=24, kernel=SdpaKernel())
+    case = replace(case, value_dim=value_dim)
+    assert_exact(case)
+    assert_exact(replace(case, mask=Mask(Band(30, 20)), queries_walk=True))
+
+
 def test_a_row_that_sees_nothing_has_its_sink_alone():
-    mask = Mask(MASKS["causal"].band.__class__(left=-1))  # only later keys: the last row sees none
+    mask = Mask(Band(left=-1))  # only later keys: the last row sees none
     assert_exact(Case(ring(4), ring(4), zigzag(4, 16), mask, sinks=True))
 
 

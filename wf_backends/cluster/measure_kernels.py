@@ -13,7 +13,7 @@ from wf_backends.cluster.timer import Work
 from wf_backends.cluster.topology import KernelRate
 from wf_backends.kernels import Kernel, KernelSpec, Scores, select
 from wf_backends.lowering import BACKWARD_FLOPS, Tile, tile_area
-from wf_backends.runtime import BackwardTiles, ForwardTiles, SurrogateOut, accumulator_dtype
+from wf_backends.runtime import BackwardTiles, ForwardTiles, SurrogateOut, accumulator_dtype, fuse
 from wf_backends.schedule import CAUSAL, FULL, Band
 
 HEAD_DIM = 64
@@ -103,7 +103,7 @@ class KernelTimer:
         q, k, v, dout = (
             torch.randn(shape, generator=source).to(self.device, self.dtype) for _ in range(4)
         )
-        kv = torch.stack((k, v), 1)
+        kv = fuse(*(x.transpose(0, 1) for x in (k, v)))
         there = ForwardTiles(self.kernel, scores)
         wide = accumulator_dtype(self.dtype)
         out, lse = q.new_zeros(shape, dtype=wide), q.new_full(shape[:-1], -inf, dtype=wide)

@@ -97,13 +97,14 @@ class FlashKernel:
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
     ) -> tuple[Tensor, Tensor]:
         """See Kernel.forward."""
-        return split_forward(self._operators(), q, k, v, scores, band)
+        return split_forward(self._operators, q, k, v, scores, band)
 
     def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """See Kernel.backward; flash-attn computes delta again, from dout and out."""
-        return split_backward(self._operators(), tile, scores, band)
+        return split_backward(self._operators, tile, scores, band)
 
-    def _operators(self) -> Operators:
+    def _operators(self, *_: object) -> Operators:
+        """The same for every tile."""
         if self._loaded is None:
             self._loaded = flash_attn_3() if _has_flash_3() else flash_attn_2()
         return self._loaded

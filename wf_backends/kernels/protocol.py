@@ -1,6 +1,7 @@
 """What every attention kernel takes and gives.
 
-Shapes: b batch, i query rows, j key rows, h query heads, g key heads (g divides h), d head_dim.
+Shapes: b batch, i query rows, j key rows, h query heads, g key heads (g divides h), d head_dim of
+queries and keys, e of values.
 """
 
 from __future__ import annotations
@@ -25,8 +26,15 @@ class KernelSpec:
     head_dim: int
     heads: int
     kv_heads: int
+    value_dim: int | None = None
+    """head_dim of the values; None = that of queries and keys."""
     softcap: bool = False
     alibi: bool = False
+
+    @property
+    def widest(self) -> int:
+        """The larger head_dim, to which libraries that have one get the other filled up."""
+        return max(self.head_dim, self.value_dim or 0)
 
 
 OPTIONS = ("softcap", "alibi")
@@ -46,8 +54,8 @@ FLASH_CAPABILITY = (8, 0)  # the oldest GPUs: Ampere
 
 def flash_refuses(spec: KernelSpec) -> str | None:
     """Why neither flash-attn nor torch's copy of it runs a head_dim, or on the current GPU."""
-    if spec.head_dim % 8 or spec.head_dim > FLASH_HEAD_DIM:
-        return f"head_dim must be a multiple of 8 up to {FLASH_HEAD_DIM}, got {spec.head_dim}"
+    if spec.widest % 8 or spec.widest > FLASH_HEAD_DIM:
+        return f"head_dim must be a multiple of 8 up to {FLASH_HEAD_DIM}, got {spec.widest}"
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= FLASH_CAPABILITY:
         return None
     has = torch.cuda.get_device_capability()
@@ -71,15 +79,15 @@ class TileGrad(NamedTuple):
     """
 
     dout: Tensor
-    """(b, i, h, d), the gradient of the whole rows' output."""
+    """(b, i, h, e), the gradient of the whole rows' output."""
     q: Tensor
     """(b, i, h, d)."""
     k: Tensor
     """(b, j, g, d)."""
     v: Tensor
-    """(b, j, g, d)."""
+    """(b, j, g, e)."""
     out: Tensor
-    """(b, i, h, d), the whole rows' output, or any tensor with rowsum(dout * out) == delta."""
+    """(b, i, h, e), the whole rows' output, or any tensor with rowsum(dout * out) == delta."""
     lse: Tensor
     """(b, h, i), of the whole rows."""
     delta: Tensor
@@ -120,10 +128,11 @@ class Kernel(Protocol):
         """Attention of one tile.
 
         Args:
-            q: (b, i, h, d). k, v: (b, j, g, d). Any strides with the last dim contiguous.
+            q: (b, i, h, d). k: (b, j, g, d). v: (b, j, g, e). Any strides with the
+                last dim contiguous.
 
         Returns:
-            out (b, i, h, d), any float dtype; lse (b, h, i), natural log, float32 (float64 for
+            out (b, i, h, e), any float dtype; lse (b, h, i), natural log, float32 (float64 for
             float64 inputs), any strides.
         """
         ...
@@ -132,7 +141,7 @@ class Kernel(Protocol):
         """Gradients of one tile.
 
         Returns:
-            dq (b, i, h, d), dk (b, j, g, d), dv (b, j, g, d), any float dtype.
+            dq (b, i, h, d), dk (b, j, g, d), dv (b, j, g, e), any float dtype.
 
         Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
         """

@@ -4,7 +4,8 @@ Slow; but it takes any float dtype, any Band, all that `Scores` can say and any 
 float64 results are exact to rounding. Rows are computed in blocks, so that memory holds the scores
 of one block alone.
 
-Shapes: b batch, i query rows, j key rows, h query heads, g key heads, r = h / g, d head_dim.
+Shapes: b batch, i query rows, j key rows, h query heads, g key heads, r = h / g, d head_dim of
+queries and keys, e of values.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tup
     with torch.autocast(q.device.type, enabled=False):
         x = _hidden(_biased(_capped(q, k, scores), scores), band)
         lse = x.logsumexp(-1)
-        out = torch.einsum("bgrij,bjgd->bigrd", torch.exp(x - lse[..., None]), v)
+        out = torch.einsum("bgrij,bjge->bigre", torch.exp(x - lse[..., None]), v)
     return out.flatten(2, 3), lse.flatten(1, 2)
 
 
@@ -102,13 +103,13 @@ def _backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
     with torch.autocast(q.device.type, enabled=False):
         capped = _capped(q, k, scores)
         p = torch.exp(_hidden(_biased(capped, scores), band) - lse)
-        dp = torch.einsum("bigrd,bjgd->bgrij", dout, v)
+        dp = torch.einsum("bigre,bjge->bgrij", dout, v)
         ds = p * (dp - delta) * scores.scale
         if scores.softcap:
             ds = ds * (1 - (capped / scores.softcap).square())
         dq = torch.einsum("bgrij,bjgd->bigrd", ds, k).flatten(2, 3)
         dk = torch.einsum("bgrij,bigrd->bjgd", ds, q_grouped)
-        dv = torch.einsum("bgrij,bigrd->bjgd", p, dout)
+        dv = torch.einsum("bgrij,bigre->bjge", p, dout)
     return dq, dk, dv
 
 

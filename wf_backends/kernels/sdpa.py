@@ -7,7 +7,6 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_di
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 import torch
@@ -25,7 +24,7 @@ from wf_backends.kernels.protocol import (
 from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, CudaTile, choose, cuda_tile, machine
 from wf_backends.kernels.sdpa_cpu import cpu_operators
-from wf_backends.kernels.split_run import Operators, split_backward, split_forward
+from wf_backends.kernels.split_run import Operators, OperatorsFor, split_backward, split_forward
 from wf_backends.schedule import FULL, Band
 
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -56,7 +55,7 @@ class SdpaKernel:
 
     def __init__(
         self,
-        operators_for: Callable[[Tensor, Tensor, Band], Operators] = operators_for,
+        operators_for: OperatorsFor = operators_for,
         release: tuple[int, int] | None = None,
     ) -> None:
         self._operators_for, self._release = operators_for, release or torch_release()
@@ -82,15 +81,15 @@ class SdpaKernel:
         """See Kernel.runs; on CUDA the choice is made for each tile."""
         if spec.device != "cuda":
             return f"torch's flash operators for {spec.device}"
-        best = CudaTile(machine(), spec.dtype, spec.head_dim, CUDNN_MULTIPLE, CUDNN_MULTIPLE, FULL)
+        best = CudaTile(machine(), spec.dtype, spec.widest, CUDNN_MULTIPLE, CUDNN_MULTIPLE, FULL)
         return f"torch's operators for full tiles: {choose(best)[1]}"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
     ) -> tuple[Tensor, Tensor]:
         """See Kernel.forward."""
-        return split_forward(self._operators_for(q, k, band), q, k, v, scores, band)
+        return split_forward(self._operators_for, q, k, v, scores, band)
 
     def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """See Kernel.backward; the operators compute delta again, from dout and out."""
-        return split_backward(self._operators_for(tile.q, tile.k, band), tile, scores, band)
+        return split_backward(self._operators_for, tile, scores, band)

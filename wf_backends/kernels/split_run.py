@@ -1,6 +1,7 @@
-"""A tile computed sub-tile by sub-tile, by a library that cannot take its Band whole.
+"""A tile computed by a library that may not take it whole: its Band, or values of another width.
 
-Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim.
+Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim of queries and
+keys, e of values.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from wf_backends.kernels.merge import merge
 from wf_backends.kernels.protocol import Grads, TileGrad
@@ -31,15 +33,25 @@ class Operators:
     backward: Backward
 
 
+OperatorsFor = Callable[[Tensor, Tensor, Band], Operators]
+"""What computes a tile, by its q, k and band."""
+
+
 def split_forward(
-    run: Operators, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
+    operators_for: OperatorsFor, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
 ) -> tuple[Tensor, Tensor]:
-    """Kernel.forward of a tile by `run`.
+    """Kernel.forward of a tile by `operators_for`, sub-tile by sub-tile.
 
     Returns:
-        out (b, i, h, d), in the dtype that `run` gives if there is one sub-tile, else float32 or
-        float64; lse (b, h, i).
+        out (b, i, h, e), in the dtype that the library gives if there is one sub-tile, else float32
+        or float64; lse (b, h, i).
     """
+    width = v.shape[3]
+    if q.shape[3] != width:
+        q, k, v = _one_width(q, k, v)
+        out, lse = split_forward(operators_for, q, k, v, scores, band)
+        return out[..., :width], lse
+    run = operators_for(q, k, band)
     parts = run.split(q.shape[1], k.shape[1], band)
     if len(parts) == 1:  # has all rows and keys
         return run.forward(q, k, v, scores, parts[0].band)
@@ -56,14 +68,23 @@ def split_forward(
     return out, lse.transpose(1, 2)
 
 
-def split_backward(run: Operators, tile: TileGrad, scores: Scores, band: Band) -> Grads:
-    """Kernel.backward of a tile by `run`, which gets out and dout in the dtype of q.
+def split_backward(
+    operators_for: OperatorsFor, tile: TileGrad, scores: Scores, band: Band
+) -> Grads:
+    """Kernel.backward of a tile by `operators_for`, which gets out and dout in the dtype of q.
 
     Returns:
-        dq (b, i, h, d), dk and dv (b, j, g, d), in the dtype that `run` gives if there is one
-        sub-tile, else float32 or float64.
+        dq (b, i, h, d), dk (b, j, g, d) and dv (b, j, g, e), in the dtype that the library gives if
+        there is one sub-tile, else float32 or float64.
     """
     dout, q, k, v, out, lse, delta = tile
+    if q.shape[3] != v.shape[3]:
+        dout, wide_q, wide_k, wide_v, out = _one_width(dout, q, k, v, out)
+        even = TileGrad(dout, wide_q, wide_k, wide_v, out, lse, delta)
+        grads = split_backward(operators_for, even, scores, band)
+        dq, dk, dv = (one[..., : x.shape[3]] for one, x in zip(grads, (q, k, v), strict=True))
+        return dq, dk, dv
+    run = operators_for(q, k, band)
     if not dout.dtype == out.dtype == q.dtype:
         tile = TileGrad(dout.to(q.dtype), q, k, v, out.to(q.dtype), lse, delta)
     parts = run.split(q.shape[1], k.shape[1], band)
@@ -76,3 +97,9 @@ def split_backward(run: Operators, tile: TileGrad, scores: Scores, band: Band) -
         for total, where, grad in zip(totals, (rows, keys, keys), grads, strict=True):
             total[:, where] += grad
     return dq, dk, dv
+
+
+def _one_width(*tensors: Tensor) -> list[Tensor]:
+    """The tensors, zeros added behind their last dimension: scores and gradients stay the same."""
+    widest = max(x.shape[3] for x in tensors)
+    return [pad(x, (0, widest - x.shape[3])) for x in tensors]

@@ -22,6 +22,18 @@ class Shape:
     head_dim: int
     itemsize: int
     accumulator_size: int = 4
+    value_dim: int | None = None
+    """head_dim of the values; None = that of queries and keys."""
+
+    @property
+    def value(self) -> int:
+        """Elements of one value, or of one head's output."""
+        return self.value_dim or self.head_dim
+
+    @property
+    def key_row(self) -> int:
+        """Elements of one row of keys and values."""
+        return self.batch * self.kv_heads * (self.head_dim + self.value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +64,8 @@ def forward_row_bytes(shape: Shape, queries_walk: bool = False) -> RowBytes:
     """Forward: queries are (q) and (out, lse), keys are [K|V] and nothing goes home."""
     heads = shape.batch * shape.heads
     queries = heads * shape.head_dim * shape.itemsize
-    output = heads * (shape.head_dim + 1) * shape.accumulator_size
-    keys = _keys(shape) * shape.itemsize
+    output = heads * (shape.value + 1) * shape.accumulator_size
+    keys = shape.key_row * shape.itemsize
     return (
         RowBytes(keys, queries, 0, output) if queries_walk else RowBytes(queries, keys, output, 0)
     )
@@ -67,12 +79,14 @@ def backward_row_bytes(shape: Shape, queries_walk: bool = False, keep: bool = Fa
     """
     heads = shape.batch * shape.heads
     stats = 2 * heads * shape.accumulator_size
-    queries = 2 * heads * shape.head_dim * shape.itemsize + stats
+    kept_queries, output = (
+        heads * width * shape.itemsize for width in (shape.head_dim, shape.value)
+    )
+    queries = kept_queries + output + stats
     query_grad = heads * shape.head_dim * shape.accumulator_size
-    keys = _keys(shape) * shape.itemsize
-    key_grad = _keys(shape) * shape.accumulator_size
-    output = heads * shape.head_dim * shape.itemsize
-    kept = (output, keys) if keep else (0, 0)
+    keys = shape.key_row * shape.itemsize
+    key_grad = shape.key_row * shape.accumulator_size
+    kept = (kept_queries, keys) if keep else (0, 0)
     if queries_walk:
         return RowBytes(keys, queries, key_grad, query_grad, *kept[::-1], walk_output=output)
     return RowBytes(queries, keys, query_grad, key_grad, *kept, stay_output=output)
@@ -100,7 +114,3 @@ def bytes_sent(plan: RankProgram, rows: RowBytes, name: str) -> dict[str, int]:
 def total(sent: Mapping[str, int]) -> int:
     """All bytes of a report."""
     return sum(sent.values())
-
-
-def _keys(shape: Shape) -> int:
-    return 2 * shape.batch * shape.kv_heads * shape.head_dim

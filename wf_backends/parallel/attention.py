@@ -92,7 +92,7 @@ class DistributedAttention:
         (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
         scores = softmax.scores
         alibi = scores.slopes is not None
-        spec = KernelSpec(q.device.type, q.dtype, d, h, g, scores.softcap > 0, alibi)
+        spec = KernelSpec(q.device.type, q.dtype, d, h, g, v.shape[3], scores.softcap > 0, alibi)
         same, words = self._same(spec, b, mask, softmax.told, seqlen)
         lengths = {"q rows": s, "key rows": keys}
         told = self._consistency.check(same, lengths, q, layer=layer, words=words)
@@ -109,6 +109,7 @@ class DistributedAttention:
             "heads": spec.heads,
             "kv heads": spec.kv_heads,
             "head_dim": spec.head_dim,
+            "head_dim of v": spec.value_dim or spec.head_dim,
             "seqlen": -1 if seqlen is None else seqlen,
         }
         words: dict[str, object] = {
@@ -158,7 +159,7 @@ class DistributedAttention:
     def _choose(self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int) -> Choice:
         """What the call runs, by the lengths of its queries and keys."""
         sizes = spec.dtype.itemsize, accumulator_dtype(spec.dtype).itemsize
-        shape = Shape(batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes)
+        shape = Shape(batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes, spec.value_dim)
         topology = None
         if self.config.leaves_open and self.comm.size > 1:
             topology = self.topology.find(torch.device(spec.device))
@@ -199,12 +200,12 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(
             f"q, k, v must be (batch, seqlen, heads, head_dim), got {_shapes(q, k, v)}"
         )
-    if not (q.shape[2] and k.shape[2] and q.shape[3]):
+    if not (q.shape[2] and k.shape[2] and q.shape[3] and v.shape[3]):
         raise ValueError(f"heads, kv heads and head_dim must be positive, got {_shapes(q, k, v)}")
-    if k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
-            f"k and v must have one shape, and q their batch size and head_dim, got "
-            f"{_shapes(q, k, v)}"
+            "k and v must have one batch size, length and number of heads, and q the batch size "
+            f"and head_dim of k, got {_shapes(q, k, v)}"
         )
     if q.shape[2] % k.shape[2]:
         raise ValueError(

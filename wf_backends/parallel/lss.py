@@ -5,7 +5,8 @@ Every rank keeps its own queries and gathers one buffer [K|V]; backward it sends
 Rows that a rank's mask does not let it see are not sent to it. Gradients of parameters are
 averaged by `wf_backends.parallel.gradients.DoubleAverage`.
 
-Source: arXiv 2311.02382. Shapes: s rows of this rank, n rows that it needs, b batch, g key heads.
+Source: arXiv 2311.02382. Shapes: s rows of this rank, n rows that it needs, b batch, g key heads, d
+head_dim of keys, e of values.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from wf_backends.runtime import (
     Messages,
     Total,
     add,
+    fuse,
     gather,
     send_home,
+    unfuse,
 )
 from wf_backends.schedule import Mask
 
@@ -51,9 +54,8 @@ class LssAttention(DistributedAttention):
         both = planned.backward  # in which keys are brought together at once
         rows, local = both.walk, _local(both)
         there, back = partial(_fetch, self.comm, rows), partial(_return, self.comm, rows)
-        fused = torch.stack((k.transpose(0, 1), v.transpose(0, 1)), dim=1)  # (s, 2, b, g, d)
-        held = move(fused, there, back, "lss")  # (n, 2, b, g, d)
-        k, v = (x.transpose(0, 1) for x in held.unbind(1))
+        held = move(fuse(k, v), there, back, "lss")  # (n, b, g, d + e)
+        k, v = unfuse(held.transpose(0, 1), q.shape[3])
         alone = self.comm.view([self.comm.rank])
         call = Call(local, local, alone, planned.kernel, planned.scores)
         return Attention.apply(q, k, v, call, softmax.sinks)

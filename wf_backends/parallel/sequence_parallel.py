@@ -1,6 +1,7 @@
 """What a user holds: one sequence spread over the ranks of a group.
 
-Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d head_dim.
+Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d head_dim
+of queries and keys, e of values.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ class SequenceParallel:
             p = exp(x) / (sum exp(x) + exp(sinks));  out = p v
 
         Args:
-            q: (b, s, h, d), any float dtype. k, v: (b, s', g, d), g divides h; s' may differ from
-                s (cross attention) where nothing is masked.
+            q: (b, s, h, d), any float dtype. k: (b, s', g, d), v: (b, s', g, e), g divides h; s'
+                may differ from s (cross attention) where nothing is masked.
             causal: no query sees a later key.
             window_size: (left, right) tokens that a query sees beside its own, -1 = unlimited.
             cu_seqlens: borders 0 = c0 < c1 < ... = S of packed documents, host integers; the same
@@ -180,7 +181,7 @@ class SequenceParallel:
                 as in flash-attn; they need as many keys as queries.
 
         Returns:
-            (b, s, h, d), q's dtype. 0 for a query that sees no key.
+            (b, s, h, e), q's dtype. 0 for a query that sees no key.
 
         Raises:
             ValueError: if shapes, dtypes, devices, heads or the mask do not fit, here or between

@@ -21,16 +21,16 @@ def exchange_loads(split: HeadSplit) -> tuple[Load, Load]:
     The backward's gradients weigh the same, the other way round.
     """
     topology, shape = split.topology, split.shape
-    row = shape.batch * shape.head_dim * shape.itemsize
+    element = shape.batch * shape.itemsize
     rows, keys = (-(-n // topology.size) for n in (split.workload.seqlen, split.workload.num_keys))
-    own = rows * shape.heads
+    queries, out = (rows * shape.heads * width for width in (shape.head_dim, shape.value))
+    kv = keys * shape.kv_heads * (shape.head_dim + shape.value)
     on_host = gcd(split.degree * split.stride, topology.ranks_per_host)
     near = max(1, on_host // split.stride)  # of the ranks that trade, on one host
     inside = min(near - 1, 1 if topology.direct_links else near)
     outside = (split.degree - near) * topology.ranks_per_nic
     qkv, out = (
-        Load(outside * row * count, inside * row * count)
-        for count in (own + 2 * keys * shape.kv_heads, own)
+        Load(outside * element * count, inside * element * count) for count in (queries + kv, out)
     )
     return qkv, out
 
@@ -70,8 +70,8 @@ def _pooled_bytes(split: HeadSplit) -> float:
     """q, k, v and out of one chunk, of all rows that a rank gathers."""
     shape, share = split.shape, split.degree / split.topology.size
     rows, keys = split.workload.seqlen * share, split.workload.num_keys * share
-    row = shape.batch * shape.head_dim * shape.itemsize
-    return 2 * row * (rows * shape.heads + keys * shape.kv_heads)
+    width = shape.head_dim + shape.value
+    return shape.batch * shape.itemsize * width * (rows * shape.heads + keys * shape.kv_heads)
 
 
 def pipelined(split: HeadSplit, one_chunk: Callable[[Load], Cost]) -> Cost:

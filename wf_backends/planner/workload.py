@@ -101,9 +101,9 @@ class PassKind:
         return (keys, queries) if self.queries_walk else (queries, keys)
 
     def seconds_per_score(self, split: HeadSplit) -> float:
-        """Seconds of one (query, key) pair, all heads of a rank: 4 b h d / rate, 10 b h d back."""
+        """Seconds of one (query, key) pair, all heads of a rank: 2 b h (d + e) / rate."""
         shape, rate = split.shape, split.rate
-        flops = 4 * shape.batch * shape.heads * shape.head_dim
+        flops = 2 * shape.batch * shape.heads * (shape.head_dim + shape.value)
         if self.name == "forward":
             return flops / rate.forward_flops_per_s
         return BACKWARD_FLOPS * flops / rate.backward_flops_per_s

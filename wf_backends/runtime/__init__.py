@@ -6,7 +6,9 @@ from wf_backends.runtime.attention import (
     Call,
     ForwardTiles,
     accumulator_dtype,
+    fuse,
     of_heads,
+    unfuse,
 )
 from wf_backends.runtime.messages import SPAN, Accumulators, Messages, Total, add, gather, send_home
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
@@ -36,6 +38,7 @@ __all__ = [
     "accumulator_dtype",
     "add",
     "dimension",
+    "fuse",
     "gather",
     "gather_shards",
     "heads_for_tokens",
@@ -45,4 +48,5 @@ __all__ = [
     "send_home",
     "take_shard",
     "tokens_for_heads",
+    "unfuse",
 ]

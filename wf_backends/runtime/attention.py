@@ -1,7 +1,8 @@
 """One executor: it runs any plan, forward and backward.
 
-Shapes: s rows of a buffer, b batch, h query heads, g key heads, d head_dim. Buffers are
-rows-first, so that a message is a contiguous slice: q (s, b, h, d), kv = [K|V] (s, 2, b, g, d).
+Shapes: s rows of a buffer, b batch, h query heads, g key heads, d head_dim of queries and keys, e
+of values. Buffers are rows-first, so that a message is a contiguous slice: q (s, b, h, d),
+kv = [K|V] (s, b, g, d + e).
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class Call:
 class Attention(torch.autograd.Function):
     """attention(q, k, v, call, sinks) of this rank's rows.
 
-    q (b, s, h, d), k and v (b, s, g, d), sinks (h,) or None. Of the gradient of the sinks this is
-    the part of this rank's rows.
+    q (b, s, h, d), k (b, s, g, d), v (b, s, g, e), sinks (h,) or None. Of the gradient of
+    the sinks this is the part of this rank's rows.
     """
 
     @staticmethod
@@ -71,8 +72,8 @@ class Attention(torch.autograd.Function):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) -> Tensors:
     """The forward: (out, what the backward needs beside q, k, v, sinks and out)."""
-    queries, kv = _rows_first(q), _fuse(k, v)
-    dtype, shape = accumulator_dtype(q.dtype), queries.shape[1:]
+    queries, kv = _rows_first(q), fuse(k, v)
+    dtype, shape = accumulator_dtype(q.dtype), (*queries.shape[1:3], v.shape[3])
     found = Accumulators((shape, shape[:-1]), (0.0, -inf), dtype, q.device, _merge)
     sides = Side((queries,), found), Side((kv,), Accumulators((), (), dtype, q.device, copy))
     (out, lse), _, *held = _run(
@@ -97,14 +98,15 @@ def differentiate(
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     queries = (_rows_first(q), _rows_first(dout), torch.stack((lse, _rows_first(delta)), dim=1))
     turn, dtype = call.backward.queries_walk, accumulator_dtype(q.dtype)
-    keys = turn and kept_kv or (_fuse(k, v),)  # keys that walk are sent anew by their owners
+    keys = turn and kept_kv or (fuse(k, v),)  # keys that walk are sent anew by their owners
     sides = (
         Side(queries, Accumulators((queries[0].shape[1:],), (0.0,), dtype, q.device, add), kept_q),
         Side(keys, Accumulators((keys[0].shape[1:],), (0.0,), dtype, q.device, add), kept_kv),
     )
     tiles = BackwardTiles(call.kernel, call.scores, SurrogateOut(queries[1], _rows_first(out)))
     (dq,), (dkv,), *_ = _run(call.backward, call, "backward", tiles, *sides)
-    dq, dk, dv = (_batch_first(grad).to(q.dtype) for grad in (dq, *dkv.unbind(1)))
+    grads = dq, *unfuse(dkv, k.shape[3])
+    dq, dk, dv = (_batch_first(grad).to(q.dtype) for grad in grads)
     return dq, dk, dv, None if sinks is None else sinks_grad(sinks, lse, delta)
 
 
@@ -156,7 +158,7 @@ class ForwardTiles(_Tiles):
     ) -> None:
         """Compute a tile; see runner.ComputeTile."""
         (q,), place = self._queries(tile.rows, queries, to_queries)
-        k, v = _keys_and_values(keys[0], tile)
+        k, v = _keys_and_values(keys[0], tile, q)
         out, lse = self.kernel.forward(q, k, v, self._scores(tile, q), tile.band)
         found = _rows_first(out), lse.permute(2, 0, 1)
         _combine(copy if tile.first_on_rows else _merge, place, to_queries, tile.rows, found)
@@ -184,14 +186,14 @@ class BackwardTiles(_Tiles):
     ) -> None:
         """Compute a tile; see runner.ComputeTile."""
         (q, dout, out, lse, delta), place = self._queries(tile.rows, queries, to_queries)
-        k, v = _keys_and_values(keys[0], tile)
+        k, v = _keys_and_values(keys[0], tile, q)
         given = TileGrad(dout, q, k, v, out, lse, delta)
         dq, dk, dv = self.kernel.backward(given, self._scores(tile, q), tile.band)
         combine = copy if tile.first_on_rows else add
         _combine(combine, place, to_queries, tile.rows, (_rows_first(dq),))
         combine = copy if tile.first_on_keys else add
         grads = _rows_first(dk), _rows_first(dv)
-        scatter(to_keys[0].unbind(1), combine, tile.keys, grads)
+        scatter(unfuse(to_keys[0], q.shape[3]), combine, tile.keys, grads)
 
     def _renew(self, queries: Tensors) -> None:
         dout = queries[1]
@@ -215,9 +217,9 @@ def _combine(
         combine(place, found)
 
 
-def _keys_and_values(kv: Tensor, tile: Tile) -> tuple[Tensor, ...]:
-    """k and v (b, j, g, d) of a tile."""
-    return pack(kv, tile.keys).permute(1, 2, 0, 3, 4).unbind(0)
+def _keys_and_values(kv: Tensor, tile: Tile, q: Tensor) -> Tensors:
+    """k (b, j, g, d) and v (b, j, g, e) of a tile whose queries are q (b, i, h, d)."""
+    return unfuse(_batch_first(pack(kv, tile.keys)), q.shape[3])
 
 
 def _run(
@@ -258,6 +260,11 @@ def _batch_first(x: Tensor) -> Tensor:
     return x.transpose(0, 1)
 
 
-def _fuse(k: Tensor, v: Tensor) -> Tensor:
-    """One buffer, so that one message carries both: (s, 2, b, g, d)."""
-    return torch.stack((_rows_first(k), _rows_first(v)), dim=1)
+def fuse(k: Tensor, v: Tensor) -> Tensor:
+    """One rows-first buffer [K|V], so that one message carries both: (s, b, g, d + e)."""
+    return torch.cat((_rows_first(k), _rows_first(v)), dim=-1)
+
+
+def unfuse(kv: Tensor, head_dim: int) -> Tensors:
+    """The two parts of [K|V] or [dK|dV], as views; K's last dimension is `head_dim`."""
+    return kv[..., :head_dim], kv[..., head_dim:]

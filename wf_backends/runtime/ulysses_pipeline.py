@@ -26,8 +26,9 @@ Exchanges = Callable[[int], tuple[HeadExchange, ...]]  # of a chunk, one for eac
 class ChunkedAttention(torch.autograd.Function):
     """attention(q, k, v, call, group, sinks) of this rank's rows, all heads.
 
-    q (b, s, h, d), k and v (b, s, g, d), sinks (h,) or None; the call is of all heads, too. Of the
-    gradient of the sinks this is the part of the rows and heads that this rank computes.
+    q (b, s, h, d), k (b, s, g, d), v (b, s, g, e), sinks (h,) or None; the call is of all
+    heads, too. Of the gradient of the sinks this is the part of the rows and heads that this rank
+    computes.
     """
 
     @staticmethod
