@@ -197,6 +197,8 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         "CamembertSelfAttention": _bert_like("Camembert"),
         "ModernBertAttention": Row(function=_modernbert, causal=False, window=_modernbert_window),
         "OPTAttention": _decoder("OPT"),
+        "JambaAttention": _decoder("Jamba"),
+        "RecurrentGemmaSdpaAttention": Row(key_heads=_repeats),
         "StableLmAttention": _decoder("StableLm"),
         "NemotronAttention": _decoder("Nemotron"),
         "OlmoeAttention": _decoder("Olmoe"),

@@ -51,7 +51,7 @@ class Mixer:
     summed: tuple[str, ...] = ()
     """Modules whose results are sums over all channels."""
     whole: tuple[str, ...] = ()
-    """Parameters that every rank uses whole, on all rows."""
+    """Parameters that every rank uses whole, on all rows, for its own channels."""
     run: Callable[[Any, Tensor], Tensor] = lambda layer, x: layer(x)
     """(layer on a share, (b, S, c)) -> (b, S, c')."""
 
@@ -193,8 +193,50 @@ def _mamba2_instead(_: Any, share: Share) -> dict[str, nn.Module]:
     return {"in_proj": Keep(len(share.outputs)), "norm": Keep(), "out_proj": Keep()}
 
 
+# ---- Griffin (arXiv 2402.19427): heads whose gates mix the channels of a head
+
+
+class _Ones(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ones_like(x)
+
+
+def _griffin_share(layer: Any, rank: int, size: int) -> Share:
+    heads = part("num_attention_heads", layer.rg_lru.num_attention_heads, rank, size)
+    mine = part("channels", layer.lru_width, rank, size)
+    gates = (f"rg_lru.{gate}_gate_{kind}" for gate in GATES for kind in ("weight", "bias"))
+    by_channel = ("conv_1d.weight", "conv_1d.bias", "rg_lru.recurrent_param")
+    sizes = {"conv_1d.groups": len(mine), "rg_lru.num_attention_heads": len(heads)}
+    return Share(mine, mine, _rows(by_channel, mine) | _rows(tuple(gates), heads), sizes)
+
+
+def _griffin_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    return layer.linear_x(hidden), layer.act_fn(layer.linear_y(hidden))
+
+
+def _griffin_finish(layer: Any, y: Tensor, gate: Tensor | None) -> Tensor:
+    return layer.linear_out(y * gate)
+
+
+def _griffin_instead(_: Any, __: Share) -> dict[str, nn.Module]:
+    return {"linear_x": Keep(), "linear_y": Keep(), "act_fn": _Ones(), "linear_out": Keep()}
+
+
+def _griffin_run(layer: Any, x: Tensor) -> Tensor:
+    layer.rg_lru.recurrent_states = None  # it would go on from the document before
+    positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+    return layer(x, positions, attention_mask=None, cache_position=None, use_cache=False)
+
+
+GATES = ("input", "recurrent")
+NORMS = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
 MAMBA = Mixer(
-    _mamba_share, _project, _finish, _identities("in_proj", "out_proj"), summed=("x_proj",)
+    _mamba_share,
+    _project,
+    _finish,
+    _identities("in_proj", "out_proj"),
+    summed=("x_proj",),
+    whole=NORMS,
 )
 MAMBA2 = Mixer(_mamba2_share, _mamba2_project, _mamba2_finish, _mamba2_instead)
 
@@ -202,12 +244,20 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
     {
         "mamba.modeling_mamba.MambaMixer": MAMBA,
         "falcon_mamba.modeling_falcon_mamba.FalconMambaMixer": MAMBA,
+        "jamba.modeling_jamba.JambaMambaMixer": MAMBA,
         "zamba.modeling_zamba.ZambaMambaMixer": Mixer(
             _zamba_share, _project, _finish, _identities("in_proj", "out_proj")
         ),
         "mamba2.modeling_mamba2.Mamba2Mixer": MAMBA2,
         "bamba.modeling_bamba.BambaMixer": MAMBA2,
         "zamba2.modeling_zamba2.Zamba2MambaMixer": MAMBA2,
+        "recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": Mixer(
+            _griffin_share,
+            _griffin_project,
+            _griffin_finish,
+            _griffin_instead,
+            run=_griffin_run,
+        ),
     }
 )
 """By file and class under transformers.models."""

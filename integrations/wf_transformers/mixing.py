@@ -145,6 +145,7 @@ class SpreadMixer:
         memo: dict[int, Any] = {id(layer.get_submodule(n)): m for n, m in instead.items()}
         memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in layer.parameters()}
         memo[id(getattr(layer, "config", None))] = getattr(layer, "config", None)
+        memo |= {id(state): None for m in layer.modules() for state in _tensors(m)}
         small = deepcopy(layer, memo).eval()
         for path, value in share.attributes.items():
             owner, _, name = path.rpartition(".")
@@ -169,6 +170,11 @@ class _Run(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.row.run(self.small, x)
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Attributes that are neither parameters nor buffers, such as the last call's state."""
+    return [value for value in vars(module).values() if isinstance(value, Tensor)]
 
 
 def _on(device: torch.device, share: Share) -> Share:

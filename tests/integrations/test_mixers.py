@@ -33,6 +33,8 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embed
 TINY = {**SIZES, **HEADS, "use_mamba_kernels": False}
 ZAMBA2 = {"layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2, "n_mamba_heads": 8}
 ZAMBA = {"attn_layer_offset": 1, "attn_layer_period": 2, "num_hidden_layers": 4}
+JAMBA = {**ZAMBA, "num_experts": 2, "expert_layer_offset": 1, "expert_layer_period": 4}
+GRIFFIN = {**SIZES, "num_hidden_layers": 3, "num_attention_heads": 4, "lru_width": 48}
 BAMBA = {"attn_layer_indices": [1], "num_hidden_layers": 2, "mamba_chunk_size": 8}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -42,6 +44,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2, 2 groups": ("Mamba2", {**MAMBA2, "n_groups": 2}),
     "mamba2, 1 group": ("Mamba2", {**MAMBA2, "n_groups": 1}),
     "zamba": ("Zamba", {**TINY, **ZAMBA, "n_mamba_heads": 4, "mamba_dt_rank": 3}),
+    "jamba": ("Jamba", {**TINY, **JAMBA, "num_key_value_heads": 2, "mamba_dt_rank": 3}),
+    "recurrent_gemma": ("RecurrentGemma", GRIFFIN),
     "zamba2": ("Zamba2", {**TINY, **ZAMBA2, "mamba_ngroups": 2, "chunk_size": 8}),
     "bamba": ("Bamba", {**TINY, **BAMBA, "mamba_n_heads": 8, "mamba_d_head": 8}),
 }
@@ -129,7 +133,7 @@ def test_mixers(family: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "zamba"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "zamba", "jamba", "recurrent_gemma"])
 def test_states_end_with_their_document(family: str, layout: str) -> None:
     assert_equal(family, 2, batch(cu_seqlens=DOCUMENTS), layout)
 
@@ -153,6 +157,7 @@ def test_padding_of_ragged_samples_reaches_no_token() -> None:
     [
         ("mamba", 3, r"backbone.layers.0.mixer \(MambaMixer\): its 64 channels"),
         ("mamba2", 3, r"\(Mamba2Mixer\): its 16 heads"),
+        ("recurrent_gemma", 3, r"\(RecurrentGemmaRecurrentBlock\): its 4 num_attention_heads"),
         ("zamba", 8, r"\(ZambaMambaMixer\): its 4 n_mamba_heads"),
     ],
 )
