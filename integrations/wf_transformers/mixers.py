@@ -214,7 +214,7 @@ def _griffin_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     return layer.linear_x(hidden), layer.act_fn(layer.linear_y(hidden))
 
 
-def _griffin_finish(layer: Any, y: Tensor, gate: Tensor | None) -> Tensor:
+def _griffin_finish(layer: Any, y: Tensor, gate: Any) -> Tensor:
     return layer.linear_out(y * gate)
 
 
