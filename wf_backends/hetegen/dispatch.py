@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import Device
 from wf_backends.hetegen.memory import parse_max_memory
-from wf_backends.hetegen.modules import HostWeight, find_weights, stand_in
+from wf_backends.hetegen.modules import HostWeight, find_weights
 from wf_backends.hetegen.plan import Plan, Request
 from wf_backends.hetegen.planning import make_plan
 from wf_backends.hetegen.runner import Runner
+from wf_backends.hetegen.split_weight import split_weights
 
 
 class Handle:
@@ -147,7 +148,7 @@ def _split(
         _place(_others(model, weights), device, undo)
         plan, pinned = _pin(plan, device) if pin else (plan, [])
         runner = Runner(plan, weights, device, pinned)
-        stand_in(model, weights, runner, undo)
+        split_weights(weights, runner, undo)
         return Handle(model, plan, runner, undo.pop_all())
 
 

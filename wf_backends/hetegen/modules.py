@@ -1,12 +1,10 @@
-"""Which linears of a model are split, and what they do meanwhile."""
+"""Which linears of a model are split."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -69,26 +67,3 @@ def is_linear(module: Any) -> bool:
     if type(module) is nn.Linear:
         return module.out_features >= MIN_ROWS
     return type(module).__name__ == "Conv1D" and getattr(module, "nf", 0) >= MIN_ROWS
-
-
-def stand_in(model: nn.Module, weights: list[HostWeight], runner: Any, undo: ExitStack) -> None:
-    """Have linears, and embeddings that share a weight with one, ask the runner meanwhile."""
-    for i, weight in enumerate(weights):
-        _replace_forward(weight.module, partial(_forward, weight.module, runner, i), undo)
-    shared = {id(weight.module.weight): weight.tensor for weight in weights}
-    for module in model.modules():
-        if type(module) is nn.Embedding and id(module.weight) in shared:
-            _replace_forward(module, partial(runner.lookup, shared[id(module.weight)]), undo)
-
-
-def _forward(module: Any, runner: Any, index: int, input: Tensor) -> Tensor:
-    out = runner.linear(index, input)
-    return out if module.bias is None else out.add_(module.bias)
-
-
-def _replace_forward(module: nn.Module, forward: Any, undo: ExitStack) -> None:
-    if "forward" in vars(module):
-        undo.callback(setattr, module, "forward", module.forward)
-    else:
-        undo.callback(delattr, module, "forward")
-    module.forward = forward

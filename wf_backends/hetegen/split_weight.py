@@ -1,0 +1,79 @@
+"""A parameter that has its products computed by the lanes, whoever asks for them.
+
+Modules stay as they are, and so do graphs that torch.export captured: each calls an operator with
+the weight among its arguments, and torch asks the weight's class what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from wf_backends.hetegen.modules import HostWeight
+from wf_backends.hetegen.runner import Runner
+
+aten = torch.ops.aten
+
+
+class SplitWeight(nn.Parameter):
+    """What a parameter is while its weight is split.
+
+    Attributes:
+        products: "linear", "addmm" or "embedding" -> what computes it, with that operator's
+            arguments but for the weight.
+    """
+
+    products: Mapping[str, Callable[..., Tensor]]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name, place = PRODUCTS.get(func, ("", 0))
+        weight = args[place] if len(args) > place else kwargs.get("weight")
+        products = vars(weight).get("products", {}) if isinstance(weight, cls) else {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if name not in products:  # it is a tensor in host memory to all else
+                return func(*args, **kwargs)
+            rest = {key: value for key, value in kwargs.items() if key != "weight"}
+            return products[name](*args[:place], *args[place + 1 :], **rest)
+
+
+# Operators that are computed by lanes, with the place of the weight among their arguments.
+PRODUCTS: dict[Any, tuple[str, int]] = {
+    F.linear: ("linear", 1),
+    aten.linear.default: ("linear", 1),
+    torch.addmm: ("addmm", 2),
+    aten.addmm.default: ("addmm", 2),
+    F.embedding: ("embedding", 1),
+    aten.embedding.default: ("table", 0),
+}
+
+
+def split_weights(weights: list[HostWeight], runner: Runner, undo: ExitStack) -> None:
+    """Have the runner compute the products of these weights."""
+    for index, weight in enumerate(weights):
+        parameter = weight.module.weight
+        undo.callback(vars(parameter).pop, "products")
+        undo.callback(setattr, parameter, "__class__", type(parameter))
+        parameter.__class__ = SplitWeight
+        parameter.products = _products(weight, runner, index)
+
+
+def _products(weight: HostWeight, runner: Runner, index: int) -> dict[str, Callable[..., Tensor]]:
+    def linear(input: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = runner.linear(index, input)
+        return out if bias is None else out.add_(bias)
+
+    def embedding(input: Tensor, *_: Any, **__: Any) -> Tensor:
+        return runner.lookup(weight.tensor, input)
+
+    if weight.dim == 1:
+        return {"addmm": lambda bias, input: linear(input, bias)}
+    return {"linear": linear, "embedding": embedding, "table": embedding}
