@@ -42,10 +42,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }  # fmt: skip
 
 
-def make_model(name: str) -> nn.Module:
+def make_model(name: str, attention: str = "sdpa") -> nn.Module:
     """A model with weights large enough that tokens differ, in evaluation mode."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name])
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -105,6 +105,29 @@ def test_bad_blocks_are_refused(block: dict, told: str) -> None:
 def test_what_else_stands_in_the_block_is_refused() -> None:
     import wf_deepspeed
 
-    config = {"wallfacer": {"hetegen": {"max_memory": {"0": 1}}, "autochunk": {}}}
-    with pytest.raises(NotImplementedError, match=r"takes \"hetegen\", got \['autochunk'\]"):
+    config = {"wallfacer": {"hetegen": {"max_memory": {"0": 1}}, "checkpointing": {}}}
+    with pytest.raises(NotImplementedError, match=r"and \"autochunk\", got \['checkpointing'\]"):
         wf_deepspeed.init_inference(make_model("gpt2"), config)
+
+
+@pytest.mark.deepspeed
+def test_autochunk_beside_hetegen_in_one_block() -> None:
+    import wf_deepspeed
+
+    model, ids = make_model("llama", "eager"), torch.arange(3, 51).unsqueeze(0)
+    words = WORDS | {"attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **words)  # type: ignore[operator]
+    memory = {str(key): value for key, value in split_memory(model, 0.5).items()}
+    budget = {"max_memory": 90_000, "max_slowdown": 100.0, "seqlen": 48}
+    block = {"hetegen": {"max_memory": memory}, "autochunk": budget}
+    device = fast_device()
+    engine = wf_deepspeed.init_inference(model, {"wallfacer": block}, device=device)
+    assert engine.module.plan.regions
+    assert torch.equal(engine.generate(ids, **words), expected)
+    assert engine.module.plan.peak <= 90_000 < engine.module.plan.peak_before
+    assert device.peak_bytes <= int(memory["0"])
+    engine.destroy()
+    block["autochunk"] = budget | {"max_memory": 10}
+    with pytest.raises(ValueError, match="max_memory=10 bytes: no plan fits"):
+        wf_deepspeed.init_inference(model, {"wallfacer": block}, device=fast_device())
+    assert torch.equal(model.generate(ids, **words), expected)  # type: ignore[operator]

@@ -22,6 +22,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, TensorArgument
+from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
 from wf_backends.autochunk.group_norm import split_group_norms
@@ -45,10 +46,15 @@ class Weight:
         return getattr(self.module, self.name)
 
 
+def _read(weight: Weight | torch.Tensor) -> torch.Tensor:
+    return weight.read() if isinstance(weight, Weight) else weight
+
+
 @dataclass(frozen=True)
 class Captured:
     """One forward pass for one form of inputs.
 
+    `meta["whole"]` of a weight's placeholder: it computes its products itself, and is not sliced.
     `graph` has one placeholder for each of `weights`, then one for each leaf of the inputs; its
     output is the flat list of the leaves of (the outputs, `containers` of the inputs as the forward
     leaves them).
@@ -69,7 +75,7 @@ class Captured:
     def read_weights(self) -> list[torch.Tensor] | None:
         """The weights as they are now; None where one has another dtype or device than when the
         graph was captured."""
-        weights = [w.read() if isinstance(w, Weight) else w for w in self.weights]
+        weights = [_read(weight) for weight in self.weights]
         same = all((w.dtype, w.device) == k for w, k in zip(weights, self.kinds, strict=True))
         return weights if same else None
 
@@ -122,10 +128,10 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
         _weight(model, program, spec) for spec in signature.input_specs if _is_weight(spec)
     )
     graph = program.graph
+    for node, weight in zip(graph.find_nodes(op="placeholder"), weights, strict=False):
+        node.meta["whole"] = has_torch_function((_read(weight),))
     clean(graph)
-    kinds = tuple(
-        (t.dtype, t.device) for t in (w.read() if isinstance(w, Weight) else w for w in weights)
-    )
+    kinds = tuple((t.dtype, t.device) for t in map(_read, weights))
     return Captured(graph, weights, kinds, program.call_spec.out_spec, fingerprint(graph))
 
 

@@ -77,7 +77,7 @@ def sources(node: fx.Node, dim: int) -> tuple[Source, ...] | None:
 
     Of a node that reads no tensor, such as `zeros`, it is empty.
 
-    None: a wall. So is every dimension of size 1.
+    None: a wall. So is every dimension of size 1, and one of a weight that is not to be sliced.
     """
     rule = rule_of(node.target) if node.op == "call_function" else None
     if rule is None or not may_slice(node, dim) or loses_a_write(node):
@@ -89,6 +89,8 @@ def sources(node: fx.Node, dim: int) -> tuple[Source, ...] | None:
     found: list[Source] = []
     for name, value in by_name(call.target, node.args, node.kwargs).items():
         found += tensor_sources(value, reads.get(name))
+    if any(source.dim is not None and source.node.meta.get("whole") for source in found):
+        return None
     return tuple(found)
 
 

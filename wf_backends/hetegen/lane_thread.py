@@ -87,6 +87,7 @@ class LaneThread:
                     done.set_result(self._do(*words))
                 except BaseException as error:  # whoever waits for the event raises it
                     done.set_exception(self._stop.set(error))
+                del item, words, done  # the tensors of a work go before the next one comes
 
     def _do(self, work: Work, after: Sequence[Future[float]], submitted: float) -> float:
         """Do a work; when it ended, or was due to end if that is later than the rates say."""

@@ -57,6 +57,7 @@ class Runner:
 
     Attributes:
         passes: the latest.
+        where: the torch device of inputs and outputs.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Runner:
             device.place(weight.rows(0, split.resident))
             for split, weight in zip(plan.splits, weights, strict=True)
         ]
+        self.where = self._resident[0].device
         self.passes: deque[Pass] = deque(maxlen=PASSES_KEPT)
         self._predicted = dict.fromkeys(LANES, 0.0)
         self._restart()

@@ -26,15 +26,23 @@ class SplitWeight(nn.Parameter):
     Attributes:
         products: "linear", "addmm" or "embedding" -> what computes it, with that operator's
             arguments but for the weight.
+        where: the device of the products, which the parameter says is its own.
     """
 
     products: Mapping[str, Callable[..., Tensor]]
+    where: torch.device
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in SLICES:
+            raise NotImplementedError(
+                "a split weight is not sliced: call dispatch_model before autochunk"
+            )
+        if func == Tensor.device.__get__ and "where" in vars(args[0]):
+            return args[0].where
         name, place = PRODUCTS.get(func, ("", 0))
         weight = args[place] if len(args) > place else kwargs.get("weight")
         products = vars(weight).get("products", {}) if isinstance(weight, cls) else {}
@@ -54,16 +62,19 @@ PRODUCTS: dict[Any, tuple[str, int]] = {
     F.embedding: ("embedding", 1),
     aten.embedding.default: ("table", 0),
 }
+SLICES = (Tensor.narrow, aten.slice.Tensor)  # by which a chunked graph reads part of a weight
 
 
 def split_weights(weights: list[HostWeight], runner: Runner, undo: ExitStack) -> None:
     """Have the runner compute the products of these weights."""
     for index, weight in enumerate(weights):
-        parameter = weight.module.weight
-        undo.callback(vars(parameter).pop, "products")
+        parameter: Any = weight.module.weight
         undo.callback(setattr, parameter, "__class__", type(parameter))
         parameter.__class__ = SplitWeight
-        parameter.products = _products(weight, runner, index)
+        told = {"products": _products(weight, runner, index), "where": runner.where}
+        for name, value in told.items():
+            setattr(parameter, name, value)
+            undo.callback(delattr, parameter, name)
 
 
 def _products(weight: HostWeight, runner: Runner, index: int) -> dict[str, Callable[..., Tensor]]:
