@@ -79,7 +79,7 @@ class Layers(nn.Module):
 
     def _attend(self, x: Tensor, index: int, **words: Any) -> Tensor:
         assert self.sp is not None
-        return self.sp.attention(x, x, x, **{"causal": True} | words)
+        return self.sp.attention(x, x, x, name=f"layers.{index}", **{"causal": True} | words)
 
     def _faulty(self, x: Tensor) -> Tensor:
         (self.folder / "fault").write_text(str(time.time()))

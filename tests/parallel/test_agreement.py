@@ -79,3 +79,25 @@ def test_a_rank_that_leaves_out_a_layer_is_told_by_name() -> None:
     with pytest.raises(ValueError, match=r"layer 'layers.1' \(ranks \[0, 2\]\), layer 'layers.2'"):
         run_threads(RANKS, leave_out, True, True)
     assert run_threads(RANKS, leave_out, False, True) == [[]] * RANKS
+
+
+WORDS = [{"route": "ring"}, {"ulysses_degree": 2}, {"ulysses_degree": 2, "ulysses_chunks": 2}]
+
+
+@pytest.mark.parametrize("words", [*WORDS, {"strategy": "lss"}])
+@pytest.mark.parametrize("order", [(1, 0), (1,)], ids=["another order", "not at all"])
+def test_backwards_in_another_order_are_told_by_name(words: dict[str, Any], order: Any) -> None:
+    """Messages of one backward are never taken for those of another, though they look alike."""
+
+    def rank(comm: Any, order: tuple[int, ...]) -> None:
+        config = SequenceParallelConfig.from_dict({"sequence_parallel_size": 2} | words)
+        sp = SequenceParallel(config, comm)
+        x = torch.zeros(1, 8, 4, 8, requires_grad=True)
+        outs = [sp.attention(x, x, x, name=name) for name in "ab"]
+        for at in order if comm.rank == 1 else (0, 1):
+            outs[at].sum().backward()
+
+    told = r"layer '[ab]', backward of attention call \d, .* layer '[ab]', backward of"
+    with pytest.raises(RuntimeError, match=told):
+        run_threads(2, rank, order)
+    run_threads(2, rank, (0, 1))

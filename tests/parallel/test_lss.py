@@ -9,6 +9,7 @@ from torch import nn
 from tests.dense import dense_attention
 from tests.helpers import ROOT, run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.comm import NO_PASS
 from wf_backends.lowering.program import Gather, Parcel
 from wf_backends.parallel import lss as lss_module
 from wf_backends.parallel.gradients import DoubleAverage, GradientMean
@@ -203,7 +204,7 @@ def sum_of_returns(comm):
     grad = torch.full((comm.size, 2, 1, 1, 1), 0.5, dtype=torch.bfloat16)
     grad[comm.rank] = 256
     before = grad.clone()
-    total = lss_module._return(comm, Gather(1, comm.size, give, take), grad, "lss")
+    total = lss_module._return(comm, Gather(1, comm.size, give, take), NO_PASS, grad, "lss")
     assert torch.equal(grad, before), "the gradient that autograd gave was written into"
     return total.unique().tolist()
 

@@ -18,7 +18,15 @@ from wf_backends.comm.consistency import (
 )
 from wf_backends.comm.mpi import library_name, load_mpi
 from wf_backends.comm.process_group import as_timeout, own_group, timeout_of
-from wf_backends.comm.protocol import DEFAULT_TIMEOUT_S, Communicator, Message, Pending, View
+from wf_backends.comm.protocol import (
+    DEFAULT_TIMEOUT_S,
+    NO_PASS,
+    Communicator,
+    Message,
+    Pass,
+    Pending,
+    View,
+)
 from wf_backends.comm.threads import ThreadComm, World, run_threads
 from wf_backends.comm.turns import exchange
 
@@ -28,6 +36,8 @@ __all__ = [
     "DEFAULT_TIMEOUT_S",
     "HEADER_INTEGERS",
     "Message",
+    "NO_PASS",
+    "Pass",
     "Pending",
     "Sizes",
     "ThreadComm",

@@ -14,7 +14,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from wf_backends.comm.protocol import DEFAULT_TIMEOUT_S, Communicator, Message, Pending
+from wf_backends.comm.protocol import CONTROL, DEFAULT_TIMEOUT_S, Communicator, Message, Pending
 from wf_backends.comm.staging import Staged
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 POLLS_AT_ONCE = 1000  # polls before the waiting rank lets others have the core
 PAUSE_S = 20e-6  # seconds between polls after that
 POLLS_OF_LIFE = 5000  # polls between looks whether the peer has ended, about half a second
-MESSAGE, ENDED = 0, 1  # tags: of all messages, and of the empty one that a rank sends as it ends
+ENDED = 0  # tag of the empty message that a rank sends as it ends
 HOST_COPIES = "CUDA tensors go through host copies"
 
 
@@ -120,7 +120,7 @@ class MpiComm(Communicator):
     def _post_direct(
         self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> Pending:
-        flights = []
+        flights, tag = [], CONTROL.get(label, self.tag)
         for way, start, messages in (
             ("from", self.comm.Irecv, recvs),
             ("to", self.comm.Isend, sends),
@@ -129,7 +129,7 @@ class MpiComm(Communicator):
                 what = f"{label!r}, the message {way} rank {peer}"
                 for part in self._parts(tensor):
                     with self.naming(what):
-                        request = start([part, part.numel(), self.MPI.BYTE], peer, MESSAGE)
+                        request = start([part, part.numel(), self.MPI.BYTE], peer, tag)
                     expected = part.numel() if way == "from" else None
                     flights.append(_Flight(what, peer, request, expected, part))
         return _MpiPending(self, flights)

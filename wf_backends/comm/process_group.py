@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from wf_backends.comm.bundles import post_bundled
-from wf_backends.comm.protocol import Communicator, Message, Pending
+from wf_backends.comm.protocol import CONTROL, Communicator, Message, Pending
 from wf_backends.comm.staging import Staged
 
 What = tuple[Any, ...]  # label, kind of message, peers: put into words if something fails
@@ -116,6 +116,7 @@ class GroupComm(Communicator):
         What is empty is left out: both sides know the sizes.
         """
         works: list[tuple[What, dist.Work]] = []
+        tag = CONTROL.get(label, self.tag)
         recv, send = ("message from", self.group.recv), ("message to", self.group.send)
         for (kind, start), messages in ((recv, recvs), (send, sends)):
             for peer, tensor in messages:
@@ -124,7 +125,7 @@ class GroupComm(Communicator):
                 tensor = tensor.detach() if tensor.requires_grad else tensor
                 what = (label, kind, peer)
                 try:
-                    works.append((what, start([tensor], peer, 0)))
+                    works.append((what, start([tensor], peer, tag)))
                 except RuntimeError as error:
                     raise self.named(what, error) from error
         return _GroupPending(self, works)

@@ -4,14 +4,49 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 DEFAULT_TIMEOUT_S = 600.0  # seconds that a wait waits where nobody said otherwise
 Message = tuple[int, Tensor]  # (peer rank, contiguous tensor to send or to receive into)
+
+CONTROL: Mapping[str, int] = MappingProxyType({"agreement": 1, "gather": 2})
+"""Tags of small messages that belong to no pass, by their label. 0 is nobody's."""
+FIRST_TAG, TAGS = 3, 1 << 14  # of passes; MPI promises 15 bits
+
+
+class Pass(NamedTuple):
+    """The forward or the backward of an attention call, and the tag of its messages.
+
+    Messages of different passes never meet: a rank that leaves out a call, or takes backwards in
+    another order than its peers, waits; it does not compute with rows of another layer.
+    """
+
+    number: int = 0
+    """Of the call, counted alike on all ranks; 0 before the first."""
+    layer: str | None = None
+    way: str = "forward"
+
+    def back(self) -> Pass:
+        """The backward of this call."""
+        return Pass(self.number, self.layer, "backward")
+
+    def tag(self) -> int:
+        """The same on all ranks."""
+        return FIRST_TAG + (2 * self.number + (self.way == "backward")) % TAGS
+
+    def __str__(self) -> str:
+        if not self.number:
+            return "no attention call"
+        layer = "" if self.layer is None else f"layer {self.layer!r}, "
+        return f"{layer}{self.way} of attention call {self.number}"
+
+
+NO_PASS = Pass()
 
 
 class Pending(Protocol):
@@ -47,6 +82,16 @@ class Communicator(ABC):
 
     def __init__(self) -> None:
         self.sent: defaultdict[str, int] = defaultdict(int)
+        self.now, self.tag = NO_PASS, NO_PASS.tag()
+
+    @property
+    def global_ranks(self) -> Sequence[int]:
+        """The ranks in the whole job, by their ranks here."""
+        return range(self.size)
+
+    def enter(self, now: Pass) -> None:
+        """Say which pass the next messages belong to; a peer that is in another gets none."""
+        self.now, self.tag = now, now.tag()
 
     def post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Start all messages at once (receives first) and return without waiting.
@@ -105,6 +150,13 @@ class View(Communicator):
         self.rank, self.size = self.ranks.index(parent.rank), len(self.ranks)
         self.on_host, self.needs_polls = parent.on_host, parent.needs_polls
         self.sent = parent.sent
+
+    @property
+    def global_ranks(self) -> Sequence[int]:
+        return [self.parent.global_ranks[rank] for rank in self.ranks]
+
+    def enter(self, now: Pass) -> None:
+        self.parent.enter(now)
 
     def carries(self, device: torch.device) -> bool:
         return self.parent.carries(device)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from wf_backends.comm.protocol import Communicator, Message, Pending
+from wf_backends.comm.protocol import CONTROL, Communicator, Message, Pending
 
 T = TypeVar("T")
 Ticket = tuple[int, int, int, int]  # sender, receiver, which of this pair's posts, which message
@@ -35,7 +35,7 @@ class World:
         self.failure: tuple[int, BaseException] | None = None
         self._lock = Lock()
         self._changed = [Condition(self._lock) for _ in range(size)]  # for the rank that waits
-        self._mail: dict[Ticket, Tensor] = {}
+        self._mail: dict[Ticket, tuple[Tensor, int, str]] = {}
         self._left: set[int] = set()
 
     def comm(self, rank: int) -> ThreadComm:
@@ -54,14 +54,14 @@ class World:
             self._left.add(rank)
             self._wake_all()
 
-    def put(self, ticket: Ticket, message: Tensor) -> None:
+    def put(self, ticket: Ticket, message: tuple[Tensor, int, str]) -> None:
         receiver = ticket[1]
         with self._lock:
             self._mail[ticket] = message
             self._changed[receiver].notify_all()
 
-    def take(self, ticket: Ticket, label: str) -> Tensor:
-        """The message with this ticket, as soon as it is there.
+    def take(self, ticket: Ticket, label: str) -> tuple[Tensor, int, str]:
+        """The message with this ticket, its tag and its sender's pass, as soon as it is there.
 
         Raises:
             RuntimeError: if a rank failed, or the sender left or let the timeout pass.
@@ -99,6 +99,7 @@ class ThreadComm(Communicator):
         self._posts: Counter[tuple[int, int]] = Counter()  # by (sender, receiver)
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        tag = CONTROL.get(label, self.tag)
         landing = self._tickets((peer, self.rank) for peer, _ in recvs)
         expected = [(ticket, tensor) for ticket, (_, tensor) in zip(landing, recvs, strict=True)]
         for _, tensor in expected:
@@ -108,9 +109,9 @@ class ThreadComm(Communicator):
         leaving = self._tickets((self.rank, peer) for peer, _ in sends)
         for ticket, (peer, tensor) in zip(leaving, sends, strict=True):
             message = tensor.detach().clone()
-            self.world.put(ticket, message)
+            self.world.put(ticket, (message, tag, str(self.now)))
             sent.append((peer, tensor, message))
-        return _ThreadPending(self, label, sent, expected)
+        return _ThreadPending(self, label, tag, sent, expected)
 
     def _tickets(self, pairs: Iterable[tuple[int, int]]) -> list[Ticket]:
         """One for each message of a post, given its (sender, receiver)."""
@@ -127,10 +128,12 @@ class _ThreadPending(Pending):
         self,
         comm: ThreadComm,
         label: str,
+        tag: int,
         sent: list[tuple[int, Tensor, Tensor]],
         expected: list[tuple[Ticket, Tensor]],
     ) -> None:
-        self.comm, self.label, self.sent, self.expected = comm, label, sent, expected
+        self.comm, self.label, self.tag = comm, label, tag
+        self.sent, self.expected = sent, expected
 
     def wait(self) -> None:
         for peer, tensor, message in self.sent:
@@ -140,7 +143,12 @@ class _ThreadPending(Pending):
                     f"in {self.label!r} and before waiting for it"
                 )
         for ticket, buffer in self.expected:
-            message = self.comm.world.take(ticket, self.label)
+            message, tag, pass_ = self.comm.world.take(ticket, self.label)
+            if tag != self.tag:
+                raise RuntimeError(
+                    f"rank {ticket[1]}, in {self.comm.now}, waits for a message of rank "
+                    f"{ticket[0]} in {self.label!r}, which is in {pass_}"
+                )
             self._check(ticket, message, buffer)
             buffer.detach().view(-1).copy_(message.view(-1))
         self.sent, self.expected = [], []

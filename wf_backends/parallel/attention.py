@@ -17,7 +17,7 @@ from torch.nn import Parameter
 
 from wf_backends._compile import refuse_transforms
 from wf_backends.cluster import JobTopology
-from wf_backends.comm import Communicator, ConsistencyCheck, fingerprint
+from wf_backends.comm import Communicator, ConsistencyCheck, Pass, fingerprint
 from wf_backends.kernels import KernelSpec, Scores, select
 from wf_backends.lowering import Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import choose
@@ -50,6 +50,7 @@ class DistributedAttention:
     ) -> None:
         self.config, self.comm, self.topology = config, comm, topology
         self._consistency = ConsistencyCheck(comm)
+        self._calls = 0
         self._told = set[Choice]()
         self._same = lru_cache(maxsize=64)(self._make_same)
         self._call = lru_cache(maxsize=64)(self._make_call)
@@ -71,9 +72,10 @@ class DistributedAttention:
         if len(group.queries) > 1:
             return ChunkedAttention.apply(q, k, v, call, group, softmax.sinks)
         heads = group.heads(0)
-        q, k, v = heads_for_tokens((q, k, v), group.qkv(0), group.comm, "ulysses qkv")
+        qkv, now = group.qkv(0), call.now
+        q, k, v = heads_for_tokens((q, k, v), qkv, group.comm, "ulysses qkv", now)
         out = Attention.apply(q, k, v, call.of_heads(heads), of_heads(softmax.sinks, heads))
-        return tokens_for_heads((out,), group.out(0), group.comm, "ulysses out")[0]
+        return tokens_for_heads((out,), group.out(0), group.comm, "ulysses out", now)[0]
 
     def call(
         self,
@@ -95,9 +97,12 @@ class DistributedAttention:
         spec = KernelSpec(q.device.type, q.dtype, d, h, g, v.shape[3], scores.softcap > 0, alibi)
         same, words = self._same(spec, b, mask, softmax.told, seqlen)
         lengths = {"q rows": s, "key rows": keys}
+        now = Pass(self._calls + 1, layer)
+        self.comm.enter(now)
         told = self._consistency.check(same, lengths, q, layer=layer, words=words)
+        self._calls = now.number  # not where a rank refused
         call, group = self._call(tuple(told.items()), mask, spec, b)
-        return replace(call, scores=scores), group
+        return replace(call, scores=scores, now=now), group
 
     def _make_same(
         self, spec: KernelSpec, batch: int, mask: Mask, softmax: Told, seqlen: int | None

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wf_backends.comm import Communicator, move
+from wf_backends.comm import Communicator, Pass, move
 from wf_backends.lowering import Gather, Parcel, RankProgram
 from wf_backends.parallel.attention import DistributedAttention
 from wf_backends.parallel.softmax import Softmax
@@ -53,11 +53,13 @@ class LssAttention(DistributedAttention):
         planned, _ = self.call(q, k, v, mask, softmax, seqlen, layer)
         both = planned.backward  # in which keys are brought together at once
         rows, local = both.walk, _local(both)
-        there, back = partial(_fetch, self.comm, rows), partial(_return, self.comm, rows)
+        now = planned.now
+        there = partial(_fetch, self.comm, rows, now)
+        back = partial(_return, self.comm, rows, now.back())
         held = move(fuse(k, v), there, back, "lss")  # (n, b, g, d + e)
         k, v = unfuse(held.transpose(0, 1), q.shape[3])
         alone = self.comm.view([self.comm.rank])
-        call = Call(local, local, alone, planned.kernel, planned.scores)
+        call = Call(local, local, alone, planned.kernel, planned.scores, now=now)
         return Attention.apply(q, k, v, call, softmax.sinks)
 
 
@@ -70,16 +72,18 @@ def _local(plan: RankProgram) -> RankProgram:
     return replace(plan, rank=0, walk=walk, steps=(only,))
 
 
-def _fetch(comm: Communicator, rows: Gather, kv: Tensor, label: str) -> Tensor:
+def _fetch(comm: Communicator, rows: Gather, now: Pass, kv: Tensor, label: str) -> Tensor:
     """The rows that this rank needs, from all ranks."""
+    comm.enter(now)
     messages = Messages(comm, label)
     (held,) = gather(messages, rows, (kv,))
     messages.deliver()
     return held
 
 
-def _return(comm: Communicator, rows: Gather, grad: Tensor, label: str) -> Tensor:
+def _return(comm: Communicator, rows: Gather, now: Pass, grad: Tensor, label: str) -> Tensor:
     """The sum over all ranks of the gradients of this rank's rows."""
+    comm.enter(now)
     dtype = torch.promote_types(grad.dtype, torch.float32)
     messages = Messages(comm, label)
     total = Total(rows.shard_rows, Accumulators((grad.shape[1:],), (0.0,), dtype, grad.device, add))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.comm import Communicator, first_order_only
+from wf_backends.comm import NO_PASS, Communicator, Pass, first_order_only
 from wf_backends.kernels import Kernel, Scores, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.messages import Accumulators, Combine, Tensors, add, copy, pack, scatter
@@ -39,6 +39,8 @@ class Call:
     """Of the query heads that `attend` is given."""
     keep: tuple[bool, bool] = (False, False)
     """Whether gathered (queries, keys) are kept for the backward instead of gathered again."""
+    now: Pass = NO_PASS
+    """Its forward."""
 
     def of_heads(self, heads: Range) -> Call:
         """The call of some of the query heads that this one is of."""
@@ -65,6 +67,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.call.comm.enter(ctx.call.now.back())
         sinks, *saved = ctx.saved_tensors
         *grads, dsinks = differentiate(saved, dout, ctx.call, sinks)
         return (*grads, None, dsinks)

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wf_backends.comm import Communicator, move_all
+from wf_backends.comm import NO_PASS, Communicator, Pass, move_all
 from wf_backends.lowering import Parcels, parcels
 from wf_backends.runtime.messages import Messages, Tensors, add, copy, scatter
 from wf_backends.schedule import Range, Ranges, join, locate, size
@@ -127,26 +127,37 @@ class HeadGroup:
 
 
 def heads_for_tokens(
-    xs: Tensors, exchanges: Sequence[HeadExchange], comm: Communicator, label: str
+    xs: Tensors,
+    exchanges: Sequence[HeadExchange],
+    comm: Communicator,
+    label: str,
+    now: Pass = NO_PASS,
 ) -> Tensors:
     """All heads of my rows (b, s, h, d) -> my heads of the group's rows (b, n, h', d).
 
     Args:
         xs: tensors that travel together, forward and backward. exchanges: one for each.
+        now: the pass that they belong to.
     """
     if comm.size == 1:
         return xs
-    there, back = (partial(_exchange, way, exchanges, comm) for way in (gather_rows, bring_back))
+    there = partial(_exchange, gather_rows, exchanges, comm, now)
+    back = partial(_exchange, bring_back, exchanges, comm, now.back())
     return move_all(xs, there, back, label)
 
 
 def tokens_for_heads(
-    xs: Tensors, exchanges: Sequence[HeadExchange], comm: Communicator, label: str
+    xs: Tensors,
+    exchanges: Sequence[HeadExchange],
+    comm: Communicator,
+    label: str,
+    now: Pass = NO_PASS,
 ) -> Tensors:
     """My heads of the group's rows (b, n, h', d) -> all heads of my rows (b, s, h, d)."""
     if comm.size == 1:
         return xs
-    there, back = (partial(_exchange, way, exchanges, comm) for way in (bring_back, gather_rows))
+    there = partial(_exchange, bring_back, exchanges, comm, now)
+    back = partial(_exchange, gather_rows, exchanges, comm, now.back())
     return move_all(xs, there, back, label)
 
 
@@ -158,10 +169,12 @@ def _exchange(
     register: Register,
     exchanges: Sequence[HeadExchange],
     comm: Communicator,
+    now: Pass,
     xs: Tensors,
     label: str,
 ) -> Tensors:
     """Exchange several tensors together."""
+    comm.enter(now)
     messages = Messages(comm, label)
     found = [register(messages, one, x) for one, x in zip(exchanges, xs, strict=True)]
     messages.deliver()

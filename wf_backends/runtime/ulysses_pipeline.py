@@ -61,6 +61,7 @@ class ChunkedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         group: HeadGroup = ctx.group
+        group.comm.enter(call.now.back())
         sinks, *saved = ctx.saved_tensors
         each = len(saved) // len(group.queries)
         chunks = iter(range(len(group.queries)))
