@@ -27,7 +27,7 @@ from wf_transformers.calls import (
 )
 from wf_transformers.draws import RankDraws, draws_in_training
 from wf_transformers.experts import RouterLoss, has_router_loss
-from wf_transformers.families import changes, unasking
+from wf_transformers.families import changes, changes_around, unasking
 from wf_transformers.handle import Handle
 from wf_transformers.mixing import has_mixers, spread_mixers
 from wf_transformers.models import asks_registry, inner_models, refuse_unspreadable, tell_windows
@@ -126,6 +126,8 @@ def _take_over(model: nn.Module, handle: Handle) -> None:
         if getattr(module, "wallfacer", None) is not handle.attention:
             for name, value in changes(module, handle.attention).items():
                 handle.set(module, name, value)
+    for module, name, value in changes_around(model):
+        handle.set(module, name, value)
 
 
 def shard_between(handle: Handle, first: nn.Module, last: nn.Module) -> None:
@@ -191,7 +193,7 @@ def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
                 with handle.advising():
                     handle.sp.check_same(given)
         if not passes_on:
-            return without_documents(args, kwargs)
+            return _without_positions(without_documents(args, kwargs), names)
         # Where there were documents before, a layer that is recomputed must know of none
         none = {"cu_seqlens": None} if attention.documents.used and has_tokens(given) else {}
         return none | kwargs
@@ -215,6 +217,11 @@ def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
     for inner in inner_models(model):
         hook = inner.register_forward_pre_hook(check, with_kwargs=True)
         handle.undo.callback(hook.remove)
+
+
+def _without_positions(kwargs: Words, names: list[str]) -> Words:
+    """For a model that has no positions but ALiBi's, which are told to attention."""
+    return {k: v for k, v in kwargs.items() if k != "position_ids" or k in names}
 
 
 def without_documents(_: tuple[Any, ...], kwargs: Words) -> Words:

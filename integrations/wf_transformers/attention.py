@@ -24,8 +24,6 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "head_mask": "head masks",
         "layer_head_mask": "head masks",
         "output_attentions": "output_attentions=True: attention weights are never formed",
-        "softcap": "soft-capped attention scores",
-        "s_aux": "attention sinks",
         "position_bias": "an attention bias",
         "encoder_hidden_states": "cross attention",
         "past_key_value": "a KV cache",
@@ -67,6 +65,9 @@ class Attention:
         scaling: float | None = None,
         is_causal: bool | None = None,
         sliding_window: Window = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Exact attention of this rank's rows over the whole sequence.
@@ -78,6 +79,9 @@ class Attention:
             scaling: factor of the scores; None is the layer's own rule.
             sliding_window: how many keys a row sees, itself included; or (left, right), how many
                 beside itself.
+            softcap: scores are softcap tanh(scores / softcap); None and 0 are none.
+            s_aux: (h,) the heads' sinks.
+            alibi_slopes: (h,) by which scores fall with the distance.
             kwargs: `cu_seqlens`, the borders of packed documents as host integers, global;
                 what changes nothing is ignored.
 
@@ -86,8 +90,8 @@ class Attention:
 
         Raises:
             NotImplementedError: for attention dropout, a KV cache, cross attention, head masks,
-                attention weights, sinks, soft caps, biases, chunks, two-sided windows, rotary
-                frequencies that vary, and rows that were not cut.
+                attention weights, learned biases, chunks, two-sided windows, rotary frequencies
+                that vary, and rows that were not cut.
             ValueError: for a mask that says more than causal or full attention does.
         """
         if not torch.compiler.is_compiling() and _was_asked_for_weights(module, sys._getframe(1)):
@@ -113,6 +117,9 @@ class Attention:
             window_size=window or (-1, -1),
             cu_seqlens=self.documents.current(kwargs),
             softmax_scale=_scale(module, scaling, query.shape[-1]),
+            softcap=softcap or 0.0,
+            sinks=s_aux,
+            alibi_slopes=alibi_slopes,
         )
         return out, None
 

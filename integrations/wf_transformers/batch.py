@@ -14,6 +14,7 @@ from wf_backends.parallel import at_least_one
 from wf_transformers.attach import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.experts import COUNTED, has_router_loss
+from wf_transformers.families import builds_masks
 from wf_transformers.masks import silent_mask
 from wf_transformers.mixing import refuse_unspread
 from wf_transformers.models import outermost, refuse_unspreadable
@@ -47,7 +48,8 @@ def forward_kwargs(
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
     kwargs = {k: v for k, v in local_batch.items() if k not in ("attention_mask", "labels")}
     if causal:
-        kwargs |= {"attention_mask": _silent_mask(model, local_batch), "use_cache": False}
+        silent = None if builds_masks(model) else _silent_mask(model, local_batch)
+        kwargs |= {"attention_mask": silent, "use_cache": False}
     elif "attention_mask" in local_batch and "cu_seqlens" not in local_batch:
         raise ValueError(
             "attention_mask gives samples of different lengths, and padding would be seen by full "

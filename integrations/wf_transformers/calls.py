@@ -38,9 +38,10 @@ def parameter_names(model: nn.Module) -> list[str]:
 
 
 def takes_any_keyword(model: nn.Module) -> bool:
-    """Whether the model's forward has **kwargs."""
+    """Whether the model's forward has **kwargs that it passes on."""
     parameters = inspect.signature(model.forward).parameters.values()
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    kept = (p for p in parameters if p.name != "deprecated_arguments")  # BLOOM's, which it refuses
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in kept)
 
 
 def has_tokens(given: Mapping[str, Any]) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers.modeling_outputs import ModelOutput
 from transformers.modeling_utils import PreTrainedModel
+from transformers.utils.generic import ModelOutput
 
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager

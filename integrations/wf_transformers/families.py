@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
@@ -63,6 +64,7 @@ class _Ours(TorchFunctionMode):
             dropout_p,
             query.shape[-1] ** -0.5 if scale is None else scale,
             sliding_window=row.window(module),
+            alibi_slopes=getattr(module, "alibi_slopes", None),
         )
         return out.transpose(1, 2)
 
@@ -108,6 +110,68 @@ def _modernbert(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor
     with _Ours(self):
         (out,) = file.sdpa_attention_forward(self, qkv, **words, **size, **kwargs)
     return (self.out_drop(self.Wo(out)),)
+
+
+def _falcon(self: Any, hidden_states: Tensor, alibi: Any, *args: Any, **kwargs: Any) -> Any:
+    """FalconAttention.forward, which has no rotary embeddings where there is something `alibi`."""
+    return _forward(self, hidden_states, self.config.alibi or None, *args, **kwargs)
+
+
+def _bloom(
+    self: Any,
+    hidden_states: Tensor,
+    residual: Tensor,
+    alibi: None,
+    attention_mask: Tensor | None,
+    layer_past: Any = None,
+    head_mask: Tensor | None = None,
+    output_attentions: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Any]:
+    """BloomAttention.forward: (b, s, width)."""
+    file: Any = sys.modules[_calling_class(type(self)).__module__]
+    query, key, value = self._reshape(self.query_key_value(hidden_states))
+    out, _ = self.wallfacer(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        self.attention_dropout.p if self.training else 0.0,
+        self.inv_norm_factor,
+        alibi_slopes=self.alibi_slopes,
+        head_mask=head_mask,
+        output_attentions=output_attentions,
+    )
+    projected = self.dense(out.flatten(2))
+    return file.dropout_add(projected, residual, self.hidden_dropout, self.training), layer_past
+
+
+def _mpt(
+    self: Any,
+    hidden_states: Tensor,
+    position_bias: Tensor | None,
+    past_key_value: Any = None,
+    attention_mask: Tensor | None = None,
+) -> tuple[Tensor, None, None]:
+    """MptAttention.forward: (b, s, width); in its masks True is hidden."""
+    qkv = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    query, key, value = (
+        x.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for x in qkv.chunk(3, dim=-1)
+    )
+    out, _ = self.wallfacer(
+        self,
+        query,
+        key,
+        value,
+        None if attention_mask is None else ~attention_mask,
+        self.attn_dropout_p if self.training else 0.0,
+        self.softmax_scale,
+        alibi_slopes=self.alibi_slopes,
+    )
+    return self.out_proj(out.flatten(2)), None, None
 
 
 def _no_window(_: Any) -> Window:
@@ -181,6 +245,27 @@ def _modernbert_window(module: Any) -> Window:
     return None if module.local_attention == (-1, -1) else module.local_attention
 
 
+def _slopes(alibi: Tensor) -> Mapping[str, Any]:
+    """From what a model adds to the scores of two keys, (h, 1, 2)."""
+    return {"alibi_slopes": (alibi[..., 1] - alibi[..., 0]).flatten()}
+
+
+def _bloom_slopes(module: Any) -> Mapping[str, Any]:
+    build = sys.modules[_calling_class(type(module)).__module__].build_alibi_tensor
+    return _slopes(build(torch.ones(1, 2), module.num_heads, torch.float32))
+
+
+def _falcon_slopes(module: Any) -> Mapping[str, Any]:
+    """Falcon scales its ALiBi, too; without it there are rotary embeddings."""
+    found = _bloom_slopes(module)["alibi_slopes"].double() * module.inv_norm_factor
+    return {"_use_sdpa": True, "alibi_slopes": found if module.config.alibi else None}
+
+
+def _mpt_slopes(module: Any) -> Mapping[str, Any]:
+    build = sys.modules[_calling_class(type(module)).__module__].build_mpt_alibi_tensor
+    return _slopes(build(module.n_heads, 2))
+
+
 def _bert_like(name: str) -> Row:
     return Row(sdpa=f"{name}SdpaSelfAttention", causal=False, attributes=_bert)
 
@@ -206,9 +291,40 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         "Qwen2MoeAttention": _decoder("Qwen2Moe", _qwen_window),
         "GPTJAttention": Row(method="_attn", function=_attn),
         "CodeGenAttention": Row(method="_attn", function=_attn),
+        "FalconAttention": Row(function=_falcon, attributes=_falcon_slopes),
+        "BloomAttention": Row(function=_bloom, attributes=_bloom_slopes),
+        "MptAttention": Row(function=_mpt, attributes=_mpt_slopes),
         "GPTNeoSelfAttention": Row(method="_attn", function=_attn, window=_neo_window),
     }
 )
+
+
+AROUND: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "FalconModel": {"use_alibi": False},
+        "BloomModel": {"build_alibi_tensor": lambda *_, **__: None},
+    }
+)
+"""Around such modules: what models are to have, so that they build no tensors of (s, s) elements
+of their ALiBi, which attention is told of."""
+
+BUILDS_MASKS = frozenset({"MptModel"})
+"""Models that take no mask but (b, s)."""
+
+
+def changes_around(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """(module, name, value): what to set in `model` beside its attention modules."""
+    return [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in AROUND.get(type(module).__name__, {}).items()
+        if hasattr(module, name) and not asks(type(module))
+    ]
+
+
+def builds_masks(model: nn.Module) -> bool:
+    """Whether `model` is to be called without any mask."""
+    return any(type(module).__name__ in BUILDS_MASKS for module in model.modules())
 
 
 def row_of(module: nn.Module) -> Row:
@@ -224,8 +340,13 @@ def unasking(model: nn.Module) -> list[Any]:
 def _is_known(kind: type) -> bool:
     for base in kind.__mro__:
         if base.__name__ in TABLE and base.__module__.startswith("transformers.models."):
-            return not hasattr(sys.modules[base.__module__], REGISTRY)
+            return not asks(base)
     return False
+
+
+def asks(kind: type) -> bool:
+    """Whether the file of a class asks the registry."""
+    return hasattr(sys.modules[kind.__module__], REGISTRY)
 
 
 def changes(module: Any, attention: Attention) -> dict[str, Any]:

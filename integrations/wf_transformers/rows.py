@@ -56,8 +56,8 @@ class Rows:
         """The same rows of both, 0 at padding, and whether `part` was cut; None if unknown."""
         if part.dim() != whole.dim():
             return None
-        valid = self._valid_of(whole)
         dims = [dim for dim in range(whole.dim()) if part.shape[dim] != whole.shape[dim]]
+        valid = self._valid_of(whole, dims[0] if dims else 1)
         if not dims:
             return part.where(valid, 0), whole.where(valid, 0), False
         count, seqlen = part.shape[dims[0]], whole.shape[dims[0]]
@@ -67,7 +67,7 @@ class Rows:
         inside = (rows < seqlen).nonzero().flatten()
         part, whole = part.index_select(dims[0], inside), whole.index_select(dims[0], rows[inside])
         if valid.dim():
-            valid = valid[:, rows[inside]]
+            valid = valid.index_select(dims[0], rows[inside])
         return part.where(valid, 0), whole.where(valid, 0), True
 
     def _find(self, count: int, seqlen: int, device: torch.device) -> Tensor | None:
@@ -84,11 +84,13 @@ class Rows:
         multiple = padding_multiple(self._sp.config.layout, self._sp.size)
         return self._sp.positions(-(-seqlen // multiple) * multiple, device)
 
-    def _valid_of(self, whole: Tensor) -> Tensor:
-        """(b, S, 1, ...) bool: False at padding; True without tokens."""
-        if not self.shape or tuple(whole.shape[:2]) != self.shape:
+    def _valid_of(self, whole: Tensor, dim: int = 1) -> Tensor:
+        """(b, 1, ..., S, 1, ...) bool, the tokens in `dim`: False at padding; True without any."""
+        if not self.shape or whole.dim() < 2 or (whole.shape[0], whole.shape[dim]) != self.shape:
             return torch.ones((), dtype=torch.bool, device=whole.device)
-        return self._valid.view(*self.shape, *[1] * (whole.dim() - 2))
+        sizes = [self.shape[0], *[1] * (whole.dim() - 1)]
+        sizes[dim] = self.shape[1]
+        return self._valid.view(sizes)
 
     def weights(self, x: Tensor, whole: bool) -> Tensor:
         """What the elements of an output count in a loss made for it; over the ranks, once each."""

@@ -40,6 +40,16 @@ OPT = {"word_embed_proj_dim": 32, "ffn_dim": 48, "dropout": 0.0}
 MODERN = {"local_attention": 6, "global_attn_every_n_layers": 2, "pad_token_id": 0}
 
 
+GEMMA = {
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 5,
+    "sliding_window_pattern": 2,
+}
+FALCON = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "multi_query": True}
+BLOOM = {"hidden_size": 32, "n_head": 4, "n_layer": 2, "vocab_size": VOCAB, **FALCON}
+
+
 @dataclass(frozen=True)
 class Family:
     """A class of models, and its smallest config."""
@@ -49,6 +59,8 @@ class Family:
     words: Mapping[str, Any] = field(default_factory=dict)
     masked: bool = False
     """Whether labels stand where they are predicted."""
+    reference: str = "sdpa"
+    """What transformers implements all of it by."""
     trains: bool = True
     """False: its forward draws in training."""
 
@@ -78,6 +90,35 @@ FAMILIES = {
         "Qwen3MoeConfig",
         {**LLAMA, **EXPERTS, "moe_intermediate_size": 16, "head_dim": 16},
     ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {**LLAMA, **GEMMA, "attn_logit_softcapping": 2.0},
+        reference="eager",
+    ),
+    "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", {**LLAMA, **GEMMA}),
+    "falcon": Family("FalconForCausalLM", "FalconConfig", {**LLAMA, **FALCON}),
+    "falcon_grouped": Family(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**LLAMA, **FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon_alibi": Family(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**LLAMA, **FALCON, "alibi": True, "multi_query": False},
+    ),
+    "falcon_alibi_grouped": Family(
+        "FalconForCausalLM",
+        "FalconConfig",
+        {**LLAMA, **FALCON, "alibi": True, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "bloom": Family("BloomForCausalLM", "BloomConfig", BLOOM),
+    "mpt": Family(
+        "MptForCausalLM",
+        "MptConfig",
+        {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": VOCAB},
+    ),
     "bert": Family("BertForMaskedLM", "BertConfig", ENCODER, masked=True),
     "roberta": Family("RobertaForMaskedLM", "RobertaConfig", ENCODER, masked=True),
     "xlm_roberta": Family("XLMRobertaForMaskedLM", "XLMRobertaConfig", ENCODER, masked=True),
@@ -96,6 +137,8 @@ class Doubles(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.float:
             func = Tensor.double
+        if func is torch.full and len(args) == 2 and isinstance(args[1], float):
+            kwargs = {"dtype": torch.float64} | (kwargs or {})
         wide = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         return func(*args, **wide)
@@ -152,7 +195,7 @@ def assert_equal(
     family: Family, size: int, given: dict[str, Any], name: str = "sdpa", **more: Any
 ) -> None:
     """Logits, loss and every gradient are those of one device to 1e-9."""
-    logits, loss, wanted = alone(family, build(family, "sdpa", **more), given)
+    logits, loss, wanted = alone(family, build(family, family.reference, **more), given)
     found = on_ranks(family, size, given, name, **more)
     for full, _, _ in found:
         assert_close(full[:, : logits.shape[1]], logits, "logits")

@@ -140,8 +140,6 @@ LAYER = SimpleNamespace(is_causal=True)
     ("kind", "message", "layer", "words"),
     [
         (NotImplementedError, "head masks", LAYER, {"head_mask": torch.ones(2)}),
-        (NotImplementedError, "soft-capped", LAYER, {"softcap": 50.0}),
-        (NotImplementedError, "attention sinks", LAYER, {"s_aux": torch.ones(2)}),
         (NotImplementedError, "an attention bias", LAYER, {"position_bias": torch.ones(2)}),
         (NotImplementedError, "attention weights", LAYER, {"output_attentions": True}),
         (ValueError, "pass cu_seqlens, global", LAYER, {"cu_seq_lens_q": torch.ones(2)}),
