@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/hetegen.py
 
 Seconds of a decoding pass, median. A shaped device has real tensors and threads as lanes whose
-work takes no less than its bytes at a given rate. What a model does between its linears is
-measured first, once for each model and batch, at rates of its own. Parts: grid, cores, peers.
+work takes no less than its bytes at a given rate. What a model does between its linears is measured
+while it streams alone, which is run before the prediction of HeteGen is made: no time of a run is
+in its own prediction. Parts: grid, cores, peers.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralC
 
 from wf_backends.hetegen import Rates, ShapedDevice, dispatch_model
 from wf_backends.hetegen.device import Work
-from wf_backends.hetegen.measure import measure_call
+from wf_backends.hetegen.measure import measure_call, measure_job
 
 PROMPT = 4
+CALL_SECONDS = 3e-4  # of a plan that is made before the model ran; streaming hides calls
 HEADLINE = 3.17  # host over link: +317 % over streaming
 SLABS, PIECES = 3, 8  # of the second lab: slabs, and slabs that one of its linears fills
 CONFIGS = {
@@ -79,7 +81,7 @@ class Measured:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", default=["grid", "cores", "peers"])
-    parser.add_argument("--tokens", type=int, default=3, help="decoding passes of a setting")
+    parser.add_argument("--tokens", type=int, default=5, help="decoding passes of a setting")
     parser.add_argument("--rows", type=int, default=None, help="of the grid; all if not given")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -130,27 +132,25 @@ def settings() -> list[Setting]:
 def grid(tokens: int, count: int | None) -> None:
     """Each setting with the best alpha, streaming alone and the host alone."""
     models = {name: make_model(name) for name in CONFIGS}
-    kinds = sorted({(row.model, row.batch) for row in settings()})
-    calls = {(name, batch): call_seconds(models[name], batch) for name, batch in kinds}
-    told = (f"{name} {batch}: {1e3 * each:.2f} ms" for (name, batch), each in calls.items())
-    print("from a call to the next, by model and batch: " + ", ".join(told))
+    for name, model in models.items():  # what is done at the first calls is done
+        decode(model, Setting(name, 1e9, 1e9, 3e9, 0.15, 1), 0.0, 2, "auto")
     print(
-        "| model | batch | link, host, accelerator MB/s | memory | alpha | predicted | measured "
-        "| measured / predicted | streaming | host | of the better | over streaming |"
+        "| model | batch | link, host, accelerator MB/s | memory | call ms | alpha | predicted "
+        "| measured | measured / predicted | streaming | host | of the better | over streaming |"
     )
-    print("|" + 12 * "---|")
+    print("|" + 13 * "---|")
     off, slower = [], []
     for row in settings()[:count]:
-        model, call = models[row.model], calls[row.model, row.batch]
-        ours, streaming, host = (
-            decode(model, row, call, tokens, alpha) for alpha in ("auto", 0.0, 1.0)
-        )
+        model = models[row.model]
+        streaming = decode(model, row, CALL_SECONDS, tokens, 0.0)
+        ours, host = (decode(model, row, streaming.call, tokens, a) for a in ("auto", 1.0))
         better = min(streaming.measured, host.measured)
         off.append(abs(ours.measured / ours.predicted - 1))
         slower.append(ours.measured / better)
         print(
             f"| {row.model} | {row.batch} | {row.link / 1e6:.0f}, {row.host / 1e6:.0f}, "
-            f"{row.accelerator / 1e6:.0f} | {100 * row.memory:.0f} % | {ours.alpha:.2f} "
+            f"{row.accelerator / 1e6:.0f} | {100 * row.memory:.0f} % | {1e3 * streaming.call:.2f} "
+            f"| {ours.alpha:.2f} "
             f"| {ours.predicted:.4f} | {ours.measured:.4f} "
             f"| {ours.measured / ours.predicted:.3f} | {streaming.measured:.4f} "
             f"| {host.measured:.4f} | {slower[-1]:.2f} "
@@ -162,12 +162,6 @@ def grid(tokens: int, count: int | None) -> None:
         f"{sum(o <= 0.1 for o in off)} within 10 %; at most {max(slower):.2f} of the better of "
         "streaming and the host alone"
     )
-
-
-def call_seconds(model: nn.Module, batch: int) -> float:
-    """What the model and the caller take from one call of a split linear to the next."""
-    row = Setting("", 60e6, 60e6, 3e9, 0.15, batch)
-    return decode(model, row, 3e-4, 6, "auto").call
 
 
 def decode(
@@ -226,27 +220,45 @@ class TwoThreads(ShapedDevice):
         return 0.0
 
 
-def cores(layers: int = 10, width: int = 2560, passes: int = 30) -> None:
-    """Two threads on two cores, nothing shaped: one copies and stands for the accelerator."""
+def cores(layers: int = 10, width: int = 2560, rounds: int = 7, passes: int = 8) -> None:
+    """Two threads on two cores, nothing shaped: one copies and stands for the accelerator.
+
+    Rates are fitted anew in each round, and the round's runs are predicted by them.
+    """
     model, x = Stack(layers, width), torch.randn(1, width)
     memory: dict[int | str, int | str] = {0: SLABS * (width // PIECES) * width * 4}
-    rates = fitted(model)
+    arms = {"HeteGen": "auto", "streaming": 0.0, "host alone": 1.0}
+    rates: list[Rates] = []
+    told: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
+    for _ in range(rounds):
+        rates.append(fitted(model))
+        for name, alpha in arms.items():
+            with dispatch_model(model, memory, TwoThreads(rates[-1]), alpha=alpha) as handle:  # type: ignore[arg-type]
+                with torch.inference_mode():
+                    for _ in range(passes):
+                        model(x)
+                seen = handle.report()["decode"]
+                share = handle.plan.splits[0].alpha("decode")
+            told[name].append((share, seen["predicted_seconds"], seen["measured_seconds"]))
+
+    def middle(name: str) -> float:
+        return median(getattr(each, name) for each in rates)
+
     print(
         "two threads, fitted GB/s: two copies and the GEMM of the one "
-        f"{rates.link / 1e9:.2f}, GEMM of the other {rates.host / 1e9:.2f}, "
-        f"both at a time {rates.memory / 1e9:.2f}; a call {1e6 * rates.call_seconds:.0f} us"
+        f"{middle('link') / 1e9:.2f}, GEMM of the other {middle('host') / 1e9:.2f}, both at a time "
+        f"{middle('memory') / 1e9:.2f}; a call {1e6 * middle('call_seconds'):.0f} us, a job "
+        f"{1e6 * middle('job_seconds'):.0f} us; medians of {rounds} rounds"
     )
-    print("| | alpha | predicted | measured | measured / predicted |")
-    print("|---|---|---|---|---|")
-    for name, alpha in (("HeteGen", "auto"), ("streaming", 0.0), ("host alone", 1.0)):
-        with dispatch_model(model, memory, TwoThreads(rates), alpha=alpha) as handle:  # type: ignore[arg-type]
-            with torch.inference_mode():
-                for _ in range(passes):
-                    model(x)
-            told = handle.report()["decode"]
-            share = handle.plan.splits[0].alpha("decode")
-        took, predicted = told["measured_seconds"], told["predicted_seconds"]
-        print(f"| {name} | {share:.2f} | {predicted:.4f} | {took:.4f} | {took / predicted:.3f} |")
+    print("| | alpha | predicted | measured | measured / predicted | in all rounds |")
+    print("|---|---|---|---|---|---|")
+    for name, runs in told.items():
+        share, predicted, took = (median(each) for each in zip(*runs, strict=True))
+        ratios = sorted(measured / guessed for _, guessed, measured in runs)
+        print(
+            f"| {name} | {share:.2f} | {predicted:.4f} | {took:.4f} | {median(ratios):.3f} "
+            f"| {ratios[0]:.3f} to {ratios[-1]:.3f} |"
+        )
 
 
 def fitted(model: Stack) -> Rates:
@@ -267,12 +279,13 @@ def fitted(model: Stack) -> Rates:
 
     size = sum(weight.nbytes for weight in weights)
     alone = [size / seconds_of(run) for run in (link, host)]
-    both = sum(size / took for took in together(link, host))
-    call = measure_call(TwoThreads(Rates(1e13, 1e13, 1e13)))
-    return Rates(alone[0], alone[1], 1e13, memory=both, call_seconds=call)
+    both = max(sum(size / took for took in together(link, host)), *alone)
+    lanes = TwoThreads(Rates(1e13, 1e13, 1e13))
+    call, job = measure_call(lanes), measure_job(lanes)
+    return Rates(alone[0], alone[1], 1e13, memory=both, call_seconds=call, job_seconds=job)
 
 
-def seconds_of(run: Callable[[], None], seconds: float = 1.0) -> float:
+def seconds_of(run: Callable[[], None], seconds: float = 0.4) -> float:
     """Median of one run, after one that warms up."""
     took, end = [], time.perf_counter() + seconds
     with torch.inference_mode():

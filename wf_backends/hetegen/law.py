@@ -28,7 +28,8 @@ class Rates:
         staging: host memory that is not pinned -> pinned.
         host_flops, accelerator_flops: operations a second, which bound a GEMM over many tokens.
         call_seconds: from the end of one call of a split linear to the next: what the model does
-            in between, and handing work to lanes.
+            in between, and waiting for lanes.
+        job_seconds: what a lane takes for each job beside its bytes.
     """
 
     link: float
@@ -39,14 +40,15 @@ class Rates:
     host_flops: float = inf
     accelerator_flops: float = inf
     call_seconds: float = 0.0
+    job_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        call = self.call_seconds
-        if not (isfinite(call) and call >= 0):
-            raise ValueError(f"call_seconds must be at least 0 seconds, got {call!r}")
-        for name in (field.name for field in fields(self) if field.name != "call_seconds"):
+        for name in (field.name for field in fields(self)):
             value = getattr(self, name)
-            if not value > 0:
+            if name.endswith("_seconds"):
+                if not (isfinite(value) and value >= 0):
+                    raise ValueError(f"{name} must be at least 0 seconds, got {value!r}")
+            elif not value > 0:
                 raise ValueError(f"{name} must be a positive rate, got {value!r}")
             if name in ("link", "host") and not isfinite(value):
                 raise ValueError(f"{name} must be a finite rate, got {value!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wf_backends.hetegen.accelerator import Accelerator, Streams
-from wf_backends.hetegen.device import Device
+from wf_backends.hetegen.device import Device, Work
 from wf_backends.hetegen.dispatch import dispatch_model
 from wf_backends.hetegen.law import Rates
 from wf_backends.hetegen.shaped import ShapedDevice
 
 WEIGHTS = 4  # so many that caches do not hold them all
 MANY_TOKENS = 256
-CALLS = 200  # of linears that take no time, to measure what a call takes
+CALLS = 200  # of linears that take no time, and works that do nothing
 FAST = 1e13  # bytes a second: no time
 
 
@@ -68,16 +69,18 @@ def measure_rates(
 
     with ThreadPoolExecutor(1) as other:
         beside = other.submit(host_meanwhile)
-        memory = timed(link) + beside.result()
+        both = timed(link) + beside.result()
+    alone, host = timed(link), timed(gemm(1, weights))
     return Rates(
-        link=timed(link),
-        host=timed(gemm(1, weights)),
+        link=alone,
+        host=host,
         accelerator=timed(gemm(1, there)),
-        memory=memory,
+        memory=max(both, alone, host),
         staging=timed(lambda i: pinned.copy_(weights[i])),
         host_flops=flops * timed(gemm(MANY_TOKENS, weights)),
         accelerator_flops=flops * timed(gemm(MANY_TOKENS, there)),
         call_seconds=measure_call(device, dtype),
+        job_seconds=measure_job(device),
     )
 
 
@@ -89,6 +92,23 @@ def measure_call(device: Device, dtype: torch.dtype = torch.float32) -> float:
     with dispatch_model(model, {0: memory}, device, alpha=0.5) as handle, torch.inference_mode():
         model(x)
         return handle.report()["decode"]["call_seconds"]
+
+
+def measure_job(device: Device) -> float:
+    """Seconds that the link's lane takes for a work that does nothing, with others behind it."""
+    lane, gate = device.lanes["link"], threading.Event()
+    first = lane.submit(Work(gate.wait, 0))
+    works = [lane.submit(Work(_nothing, 0)) for _ in range(CALLS)]
+    start = time.perf_counter()
+    gate.set()
+    device.wait([first, *works])
+    took = time.perf_counter() - start
+    device.stop()
+    return took / CALLS
+
+
+def _nothing() -> None:
+    pass
 
 
 def _seconds_each(run: Callable[[int], object], wait: Callable[[], None], seconds: float) -> float:

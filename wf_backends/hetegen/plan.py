@@ -97,7 +97,8 @@ class Plan:
     def seconds_of(self, job: Job, phase: Phase) -> float:
         """What a job of a lane should take in a pass."""
         rate = getattr(self._rates_of[job.linear, phase], job.lane)
-        return (job.stop - job.start) * self.splits[job.linear].linear.row_bytes / rate
+        nbytes = (job.stop - job.start) * self.splits[job.linear].linear.row_bytes
+        return nbytes / rate + self.rates.job_seconds
 
     @cached_property
     def _rates_of(self) -> dict[tuple[int, Phase], Rates]:
