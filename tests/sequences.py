@@ -8,6 +8,7 @@ from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.schedule.mask import make_mask
+from wf_backends.schedule.slices import WORDS as SLICE_WORDS
 
 SEQLEN = 45
 MASKS = (
@@ -53,7 +54,9 @@ def attend(comm, words, heads, kv_heads, mask, wanted, topology=None):
     sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm, topology)
     q, k, v, dout = tensors(heads, kv_heads)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = sp.unshard(sp.attention(sp.shard(q), sp.shard(k), sp.shard(v), **mask))
+    slices = {key: mask[key] for key in SLICE_WORDS if key in mask}
+    parts = (sp.shard(x, **slices) for x in (q, k, v))
+    out = sp.unshard(sp.attention(*parts, **mask), **slices)
     found = gradients(out, dout, q, k, v)
     worst = max((a - b).abs().max().item() for a, b in zip(found, wanted, strict=True))
     return worst, frozenset(label.split()[1] for label in sp.report() if "shard" not in label)

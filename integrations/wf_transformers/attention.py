@@ -27,6 +27,7 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "position_bias": "an attention bias",
         "encoder_hidden_states": "cross attention",
         "past_key_value": "a KV cache",
+        "q_ranges": "a mask in slices (q_ranges): sp.attention takes it, this layer's door not",
     }
 )
 

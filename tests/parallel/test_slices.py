@@ -18,6 +18,14 @@ SPLITS = (
     {"ulysses_degree": 2, "route": "all_gather", "ulysses_chunks": 2, "backward_moves": "queries"},
     {"route": {"name": "concentric", "team_size": 2}, "layout": "contiguous"},
     {"strategy": "lss"},
+    {"route": "ring", "layout": "balanced"},
+    {
+        "route": {"name": "double_ring", "inner": 2},
+        "layout": "balanced",
+        "backward_moves": "queries",
+    },
+    {"ulysses_degree": 2, "route": "ring", "layout": "balanced"},
+    {"layout": "balanced"},
 )
 
 
@@ -101,3 +109,59 @@ def test_rows_without_a_slice_give_zero_and_take_no_gradient():
 
     for found in run_threads(3, rank):
         assert all(torch.equal(x, torch.zeros_like(x)) for x in found)
+
+
+@pytest.mark.parametrize("layout", ("balanced", "zigzag"))
+def test_a_batch_is_cut_where_its_slices_say(layout):
+    """Rows of every tensor as `positions` numbers them; padding stands in no slice."""
+    told, ids = SLICES["prefix_lm"], torch.arange(2 * 37).view(2, 37)
+
+    def rank(comm):
+        words = {"sequence_parallel_size": 4, "route": "ring", "layout": layout}
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+        local = sp.shard_batch({"input_ids": ids, "labels": ids, **told})
+        seqlen = 37 if layout == "balanced" else 40
+        rows = sp.positions(seqlen, **told)
+        assert {key: local[key] for key in told} == told and "cu_seqlens" not in local
+        assert torch.equal(local["position_ids"][0], rows)
+        inside = rows[rows < 36]
+        assert torch.equal(local["labels"][0, rows < 36], ids[0, inside + 1])
+        assert (local["labels"][:, rows >= 36] == -100).all()
+        return sp.unshard(local["input_ids"], 1, **told)
+
+    for whole in run_threads(4, rank):
+        assert torch.equal(whole[:, :37], ids)
+
+
+def test_what_the_balanced_layout_needs_is_said():
+    x = torch.zeros(1, 37, 2, 8)
+
+    def rank(comm):
+        words = {"sequence_parallel_size": 2, "route": "ring", "layout": "balanced"}
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+        for call in (lambda: sp.shard(x), lambda: sp.positions(37), lambda: sp.unshard(x)):
+            with pytest.raises(ValueError, match="balanced layout follows from the slices"):
+                call()
+        with pytest.raises(ValueError, match="balanced layout follows from the slices"):
+            sp.attention(x, x, x, causal=True)
+        with pytest.raises(ValueError, match="take another layout for cross attention"):
+            sp.attention(x, x[:, :30], x[:, :30], **words_across)
+        with pytest.raises(ValueError, match=r"leave \['cu_seqlens'\] out"):
+            sp.shard(x, 1, (0, 37), **SLICES["bicausal"])
+        some = x[:, : 18 + 2 * comm.rank]
+        with pytest.raises(ValueError, match=r"shards of the balanced layout: .*got \[18, 20\]"):
+            sp.attention(some, some, some, **SLICES["bicausal"])
+
+    words_across = words((0, 37, 0, 30, "full"))
+    run_threads(2, rank)
+
+
+def test_padding_in_a_slice_is_refused():
+    def rank(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2, route="ring"), comm)
+        ids = torch.zeros(2, 40, dtype=torch.long)
+        valid = (torch.arange(40) < 36).long().expand(2, -1)
+        with pytest.raises(ValueError, match="slice 1 ends beyond the sequence of 36 tokens"):
+            sp.shard_batch({"input_ids": ids, "attention_mask": valid, **SLICES["prefix_lm"]})
+
+    run_threads(2, rank)

@@ -12,12 +12,16 @@ from hypothesis import strategies as st
 from wf_backends.lowering.areas import tile_area
 from wf_backends.lowering.tiles import tiles
 from wf_backends.schedule import documents
-from wf_backends.schedule.documents import causal_work, unevenness
+from wf_backends.schedule.documents import causal_load
 from wf_backends.schedule.layout import document_zigzag, make_layout
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.ranges import intersect
 
 RANKS = (2, 4, 8, 16)
+
+
+def unevenness(layout, packed):
+    return causal_load(packed).unevenness(layout)
 
 
 def borders(lengths):
@@ -107,13 +111,15 @@ def test_every_token_has_one_owner(lengths, n):
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.sampled_from((1, 2, 3)))
-def test_causal_work_is_the_area_of_the_tiles(lengths, n):
+def test_causal_scores_are_the_area_of_the_tiles(lengths, n):
     packed = borders(lengths)
     mask, everything = Mask(CAUSAL, packed), ((0, packed[-1]),)
     for shard in make_layout("contiguous", n, max(packed[-1], n)):
         if packed[-1] < n:
             return
-        assert causal_work(shard, packed) == sum(map(tile_area, tiles(shard, everything, mask)))
+        assert causal_load(packed).scores(shard) == sum(
+            map(tile_area, tiles(shard, everything, mask))
+        )
 
 
 def test_short_documents_stay_whole_and_a_long_one_is_cut():

@@ -85,7 +85,8 @@ def plan(
         **o.keeping(layers),
     )
     # refuses sequences that are too short
-    make_layout(work.layout, asked.topology.size, work.seqlen, work.mask.cu_seqlens)
+    borders, slices = work.mask.cu_seqlens, work.mask.slices
+    make_layout(work.layout, asked.topology.size, work.seqlen, borders, slices)
     added, top_or_all = o.hosts_added(topology, asked.topology), None if show_all else top
     trained = (model_name, data_parallel_size) if model_name and memory_gib else None
     answer(asked, added, top_or_all, as_json, trained)

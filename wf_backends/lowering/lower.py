@@ -79,7 +79,7 @@ class _Derivation:
         sides = self._ordered("q", "k")
         parts = (partial(self._parts, *one) for one in zip(homes, sides, strict=True))
         self._stay, self._walk = map(cache, parts)
-        through = roles.has_laps and not self.mask.is_near
+        through = roles.has_laps and self.mask.is_dense
         self.forwarding = Forwarding(roles, self.walk_home, self._wanted, problem.kept, through)
         self.gathering = GatherRounds(
             roles.q, self.num_steps, self.stay_home, self.stay_rows, self._met

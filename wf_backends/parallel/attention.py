@@ -35,7 +35,7 @@ from wf_backends.runtime import (
     of_heads,
     tokens_for_heads,
 )
-from wf_backends.schedule import Layout, Mask, check, layout_of
+from wf_backends.schedule import LAYOUTS, Layout, Mask, check, layout_of
 
 
 class DistributedAttention:
@@ -138,11 +138,13 @@ class DistributedAttention:
         Args:
             told: the queries' and the keys' (name in errors, rows of every rank).
         """
-        _check_positions(mask, spec, *(sum(rows) for _, rows in told))
+        lengths = [sum(rows) for _, rows in told]
+        _check_positions(mask, spec, *lengths)
+        _check_layout(self.config.layout, *lengths)
         q_layout, kv_layout = (
-            layout_of(self.config.layout, rows, mask.cu_seqlens, name) for name, rows in told
+            layout_of(self.config.layout, rows, mask, name) for name, rows in told
         )
-        choice = self._choose([sum(rows) for _, rows in told], mask, spec, batch)
+        choice = self._choose(lengths, mask, spec, batch)
         groups = UlyssesGroups(self.comm.size, choice.degree, choice.stride)
         at, member = groups.find(self.comm.rank)
         members = groups.members(at)
@@ -237,4 +239,12 @@ def _check_positions(mask: Mask, spec: KernelSpec, seqlen: int, num_keys: int) -
             f"cross attention ({seqlen} queries, {num_keys} keys) has no common positions: causal, "
             "window_size, cu_seqlens and alibi_slopes need as many keys as queries; q_ranges and "
             "k_ranges say which queries see which keys"
+        )
+
+
+def _check_layout(layout: str, seqlen: int, num_keys: int) -> None:
+    if seqlen != num_keys and LAYOUTS[layout].needs_slices:
+        raise ValueError(
+            f"the {layout} layout follows from the slices of one sequence, and there are {seqlen} "
+            f"queries and {num_keys} keys: take another layout for cross attention"
         )

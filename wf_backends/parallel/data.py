@@ -5,12 +5,13 @@ Beside its ids or embeddings a batch may hold
     "attention_mask" (b, S), 1 = valid, padding on the right only;
     "position_ids" (b, S) or (1, S);
     "cu_seqlens": host integers 0 = c0 < ... = S, the documents of every sample;
+    "q_ranges", "k_ranges", "attn_mask_types": in its place, the mask of every sample as slices;
     anything else: tensors (b, S, ...).
 
 Padding is never seen by a valid token: under causal attention because it comes last, under full
-attention because `cu_seqlens` makes it a document of its own. One exception: samples of different
-lengths have no documents in common; their "attention_mask" comes back without "cu_seqlens", and
-only causal attention is right on them.
+attention because `cu_seqlens` makes it a document of its own, under slices because it stands in
+none. One exception: samples of different lengths have no documents in common; their
+"attention_mask" comes back without "cu_seqlens", and only causal attention is right on them.
 
 Shapes: b batch, S sequence length as given, S' the same rounded up to the multiple.
 """
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from wf_backends.schedule import make_mask
+from wf_backends.schedule import SLICE_WORDS, make_mask
 
 IGNORE_INDEX = -100  # the label that counts for nothing, as in torch's cross_entropy
 
@@ -50,18 +51,21 @@ def prepare_batch(
     Returns:
         A new dict of the same keys, and "position_ids" counting from 0 in every document (going on
         counting through the padding). "cu_seqlens" is there if documents or an attention_mask were
-        given or padding was needed, unless samples differ in length.
+        given or padding was needed, unless samples differ in length; slices are as given.
 
     Raises:
         ValueError: for a tensor that is not (b, S, ...), a mask with holes or padding on the
-            left, an impossible multiple, or cu_seqlens that do not end at S; names the key.
+            left, an impossible multiple, cu_seqlens that do not end at S, or slices that hold
+            padding; names the key.
     """
     if multiple < 1:
         raise ValueError(f"multiple must be at least 1 token, got {multiple}")
-    tensors = {k: v for k, v in batch.items() if k != "cu_seqlens" and v is not None}
+    told = {k: batch[k] for k in ("cu_seqlens", *SLICE_WORDS) if batch.get(k) is not None}
+    tensors = {k: v for k, v in batch.items() if k not in told and v is not None}
     size, seqlen = _shape(tensors)
     valid = _valid(tensors.get("attention_mask"))
-    documents = make_mask(cu_seqlens=batch.get("cu_seqlens"), seqlen=seqlen).cu_seqlens
+    mask = make_mask(**told, seqlen=seqlen)
+    documents = mask.cu_seqlens
     borders = documents or (0, seqlen)
     if "position_ids" not in tensors:
         tensors["position_ids"] = _positions(borders, tensors).expand(size, -1)
@@ -70,6 +74,9 @@ def prepare_batch(
         tensors["labels"] = _targets(tensors["labels"], valid, ends)
     padded = -(-seqlen // multiple) * multiple
     out = _padded(tensors, padded, {"input_ids": pad_token_id, "labels": IGNORE_INDEX})
+    if mask.slices is not None:
+        mask.check_lengths(*2 * [seqlen if valid is None else int(valid.sum(dim=1).min())])
+        return out | told
     closed = _pad_borders(documents, valid, seqlen, padded)
     return out if closed is None else out | {"cu_seqlens": closed}
 

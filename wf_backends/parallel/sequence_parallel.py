@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 from zlib import crc32
@@ -18,15 +17,15 @@ from torch import Tensor
 
 from wf_backends._compile import eager
 from wf_backends.cluster import JobTopology, Topology, cache_folder
-from wf_backends.comm import ConsistencyCheck, fingerprint, make_comm, move, sum_over_ranks
+from wf_backends.comm import ConsistencyCheck, fingerprint, make_comm, sum_over_ranks
 from wf_backends.parallel.attention import DistributedAttention, check_tensors
 from wf_backends.parallel.config import LSS, SequenceParallelConfig
 from wf_backends.parallel.data import prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
 from wf_backends.parallel.lss import LssAttention
+from wf_backends.parallel.sharding import Sharding
 from wf_backends.parallel.softmax import make_softmax, plain_softmax
-from wf_backends.runtime import dimension, gather_shards, positions, take_shard
-from wf_backends.schedule import layout_of, make_layout, make_mask, padding_multiple
+from wf_backends.schedule import SLICE_WORDS, make_mask, padding_multiple
 
 STRATEGIES: Mapping[str | None, type[DistributedAttention]] = MappingProxyType(
     {None: DistributedAttention, LSS: LssAttention}
@@ -34,7 +33,7 @@ STRATEGIES: Mapping[str | None, type[DistributedAttention]] = MappingProxyType(
 PLAIN = (make_mask(), make_mask(causal=True))  # the masks of most calls, causal or not
 
 
-class SequenceParallel:
+class SequenceParallel(Sharding):
     """Exact attention, batches and losses over one sequence-parallel group.
 
     Args:
@@ -67,65 +66,6 @@ class SequenceParallel:
         self._consistency = ConsistencyCheck(self.comm)
         found = JobTopology(self.comm, config.topology, topology, cache_folder(os.environ))
         self._attention = STRATEGIES[config.strategy](config, self.comm, found)
-
-    @eager
-    def shard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:
-        """This rank's rows of a tensor that every rank holds whole, in layout order.
-
-        The gradient is gathered: every rank gets that of the whole tensor.
-
-        Args:
-            x: (..., S, ...), any dtype, the same on every rank.
-            dim: which dimension of x the sequence is.
-            cu_seqlens: the packed documents; needed by the document_zigzag layout alone.
-
-        Returns:
-            (..., s, ...), a copy.
-
-        Raises:
-            ValueError: if the sequence is too short for the layout, or x has no such dim.
-        """
-        dim = dimension(x, dim)
-        layout = make_layout(self.config.layout, self.size, x.shape[dim], cu_seqlens)
-        there, back = (partial(f, self.comm, layout, dim) for f in (take_shard, gather_shards))
-        return move(x, there, back, "shard")
-
-    @eager
-    def unshard(self, x: Tensor, dim: int = 1, cu_seqlens: Sequence[int] | None = None) -> Tensor:
-        """The whole tensor, in sequence order, on every rank; its gradient is cut by `shard`.
-
-        Every rank is taken to use the whole tensor in the same way: a loss that all ranks compute
-        from it counts once, not once a rank.
-
-        Args:
-            x: (..., s, ...), any dtype, this rank's rows as `shard` gives them.
-            dim, cu_seqlens: as those of `shard`.
-
-        Returns:
-            (..., S, ...).
-
-        Raises:
-            ValueError: if the ranks' tensors are not the shards of one tensor, or have no such dim.
-        """
-        with self._consistency:  # if it is refused here, it is on all ranks
-            dim = dimension(x, dim)
-        others = [n for axis, n in enumerate(x.shape) if axis != dim]
-        same = {"dtype": fingerprint(x.dtype), "shape beside dim": fingerprint(others)}
-        told = self._consistency.check(same, {"rows": x.shape[dim]}, x, remember=False)
-        rows = told["rows"]  # of others they may have changed where this rank's are the same
-        layout = layout_of(self.config.layout, rows, cu_seqlens, f"dim {dim} of x")
-        there, back = (partial(f, self.comm, layout, dim) for f in (gather_shards, take_shard))
-        return move(x, there, back, "unshard")
-
-    def positions(
-        self,
-        seqlen: int,
-        device: torch.device | None = None,
-        cu_seqlens: Sequence[int] | None = None,
-    ) -> Tensor:
-        """(s,) int64: the global positions of this rank's rows of a sequence of `seqlen`."""
-        layout = make_layout(self.config.layout, self.size, seqlen, cu_seqlens)
-        return positions(layout[self.rank], device)
 
     @eager
     def attention(
@@ -213,12 +153,13 @@ class SequenceParallel:
 
         Args:
             batch: "input_ids" (b, S), and optionally "labels", "attention_mask", "position_ids",
-                "cu_seqlens" and other tensors (b, S, ...); see
+                "cu_seqlens", the mask's slices and other tensors (b, S, ...); see
                 `wf_backends.parallel.data.prepare_batch`.
 
         Returns:
             The same keys, cut along dim 1: labels shifted before the cut, position_ids added,
-            everything padded to equal shards, padding labelled -100. "cu_seqlens" stays whole.
+            everything padded to equal shards, padding labelled -100. "cu_seqlens", "q_ranges",
+            "k_ranges" and "attn_mask_types" stay whole.
 
         Raises:
             ValueError: for a malformed batch, or one that is not the same on every rank.
@@ -231,8 +172,8 @@ class SequenceParallel:
                 labels_are_shifted=labels_are_shifted,
             )
         tensors = self.check_same(whole)
-        borders = whole.get("cu_seqlens")
-        return whole | {key: self.shard(x, 1, borders) for key, x in tensors.items()}
+        borders, slices = whole.get("cu_seqlens"), {k: whole[k] for k in SLICE_WORDS if k in whole}
+        return whole | {key: self.shard(x, 1, borders, **slices) for key, x in tensors.items()}
 
     def check_same(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors of a batch, once it is known to be the same on every rank.
@@ -243,6 +184,7 @@ class SequenceParallel:
         tensors = {key: value for key, value in batch.items() if isinstance(value, Tensor)}
         same = {key: _checksum(value) for key, value in sorted(tensors.items())}
         same["cu_seqlens"] = fingerprint(batch.get("cu_seqlens"))
+        same |= {key: fingerprint(batch[key]) for key in SLICE_WORDS if key in batch}
         like = next(iter(tensors.values()), torch.empty(0))
         keys = {"keys of the batch": fingerprint(sorted(same))}
         try:

@@ -61,8 +61,9 @@ def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind) -> Problem:
     workload = split.workload
 
     def merged(num_rows: int) -> Layout:
-        borders = workload.mask.cu_seqlens or (0, num_rows)
-        layout = make_layout(workload.layout, split.topology.size, num_rows, borders)
+        mask, size = workload.mask, split.topology.size
+        borders = mask.cu_seqlens or (0, num_rows)
+        layout = make_layout(workload.layout, size, num_rows, borders, mask.slices)
         return split.groups.merge(layout)
 
     queries, keys = merged(workload.seqlen), merged(workload.num_keys)

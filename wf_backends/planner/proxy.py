@@ -1,4 +1,4 @@
-"""What is planned for where tokens see only near ones: under a window, or in packed documents.
+"""What is planned for where tokens see only some: under a window, in packed documents or slices.
 
 Pure: standard library only. Closed forms count what a full mask sends, so messages are counted, of
 few routes. Hosts that are far apart have nothing to do with each other, so some hosts with their
@@ -33,9 +33,11 @@ def alike(request: Request) -> Request:
     """What is planned for in the place of a call, and of all that are like it.
 
     Lengths count to the next of eight an octave, documents by their kind; and some ranks stand for
-    all of them where tokens see only near ones.
+    all of them where tokens see only near ones. Slices are planned for as they are.
     """
     work = request.workload
+    if work.mask.slices is not None:
+        return request
     keys = None if work.keys in (None, work.seqlen) else _similar(work.keys)
     like = replace(request, workload=replace(work, seqlen=_similar(work.seqlen), keys=keys))
     return on_fewer_ranks(like) or of_its_kind(like)
@@ -49,8 +51,10 @@ def _similar(seqlen: int) -> int:
 
 def counted(request: Request) -> Request:
     """The request itself, or of which every message is counted, where closed forms know little."""
-    near, size = request.workload.mask.is_near, request.topology.size
-    return on_few(request) if near and request.exact_up_to < size <= NEAR_UP_TO else request
+    size, is_dense = request.topology.size, request.workload.mask.is_dense
+    if is_dense or not request.exact_up_to < size <= NEAR_UP_TO:
+        return request
+    return on_few(request)
 
 
 def on_few(request: Request) -> Request:
@@ -61,8 +65,8 @@ def on_few(request: Request) -> Request:
 
 def packed(work: Workload, borders: tuple[int, ...] | None) -> Workload:
     """The workload with these documents; None = one, on shards that are as even without any."""
-    layout = work.layout
-    if borders is None and LAYOUTS[layout].needs_documents:
+    layout, kind = work.layout, LAYOUTS[work.layout]
+    if borders is None and (kind.needs_documents or kind.needs_slices):
         layout = "zigzag"
     return replace(work, mask=Mask(work.mask.band, borders), layout=layout)
 

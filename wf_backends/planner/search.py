@@ -42,14 +42,14 @@ def best_plan(request: Request) -> Plan:
     """The first of `all_plans`, unless closed forms misjudge its head split.
 
     Where every message is counted, it is for the few head splits that closed forms find the best;
-    under a window or documents for all of them, of which closed forms know little.
+    under a window, documents or slices for all of them, of which closed forms know little.
 
     Raises:
         ValueError: if no plan fits the memory, naming the one that comes closest, or no ulysses
             degree that may be used fits the ranks and heads.
     """
     splits = head_splits(request)
-    if request.is_exact and not request.workload.mask.is_near:
+    if request.is_exact and request.workload.mask.is_dense:
         splits = _promising(request, splits)
     plan = _best_of(request, splits)
     if plan.cost.memory_bytes > request.memory_limit:
@@ -180,8 +180,9 @@ def _candidates(
     """The routes that are named; else all, counted backwards too where the mask has a direction."""
     if named is not None:
         return named
-    band = split.workload.mask.band
-    directed = request.is_exact and band != FULL and band.left == inf  # windows turn by themselves
+    mask, band = split.workload.mask, split.workload.mask.band
+    has_direction = band != FULL and band.left == inf  # windows turn by themselves
+    directed = request.is_exact and (has_direction or mask.slices is not None)
     return placements(split.route_size, directed)
 
 

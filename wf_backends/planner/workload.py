@@ -42,7 +42,7 @@ class Workload:
     @property
     def scores(self) -> int:
         """The (query, key) pairs that the mask lets through."""
-        if self.num_keys != self.seqlen:
+        if self.num_keys != self.seqlen and self.mask.slices is None:
             return self.seqlen * self.num_keys
         return mask_area(self.mask, self.seqlen)
 

@@ -37,6 +37,7 @@ from wf_backends.schedule.ranges import (
 from wf_backends.schedule.render import render
 from wf_backends.schedule.routes import ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, carriers, check
+from wf_backends.schedule.slices import WORDS as SLICE_WORDS
 from wf_backends.schedule.slices import Slice
 
 __all__ = [
@@ -53,6 +54,7 @@ __all__ = [
     "ROUTES",
     "Range",
     "Ranges",
+    "SLICE_WORDS",
     "Schedule",
     "Shards",
     "Slice",

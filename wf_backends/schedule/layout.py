@@ -13,8 +13,11 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from wf_backends._validation import nearest
+from wf_backends.schedule.balance import balance_slices
 from wf_backends.schedule.documents import deal_documents
+from wf_backends.schedule.mask import Mask
 from wf_backends.schedule.ranges import Range, Ranges, join, size
+from wf_backends.schedule.slices import Slice
 
 Layout = tuple[Ranges, ...]  # rank -> its shard
 
@@ -58,24 +61,46 @@ def document_zigzag(num_ranks: int, cu_seqlens: Sequence[int]) -> Layout:
     return layout
 
 
+def balanced(num_ranks: int, seqlen: int, slices: Sequence[Slice]) -> Layout:
+    """A mask in slices, balanced: every rank has as many tokens and as many scores to compute.
+
+    Token counts differ by one where the ranks do not divide the sequence.
+
+    Raises:
+        ValueError: if there are fewer tokens than ranks.
+    """
+    if seqlen < num_ranks:
+        raise _too_short("balanced", seqlen, num_ranks, num_ranks)
+    if beyond := [one.q for one in slices if one.q[1] > seqlen]:
+        raise ValueError(
+            f"q_ranges must end within the sequence of {seqlen} tokens, got {beyond[0]}"
+        )
+    return balance_slices(num_ranks, seqlen, tuple(slices))
+
+
 @dataclass(frozen=True, slots=True)
 class LayoutKind:
-    """A layout by name: how to build it from ranks, tokens and documents."""
+    """A layout by name: how to build it from ranks, tokens, documents and slices of a mask."""
 
-    build: Callable[[int, int, Sequence[int]], Layout]
+    build: Callable[[int, int, Sequence[int], Sequence[Slice]], Layout]
     chunks_per_rank: int
     """A sequence length divisible by ranks x this gives every rank the same number of tokens; 0 =
     shards are not meant to be equal, nothing is padded for them."""
     needs_documents: bool = False
     """Whether the layout follows from the documents, so that none may be left unsaid."""
+    needs_slices: bool = False
+    """The same of the mask's slices."""
 
 
 LAYOUTS: Mapping[str, LayoutKind] = MappingProxyType(
     {
-        "contiguous": LayoutKind(lambda n, seqlen, _: contiguous(n, seqlen), 1),
-        "zigzag": LayoutKind(lambda n, seqlen, _: zigzag(n, seqlen), 2),
+        "contiguous": LayoutKind(lambda n, seqlen, _, __: contiguous(n, seqlen), 1),
+        "zigzag": LayoutKind(lambda n, seqlen, _, __: zigzag(n, seqlen), 2),
         "document_zigzag": LayoutKind(
-            lambda n, _, borders: document_zigzag(n, borders), 0, needs_documents=True
+            lambda n, _, borders, __: document_zigzag(n, borders), 0, needs_documents=True
+        ),
+        "balanced": LayoutKind(
+            lambda n, seqlen, _, slices: balanced(n, seqlen, slices), 0, needs_slices=True
         ),
     }
 )
@@ -91,13 +116,17 @@ def check_layout_name(name: str) -> str:
 
 
 def make_layout(
-    name: str, num_ranks: int, seqlen: int, cu_seqlens: Sequence[int] | None = None
+    name: str,
+    num_ranks: int,
+    seqlen: int,
+    cu_seqlens: Sequence[int] | None = None,
+    slices: Sequence[Slice] | None = None,
 ) -> Layout:
     """The layout called `name` for `seqlen` tokens on `num_ranks` ranks.
 
     Raises:
-        ValueError: for an unknown name, a sequence too short, or documents that the layout needs
-            and that were not given or do not end at `seqlen`.
+        ValueError: for an unknown name, a sequence too short, or documents or slices that the
+            layout needs and that were not given or do not fit `seqlen`.
     """
     kind = LAYOUTS[check_layout_name(name)]
     if kind.needs_documents and cu_seqlens is None:
@@ -105,22 +134,25 @@ def make_layout(
             f"the {name} layout follows from the documents: pass cu_seqlens ((0, {seqlen}) if "
             "there is one)"
         )
+    if kind.needs_slices and slices is None:
+        raise ValueError(
+            f"the {name} layout follows from the slices of the mask: pass q_ranges, k_ranges and "
+            "attn_mask_types, the same to shard, unshard, positions and attention"
+        )
     if cu_seqlens is not None and cu_seqlens[-1] != seqlen:
         raise ValueError(
             f"cu_seqlens must end at the sequence length {seqlen}, got {cu_seqlens[-1]}"
         )
-    return kind.build(num_ranks, seqlen, cu_seqlens or (0, seqlen))
+    return kind.build(num_ranks, seqlen, cu_seqlens or (0, seqlen), slices or ())
 
 
-def layout_of(
-    name: str, rows: Sequence[int], cu_seqlens: Sequence[int] | None, what: str
-) -> Layout:
+def layout_of(name: str, rows: Sequence[int], mask: Mask, what: str) -> Layout:
     """The layout called `name` whose shards have the lengths `rows`, by rank.
 
     Raises:
         ValueError: as `make_layout`, and naming `what` if there is no such layout.
     """
-    layout = make_layout(name, len(rows), sum(rows), cu_seqlens)
+    layout = make_layout(name, len(rows), sum(rows), mask.cu_seqlens, mask.slices)
     if lengths(layout) != tuple(rows):
         raise ValueError(
             f"{what} must be the shards of the {name} layout: for {sum(rows)} tokens these have "

@@ -42,9 +42,13 @@ class Mask:
 
     @property
     def is_near(self) -> bool:
-        """Whether tokens see no further than a window, their document or their slices."""
-        known = self.cu_seqlens is not None or self.slices is not None
-        return known or self.band.left < inf
+        """Whether tokens see no further than a window or their document."""
+        return self.cu_seqlens is not None or self.band.left < inf
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether queries see all keys, or all up to some: few rows are spared a way."""
+        return self.slices is None and not self.is_near
 
     def within(self, seqlen: int) -> Mask:
         """The mask for a sequence of `seqlen` tokens: windows that reach over all are none."""

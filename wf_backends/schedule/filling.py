@@ -1,0 +1,165 @@
+"""Shards filled one after the other, so that each has its part of the tokens and of the scores.
+
+Pure: standard library only. A sequence is told in segments, in which the keys that a query sees
+rise or fall evenly from token to token: packed documents are such segments, and so is what slices
+of a mask make of a sequence.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
+from typing import NamedTuple
+
+from wf_backends.schedule.ranges import Range, Ranges, join, size
+
+MAX_EXCESS = 0.02
+"""How far the busiest rank may be above the mean, so that fewer segments are cut."""
+EXCESSES = (MAX_EXCESS, MAX_EXCESS / 2, MAX_EXCESS / 4, 0.0)
+
+
+class Segment(NamedTuple):
+    """Tokens [start, stop), of which token p sees first + slope (p - start) keys."""
+
+    start: int
+    stop: int
+    first: int = 1
+    slope: int = 1
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def density(self) -> float:
+        """Keys that a token sees, in the mean."""
+        return self.first + self.slope * (self.length - 1) / 2
+
+    def scores(self, start: int, stop: int) -> int:
+        """(query, key) pairs of the tokens [start, stop), as far as they lie in the segment."""
+        begin, end, first, slope = self
+        a, b = max(start, begin) - begin, min(stop, end) - begin
+        return (b - a) * (2 * first + slope * (a + b - 1)) // 2 if a < b else 0
+
+    def rows(self, start: int, stop: int) -> tuple[Range, ...]:
+        """The tokens start to stop in an order in which scores go with the count of tokens.
+
+        From the ends inwards, if keys rise or fall: [a, b) and their mirror image see (b - a) *
+        length * density keys together, wherever they lie.
+        """
+        first, last = self.start, self.stop
+        if not self.slope or stop - start == last - first:
+            return ((first + start, first + stop),)
+        head = first + (start + 1) // 2, first + (stop + 1) // 2
+        return head, (last - stop // 2, last - start // 2)
+
+
+class Load:
+    """Scores and tokens of shards, beside the mean.
+
+    Args:
+        segments: in the order of the sequence.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        self._starts = [segment.start for segment in segments]
+
+    def scores(self, shard: Ranges) -> int:
+        """How many (query, key) pairs the shard's queries see."""
+        found = 0
+        for start, stop in shard:
+            at = bisect_right(self._starts, start) - 1
+            while at < len(self.segments) and self.segments[at].start < stop:
+                found += self.segments[at].scores(start, stop)
+                at += 1
+        return found
+
+    def unevenness(self, shards: Sequence[Ranges]) -> float:
+        """How far the busiest rank is above the mean, in scores or tokens, whichever is more."""
+        loads = [self.scores(shard) for shard in shards], [size(shard) for shard in shards]
+        return max(max(load) * len(load) / sum(load) - 1 for load in loads if any(load))
+
+
+def fill(num_ranks: int, segments: Sequence[Segment], tolerated: float) -> tuple[Ranges, ...]:
+    """Rank after rank gets its part of the densest and of the thinnest segments that are left.
+
+    Dense ones have more scores for their tokens than the mean, thin ones fewer: of both ends
+    together there is always an amount with as many tokens as the mean and as many scores.
+
+    Args:
+        segments: the densest first.
+        tolerated: how far a rank may be off the mean of what is left, to cut fewer segments.
+    """
+    line = _Line(segments)
+    shards = list[Ranges]()
+    first, last = 0, line.tokens
+    for ranks in range(num_ranks, 0, -1):
+        mean = (last - first) / ranks, line.scores(first, last) / ranks
+        front, back = line.ends(first, last, mean, tolerated) if ranks > 1 else (last - first, 0)
+        shards.append(join((*line.rows(first, first + front), *line.rows(last - back, last))))
+        first, last = first + front, last - back
+    return tuple(shards)
+
+
+class _Line:
+    """The segments in a row, each as in `Segment.rows`: a place is a count of tokens."""
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = segments
+        self.edges = list(accumulate((one.length for one in segments), initial=0))
+        whole = (one.scores(one.start, one.stop) for one in segments)
+        self.done = list(accumulate(whole, initial=0))
+        self.tokens = self.edges[-1]
+
+    def rows(self, start: int, stop: int) -> Iterator[Range]:
+        """The rows between two places."""
+        for at in range(self._at(start), len(self.segments)):
+            edge, upto = self.edges[at : at + 2]
+            if edge >= stop:
+                return
+            yield from self.segments[at].rows(max(start, edge) - edge, min(stop, upto) - edge)
+
+    def scores(self, start: int, stop: int) -> float:
+        """Of the rows between two places."""
+        return self._before(stop) - self._before(start)
+
+    def ends(
+        self, first: int, last: int, mean: tuple[float, float], tolerated: float
+    ) -> tuple[int, int]:
+        """(tokens from the front, tokens from the back) with the mean's tokens and scores, nearly.
+
+        Of all that are near enough those that cut the fewest segments.
+        """
+        tokens, scores = mean
+        whole = round(tokens)
+        low, high = 0, whole
+        while low < high:
+            front = (low + high) // 2
+            found = self.scores(first, first + front) + self.scores(last - whole + front, last)
+            low, high = (front + 1, high) if found < scores else (low, front)
+        best = (2, 0.0), (low, whole - low)
+        nearby = self._nearby(first + low), self._nearby(last - whole + low)
+        for upto, since in product(*nearby):
+            if not first <= upto <= since <= last:
+                continue
+            got = upto - first + last - since, self.scores(first, upto) + self.scores(since, last)
+            off = max(abs(have / want - 1) for have, want in zip(got, mean, strict=True) if want)
+            cuts = (upto not in nearby[0][1:]) + (since not in nearby[1][1:])
+            if off <= tolerated:
+                best = min(best, ((cuts, off), (upto - first, last - since)))
+        return best[1]
+
+    def _nearby(self, place: int) -> tuple[int, int, int]:
+        """The place itself, and the edges of segments before and behind it."""
+        at = self._at(place)
+        return place, self.edges[at], self.edges[min(at + 1, len(self.edges) - 1)]
+
+    def _at(self, place: int) -> int:
+        """The segment at a place."""
+        return min(bisect_right(self.edges, place), len(self.segments)) - 1
+
+    def _before(self, place: int) -> float:
+        at = self._at(place)
+        return self.done[at] + (place - self.edges[at]) * self.segments[at].density
