@@ -16,6 +16,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -179,8 +180,15 @@ def _no_log() -> Iterator[None]:
 
 def fingerprint(graph: fx.Graph) -> str:
     """A digest of the graph's operators and shapes: equal for the same model and input shapes."""
-    lines = (f"{n.op} {n.target} {n.args} {n.kwargs} {_shapes(n)}" for n in graph.nodes)
+    lines = (f"{n.op} {operator_name(n)} {n.args} {n.kwargs} {_shapes(n)}" for n in graph.nodes)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator's name, the same in every process."""
+    if isinstance(node.target, FunctionType):
+        return node.target.__name__
+    return str(node.target)
 
 
 def tensors(node: fx.Node) -> list[torch.Tensor]:

@@ -11,39 +11,52 @@ import torch
 from wf_backends.autochunk.capture import tensors
 from wf_backends.autochunk.flow import Sliced
 
-_SQUARE = 512  # rows of the matrices that are multiplied to find the rate of arithmetic
-_STREAM = 1 << 22  # elements that are copied to find the rate of memory
+_SQUARE = 256  # rows of the matrices that are multiplied to find the rate of arithmetic
+_WIDE = 2048  # rows of a matrix that no cache holds
+_FEW = 16  # rows that are multiplied with it
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does: seconds to launch an operator, flops and bytes a second."""
+    """What a device does: seconds to launch an operator, flops a second, bytes a second that are
+    read or written, and bytes a second of a large matrix with which few rows are multiplied."""
 
     launch_seconds: float = 5e-6
     flops_per_s: float = 2e14
     bytes_per_s: float = 2e12
+    packed_bytes_per_s: float = 2e12
 
     def seconds(self, flops: float, count: float) -> float:
-        """The time of an operator that computes `flops` and moves `count` bytes."""
+        """The time of an operator that moves `count` bytes and computes `flops`."""
         return self.launch_seconds + max(flops / self.flops_per_s, count / self.bytes_per_s)
+
+    def packing_seconds(self, count: float) -> float:
+        """The time that a slice of few rows takes for a matrix of `count` bytes that it is
+        multiplied with: libraries pack it first. What caches hold is packed faster, by the root of
+        its size (torch on a CPU, 256 KiB to 16 MiB)."""
+        share = count / (4 * _WIDE**2)
+        return count * min(1.0, share**0.5) / self.packed_bytes_per_s
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The rates of this device, in about 50 ms. Fake and meta devices get those of one GPU."""
+    """The rates of this device, in about 100 ms. Fake and meta devices get those of one GPU."""
     if device.type != "cpu" and not torch.accelerator.is_available():
         return Rates()
     small = torch.zeros(1, dtype=dtype, device=device)
     square = torch.zeros(_SQUARE, _SQUARE, dtype=dtype, device=device)
-    stream = torch.zeros(_STREAM, dtype=dtype, device=device)
+    wide = torch.zeros(_WIDE, _WIDE, dtype=dtype, device=device)
     launch = _seconds(lambda: small + small, device)
+    flops = 2 * _SQUARE**3 / _seconds(lambda: square @ square, device)
+    few = _seconds(lambda: wide[:_FEW] @ wide, device) - 2 * _FEW * _WIDE**2 / flops
     return Rates(
         launch,
-        2 * _SQUARE**3 / _seconds(lambda: square @ square, device),
-        2 * stream.nbytes / _seconds(lambda: stream + 1, device),
+        flops,
+        2 * wide.nbytes / _seconds(lambda: wide + 1, device),
+        wide.nbytes / max(few, launch),
     )
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
     """The least of a few runs."""
     least = float("inf")
     run()
@@ -63,9 +76,15 @@ def _wait(device: torch.device) -> None:
 
 def operator_seconds(op: Sliced, flops: int, rates: Rates, chunks: int) -> float:
     """The time of an operator in so many slices: what is read whole is read for every slice."""
-    sliced = sum(t.nbytes for t in tensors(op.node))
-    whole = 0
+    moved, packed = sum(t.nbytes for t in tensors(op.node)), list[int]()
     for source in op.sources:
         count = sum(t.nbytes for t in tensors(source.node))
-        sliced, whole = (sliced, whole + count) if source.dim is None else (sliced + count, whole)
-    return chunks * rates.seconds(flops / chunks, sliced / chunks + whole)
+        if source.dim is not None:
+            moved += count
+        elif flops:
+            packed.append(count)
+        else:
+            moved += chunks * count
+    return chunks * (
+        rates.seconds(flops / chunks, moved / chunks) + sum(map(rates.packing_seconds, packed))
+    )

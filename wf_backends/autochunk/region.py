@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wf_backends.autochunk.flow import Flow, rows_of, size
 from wf_backends.autochunk.rules import emit
+
+EVEN = 16
 
 Slice = tuple[int, int, int]  # a dimension and its rows [lo, hi)
 
@@ -68,9 +71,14 @@ def kind_of(region: Region) -> str:
 
 
 def slice_length(flow: Flow, chunks: int) -> int:
-    """The rows of the flow's end in a slice, for at most so many chunks."""
+    """The rows of the flow's end in a slice, for at most so many chunks.
+
+    Longer slices have a multiple of EVEN rows: 41 columns of a product take a third more time than
+    48 (torch on a CPU).
+    """
     length = -(-flow.rows // chunks)
-    return -(-length // flow.unit) * flow.unit
+    unit = lcm(flow.unit, EVEN) if length > EVEN else flow.unit
+    return min(-(-length // unit) * unit, -(-flow.rows // flow.unit) * flow.unit)
 
 
 def region_of(flow: Flow, length: int) -> Region:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from wf_backends.autochunk.candidates import Candidate, candidate_in, candidates_at, collapse
-from wf_backends.autochunk.capture import tensors
+from wf_backends.autochunk.capture import operator_name, tensors
 from wf_backends.autochunk.cost import Rates, operator_seconds
 from wf_backends.autochunk.memory import (
     Effects,
@@ -70,7 +70,7 @@ class Search:
             if kind not in seen:
                 seen[kind] = _is_wall(step.node)
             if seen[kind]:
-                walls[str(step.node.target)] += 1
+                walls[operator_name(step.node)] += 1
         return tuple(walls.most_common())
 
     def within_slowdown(self, most: float, halvings: int = 8) -> Selection:
@@ -91,8 +91,9 @@ class Search:
     def within_memory(self, budget: int) -> Selection:
         """The cheapest selection that fits `budget` bytes or, where none does, the one that comes
         closest."""
-        choices: list[Choice] = []
+        groups: list[list[Choice]] = []
         while True:
+            choices = [choice for alike in groups for choice in alike]
             order = self._collapsed(choices)
             peaks = profile(order, self.steps.outputs)
             peak = max(peaks)
@@ -105,8 +106,15 @@ class Search:
                 budget = peak
                 break
             budget = max(budget, found.candidate.peak(found.chunks))
-            choices.extend(self._alike(found, budget, choices))
-        return Selection(tuple(choices), peak, self.seconds)
+            groups.append(self._alike(found, budget, choices))
+        coarse = (choice for alike in groups for choice in self._coarsest(alike, peak))
+        return Selection(tuple(coarse), peak, self.seconds)
+
+    def _coarsest(self, alike: list[Choice], peak: int) -> list[Choice]:
+        """The choices of layers that are alike, in no more chunks than `peak` needs: another
+        region may be what holds it."""
+        needed = [choice.candidate.chunks_for(peak) or choice.chunks for choice in alike]
+        return [self._choice(choice.candidate, max(needed)) for choice in alike]
 
     def _choose(self, place: int, budget: int, taken: Sequence[Choice]) -> Choice | None:
         """The cheapest candidate at a step that fits; if none does, the one of least memory."""
