@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends.comm import Communicator
-from wf_backends.kernels import Kernel, Scores
+from wf_backends.kernels import Dropout, Kernel, Scores
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.lowering.lower import Problem, lower
 from wf_backends.lowering.message_bytes import (
@@ -67,6 +67,7 @@ class Case:
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
+    dropout_p: float = 0.0
 
     def options(self) -> dict[str, Any]:
         """What `dense_attention` is told beside mask and scale; the same for the same case."""
@@ -76,6 +77,7 @@ class Case:
             "softcap": self.softcap,
             "alibi_slopes": slopes.abs() if self.alibi else None,
             "sinks": sinks if self.sinks else None,
+            "dropout": Dropout(self.dropout_p, 7, (0, self.heads)) if self.dropout_p else None,
         }
 
     @property
@@ -151,7 +153,7 @@ def run_case(case: Case) -> Outcome:
         r = comm.rank
         mine = [x[:, at[r]].clone().requires_grad_() for x, at in ((q, rows), (k, keys), (v, keys))]
         keep = case.forward.gathers() if case.keep else (False, False)
-        scores = Scores(case.scale, case.softcap, options["alibi_slopes"])
+        scores = Scores(case.scale, case.softcap, options["alibi_slopes"], options["dropout"])
         call = Call(*case.plans(r), comm, case.kernel, scores, keep)
         sinks = learned(options["sinks"])
         out = Attention.apply(*mine, call, sinks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from wf_backends.kernels import Dropout
 from wf_backends.schedule.mask import Mask
 from wf_backends.schedule.slices import Slice
 
@@ -39,6 +40,7 @@ def dense_attention(
     sinks: Tensor | None = None,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """softmax(scale q k^T + mask) v; q (b, i, h, d), k and v (b, j, g, d)."""
     group = q.shape[2] // k.shape[2]
@@ -54,4 +56,6 @@ def dense_attention(
         column = sinks[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), -1)
     weights = scores.softmax(-1)[..., : k.shape[1]].nan_to_num(0.0)  # no key is seen: 0
+    if dropout is not None:
+        weights = weights * dropout.factors(q.shape[0], rows[:, 0], keys)
     return torch.einsum("bhij,bjhd->bihd", weights, v)

@@ -68,6 +68,14 @@ def test_a_scale_that_is_learned_is_refused_not_left_without_its_gradient():
     alone().attention(*qkv(), softmax_scale=scale.detach())
 
 
+def test_dropout_that_is_no_probability_or_seed_is_refused():
+    for p in (-0.1, 1.0, 1.5, float("nan"), "0.1", True, None):
+        refused(same, r"dropout_p must be a number in \[0, 1\)", dropout_p=p)
+    for seed in (-1, 1 << 63, 0.5, "7", True, torch.tensor(3)):
+        says = r"dropout_seed must be an integer in \[0, 2\*\*63\)"
+        refused(same, says, dropout_p=0.1, dropout_seed=seed)
+
+
 def test_sinks_slopes_and_caps_that_do_not_fit_are_refused():
     floats = torch.zeros(4)
     for name in ("sinks", "alibi_slopes"):
@@ -99,7 +107,6 @@ def test_masks_that_do_not_fit_are_refused():
     refused(same, r"host integers, got \[0, 3.5, 8\]", cu_seqlens=[0, 3.5, 8])
     for window in ((-3, 0), (1, 2, 3), 3, None):
         refused(same, r"window_size must be \(left, right\)", window_size=window)
-    refused(same, "dropout_p=0.1", NotImplementedError, dropout_p=0.1)
 
     def shorter(q, k, v):
         return q, k[:, :4], v[:, :4]
@@ -147,7 +154,7 @@ def test_arguments_that_one_rank_refuses_are_waited_for_by_none(strategy, wrong)
         bad = {
             "tensors": ((q, k, v[:, :4]), {}),
             "mask": ((q, k, v), {"cu_seqlens": [0, 9, 3]}),
-            "dropout": ((q, k, v), {"dropout_p": 0.1}),
+            "dropout": ((q, k, v), {"dropout_p": 1.1}),
         }
         tensors, options = bad[wrong] if comm.rank == 1 else ((q, k, v), {})
         with pytest.raises((ValueError, NotImplementedError)) as refusal:
@@ -157,7 +164,7 @@ def test_arguments_that_one_rank_refuses_are_waited_for_by_none(strategy, wrong)
 
     others, own, _ = told = run_threads(3, attend, timeout=20)
     assert others == told[2] == "the ranks do not agree: ranks [1] refuse their own arguments"
-    assert {"tensors": "one batch size", "mask": "cu_seqlens", "dropout": "0.1"}[wrong] in own
+    assert {"tensors": "one batch size", "mask": "cu_seqlens", "dropout": "1.1"}[wrong] in own
 
 
 def test_different_calls_on_different_ranks_are_named():
@@ -174,11 +181,21 @@ def test_options_and_configs_that_differ_between_ranks_are_named():
         route = "ring" if comm.rank == 0 or differing != "config" else "all_gather"
         sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2, route=route), comm)
         values = {"softcap": 3.0, "sinks": torch.zeros(4), "alibi_slopes": torch.zeros(4)}
+        values |= {"dropout_p": 0.1, "dropout_seed": 3}
+        seeded = {"dropout_p": 0.1, "dropout_seed": 4} if differing == "dropout_seed" else {}
         mine = comm.rank == 0 and differing in values
-        options = {differing: values[differing]} if mine else {}
+        options = seeded | ({differing: values[differing]} if mine else {})
         sp.attention(*qkv(), causal=comm.rank == 0 and differing == "mask", **options)
 
-    for differing in ("config", "mask", "softcap", "sinks", "alibi_slopes"):
+    for differing in (
+        "config",
+        "mask",
+        "softcap",
+        "sinks",
+        "alibi_slopes",
+        "dropout_p",
+        "dropout_seed",
+    ):
         with pytest.raises(ValueError, match=f"the ranks do not agree.*{differing}"):
             run_threads(2, attend, differing)
 

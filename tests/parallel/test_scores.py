@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.kernels import Dropout
+from wf_backends.lowering import tiles as lowering_tiles
 from wf_backends.schedule import divisors
 from wf_backends.schedule.mask import make_mask
 
-SEQLEN, HEADS, KV_HEADS = 50, 8, 4
+SEQLEN, HEADS, KV_HEADS, SEED = 50, 8, 4, 11
 
 
 def tensors(value_dim: int = 8) -> list[torch.Tensor]:
@@ -32,7 +34,7 @@ def attend(comm, words, mask, options):
     *qkv, dout, sinks, slopes = tensors(options.get("value_dim", 8))
     leaves = [x.requires_grad_() for x in (*qkv, sinks)]
     local = [sp.shard(x) for x in leaves[:3]]
-    given = told(options, sinks, slopes)
+    given = told(options, sinks, slopes) | dropped(options)
     out = sp.attention(*local, **mask, **given)
     grads = torch.autograd.grad(out, [*local, sinks], sp.shard(dout), allow_unused=True)
     return [sp.unshard(x).detach() for x in (out, *grads[:3])], grads[3]
@@ -47,12 +49,22 @@ def told(options, sinks, slopes) -> dict[str, Any]:
     }
 
 
+def dropped(options) -> dict[str, Any]:
+    """Keyword arguments of sp.attention."""
+    p = options.get("dropout_p", 0.0)
+    return {"dropout_p": p, "dropout_seed": SEED if p else None}
+
+
 def check(words, mask, options):
     """Every rank has what dense attention gives; the ranks' parts of dsinks add up to it."""
     found = run_threads(words["sequence_parallel_size"], attend, words, mask, options)
     *qkv, dout, sinks, slopes = tensors(options.get("value_dim", 8))
     leaves = [x.requires_grad_() for x in (*qkv, sinks)]
-    dense = dense_attention(*qkv, make_mask(**mask), 8**-0.5, **told(options, sinks, slopes))
+    p = options.get("dropout_p", 0.0)
+    dropout = Dropout(p, SEED, (0, HEADS)) if p else None
+    dense = dense_attention(
+        *qkv, make_mask(**mask), 8**-0.5, **told(options, sinks, slopes), dropout=dropout
+    )
     right = [dense, *torch.autograd.grad(dense, leaves, dout, allow_unused=True)]
     for tensors_found, _ in found:
         for a, b in zip(tensors_found, right, strict=False):
@@ -109,6 +121,7 @@ def options(draw):
         "sinks": draw(yes),
         "alibi_slopes": draw(yes),
         "value_dim": width,
+        "dropout_p": draw(st.sampled_from((0.0, 0.25))),
     }
 
 
@@ -118,7 +131,7 @@ def test_drawn_options_under_drawn_configurations(words, mask, options):
     check(words, mask, options)
 
 
-ALL = {"value_dim": 5, "softcap": 0.6, "sinks": True, "alibi_slopes": True}
+ALL = {"dropout_p": 0.2, "value_dim": 5, "softcap": 0.6, "sinks": True, "alibi_slopes": True}
 
 
 @pytest.mark.parametrize("size", (2, 3, 4, 8))
@@ -138,3 +151,11 @@ def test_heads_traded_for_tokens_in_chunks(stride, chunks):
 def test_more_ranks_than_key_heads():
     words = {"sequence_parallel_size": 8, "route": "ring", "ulysses_degree": 8}
     check(words, {"causal": True}, ALL)
+
+
+def test_a_fault_in_a_mask_that_ranks_draw_is_noticed(monkeypatch):
+    """Positions of a rank's own rows in place of those of the sequence."""
+    monkeypatch.setattr(lowering_tiles, "_globalize", lambda local, held: local)
+    words = {"sequence_parallel_size": 4, "route": "ring"}
+    with pytest.raises(AssertionError):
+        check(words, {"causal": True}, {"dropout_p": 0.3})

@@ -35,7 +35,7 @@ from wf_backends.kernels.tile_split import split_window
 from wf_backends.parallel.attention import DistributedAttention
 from wf_backends.parallel.dropout import position_dropout
 from wf_backends.parallel.lss import LssAttention
-from wf_backends.parallel.softmax import plain_softmax
+from wf_backends.parallel.softmax import make_softmax, plain_softmax
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 
 SIZE, RANK, ROWS, HEADS, KV_HEADS, HEAD_DIM = 8, 3, 1024, 16, 8, 64
@@ -168,6 +168,19 @@ def test_a_call_stays_on_the_gpu_and_asks_for_no_value(
     assert FLASH in ran or kernel != "sdpa on an Ampere"
     assert CUDNN in ran or kernel != "sdpa on a Hopper" or mask not in ("full", "causal")
     assert CUDNN not in ran or kernel == "sdpa on a Hopper"
+
+
+@pytest.mark.parametrize("seed", (None, 3))
+def test_so_does_a_call_with_every_option(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # there is none on meta
+    q = torch.empty(2, ROWS, HEADS, HEAD_DIM, dtype=torch.bfloat16, device=GPU)
+    slopes, sinks = torch.empty(2, HEADS, device=GPU)
+    for words in ({"route": "ring"}, {"route": "ring", "ulysses_degree": 4}):
+        with Apart():
+            softmax = make_softmax(q, None, 30.0, slopes, sinks, 0.1, seed)
+            attention_on_gpu(words, ReferenceKernel())(q, q, q, MASKS["causal"], softmax, None)
 
 
 @pytest.mark.parametrize(("rows", "keys", "band"), ((40, 12, Band(right=3)), (40, 12, Band(20, 2))))

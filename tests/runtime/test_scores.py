@@ -23,7 +23,15 @@ OPTIONS = {
     "sinks": {"sinks": True},
     "narrow values": {"value_dim": 5},
     "wide values": {"value_dim": 11},
-    "all": {"value_dim": 6, "softcap": 1.5, "q_scale": 3.0, "alibi": True, "sinks": True},
+    "dropout": {"dropout_p": 0.3, "batch": 2},
+    "all": {
+        "dropout_p": 0.2,
+        "value_dim": 6,
+        "softcap": 1.5,
+        "q_scale": 3.0,
+        "alibi": True,
+        "sinks": True,
+    },
 }
 EVERY = [
     pytest.param(schedule, id=f"{name}({n})")
@@ -52,6 +60,7 @@ def with_options(draw):
         alibi=draw(st.booleans()),
         sinks=draw(st.booleans()),
         value_dim=draw(st.sampled_from((None, 1, 3, 8, 12))),
+        dropout_p=draw(st.sampled_from((0.0, 0.4))),
         q_scale=2.0,
     )
 

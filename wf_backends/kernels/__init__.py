@@ -1,5 +1,6 @@
 """Attention of one tile: `reference`, `sdpa` (torch's own kernels), `flash` (flash-attn)."""
 
+from wf_backends.kernels.dropout import RANDOM_BITS, Dropout, mix
 from wf_backends.kernels.merge import merge
 from wf_backends.kernels.protocol import Kernel, KernelSpec, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
@@ -7,13 +8,16 @@ from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.select import KERNELS, Selection, select
 
 __all__ = [
+    "Dropout",
     "KERNELS",
     "Kernel",
     "KernelSpec",
+    "RANDOM_BITS",
     "ReferenceKernel",
     "Scores",
     "Selection",
     "TileGrad",
     "merge",
+    "mix",
     "select",
 ]

@@ -30,6 +30,7 @@ class KernelSpec:
     """head_dim of the values; None = that of queries and keys."""
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
 
     @property
     def widest(self) -> int:
@@ -37,7 +38,7 @@ class KernelSpec:
         return max(self.head_dim, self.value_dim or 0)
 
 
-OPTIONS = ("softcap", "alibi")
+OPTIONS = ("softcap", "alibi", "dropout")
 """Fields of a spec that only some kernels know."""
 
 

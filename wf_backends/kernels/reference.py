@@ -20,8 +20,8 @@ from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.tile_split import SubTile, row_blocks
 from wf_backends.schedule import Band
 
-BLOCK_SCORES = 1 << 24
-"""Scores that a block of rows has at most, unless one row has more: 64 MiB in float32."""
+BLOCK_SCORES = 1 << 22
+"""Scores that a block of rows has at most, unless one row has more: 16 MiB in float32."""
 
 
 def band_mask(rows: int, keys: int, band: Band, device: torch.device) -> Tensor:
@@ -91,7 +91,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tup
     with torch.autocast(q.device.type, enabled=False):
         x = _hidden(_biased(_capped(q, k, scores), scores), band)
         lse = x.logsumexp(-1)
-        out = torch.einsum("bgrij,bjge->bigre", torch.exp(x - lse[..., None]), v)
+        p = _dropped(torch.exp(x - lse[..., None]), scores)
+        out = torch.einsum("bgrij,bjge->bigre", p, v)
     return out.flatten(2, 3), lse.flatten(1, 2)
 
 
@@ -103,13 +104,13 @@ def _backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
     with torch.autocast(q.device.type, enabled=False):
         capped = _capped(q, k, scores)
         p = torch.exp(_hidden(_biased(capped, scores), band) - lse)
-        dp = torch.einsum("bigre,bjge->bgrij", dout, v)
+        dp = _dropped(torch.einsum("bigre,bjge->bgrij", dout, v), scores)
         ds = p * (dp - delta) * scores.scale
         if scores.softcap:
             ds = ds * (1 - (capped / scores.softcap).square())
         dq = torch.einsum("bgrij,bjgd->bigrd", ds, k).flatten(2, 3)
         dk = torch.einsum("bgrij,bigrd->bjgd", ds, q_grouped)
-        dv = torch.einsum("bgrij,bigre->bjge", p, dout)
+        dv = torch.einsum("bgrij,bigre->bjge", _dropped(p, scores), dout)
     return dq, dk, dv
 
 
@@ -128,6 +129,15 @@ def _biased(x: Tensor, scores: Scores) -> Tensor:
     by_group = (x.shape[1], x.shape[2])
     slopes = scores.slopes.to(x).unflatten(0, by_group)  # g r
     return x - slopes[..., None, None] * (scores.rows[:, None] - scores.keys).abs()
+
+
+def _dropped(p: Tensor, scores: Scores) -> Tensor:
+    """The weights p (b, g, r, i, j), or their gradients, after dropout."""
+    if scores.dropout is None:
+        return p
+    assert scores.rows is not None and scores.keys is not None
+    factors = scores.dropout.factors(p.shape[0], scores.rows, scores.keys)
+    return p * factors.to(p.dtype).view_as(p)
 
 
 def _hidden(x: Tensor, band: Band) -> Tensor:

@@ -1,4 +1,4 @@
-"""How a tile's scores follow from q k^T.
+"""How a tile's scores follow from q k^T, and which of their weights are dropped.
 
 Shapes: b batch, i query rows, j key rows, h query heads.
 """
@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from wf_backends.kernels.dropout import Dropout
 from wf_backends.schedule import Range
 
 
@@ -20,6 +21,8 @@ class Scores:
         x' = softcap tanh(x / softcap)                (softcap 0: x' = x)
         score = x' - slopes |position of row - position of key|
 
+    and what is dropped of the weights softmax(score) before they meet the values.
+
     Source: soft cap as in Gemma 2 (arXiv 2408.00118, section 2); ALiBi (arXiv 2108.12409),
     symmetric as in flash-attn.
     """
@@ -28,8 +31,9 @@ class Scores:
     softcap: float = 0.0
     slopes: Tensor | None = None
     """ALiBi: (h,), of the heads at hand."""
+    dropout: Dropout | None = None
     rows: Tensor | None = None
-    """(i,) int64: the global positions of the rows, where slopes ask for them."""
+    """(i,) int64: the global positions of the rows, where slopes or dropout ask for them."""
     keys: Tensor | None = None
     """(j,) int64: those of the keys."""
 
@@ -45,6 +49,6 @@ class Scores:
 
     def of_heads(self, heads: Range) -> Scores:
         """Those of the heads start to stop of the heads at hand."""
-        if self.slopes is None:
-            return self
-        return replace(self, slopes=self.slopes[slice(*heads)])
+        slopes = None if self.slopes is None else self.slopes[slice(*heads)]
+        dropout = None if self.dropout is None else self.dropout.of_heads(heads)
+        return replace(self, slopes=slopes, dropout=dropout)

@@ -17,8 +17,8 @@ from torch.nn import Parameter
 
 from wf_backends._compile import refuse_transforms
 from wf_backends.cluster import JobTopology
-from wf_backends.comm import Communicator, ConsistencyCheck, Pass, fingerprint
-from wf_backends.kernels import KernelSpec, Scores, select
+from wf_backends.comm import Communicator, ConsistencyCheck, Pass, fingerprint, gather_small
+from wf_backends.kernels import Dropout, KernelSpec, Scores, select
 from wf_backends.lowering import Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import choose
 from wf_backends.parallel.config import SequenceParallelConfig
@@ -93,8 +93,8 @@ class DistributedAttention:
         """
         (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
         scores = softmax.scores
-        alibi = scores.slopes is not None
-        spec = KernelSpec(q.device.type, q.dtype, d, h, g, v.shape[3], scores.softcap > 0, alibi)
+        options = scores.softcap > 0, scores.slopes is not None, scores.dropout is not None
+        spec = KernelSpec(q.device.type, q.dtype, d, h, g, v.shape[3], *options)
         same, words = self._same(spec, b, mask, softmax.told, seqlen)
         lengths = {"q rows": s, "key rows": keys}
         now = Pass(self._calls + 1, layer)
@@ -102,7 +102,19 @@ class DistributedAttention:
         told = self._consistency.check(same, lengths, q, layer=layer, words=words)
         self._calls = now.number  # not where a rank refused
         call, group = self._call(tuple(told.items()), mask, spec, b)
+        if scores.dropout is not None and scores.dropout.seed is None:
+            scores = self._draw_seed(scores, scores.dropout, q.device)
         return replace(call, scores=scores, now=now), group
+
+    def _draw_seed(self, scores: Scores, dropout: Dropout, device: torch.device) -> Scores:
+        """The scores with a seed from torch's generator of the first rank, the same on all ranks.
+
+        It stays on the device. Every rank draws, so that their generators stay alike where they
+        are; a layer that is run again under activation checkpointing draws its seed again.
+        """
+        drawn = torch.randint(1 << 62, (1,), device=device)
+        seed = gather_small(self.comm, drawn)[0]
+        return replace(scores, dropout=replace(dropout, seed=seed))
 
     def _make_same(
         self, spec: KernelSpec, batch: int, mask: Mask, softmax: Told, seqlen: int | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-RANDOM_BITS = 24  # of the numbers drawn, compared with p
+from wf_backends.kernels import RANDOM_BITS, mix
 
 
 def position_dropout(x: Tensor, positions: Tensor, p: float, seed: int) -> Tensor:
@@ -27,18 +27,6 @@ def position_dropout(x: Tensor, positions: Tensor, p: float, seed: int) -> Tenso
     if p == 0:
         return x
     samples, channels = (torch.arange(n, device=x.device) for n in (x.shape[0], x.shape[2]))
-    rows = _hash(_hash(samples + seed)[:, None] + positions)
-    drawn = _hash(rows[..., None] + channels) & ((1 << RANDOM_BITS) - 1)
+    rows = mix(mix(samples + seed)[:, None] + positions)
+    drawn = mix(rows[..., None] + channels) & ((1 << RANDOM_BITS) - 1)
     return x * (drawn >= int(p * (1 << RANDOM_BITS))) / (1 - p)
-
-
-def _hash(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64, on the bits of int64 (Steele et al. 2014)."""
-    x = (x ^ _shift(x, 30)) * -0x40A7B892E31B1A47
-    x = (x ^ _shift(x, 27)) * -0x6B2FB644ECCEEE15
-    return x ^ _shift(x, 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)

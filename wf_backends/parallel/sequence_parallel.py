@@ -86,6 +86,7 @@ class SequenceParallel(Sharding):
         sinks: Tensor | None = None,
         softcap: float = 0.0,
         alibi_slopes: Tensor | None = None,
+        dropout_seed: int | None = None,
     ) -> Tensor:
         """softmax(scale q k^T + mask) v over the whole sequence, for this rank's rows.
 
@@ -102,7 +103,7 @@ class SequenceParallel(Sharding):
             cu_seqlens: borders 0 = c0 < c1 < ... = S of packed documents, host integers; the same
                 cut for every sample of the batch.
             softmax_scale: default 1 / sqrt(d).
-            dropout_p: must be 0.
+            dropout_p: probability with which a weight is dropped, in [0, 1).
             seqlen: S. None = the sum over the ranks; give it where shards are uneven and messages
                 do not pass through host memory.
             name: of the layer. Where layers have names, a rank that leaves out a call is an error
@@ -119,24 +120,23 @@ class SequenceParallel(Sharding):
             softcap: 0 = none.
             alibi_slopes: (h,), the same on every rank, no gradient. i and j are global positions,
                 as in flash-attn; they need as many keys as queries.
+            dropout_seed: in [0, 2**63), the same on every rank. What is dropped follows from it and
+                the global sample, head, query and key alone. None = drawn for each call, by the
+                first rank from torch's generator.
 
         Returns:
             (b, s, h, e), q's dtype. 0 for a query that sees no key.
 
         Raises:
             ValueError: if shapes, dtypes, devices, heads or the mask do not fit, here or between
-                ranks. NotImplementedError: for dropout, masked cross attention, torch.vmap,
-                torch.func, forward-mode differentiation and torch.export.
+                ranks. NotImplementedError: for masked cross attention, torch.vmap, torch.func,
+                forward-mode differentiation and torch.export.
         """
         with self._consistency:  # if it is refused here, it is on all ranks
             check_tensors(q, k, v)
-            _refuse_dropout(dropout_p)
-            usual = softmax_scale is alibi_slopes is sinks is None and softcap == 0
-            softmax = (
-                plain_softmax(q.shape[-1])
-                if usual
-                else make_softmax(q, softmax_scale, softcap, alibi_slopes, sinks)
-            )
+            options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed
+            usual = softmax_scale is alibi_slopes is sinks is None and softcap == dropout_p == 0
+            softmax = plain_softmax(q.shape[-1]) if usual else make_softmax(q, *options)
             slices = q_ranges, k_ranges, attn_mask_types
             plain = (window_size, cu_seqlens, *slices) == ((-1, -1), None, None, None, None)
             if plain:
@@ -227,13 +227,6 @@ class SequenceParallel(Sharding):
         sent = {label: num_bytes for label, num_bytes in self.comm.sent.items() if num_bytes}
         self.comm.sent.clear()
         return sent
-
-
-def _refuse_dropout(dropout_p: float) -> None:
-    if dropout_p:
-        raise NotImplementedError(
-            f"dropout inside attention is not supported, got dropout_p={dropout_p}; set it to 0"
-        )
 
 
 def _checksum(x: Tensor) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.kernels import Scores
+from wf_backends.kernels import Dropout, Scores
 
 Told = tuple[tuple[str, object], ...]
 """What must be the same on all ranks, by its name in errors; hashable."""
@@ -40,13 +40,16 @@ def make_softmax(
     softcap: float,
     alibi_slopes: Tensor | None,
     sinks: Tensor | None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | None = None,
 ) -> Softmax:
     """What `SequenceParallel.attention` was told.
 
     Raises:
         ValueError: for a softmax_scale that requires a gradient, a softcap that is no number from
             0 on, sinks or slopes of another length than the heads, of another device or no floats,
-            and slopes that require a gradient.
+            slopes that require a gradient, a dropout_p outside [0, 1), and a dropout_seed that is
+            no integer in [0, 2**63).
     """
     scale = _scale(softmax_scale, q.shape[3])
     cap = _softcap(softcap)
@@ -54,9 +57,11 @@ def make_softmax(
         _check_of_heads(name, x, q)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes have no gradient: pass alibi_slopes.detach()")
-    scores = Scores(scale, cap, alibi_slopes)
+    dropout = _dropout(dropout_p, dropout_seed, q.shape[2])
+    scores = Scores(scale, cap, alibi_slopes, dropout)
     told = {"softmax_scale": scale, "softcap": cap, "sinks": sinks is not None}
     told["alibi_slopes"] = _known(alibi_slopes)
+    told |= {"dropout_p": float(dropout_p), "dropout_seed": dropout_seed if dropout else None}
     return Softmax(scores, sinks, tuple(told.items()))
 
 
@@ -73,6 +78,15 @@ def _softcap(softcap: Any) -> float:
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 <= softcap < inf:
         raise ValueError(f"softcap must be a number from 0 (none) on, got {softcap!r}")
     return float(softcap)
+
+
+def _dropout(p: Any, seed: Any, heads: int) -> Dropout | None:
+    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
+        raise ValueError(f"dropout_p must be a number in [0, 1), got {p!r}")
+    is_integer = isinstance(seed, int) and not isinstance(seed, bool)
+    if seed is not None and not (is_integer and 0 <= seed < 1 << 63):
+        raise ValueError(f"dropout_seed must be an integer in [0, 2**63) or None, got {seed!r}")
+    return Dropout(float(p), seed, (0, heads)) if p else None
 
 
 def _check_of_heads(name: str, x: Any, q: Tensor) -> None:

@@ -131,7 +131,7 @@ class _Tiles(ABC):
 
     def _scores(self, tile: Tile, q: Tensor) -> Scores:
         """The tile's, on q's device."""
-        if self.scores.slopes is None:  # positions matter to none
+        if self.scores.slopes is self.scores.dropout is None:  # positions do not matter
             return self.scores
         return self.scores.at(*(positions(one, q.device) for one in tile.positions))
 

@@ -1,0 +1,70 @@
+"""Dropout of attention weights that falls on the same ones however they are split.
+
+Whether a weight is dropped is a function of (seed, sample, head, query, key) alone, all of them
+global: nothing is stored, a backward draws again what its forward drew, and so does every rank,
+route, layout, head split and tile.
+
+Shapes: b batch, h heads, i query rows, j key rows.
+Source: splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195). Number j of a row's
+stream is mix(state + j GAMMA); the row's state is mixed from seed, sample, head and query.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from wf_backends.schedule import Range
+
+RANDOM_BITS = 24  # of the numbers drawn, compared with p
+GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15, of the golden ratio, as int64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dropout:
+    """Zero attention weights with probability p, and scale the others by 1 / (1 - p)."""
+
+    p: float
+    """In [0, 1)."""
+    seed: int | Tensor | None
+    """In [0, 2**63), or (1,) int64 where it was drawn on a device; None = not drawn yet."""
+    heads: Range
+    """The global numbers of the query heads at hand."""
+
+    def of_heads(self, heads: Range) -> Dropout:
+        """That of the heads start to stop of the heads at hand."""
+        first = self.heads[0]
+        return replace(self, heads=(first + heads[0], first + heads[1]))
+
+    def factors(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
+        """(b, h, i, j) float64: what weights are multiplied by, 0 or 1 / (1 - p).
+
+        Args:
+            rows: (i,) int64, global positions of the queries. keys: (j,), those of the keys.
+        """
+        return self.kept(batch, rows, keys) / (1 - self.p)
+
+    def kept(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
+        """(b, h, i, j) bool: which weights are not dropped; see `factors`."""
+        assert self.seed is not None, "no seed was drawn"
+        samples = torch.arange(batch, device=rows.device)[:, None, None]
+        heads = torch.arange(*self.heads, device=rows.device)[:, None]
+        state = mix(rows.new_zeros(1) + self.seed)
+        for number in (samples, heads, rows):
+            state = mix(state + number)  # at last (b, h, i)
+        drawn = mix(state[..., None] + keys * GAMMA) & ((1 << RANDOM_BITS) - 1)
+        return drawn >= int(self.p * (1 << RANDOM_BITS))
+
+
+def mix(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64, on the bits of int64; x is left as it is."""
+    x = (x ^ _shift(x, 30)).mul_(-0x40A7B892E31B1A47)
+    x = x.bitwise_xor_(_shift(x, 27)).mul_(-0x6B2FB644ECCEEE15)
+    return x.bitwise_xor_(_shift(x, 31))
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """To the right, with zeros from the left."""
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
