@@ -22,9 +22,9 @@ def area_in_vain(tile: Tile, keys: float) -> float:
     Args:
         keys: how many of a row's, where an edge of the band crosses the tile.
     """
-    rows, width = size(tile.rows), size(tile.keys)
     if not keys or not tile.band.edges:
         return 0.0
+    rows, width = size(tile.rows), size(tile.keys)
     return min(rows * width - tile_area(tile), tile.band.edges * keys * min(rows, width))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from wf_backends.cluster import Topology
+from wf_backends.cluster import KernelRate, Topology
 from wf_backends.lowering import (
     Problem,
     RankProgram,
@@ -38,9 +38,11 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind) -> Cost:
     problem = problem_of(split, schedule, kind)
     programs = [lower(problem, rank) for rank in range(split.route_size)]
     each = [rank_phases(one, rows, kind.name) for one in programs]
-    phases = list(zip(*each, strict=True))
+    in_order = zip(*each, strict=True)
+    phases = [ranks for ranks in in_order if any(one.hop or one.tiles for one in ranks)]
+    score_s, rate = kind.seconds_per_score(split), split.rate
     took = [
-        [[tile_seconds(split, kind, tiles) for tiles in rank.tiles] for rank in ranks]
+        [[tile_seconds(tiles, score_s, rate) for tiles in rank.tiles] for rank in ranks]
         for ranks in phases
     ]
     gathers = kind.ordered(*schedule.gathers())
@@ -70,11 +72,10 @@ def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind) -> Problem:
     return Problem(schedule, queries, keys, workload.mask, kind.queries_walk, kept=kind.keep)
 
 
-def tile_seconds(split: HeadSplit, kind: PassKind, found: Sequence[Tile]) -> float:
-    """How long one rank computes on these tiles: scores * seconds_per_score + calls * call_s."""
-    diagonal = split.rate.diagonal_keys
-    scores = sum(tile_area(tile) + area_in_vain(tile, diagonal) for tile in found)
-    return scores * kind.seconds_per_score(split) + len(found) * split.rate.call_s
+def tile_seconds(found: Sequence[Tile], score_s: float, rate: KernelRate) -> float:
+    """How long one rank computes on these tiles: scores * score_s + calls * call_s."""
+    scores = sum(tile_area(tile) + area_in_vain(tile, rate.diagonal_keys) for tile in found)
+    return scores * score_s + len(found) * rate.call_s
 
 
 def buffer_bytes(shards: SideRows, held: SideRows, rows: RowBytes) -> float:

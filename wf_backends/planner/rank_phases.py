@@ -43,8 +43,12 @@ def rank_phases(plan: RankProgram, rows: RowBytes, name: str) -> Iterator[RankPh
         return messages((step.partial_out, *step.home_out), rows.walk_partial)
 
     yield RankPhase(f"{name} gather", messages(plan.walk.give, rows.walk_gathered))
-    before: Step | None = None
+    before, busy = None, set(plan.busy)
     for index, step in enumerate(plan.steps):
+        if index not in busy:
+            yield RankPhase(f"{name} step {index}", [])
+            before = step
+            continue
         hop = met(step, before)
         along = [parcel for parcel in step.give if parcel.peer in hop]
         apart = [parcel for parcel in step.give if parcel.peer not in hop]
