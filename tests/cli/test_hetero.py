@@ -58,7 +58,7 @@ def test_bench_hetero_refuses_a_bad_size(wallfacer, known: Path, size: str) -> N
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> Path:
     """A model with a tokenizer of whole words, and the entry point that reads it."""
     from tests.hetegen.models import make_model
 
@@ -78,6 +78,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             return generator
 
     monkeypatch.setattr(readers, "entry_points", lambda group: [Entry])
+    capfd.readouterr()  # what libraries log when they are imported
     return tmp_path
 
 

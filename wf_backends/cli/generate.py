@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,7 +80,8 @@ def load(folder: Path) -> Any:
         ValueError: if the folder has none, or nothing is installed that reads it.
     """
     check_folder(folder)
-    return call_reader(GENERATORS, "generate", folder)
+    with redirect_stdout(sys.stderr):  # what libraries log when they are imported is no text
+        return call_reader(GENERATORS, "generate", folder)
 
 
 class Progress:
