@@ -33,6 +33,8 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
 
 
 Window = int | tuple[int, int] | None
+BOTH_SIDES = ("ModernBertAttention",)
+"""Layers of transformers 5 of whose window w it is known that rows see w - 1 on either side."""
 
 
 class Attention:
@@ -214,6 +216,8 @@ def _window(module: nn.Module, asked: Window, causal: bool) -> tuple[int, int] |
     window = asked if asked is not None else getattr(module, "sliding_window", None)
     if isinstance(window, tuple):
         return window
+    if window is not None and type(module).__name__ in BOTH_SIDES:
+        return window - 1, window - 1
     if window is not None and not causal:
         raise NotImplementedError(
             f"{type(module).__name__} asks for a sliding window of {window} without causal "

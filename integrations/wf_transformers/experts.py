@@ -1,8 +1,6 @@
 """The loss that keeps a mixture's experts evenly used, of the tokens of all ranks.
 
-It is a product of means over tokens (Fedus et al. 2022, arXiv 2101.03961, equations 4 to 6), so no
-sum of the ranks' own. The model's own function is called with this rank's tokens, and every sum
-over tokens in it is the group's; the gradient that comes back through it is this rank's share.
+It is a product of means over tokens, and so no sum of the ranks' own.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils.generic import ModelOutput
 
@@ -36,8 +33,9 @@ Words = dict[str, Any]
 
 def has_router_loss(model: nn.Module) -> bool:
     """Whether the model adds that loss to its own, by the function of its file."""
+    words = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
     file = sys.modules[type(model).__module__]
-    return hasattr(model, "router_aux_loss_coef") and hasattr(file, FUNCTION)
+    return hasattr(file, FUNCTION) and all(hasattr(model, word) for word in words)
 
 
 def asks_router_loss(model: nn.Module, given: Mapping[str, Any]) -> bool:
@@ -49,21 +47,30 @@ def asks_router_loss(model: nn.Module, given: Mapping[str, Any]) -> bool:
     )
 
 
-class _GroupSums(TorchFunctionMode):
-    """Inside, torch.sum(x, dim=0) adds up over the ranks, too. Its gradient is this rank's."""
+def balance(
+    sp: SequenceParallel, routers: tuple[Tensor, ...], num_experts: int, top_k: int, counted: Tensor
+) -> Tensor:
+    """N sum_e f_e p_e, f_e the share of choices and p_e the mean probability of expert e.
 
-    def __init__(self, sp: SequenceParallel) -> None:
-        super().__init__()
-        self._sp = sp
+    Over all counted tokens of all ranks and layers; its gradient is this rank's share.
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if func is not torch.sum or (kwargs or {}).get("dim") != 0:
-            return found
-        own = found.detach()
-        return found + (self._sp.sum_over_ranks(own) - own)
+    Args:
+        routers: by layer, (b s, N) logits of this rank's tokens.
+        top_k: how many experts a token goes to.
+        counted: (b, s), 0 at padding.
+
+    Source: Fedus et al. 2022, arXiv 2101.03961, equations 4 to 6, over all layers at once as
+        transformers' `load_balancing_loss_func`.
+    """
+    probabilities = torch.stack([x.to(counted.device).softmax(dim=-1) for x in routers])
+    rows = counted.flatten()[None, :, None].to(
+        torch.promote_types(probabilities.dtype, torch.float32)
+    )
+    chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k).indices, 1.0)
+    mine = (probabilities * rows).sum(dim=(0, 1))
+    sums = [mine.detach(), (chosen * rows).sum(dim=(0, 1)), len(routers) * rows.sum().view(1)]
+    p, f, n = sp.sum_over_ranks(torch.cat(sums)).split([num_experts, num_experts, 1])
+    return num_experts * (f * (mine - mine.detach() + p)).sum() / n.squeeze() ** 2
 
 
 class RouterLoss:
@@ -101,12 +108,10 @@ class RouterLoss:
             return None
         if not isinstance(output, ModelOutput):
             raise NotImplementedError(f"return_dict=False beside {ASKED}: leave it out")
-        sp, file = self._handle.sp, sys.modules[type(model).__module__]
-        function, counted = getattr(file, FUNCTION), self._counted.to(output["logits"].device)
-        with _GroupSums(sp):
-            share = function(
-                output["router_logits"], model.num_experts, model.num_experts_per_tok, counted
-            )
+        sp, counted = self._handle.sp, self._counted.to(output["logits"].device)
+        share = balance(
+            sp, output["router_logits"], model.num_experts, model.num_experts_per_tok, counted
+        )
         loss = share + (sp.size - 1) * (share - share.detach())
         output["aux_loss"] = loss
         if self._labelled:

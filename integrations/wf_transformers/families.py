@@ -5,13 +5,10 @@ One row a class of attention modules. Most run their own forward, in which torch
 the result stay the model's. Where a module never calls that function, the row names a method that
 does the same with ours. Only single modules of a model that was attached are changed, until
 `Handle.remove()`; their parameters and state dict stay as they are.
-
-# b batch, s this rank's rows, h heads, g key heads (g divides h), d head_dim
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,158 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
-from wf_transformers.attention import Attention, Window, refuse_words
+from wf_transformers.attention import Attention, Window
+from wf_transformers.forwards import bloom, by_torch, falcon, file_of, method_attn, modernbert, mpt
 from wf_transformers.models import REGISTRY
-
-
-class _Ours(TorchFunctionMode):
-    """Inside, torch's attention is that of `module.wallfacer`, over the ranks."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self._module = module
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        ours = func is scaled_dot_product_attention
-        return (self._attend if ours else func)(*args, **(kwargs or {}))
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """(b, h, s, d) each, and of the result. What is causal is told by the module."""
-        module, row = self._module, row_of(self._module)
-        groups = query.shape[1] // row.key_heads(module, key.shape[1])
-        repeated = groups if key.shape[1] == query.shape[1] else 1
-        out, _ = module.wallfacer(
-            module,
-            query,
-            key[:, ::repeated],  # the model repeats heads, which need not be sent
-            value[:, ::repeated],
-            attn_mask,
-            dropout_p,
-            query.shape[-1] ** -0.5 if scale is None else scale,
-            sliding_window=row.window(module),
-            alibi_slopes=getattr(module, "alibi_slopes", None),
-        )
-        return out.transpose(1, 2)
-
-
-def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the class that calls torch's attention, which is ours inside."""
-    kind = _calling_class(type(self))
-    given = inspect.signature(kind.forward).bind(self, *args, **kwargs).arguments
-    refuse_words(type(self).__name__, given | {"past_key_value": None})  # the rows tell of one
-    with _Ours(self):
-        return kind.forward(self, *args, **kwargs)
-
-
-def _calling_class(kind: type) -> Any:
-    """Beside a class of transformers 4, its subclass that calls torch's attention."""
-    found = [base for base in kind.__mro__ if base.__name__ in TABLE][0]
-    return getattr(sys.modules[found.__module__], TABLE[found.__name__].sdpa or "", found)
-
-
-def _attn(
-    self: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None = None,
-    head_mask: Tensor | None = None,
-) -> tuple[Tensor, None]:
-    """The method of that name of GPT-J, GPT-Neo and CodeGen: (b, h, s, d) in and out."""
-    row, dropout = row_of(self), self.attn_dropout.p if self.training else 0.0
-    scale, window = 1 / float(getattr(self, "scale_attn", 1.0)), row.window(self)
-    words = {"sliding_window": window, "head_mask": head_mask}
-    out, _ = self.wallfacer(self, query, key, value, attention_mask, dropout, scale, **words)
-    return out.transpose(1, 2), None
-
-
-def _modernbert(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor]:
-    """ModernBertAttention.forward, by the one of its functions that calls torch's attention."""
-    refuse_words(type(self).__name__, kwargs)
-    file: Any = sys.modules[_calling_class(type(self)).__module__]
-    qkv = self.Wqkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
-    words = {"local_attention": self.local_attention, "rotary_emb": self.rotary_emb}
-    size = {"bs": len(qkv), "dim": self.all_head_size}
-    with _Ours(self):
-        (out,) = file.sdpa_attention_forward(self, qkv, **words, **size, **kwargs)
-    return (self.out_drop(self.Wo(out)),)
-
-
-def _falcon(self: Any, hidden_states: Tensor, alibi: Any, *args: Any, **kwargs: Any) -> Any:
-    """FalconAttention.forward, which has no rotary embeddings where there is something `alibi`."""
-    return _forward(self, hidden_states, self.config.alibi or None, *args, **kwargs)
-
-
-def _bloom(
-    self: Any,
-    hidden_states: Tensor,
-    residual: Tensor,
-    alibi: None,
-    attention_mask: Tensor | None,
-    layer_past: Any = None,
-    head_mask: Tensor | None = None,
-    output_attentions: bool = False,
-    **_: Any,
-) -> tuple[Tensor, Any]:
-    """BloomAttention.forward: (b, s, width)."""
-    file: Any = sys.modules[_calling_class(type(self)).__module__]
-    query, key, value = self._reshape(self.query_key_value(hidden_states))
-    out, _ = self.wallfacer(
-        self,
-        query,
-        key,
-        value,
-        attention_mask,
-        self.attention_dropout.p if self.training else 0.0,
-        self.inv_norm_factor,
-        alibi_slopes=self.alibi_slopes,
-        head_mask=head_mask,
-        output_attentions=output_attentions,
-    )
-    projected = self.dense(out.flatten(2))
-    return file.dropout_add(projected, residual, self.hidden_dropout, self.training), layer_past
-
-
-def _mpt(
-    self: Any,
-    hidden_states: Tensor,
-    position_bias: Tensor | None,
-    past_key_value: Any = None,
-    attention_mask: Tensor | None = None,
-) -> tuple[Tensor, None, None]:
-    """MptAttention.forward: (b, s, width); in its masks True is hidden."""
-    qkv = self.Wqkv(hidden_states)
-    if self.clip_qkv:
-        qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-    query, key, value = (
-        x.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for x in qkv.chunk(3, dim=-1)
-    )
-    out, _ = self.wallfacer(
-        self,
-        query,
-        key,
-        value,
-        None if attention_mask is None else ~attention_mask,
-        self.attn_dropout_p if self.training else 0.0,
-        self.softmax_scale,
-        alibi_slopes=self.alibi_slopes,
-    )
-    return self.out_proj(out.flatten(2)), None, None
 
 
 def _no_window(_: Any) -> Window:
@@ -194,7 +43,7 @@ class Row:
     """The subclass that calls torch's attention, whose forward all of them run. None: itself."""
     method: str = "forward"
     """What is replaced in a module, by `function`."""
-    function: Callable[..., Any] = _forward
+    function: Callable[..., Any] = by_torch
     causal: bool | None = None
     """None: as the module's `is_causal` says."""
     window: Callable[[Any], Window] = _no_window
@@ -242,7 +91,8 @@ def _neo_window(module: Any) -> Window:
 
 
 def _modernbert_window(module: Any) -> Window:
-    return None if module.local_attention == (-1, -1) else module.local_attention
+    sides = getattr(module, "local_attention", (-1, -1))  # transformers 5 has none
+    return None if sides == (-1, -1) else sides
 
 
 def _slopes(alibi: Tensor) -> Mapping[str, Any]:
@@ -251,7 +101,7 @@ def _slopes(alibi: Tensor) -> Mapping[str, Any]:
 
 
 def _bloom_slopes(module: Any) -> Mapping[str, Any]:
-    build = sys.modules[_calling_class(type(module)).__module__].build_alibi_tensor
+    build = file_of(module).build_alibi_tensor
     return _slopes(build(torch.ones(1, 2), module.num_heads, torch.float32))
 
 
@@ -262,7 +112,7 @@ def _falcon_slopes(module: Any) -> Mapping[str, Any]:
 
 
 def _mpt_slopes(module: Any) -> Mapping[str, Any]:
-    build = sys.modules[_calling_class(type(module)).__module__].build_mpt_alibi_tensor
+    build = file_of(module).build_mpt_alibi_tensor
     return _slopes(build(module.n_heads, 2))
 
 
@@ -280,7 +130,7 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         "RobertaSelfAttention": _bert_like("Roberta"),
         "XLMRobertaSelfAttention": _bert_like("XLMRoberta"),
         "CamembertSelfAttention": _bert_like("Camembert"),
-        "ModernBertAttention": Row(function=_modernbert, causal=False, window=_modernbert_window),
+        "ModernBertAttention": Row(function=modernbert, causal=False, window=_modernbert_window),
         "OPTAttention": _decoder("OPT"),
         "JambaAttention": _decoder("Jamba"),
         "RecurrentGemmaSdpaAttention": Row(key_heads=_repeats),
@@ -289,12 +139,12 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         "OlmoeAttention": _decoder("Olmoe"),
         "PhimoeAttention": _decoder("Phimoe", _config_window),
         "Qwen2MoeAttention": _decoder("Qwen2Moe", _qwen_window),
-        "GPTJAttention": Row(method="_attn", function=_attn),
-        "CodeGenAttention": Row(method="_attn", function=_attn),
-        "FalconAttention": Row(function=_falcon, attributes=_falcon_slopes),
-        "BloomAttention": Row(function=_bloom, attributes=_bloom_slopes),
-        "MptAttention": Row(function=_mpt, attributes=_mpt_slopes),
-        "GPTNeoSelfAttention": Row(method="_attn", function=_attn, window=_neo_window),
+        "GPTJAttention": Row(method="_attn", function=method_attn),
+        "CodeGenAttention": Row(method="_attn", function=method_attn),
+        "FalconAttention": Row(function=falcon, attributes=_falcon_slopes),
+        "BloomAttention": Row(function=bloom, attributes=_bloom_slopes),
+        "MptAttention": Row(function=mpt, attributes=_mpt_slopes),
+        "GPTNeoSelfAttention": Row(method="_attn", function=method_attn, window=_neo_window),
     }
 )
 
@@ -313,13 +163,16 @@ BUILDS_MASKS = frozenset({"MptModel"})
 
 
 def changes_around(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """(module, name, value): what to set in `model` beside its attention modules."""
-    return [
+    """(module, name, value): what to set in `model` beside the modules that are `unasking`."""
+    found = [
         (module, name, value)
         for module in model.modules()
         for name, value in AROUND.get(type(module).__name__, {}).items()
-        if hasattr(module, name) and not asks(type(module))
+        if hasattr(module, name)
     ]
+    asking = [m for m in model.modules() if asks(type(m)) and type(m).__name__ in TABLE]
+    windows = [(m, "sliding_window", row_of(m).window(m)) for m in asking]  # by masks alone there
+    return found + [one for one in windows if one[2] and not hasattr(one[0], "sliding_window")]
 
 
 def builds_masks(model: nn.Module) -> bool:
@@ -358,4 +211,5 @@ def changes(module: Any, attention: Attention) -> dict[str, Any]:
     row = row_of(module)
     causal = getattr(module, "is_causal", True) if row.causal is None else row.causal
     own = {row.method: MethodType(row.function, module)}
-    return {"wallfacer": attention, "is_causal": causal, **row.attributes(module), **own}
+    known = {"wallfacer": attention, "wallfacer_row": row, "is_causal": causal}
+    return {**known, **row.attributes(module), **own}

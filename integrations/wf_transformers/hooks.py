@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends._compile import eager
 from wf_backends.parallel import IGNORE_INDEX, count_valid, token_loss
@@ -105,8 +104,9 @@ class WholeBatchHooks:
             *(inner.register_forward_pre_hook(self._inside) for inner in inner_models(model)),
         )
         handle.undo.callback(self.remove)
-        if isinstance(model, PreTrainedModel):  # the Trainer sums them over all ranks
-            share = partial(_operations, model.floating_point_ops, handle.sp.size)
+        operations: Any = getattr(model, "floating_point_ops", None)
+        if operations is not None:  # the Trainer of transformers 4 sums them over all ranks
+            share = partial(_operations, operations, handle.sp.size)
             handle.set(model, "floating_point_ops", share)
 
     @property

@@ -46,6 +46,21 @@ GEMMA = {
     "sliding_window": 5,
     "sliding_window_pattern": 2,
 }
+MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
 FALCON = {"attention_dropout": 0.0, "hidden_dropout": 0.0, "multi_query": True}
 BLOOM = {"hidden_size": 32, "n_head": 4, "n_layer": 2, "vocab_size": VOCAB, **FALCON}
 
@@ -119,6 +134,13 @@ FAMILIES = {
         "MptConfig",
         {"d_model": 32, "n_heads": 4, "n_layers": 2, "vocab_size": VOCAB},
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {**LLAMA, **EXPERTS, "head_dim": 8, "sliding_window": 5},
+        reference="eager",
+    ),
+    "deepseek_v3": Family("DeepseekV3ForCausalLM", "DeepseekV3Config", {**LLAMA, **MLA}),
     "bert": Family("BertForMaskedLM", "BertConfig", ENCODER, masked=True),
     "roberta": Family("RobertaForMaskedLM", "RobertaConfig", ENCODER, masked=True),
     "xlm_roberta": Family("XLMRobertaForMaskedLM", "XLMRobertaConfig", ENCODER, masked=True),
@@ -152,6 +174,7 @@ def build(family: Family, implementation: str = "sdpa", **more: Any) -> nn.Modul
         torch.manual_seed(1)
         config = getattr(tf, family.config)(**{**family.words, "initializer_range": 0.2, **more})
         make = getattr(tf, family.model)
+        config._experts_implementation = "eager"  # of transformers 5, whose others know no float64
         config._attn_implementation = implementation if make._supports_sdpa else "eager"
         model = make(config)
     return model.double().train(family.trains)

@@ -19,7 +19,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_backends.parallel.loss import count_valid  # noqa: E402
 
-MIXTURES = ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "phimoe"]
+MIXTURES = ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "phimoe", "gpt_oss"]
 MORE = {"router_aux_loss_coef": 0.3, "output_router_logits": True}
 PADDED = (torch.arange(23)[None] < torch.tensor([[23], [9]])).long()
 

@@ -1,0 +1,170 @@
+"""What attention modules run in place of a method of theirs that never asks for ours.
+
+`self.wallfacer` is the `Attention`, `self.wallfacer_row` the row of the module (families.py).
+
+# b batch, s this rank's rows, h heads, g key heads (g divides h), d head_dim
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from wf_transformers.attention import refuse_words
+
+
+class _Ours(TorchFunctionMode):
+    """Inside, torch's attention is that of `module.wallfacer`, over the ranks."""
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self._module = module
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        ours = func is scaled_dot_product_attention
+        return (self._attend if ours else func)(*args, **(kwargs or {}))
+
+    def _attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """(b, h, s, d) each, and of the result. What is causal is told by the module."""
+        module, row = self._module, self._module.wallfacer_row
+        groups = query.shape[1] // row.key_heads(module, key.shape[1])
+        repeated = groups if key.shape[1] == query.shape[1] else 1
+        out, _ = module.wallfacer(
+            module,
+            query,
+            key[:, ::repeated],  # the model repeats heads, which need not be sent
+            value[:, ::repeated],
+            attn_mask,
+            dropout_p,
+            query.shape[-1] ** -0.5 if scale is None else scale,
+            sliding_window=row.window(module),
+            alibi_slopes=getattr(module, "alibi_slopes", None),
+        )
+        return out.transpose(1, 2)
+
+
+def by_torch(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the class that calls torch's attention, which is ours inside."""
+    name = self.wallfacer_row.sdpa
+    kind: Any = _own_class(self) if name is None else getattr(file_of(self), name)
+    given = inspect.signature(kind.forward).bind(self, *args, **kwargs).arguments
+    refuse_words(type(self).__name__, given | {"past_key_value": None})  # the rows tell of one
+    with _Ours(self):
+        return kind.forward(self, *args, **kwargs)
+
+
+def file_of(module: Any) -> Any:
+    """The file of transformers that a module's class, or what it derives from, stands in."""
+    return sys.modules[_own_class(module).__module__]
+
+
+def _own_class(module: Any) -> type:
+    kinds = type(module).__mro__
+    return next(kind for kind in kinds if kind.__module__.startswith("transformers.models."))
+
+
+def method_attn(
+    self: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    head_mask: Tensor | None = None,
+) -> tuple[Tensor, None]:
+    """The method of that name of GPT-J, GPT-Neo and CodeGen: (b, h, s, d) in and out."""
+    dropout, window = self.attn_dropout.p if self.training else 0.0, self.wallfacer_row.window(self)
+    scale = 1 / float(getattr(self, "scale_attn", 1.0))
+    words = {"sliding_window": window, "head_mask": head_mask}
+    out, _ = self.wallfacer(self, query, key, value, attention_mask, dropout, scale, **words)
+    return out.transpose(1, 2), None
+
+
+def modernbert(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor]:
+    """ModernBertAttention.forward, by the one of its functions that calls torch's attention."""
+    refuse_words(type(self).__name__, kwargs)
+    qkv = self.Wqkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
+    words = {"local_attention": self.local_attention, "rotary_emb": self.rotary_emb}
+    size = {"bs": len(qkv), "dim": self.all_head_size}
+    with _Ours(self):
+        (out,) = file_of(self).sdpa_attention_forward(self, qkv, **words, **size, **kwargs)
+    return (self.out_drop(self.Wo(out)),)
+
+
+def falcon(self: Any, hidden_states: Tensor, alibi: Any, *args: Any, **kwargs: Any) -> Any:
+    """FalconAttention.forward, which has no rotary embeddings where there is something `alibi`."""
+    return by_torch(self, hidden_states, self.config.alibi or None, *args, **kwargs)
+
+
+def bloom(
+    self: Any,
+    hidden_states: Tensor,
+    residual: Tensor,
+    alibi: None,
+    attention_mask: Tensor | None,
+    layer_past: Any = None,
+    head_mask: Tensor | None = None,
+    output_attentions: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Any]:
+    """BloomAttention.forward: (b, s, width)."""
+    query, key, value = self._reshape(self.query_key_value(hidden_states))
+    out, _ = self.wallfacer(
+        self,
+        query,
+        key,
+        value,
+        attention_mask,
+        self.attention_dropout.p if self.training else 0.0,
+        self.inv_norm_factor,
+        alibi_slopes=self.alibi_slopes,
+        head_mask=head_mask,
+        output_attentions=output_attentions,
+    )
+    projected = self.dense(out.flatten(2))
+    add = file_of(self).dropout_add
+    return add(projected, residual, self.hidden_dropout, self.training), layer_past
+
+
+def mpt(
+    self: Any,
+    hidden_states: Tensor,
+    position_bias: Tensor | None,
+    attention_mask: Tensor | None = None,
+    **words: Any,
+) -> tuple[Any, ...]:
+    """MptAttention.forward: (b, s, width); in its masks True is hidden."""
+    qkv = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    query, key, value = (
+        x.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for x in qkv.chunk(3, dim=-1)
+    )
+    out, _ = self.wallfacer(
+        self,
+        query,
+        key,
+        value,
+        None if attention_mask is None else ~attention_mask,
+        self.attn_dropout_p if self.training else 0.0,
+        self.softmax_scale,
+        alibi_slopes=self.alibi_slopes,
+    )
+    cache = () if "past_key_values" in words else (None,)  # transformers 5 gives none back
+    return self.out_proj(out.flatten(2)), None, *cache
