@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE_ROOTS = (".", "integrations")
 
-FRAMEWORKS = ("deepspeed", "colossalai", "transformers", "accelerate")
-DOORS = ("wf_deepspeed", "wf_colossalai", "wf_transformers", "wf_accelerate")
+FRAMEWORKS = ("deepspeed", "colossalai", "transformers", "accelerate", "diffusers")
+DOORS = ("wf_deepspeed", "wf_colossalai", "wf_transformers", "wf_accelerate", "wf_diffusers")
 INTEGRATIONS = ("integrations", *DOORS)
 
 # The packages of the core, in the order in which they build on each other. Those of one row know
@@ -74,7 +74,7 @@ RULES = (
         Rule((name,), tuple(other for other in DOORS if other not in (name, "wf_transformers")))
         for name in DOORS
     ),
-    Rule(("wf_transformers", "wf_accelerate"), ("deepspeed", "colossalai")),
+    Rule(("wf_transformers", "wf_accelerate", "wf_diffusers"), ("deepspeed", "colossalai")),
     Rule(("wf_deepspeed",), ("colossalai",)),
     Rule(("wf_colossalai",), ("deepspeed",)),
 )

@@ -1,0 +1,248 @@
+"""Transformers of diffusers on ranks give what they give on one device: sample, loss, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+try:
+    import diffusers
+except ImportError as error:  # it refuses to be imported beside the peft of ColossalAI
+    pytest.skip(f"diffusers is not usable here: {error}", allow_module_level=True)
+
+pytest.importorskip(
+    "diffusers.models.attention_dispatch", reason="diffusers before 0.35 has no attention registry"
+)
+
+from diffusers.models.attention_dispatch import (  # noqa: E402
+    _AttentionBackendRegistry as REGISTRY,
+)
+
+import wf_diffusers  # noqa: E402
+from tests.docs.pages import blocks  # noqa: E402
+from tests.helpers import run_processes, run_threads  # noqa: E402
+from tests.integrations.transformers_models import (  # noqa: E402
+    assert_close,
+    gradients,
+    sequence_parallel,
+)
+from wf_backends.comm import World  # noqa: E402
+from wf_diffusers.attention import Attention  # noqa: E402
+
+WIDTH = {"num_attention_heads": 2, "attention_head_dim": 16}
+WAN = {"in_channels": 4, "out_channels": 4, "text_dim": 20, "freq_dim": 16, "ffn_dim": 48}
+FLUX = {"in_channels": 4, "num_single_layers": 2, "joint_attention_dim": 24}
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
+    )
+
+
+def dit() -> tuple[Any, dict[str, Any]]:
+    """9 tokens: uneven on 2 and 4 ranks."""
+    model = diffusers.DiTTransformer2DModel(
+        **WIDTH, in_channels=2, num_layers=2, sample_size=6, num_embeds_ada_norm=8
+    )
+    model.eval()  # threads share the generator that drops labels
+    labels = {"timestep": torch.tensor([3, 5]), "class_labels": torch.tensor([1, 2])}
+    return model, {"hidden_states": random(2, 2, 6, 6), **labels}
+
+
+def flux(text: int = 5, image: int = 16) -> tuple[Any, dict[str, Any]]:
+    model = diffusers.FluxTransformer2DModel(
+        **WIDTH, **FLUX, num_layers=2, pooled_projection_dim=12, axes_dims_rope=(4, 6, 6)
+    )
+    ids = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(image / 4))
+    return model, {
+        "hidden_states": random(2, image, 4),
+        "encoder_hidden_states": random(2, text, 24),
+        "pooled_projections": random(2, 12),
+        "timestep": torch.tensor([0.3, 0.7]).double(),
+        "img_ids": ids.double(),
+        "txt_ids": torch.zeros(text, 3).double(),
+    }
+
+
+def wan() -> tuple[Any, dict[str, Any]]:
+    model = diffusers.WanTransformer3DModel(**WIDTH, **WAN, num_layers=2)
+    return model, {
+        "hidden_states": random(1, 4, 3, 6, 6),
+        "timestep": torch.tensor([300]),
+        "encoder_hidden_states": random(1, 7, 20),
+    }
+
+
+FAMILIES = {"dit": dit, "flux": flux, "wan": wan}
+
+
+@pytest.fixture(autouse=True)
+def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms and rotary embeddings are rounded to float32 on their way; not here."""
+    as_float = Tensor.float
+    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else as_float(x))
+
+
+def build(family: str, **sizes: int) -> tuple[Any, dict[str, Any]]:
+    torch.manual_seed(1)
+    model, given = FAMILIES[family](**sizes)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    return model.double(), given
+
+
+def loss_of(sample: Tensor) -> Tensor:
+    return (sample - random(*sample.shape)).square().mean()
+
+
+def assert_equal(
+    family: str, size: int, layout: str = "zigzag", checkpoint: bool = False, **sizes: int
+) -> None:
+    """The sample, the loss, and the mean over the ranks of every gradient, to 1e-9."""
+    reference, given = build(family, **sizes)
+    sample = reference(**given).sample
+    loss = loss_of(sample)
+    loss.backward()
+    wanted = gradients(reference)
+
+    def rank(comm: Any) -> Any:
+        model = models[comm.rank]
+        if checkpoint:
+            model.enable_gradient_checkpointing()
+        with wf_diffusers.attach(model, sequence_parallel(comm, layout)):
+            found = model(**given).sample
+            share = loss_of(found)
+            share.backward()
+        return found.detach(), share.detach(), gradients(model)
+
+    models = [build(family, **sizes)[0] for _ in range(size)]
+    results = run_threads(size, rank)
+    for found, share, grads in results:
+        assert_close(found, sample, "sample")
+        assert_close(share, loss, "loss")
+        assert grads.keys() == wanted.keys()
+    for name, grad in wanted.items():
+        assert_close(sum(grads[name] for *_, grads in results) / size, grad, name)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models(family: str, size: int, layout: str) -> None:
+    assert_equal(family, size, layout)
+
+
+@pytest.mark.parametrize(("text", "image"), [(1, 16), (13, 4), (29, 12)])
+def test_ranks_without_text_and_ranks_without_image(text: int, image: int) -> None:
+    assert_equal("flux", 4, "contiguous", text=text, image=image)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputed_blocks_are_cut_again(family: str) -> None:
+    assert_equal(family, 2, checkpoint=True)
+
+
+def test_a_handle_leaves_the_registry_and_the_model_as_they_were() -> None:
+    model, given = build("flux")
+    other, _ = build("dit")
+    before = dict(REGISTRY._backends), [type(m.processor) for m in attention_of(other)]
+    sample = model(**given).sample
+    with wf_diffusers.attach(model, alone()), wf_diffusers.attach(other, alone()):
+        names = {str(key.value) for key in REGISTRY._backends}
+        assert {"wallfacer", "wallfacer_2"} <= names
+    assert before == (dict(REGISTRY._backends), [type(m.processor) for m in attention_of(other)])
+    assert torch.equal(model(**given).sample, sample)
+
+
+@pytest.mark.parametrize(
+    ("family", "more", "message"),
+    [
+        ("flux", {"controlnet_block_samples": [torch.ones(1)]}, "residuals of a ControlNet"),
+        ("flux", {"joint_attention_kwargs": {"ip_adapter_masks": 1}}, "an IP-Adapter"),
+        ("wan", {"timestep": torch.ones(1, 27)}, r"a timestep \(1, 27\)"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(family: str, more: dict[str, Any], message: str) -> None:
+    def rank(comm: Any) -> None:
+        model, given = models[comm.rank]
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            with pytest.raises(NotImplementedError, match=message):
+                model(**given | more)
+
+    models = [build(family) for _ in range(2)]
+    run_threads(2, rank)
+
+
+def test_models_that_are_not_in_the_table_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="Linear is none of the models .* Flux"):
+        wf_diffusers.attach(torch.nn.Linear(2, 2), alone())
+
+
+def test_dropout_in_training_is_refused() -> None:
+    def rank(comm: Any) -> None:
+        model, given = models[comm.rank]
+        model.train().transformer_blocks[0].attn1.to_out[1].p = 0.5
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            with pytest.raises(NotImplementedError, match="has dropout"):
+                model(**given)
+
+    models = [build("dit") for _ in range(2)]
+    run_threads(2, rank)
+
+
+def test_a_backend_that_is_set_afterwards_is_an_error() -> None:
+    def rank(comm: Any) -> None:
+        model, given = models[comm.rank]
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            model.set_attention_backend("native")
+            with pytest.raises(NotImplementedError, match="0 of the 4 attention modules"):
+                model(**given)
+
+    models = [build("flux") for _ in range(2)]
+    run_threads(2, rank)
+
+
+def test_masks_are_refused() -> None:
+    attend = Attention(alone())
+    with pytest.raises(NotImplementedError, match="an attention mask"):
+        attend(*[torch.ones(1, 2, 1, 8)] * 3, attn_mask=torch.ones(1, 2))
+
+
+def test_ranks_with_other_noise_are_told() -> None:
+    def rank(comm: Any) -> None:
+        model, given = models[comm.rank]
+        given["hidden_states"] = given["hidden_states"] + comm.rank
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            with pytest.raises(ValueError, match="hidden_states") as found:
+                model(**given)
+        assert "draw the same noise" in found.value.__notes__[0]
+
+    models = [build("wan") for _ in range(2)]
+    run_threads(2, rank)
+
+
+def the_page(_: Any) -> None:
+    """The script of docs/diffusers.md, on one rank."""
+    (block,) = blocks_of("docs/diffusers.md")
+    exec(compile(block, "docs/diffusers.md", "exec", dont_inherit=True), {"__name__": "__main__"})
+
+
+def blocks_of(page: str) -> list[str]:
+    return [block.text for block in blocks("python") if block.page == page]
+
+
+@pytest.mark.processes
+def test_the_script_of_the_page() -> None:
+    run_processes(4, the_page)
+
+
+def alone() -> Any:
+    return sequence_parallel(World(1).comm(0))
+
+
+def attention_of(model: Any) -> list[Any]:
+    return [block.attn1 for block in model.transformer_blocks]
