@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="the transformers extra is missing")
 pytest.importorskip("accelerate", reason="the accelerate extra is missing")
 
 from tests.hetegen.models import CONFIGS, fast_device, make_model, split_memory  # noqa: E402
-from wf_backends.hetegen import dispatch_model  # noqa: E402
+from wf_backends.hetegen import ShapedDevice, dispatch_model  # noqa: E402
 from wf_transformers import model_from_folder  # noqa: E402
 
 IDS = torch.arange(3, 12).unsqueeze(0)
@@ -53,6 +53,11 @@ def test_weights_of_a_folder_are_not_read_into_memory(tmp_path: Path) -> None:
     mapped = model_from_folder(tmp_path)
     assert own_bytes() - before < size / 4
     assert sum(p.nbytes for p in mapped.parameters()) == size > 180e6
+    device, ids = ShapedDevice(1e10, 1e10, 1e11), torch.ones(1, 3, dtype=torch.long)
+    with dispatch_model(mapped, {0: size // 5}, device), torch.no_grad():
+        mapped(ids)
+        taken = device.bytes + device.pinned_bytes  # of a thread that stands for an accelerator
+        assert own_bytes() - before < taken + size / 4
 
 
 def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import Device
 from wf_backends.hetegen.memory import parse_max_memory
-from wf_backends.hetegen.modules import HostWeight, find_weights
+from wf_backends.hetegen.modules import MIN_ROWS, HostWeight, find_weights
 from wf_backends.hetegen.plan import Plan, Request
 from wf_backends.hetegen.planning import make_plan
 from wf_backends.hetegen.runner import Runner
@@ -87,14 +87,9 @@ def dispatch_model(
         ValueError: for a bad size or setting, if there is nothing to split, or if what is not
             split exceeds the memory.
     """
-    accelerator_bytes, host_bytes = parse_max_memory(max_memory)
     _check(alpha, prefetch, batch, prompt)
-    weights = find_weights(model)
-    if not weights:
-        raise ValueError(
-            f"{type(model).__name__} has nothing to split: no nn.Linear or Conv1D of its own "
-            "with 16 output features or more"
-        )
+    accelerator_bytes, host_bytes = parse_max_memory(max_memory)
+    weights = _weights(model)
     device = Accelerator() if device is None else device
     request = Request(
         linears=tuple(weight.linear for weight in weights),
@@ -113,6 +108,16 @@ def dispatch_model(
             f"are split and pinned memory take; got {max_memory['cpu']!r}"
         )
     return _split(model, weights, device, plan, pin_memory)
+
+
+def _weights(model: nn.Module) -> list[HostWeight]:
+    weights = find_weights(model)
+    if not weights:
+        raise ValueError(
+            f"{type(model).__name__} has nothing to split: no nn.Linear or Conv1D of its own "
+            f"with {MIN_ROWS} output features or more"
+        )
+    return weights
 
 
 def _check(alpha: object, prefetch: object, batch: object, prompt: object) -> None:
