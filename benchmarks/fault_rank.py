@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=600)
     args = parser.parse_args()
     torch.manual_seed(0)
-    job = launch.init(timeout=args.timeout)
+    job = launch.init(timeout=args.timeout, log_folder=args.folder)
     model = Layers(args.folder)
     step = OPEN[args.transport](model, job.world_size)
     for number in range(STEPS):

@@ -33,7 +33,7 @@ HELD_OUT_BATCHES = 4
 def main() -> None:
     """Train, evaluate on held-out text, write the curve."""
     args = parse_arguments()
-    launch.init(timeout=args.timeout)
+    launch.init(timeout=args.timeout, log_folder=args.out)
     share_cores()
     training, held_out = split(find_files(args.data))
     model = build_model(VOCABULARY, args.seq_len, args.seed)

@@ -15,7 +15,7 @@ from deepspeed.utils import set_z3_leaf_module
 from torch import nn
 
 from wf_backends import SequenceParallel
-from wf_backends.launch import leave_mpi_at_exit
+from wf_backends.launch import leave_at_exit
 from wf_deepspeed import cpu
 from wf_deepspeed.config import (
     KEY,
@@ -137,6 +137,6 @@ def start(
     if timeout is not None:
         options["timeout"] = timedelta(seconds=timeout)
     deepspeed.init_distributed(accelerator.communication_backend_name(), **options)
-    leave_mpi_at_exit()
+    leave_at_exit()
     given = getattr(arguments.get("args"), "device_rank", None)
     accelerator.set_device(deepspeed.comm.get_local_rank() if given is None else given)

@@ -83,12 +83,14 @@ def test_an_mpi4py_communicator_becomes_an_mpi_comm(ranks):
 
 def test_missing_message_names_ranks_and_label(ranks):
     size = len(ranks)
-    words = f"rank 0 of {size}: 'hop 7', the message from rank {size - 1} did not end within 0.5 s"
-    assert ranks[0]["missing"] == words
+    words = f"rank 0 of {size}: 'hop 7', the message from rank {size - 1} failed: "
+    assert ranks[0]["missing"] == f"{words}it did not end within 0.5 s"
 
 
 def test_wrong_sizes_are_reported_by_the_receiver(ranks):
-    assert ranks[1]["short"].endswith("the message from rank 0 has 12 bytes, expected 16")
+    assert ranks[1]["short"].endswith(
+        "the message from rank 0 failed: it has 12 bytes, expected 16"
+    )
     assert "rank 1 of" in ranks[1]["long"] and "from rank 0 failed: " in ranks[1]["long"]
 
 

@@ -2,7 +2,8 @@
 
 Under MPI Python ends with MPI's finalize, which waits for all ranks. A rank that ends early would
 wait there for peers that wait for its messages. So its connections are closed before, and a rank
-that failed ends the job, as `python -m mpi4py` has it.
+that failed ends the job, as `python -m mpi4py` has it. Whatever started it, a rank that failed
+waits a moment, so that one of its peers can report who was where.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
+from wf_backends.comm import job_board, last_words, leave_note
+
 SETTLE_S = 0.05  # for torch's threads at the end of Python
 LAST_WORDS_S = 3.0  # for the errors of peers, before a rank that failed ends the job
 
@@ -29,15 +32,16 @@ def settle_at_exit() -> None:
     otherwise.
     """
     _at_exit(_settle)
-    leave_mpi_at_exit()
+    leave_at_exit()
 
 
-def leave_mpi_at_exit() -> None:
-    """When Python ends, let go of the peers of a job of MPI; end the job if this rank failed.
+def leave_at_exit() -> None:
+    """When Python ends by an error, or at all in a job of MPI, let go of the peers.
 
-    What is registered later runs earlier: call it last.
+    A rank that failed says why on the job's board and waits a moment for the errors of its peers.
+    Under MPI it ends the job. What is registered later runs earlier: call it last.
     """
-    _at_exit(_leave_mpi)
+    _at_exit(_leave)
 
 
 def _at_exit(step: Callable[[], None]) -> None:
@@ -55,18 +59,30 @@ def _settle() -> None:
     time.sleep(SETTLE_S)
 
 
-def _leave_mpi() -> None:
+def _leave() -> None:
     MPI = sys.modules.get("mpi4py.MPI")
-    if MPI is None or not MPI.Is_initialized() or MPI.Is_finalized() or MPI.COMM_WORLD.size == 1:
-        return
+    joined = MPI is not None and MPI.Is_initialized() and not MPI.Is_finalized()
+    if MPI is None or not joined or MPI.COMM_WORLD.size == 1:
+        MPI = None
+    board = job_board() if failed() else None
+    rank, size = (dist.get_rank(), dist.get_world_size()) if board else (0, 1)
+    if board and size > 1:
+        leave_note(board, rank, sys.last_value)
+    if MPI or size > 1:
+        _close_connections()
+    if board and size > 1:
+        sys.stderr.flush()
+        last_words(board, rank, size, LAST_WORDS_S)
+    if MPI and failed():
+        time.sleep(SETTLE_S)
+        MPI.COMM_WORLD.Abort(1)
+
+
+def _close_connections() -> None:
     if dist.is_initialized() and "nccl" not in dist.get_backend_config():
         groups = [*dist.distributed_c10d._world.pg_map]
         dist.destroy_process_group()
         _forget(groups)
-    if failed():
-        sys.stderr.flush()
-        time.sleep(LAST_WORDS_S)
-        MPI.COMM_WORLD.Abort(1)
 
 
 def _forget(groups: list[Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 DEFAULT_PORT = 29500  # torch's, where MASTER_ADDR is set alone
 SLURM_PORTS = range(15000, 30000)  # below the range that systems hand out to clients
@@ -138,3 +139,9 @@ def _optional(environ: Mapping[str, str], *names: str) -> int | None:
         return int(environ[name])
     except ValueError:
         raise ValueError(f"{name} must be an integer, got {environ[name]!r}") from None
+
+
+def default_log_folder(environ: Mapping[str, str]) -> str | None:
+    """Where torchrun keeps the logs of this attempt; None where it did not start this process."""
+    error_file = environ.get("TORCHELASTIC_ERROR_FILE")  # attempt_0/3/error.json of local rank 3
+    return str(Path(error_file).parents[1]) if error_file else None

@@ -9,17 +9,18 @@ import socket
 import sys
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from wf_backends.cluster.ending import failed, leave_mpi_at_exit, settle_at_exit
-from wf_backends.cluster.environment import Place, detect
+from wf_backends.cluster.ending import failed, leave_at_exit, settle_at_exit
+from wf_backends.cluster.environment import Place, default_log_folder, detect
 from wf_backends.cluster.rendezvous import meet, open_store, take_gpu, with_local
-from wf_backends.comm import DEFAULT_TIMEOUT_S, library_name, load_mpi
+from wf_backends.comm import DEFAULT_TIMEOUT_S, FOLDER, job_board, library_name, load_mpi
 
-__all__ = ["Launch", "detect", "init", "leave_mpi_at_exit", "settle_at_exit"]
+__all__ = ["Launch", "detect", "init", "leave_at_exit", "settle_at_exit"]
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
@@ -65,7 +66,11 @@ class Launch:
             self.close()
 
 
-def init(backend: str | None = None, timeout: float = DEFAULT_TIMEOUT_S) -> Launch:
+def init(
+    backend: str | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+    log_folder: str | os.PathLike[str] | None = None,
+) -> Launch:
     """Initialise torch.distributed from whatever launcher started this process.
 
     Reads the variables of torchrun, deepspeed, Open MPI, MPICH and Slurm; nothing needs to be set
@@ -80,6 +85,8 @@ def init(backend: str | None = None, timeout: float = DEFAULT_TIMEOUT_S) -> Laun
     Args:
         backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", or None = the last with a GPU, else gloo.
         timeout: seconds that ranks wait for each other, here and in every later operation.
+        log_folder: where the report of a fault goes, as a line of `faults.log`; None = beside
+            torchrun's own logs where it started this process, else the report is only printed.
 
     Returns:
         What this process is in the job; its `close()` undoes what was done here.
@@ -106,10 +113,18 @@ def init(backend: str | None = None, timeout: float = DEFAULT_TIMEOUT_S) -> Laun
         device_id=device if device.type == "cuda" else None,
     )
     launch = replace(_describe(place), _exported=_export(place))
+    _tell_folder(log_folder or default_log_folder(os.environ))
     settle_at_exit()
     atexit.register(launch._end)
-    leave_mpi_at_exit()
+    leave_at_exit()
     return launch
+
+
+def _tell_folder(folder: str | os.PathLike[str] | None) -> None:
+    """Every rank reads it on the job's board, when it reports a fault."""
+    board = job_board()
+    if board is not None and folder is not None and dist.get_rank() == 0:
+        board.write(FOLDER, 0, str(Path(folder).resolve()))
 
 
 def _check_backend(backend: str | None) -> str:

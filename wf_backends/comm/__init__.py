@@ -16,6 +16,7 @@ from wf_backends.comm.consistency import (
     gather_texts,
     sum_over_ranks,
 )
+from wf_backends.comm.faults import FOLDER, Board, job_board, last_words, leave_note
 from wf_backends.comm.mpi import library_name, load_mpi
 from wf_backends.comm.process_group import as_timeout, own_group, timeout_of
 from wf_backends.comm.protocol import (
@@ -31,6 +32,8 @@ from wf_backends.comm.threads import ThreadComm, World, run_threads
 from wf_backends.comm.turns import exchange
 
 __all__ = [
+    "Board",
+    "FOLDER",
     "ConsistencyCheck",
     "Communicator",
     "DEFAULT_TIMEOUT_S",
@@ -51,6 +54,9 @@ __all__ = [
     "first_order_only",
     "gather_small",
     "gather_texts",
+    "job_board",
+    "last_words",
+    "leave_note",
     "library_name",
     "load_mpi",
     "make_comm",

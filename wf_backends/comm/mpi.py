@@ -14,8 +14,18 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from wf_backends.comm.protocol import CONTROL, DEFAULT_TIMEOUT_S, Communicator, Message, Pending
+from wf_backends.comm.faults import failure, job_board
+from wf_backends.comm.protocol import (
+    CONTROL,
+    DEFAULT_TIMEOUT_S,
+    NOBODYS_TAG,
+    Communicator,
+    Message,
+    Pending,
+    Wait,
+)
 from wf_backends.comm.staging import Staged
+from wf_backends.comm.watch import Watch
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -23,7 +33,8 @@ if TYPE_CHECKING:
 POLLS_AT_ONCE = 1000  # polls before the waiting rank lets others have the core
 PAUSE_S = 20e-6  # seconds between polls after that
 POLLS_OF_LIFE = 5000  # polls between looks whether the peer has ended, about half a second
-ENDED = 0  # tag of the empty message that a rank sends as it ends
+ENDED = NOBODYS_TAG  # of the empty message that a rank sends as it ends
+What = tuple[str, str, int]  # label, kind of message, peer
 HOST_COPIES = "CUDA tensors go through host copies"
 
 
@@ -81,8 +92,12 @@ class MpiComm(Communicator):
         self.timeout, self.max_message = timeout, max_message
         self.cuda_aware = _cuda_aware(self.MPI)
         self.comm, request = comm.Idup()
-        name = f"rank {self.rank} of {self.size}: the meeting of all ranks"
-        wait_until(request.Test, timeout, lambda: name)
+        world, group = self.MPI.COMM_WORLD.Get_group(), comm.Get_group()
+        self._global_ranks = group.Translate_ranks(range(self.size), world)
+        self.waits: Wait | None = None
+        self.verdict = ""
+        self._watch: Watch | None = None
+        wait_until(request.Test, timeout, f"{self.me}: the meeting of all ranks")
         atexit.register(_call, WeakMethod(self.leave))
 
     def leave(self) -> None:
@@ -94,6 +109,21 @@ class MpiComm(Communicator):
     def has_ended(self, peer: int) -> bool:
         """Whether a peer said so."""
         return self.comm.Iprobe(peer, ENDED)
+
+    @property
+    def global_ranks(self) -> Sequence[int]:
+        return self._global_ranks
+
+    def watch(self) -> None:
+        """See Communicator.watch."""
+        board = job_board() if self.size > 1 else None
+        if board is not None and self._watch is None:
+            self._watch = Watch(self, board)
+            self._watch.start()
+
+    def break_off(self, verdict: str) -> None:
+        """End the running wait, at its next look."""
+        self.verdict = verdict
 
     @property
     def cuda_support(self) -> str:
@@ -126,7 +156,7 @@ class MpiComm(Communicator):
             ("to", self.comm.Isend, sends),
         ):
             for peer, tensor in messages:
-                what = f"{label!r}, the message {way} rank {peer}"
+                what = label, f"message {way}", peer
                 for part in self._parts(tensor):
                     with self.naming(what):
                         request = start([part, part.numel(), self.MPI.BYTE], peer, tag)
@@ -139,21 +169,24 @@ class MpiComm(Communicator):
         return tensor.detach().view(-1).view(torch.uint8).split(self.max_message)
 
     @contextmanager
-    def naming(self, what: str) -> Iterator[None]:
+    def naming(self, what: What) -> Iterator[None]:
         """Errors of the library with ranks and label."""
         try:
             yield
         except self.MPI.Exception as error:
-            raise RuntimeError(
-                f"rank {self.rank} of {self.size}: {what} failed: {error}"
-            ) from error
+            raise self.named(what, error) from error
+
+    def named(self, what: What, error: object) -> RuntimeError:
+        """An error with ranks and label."""
+        wait, self.waits = self.waits, None
+        return failure(self, wait or Wait(self.now, *what, time.monotonic()), error)
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """One MPI request."""
 
-    what: str
+    what: What
     peer: int
     request: MPI.Request
     expected: int | None  # bytes of a receive, None for a send
@@ -169,10 +202,21 @@ class _MpiPending(Pending):
         self.flights = [flight for flight in self.flights if not self._landed(flight)]
 
     def wait(self) -> None:
-        comm = self.comm
-        if not self._done():
-            prefix = f"rank {comm.rank} of {comm.size}: "
-            wait_until(self._done, comm.timeout, lambda: prefix + self.flights[0].what, self._look)
+        comm, since = self.comm, time.monotonic()
+        while not self._done():
+            what = self.flights[0].what
+            comm.waits = Wait(comm.now, *what, since)
+            try:
+                wait_until(self._moved, comm.timeout, "it", self._look)
+            except TimedOut as error:
+                raise comm.named(what, error) from error
+        comm.waits = None
+
+    def _moved(self) -> bool:
+        """Whether the first message that is waited for is there."""
+        first = self.flights[0]
+        self.poll()
+        return not self.flights or self.flights[0] is not first
 
     def _done(self) -> bool:
         self.poll()
@@ -180,14 +224,13 @@ class _MpiPending(Pending):
 
     def _look(self) -> None:
         """Give up if the peer has ended: what it sent before is here by the next look."""
-        first = self.flights[0]
+        first, comm = self.flights[0], self.comm
+        if comm.verdict:
+            raise comm.named(first.what, comm.verdict)
         if self.gone is not first:
-            self.gone = first if self.comm.has_ended(first.peer) else None
+            self.gone = first if comm.has_ended(first.peer) else None
             return
-        raise RuntimeError(
-            f"rank {self.comm.rank} of {self.comm.size}: {first.what} failed: "
-            f"rank {first.peer} has ended"
-        )
+        raise comm.named(first.what, f"{comm.name_of(first.peer)} has ended")
 
     def _landed(self, flight: _Flight) -> bool:
         status = self.comm.MPI.Status()
@@ -195,33 +238,35 @@ class _MpiPending(Pending):
             if not flight.request.Test(status):
                 return False
         if flight.expected is not None and (got := status.Get_count()) != flight.expected:
-            raise RuntimeError(
-                f"rank {self.comm.rank} of {self.comm.size}: {flight.what} has {got} bytes, "
-                f"expected {flight.expected}"
-            )
+            error = f"it has {got} bytes, expected {flight.expected}"
+            raise self.comm.named(flight.what, error)
         return True
+
+
+class TimedOut(RuntimeError):
+    """A wait took longer than its timeout."""
 
 
 def wait_until(
     done: Callable[[], bool],
     timeout: float,
-    what: Callable[[], str],
+    what: str,
     look: Callable[[], None] = lambda: None,
 ) -> None:
     """Call `done` until it is true.
 
     Args:
         timeout: seconds.
-        what: names this rank, the step and the peer in the error.
+        what: is waited for, in the error.
         look: called about twice a second; may give up by an error of its own.
 
     Raises:
-        RuntimeError: if the timeout passes.
+        TimedOut: if the timeout passes.
     """
     deadline, polls = time.monotonic() + timeout, 0
     while not done():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{what()} did not end within {timeout:g} s")
+            raise TimedOut(f"{what} did not end within {timeout:g} s")
         polls += 1
         time.sleep(PAUSE_S if polls > POLLS_AT_ONCE else 0)
         if polls % POLLS_OF_LIFE == 0:

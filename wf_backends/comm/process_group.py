@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from wf_backends.comm.bundles import post_bundled
-from wf_backends.comm.protocol import CONTROL, Communicator, Message, Pending
+from wf_backends.comm.faults import failure, job_board
+from wf_backends.comm.protocol import CONTROL, NOBODYS_TAG, Communicator, Message, Pending, Wait
 from wf_backends.comm.staging import Staged
+from wf_backends.comm.watch import Watch
 
-What = tuple[Any, ...]  # label, kind of message, peers: put into words if something fails
+What = tuple[str, str, int]  # label, kind of message, peer: put into words if something fails
 
 WINDOW_BYTES = 1 << 17  # what fills a link of 10 Gbit/s for 100 us, a round trip
 
@@ -73,6 +76,9 @@ class GroupComm(Communicator):
         assert found is not None
         self.group: dist.ProcessGroup = found
         self._global_ranks = dist.get_process_group_ranks(self.group)
+        self.waits: Wait | None = None
+        self._verdict = ""
+        self._watch: Watch | None = None
         pairs = dist.get_backend_config(self.group).split(",")  # such as cpu:gloo,cuda:nccl
         self._backends = dict(pair.split(":") for pair in pairs)
         self.on_host = "cpu" in self._backends
@@ -80,6 +86,24 @@ class GroupComm(Communicator):
             # NCCL connects at the first operation, in which every rank must take part
             device = self.group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
             dist.all_reduce(torch.zeros(1, device=device), group=self.group)
+
+    @property
+    def global_ranks(self) -> Sequence[int]:
+        return self._global_ranks
+
+    def watch(self) -> None:
+        """See Communicator.watch. A wait of NCCL orders a stream, and is watched by torch."""
+        board = job_board() if self._backends.get("cpu") == "gloo" and self.size > 1 else None
+        if board is not None and self._watch is None:
+            self._watch = Watch(self, board)
+            self._watch.start()
+
+    def break_off(self, verdict: str) -> None:
+        """End the running wait: what no peer sends closes all connections as it times out."""
+        self._verdict = verdict
+        nothing, peer = torch.empty(1), (self.rank + 1) % self.size
+        with suppress(RuntimeError):
+            self.group.recv([nothing], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
 
     def carries(self, device: torch.device) -> bool:
         """See Communicator.carries; gloo copies what is not on the host."""
@@ -123,11 +147,10 @@ class GroupComm(Communicator):
                 if not tensor.numel():
                     continue
                 tensor = tensor.detach() if tensor.requires_grad else tensor
-                what = (label, kind, peer)
                 try:
-                    works.append((what, start([tensor], peer, tag)))
+                    works.append(((label, kind, peer), start([tensor], peer, tag)))
                 except RuntimeError as error:
-                    raise self.named(what, error) from error
+                    raise self.named((label, kind, peer), error) from error
         return _GroupPending(self, works)
 
     def _post_batch(
@@ -137,7 +160,7 @@ class GroupComm(Communicator):
         ops = [self._op(dist.irecv, message) for message in recvs if message[1].numel()]
         ops += [self._op(dist.isend, message) for message in sends if message[1].numel()]
         peers = sorted({peer for peer, _ in (*sends, *recvs)})
-        what = (label, "messages from and to", *peers)
+        what = (label, "messages from and to", peers[0] if peers else self.rank)
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
@@ -150,10 +173,9 @@ class GroupComm(Communicator):
 
     def named(self, what: What, error: RuntimeError) -> RuntimeError:
         """An error of the library, which names an address at best, with ranks and label."""
-        label, kind, *peers = what
-        ranks = f"rank {peers[0]}" if len(peers) == 1 else f"ranks {peers}"
-        return RuntimeError(
-            f"rank {self.rank} of {self.size}: {label!r}, the {kind} {ranks} failed: {error}"
+        wait, self.waits = self.waits, None
+        return failure(
+            self, wait or Wait(self.now, *what, time.monotonic()), self._verdict or error
         )
 
 
@@ -165,9 +187,12 @@ class _GroupPending(Pending):
         self.keep = keep  # buffers stay alive until waited for
 
     def wait(self) -> None:
+        comm = self.comm
         for what, work in self.works:
+            comm.waits = Wait(comm.now, *what, time.monotonic())
             try:
-                work.wait(*self.comm.timeout)
+                work.wait(*comm.timeout)
             except RuntimeError as error:
-                raise self.comm.named(what, error) from error
+                raise comm.named(what, error) from error
+        comm.waits = None
         self.works, self.keep = [], None

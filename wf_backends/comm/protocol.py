@@ -15,8 +15,8 @@ DEFAULT_TIMEOUT_S = 600.0  # seconds that a wait waits where nobody said otherwi
 Message = tuple[int, Tensor]  # (peer rank, contiguous tensor to send or to receive into)
 
 CONTROL: Mapping[str, int] = MappingProxyType({"agreement": 1, "gather": 2})
-"""Tags of small messages that belong to no pass, by their label. 0 is nobody's."""
-FIRST_TAG, TAGS = 3, 1 << 14  # of passes; MPI promises 15 bits
+"""Tags of small messages that belong to no pass, by their label."""
+NOBODYS_TAG, FIRST_TAG, TAGS = 0, 3, 1 << 14  # of passes; MPI promises 15 bits
 
 
 class Pass(NamedTuple):
@@ -47,6 +47,28 @@ class Pass(NamedTuple):
 
 
 NO_PASS = Pass()
+
+
+class Wait(NamedTuple):
+    """What a rank waits for."""
+
+    now: Pass
+    label: str
+    kind: str
+    """Such as "message from"."""
+    peer: int
+    since: float
+    """Seconds of the monotonic clock."""
+
+    @property
+    def where(self) -> str:
+        """The label of the messages, and the pass that they belong to."""
+        return f"{self.label!r} ({self.now})" if self.now.number else f"{self.label!r}"
+
+    @property
+    def tag(self) -> int:
+        """That its messages travel under."""
+        return CONTROL.get(self.label, self.now.tag())
 
 
 class Pending(Protocol):
@@ -83,6 +105,7 @@ class Communicator(ABC):
     def __init__(self) -> None:
         self.sent: defaultdict[str, int] = defaultdict(int)
         self.now, self.tag = NO_PASS, NO_PASS.tag()
+        self.waits: Wait | None = None
 
     @property
     def global_ranks(self) -> Sequence[int]:
@@ -92,6 +115,21 @@ class Communicator(ABC):
     def enter(self, now: Pass) -> None:
         """Say which pass the next messages belong to; a peer that is in another gets none."""
         self.now, self.tag = now, now.tag()
+
+    def name_of(self, rank: int) -> str:
+        """A rank in an error: as the job numbers it, and as this group does where that differs."""
+        everywhere = self.global_ranks[rank]
+        return f"rank {rank}" if everywhere == rank else f"global rank {everywhere} (rank {rank})"
+
+    @property
+    def me(self) -> str:
+        """This rank in an error."""
+        here, everywhere = f"rank {self.rank} of {self.size}", self.global_ranks[self.rank]
+        return here if everywhere == self.rank else f"global rank {everywhere} ({here})"
+
+    def watch(self) -> None:
+        """From now on have waits noticed that will not end, where ranks are processes."""
+        return
 
     def post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Start all messages at once (receives first) and return without waiting.
@@ -157,6 +195,9 @@ class View(Communicator):
 
     def enter(self, now: Pass) -> None:
         self.parent.enter(now)
+
+    def watch(self) -> None:
+        self.parent.watch()
 
     def carries(self, device: torch.device) -> bool:
         return self.parent.carries(device)

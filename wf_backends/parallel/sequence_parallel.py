@@ -63,6 +63,7 @@ class SequenceParallel(Sharding):
         self.config = config
         self.comm = everyone.view(range(first, first + size))
         self.rank, self.size = self.comm.rank, size
+        self.comm.watch()
         self._consistency = ConsistencyCheck(self.comm)
         found = JobTopology(self.comm, config.topology, topology, cache_folder(os.environ))
         self._attention = STRATEGIES[config.strategy](config, self.comm, found)

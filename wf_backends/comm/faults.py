@@ -1,0 +1,168 @@
+"""What the ranks of a job tell each other, through its store, when one of them fails.
+
+A rank whose wait fails, or that ends by an error, leaves a note. The lowest rank that waited says
+in one line what all notes say: who answered, who did not, where each was, and since when.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from wf_backends.comm.protocol import Communicator, Wait
+
+ANSWER_S = 2.0  # how long a rank that failed waits for the notes of others
+PAUSE_S = 0.05
+ERROR_LENGTH = 300
+NAMED = 8  # ranks that a report names one by one
+FOLDER, REPORT = "log folder", "report"
+Note = dict[str, Any]
+
+
+def note_of(wait: Wait, global_ranks: Sequence[int]) -> Note:
+    """A wait for others to read, with the time of day and the peer's rank in the job."""
+    waited = time.monotonic() - wait.since
+    return {
+        "where": wait.where,
+        "tag": wait.tag,
+        "kind": f"the {wait.kind}",
+        "peer": global_ranks[wait.peer],
+        "since": time.time() - waited,
+        "seconds": waited,
+    }
+
+
+class Board:
+    """Notes of the ranks of a job, by kind and global rank. Silent where the store is gone."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore("wallfacer/notes", store)
+
+    def write(self, kind: str, rank: int, note: object) -> None:
+        """Leave a note, in place of an earlier one."""
+        self._try(lambda: self._store.set(f"{kind} {rank}", json.dumps(note)))
+
+    def read(self, kind: str, rank: int) -> Any:
+        """A rank's note, or None."""
+        key = f"{kind} {rank}"
+        found = self._try(lambda: self._store.get(key) if self._store.check([key]) else None)
+        return None if found is None else json.loads(found)
+
+    def _try(self, act: Callable[[], Any]) -> Any:
+        try:
+            return act()
+        except RuntimeError:  # rank 0 holds the store, and may be gone
+            return None
+
+
+def job_board() -> Board | None:
+    """The board of this job; None without torch.distributed."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return Board(dist.distributed_c10d._get_default_store())
+
+
+def failure(comm: Communicator, wait: Wait, error: object) -> RuntimeError:
+    """The error of a wait that failed; the lowest rank that has one reports it for all.
+
+    Args:
+        error: of the library, which names an address at best.
+    """
+    board, ranks = job_board(), comm.global_ranks
+    text = f"{comm.me}: {wait.where}, the {wait.kind} {comm.name_of(wait.peer)} failed: {error}"
+    if board is not None and board.read("fault", ranks[comm.rank]) is None:
+        board.write("fault", ranks[comm.rank], note_of(wait, ranks))
+        report(board, ranks, ranks[comm.rank])
+        note = board.read("fault", ranks[wait.peer]) or board.read("wait", ranks[wait.peer]) or {}
+        if "ended" in note:
+            text += f" ({comm.name_of(wait.peer)} ended by {note['ended']})"
+        elif note.get("tag", wait.tag) != wait.tag:
+            text += f" ({comm.name_of(wait.peer)} is in {note['where']})"
+    return RuntimeError(text)
+
+
+def leave_note(board: Board, rank: int, error: BaseException | None) -> None:
+    """Say why this process ends, unless it has said where a wait of it failed."""
+    if board.read("fault", rank) is None:
+        told = f"{type(error).__name__}: {error}"[:ERROR_LENGTH]
+        board.write("fault", rank, {"ended": told})
+
+
+def last_words(board: Board, me: int, size: int, patience: float) -> None:
+    """Before this process ends by an error: wait until somebody reports, or all ranks have failed.
+
+    Where no rank waited for a message of ours, the lowest that ends reports, unless all end by the
+    same error.
+
+    Args:
+        me, size: this rank and the ranks of the job.
+        patience: seconds.
+    """
+    end = time.monotonic() + patience
+    notes: dict[int, Note] = {}
+    while len(notes) < size and time.monotonic() < end:
+        if board.read(REPORT, 0):
+            return
+        notes |= {r: n for r in range(size) if r not in notes and (n := board.read("fault", r))}
+        time.sleep(PAUSE_S)
+    if notes and me == min(notes) and len({note.get("ended") for note in notes.values()}) > 1:
+        _say(board, in_words(range(size), notes))
+
+
+def report(board: Board, ranks: Sequence[int], me: int, patience: float = ANSWER_S) -> None:
+    """After this rank left its note: report for all, if it is the lowest that waited.
+
+    Args:
+        ranks: global ranks, this one among them, of whom notes may be expected.
+        patience: seconds until the others count as not answering.
+    """
+    end = time.monotonic() + patience
+    notes: dict[int, Note] = {}
+    while len(notes) < len(ranks) and time.monotonic() < end:
+        if board.read(REPORT, 0):
+            return
+        for rank in ranks:
+            if rank not in notes and (note := board.read("fault", rank)):
+                if rank < me and "where" in note:
+                    return
+                notes[rank] = note
+        time.sleep(PAUSE_S)
+    _say(board, in_words(ranks, notes))
+
+
+def _say(board: Board, line: str) -> None:
+    board.write(REPORT, 0, line)
+    logging.getLogger(__name__).error("%s", line)
+    folder = board.read(FOLDER, 0)
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with Path(folder, "faults.log").open("a") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+
+def in_words(ranks: Sequence[int], notes: dict[int, Note]) -> str:
+    """The report of a fault: one line."""
+    silent = [rank for rank in ranks if rank not in notes]
+    answered = (
+        f"ranks {sorted(notes)} answered, ranks {silent} did not" if silent else "all answered"
+    )
+    places: dict[str, list[str]] = {}
+    for rank, note in sorted(notes.items()):
+        if "ended" in note:
+            places.setdefault("ended", []).append(f"rank {rank} by {note['ended']}")
+            continue
+        clock = time.strftime("%H:%M:%S", time.localtime(note["since"]))
+        wait = f"rank {rank} for {note['kind']} rank {note['peer']} since {clock}"
+        places.setdefault(note["where"], []).append(f"{wait} ({note['seconds']:.1f} s)")
+    told = (
+        f"{where}: {', '.join(told[:NAMED])}{', ...' * (len(told) > NAMED)}"
+        for where, told in places.items()
+    )
+    return f"fault report: {answered}; {'; '.join(told)}"

@@ -1,0 +1,115 @@
+"""Ranks that wait for each other in a circle, each in another call, would wait until the timeout.
+
+A thread of each rank says on the job's board where a long wait is, and looks whether the ranks
+that are waited for wait themselves, back to this one. Where they have done so for a while, and not
+all in the same pass, one of them left out a call or takes backwards in another order: the wait is
+broken.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from threading import Thread
+from typing import NamedTuple, Protocol
+from weakref import ref
+
+from wf_backends.comm.faults import Board, Note, note_of
+from wf_backends.comm.protocol import Wait
+
+LOOK_S = 0.5  # between two looks
+NOTE_S = 2.0  # a wait that is noted
+SILENT_S = 2.0  # after which a wait that was noted has ended
+STUCK_S = 6.0  # a circle that stays for as long will not end: longer than bytes are on their way
+
+
+class Watched(Protocol):
+    """What is watched: a communicator."""
+
+    rank: int
+    waits: Wait | None
+
+    @property
+    def global_ranks(self) -> Sequence[int]: ...
+
+    def break_off(self, verdict: str) -> None:
+        """End the running wait by an error that says so."""
+        ...
+
+
+class _Met(NamedTuple):
+    """A rank's note, since when it has waited at this place, and when it said so last."""
+
+    note: Note
+    since: float
+    beat_at: float
+
+
+class Watch(Thread):
+    """Watches one communicator until it is gone."""
+
+    def __init__(self, comm: Watched, board: Board) -> None:
+        super().__init__(name="wallfacer watch", daemon=True)
+        self._comm, self._board, self._me = ref(comm), board, comm.global_ranks[comm.rank]
+        self._beat = 0
+        self._met: dict[int, _Met] = {}
+
+    def run(self) -> None:
+        """Look, again and again."""
+        while (comm := self._comm()) is not None:
+            wait = comm.waits
+            verdict = self.look(wait, comm.global_ranks)
+            if verdict is not None and comm.waits is wait:
+                comm.break_off(verdict)
+                return
+            del comm
+            time.sleep(LOOK_S)
+
+    def look(self, wait: Wait | None, global_ranks: Sequence[int]) -> str | None:
+        """What to say of a wait that will not end; None of any other."""
+        if wait is None or time.monotonic() - wait.since < NOTE_S:
+            self._met.clear()
+            return None
+        self._beat += 1
+        self._board.write("wait", self._me, note_of(wait, global_ranks) | {"beat": self._beat})
+        circle = self._circle()
+        stuck = circle and all(map(self._stays, circle))
+        if not stuck or len({note["tag"] for note in circle.values()}) == 1:
+            return None
+        told = "; ".join(
+            f"rank {rank} in {note['where']} for {note['kind']} rank {note['peer']}"
+            for rank, note in circle.items()
+        )
+        return (
+            f"ranks wait for each other, in different calls: {told}. One of them left out a call, "
+            "or takes backwards in another order"
+        )
+
+    def _circle(self) -> dict[int, Note]:
+        """The notes of who is waited for, one after another from this rank on; empty if one does
+        not wait."""
+        found: dict[int, Note] = {}
+        rank = self._me
+        while rank not in found:
+            note = self._board.read("wait", rank)
+            if note is None:
+                return {}
+            self._meet(rank, note)
+            found[rank], rank = note, note["peer"]
+        return found
+
+    def _meet(self, rank: int, note: Note) -> None:
+        now = time.monotonic()
+        met = self._met.get(rank)
+        if met is None or _place(met.note) != _place(note) or now - met.beat_at > SILENT_S:
+            self._met[rank] = _Met(note, now, now)
+        elif note["beat"] > met.note["beat"]:
+            self._met[rank] = _Met(note, met.since, now)
+
+    def _stays(self, rank: int) -> bool:
+        """Whether a rank has waited at one place all the time, and still does."""
+        return self._met[rank].beat_at - self._met[rank].since > STUCK_S
+
+
+def _place(note: Note) -> tuple[str, int, int]:
+    return note["where"], note["tag"], note["peer"]
