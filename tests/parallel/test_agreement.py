@@ -58,7 +58,7 @@ def test_what_differs_is_told_in_words(change: dict[str, Any], says: str) -> Non
 
 def test_long_words_are_shown_from_where_they_differ() -> None:
     one, other = (f"{[*range(100)]}, {last}" for last in (5, 6))
-    told = by_words([one, other, one])
+    told = by_words([one, other, one], lambda ranks: f"ranks {ranks}")
     assert told.startswith("... ") and len(told) < 200
     assert "5 (ranks [0, 2])" in told and "6 (ranks [1])" in told
 
@@ -101,3 +101,23 @@ def test_backwards_in_another_order_are_told_by_name(words: dict[str, Any], orde
     with pytest.raises(RuntimeError, match=told):
         run_threads(2, rank, order)
     run_threads(2, rank, (0, 1))
+
+
+def in_the_second_group(comm: Any, change: str) -> str:
+    """The error of a rank of [2, 3], where rank 3 makes another call, or none at all."""
+    if comm.rank < 2:
+        return ""
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
+    x = torch.zeros(1, 8, 4, 8)
+    with pytest.raises((ValueError, RuntimeError)) as refusal:
+        wrong = {"mask": {"causal": True}, "dropout": {"dropout_p": 2.0}}.get(change, {})
+        sp.attention(
+            x, x, x, **wrong if comm.rank == 3 else {}, name=f"{comm.rank}"[: change == "layer"]
+        )
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("change", ["mask", "layer", "dropout"])
+def test_ranks_are_named_as_the_job_numbers_them(change: str) -> None:
+    told = run_threads(4, in_the_second_group, change)[2]
+    assert "lobal ranks [3], ranks [1] of the group" in told, told

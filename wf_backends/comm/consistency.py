@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache, lru_cache
 from os.path import commonprefix
@@ -191,10 +191,12 @@ class ConsistencyCheck:
             ValueError: naming the ranks, and what they call.
         """
         if refusing := [peer for peer, kind in enumerate(kinds) if kind == REFUSED]:
-            raise ValueError(f"the ranks do not agree: ranks {refusing} refuse their own arguments")
+            raise ValueError(
+                f"the ranks do not agree: {self.comm.names_of(refusing)} refuse their own arguments"
+            )
         if len({*kinds}) > 1 or len({*layers}) > 1:
             call = f"layer {layer!r}" if layer else f"a call that compares {', '.join(names)}"
-            told = by_words(gather_texts(self.comm, call))
+            told = self._by_words(gather_texts(self.comm, call))
             raise ValueError(
                 f"the ranks do not agree: {told}. A rank that leaves out a call (LayerDrop, "
                 "stochastic depth, a branch that its own data decides) takes part in the wrong one"
@@ -224,8 +226,13 @@ class ConsistencyCheck:
         for name in dict.fromkeys(name for one in every for name in one):
             texts = [one.get(name, "not given") for one in every]
             if len({*texts}) > 1:
-                told.append(f"{name}: {by_words(texts)}")
-        raise ValueError(f"the ranks do not agree (values by rank): {'; '.join(told)}")
+                told.append(f"{name}: {self._by_words(texts)}")
+        ranks = self.comm.names_of(range(self.comm.size))
+        by = f"rank, of {ranks}" if ranks.startswith("global") else "rank"
+        raise ValueError(f"the ranks do not agree (values by {by}): {'; '.join(told)}")
+
+    def _by_words(self, texts: list[str]) -> str:
+        return by_words(texts, self.comm.names_of)
 
 
 def _by_rank(headers: array[int], comm: Communicator) -> Iterator[tuple[int, ...]]:
@@ -235,13 +242,15 @@ def _by_rank(headers: array[int], comm: Communicator) -> Iterator[tuple[int, ...
     return zip(*rows[rank::-1], *rows[:rank:-1], strict=True)
 
 
-def by_words(texts: list[str]) -> str:
+def by_words(texts: list[str], names_of: Callable[[list[int]], str]) -> str:
     """Which ranks say what: "causal (ranks [0, 2]), full (ranks [1])"."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):
         ranks.setdefault(text, []).append(rank)
     short = _where_they_differ([*ranks])
-    return ", ".join(f"{text} (ranks {of})" for text, of in zip(short, ranks.values(), strict=True))
+    return ", ".join(
+        f"{text} ({names_of(of)})" for text, of in zip(short, ranks.values(), strict=True)
+    )
 
 
 def _where_they_differ(texts: list[str]) -> list[str]:

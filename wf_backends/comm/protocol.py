@@ -121,6 +121,12 @@ class Communicator(ABC):
         everywhere = self.global_ranks[rank]
         return f"rank {rank}" if everywhere == rank else f"global rank {everywhere} (rank {rank})"
 
+    def names_of(self, ranks: Sequence[int]) -> str:
+        """Several ranks in an error, likewise."""
+        everywhere = [self.global_ranks[rank] for rank in ranks]
+        here = f"ranks {[*ranks]}"
+        return here if everywhere == [*ranks] else f"global ranks {everywhere}, {here} of the group"
+
     @property
     def me(self) -> str:
         """This rank in an error."""
