@@ -230,7 +230,7 @@ class _MpiPending(Pending):
         if self.gone is not first:
             self.gone = first if comm.has_ended(first.peer) else None
             return
-        raise comm.named(first.what, f"{comm.name_of(first.peer)} has ended")
+        raise comm.named(first.what, f"{comm.name_of(first.peer)} has ended and sends nothing more")
 
     def _landed(self, flight: _Flight) -> bool:
         status = self.comm.MPI.Status()
