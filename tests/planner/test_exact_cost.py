@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
-from wf_backends.lowering.lower import lower
+from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.message_bytes import RowBytes, Shape, bytes_sent, total
 from wf_backends.lowering.program import RankProgram
 from wf_backends.planner.closed_form import ClosedForm
