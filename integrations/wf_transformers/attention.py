@@ -15,7 +15,7 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_transformers.calls import ON_ONE_PROCESS
 from wf_transformers.documents import Documents
-from wf_transformers.masks import MaskCheck
+from wf_transformers.masks import MaskCheck, padding_of
 from wf_transformers.models import refuse_varying_rope
 
 # Keyword arguments of models that change attention in a way that no kernel of ours knows.
@@ -33,6 +33,8 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
 
 
 Window = int | tuple[int, int] | None
+IN_STACK = "wallfacer_stack"
+"""Of layers in models that are cut inside: "self" or "cross". Their masks are whole."""
 BOTH_SIDES = ("ModernBertAttention",)
 """Layers of transformers 5 of whose window w it is known that rows see w - 1 on either side."""
 
@@ -110,15 +112,12 @@ class Attention:
         inferred = attention_mask is not None or query.shape[2] == 1
         causal = _is_causal(module, None if inferred else is_causal)
         window = _window(module, sliding_window, causal)
-        self._check_mask(attention_mask, causal, _built_window(module, window))
         out = self._attend(
             module,
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            causal=causal,
-            window_size=window or (-1, -1),
-            cu_seqlens=self.documents.current(kwargs),
+            **self._mask_words(module, attention_mask, causal, window, kwargs),
             softmax_scale=_scale(module, scaling, query.shape[-1]),
             softcap=softcap or 0.0,
             sinks=s_aux,
@@ -126,13 +125,42 @@ class Attention:
         )
         return out, None
 
+    def _mask_words(
+        self,
+        module: nn.Module,
+        mask: Tensor | None,
+        causal: bool,
+        window: tuple[int, int] | None,
+        given: dict[str, Any],
+    ) -> dict[str, Any]:
+        """What sp.attention is told of the mask."""
+        place, seqlen = getattr(module, IN_STACK, None), self.documents.seqlen
+        if place is None:
+            self._check_mask(mask, causal, _built_window(module, window))
+            borders = self.documents.current(given)
+            return {"causal": causal, "window_size": window or (-1, -1), "cu_seqlens": borders}
+        causal = causal and place != "cross"
+        lengths = padding_of(mask, causal)
+        if lengths is None:
+            return {"causal": causal, "seqlen": seqlen}
+        return {"seqlen": seqlen, "lengths": lengths}
+
     @eager
     def _attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **words: Any) -> Tensor:
         """sp.attention by the layer's name: read here, or the compiler would tell layers apart."""
         name = self._layers.get(module)
         if name is None:
             name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
-        return self.sp.attention(q, k, v, **words, name=name)
+        lengths, seqlen = words.pop("lengths", None), words.get("seqlen")
+        if lengths is None:
+            return self.sp.attention(q, k, v, **words, name=name)
+        parts = []  # one sample at a time: masks hold for all samples of a call
+        for sample, length in enumerate(lengths):
+            one = (x[sample : sample + 1] for x in (q, k, v))
+            seen = {"q_ranges": [(0, seqlen)], "k_ranges": [(0, length)]}
+            kinds = {"attn_mask_types": ["full"], "name": name}
+            parts.append(self.sp.attention(*one, **words, **seen, **kinds))
+        return torch.cat(parts)
 
     def name_layers(self, model: nn.Module) -> None:
         """Know the layers of a model by their names there."""
@@ -197,7 +225,7 @@ def _refuse(
         raise NotImplementedError(f"{layer} asks for chunked attention, which WallFacer lacks")
     if getattr(module, "is_cross_attention", False):
         raise NotImplementedError(f"{layer} asks for cross attention, which WallFacer lacks here")
-    if query.shape[2] != key.shape[2]:
+    if query.shape[2] != key.shape[2] and getattr(module, IN_STACK, None) != "cross":
         raise NotImplementedError(
             f"{layer} has {query.shape[2]} queries and {key.shape[2]} keys on this rank: a KV "
             f"cache is not supported; {ON_ONE_PROCESS}"

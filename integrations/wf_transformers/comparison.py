@@ -18,6 +18,7 @@ from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import has_tokens, parameter_names, takes_any_keyword
 from wf_transformers.handle import Handle
 from wf_transformers.rows import Rows, error_between, named_tensors
+from wf_transformers.stacks import stacks_of
 
 TOLERANCE = 1e-4  # of the largest element, in float32 and wider
 NARROW_TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -48,7 +49,7 @@ class Comparison:
         gather: Gather | None = None,
     ) -> None:
         self.model, self.sp, self.batch, self._gather = model, sp, dict(batch), gather
-        self.whole_batches = whole_batches or not has_tokens(batch)
+        self.whole_batches = whole_batches or bool(stacks_of(model)) or not has_tokens(batch)
         self.errors: list[tuple[str, float, float]] = []
         self.cut = False
         self._rows = Rows(sp, batch)
