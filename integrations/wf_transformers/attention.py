@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType, MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -56,6 +56,8 @@ class Attention:
         """Whether a layer has called since somebody last set this to False."""
         self.logits_are_whole = False
         """Whether the running call's labels are whole, and so are the logits: see own_loss.py."""
+        self.drops = True
+        """Whether layers that ask for dropout get it."""
         self._check_mask = MaskCheck()
         self._layers: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
@@ -81,6 +83,7 @@ class Attention:
             module: the attention layer that calls.
             query: (b, h, s, d), this rank's rows. key, value: (b, g, s, d), g divides h.
             attention_mask: see `MaskCheck`.
+            dropout: of the weights; which ones are dropped is drawn anew in each call.
             scaling: factor of the scores; None is the layer's own rule.
             sliding_window: how many keys a row sees, itself included; or (left, right), how many
                 beside itself.
@@ -94,15 +97,15 @@ class Attention:
             out (b, s, h, d), and None in place of the attention weights.
 
         Raises:
-            NotImplementedError: for attention dropout, a KV cache, cross attention, head masks,
-                attention weights, learned biases, chunks, two-sided windows, rotary frequencies
+            NotImplementedError: for a KV cache, cross attention, head masks, attention weights,
+                learned biases, chunks, two-sided windows, rotary frequencies
                 that vary, and rows that were not cut.
             ValueError: for a mask that says more than causal or full attention does.
         """
         if not torch.compiler.is_compiling() and _was_asked_for_weights(module, sys._getframe(1)):
             kwargs["output_attentions"] = True
         self.asked = True
-        _refuse(module, query, key, dropout, kwargs)
+        _refuse(module, query, key, kwargs)
         if self.sp.size > 1:
             layer = type(module).__name__
             refuse_varying_rope(layer, getattr(module, "config", None))
@@ -122,6 +125,7 @@ class Attention:
             softcap=softcap or 0.0,
             sinks=s_aux,
             alibi_slopes=alibi_slopes,
+            dropout_p=dropout if self.drops else 0.0,
         )
         return out, None
 
@@ -146,21 +150,35 @@ class Attention:
         return {"seqlen": seqlen, "lengths": lengths}
 
     @eager
-    def _attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **words: Any) -> Tensor:
-        """sp.attention by the layer's name: read here, or the compiler would tell layers apart."""
+    def _attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Sequence[int] | None = None,
+        **words: Any,
+    ) -> Tensor:
+        """sp.attention by the layer's name: read here, or the compiler would tell layers apart.
+
+        Args:
+            lengths: how many keys the samples have. They are attended one after the other, because
+                masks hold for all samples of a call.
+        """
         name = self._layers.get(module)
         if name is None:
             name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
-        lengths, seqlen = words.pop("lengths", None), words.get("seqlen")
         if lengths is None:
             return self.sp.attention(q, k, v, **words, name=name)
-        parts = []  # one sample at a time: masks hold for all samples of a call
-        for sample, length in enumerate(lengths):
-            one = (x[sample : sample + 1] for x in (q, k, v))
-            seen = {"q_ranges": [(0, seqlen)], "k_ranges": [(0, length)]}
-            kinds = {"attn_mask_types": ["full"], "name": name}
-            parts.append(self.sp.attention(*one, **words, **seen, **kinds))
-        return torch.cat(parts)
+        rows: Any = [(0, words["seqlen"])]
+        seen = [{"k_ranges": [(0, length)], "attn_mask_types": ["full"]} for length in lengths]
+        samples = zip(*(x.split(1) for x in (q, k, v)), seen, strict=True)
+        return torch.cat(
+            [
+                self.sp.attention(*tensors, **words, **keys, q_ranges=rows, name=name)
+                for *tensors, keys in samples
+            ]
+        )
 
     def name_layers(self, model: nn.Module) -> None:
         """Know the layers of a model by their names there."""
@@ -205,19 +223,12 @@ def refuse_words(layer: str, words: Mapping[str, Any]) -> None:
             raise NotImplementedError(f"{layer} asks for {what}, which WallFacer lacks")
 
 
-def _refuse(
-    module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwargs: dict[str, Any]
-) -> None:
+def _refuse(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
     layer, config = type(module).__name__, getattr(module, "config", None)
     refuse_words(layer, kwargs)
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError(
             "cu_seq_lens_q are of no use here: pass cu_seqlens, global and as host integers"
-        )
-    if dropout > 0:
-        raise NotImplementedError(
-            f"{layer} asks for attention dropout {dropout}, which WallFacer lacks: set "
-            "attention_dropout (attn_pdrop, attention_probs_dropout_prob) to 0 in the config"
         )
     if getattr(config, "output_attentions", False):
         raise NotImplementedError(f"{layer} asks for {UNSUPPORTED['output_attentions']}")

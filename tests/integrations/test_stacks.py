@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,6 +24,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
     gradients,
     sequence_parallel,
 )
+from wf_transformers import families  # noqa: E402
+from wf_transformers.families import TABLE  # noqa: E402
 
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
 SIZES = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": VOCAB}
@@ -61,6 +65,7 @@ def padded(seqlen: int, *lengths: int) -> torch.Tensor:
     return (torch.arange(seqlen)[None] < torch.tensor(lengths)[:, None]).long()
 
 
+FLOATS = ("input_features", "pixel_values")
 SEQ2SEQ = {"input_ids": ids(2, 23), "labels": ids(2, 19)}
 SOUND = {"input_features": floats(2, 8, 46)}
 PAIRS = {"input_ids": ids(2, 13, VOCAB - 1), "pixel_values": floats(2, 3, 16, 16)}
@@ -130,3 +135,67 @@ def test_loss_and_gradients(name: str, size: int) -> None:
         assert_close(its_loss, loss, "loss")
     for key, gradient in wanted.items():
         assert_close(sum(own[key] for _, _, own in found) / size, gradient, key)
+
+
+@pytest.mark.parametrize("name", ["bart_padded", "clip"])
+def test_recomputed_layers_and_eager_attention(name: str) -> None:
+    words = CASES[name][2]
+    with Doubles():
+        logits, loss, wanted = trained(build(name, "eager"), None, words)
+
+    def step(model: Any, handle: Any) -> Any:
+        model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
+        wf_transformers.WholeBatchHooks(model, handle)  # of the Trainer: nothing is cut before it
+        return trained(model, handle, words)
+
+    found = on_ranks(name, 2, "eager", step)
+    assert_close(found[0][0], logits, "logits")
+    assert_close(found[1][1], loss, "loss")
+    for key, gradient in wanted.items():
+        assert_close(sum(own[key] for _, _, own in found) / 2, gradient, key)
+
+
+def verified(name: str) -> Any:
+    models = [build(name, "sdpa").float() for _ in range(2)]
+    given = {k: v.float() if k in FLOATS else v for k, v in CASES[name][2].items()}
+
+    def rank(comm: Any) -> Any:
+        sp, model = sequence_parallel(comm), models[comm.rank]
+        attach = partial(wf_transformers.attach, model, sp)
+        return wf_transformers.verify(model, sp, attach, "strict", batch=given)
+
+    return run_threads(2, rank)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_verify_passes(name: str) -> None:
+    assert verified(name) is not None
+
+
+def test_verify_finds_a_row_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text tower whose attention sees later tokens."""
+    causeless = replace(TABLE["CLIPAttention"], attributes=lambda _: {"is_causal": False})
+    monkeypatch.setattr(families, "TABLE", {**TABLE, "CLIPAttention": causeless})
+    with pytest.raises((NotImplementedError, ValueError), match="CLIPModel"):
+        verified("clip")
+
+
+def test_parts_of_the_batch_are_refused() -> None:
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), build("bart", "sdpa")
+        with wf_transformers.attach(model, sp):
+            local = sp.shard_batch({"input_ids": SEQ2SEQ["input_ids"]})
+            with pytest.raises(ValueError, match="call it with the whole batch on every rank"):
+                wf_transformers.forward_kwargs(model, local)
+
+    run_threads(2, rank)
+
+
+def test_other_padding_is_refused() -> None:
+    holes = SEQ2SEQ | {"attention_mask": padded(23, 23, 9).flip(1)}
+
+    def step(model: Any, _: Any) -> None:
+        with pytest.raises(ValueError, match="other keys than padding on the right"):
+            model(**holes)
+
+    on_ranks("bart", 2, "sdpa", step)
