@@ -14,17 +14,15 @@ from wf_backends.comm import own_group
 from wf_backends.launch import settle_at_exit
 from wf_transformers import (
     Handle,
+    ModelWords,
     WholeBatchHooks,
-    apply_tiles,
-    attach,
-    checkpoint_activations,
+    attach_by,
+    attach_model,
     counted_by_group,
     counted_once,
     loss_only,
-    plan_tiles,
-    split_budget,
-    split_words,
     temporarily_replace,
+    verify,
 )
 from wf_transformers.fused import has_fused_head
 
@@ -50,8 +48,8 @@ def connect(
     Args:
         model: a Hugging Face model, or a module around one; see `wf_transformers.attach`.
         accelerator: the job's, under DDP or FSDP, or in one process.
-        words: a SequenceParallelConfig, or its words; these may have "activation_checkpointing"
-            and "autochunk" among them.
+        words: a SequenceParallelConfig, or its words; these may have "activation_checkpointing",
+            "autochunk" and "verify" among them.
         whole_logits: whether a training call with labels gives the logits of the whole batch too,
             and not of this rank's tokens. (b, S, vocabulary) on every rank.
 
@@ -62,12 +60,11 @@ def connect(
         ValueError: for wrong words, a sequence_parallel_size that does not divide the ranks, an
             accelerator that does not know all ranks, or that has prepared something already.
         NotImplementedError: for an engine or a parallelism that cannot go with it, and for a model
-            that cannot be spread.
+            that cannot be spread, or gives something else on the ranks than alone.
     """
-    checkpointing = budget = None
+    run = ModelWords()
     if not isinstance(words, SequenceParallelConfig):
-        own, checkpointing = split_words(words)
-        own, budget = split_budget(own)
+        own, run = ModelWords.split(words)
         words = SequenceParallelConfig.from_dict(own)
     _refuse(accelerator)
     if "forward" in vars(model) and not has_fused_head(model):
@@ -77,15 +74,20 @@ def connect(
         )
     sp = SequenceParallel(words, own_group(words.timeout))
     settle_at_exit()  # Trainers do not destroy the group that they started
-    plan = plan_tiles(model, budget, sp.size)
-    handle = attach(model, sp)
+    attach = partial(attach_model, model, sp)
+
+    def compared() -> Handle:
+        handle = attach()
+        WholeBatchHooks(model, handle, whole_logits)
+        return handle
+
+    verify(model, sp, compared, run.verify, whole_batches=True)
+    handle, _ = attach_by(run, model, sp, attach)
     handle.advice = (
         f"all {sp.size} ranks of a sequence read the same samples: have the Accelerator that was "
         f"connected prepare the loader, or shard the data by rank // {sp.size}"
     )
     with handle.removed_on_error():
-        checkpoint_activations(model, handle, checkpointing)
-        apply_tiles(model, handle, plan)
         WholeBatchHooks(model, handle, whole_logits)
         handle.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
     return handle

@@ -9,7 +9,7 @@ from typing import Any
 
 from wf_backends import dsp
 from wf_backends._validation import nearest
-from wf_transformers import split_budget, split_words
+from wf_transformers import ModelWords
 
 KEY = "wallfacer"
 HYBRID = "hybrid"
@@ -63,5 +63,5 @@ def sequence_parallel_words(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if enabled:
         return words
-    dsp.read_words(split_budget(split_words(words)[0])[0])
+    dsp.read_words(ModelWords.split(words)[0])
     return {"sequence_parallel_size": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,9 +23,10 @@ from wf_colossalai.table import TABLE, AttentionModule
 from wf_transformers import (
     AUTOCHUNK,
     Handle,
-    checkpoint_activations,
+    ModelWords,
+    attach_by,
     data_parallel,
-    split_words,
+    verify,
 )
 
 OTHERS: Mapping[str, Any] = MappingProxyType(
@@ -56,7 +58,7 @@ def apply(
         model: a model whose attention is in `table`. It is changed in place.
         config: the configuration or its words; with "dsp" among them (the words of
             `wf_backends.dsp.stages.Stages`) any model whose modules they name, `table` aside. Also
-            "activation_checkpointing": {"offload": true}.
+            "activation_checkpointing": {"offload": true} and "verify": true, false or "strict".
         group: the ranks that the plugin averages gradients over. None: the world. It is cut into
             blocks of sequence_parallel_size consecutive ranks.
         table: the attention modules that are known.
@@ -64,19 +66,23 @@ def apply(
     Raises:
         ValueError: for a wrong word, an unknown model, or a size that does not divide the group.
     """
-    stages = checkpointing = None
+    stages, run = None, ModelWords()
     if not isinstance(config, SequenceParallelConfig):
         if AUTOCHUNK in config:
             raise NotImplementedError(
                 f'"{AUTOCHUNK}" is for WallFacerPlugin: GeminiPlugin exchanges parameters under '
                 "every operator, and tiles would miss it"
             )
-        words, checkpointing = split_words(config)
+        words, run = ModelWords.split(config)
         config, stages = dsp.read_words(words)
     sp = PlainSequenceParallel(config, own_group(config.timeout) if group is None else group)
-    handle = attach(model, sp, table) if stages is None else attach_whole(model, sp, stages)
-    with handle.removed_on_error():
-        checkpoint_activations(model, handle, checkpointing)
+    make = (
+        partial(attach, model, sp, table)
+        if stages is None
+        else partial(attach_whole, model, sp, stages)
+    )
+    verify(model, sp, make, run.verify, whole_batches=True)
+    handle, _ = attach_by(run, model, sp, make)
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)
     return handle
 

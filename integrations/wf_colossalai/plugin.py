@@ -18,16 +18,13 @@ from torch.utils.data import DataLoader
 from wf_backends import SequenceParallelConfig, dsp
 from wf_backends.parallel import meant
 from wf_colossalai.config import HYBRID, KEY, load, sequence_parallel_words
-from wf_colossalai.policy import WallFacerPolicy
+from wf_colossalai.policy import RUN, WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_transformers import (
     AUTOCHUNK,
-    CHECKPOINTING,
+    MODEL_WORDS,
     Handle,
-    apply_tiles,
-    plan_tiles,
-    split_budget,
-    split_words,
+    ModelWords,
 )
 
 WORDS = tuple(field.name for field in fields(SequenceParallelConfig))
@@ -56,9 +53,10 @@ class WallFacerPlugin(HybridParallelPlugin):
         tp_size, pp_size: ranks of tensor parallelism, stages of the pipeline.
         words: those of `SequenceParallelConfig` (sequence_parallel_size, route, backward_route,
             backward_moves, ulysses_degree, layout, kernel, ...), activation_checkpointing such as
-            {"offload": True}, autochunk such as {"max_memory": "8GB"}, and those of ColossalAI's
-            HybridParallelPlugin (zero_stage, cpu_offload, precision, num_microbatches, max_norm,
-            custom_policy, ...). precision is "fp32" unless given.
+            {"offload": True}, autochunk such as {"max_memory": "8GB"}, verify (True, False or
+            "strict"), and those of ColossalAI's HybridParallelPlugin (zero_stage, cpu_offload,
+            precision, num_microbatches, max_norm, custom_policy, ...). precision is "fp32" unless
+            given.
 
     Raises:
         ValueError: for a word of either that is wrong, or one of ColossalAI's that a word of ours
@@ -69,9 +67,8 @@ class WallFacerPlugin(HybridParallelPlugin):
 
     def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **words: Any) -> None:
         _check_words(words)
-        words, checkpointing = split_words(words)
-        words, self._budget = split_budget(words)
-        if self._budget is not None and (tp_size > 1 or pp_size > 1):
+        words, self._run = ModelWords.split(words)
+        if self._run.autochunk is not None and (tp_size > 1 or pp_size > 1):
             raise NotImplementedError(
                 f'"{AUTOCHUNK}" with tp_size {tp_size} and pp_size {pp_size}: both must be 1'
             )
@@ -105,7 +102,7 @@ class WallFacerPlugin(HybridParallelPlugin):
         """What takes back what is done to the model when it is boosted."""
         self.handle.data_parallel_rank = dist.get_rank(self.dp_group)
         self.handle.data_parallel_size = self.dp_group.size()
-        self.shard_config.extra_kwargs |= {KEY: self.handle, CHECKPOINTING: checkpointing}
+        self.shard_config.extra_kwargs |= {KEY: self.handle, RUN: self._run}
 
     @classmethod
     def from_config(cls, path: str | Path) -> WallFacerPlugin:
@@ -139,8 +136,6 @@ class WallFacerPlugin(HybridParallelPlugin):
         given = self.custom_policy
         if given is None:
             self.custom_policy = WallFacerPolicy()
-        plan = plan_tiles(model, self._budget, self.sp.size)
-        apply_tiles(model, self.handle, plan)
         try:
             return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         finally:
@@ -151,8 +146,7 @@ def _check_words(words: dict[str, Any]) -> None:
     theirs = inspect.signature(HybridParallelPlugin.__init__).parameters
     known = [
         *WORDS,
-        CHECKPOINTING,
-        AUTOCHUNK,
+        *MODEL_WORDS,
         *(name for name in theirs if name != "self" and name not in OURS),
     ]
     if dsp.KEY in words:

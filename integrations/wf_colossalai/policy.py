@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from colossalai.shardformer import ShardConfig
@@ -17,9 +18,11 @@ from wf_colossalai.attach import attach
 from wf_colossalai.config import KEY
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule, find
-from wf_transformers import CHECKPOINTING, Handle, checkpoint_activations, split_words
+from wf_transformers import Handle, ModelWords, attach_by, verify
 
 CARRIERS = ("ring_attn", "all_to_all")
+RUN = f"{KEY} model"
+"""Where the plugin puts its ModelWords in `shard_config.extra_kwargs`."""
 
 
 class WallFacerPolicy(Policy):
@@ -29,9 +32,9 @@ class WallFacerPolicy(Policy):
     replaces no attention. Class attribute `table`: the attention modules that are known.
 
     Args:
-        words: a SequenceParallelConfig or its words, "activation_checkpointing" among them if it is
-            wanted; sequence_parallel_size may be left out (it is the plugin's sp_size). None: what
-            the plugin put under "wallfacer" in `shard_config.extra_kwargs`.
+        words: a SequenceParallelConfig or its words, "activation_checkpointing" and "verify" among
+            them if they are wanted; sequence_parallel_size may be left out (it is the plugin's
+            sp_size). None: what the plugin put under "wallfacer" in `shard_config.extra_kwargs`.
         native: the policy for tensor and pipeline parallelism. None: ColossalAI's own for this
             class of models, if it has one.
     """
@@ -110,6 +113,12 @@ class WallFacerPolicy(Policy):
         return self.shard_config
 
     def preprocess(self) -> nn.Module:
+        """Compare the model on the ranks with it alone, while no rank has a part of it only."""
+        self._sp, self._run = self._read()
+        model = self.native.model
+        assert model is not None, "set_model comes first"
+        attached = partial(attach, model, self._sp, self.table)
+        verify(model, self._sp, attached, self._run.verify, whole_batches=True)
         return self.native.preprocess()
 
     def module_policy(self) -> dict[Any, ModulePolicyDescription]:
@@ -133,18 +142,24 @@ class WallFacerPolicy(Policy):
         self.model = self.native.postprocess()
         split = self._config.enable_tensor_parallelism and self._config.parallel_output
         group = self._config.tensor_parallel_process_group if split else None
-        given = self._config.extra_kwargs.get(KEY) if self._words is None else self._words
-        if isinstance(given, Handle):  # the plugin's own
-            sp, checkpointing = given.sp, self._config.extra_kwargs[CHECKPOINTING]
-        else:
-            words = given.to_dict() if isinstance(given, SequenceParallelConfig) else given or {}
-            words, checkpointing = split_words(words)
-            sp = self._sequence_parallel(words)
-        self.handle = attach(self.model, sp, self.table, group)
-        checkpoint_activations(self.model, self.handle, checkpointing)
-        if isinstance(given, Handle):
-            given.undo.push(self.handle.undo)
+        make = partial(attach, self.model, self._sp, self.table, group)
+        self.handle, _ = attach_by(self._run, self.model, self._sp, make)
+        if isinstance(self._given, Handle):
+            self._given.undo.push(self.handle.undo)
         return self.model
+
+    @property
+    def _given(self) -> Any:
+        """The policy's own words, or the handle of the plugin."""
+        return self._config.extra_kwargs.get(KEY) if self._words is None else self._words
+
+    def _read(self) -> tuple[SequenceParallel, ModelWords]:
+        given = self._given
+        if isinstance(given, Handle):
+            return given.sp, self._config.extra_kwargs[RUN]
+        words = given.to_dict() if isinstance(given, SequenceParallelConfig) else given or {}
+        words, run = ModelWords.split(words)
+        return self._sequence_parallel(words), run
 
     def _sequence_parallel(self, words: Mapping[str, Any]) -> SequenceParallel:
         size = self._config.sequence_parallel_size

@@ -21,14 +21,7 @@ import hjson
 from wf_backends import SequenceParallelConfig, dsp
 from wf_backends.dsp import Stages
 from wf_backends.parallel import meant
-from wf_transformers import (
-    AUTOCHUNK,
-    CHECKPOINTING,
-    Checkpointing,
-    TrainingBudget,
-    split_budget,
-    split_words,
-)
+from wf_transformers import MODEL_WORDS, ModelWords
 
 KEY = "wallfacer"
 MOST_CHARACTERS = 200  # of a value in an error
@@ -57,16 +50,13 @@ class Block:
 
     `dsp`, if any: the model's stages, between which its hidden state is switched.
 
-    `checkpointing`, if any: what is kept of the model's layers for the backward.
-
-    `autochunk`, if any: the budget of a rank's activations.
+    `model`: how the model is run, whatever the engine.
     """
 
     sequence_parallel: SequenceParallelConfig
     loss_average: LossAverage = "sequence"
     dsp: Stages | None = None
-    checkpointing: Checkpointing | None = None
-    autochunk: TrainingBudget | None = None
+    model: ModelWords = ModelWords()
 
 
 def load_config(config: Any) -> dict[str, Any]:
@@ -140,22 +130,21 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
         raise ValueError(f'"{KEY}" must be a block {{...}}, got {_as_json(block)}')
     own = ("enabled", "loss_average")
     words = (field.name for field in fields(SequenceParallelConfig))
-    _refuse_unknown(block, (*own, dsp.KEY, CHECKPOINTING, AUTOCHUNK, *words))
+    _refuse_unknown(block, (*own, dsp.KEY, *MODEL_WORDS, *words))
     enabled = block.get("enabled", True)
     if not isinstance(enabled, bool):
         raise ValueError(f'"{KEY}.enabled" must be true or false, got {_as_json(enabled)}')
     average = block.get("loss_average", "sequence")
     if average not in get_args(LossAverage):
         raise ValueError(f'"{KEY}.loss_average" must be "sequence" or "token", got {average!r}')
-    others, checkpointing = split_words({k: v for k, v in block.items() if k not in own})
-    others, budget = split_budget(others)
+    others, model = ModelWords.split({k: v for k, v in block.items() if k not in own})
     ours, stages = dsp.read_words(others)
     if stages is not None and average != "sequence":
         raise ValueError(
             f'"{KEY}.loss_average": "{average}" contradicts "{KEY}.{dsp.KEY}", under which the '
             f"loss is the model's own; leave it out"
         )
-    return Block(ours, average, stages, checkpointing, budget) if enabled else None
+    return Block(ours, average, stages, model) if enabled else None
 
 
 def _refuse_misspelt(config: Mapping[str, Any]) -> None:

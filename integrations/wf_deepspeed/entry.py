@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +20,7 @@ from wf_backends.launch import leave_at_exit
 from wf_deepspeed import cpu
 from wf_deepspeed.config import (
     KEY,
+    Block,
     check_batch,
     data_parallel_size,
     load_config,
@@ -29,11 +31,11 @@ from wf_deepspeed.handle import WallFacer
 from wf_deepspeed.mpu import Groups, NeutralMpu
 from wf_transformers import (
     Handle,
-    apply_tiles,
-    attach,
+    WholeBatchHooks,
+    attach_by,
+    attach_model,
     attach_stages,
-    checkpoint_activations,
-    plan_tiles,
+    verify,
 )
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
@@ -55,9 +57,16 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def initialize_through(
-    original: Initialize, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    original: Initialize,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    whole_batches: bool = False,
 ) -> tuple[Any, Any, Any, Any]:
-    """As `initialize`, with the function that starts DeepSpeed handed in."""
+    """As `initialize`, with the function that starts DeepSpeed handed in.
+
+    Args:
+        whole_batches: whether the model will be called with whole batches, with labels.
+    """
     call = inspect.signature(original).bind(*args, **kwargs)
     config = given_config(call.arguments)
     block = None if config is None else read_block(config)
@@ -71,17 +80,47 @@ def initialize_through(
     groups = Groups.build(block.sequence_parallel.sequence_parallel_size, timeout)
     sp = SequenceParallel(block.sequence_parallel, group=groups.sequence)
     model = call.arguments["model"]
-    plan = plan_tiles(model, block.autochunk, sp.size, labelled=sp.size == 1)
-    handle = attach_stages(model, sp, block.dsp) if block.dsp else attach(model, sp)
+    handle, tiled = _attach(model, sp, block, whole_batches)
     call.arguments["mpu"] = NeutralMpu(groups)
     with handle.removed_on_error():
-        checkpoint_activations(model, handle, block.checkpointing)
-        _gather_as_a_whole(apply_tiles(model, handle, plan), handle)
+        _gather_as_a_whole(tiled, handle)
         engine, optimizer, loader, scheduler = original(*call.args, **call.kwargs)
     engine.wallfacer = WallFacer(
         handle, block, groups, engine.device, engine.gradient_accumulation_steps
     )
     return engine, optimizer, loader, scheduler
+
+
+def _attach(
+    model: nn.Module, sp: SequenceParallel, block: Block, whole_batches: bool
+) -> tuple[Handle, list[nn.Module]]:
+    """The model's handle, and its modules that are computed by tiles."""
+    stages = block.dsp
+
+    def attach() -> Handle:
+        return attach_stages(model, sp, stages) if stages else attach_model(model, sp)
+
+    def compared() -> Handle:
+        handle = attach()
+        if whole_batches and not stages:
+            WholeBatchHooks(model, handle)
+        return handle
+
+    partitioned = any(hasattr(p, "ds_id") for p in model.parameters())
+    verify(
+        model,
+        sp,
+        compared,
+        block.model.verify,
+        whole_batches=whole_batches or stages is not None,
+        gather=_own_parameters if partitioned else None,
+    )
+    return attach_by(block.model, model, sp, attach, labelled=sp.size == 1)
+
+
+def _own_parameters(module: nn.Module) -> AbstractContextManager[Any]:
+    """Inside, the parameters of a module itself are whole, where deepspeed.zero.Init cut them."""
+    return deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False)))
 
 
 def _gather_as_a_whole(tiled: list[nn.Module], handle: Handle) -> None:

@@ -13,7 +13,7 @@ from wf_backends._validation import nearest
 from wf_backends.autochunk import autochunk
 from wf_backends.hetegen import Handle, dispatch_model
 from wf_deepspeed.config import KEY, load_config
-from wf_transformers import AUTOCHUNK, TrainingBudget, split_budget
+from wf_transformers import AUTOCHUNK, ModelWords, TrainingBudget
 
 HETEGEN = "hetegen"
 KEYS = ("max_memory", "alpha", "pin_memory", "prefetch", "batch", "prompt")
@@ -68,12 +68,12 @@ def init_inference(
     block = given.get(KEY)
     if not isinstance(block, Mapping) or not isinstance(block.get(HETEGEN), Mapping):
         raise ValueError(f'config must have "{KEY}": {{"{HETEGEN}": {{...}}}}, got {block!r}')
-    block, budget = split_budget(block)
-    others = [key for key in block if key != HETEGEN]
+    others = [key for key in block if key not in (HETEGEN, AUTOCHUNK)]
     if others:
         raise NotImplementedError(
             f'"{KEY}" of init_inference takes "{HETEGEN}" and "{AUTOCHUNK}", got {others}'
         )
+    budget = ModelWords.split(block)[1].autochunk
     words = dict(block[HETEGEN])
     for key in words:
         if key not in KEYS:

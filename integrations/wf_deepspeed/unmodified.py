@@ -52,7 +52,9 @@ def _initialize(
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     call.arguments.update(corrected(call.arguments))
-    engine, optimizer, loader, scheduler = initialize_through(original, call.args, call.kwargs)
+    engine, optimizer, loader, scheduler = initialize_through(
+        original, call.args, call.kwargs, True
+    )
     if hasattr(engine, "wallfacer") and engine.wallfacer.block.dsp is None:
         WholeBatchHooks(engine.module, engine.wallfacer)
         if "transformers.trainer" in sys.modules:  # imported by the script, if it is used at all

@@ -10,16 +10,12 @@ from wf_transformers.attach import (
     attach_pretrained,
     attach_stages,
     scope_documents,
+    shard_between,
     without_documents,
 )
 from wf_transformers.batch import forward_kwargs
-from wf_transformers.checkpoints import (
-    CHECKPOINTING,
-    Checkpointing,
-    checkpoint_activations,
-    split_words,
-)
-from wf_transformers.entry import apply, attach, connect, connect_any
+from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing
+from wf_transformers.entry import apply, attach, attach_model, connect, connect_any
 from wf_transformers.folder import model_from_folder
 from wf_transformers.handle import Handle, data_parallel
 from wf_transformers.hooks import WholeBatchHooks
@@ -27,30 +23,28 @@ from wf_transformers.loaders import counted_by_group
 from wf_transformers.models import head_of, outermost
 from wf_transformers.registry import register
 from wf_transformers.replace import temporarily_replace
-from wf_transformers.stacks import shard_between
-from wf_transformers.tiles import (
-    AUTOCHUNK,
-    TrainingBudget,
-    apply_tiles,
-    plan_tiles,
-    split_budget,
-)
+from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 from wf_transformers.trainer import counted_once, loss_only
-from wf_transformers.verify import verify
+from wf_transformers.verify import VERIFY, verify
+from wf_transformers.words import MODEL_WORDS, ModelWords, attach_by
 
 __all__ = [
     "AUTOCHUNK",
     "CHECKPOINTING",
     "Checkpointing",
     "Handle",
+    "MODEL_WORDS",
+    "ModelWords",
     "TrainingBudget",
+    "VERIFY",
     "WholeBatchHooks",
     "apply",
     "apply_tiles",
     "attach",
+    "attach_by",
+    "attach_model",
     "attach_pretrained",
     "attach_stages",
-    "checkpoint_activations",
     "connect",
     "connect_any",
     "counted_by_group",
@@ -65,8 +59,6 @@ __all__ = [
     "register",
     "scope_documents",
     "shard_between",
-    "split_budget",
-    "split_words",
     "temporarily_replace",
     "verify",
     "without_documents",

@@ -56,17 +56,6 @@ class Checkpointing:
         return cls(offload)
 
 
-def split_words(words: Mapping[str, Any]) -> tuple[dict[str, Any], Checkpointing | None]:
-    """The other words of a block, and what it says of checkpointing; None if it says nothing.
-
-    Raises:
-        ValueError: as `Checkpointing.from_words`.
-    """
-    others = {key: value for key, value in words.items() if key != CHECKPOINTING}
-    known = CHECKPOINTING in words
-    return others, Checkpointing.from_words(words[CHECKPOINTING]) if known else None
-
-
 def checkpoint_activations(model: nn.Module, handle: Handle, wanted: Checkpointing | None) -> None:
     """Checkpoint the layers of every Hugging Face model in `model`, until `handle.remove()`.
 

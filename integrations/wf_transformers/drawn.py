@@ -21,6 +21,7 @@ SAMPLES = 2
 CHUNK_TOKENS = 6  # of the drawn sequence, in each of a rank's chunks
 MAX_TOKENS = 512  # of the whole sequence, where that leaves two tokens a chunk
 PADDING = 3  # one sample is 1/3 padding where attention is causal
+WINDOWS = ("sliding_window", "window_size", "local_attention")  # what configs call them
 
 
 def drawn_batch(
@@ -64,9 +65,12 @@ def _tokens(
     vocabulary = _vocabulary(model, config)
     if vocabulary is None:
         return None
-    multiple = padding_multiple(sp.config.layout, sp.size)
-    seqlen = multiple * max(2, min(CHUNK_TOKENS, MAX_TOKENS // multiple)) - 1
-    seqlen = min(seqlen, getattr(config, "max_position_embeddings", None) or seqlen)
+    multiple = max(padding_multiple(sp.config.layout, sp.size), sp.size)
+    seqlen = multiple * max(2, min(CHUNK_TOKENS, MAX_TOKENS // multiple))
+    longest = getattr(config, "max_position_embeddings", None) or seqlen
+    seqlen = min(seqlen, longest // multiple * multiple) - 1  # with padding there are positions
+    if seqlen < 1:
+        return None
     ids = torch.randint(1, vocabulary, (SAMPLES, seqlen), generator=drawing)
     ids[ids == getattr(config, "pad_token_id", None)] = vocabulary - 1  # some count without it
     batch = {"input_ids": ids}
@@ -83,10 +87,16 @@ def _tokens(
 
 def _padding(model: nn.Module, ids: Tensor) -> Tensor:
     """A mask with padding on the right: of one sample, or alike of all where that is not known
-    to be causal (full attention knows padding only as a document that all samples have)."""
+    to be causal (full attention knows padding only as a document that all samples have).
+
+    Padding is shorter than a window: a row that sees nothing else is NaN in some models.
+    """
     seqlen = ids.shape[1]
     ragged = head_of(model) == "causal"
-    ends = (seqlen, seqlen - seqlen // PADDING) if ragged else (seqlen - 1,) * SAMPLES
+    config = getattr(model, "config", None)
+    windows = [w for name in WINDOWS if isinstance(w := getattr(config, name, None), int) and w > 0]
+    padding = min(seqlen // PADDING, *(window - 1 for window in windows), seqlen)
+    ends = (seqlen, seqlen - padding) if ragged else (seqlen - 1,) * SAMPLES
     return (torch.arange(seqlen)[None] < torch.tensor(ends)[:, None]).long()
 
 

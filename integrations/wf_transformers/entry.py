@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -17,17 +18,21 @@ from wf_transformers.attach import (
     prepare,
 )
 from wf_transformers.attention import Attention
-from wf_transformers.checkpoints import Checkpointing, checkpoint_activations
+from wf_transformers.checkpoints import CHECKPOINTING
 from wf_transformers.families import unasking
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, refuse_mixing, refuse_virtual_tokens
 from wf_transformers.registry import registered_for
+from wf_transformers.verify import VERIFY, Mode
+from wf_transformers.verify import verify as compare
+from wf_transformers.words import ModelWords, attach_by
 
 
 def attach(
     model: nn.Module,
     sp: SequenceParallel,
     activation_checkpointing: Mapping[str, Any] | None = None,
+    verify: Mode = True,
 ) -> Handle:
     """Let `model` attend over the ranks of `sp`.
 
@@ -38,15 +43,26 @@ def attach(
     Args:
         activation_checkpointing: {"offload": true} keeps of each layer its input alone, in the
             host's memory; with false on the device. None: the model stays as it is.
+        verify: whether the model on the ranks is first compared with the model alone, on a short
+            drawn batch; "strict": a model that cannot be compared is refused. See `verify`.
 
     Raises:
         ValueError: if nothing in the model can attend over ranks, and there are several; for a
             wrong word.
-        NotImplementedError: for a Hugging Face model that cannot be spread over several, or a model
-            whose layers cannot be checkpointed.
+        NotImplementedError: for a Hugging Face model that cannot be spread over several, one that
+            gives something else there than alone, or a model whose layers cannot be checkpointed.
     """
-    given = activation_checkpointing
-    wanted = None if given is None else Checkpointing.from_words(given)
+    words: dict[str, Any] = {VERIFY: verify}
+    if activation_checkpointing is not None:
+        words[CHECKPOINTING] = activation_checkpointing
+    _, read = ModelWords.split(words)
+    make = partial(attach_model, model, sp)
+    compare(model, sp, make, verify)
+    return attach_by(read, model, sp, make)[0]
+
+
+def attach_model(model: nn.Module, sp: SequenceParallel) -> Handle:
+    """`attach`, as it is and without a comparison: what the doors of engines call."""
     models, attending = outermost(model), receivers(model)
     refuse_virtual_tokens(model)
     if sp.size > 1:
@@ -54,10 +70,7 @@ def attach(
         refuse_mixing(model)
     for receiver in attending:
         getattr(receiver, RECEIVER)(sp)
-    handle = attach_pretrained(models, sp) if models else Handle(sp)
-    with handle.removed_on_error():
-        checkpoint_activations(model, handle, wanted)
-    return handle
+    return attach_pretrained(models, sp) if models else Handle(sp)
 
 
 def _refuse_alone(

@@ -22,13 +22,10 @@ class Rows:
     Args:
         sp: the ranks that share the batch.
         batch: the whole of it.
-        uneven: whether nothing is padded.
     """
 
-    def __init__(
-        self, sp: SequenceParallel, batch: Mapping[str, Any], uneven: bool = False
-    ) -> None:
-        self._sp, self._uneven = sp, uneven
+    def __init__(self, sp: SequenceParallel, batch: Mapping[str, Any]) -> None:
+        self._sp = sp
         self.shape: tuple[int, ...] = ()
         """(b, S); () without tokens."""
         self._positions = torch.empty(0, dtype=torch.int64)
@@ -80,14 +77,15 @@ class Rows:
         else:
             found = self._padded(seqlen, device)
         if len(found) != count and seqlen >= self._sp.size:
-            found = self._sp.positions(seqlen, device)
+            found = self._one_document(seqlen, device)
         return found if len(found) == count else None
 
     def _padded(self, seqlen: int, device: torch.device) -> Tensor:
-        if self._uneven and seqlen >= self._sp.size:
-            return self._sp.positions(seqlen, device)
         multiple = padding_multiple(self._sp.config.layout, self._sp.size)
-        return self._sp.positions(-(-seqlen // multiple) * multiple, device)
+        return self._one_document(-(-seqlen // multiple) * multiple, device)
+
+    def _one_document(self, seqlen: int, device: torch.device) -> Tensor:
+        return self._sp.positions(seqlen, device, (0, seqlen))
 
     def _valid_of(self, whole: Tensor, dim: int = 1) -> Tensor:
         """(b, 1, ..., S, 1, ...) bool, the tokens in `dim`: False at padding; True without any."""

@@ -73,17 +73,6 @@ def _memory(value: Any) -> int | float | None:
     return value if value is None or isinstance(value, float) else parse_bytes(name, value)
 
 
-def split_budget(words: Mapping[str, Any]) -> tuple[dict[str, Any], TrainingBudget | None]:
-    """The other words of a block, and its budget; None if it says nothing of one.
-
-    Raises:
-        ValueError: as `TrainingBudget.from_words`.
-    """
-    others = {key: value for key, value in words.items() if key != AUTOCHUNK}
-    known = AUTOCHUNK in words
-    return others, TrainingBudget.from_words(words[AUTOCHUNK]) if known else None
-
-
 def plan_tiles(
     model: nn.Module, budget: TrainingBudget | None, ranks: int, labelled: bool = False
 ) -> TrainingPlan | None:

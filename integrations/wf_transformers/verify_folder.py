@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator, run_threads
-from wf_transformers.entry import attach
+from wf_transformers.entry import attach_model
 from wf_transformers.handle import Handle
 from wf_transformers.hooks import WholeBatchHooks
 from wf_transformers.verify import Report, verify
@@ -50,7 +50,7 @@ def verify_folder(folder: Path, config: SequenceParallelConfig) -> str:
 
         def attached() -> Handle:
             with lock:
-                handle = attach(mine, sp)
+                handle = attach_model(mine, sp)
             if whole:
                 WholeBatchHooks(mine, handle)
             return handle

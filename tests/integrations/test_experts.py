@@ -50,7 +50,7 @@ def test_whole_batches(name: str, mask: torch.Tensor | None, size: int) -> None:
 
     def rank(comm: Any) -> Any:
         model = models[comm.rank]
-        with wf_transformers.attach(model, sequence_parallel(comm)) as handle, Doubles():
+        with wf_transformers.attach_model(model, sequence_parallel(comm)) as handle, Doubles():
             wf_transformers.WholeBatchHooks(model, handle)
             output = model(**given(mask))
             output.loss.backward()
@@ -74,7 +74,7 @@ def test_shares(name: str) -> None:
 
     def rank(comm: Any) -> Any:
         sp, model = sequence_parallel(comm), models[comm.rank]
-        with wf_transformers.attach(model, sp), Doubles():
+        with wf_transformers.attach_model(model, sp), Doubles():
             local = sp.shard_batch(words)
             num_valid = sp.sum_over_ranks(count_valid(local["labels"]))
             kwargs = wf_transformers.forward_kwargs(model, local, num_valid=num_valid)
@@ -91,7 +91,7 @@ def test_shares(name: str) -> None:
 def test_which_tokens_count_must_be_known() -> None:
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), build(FAMILIES["mixtral"], **MORE)
-        with wf_transformers.attach(model, sp):
+        with wf_transformers.attach_model(model, sp):
             local = sp.shard_batch(batch())
             with pytest.raises(ValueError, match="have an attention_mask in the batch"):
                 model(**wf_transformers.forward_kwargs(model, local))
@@ -105,7 +105,7 @@ def test_verify_passes_with_that_loss() -> None:
     def rank(comm: Any) -> Any:
         sp, model = sequence_parallel(comm), models[comm.rank]
         return wf_transformers.verify(
-            model, sp, lambda: wf_transformers.attach(model, sp), "strict"
+            model, sp, lambda: wf_transformers.attach_model(model, sp), "strict"
         )
 
     assert all(report is not None for report in run_threads(2, rank))

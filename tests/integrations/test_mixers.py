@@ -82,7 +82,7 @@ def build(family: str, more: dict[str, Any] | None = None) -> Any:
 def attached(family: str, comm: Any, layout: str = "zigzag") -> tuple[Any, Any, Any]:
     sp, model = sequence_parallel(comm, layout), build(family)
     with BUILDING:  # ranks of one process look for a free name
-        return sp, model, wf_transformers.attach(model, sp)
+        return sp, model, wf_transformers.attach_model(model, sp)
 
 
 def one_device(family: str, given: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -186,7 +186,7 @@ def test_parameters_that_the_table_does_not_know_are_refused() -> None:
         model.backbone.layers[1].mixer.adapter = torch.nn.Linear(2, 2)
         with pytest.raises(NotImplementedError, match="adapter.weight.* cannot be cut by channels"):
             with BUILDING:
-                wf_transformers.attach(model, sequence_parallel(comm))
+                wf_transformers.attach_model(model, sequence_parallel(comm))
         assert "forward" not in vars(model.backbone.layers[0].mixer)  # taken back
 
     run_threads(2, rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_backends.autochunk.handle import Handle  # noqa: E402
 from wf_backends.autochunk.tiled_loss import tile_loss  # noqa: E402
-from wf_transformers import WholeBatchHooks, attach  # noqa: E402
+from wf_transformers import WholeBatchHooks, attach, attach_model  # noqa: E402
 
 GIVEN = batch(2)
 GIVEN["labels"][:, 3:9] = -100
@@ -85,6 +86,9 @@ class WithHiddenStates(LlamaForCausalLM):
         return output
 
 
+DRAWING = Lock()  # what `make` draws, it draws after the model that was built before it
+
+
 def made(make: Callable[[Any], Any]) -> Any:
     """What `make` makes of a model that is the same on every rank."""
     return make(build("llama", "eager", {}))
@@ -114,7 +118,9 @@ def on_ranks(make: Callable[[Any], Any], size: int, **given: Any) -> list[Any]:
     """(loss, gradients, bytes sent) by rank."""
 
     def rank(comm: Any) -> Any:
-        model, sp = made(make), sequence_parallel(comm)
+        with DRAWING:
+            model = made(make)
+        sp = sequence_parallel(comm)
         WholeBatchHooks(model, attach(model, sp))
         loss = value(model(**given))
         loss.backward()
@@ -189,7 +195,7 @@ def test_logits_of_a_plain_loss_stay_on_their_ranks(make: Callable[[Any], Any]) 
 def test_a_loss_of_anything_but_logits_is_refused(kind: type, message: str) -> None:
     def rank(comm: Any) -> None:
         model = made(of_class(kind))
-        WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
+        WholeBatchHooks(model, attach_model(model, sequence_parallel(comm)))
         with pytest.raises(NotImplementedError, match=message):
             model(**GIVEN)
 

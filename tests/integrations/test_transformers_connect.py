@@ -337,7 +337,7 @@ def test_a_model_that_writes_into_the_mask() -> None:
     def rank(comm: Any) -> torch.Tensor:
         model = built()
         with BUILDING:
-            handle = wf_transformers.attach(model, sequence_parallel(comm))
+            handle = wf_transformers.attach_model(model, sequence_parallel(comm))
         wf_transformers.WholeBatchHooks(model, handle)
         return model(**given).loss.detach()
 

@@ -140,7 +140,7 @@ def test_what_is_not_cut_is_not_attended_to(family: str) -> None:
             model = make(deepcopy(config))  # where its attention's name stands
         with pytest.raises(NotImplementedError, match="shard_between|no layer of|may mix tokens"):
             with BUILDING:  # two ranks of one process look for a free name
-                wf_transformers.attach(model, sequence_parallel(comm))
+                wf_transformers.attach_model(model, sequence_parallel(comm))
             model(**given)
 
     run_threads(2, rank)
@@ -150,7 +150,7 @@ def test_ranks_with_other_images_are_told() -> None:
     def rank(comm: Any) -> None:
         model = build("sdpa")
         with BUILDING:
-            wf_transformers.attach(model, sequence_parallel(comm))
+            wf_transformers.attach_model(model, sequence_parallel(comm))
         with pytest.raises(ValueError, match="pixel_values") as found:
             model(images() + comm.rank)
         assert "read the same samples" in found.value.__notes__[0]
@@ -172,7 +172,7 @@ def test_another_encoder_that_is_cut_by_hand() -> None:
     def rank(comm: Any) -> torch.Tensor:
         model = built()
         with BUILDING:
-            handle = wf_transformers.attach(model, sequence_parallel(comm))
+            handle = wf_transformers.attach_model(model, sequence_parallel(comm))
         wf_transformers.shard_between(handle, model.embeddings, model.layernorm)
         return model(**doubled).last_hidden_state.detach()
 

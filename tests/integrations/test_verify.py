@@ -309,3 +309,37 @@ def test_ranks_that_hold_different_parameters() -> None:
             verify(model, sp, lambda: attach(model, sp), "strict")
 
     run_threads(2, rank)
+
+
+@pytest.mark.parametrize("mode", [True, "strict"])
+def test_in_narrow_dtypes_a_difference_is_no_proof(
+    mode: Mode, caplog: pytest.LogCaptureFixture
+) -> None:
+    original = TokenShift(build("llama", "sdpa", {}).config).bfloat16()
+
+    def rank(comm: Any) -> Report | None:
+        sp, model = sequence_parallel(comm), copy.deepcopy(original)
+        return verify(model, sp, lambda: _attach(model, sp, False), mode)
+
+    if mode == "strict":
+        with pytest.raises(NotImplementedError, match=DIFFERS):
+            run_threads(2, rank)
+        return
+    with caplog.at_level(logging.WARNING):
+        run_threads(2, rank)
+    assert DIFFERS in caplog.text and "rounding alone" in caplog.text
+
+
+def test_attaching_compares_first() -> None:
+    """`attach` itself, on a model that none of its own checks looks into."""
+    original = LocalMean()
+
+    def rank(comm: Any) -> None:
+        model = copy.deepcopy(original)
+        with pytest.raises(NotImplementedError, match=DIFFERS):
+            wf_transformers.attach(model, sequence_parallel(comm))
+        wf_transformers.attach(model, sequence_parallel(comm), verify=False)
+        with pytest.raises(ValueError, match='"verify" must be true, false or "strict", got 1'):
+            wf_transformers.attach(model, sequence_parallel(comm), verify=1)  # type: ignore[arg-type]
+
+    run_threads(2, rank)

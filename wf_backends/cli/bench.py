@@ -29,7 +29,6 @@ from wf_backends.cli.plan import (
 )
 from wf_backends.cluster import PRESETS, Topology, check_job, load
 from wf_backends.planner import Plan, Request, all_plans, check_memory
-from wf_backends.schedule import SLICE_WORDS
 
 if TYPE_CHECKING:
     from wf_backends.launch import Launch
@@ -220,12 +219,10 @@ def prepare(plan: Plan, model: o.Model, comm: Any, inputs: Inputs) -> Callable[[
 
     words = plan.to_config(comm.size, model.layout) | {"kernel": model.kernel}
     sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
-    mask = model.mask_words()
-    slices = {key: mask[key] for key in SLICE_WORDS if key in mask}
-    q, k, v, dout = inputs.of(len(sp.positions(model.seqlen, **slices)))
+    q, k, v, dout = inputs.of(len(sp.positions(model.seqlen)))
 
     def once() -> None:
-        out = sp.attention(q, k, v, seqlen=model.seqlen, **mask)
+        out = sp.attention(q, k, v, model.causal, (model.window, -1), seqlen=model.seqlen)
         torch.autograd.grad(out, (q, k, v), dout)
 
     return once

@@ -1,0 +1,76 @@
+"""The words of a block that say how the model is run, beside those of SequenceParallelConfig.
+
+{"sequence_parallel_size": 4, "verify": true, "autochunk": {"max_memory": "8GB"},
+ "activation_checkpointing": {"offload": true}}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from wf_backends import SequenceParallel
+from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing, checkpoint_activations
+from wf_transformers.handle import Handle
+from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
+from wf_transformers.verify import VERIFY, Mode, check_mode
+
+MODEL_WORDS = (CHECKPOINTING, AUTOCHUNK, VERIFY)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWords:
+    """How a model is run."""
+
+    checkpointing: Checkpointing | None = None
+    """What is kept of its layers for the backward; None: as the model has it."""
+    autochunk: TrainingBudget | None = None
+    """What a rank's activations may need."""
+    verify: Mode = True
+    """Whether it is compared with itself on one rank, before it trains."""
+
+    @classmethod
+    def split(cls, words: Mapping[str, Any]) -> tuple[dict[str, Any], ModelWords]:
+        """The other words of a block, and these.
+
+        Raises:
+            ValueError: naming a key that there is not, or a value that cannot be meant.
+        """
+        others = {key: value for key, value in words.items() if key not in MODEL_WORDS}
+        mode = words.get(VERIFY, True)
+        check_mode(mode)
+        return others, cls(
+            Checkpointing.from_words(words[CHECKPOINTING]) if CHECKPOINTING in words else None,
+            TrainingBudget.from_words(words[AUTOCHUNK]) if AUTOCHUNK in words else None,
+            mode,
+        )
+
+
+def attach_by(
+    words: ModelWords,
+    model: nn.Module,
+    sp: SequenceParallel,
+    attach: Callable[[], Handle],
+    labelled: bool = False,
+) -> tuple[Handle, list[nn.Module]]:
+    """Attach a model, and have it run as the words say.
+
+    Args:
+        model: as it is before it is attached.
+        attach: attaches it.
+        labelled: as that of `plan_tiles`.
+
+    Returns:
+        The handle, which takes all of it back, and the modules that are computed by tiles.
+
+    Raises:
+        ValueError, NotImplementedError: as `plan_tiles` and `checkpoint_activations`.
+    """
+    plan = plan_tiles(model, words.autochunk, sp.size, labelled)
+    handle = attach()
+    with handle.removed_on_error():
+        checkpoint_activations(model, handle, words.checkpointing)
+        return handle, apply_tiles(model, handle, plan)
