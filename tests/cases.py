@@ -63,6 +63,8 @@ class Case:
     queries_walk_there: bool = False
     """In the forward."""
 
+    narrow: bool = False
+    """Partial results travel in the dtype of the activations."""
     value_dim: int | None = None
     softcap: float = 0.0
     alibi: bool = False
@@ -94,6 +96,7 @@ class Case:
     def derived_bytes(self, rank: int) -> dict[str, int]:
         """What `traffic` says that one rank sends."""
         size = 8 if self.dtype == torch.float64 else 4
+        partial = self.dtype.itemsize if self.narrow else None
         shape = Shape(
             self.batch,
             self.heads,
@@ -102,6 +105,7 @@ class Case:
             self.dtype.itemsize,
             size,
             self.value_dim,
+            partial,
         )
         there, back = self.plans(rank)
         rows = (
@@ -154,7 +158,7 @@ def run_case(case: Case) -> Outcome:
         mine = [x[:, at[r]].clone().requires_grad_() for x, at in ((q, rows), (k, keys), (v, keys))]
         keep = case.forward.gathers() if case.keep else (False, False)
         scores = Scores(case.scale, case.softcap, options["alibi_slopes"], options["dropout"])
-        call = Call(*case.plans(r), comm, case.kernel, scores, keep)
+        call = Call(*case.plans(r), comm, case.kernel, scores, keep, case.narrow)
         sinks = learned(options["sinks"])
         out = Attention.apply(*mine, call, sinks)
         out.backward(dout[:, rows[r]])

@@ -191,6 +191,18 @@ def test_plan_puts_the_kernel_that_was_asked_for_into_the_block(wallfacer) -> No
     assert words["kernel"] == "sdpa" and json.loads(out[out.index("{") :]) == words
 
 
+def test_plan_prices_partial_results_in_16_bits_and_says_so_in_the_block(wallfacer) -> None:
+    command = ("plan", *SMALL, "--topology", TWO_HOSTS, "--json")
+    plain, narrow = (
+        json.loads(wallfacer(*command, *more)[1])["plans"]
+        for more in ((), ("--partials", "activation"))
+    )
+    assert narrow[0]["config"]["partials"] == "activation" and "partials" not in plain[0]["config"]
+    assert narrow[0]["predicted_s"] < plain[0]["predicted_s"]
+    code, _, err = wallfacer(*command, "--partials", "bfloat16")
+    assert code and "--partials must be one of ['float32', 'activation'], got 'bfloat16'" in err
+
+
 def test_plan_keeps_to_one_head_split(wallfacer) -> None:
     told = json.loads(wallfacer("plan", *SMALL, "--ulysses-degree", "2", "--json")[1])
     assert {plan["config"]["ulysses_degree"] for plan in told["plans"]} == {2}

@@ -62,6 +62,26 @@ def messages_of(
             yield f"{name} home", leave
 
 
+@pytest.mark.parametrize("walk", KINDS, ids=lambda w: f"{w.name} {w.queries_walk}")
+def test_a_wider_value_and_partial_results_in_16_bits_are_priced(walk: PassKind) -> None:
+    """By what an element more or a byte less makes in each part of a row."""
+    wide, half = replace(SHAPE, value_dim=24), replace(SHAPE, partial_size=2)
+    plain, wider, narrow = (walk.row_bytes(shape) for shape in (SHAPE, wide, half))
+    queries, keys = 8 * 8, 4 * 8  # elements more of a row of out, and of values
+    backward = walk.name == "backward"
+    sent = queries * 2 if backward else 0  # dout; the forward's queries are q alone
+    found = (0 if backward else queries * 4, keys * 4 if backward else 0)
+    assert wider.stay + wider.walk == plain.stay + plain.walk + keys * 2 + sent
+    more = walk.ordered(*found)
+    assert wider.stay_partial == plain.stay_partial + more[0] == wider.stay_found
+    assert wider.walk_partial == plain.walk_partial + more[1] == wider.walk_found
+    assert (narrow.stay, narrow.walk) == (plain.stay, plain.walk)
+    assert (narrow.stay_found, narrow.walk_found) == (plain.stay_partial, plain.walk_partial)
+    lse = 0 if backward else 8 * 4
+    fewer = narrow.stay_partial + narrow.walk_partial
+    assert 2 * (fewer - lse) == plain.stay_partial + plain.walk_partial - lse
+
+
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("walk", KINDS, ids=lambda w: f"{w.name} {w.queries_walk}")
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,3 +94,27 @@ def test_faults_are_noticed(monkeypatch, broken):
     else:
         monkeypatch.setattr(executor, "with_sinks", lambda out, lse, sinks: (out, lse))
         assert run_case(case).errors["out"] > 1e-3
+
+
+NARROW = Case(ring(8), ring(8), zigzag(8, 256), MASKS["causal"], heads=2, kv_heads=1, head_dim=32)
+
+
+@pytest.mark.parametrize("name", ("ring", "concentric/2", "mesh/2x4", "all_gather"))
+@pytest.mark.parametrize("queries_walk", (False, True))
+def test_partial_results_in_16_bits_are_half_the_bytes_and_sums_of_float32(name, queries_walk):
+    """Worse than partial results in float32, by no more than a few roundings."""
+    route = schedules(8)[name]
+    case = replace(NARROW, forward=route, backward=route, queries_walk=queries_walk)
+    case = replace(case, dtype=torch.bfloat16, scale=32**-0.5, queries_walk_there=queries_walk)
+    wide, narrow = run_case(case), run_case(replace(case, narrow=True))
+    for rank in range(8):
+        assert narrow.sent[rank] == replace(case, narrow=True).derived_bytes(rank)
+        assert sum(narrow.sent[rank].values()) < sum(wide.sent[rank].values())
+    assert all(narrow.rms[key] <= 2.5 * wide.rms[key] for key in wide.rms), (narrow.rms, wide.rms)
+    assert narrow.rms != wide.rms  # what travels is rounded
+
+
+@pytest.mark.parametrize("schedule", EVERY)
+def test_narrow_partial_results_of_float64_are_float64(schedule):
+    case = Case(schedule, schedule, zigzag(schedule.num_ranks, SEQLEN), MASKS["causal"])
+    assert_exact(replace(case, narrow=True, value_dim=6))

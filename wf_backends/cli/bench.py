@@ -217,7 +217,10 @@ def prepare(plan: Plan, model: o.Model, comm: Any, inputs: Inputs) -> Callable[[
 
     from wf_backends import SequenceParallel, SequenceParallelConfig
 
-    words = plan.to_config(comm.size, model.layout) | {"kernel": model.kernel}
+    words = plan.to_config(comm.size, model.layout) | {
+        "kernel": model.kernel,
+        "partials": model.partials,
+    }
     sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
     q, k, v, dout = inputs.of(len(sp.positions(model.seqlen)))
 

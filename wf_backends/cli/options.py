@@ -21,7 +21,7 @@ from rich.table import Table
 from wf_backends._validation import AUTO, one_of, positive
 from wf_backends.cli.models import ModelName
 from wf_backends.cluster import KERNEL_NAMES, PRESETS, Topology, load
-from wf_backends.lowering import Shape
+from wf_backends.lowering import ACTIVATION, FLOAT32, PARTIALS, Shape
 from wf_backends.planner import MIN_HALVINGS, Workload, draw_documents
 from wf_backends.schedule import (
     LAYOUTS,
@@ -74,6 +74,9 @@ class Model:
     kernel: Annotated[str, typer.Option(help="Whose rate counts; auto = the topology's first.")] = (
         "auto"
     )
+    partials: Annotated[
+        str, typer.Option(help="Dtype in which partial results travel: float32 or activation.")
+    ] = FLOAT32
     documents: Annotated[
         int,
         typer.Option(
@@ -107,8 +110,10 @@ class Model:
             raise ValueError(
                 f"--layout {self.layout} needs --documents, which `wallfacer plan` takes"
             )
+        one_of("--partials", self.partials, PARTIALS)
         itemsize = ITEMSIZES[self.dtype]
-        shape = Shape(self.batch, self.heads, kv_heads, self.head_dim, itemsize, max(4, itemsize))
+        sizes = itemsize, max(4, itemsize), None, itemsize if self.partials == ACTIVATION else None
+        shape = Shape(self.batch, self.heads, kv_heads, self.head_dim, *sizes)
         mask = make_mask(self.causal, (self.window, -1), self._borders())
         return Workload(shape, self.seqlen, mask.within(self.seqlen), self.layout, self.kernel)
 

@@ -16,6 +16,7 @@ from wf_backends._validation import AUTO
 from wf_backends.cli import budget as budgets
 from wf_backends.cli import options as o
 from wf_backends.cli.plan_table import short_table
+from wf_backends.lowering import ACTIVATION
 from wf_backends.planner import (
     EXACT_UP_TO,
     NEAR_UP_TO,
@@ -178,9 +179,11 @@ def block(plan: Plan, request: Request) -> str:
 
 
 def config(plan: Plan, request: Request) -> dict[str, Any]:
-    """The config that runs a plan, with the kernel if one was asked for by name."""
+    """The config that runs a plan, with the kernel and partials if they were asked for by name."""
     work = request.workload
     words = plan.to_config(request.topology.size, work.layout)
+    if work.shape.partial_size is not None:
+        words |= {"partials": ACTIVATION}
     return words if work.kernel == AUTO else words | {"kernel": work.kernel}
 
 

@@ -10,6 +10,9 @@ from wf_backends.lowering.areas import (
 from wf_backends.lowering.gather_rounds import bundles
 from wf_backends.lowering.lower import Problem, lower
 from wf_backends.lowering.message_bytes import (
+    ACTIVATION,
+    FLOAT32,
+    PARTIALS,
     RowBytes,
     Shape,
     backward_row_bytes,
@@ -31,6 +34,9 @@ from wf_backends.lowering.tiles import Tile
 from wf_backends.lowering.ulysses_groups import UlyssesGroups
 
 __all__ = [
+    "ACTIVATION",
+    "FLOAT32",
+    "PARTIALS",
     "BACKWARD_FLOPS",
     "Exchange",
     "Gather",

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 from wf_backends.lowering.program import Parcel, RankProgram
 
+PARTIALS = (FLOAT32, ACTIVATION) = ("float32", "activation")
+"""In which dtype partial results may travel: that of the sums, or that of the activations."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -24,6 +27,14 @@ class Shape:
     accumulator_size: int = 4
     value_dim: int | None = None
     """head_dim of the values; None = that of queries and keys."""
+    partial_size: int | None = None
+    """Bytes of one element of partial results (of out and gradients, not of lse) that travel; None
+    = accumulator_size."""
+
+    @property
+    def partial(self) -> int:
+        """Bytes of one element of a partial result that travels."""
+        return self.partial_size or self.accumulator_size
 
     @property
     def value(self) -> int:
@@ -44,6 +55,9 @@ class RowBytes:
     walk: int
     stay_partial: int
     walk_partial: int
+    stay_found: int
+    """Partial results as they are summed in memory."""
+    walk_found: int
     stay_kept: int = 0
     """The part of `stay` that the forward left in the buffer: it is not gathered."""
     walk_kept: int = 0
@@ -64,11 +78,12 @@ def forward_row_bytes(shape: Shape, queries_walk: bool = False) -> RowBytes:
     """Forward: queries are (q) and (out, lse), keys are [K|V] and nothing goes home."""
     heads = shape.batch * shape.heads
     queries = heads * shape.head_dim * shape.itemsize
-    output = heads * (shape.value + 1) * shape.accumulator_size
+    found = heads * (shape.value + 1) * shape.accumulator_size
+    output = heads * (shape.value * shape.partial + shape.accumulator_size)
     keys = shape.key_row * shape.itemsize
-    return (
-        RowBytes(keys, queries, 0, output) if queries_walk else RowBytes(queries, keys, output, 0)
-    )
+    if queries_walk:
+        return RowBytes(keys, queries, 0, output, 0, found)
+    return RowBytes(queries, keys, output, 0, found, 0)
 
 
 def backward_row_bytes(shape: Shape, queries_walk: bool = False, keep: bool = False) -> RowBytes:
@@ -83,13 +98,20 @@ def backward_row_bytes(shape: Shape, queries_walk: bool = False, keep: bool = Fa
         heads * width * shape.itemsize for width in (shape.head_dim, shape.value)
     )
     queries = kept_queries + output + stats
-    query_grad = heads * shape.head_dim * shape.accumulator_size
+    query_grads = _grads(shape, heads * shape.head_dim)
     keys = shape.key_row * shape.itemsize
-    key_grad = shape.key_row * shape.accumulator_size
+    key_grads = _grads(shape, shape.key_row)
     kept = (kept_queries, keys) if keep else (0, 0)
     if queries_walk:
-        return RowBytes(keys, queries, key_grad, query_grad, *kept[::-1], walk_output=output)
-    return RowBytes(queries, keys, query_grad, key_grad, *kept, stay_output=output)
+        travel, found = zip(key_grads, query_grads, strict=True)
+        return RowBytes(keys, queries, *travel, *found, *kept[::-1], walk_output=output)
+    travel, found = zip(query_grads, key_grads, strict=True)
+    return RowBytes(queries, keys, *travel, *found, *kept, stay_output=output)
+
+
+def _grads(shape: Shape, elements: int) -> tuple[int, int]:
+    """Bytes of so many gradients: as they travel, and as they are summed."""
+    return elements * shape.partial, elements * shape.accumulator_size
 
 
 def bytes_sent(plan: RankProgram, rows: RowBytes, name: str) -> dict[str, int]:

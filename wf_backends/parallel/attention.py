@@ -19,7 +19,7 @@ from wf_backends._compile import refuse_transforms
 from wf_backends.cluster import JobTopology
 from wf_backends.comm import Communicator, ConsistencyCheck, Pass, fingerprint, gather_small
 from wf_backends.kernels import Dropout, KernelSpec, Scores, select
-from wf_backends.lowering import Problem, Shape, UlyssesGroups, lower
+from wf_backends.lowering import ACTIVATION, Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import choose
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.parallel.softmax import Softmax, Told
@@ -52,6 +52,7 @@ class DistributedAttention:
         self._consistency = ConsistencyCheck(comm)
         self._calls = 0
         self._told = set[Choice]()
+        self._narrow = config.partials == ACTIVATION
         self._same = lru_cache(maxsize=64)(self._make_same)
         self._call = lru_cache(maxsize=64)(self._make_call)
 
@@ -173,12 +174,15 @@ class DistributedAttention:
         forward, backward = lower(there, at), lower(back, at)
         route = self.comm.view(groups.route(member))
         group = HeadGroup(self.comm.view(members), queries, keys)
-        return Call(forward, backward, route, kernel, Scores(1.0), keep), group
+        return Call(forward, backward, route, kernel, Scores(1.0), keep, self._narrow), group
 
     def _choose(self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int) -> Choice:
         """What the call runs, by the lengths of its queries and keys."""
         sizes = spec.dtype.itemsize, accumulator_dtype(spec.dtype).itemsize
-        shape = Shape(batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes, spec.value_dim)
+        partial = sizes[0] if self._narrow else None
+        shape = Shape(
+            batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes, spec.value_dim, partial
+        )
         topology = None
         if self.config.leaves_open and self.comm.size > 1:
             topology = self.topology.find(torch.device(spec.device))

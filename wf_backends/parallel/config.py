@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from wf_backends._validation import AUTO, is_number, nearest, one_of, positive, seconds
 from wf_backends.cluster import KERNEL_NAMES, check_source
+from wf_backends.lowering import FLOAT32, PARTIALS
 from wf_backends.planner import MOVES
 from wf_backends.schedule import ORDER, ROUTES, check_layout_name, divisors, read_placed
 
@@ -67,23 +68,24 @@ class SequenceParallelConfig:
     kept_layers: int = 1
     """How many attention layers keep them at the same time: all of the model's, or 1 under
     activation checkpointing."""
+    partials: str = FLOAT32
+    """How partial results (out, dq, dk, dv) travel: in "float32", or in the "activation" dtype."""
     strategy: str | None = None
     """None, or "lss": LSS Transformer, the route "all_gather" with all keys gathered in one
     exchange and kept for the backward."""
-
     topology: str | None = None
     """Hosts and links, from which "auto" is chosen: the name of a preset, a .json or .toml file,
     "measure" (measured at first use), or None = the one-host preset on cores of one host, else
     measured."""
     timeout: float | None = None
     """Seconds that a message waits for its peer before the call fails, on gloo and MPI. None = as
-    long as the group that is given waits, the default group under MPI (600 s where nothing else was
-    said)."""
+    long as the group that is given waits (under MPI: the default group, or 600 s)."""
 
     def __post_init__(self) -> None:
         positive("sequence_parallel_size", self.sequence_parallel_size)
         check_layout_name(self.layout)
         one_of("kernel", self.kernel, (AUTO, *KERNEL_NAMES))
+        one_of("partials", self.partials, PARTIALS)
         if self.strategy is not None:
             self._check_strategy()
         self._check_keep()
@@ -143,7 +145,7 @@ class SequenceParallelConfig:
         """What `from_dict` takes, as a JSON has it; some keys only where they say something."""
         words = {f.name: _as_json(getattr(self, f.name)) for f in fields(self)}
         silent = {"strategy": None, "topology": None, "keep_gathered": False, "kept_layers": 1}
-        silent["timeout"] = None
+        silent |= {"timeout": None, "partials": FLOAT32}
         silent |= dict.fromkeys(ULYSSES_DETAILS, self._ulysses_default)
         return {k: v for k, v in words.items() if k not in silent or v != silent[k]}
 

@@ -88,10 +88,10 @@ def buffer_bytes(shards: SideRows, held: SideRows, rows: RowBytes) -> float:
         shards: rows of a rank's own shards. held: rows of the two buffers. (Stay, walk.)
     """
     stay, walk = held
-    beside = shards[1] * rows.walk_partial
+    beside = shards[1] * rows.walk_found
     if stay > shards[0]:
-        beside += shards[0] * rows.stay_partial + stay * rows.stay_output
-    staying, walking = rows.stay + rows.stay_partial, rows.walk + rows.walk_partial
+        beside += shards[0] * rows.stay_found + stay * rows.stay_output
+    staying, walking = rows.stay + rows.stay_found, rows.walk + rows.walk_found
     return stay * staying + walk * (2 * walking + rows.walk_output) + beside
 
 

@@ -39,6 +39,8 @@ class Call:
     """Of the query heads that `attend` is given."""
     keep: tuple[bool, bool] = (False, False)
     """Whether gathered (queries, keys) are kept for the backward instead of gathered again."""
+    narrow: bool = False
+    """Whether partial results (out, dq, dk, dv) travel in q's dtype."""
     now: Pass = NO_PASS
     """Its forward."""
 
@@ -77,7 +79,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) ->
     """The forward: (out, what the backward needs beside q, k, v, sinks and out)."""
     queries, kv = _rows_first(q), fuse(k, v)
     dtype, shape = accumulator_dtype(q.dtype), (*queries.shape[1:3], v.shape[3])
-    found = Accumulators((shape, shape[:-1]), (0.0, -inf), dtype, q.device, _merge)
+    wire = (q.dtype, dtype) if call.narrow else None  # of out; lse travels as it is
+    found = Accumulators((shape, shape[:-1]), (0.0, -inf), dtype, q.device, _merge, wire)
     sides = Side((queries,), found), Side((kv,), Accumulators((), (), dtype, q.device, copy))
     (out, lse), _, *held = _run(
         call.forward, call, "forward", ForwardTiles(call.kernel, call.scores), *sides
@@ -102,9 +105,10 @@ def differentiate(
     queries = (_rows_first(q), _rows_first(dout), torch.stack((lse, _rows_first(delta)), dim=1))
     turn, dtype = call.backward.queries_walk, accumulator_dtype(q.dtype)
     keys = turn and kept_kv or (fuse(k, v),)  # keys that walk are sent anew by their owners
+    summed = (0.0,), dtype, q.device, add, (q.dtype,) if call.narrow else None
     sides = (
-        Side(queries, Accumulators((queries[0].shape[1:],), (0.0,), dtype, q.device, add), kept_q),
-        Side(keys, Accumulators((keys[0].shape[1:],), (0.0,), dtype, q.device, add), kept_kv),
+        Side(queries, Accumulators((queries[0].shape[1:],), *summed), kept_q),
+        Side(keys, Accumulators((keys[0].shape[1:],), *summed), kept_kv),
     )
     tiles = BackwardTiles(call.kernel, call.scores, SurrogateOut(queries[1], _rows_first(out)))
     (dq,), (dkv,), *_ = _run(call.backward, call, "backward", tiles, *sides)

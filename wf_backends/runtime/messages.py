@@ -29,6 +29,7 @@ SPAN = "wallfacer "
 _NO_SPAN = nullcontext()
 
 Tensors = tuple[Tensor, ...]
+Dtypes = tuple[torch.dtype, ...]
 Combine = Callable[[Iterable[Tensor], Iterable[Tensor]], None]
 """Folds values of some rows into buffers of these rows, in place."""
 Place = Callable[[Ranges, Tensors], None]
@@ -69,15 +70,18 @@ def add(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
         target.add_(value)
 
 
-def empty_rows(num_rows: int, like: Tensors) -> Tensors:
-    """Buffers of so many rows whose values will be written."""
-    return tuple([x.new_empty((num_rows, *x.shape[1:])) for x in like])
+def empty_rows(num_rows: int, like: Tensors, dtypes: Dtypes | None = None) -> Tensors:
+    """Buffers of so many rows whose values will be written, in their own dtypes or in these."""
+    dtypes = dtypes or tuple([x.dtype for x in like])
+    pairs = zip(like, dtypes, strict=True)
+    return tuple([x.new_empty((num_rows, *x.shape[1:]), dtype=dtype) for x, dtype in pairs])
 
 
 class Accumulators(NamedTuple):
     """What one side of a pass collects: the tensors' shapes beyond the rows, how they add up.
 
-    `starts` are their values before anything was added, one for each tensor.
+    `starts` are their values before anything was added, and `wire` the dtypes in which they travel
+    (None: as they are summed), one for each tensor.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -85,6 +89,7 @@ class Accumulators(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     combine: Combine
+    wire: Dtypes | None = None
 
     def prepare(self, num_rows: int, blank: Ranges) -> Tensors:
         """Buffers whose rows in `blank` are ready to be added to; the others will be written."""
@@ -110,7 +115,7 @@ class Total:
     def add(self, rows: Ranges, values: Tensors) -> None:
         """Add what one rank found; the first that covers all rows is taken as it is."""
         if self._buffers is None and (not values or values[0].size(0) == self._num_rows):
-            self._buffers = values
+            self._buffers = tuple([x.to(self._found.dtype) for x in values])
         else:
             scatter(self.buffers(), self._found.combine, rows, values)
 
@@ -146,14 +151,18 @@ class Messages:
         self._arrivals: list[tuple[int, Place, Ranges, Tensors]] = []
         self._pending: Pending | None = None
 
-    def send(self, parcel: Parcel, buffers: Tensors) -> None:
-        """Send the parcel's rows of every buffer; a parcel to oneself is kept as it is."""
-        peer, rows = parcel.peer, parcel.rows
+    def send(self, parcel: Parcel, buffers: Tensors, dtypes: Dtypes | None = None) -> None:
+        """Send the parcel's rows of every buffer, in these dtypes if they are given.
+
+        A parcel to oneself is kept as it is.
+        """
+        peer, packed = parcel.peer, [pack(buffer, parcel.rows) for buffer in buffers]
         if peer == self.comm.rank:
-            self.to_self.append(tuple([pack(buffer, rows) for buffer in buffers]))
+            self.to_self.append(tuple(packed))
             return
-        for buffer in buffers:
-            self._sends.append((peer, pack(buffer, rows)))
+        if dtypes is not None:
+            packed = [x.to(dtype) for x, dtype in zip(packed, dtypes, strict=True)]
+        self._sends += [(peer, x) for x in packed]
 
     def receive(self, parcel: Parcel, buffers: Tensors) -> None:
         """Receive into the parcel's rows of the buffers."""
@@ -165,13 +174,19 @@ class Messages:
         for buffer in buffers:
             self._recvs.append((peer, pack(buffer, rows)))
 
-    def collect(self, parcel: Parcel, like: Tensors, place: Place) -> None:
-        """Receive the parcel's rows of tensors like these, and place them once they are here."""
+    def collect(
+        self, parcel: Parcel, like: Tensors, place: Place, dtypes: Dtypes | None = None
+    ) -> None:
+        """Receive the parcel's rows of tensors like these, and place them once they are here.
+
+        Args:
+            dtypes: in which others send them, if not in those of `like`.
+        """
         peer = parcel.peer
         if peer == self.comm.rank:
             arriving = self.to_self.popleft()
         else:
-            arriving = empty_rows(parcel.num_rows, like)
+            arriving = empty_rows(parcel.num_rows, like, dtypes)
             for tensor in arriving:
                 self._recvs.append((peer, tensor))
         self._arrivals.append((peer, place, parcel.rows, arriving))

@@ -211,30 +211,30 @@ class _Pass:
 
         What comes of others is added to what this step finds, or to the total of own rows.
         """
-        leaving, self.moving = self.moving, ()
+        leaving, self.moving, wire = self.moving, (), self.walk_found.wire
         if step and self.walk_found.shapes:
             self.moving = self.walk_found.prepare(step.num_rows, step.blank)
         if before is None or not leaving:
             return
         if before.partial_out:
-            hop.send(before.partial_out, leaving)
+            hop.send(before.partial_out, leaving, wire)
         if step and step.partial_in:
             onward = partial(scatter, self.moving, self.walk_found.combine)
-            hop.collect(step.partial_in, leaving, onward)
+            hop.collect(step.partial_in, leaving, onward, wire)
         for parcel in before.home_out:
-            hop.send(parcel, leaving)
+            hop.send(parcel, leaving, wire)
         for parcel in before.home_in:
-            hop.collect(parcel, leaving, self.total.add)
+            hop.collect(parcel, leaving, self.total.add, wire)
 
     def _return(self, exchange: Exchange) -> None:
         """Send home the finished results of other owners' rows; those of one's own come back."""
         if not (exchange.send or exchange.receive):
             return
-        messages = self._messages("home")
+        messages, wire = self._messages("home"), self.stay_found.wire
         for parcel in exchange.send:
-            messages.send(parcel, self.partial)
+            messages.send(parcel, self.partial, wire)
         for parcel in exchange.receive:
-            messages.collect(parcel, self.partial, self.stay_total.add)
+            messages.collect(parcel, self.partial, self.stay_total.add, wire)
         self.returning.append(messages.post())
 
 
