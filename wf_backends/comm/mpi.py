@@ -274,7 +274,7 @@ def wait_until(
 
 
 def _call(method: WeakMethod[Callable[[], None]]) -> None:
-    """Of an object that may be gone."""
+    """Call a method, unless its object was deleted."""
     alive = method()
     if alive is not None:
         alive()

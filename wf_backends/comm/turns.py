@@ -1,4 +1,4 @@
-"""An exchange of many ranks that all wait for: who is written to when.
+"""An exchange between many ranks that all wait for it: which messages are sent when.
 
 Everything at once is unfair where a NIC carries it: the flows share the NIC by chance, so that some
 ranks have all they need while others still wait for several, and links idle. In turns, rank r meets

@@ -1,8 +1,8 @@
-"""Where the rows of a walker are at every step, and how they get there and home again.
+"""Where the rows of a walker are at every step, and who sends them there and back to their owners.
 
-Pure: standard library only. A row is only where it is read. If the next rank on the way reads it
-too, it is forwarded, and its partial result with it. If not, the partial result goes home, and the
-owner sends the row again, straight to the next rank that reads it: as many messages as readers.
+Pure: standard library only. A row is only where it is read. If the next rank of the hop reads it
+too, it is forwarded, and its partial result with it. If not, the partial result is sent to the
+owner, and the owner sends the row again, to the next rank that reads it: one message a reader.
 Everything is found when it is asked for, so that one rank among thousands looks at its own part.
 """
 
@@ -50,18 +50,18 @@ class WalkerRows:
     def __init__(self, wanted: Rows, owned: Rows, num_steps: int, whole: bool = False) -> None:
         self.wanted, self.owned, self.num_steps, self.whole = wanted, owned, num_steps, whole
         self.needed = cache(self._needed)
-        """Those that it brings."""
+        """The rows that are held in a step."""
         self.forwarded = cache(self._forwarded)
         """Of them, those that the rank of the step before forwards; owners send the others."""
         self.grad_forwarded = cache(self._grad_forwarded)
-        """Those whose partial results go on to the next step."""
+        """The rows whose partial results are forwarded to the next step."""
 
     def grad_to_owner(self, step: int) -> Ranges:
-        """Those whose partial results go home."""
+        """The rows whose partial results are sent to their owners after a step."""
         return subtract(self._summed(step), self.grad_forwarded(step))
 
     def from_owner(self, step: int) -> Ranges:
-        """Those that it brings because their owners send them."""
+        """The rows that owners send for a step, since the rank before does not forward them."""
         return subtract(self.needed(step), self.forwarded(step))
 
     def _needed(self, step: int) -> Ranges:
@@ -77,7 +77,7 @@ class WalkerRows:
         return subtract(intersect(self.needed(step - 1), self.needed(step)), near)
 
     def _summed(self, step: int) -> Ranges:
-        """Those with partial results after a step: what moved there is read there."""
+        """The rows with partial results after a step: every row that is held is read."""
         return self.wanted(step)
 
     def _grad_forwarded(self, step: int) -> Ranges:
@@ -115,7 +115,7 @@ def needed_later(wanted: Sequence[Ranges]) -> list[Ranges]:
 
 
 class Forwarding:
-    """Those of all walkers of a schedule, and the messages that follow from them.
+    """The rows of all walkers of a schedule, and the messages that follow from them.
 
     Args:
         roles: its field `kv` names the shards that walk. home: the walkers' rows that each rank
@@ -148,14 +148,14 @@ class Forwarding:
         return self.one(self.roles.origin(step, rank)).needed(step)
 
     def gather(self, rank: int) -> Gather:
-        """How the walkers that a rank first holds get there from their homes."""
+        """The messages by which a rank's first walkers come from their owners."""
         rows, home = self.held(0, rank), self.home[rank]
         give = ((other, intersect(self.held(0, other), home)) for other in self.carriers[rank])
         take = ((owner, intersect(rows, self.home[owner])) for owner in sorted(self.kv[rank]))
         return Gather(size(home), size(rows), _all(rank, give, home), _all(rank, take, rows))
 
     def step(self, step: int, rank: int, rounds: tuple[Round, ...], blank: Ranges) -> Step:
-        """A step of a rank's plan, with all its messages about walkers."""
+        """A step of a rank's program, with all messages of walkers."""
         origin, home, held = self.roles.origin(step, rank), self.home[rank], self.held(step, rank)
         one = self.one(origin)
         onward, after, came, past = (), -1, -1, ()
@@ -239,14 +239,14 @@ class Forwarding:
         return take, _all(rank, self._taken(rank).get(step, ()), rows), size(rows)
 
     def _leaving(self, step: int, rank: int) -> Iterator[Sent]:
-        """The partial results that a rank sends home after a step."""
+        """The partial results that a rank sends to their owners after a step."""
         origin = self.roles.origin(step, rank)
         rows = self.one(origin).grad_to_owner(step)
         for owner in sorted(self.kv[origin]):
             yield owner, intersect(rows, self.home[owner])
 
     def _returning(self, step: int, rank: int) -> Iterator[Sent]:
-        """Those that come home to a rank."""
+        """The partial results that other ranks send to this owner."""
         holders = sorted((self.roles.place(step, one), one) for one in self.carriers[rank])
         for holder, origin in holders:
             yield holder, intersect(self.one(origin).grad_to_owner(step), self.home[rank])
@@ -257,7 +257,7 @@ def _parcel(peer: int, rows: Ranges, held: Ranges) -> Parcel | None:
 
 
 def _all(rank: int, found: Iterable[Sent], held: Ranges) -> Parcels:
-    """All parcels of a rank; what it keeps is one."""
+    """All parcels of a rank; the rows that it keeps are one parcel."""
     several = (
         (_parcel(peer, rows, held),) if peer == rank else parcels(peer, rows, held)
         for peer, rows in found

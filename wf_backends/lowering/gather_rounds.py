@@ -1,8 +1,8 @@
 """In which order a rank computes the rows that stay with it, and what travels in between.
 
-Pure: standard library only. A rank's own rows need not come from anywhere: they are computed first,
-while those of other owners are on their way, and last, while the results of others go home. The
-results of an owner's rows leave after the last step that uses one of them.
+Pure: standard library only. A rank has its own rows from the start: they are computed first,
+while those of other owners arrive, and last, while results are sent to other owners. The
+results of an owner's rows are sent after the last step that uses one of them.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Pure: standard library only. One side stays (its rows are gathered once and computed on until the
 end), the other walks. In the forward, queries stay and keys walk; in the backward either may
 walk. Only rows that are read where they land are sent (lowering/forwarding.py); a partial gradient
-leaves for home once the next rank on the way does not add to it, and what the home rank itself adds
-never travels.
+is sent to its owner as soon as the next rank of the hop does not add to it, and what the owner
+itself adds is never sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DERIVING = Lock()  # ranks that are threads ask together: the first derives, th
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A schedule laid over a sequence: all that the plans of all ranks follow from."""
+    """A schedule laid over a sequence: all that the programs of all ranks follow from."""
 
     schedule: Schedule
     q_layout: Layout
@@ -47,15 +47,15 @@ class Problem:
     mask: Mask
     queries_walk: bool = False
     kept: bool = False
-    """What walkers bring together at first is all that any step reads: what the other pass, in
-    which it may stay, brings together too and finds there."""
+    """Whether walkers gather at first all rows that any step reads, as the other pass does, whose
+    gathered rows are kept and used again."""
 
 
 @lru_cache(maxsize=512)
 def lower(problem: Problem, rank: int) -> RankProgram:
-    """The plan of one rank; the same problem gives the same plan on every rank."""
+    """The program of one rank. The same problem gives the same programs on every rank."""
     with _DERIVING:
-        return _derived(problem).plan(rank)
+        return _derived(problem).program(rank)
 
 
 @lru_cache(maxsize=16)
@@ -64,7 +64,7 @@ def _derived(problem: Problem) -> _Derivation:
 
 
 class _Derivation:
-    """Positions (global ranges) of everything, found when a rank's plan asks for it."""
+    """All rows of a problem as global positions, derived when the program of a rank needs them."""
 
     def __init__(self, problem: Problem) -> None:
         self.mask, self.queries_walk = problem.mask, problem.queries_walk
@@ -127,7 +127,7 @@ class _Derivation:
         """(queries, keys) from (stay, walk); and back, since it is its own inverse."""
         return (walk, stay) if self.queries_walk else (stay, walk)
 
-    def plan(self, rank: int) -> RankProgram:
+    def program(self, rank: int) -> RankProgram:
         stay = _Touched()
         steps = tuple(self._step(step, rank, stay) for step in range(self.num_steps))
         return RankProgram(

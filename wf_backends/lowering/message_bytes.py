@@ -1,4 +1,4 @@
-"""How many bytes a rank sends, by message label, derived from its plan.
+"""How many bytes a rank sends, by message label, derived from its program.
 
 Pure: standard library only. The labels are the executor's, so that what is derived and what a
 communicator counted can be compared one by one.
@@ -114,19 +114,19 @@ def _grads(shape: Shape, elements: int) -> tuple[int, int]:
     return elements * shape.partial, elements * shape.accumulator_size
 
 
-def bytes_sent(plan: RankProgram, rows: RowBytes, name: str) -> dict[str, int]:
-    """Bytes that the plan's rank sends in the pass called `name`, by message label."""
+def bytes_sent(program: RankProgram, rows: RowBytes, name: str) -> dict[str, int]:
+    """Bytes that the program's rank sends in the pass called `name`, by message label."""
 
     def count(parcels: Iterable[Parcel | None]) -> int:
-        return sum(p.num_rows for p in parcels if p and p.peer != plan.rank)
+        return sum(p.num_rows for p in parcels if p and p.peer != program.rank)
 
-    rounds = [one for step in plan.steps for one in step.rounds]
+    rounds = [one for step in program.steps for one in step.rounds]
     fetched = (parcel for one in rounds for parcel in one.fetch.send)
     returned = (parcel for one in rounds for parcel in one.home.send)
-    sent = {f"{name} gather": count(plan.walk.give) * rows.walk_gathered}
+    sent = {f"{name} gather": count(program.walk.give) * rows.walk_gathered}
     sent[f"{name} gather"] += count(fetched) * rows.stay_gathered
     leaving = 0
-    for index, step in enumerate(plan.steps):
+    for index, step in enumerate(program.steps):
         sent[f"{name} step {index}"] = count((*step.forwarded, *step.give)) * rows.walk + leaving
         leaving = count((step.partial_out, *step.home_out)) * rows.walk_partial
     sent[f"{name} home"] = count(returned) * rows.stay_partial + leaving

@@ -51,7 +51,7 @@ def forward_parcels(peer: int, rows: Ranges, held: Ranges, far: Ranges) -> Parce
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Rows of shards brought together in one buffer; read backwards, the way home.
+    """Rows of shards gathered in one buffer; transposed, their results sent to the owners.
 
     `give` slices this rank's own shard of `shard_rows` rows, `take` slices the buffer of
     `num_rows` rows. A parcel to oneself is no message.
@@ -88,7 +88,7 @@ class Round:
     """Tiles on the rows of one owner, or of all.
 
     Before them `fetch` must have arrived (sent: slices of this rank's own shard; received: of the
-    buffer that stays). After them the owner's results are finished and leave by `home` (sent:
+    buffer that stays). After them the owner's results are finished and sent to it by `home` (sent:
     slices of the buffer; received: of this rank's own shard).
     """
 
@@ -137,7 +137,7 @@ class Step:
 
     @property
     def parts(self) -> bool:
-        """Whether partial results leave or come home after it."""
+        """Whether partial results are sent or received after it."""
         return bool(self.partial_out or self.home_out or self.home_in)
 
 

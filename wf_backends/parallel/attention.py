@@ -146,7 +146,7 @@ class DistributedAttention:
         spec: KernelSpec,
         batch: int,
     ) -> tuple[Call, HeadGroup]:
-        """The call, but for its scores.
+        """The call with scores of its own to be put in.
 
         Args:
             told: the queries' and the keys' (name in errors, rows of every rank).

@@ -63,13 +63,13 @@ class LssAttention(DistributedAttention):
         return Attention.apply(q, k, v, call, softmax.sinks)
 
 
-def _local(plan: RankProgram) -> RankProgram:
-    """The plan of a rank that has all rows of its one step already."""
-    (step,) = plan.steps
+def _local(program: RankProgram) -> RankProgram:
+    """The program of a rank that has all rows of its one step already."""
+    (step,) = program.steps
     held = (Parcel(0, ((0, step.num_rows),)),)
     walk = Gather(step.num_rows, step.num_rows, held, held)
     only = replace(step, home_out=held, home_in=held)
-    return replace(plan, rank=0, walk=walk, steps=(only,))
+    return replace(program, rank=0, walk=walk, steps=(only,))
 
 
 def _fetch(comm: Communicator, rows: Gather, now: Pass, kv: Tensor, label: str) -> Tensor:

@@ -30,7 +30,7 @@ PLAIN = tuple(Placed((("name", name),), (0,)) for name in ("ring", "all_gather")
 
 
 def alike(request: Request) -> Request:
-    """What is planned for in the place of a call, and of all that are like it.
+    """The request that is planned for in place of a call, and of all calls that are like it.
 
     Lengths count to the next of eight an octave, documents by their kind; and some ranks stand for
     all of them where tokens see only near ones. Slices are planned for as they are.
@@ -50,7 +50,7 @@ def _similar(seqlen: int) -> int:
 
 
 def counted(request: Request) -> Request:
-    """The request itself, or of which every message is counted, where closed forms know little."""
+    """The request, its messages counted one by one where closed forms know little of its mask."""
     size, is_dense = request.topology.size, request.workload.mask.is_dense
     if is_dense or not request.exact_up_to < size <= NEAR_UP_TO:
         return request

@@ -26,25 +26,25 @@ class RankPhase:
     """What others read next, sent apart from the hop; who gets nothing so does not wait for it."""
 
 
-def rank_phases(plan: RankProgram, rows: RowBytes, name: str) -> Iterator[RankPhase]:
+def rank_phases(program: RankProgram, rows: RowBytes, name: str) -> Iterator[RankPhase]:
     """Everything that one rank does in a pass, in order.
 
-    The bytes are those of `message_bytes.bytes_sent`, and of the executor; fetches count there as
-    gathering, and what leaves as going home.
+    The bytes are those of `message_bytes.bytes_sent`, and of the executor; there fetches count as
+    gathering, and `leaves` as results sent home.
     """
 
     def messages(parcels: Iterable[Parcel | None], row: int) -> Messages:
         sent = ((parcel.peer, parcel.num_rows * row) for parcel in parcels if parcel)
-        return [(peer, num_bytes) for peer, num_bytes in sent if peer != plan.rank and num_bytes]
+        return [(peer, num_bytes) for peer, num_bytes in sent if peer != program.rank and num_bytes]
 
     def partials(step: Step | None) -> Messages:
         if step is None:
             return []
         return messages((step.partial_out, *step.home_out), rows.walk_partial)
 
-    yield RankPhase(f"{name} gather", messages(plan.walk.give, rows.walk_gathered))
-    before, busy = None, set(plan.busy)
-    for index, step in enumerate(plan.steps):
+    yield RankPhase(f"{name} gather", messages(program.walk.give, rows.walk_gathered))
+    before, busy = None, set(program.busy)
+    for index, step in enumerate(program.steps):
         if index not in busy:
             yield RankPhase(f"{name} step {index}", [])
             before = step

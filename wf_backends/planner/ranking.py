@@ -35,7 +35,7 @@ def ranked(found: Sequence[Found], topology: Topology, limit: float) -> list[Fou
 
 
 def best_of(found: Sequence[Found], topology: Topology, limit: float) -> list[Found]:
-    """Those that differ from the first of `ranked` in their words alone, the simplest first."""
+    """The first of `ranked` and all with the same figures, the simplest words first."""
     by_merit = _by_merit(found, topology, limit)
     return [one for merits, one in by_merit if merits == by_merit[0][0]]
 
@@ -46,7 +46,7 @@ def fastest_of(found: Sequence[Found], limit: float) -> Found:
 
 
 def _over(cost: Cost, limit: float) -> float:
-    """The bytes that it needs if that is more than there are; else 0."""
+    """The bytes that a cost needs if they exceed the limit; else 0."""
     return cost.memory_bytes if cost.memory_bytes > limit else 0.0
 
 

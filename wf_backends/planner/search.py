@@ -58,7 +58,7 @@ def best_plan(request: Request) -> Plan:
 
 
 def _best_of(request: Request, splits: Sequence[HeadSplit]) -> Plan:
-    """The best plan of these head splits, without those that cannot be as fast as another."""
+    """The best plan of these head splits; splits that cannot be as fast as it are not priced."""
     least = ((around(split).seconds + even_s(split), split) for split in splits)
     plans, fastest = list[Plan](), inf
     for least_s, split in sorted(least, key=lambda pair: pair[0]):
@@ -71,7 +71,7 @@ def _best_of(request: Request, splits: Sequence[HeadSplit]) -> Plan:
 
 
 def _promising(request: Request, splits: Sequence[HeadSplit]) -> list[HeadSplit]:
-    """The best head splits in closed form: the first few, and others than their chunks."""
+    """The head splits that closed forms find the best: a few of all, and a few without chunks."""
     roughly = replace(request, exact_up_to=0)
     found = {_best_of(roughly, [split]): split for split in splits}
     splits = [found[plan] for plan in _ranked(list(found), roughly)]

@@ -197,7 +197,7 @@ class Simulator:
 
 
 def shared(queue: Sequence[tuple[float, float]], free: float) -> list[float]:
-    """When each is through of those that share something evenly.
+    """When each message has been sent, of several that share a link evenly.
 
     Args:
         queue: for each when it is ready, and how long it takes alone.

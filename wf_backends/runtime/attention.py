@@ -1,4 +1,4 @@
-"""One executor: it runs any plan, forward and backward.
+"""The autograd function of attention: it runs the two programs of a call, forward and backward.
 
 Shapes: s rows of a buffer, b batch, h query heads, g key heads, d head_dim of queries and keys, e
 of values. Buffers are rows-first, so that a message is a contiguous slice: q (s, b, h, d),
@@ -240,7 +240,7 @@ def _run(
 
 
 def _merge(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """Combine by folding other keys' (out, lse) into these."""
+    """Combine by folding the (out, lse) of other keys into the targets."""
     merge(*targets, *values)
 
 

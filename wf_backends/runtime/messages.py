@@ -92,7 +92,7 @@ class Accumulators(NamedTuple):
     wire: Dtypes | None = None
 
     def prepare(self, num_rows: int, blank: Ranges) -> Tensors:
-        """Buffers whose rows in `blank` are ready to be added to; the others will be written."""
+        """New buffers, with start values in the rows `blank`; tiles overwrite the other rows."""
         like = {"dtype": self.dtype, "device": self.device}
         buffers = tuple([torch.empty((num_rows, *shape), **like) for shape in self.shapes])
         for start, stop in blank:
@@ -101,33 +101,33 @@ class Accumulators(NamedTuple):
         return buffers
 
     def blank(self, num_rows: int) -> Tensors:
-        """Buffers of rows to which nothing was added yet."""
+        """New buffers with start values in all rows."""
         return self.prepare(num_rows, ((0, num_rows),))
 
 
 class Total:
-    """What several ranks found for this rank's own rows, added up."""
+    """The sum of several ranks' results for this rank's own rows."""
 
     def __init__(self, num_rows: int, found: Accumulators) -> None:
         self._num_rows, self._found = num_rows, found
         self._buffers: Tensors | None = None
 
     def add(self, rows: Ranges, values: Tensors) -> None:
-        """Add what one rank found; the first that covers all rows is taken as it is."""
+        """Add the results of one rank; the first that cover all rows are taken without a copy."""
         if self._buffers is None and (not values or values[0].size(0) == self._num_rows):
             self._buffers = tuple([x.to(self._found.dtype) for x in values])
         else:
             scatter(self.buffers(), self._found.combine, rows, values)
 
     def buffers(self) -> Tensors:
-        """What was added so far."""
+        """The sum so far."""
         if self._buffers is None:
             self._buffers = self._found.blank(self._num_rows)
         return self._buffers
 
 
 def span(what: str, label: str) -> AbstractContextManager[object]:
-    """A span in the profile, where somebody profiles: it costs as much as a kernel call."""
+    """A span in the profile; none where no profiler runs: it costs as much as a kernel call."""
     watched = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
     return record_function(f"{SPAN}{what} {label}") if watched else _NO_SPAN
 
@@ -214,7 +214,7 @@ class Messages:
             self._pending.poll()
 
     def wait(self) -> None:
-        """Return when everything is where it belongs."""
+        """Return when all rows are in their place."""
         if self._pending is not None:
             with span("wait", self.label):
                 self._pending.wait()
@@ -225,7 +225,7 @@ class Messages:
         self._arrivals = []
 
     def deliver(self) -> None:
-        """Return when everything is where it belongs; what was not posted goes in turns.
+        """Return when all rows are in their place; messages that were not posted go in turns.
 
         Then what one rank sent is put in its place while others' messages are on their way.
         """
@@ -260,7 +260,7 @@ def gather(messages: Messages, rows: Gather, shard: Tensors) -> Tensors:
 
 
 def send_home(messages: Messages, rows: Gather, found: Tensors, total: Total) -> None:
-    """Register the way back of a gather: every owner adds up what was found for its rows."""
+    """Register the transpose of a gather: every owner adds up the results for its rows."""
     for parcel in rows.take:
         messages.send(parcel, found)
     for parcel in rows.give:

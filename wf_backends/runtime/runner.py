@@ -1,7 +1,7 @@
 """One pass of a program: its messages, with the tiles computed while they travel.
 
-Buffers are rows-first. Every message is posted as soon as what it carries is there, and waited for
-when what it brings is needed.
+Buffers are rows-first. Every message is posted as soon as its rows are there, and waited for
+when its rows are needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wf_backends.runtime.messages import (
 
 
 class ComputeTile(Protocol):
-    """Computes one tile, and combines what it finds into what the sides collect."""
+    """Computes one tile, and combines its results into the buffers of both sides' results."""
 
     def __call__(
         self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
@@ -34,14 +34,14 @@ class ComputeTile(Protocol):
 
 
 class Side(NamedTuple):
-    """What a pass is given of one side, the one that stays or the one that walks."""
+    """The input of a pass from one side, the one that stays or the one that walks."""
 
     shard: Tensors
     """This rank's own rows."""
     found: Accumulators
     """What is collected for the side's rows."""
     kept: Tensors = ()
-    """In place of the first tensors of what is brought together, where an earlier pass kept it."""
+    """The first of the gathered tensors, where an earlier pass kept them."""
 
 
 class Results(NamedTuple):
@@ -81,7 +81,7 @@ def run(
 
 
 class _Pass:
-    """What a pass holds: both sides' rows, and what was found for them."""
+    """The state of a pass: the rows of both sides, and their results so far."""
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class _Pass:
         self.fetched = [self._fetch(one.fetch) for one in program.steps[0].rounds]
 
     def post(self, index: int) -> list[Messages]:
-        """Pass on what is held, give what others read next, and ask for what comes next.
+        """Start the messages of a step: forward held rows, send own rows, receive the next ones.
 
         Returns:
             What must have arrived before the next step.
@@ -132,13 +132,13 @@ class _Pass:
             hop.send(parcel, self.held)
         for parcel in step.take:
             hop.receive(parcel, self.arriving)
-        self._part(hop, before, step)
+        self._move_partials(hop, before, step)
         if not (step.give or step.get):
             return [hop.post()]
-        return self._give(hop, step, self.program.met[index])
+        return self._send_own(hop, step, self.program.met[index])
 
     def compute(self, index: int) -> None:
-        """The tiles of a step, round by round; what is finished leaves."""
+        """Compute the tiles of a step, round by round; send finished results to their owners."""
         queries_walk = self.program.queries_walk
         for at, one in enumerate(self.program.steps[index].rounds):
             if index == 0 and (fetched := self.fetched[at]):
@@ -158,9 +158,9 @@ class _Pass:
             messages.poll()
 
     def finish(self) -> Results:
-        """What was found for this rank's own rows, once everything is at home."""
+        """The results of this rank's own rows, once all partial results are at their owners."""
         last = self._messages("home")
-        self._part(last, self.program.steps[-1], None)
+        self._move_partials(last, self.program.steps[-1], None)
         last.post().wait()
         stay = self.program.stay
         if stay.mine:
@@ -182,7 +182,7 @@ class _Pass:
         return held
 
     def _fetch(self, exchange: Exchange) -> Messages | None:
-        """Ask for the rows of other owners, and give them this rank's own."""
+        """Start the exchange of a round: own rows to other ranks, their rows to this one."""
         if not (exchange.send or exchange.receive):
             return None
         messages = self._messages("gather")
@@ -192,7 +192,7 @@ class _Pass:
             messages.receive(parcel, self.room)
         return messages.post()
 
-    def _give(self, hop: Messages, step: Step, met: frozenset[int]) -> list[Messages]:
+    def _send_own(self, hop: Messages, step: Step, met: frozenset[int]) -> list[Messages]:
         """Post the hop; send own rows to whoever reads them next, and ask for what owners give.
 
         Who only gives does not wait for it, unless it goes to a peer of the hop.
@@ -206,10 +206,10 @@ class _Pass:
         owners.post()
         return [hop, owners] if any(parcel.peer not in near for parcel in step.get) else [hop]
 
-    def _part(self, hop: Messages, before: Step | None, step: Step | None) -> None:
-        """Part with what the last step found: on to the next rank, or home.
+    def _move_partials(self, hop: Messages, before: Step | None, step: Step | None) -> None:
+        """Send the last step's partial results to the next rank of the hop, or to their owners.
 
-        What comes of others is added to what this step finds, or to the total of own rows.
+        Those that arrive are added to the results of this step, or to the total of own rows.
         """
         leaving, self.moving, wire = self.moving, (), self.walk_found.wire
         if step and self.walk_found.shapes:
@@ -227,7 +227,7 @@ class _Pass:
             hop.collect(parcel, leaving, self.total.add, wire)
 
     def _return(self, exchange: Exchange) -> None:
-        """Send home the finished results of other owners' rows; those of one's own come back."""
+        """Send finished results to the rows' owners; receive those of this rank's own rows."""
         if not (exchange.send or exchange.receive):
             return
         messages, wire = self._messages("home"), self.stay_found.wire
@@ -239,7 +239,7 @@ class _Pass:
 
 
 def _room(stay: Stay, shard: Tensors) -> Tensors:
-    """The buffer of the rows that stay, this rank's own in place; the shard itself if it is all."""
+    """The buffer of the rows that stay, with this rank's own; the shard if there are no others."""
     if stay.mine == ((0, stay.num_rows),) and stay.num_rows == stay.shard_rows:
         return shard
     buffers = empty_rows(stay.num_rows, shard)

@@ -1,4 +1,4 @@
-"""What a backward kernel is given as the output of its rows, where the output did not travel.
+"""The output that a backward kernel is given for rows whose real output is on another rank.
 
 Buffers are rows-first: s rows, b batch, h query heads, d head_dim; i query rows of a tile.
 """
@@ -14,7 +14,7 @@ from wf_backends.schedule import Ranges, subtract, union
 
 
 class SurrogateOut:
-    """For the rows of a buffer of queries their output, or a stand-in that is computed once.
+    """The outputs of a buffer of queries: the real ones where known, else stand-ins, computed once.
 
     Args:
         dout: (s, b, h, d), the buffer with the gradients of the outputs.

@@ -58,11 +58,11 @@ class _Dealer:
         self.all_tokens = sum(one.length for one in documents)
 
     def share(self, scores: int, tokens: int) -> float:
-        """Of the whole, whichever is more."""
+        """The share of all scores or of all tokens, the larger one."""
         return max(scores / self.all_scores, tokens / self.all_tokens)
 
     def idlest(self, count: int) -> list[int]:
-        """The ranks that have the least, in their order."""
+        """The `count` ranks with the smallest loads, rising."""
         return sorted(nsmallest(count, range(len(self.loads)), key=self.loads.__getitem__))
 
     def give(self, rank: int, document: Segment, piece: Range) -> None:

@@ -23,14 +23,14 @@ class Run:
 
     first: int
     cycles: tuple[tuple[Shards, int], ...]
-    """Of each rank, the cycle of the hop that it is on, and where."""
+    """For each rank the cycle of the hop that it is in, and its place in it."""
     places: Shards
     """Where at the first step the keys are that each rank first held."""
     origins: Shards
     """Which rank first held the keys that each rank holds then."""
 
     def after(self, rank: int, hops: int) -> int:
-        """Where keys of this rank are after so many hops, or were if the number is negative."""
+        """The rank that keys of this rank reach after so many hops; before, if negative."""
         cycle, index = self.cycles[rank]
         return cycle[(index + hops) % len(cycle)]
 
@@ -116,7 +116,7 @@ class Schedule:
 
 
 def inverse(hop: Hop) -> Hop:
-    """Whom a rank gets what it holds from."""
+    """The inverse permutation: the rank from which each rank receives."""
     back = [0] * len(hop)
     for rank, to in enumerate(hop):
         back[to] = rank
