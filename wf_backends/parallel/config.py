@@ -57,8 +57,8 @@ class SequenceParallelConfig:
     one arrives and the results of the one before are sent back. It divides the query and the key
     heads that a rank has after the exchange. Or "auto". None = like ulysses_stride."""
     layout: str = "zigzag"
-    """Which tokens a rank owns: "zigzag" (balances causal attention), "contiguous", or
-    "document_zigzag" (balances packed documents of any length)."""
+    """Which tokens a rank owns: "zigzag" (balances causal attention), "contiguous",
+    "document_zigzag" (balances packed documents of any length) or "balanced" (a mask in slices)."""
     kernel: str = AUTO
     """What computes attention on a rank: "auto", "reference", "sdpa" or "flash"."""
     keep_gathered: bool | str = False
