@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -135,6 +135,16 @@ def test_what_a_call_waits_for_is_submitted_before_copies_for_others(seed: int) 
         jobs = maker.call(linear, "decode")
         others = [job.lane == "link" and job.linear != linear for job in jobs[:-1]]
         assert others == sorted(others) and jobs[-1].lane == "join"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_each_job_of_a_lane_takes_its_overhead(seed: int) -> None:
+    plan = make_plan(draw_request(random.Random(seed)))
+    slower = replace(plan.request, rates=replace(plan.rates, job_seconds=0.5))
+    job = plan.job_maker().call(0, "decode")[0]
+    assert replace(plan, request=slower).seconds_of(job, "decode") == pytest.approx(
+        plan.seconds_of(job, "decode") + 0.5
+    )
 
 
 def test_copies_run_on_into_the_next_token() -> None:

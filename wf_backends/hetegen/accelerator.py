@@ -152,14 +152,21 @@ class Accelerator:
             slab.copy_(pinned.copy_(source), non_blocking=True)
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Sequence[Recorded]]:
-        x_host = self.streams.pinned(*x.shape, dtype=x.dtype)
+        x_host = self._host_memory(x)
         x_host.copy_(x, non_blocking=True)
         return x_host, [self._caller.record()]
 
     def from_host(self, write: Callable[[Tensor], object], out: Tensor) -> None:
-        pinned = self.streams.pinned(*out.shape, dtype=out.dtype)
-        write(pinned)
-        out.copy_(pinned, non_blocking=True)
+        y_host = self._host_memory(out)
+        write(y_host)
+        out.copy_(y_host, non_blocking=True)
+
+    def _host_memory(self, like: Tensor) -> Tensor:
+        """For an activation: pinned, or pageable where nothing more can be pinned."""
+        try:
+            return self.streams.pinned(*like.shape, dtype=like.dtype)
+        except RuntimeError:
+            return torch.empty(like.shape, dtype=like.dtype)
 
     def wait(self, events: Sequence[Recorded]) -> float:
         self._caller.wait(events)
