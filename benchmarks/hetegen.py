@@ -1,6 +1,6 @@
 """HeteGen predicted beside measured, and beside streaming, the CPU alone and other packages.
 
-    OMP_NUM_THREADS=1 python benchmarks/hetegen.py
+    OMP_NUM_THREADS=1 python benchmarks/hetegen.py --out benchmarks/results/hetegen.md
 
 Seconds of a decoding pass, median. A shaped device has real tensors and threads as lanes whose
 work takes no less than its bytes at a given rate. What a model does between its linears is measured
@@ -16,6 +16,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -35,6 +36,23 @@ PROMPT = 4
 CALL_SECONDS = 3e-4  # of a plan that is made before the model ran; streaming hides calls
 HEADLINE = 3.17  # host over link: +317 % over streaming
 SLABS, PIECES = 3, 8  # of the second lab: slabs, and slabs that one of its linears fills
+ABOUT = """\
+Printed by `OMP_NUM_THREADS=1 python benchmarks/hetegen.py`. Seconds of a decoding pass, median.
+In the grid threads stand for link, host and accelerator, each with a rate of its own; the first
+row has the rates at which the law gives +317 % over streaming. What a model does between its
+linears ("call") is measured while it streams alone, before the prediction is made. In the second
+lab nothing is shaped: one thread copies and stands for the accelerator, the other is the host.
+"""
+TITLES = {
+    "grid": "Grid",
+    "cores": "Two threads on two cores",
+    "peers": "Beside other packages",
+}
+PEERS = """\
+On a CPU other packages have no link: accelerate fetches weights from a mapping, which is given
+the link's time here, and so are DeepSpeed's fetches of parameters, which on a CPU are references.
+Their copies to an accelerator, pinned memory and streams do not run on a CPU.
+"""
 CONFIGS = {
     "llama": LlamaConfig(
         vocab_size=512, hidden_size=256, intermediate_size=688, num_hidden_layers=4,
@@ -83,9 +101,20 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["grid", "cores", "peers"])
     parser.add_argument("--tokens", type=int, default=5, help="decoding passes of a setting")
     parser.add_argument("--rows", type=int, default=None, help="of the grid; all if not given")
+    parser.add_argument("--out", type=Path, help="a file for what is printed")
     args = parser.parse_args()
+    make_model("llama")  # libraries log to stdout when they are imported
+    if args.out is not None:
+        with args.out.open("w") as file, redirect_stdout(file):
+            run_parts(args)
+    else:
+        run_parts(args)
+
+
+def run_parts(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {processor()}, load {load()}")
+    print(f"# HeteGen: predicted beside measured\n\n{ABOUT}")
+    print(f"torch {torch.__version__}, {processor()}, load {load()} at the beginning\n")
     runs: dict[str, Callable[[], None]] = {
         "grid": lambda: grid(args.tokens, args.rows),
         "cores": cores,
@@ -93,8 +122,9 @@ def main() -> None:
     }
     for part in args.parts:
         start = time.perf_counter()
+        print(f"## {TITLES[part]}\n")
         runs[part]()
-        print(f"{part}: {time.perf_counter() - start:.0f} s\n")
+        print(f"\n{time.perf_counter() - start:.0f} s\n", flush=True)
 
 
 def processor() -> str:
@@ -158,7 +188,7 @@ def grid(tokens: int, count: int | None) -> None:
             flush=True,
         )
     print(
-        f"{len(off)} settings: predicted within {100 * max(off):.1f} % of measured, "
+        f"\n{len(off)} settings: predicted within {100 * max(off):.1f} % of measured, "
         f"{sum(o <= 0.1 for o in off)} within 10 %; at most {max(slower):.2f} of the better of "
         "streaming and the host alone"
     )
@@ -248,7 +278,7 @@ def cores(layers: int = 10, width: int = 2560, rounds: int = 7, passes: int = 8)
         "two threads, fitted GB/s: two copies and the GEMM of the one "
         f"{middle('link') / 1e9:.2f}, GEMM of the other {middle('host') / 1e9:.2f}, both at a time "
         f"{middle('memory') / 1e9:.2f}; a call {1e6 * middle('call_seconds'):.0f} us, a job "
-        f"{1e6 * middle('job_seconds'):.0f} us; medians of {rounds} rounds"
+        f"{1e6 * middle('job_seconds'):.0f} us; medians of {rounds} rounds\n"
     )
     print("| | alpha | predicted | measured | measured / predicted | in all rounds |")
     print("|---|---|---|---|---|---|")
@@ -316,6 +346,7 @@ def peers(tokens: int) -> None:
     """accelerate's cpu_offload and DeepSpeed's ZeRO-Inference behind the same link."""
     row = Setting("llama", 30e6, 30e6 * HEADLINE, 3e9, 0.15, 1)
     print(f"llama, link {row.link / 1e6:.0f} MB/s, host {row.host / 1e6:.0f} MB/s, memory 15 %")
+    print(f"\n{PEERS}")
     print("| | seconds a token |\n|---|---|")
     peers = {
         "HeteGen": partial(our_seconds, alpha="auto"),
