@@ -45,12 +45,8 @@ class Engine(Protocol):
         """Write a checkpoint of model, optimizer and `progress` into `folder`."""
         ...
 
-    def load(self, folder: Path) -> dict[str, int]:
-        """Read the last checkpoint in `folder`, return its `progress`.
-
-        Raises:
-            ValueError: if there is none.
-        """
+    def load(self, checkpoint: Path) -> dict[str, int]:
+        """Read a checkpoint that `save` wrote on any number of ranks; return its `progress`."""
         ...
 
     def close(self) -> None:
@@ -58,8 +54,11 @@ class Engine(Protocol):
         ...
 
 
-def open_engine(name: str, config: str, model: nn.Module) -> Engine:
+def open_engine(name: str, config: str, model: nn.Module, checkpoint: Path | None = None) -> Engine:
     """The engine called `name` around `model`.
+
+    Args:
+        checkpoint: what will be loaded; None = nothing.
 
     Raises:
         ValueError: for an unknown name.
@@ -67,7 +66,7 @@ def open_engine(name: str, config: str, model: nn.Module) -> Engine:
     if name == "deepspeed":
         from engine_deepspeed import DeepSpeedEngine
 
-        return DeepSpeedEngine(config, model)
+        return DeepSpeedEngine(config, model, checkpoint)
     if name == "colossalai":
         from engine_colossalai import ColossalAIEngine
 

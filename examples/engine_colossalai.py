@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from colossalai.booster import Booster
 from engine import Batch, StepResult
-from ranks import last_checkpoint, mean_over_ranks, note_checkpoint
+from ranks import mean_over_ranks, progress_of, saved
 from torch import Tensor, nn
 
 import wf_colossalai
@@ -60,17 +60,15 @@ class ColossalAIEngine:
 
     def save(self, folder: Path, progress: dict[str, int]) -> None:
         """As in `engine.Engine`."""
-        tag = folder / f"step{progress['step']}"
-        self._booster.save_model(self._model, str(tag / "model"), shard=True)
-        self._booster.save_optimizer(self._optimizer, str(tag / "optimizer"), shard=True)
-        note_checkpoint(tag, progress)
+        with saved(folder, progress) as part:
+            self._booster.save_model(self._model, str(part / "model"), shard=True)
+            self._booster.save_optimizer(self._optimizer, str(part / "optimizer"), shard=True)
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, checkpoint: Path) -> dict[str, int]:
         """As in `engine.Engine`."""
-        tag, progress = last_checkpoint(folder)
-        self._booster.load_model(self._model, str(tag / "model"))
-        self._booster.load_optimizer(self._optimizer, str(tag / "optimizer"))
-        return progress
+        self._booster.load_model(self._model, str(checkpoint / "model"))
+        self._booster.load_optimizer(self._optimizer, str(checkpoint / "optimizer"))
+        return progress_of(checkpoint)
 
     def close(self) -> None:
         """As in `engine.Engine`."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import subprocess
+import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,17 +19,24 @@ from torch import Tensor, nn
 import wf_deepspeed
 import wf_transformers
 
+UNIVERSAL = " universal"
+
 
 class DeepSpeedEngine:
     """`wf_deepspeed.initialize` behind the methods of `engine.Engine`."""
 
-    def __init__(self, config: str, model: nn.Module) -> None:
+    def __init__(self, config: str, model: nn.Module, checkpoint: Path | None) -> None:
+        words = json.loads(Path(config).read_text())
+        self._other_ranks = checkpoint is not None and _is_of_other_ranks(checkpoint)
+        if checkpoint is not None and self._other_ranks:
+            words["checkpoint"] = {"load_universal": True}
+            _convert(checkpoint)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         # DeepSpeed 0.19 calls collectives by names that torch 2.13 is about to drop.
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         with wf_deepspeed.without_shared_memory_op():
             self._engine, *_ = wf_deepspeed.initialize(
-                model=model, model_parameters=list(model.parameters()), config=config
+                model=model, model_parameters=list(model.parameters()), config=words
             )
         wallfacer = getattr(self._engine, "wallfacer", None)
         if not isinstance(wallfacer, wf_deepspeed.WallFacer):
@@ -67,11 +77,10 @@ class DeepSpeedEngine:
         tag = f"step{progress['step']}"
         self._engine.save_checkpoint(str(folder), tag=tag, client_state={"progress": progress})
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, checkpoint: Path) -> dict[str, int]:
         """As in `engine.Engine`."""
-        if not (folder / "latest").exists():
-            raise ValueError(f"--resume: no checkpoint in {folder}")
-        _, client = self._engine.load_checkpoint(str(folder))
+        tag = checkpoint.name + (UNIVERSAL if self._other_ranks else "")
+        _, client = self._engine.load_checkpoint(str(checkpoint.parent), tag=tag)
         return client["progress"]
 
     def close(self) -> None:
@@ -87,3 +96,20 @@ class DeepSpeedEngine:
 
     def _logits(self, shard: dict[str, Any]) -> Tensor:
         return self._engine(**wf_transformers.forward_kwargs(self._engine, shard)).logits
+
+
+def _is_of_other_ranks(checkpoint: Path) -> bool:
+    """Whether a checkpoint holds the optimizer of ZeRO on another number of ranks than now."""
+    parts = len([*checkpoint.glob("*zero_pp_rank_*_optim_states.pt")])
+    return parts not in (0, dist.get_world_size())
+
+
+def _convert(checkpoint: Path) -> None:
+    """Write the checkpoint as DeepSpeed reads it on any number of ranks, beside it."""
+    if dist.get_rank() == 0:
+        out = f"{checkpoint}{UNIVERSAL}"
+        module = "deepspeed.checkpoint.ds_to_universal"
+        folders = ["--input_folder", str(checkpoint), "--output_folder", out]
+        command = [sys.executable, "-m", module, "--inject_missing_state", *folders]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    dist.barrier()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engine import Batch, StepResult
-from ranks import last_checkpoint, mean_over_ranks, note_checkpoint
+from ranks import mean_over_ranks, progress_of, saved
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -81,22 +81,20 @@ class TorchEngine:
 
     def save(self, folder: Path, progress: dict[str, int]) -> None:
         """As in `engine.Engine`."""
-        tag = folder / f"step{progress['step']}"
-        dcp.save(self._state(), checkpoint_id=tag)
-        note_checkpoint(tag, progress)
+        with saved(folder, progress) as part:
+            dcp.save(self._state(), checkpoint_id=part)
 
-    def load(self, folder: Path) -> dict[str, int]:
+    def load(self, checkpoint: Path) -> dict[str, int]:
         """As in `engine.Engine`."""
-        tag, progress = last_checkpoint(folder)
         state = self._state()
-        dcp.load(state, checkpoint_id=tag)
+        dcp.load(state, checkpoint_id=checkpoint)
         set_state_dict(
             self._model,
             self._optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
         )
-        return progress
+        return progress_of(checkpoint)
 
     def close(self) -> None:
         """As in `engine.Engine`."""

@@ -5,7 +5,8 @@
     torchrun --nproc-per-node 4 examples/pretrain.py --engine torch \\
         --config configs/torch/fsdp_concentric.json
 
-Writes the loss curve as PNG and CSV under --out, and checkpoints there with --save-every.
+Writes the loss curve as PNG and CSV under --out, and checkpoints there with --save-every. Under
+`torchrun --max-restarts 2` the job goes on from the last one where a rank has failed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from curve import Row, draw, read_csv, write_csv
 from engine import Batch, Engine, open_engine
 from model import build_model
 from progress import Display
+from restart import checkpoint_to_resume, fitted
 from textdata import VOCABULARY, find_files, sequences, split
 
 from wf_backends import launch
@@ -33,16 +35,20 @@ HELD_OUT_BATCHES = 4
 def main() -> None:
     """Train, evaluate on held-out text, write the curve."""
     args = parse_arguments()
-    launch.init(timeout=args.timeout, log_folder=args.out)
+    job = launch.init(timeout=args.timeout, log_folder=args.out)
     share_cores()
+    checkpoint = checkpoint_to_resume(args, job)
+    config = (
+        args.deepspeed_config if checkpoint is None else fitted(args.deepspeed_config, args.out)
+    )
     training, held_out = split(find_files(args.data))
     model = build_model(VOCABULARY, args.seq_len, args.seed)
-    engine = open_engine(args.engine, args.deepspeed_config, model)
-    progress = {"step": 0, "sequences": 0}
-    if args.resume is not None:
-        progress = engine.load(Path(args.resume) if args.resume else args.out / "checkpoints")
+    engine = open_engine(args.engine, config, model, checkpoint)
+    progress = {"step": 0, "sequences": 0} if checkpoint is None else engine.load(checkpoint)
     with Display(progress["step"], args.steps, visible=engine.rank == 0) as display:
         display.say(f"{len(training)} files to train on, {len(held_out)} held out")
+        if checkpoint is not None:
+            display.say(f"goes on from {checkpoint}, restart {job.restart}")
         rows = train(engine, training, progress, args, display)
         loss = evaluate(engine, full_batches(engine, held_out, args))
         if engine.rank == 0:
@@ -95,6 +101,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--resume", nargs="?", const="", help="checkpoint folder; default OUT/checkpoints"
     )
+    parser.add_argument("--resume-tag", help="a checkpoint in that folder; default: the last one")
     parser.add_argument("--out", type=Path, default=Path("runs/pretrain"))
     parser.add_argument(
         "--timeout", type=float, default=600, help="seconds that ranks wait for each other"

@@ -1,12 +1,16 @@
-"""What engines without an answer of their own share: a mean over ranks, and the last checkpoint."""
+"""What engines without an answer of their own share: a mean over ranks, and checkpoints."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
+
+from wf_backends.checkpoints import saved_whole
 
 
 def mean_over_ranks(loss: Tensor) -> float:
@@ -16,23 +20,15 @@ def mean_over_ranks(loss: Tensor) -> float:
     return float(total) / dist.get_world_size()
 
 
-def note_checkpoint(tag: Path, progress: dict[str, int]) -> None:
-    """Make `tag` its folder's last checkpoint, once all ranks have written their part of it."""
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (tag / "progress.json").write_text(json.dumps(progress))
-        (tag.parent / "latest").write_text(tag.name)
-    dist.barrier()
+@contextmanager
+def saved(folder: Path, progress: dict[str, int]) -> Iterator[Path]:
+    """Where all ranks write a checkpoint of this progress, which is there once all have written."""
+    with saved_whole(folder, f"step{progress['step']}") as part:
+        yield part
+        if dist.get_rank() == 0:
+            (part / "progress.json").write_text(json.dumps(progress))
 
 
-def last_checkpoint(folder: Path) -> tuple[Path, dict[str, int]]:
-    """Where the last one lies, and its progress.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    latest = folder / "latest"
-    if not latest.exists():
-        raise ValueError(f"--resume: no checkpoint in {folder}")
-    tag = folder / latest.read_text()
-    return tag, json.loads((tag / "progress.json").read_text())
+def progress_of(checkpoint: Path) -> dict[str, int]:
+    """What `saved` was given."""
+    return json.loads((checkpoint / "progress.json").read_text())

@@ -29,6 +29,7 @@ from wf_deepspeed.config import (
 )
 from wf_deepspeed.handle import WallFacer
 from wf_deepspeed.mpu import Groups, NeutralMpu
+from wf_deepspeed.saving import save_whole
 from wf_transformers import (
     Handle,
     WholeBatchHooks,
@@ -88,6 +89,7 @@ def initialize_through(
     engine.wallfacer = WallFacer(
         handle, block, groups, engine.device, engine.gradient_accumulation_steps
     )
+    save_whole(engine, engine.wallfacer)
     return engine, optimizer, loader, scheduler
 
 

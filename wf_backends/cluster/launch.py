@@ -41,6 +41,8 @@ class Launch:
     backend: str
     """As torch.distributed names it: gloo, nccl or cpu:gloo,cuda:nccl."""
     device: torch.device
+    restart: int = 0
+    """How often torchrun has restarted the job."""
     _exported: tuple[str, ...] | None = field(default=None, repr=False, compare=False)
     """Environment variables that `init` added; None if the group was there before it."""
 
@@ -188,7 +190,8 @@ def _describe(place: Place) -> Launch:
     on_gpu = "nccl" in dist.get_backend_config()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     backend = dist.get_backend_config() if on_gpu else dist.get_backend()
-    return Launch(place.launcher, rank, size, place.local_rank, place.local_size, backend, device)
+    local = place.local_rank, place.local_size
+    return Launch(place.launcher, rank, size, *local, backend, device, place.restart)
 
 
 def _export(place: Place) -> tuple[str, ...]:

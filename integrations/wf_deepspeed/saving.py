@@ -1,0 +1,54 @@
+"""Checkpoints of an engine with our block: complete or not there, and `latest` last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from wf_backends.checkpoints import find_checkpoint, saved_whole
+from wf_transformers import Handle
+
+
+def save_whole(engine: Any, handle: Handle) -> None:
+    """Have `engine` write checkpoints beside and rename them, and name incomplete ones on loading.
+
+    DeepSpeed writes `latest` when rank 0 has written, whatever the others have; a job that is
+    killed then cannot resume. Of this one engine, until `handle.remove()`.
+    """
+    handle.set(engine, "save_checkpoint", partial(_save, engine, engine.save_checkpoint))
+    handle.set(engine, "load_checkpoint", partial(_load, engine, engine.load_checkpoint))
+
+
+def _save(
+    engine: Any,
+    original: Callable[..., bool],
+    save_dir: str,
+    tag: object = None,
+    client_state: dict[str, Any] | None = None,
+    save_latest: bool = True,
+    **more: Any,
+) -> bool:
+    """As DeepSpeedEngine.save_checkpoint."""
+    decoupled = engine.checkpoint_engine.is_decoupled()
+    if not save_dir or decoupled or engine.use_node_local_storage():
+        return original(save_dir, tag, client_state or {}, save_latest, **more)
+    name = f"global_step{engine.global_steps}" if tag is None else str(tag)
+    with saved_whole(save_dir, name, save_latest) as part:
+        return original(save_dir, part.name, client_state or {}, False, **more)
+
+
+def _load(
+    engine: Any, original: Callable[..., Any], load_dir: str, tag: str | None = None, **more: Any
+) -> Any:
+    """As DeepSpeedEngine.load_checkpoint.
+
+    Raises:
+        ValueError: for a checkpoint that is incomplete, with the newest complete one.
+    """
+    universal = engine.load_universal_checkpoint()
+    known = Path(load_dir, "latest").is_file() or tag is not None
+    if known and not universal and not engine.use_node_local_storage():
+        tag = find_checkpoint(load_dir, tag).name
+    return original(load_dir, tag, **more)
