@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_utils import no_init_weights
 
 from wf_backends.autochunk import BudgetError, autochunk, longest, memory_profiles
-from wf_backends.autochunk.memory import StorageTracker, unchunked_peak
+from wf_backends.graph.memory import StorageTracker, unchunked_peak
 
 MIB = 1 << 20
 ANY = float("inf")  # slowdown

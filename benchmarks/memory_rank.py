@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import wf_transformers
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
-from wf_backends.autochunk import Tiles, tile_modules
+from wf_backends.tiling import Tiles, tile_modules
 
 WARM = 64  # tokens of the steps that are not measured
 

@@ -30,7 +30,9 @@ ROWS = (
     ("cluster",),
     ("planner",),
     ("parallel",),
-    ("dsp", "autochunk", "hetegen", "budget"),
+    ("dsp", "graph", "hetegen", "budget"),
+    ("tiling",),
+    ("autochunk",),
     ("cli",),
 )
 PACKAGES = tuple(f"wf_backends.{name}" for row in ROWS for name in row)

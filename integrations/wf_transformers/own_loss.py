@@ -57,9 +57,9 @@ def own_loss_of(model: nn.Module) -> str | None:
 
 
 def _loss_function(model: nn.Module) -> Any:
-    """What the model calls for its loss, under the tiles of `wf_backends.autochunk`."""
+    """What the model calls for its loss, under the tiles of `wf_backends.tiling`."""
     function: Any = getattr(model, "loss_function", ForCausalLMLoss)
-    if getattr(function, "__module__", "").startswith("wf_backends.autochunk"):
+    if getattr(function, "__module__", "").startswith("wf_backends.tiling"):
         return function.__self__.loss_function
     return function
 

@@ -1,4 +1,4 @@
-"""The words "autochunk" of a block: training under a memory budget, see `wf_backends.autochunk`.
+"""The words "autochunk" of a block: training under a memory budget, see `wf_backends.tiling`.
 
     "autochunk": {"max_memory": "8GB", "max_slowdown": 0.1, "seqlen": 65536}
 
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from wf_backends._validation import nearest, parse_bytes, positive
-from wf_backends.autochunk import TrainingPlan, apply_training, plan_training
+from wf_backends._validation import nearest, positive
+from wf_backends.graph import checked_budget
+from wf_backends.tiling import TrainingPlan, apply_training, plan_training
 from wf_transformers.handle import Handle
 from wf_transformers.models import head_of, outermost
 
@@ -56,21 +57,9 @@ class TrainingBudget:
                 )
         if words.get("seqlen") is not None:
             positive(f'"{AUTOCHUNK}.seqlen"', words["seqlen"])
-        slowdown = words.get("max_slowdown", cls().max_slowdown)
-        if isinstance(slowdown, bool) or not isinstance(slowdown, int | float) or slowdown < 0:
-            raise ValueError(
-                f'"{AUTOCHUNK}.max_slowdown" must be a number such as 0.1, got {slowdown!r}'
-            )
-        return cls(_memory(words.get("max_memory")), float(slowdown), words.get("seqlen"))
-
-
-def _memory(value: Any) -> int | float | None:
-    name = f'"{AUTOCHUNK}.max_memory"'
-    if isinstance(value, float) and not 0 < value < 1:
-        raise ValueError(
-            f'{name} as a share must lie between 0 and 1, got {value!r}; say bytes such as "8GB"'
-        )
-    return value if value is None or isinstance(value, float) else parse_bytes(name, value)
+        memory, slowdown = words.get("max_memory"), words.get("max_slowdown", cls().max_slowdown)
+        budget = checked_budget(memory, slowdown, f'"{AUTOCHUNK}.max_{{}}"')
+        return cls(budget.memory, budget.slowdown, words.get("seqlen"))
 
 
 def plan_tiles(
@@ -93,7 +82,7 @@ def plan_tiles(
     if models != [model] or models[0].main_input_name != "input_ids":
         raise NotImplementedError(
             f'"{AUTOCHUNK}" needs a Hugging Face model that takes "input_ids", and '
-            f"{type(model).__name__} is none: call wf_backends.autochunk.plan_training yourself"
+            f"{type(model).__name__} is none: call wf_backends.tiling.plan_training yourself"
         )
     if any(hasattr(p, "ds_id") for p in model.parameters()):
         raise NotImplementedError(

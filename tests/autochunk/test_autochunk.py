@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from transformers import DynamicCache
 
-from tests.autochunk.models import NAMES, TOKENS, model_and_inputs
+from tests.graph.models import NAMES, TOKENS, model_and_inputs
 from wf_backends.autochunk import ChunkPlan, autochunk
-from wf_backends.autochunk.memory import StorageTracker
+from wf_backends.graph.memory import StorageTracker
 
 ANY = 100.0  # slowdown: these models are small, and memory is the matter here
 

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from tests.autochunk.test_autochunk import ANY, largest_difference, measured_peak
 from wf_backends.autochunk import autochunk
-from wf_backends.autochunk.candidates import candidates_at
-from wf_backends.autochunk.capture import capture
-from wf_backends.autochunk.memory import Effects, read_steps
 from wf_backends.autochunk.region import region_of
+from wf_backends.autochunk.search import candidates_at
+from wf_backends.graph.capture import capture
+from wf_backends.graph.memory import Effects, read_steps
 
 
 class Lambda(nn.Module):

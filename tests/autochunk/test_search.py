@@ -8,18 +8,18 @@ import sys
 import torch
 from torch import nn
 
-from wf_backends.autochunk.capture import capture
 from wf_backends.autochunk.cost import Rates, operator_seconds
 from wf_backends.autochunk.flow import Flow, trace
-from wf_backends.autochunk.memory import Effects
 from wf_backends.autochunk.region import slice_length
-from wf_backends.autochunk.search import Search
+from wf_backends.autochunk.select import Search
+from wf_backends.graph.capture import capture
+from wf_backends.graph.memory import Effects
 
 RATES = Rates(2e-6, 1e11, 2.5e10, 1e10)
 
 FINGERPRINT = """
 import torch
-from wf_backends.autochunk.capture import capture
+from wf_backends.graph.capture import capture
 model = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.GroupNorm(2, 4)).eval()
 print(capture(model, (torch.zeros(1, 2, 8, 8),), {}).fingerprint)
 """

@@ -19,9 +19,9 @@ from deepspeed.utils import safe_get_full_grad, set_z3_leaf_module
 
 import wf_deepspeed
 import wf_transformers
-from tests.autochunk.test_tiles_processes import Collectives, error_of
 from tests.integrations.deepspeed_jobs import text, tiny_llama
-from wf_backends.autochunk import Tiles, tile_modules
+from tests.tiling.test_tiles_processes import Collectives, error_of
+from wf_backends.tiling import Tiles, tile_modules
 
 STEPS = 2
 SETTINGS = tuple(product(range(4), (False, True), (False, True)))

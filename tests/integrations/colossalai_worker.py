@@ -26,7 +26,7 @@ from colossalai.nn.optimizer import HybridAdam
 import wf_colossalai
 from tests.integrations import colossalai_faults as faults
 from tests.integrations.colossalai_models import alone, alone_in_bf16, batch, build
-from wf_backends.autochunk.tiled_call import TiledCall
+from wf_backends.tiling.tiled_call import TiledCall
 from wf_colossalai.cpu import cpu_accelerator
 from wf_transformers.checkpoints import inputs_on_host
 

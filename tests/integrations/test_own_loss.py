@@ -24,8 +24,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
     gradients,
     sequence_parallel,
 )
-from wf_backends.autochunk.handle import Handle  # noqa: E402
-from wf_backends.autochunk.tiled_loss import tile_loss  # noqa: E402
+from wf_backends.tiling.handle import Handle  # noqa: E402
+from wf_backends.tiling.tiled_loss import tile_loss  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach, attach_model  # noqa: E402
 
 GIVEN = batch(2)

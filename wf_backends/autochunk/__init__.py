@@ -1,25 +1,28 @@
-"""AutoChunk (arXiv 2401.10652): a model under a memory budget, found automatically."""
+"""AutoChunk (arXiv 2401.10652): a model under a memory budget, found automatically.
+
+In the paper's order:
+
+    graph/capture  the forward pass as a graph, whose live bytes are known at every step
+    flow           which operators may be computed slice by slice together (section 3.2)
+    search         the regions around the step that needs most (3.3)
+    cost           what slices add to the time
+    select         which regions, and how many slices (3.4)
+    region, lower  the slices' loops, and the graph that calls them (3.5)
+
+`planning` goes from a graph and a budget to a `plan`; `chunked` is what a user calls.
+"""
 
 from wf_backends.autochunk.chunked import autochunk
-from wf_backends.autochunk.find import BudgetError
-from wf_backends.autochunk.handle import Handle
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
+from wf_backends.autochunk.planning import BudgetError
 from wf_backends.autochunk.profiles import Profiles, longest, memory_profiles
-from wf_backends.autochunk.tiles import Tiles, tile_modules
-from wf_backends.autochunk.training import TrainingPlan, apply_training, plan_training
 
 __all__ = [
     "BudgetError",
     "ChunkPlan",
     "ChunkedPart",
-    "Handle",
     "Profiles",
-    "Tiles",
-    "TrainingPlan",
-    "apply_training",
     "autochunk",
     "longest",
     "memory_profiles",
-    "plan_training",
-    "tile_modules",
 ]

@@ -13,12 +13,20 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from wf_backends.autochunk.capture import Captured, bind, capture, containers, refill
-from wf_backends.autochunk.find import Budget, checked_budget, find_plan, use_plan
 from wf_backends.autochunk.lower import Lowered
-from wf_backends.autochunk.memory import unchunked_peak
 from wf_backends.autochunk.plan import ChunkPlan
-from wf_backends.autochunk.training import TrainingPlan, plan_training, tile_training
+from wf_backends.autochunk.planning import find_plan, use_plan
+from wf_backends.graph import (
+    Budget,
+    Captured,
+    bind,
+    capture,
+    checked_budget,
+    containers,
+    refill,
+    unchunked_peak,
+)
+from wf_backends.tiling import TrainingPlan, plan_training, tile_training
 
 SMALL = 16  # calls whose first tensor has this many times fewer elements run the model itself
 

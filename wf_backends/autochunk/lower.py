@@ -9,12 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from wf_backends.autochunk.capture import module_path
 from wf_backends.autochunk.flow import around, trace
-from wf_backends.autochunk.group_norm import join_group_norms
-from wf_backends.autochunk.memory import Effect, Effects, read_steps, submodule
 from wf_backends.autochunk.plan import ChunkedPart
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, kind_of, region_of
+from wf_backends.graph import Effect, Effects, join_group_norms, module_path, read_steps, submodule
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from wf_backends.autochunk.capture import bind, capture
-from wf_backends.autochunk.find import checked_budget, find_plan
 from wf_backends.autochunk.lower import lower
-from wf_backends.autochunk.memory import Effects, unchunked_peak
 from wf_backends.autochunk.plan import ChunkPlan
+from wf_backends.autochunk.planning import find_plan
+from wf_backends.graph import Effects, bind, capture, checked_budget, unchunked_peak
 
 
 @dataclass(frozen=True)

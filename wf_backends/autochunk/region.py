@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wf_backends.autochunk.flow import Flow, rows_of, size
-from wf_backends.autochunk.rules import emit
+from wf_backends.graph import emit
 
 EVEN = 16
 

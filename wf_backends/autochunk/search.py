@@ -1,196 +1,181 @@
-"""Which regions to chunk, and into how many slices, to fit a budget at the least slowdown.
+"""The chunk regions that could lower the memory at one step of a graph.
 
-The loop of arXiv 2401.10652, section 3.4: while the peak is above the budget, take the step at the
-peak, choose the cheapest of the regions around it with which these steps fit, and choose it again
-in every layer that is the same.
+Regions begin and end where few bytes are live (arXiv 2401.10652, section 3.3). What a candidate
+needs with any number of chunks follows from the storages of its operators: those that leave it stay
+whole, the others shrink with the slices.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import fx
 
-from wf_backends.autochunk.candidates import Candidate, candidate_in, candidates_at, collapse
-from wf_backends.autochunk.capture import operator_name, tensors
-from wf_backends.autochunk.cost import Rates, operator_seconds
-from wf_backends.autochunk.memory import (
-    Effects,
-    Step,
-    Steps,
-    arguments,
-    described,
-    profile,
-    read_steps,
-)
-from wf_backends.autochunk.rules import sources
+from wf_backends.autochunk.flow import Flow, Sliced, around, trace
+from wf_backends.autochunk.region import slice_length
+from wf_backends.graph import Step, Steps, profile, tensors
+
+REACH = 160  # operators that a region may span on each side of the peak
+ENDS = 5  # of the places where a region may begin or end, so many nearest to the peak and farthest
+MOST_CHUNKS = 256
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A candidate in so many chunks, and the seconds that this adds to a run."""
+class Candidate:
+    """A flow within steps [lo, hi] of the graph, and the bytes that these steps need with it.
 
-    candidate: Candidate
-    chunks: int
-    added_seconds: float
+    `beside` is the peak of the steps around the region, `whole` what lives while the region runs
+    (its inputs, its outputs and what passes by), `sliced` what its inner values would need whole.
+    `region` is the region as one step, without its inner values.
+    """
 
-
-@dataclass(frozen=True)
-class Selection:
-    """What the search found: no two choices overlap. `seconds` is the predicted time of the model
-    unchunked, `peak` the predicted peak in bytes, before regions are built."""
-
-    choices: tuple[Choice, ...]
-    peak: int
-    seconds: float
+    lo: int
+    hi: int
+    flow: Flow
+    beside: int
+    whole: int
+    sliced: int
+    region: Step
 
     @property
-    def slowdown(self) -> float:
-        return sum(choice.added_seconds for choice in self.choices) / self.seconds
+    def copied(self) -> int:
+        """The bytes that the slices write into the whole outputs."""
+        return sum(count for _, count in self.region.allocates)
+
+    @property
+    def most(self) -> int:
+        """The largest number of chunks."""
+        return min(MOST_CHUNKS, self.flow.rows // self.flow.unit)
+
+    def inner(self, chunks: int) -> int:
+        """The bytes of one slice's inner values."""
+        share = slice_length(self.flow, chunks) / self.flow.rows
+        return math.ceil(self.sliced * min(1.0, share))
+
+    def peak(self, chunks: int) -> int:
+        """The bytes that the steps need with so many chunks."""
+        return max(self.beside, self.whole + self.inner(chunks))
+
+    def chunks_for(self, budget: int) -> int | None:
+        """The fewest chunks with which the steps fit the budget; None: no number does."""
+        room = budget - self.whole
+        if self.beside > budget or room <= 0:
+            return None
+        chunks = max(2, math.ceil(self.sliced / room))
+        while chunks <= self.most and self.peak(chunks) > budget:
+            chunks += 1  # slices are rounded up to the flow's unit
+        return chunks if chunks <= self.most else None
 
 
-class Search:
-    """Finds selections for one graph; what it knows of a step's candidates serves every budget."""
+def candidate_in(graph: Steps, lo: int, hi: int, dim: int) -> Candidate | None:
+    """The candidate of steps [lo, hi] whose end is sliced along `dim`, if there is one."""
+    flow = trace([step.node for step in graph.steps[lo : hi + 1]], dim)
+    return None if flow is None else next(_candidate(graph, lo, hi, flow, graph.alive(lo)), None)
 
-    def __init__(self, graph: fx.Graph, effects: Effects, rates: Rates) -> None:
-        self.steps: Steps = read_steps(graph, effects)
-        self._rates = rates
-        self._candidates: dict[int, list[Candidate]] = {}
-        self._places: dict[tuple[int, int, int], Candidate | None] = {}
-        self._kinds = _kinds(self.steps.steps)
-        self.seconds = sum(self._step_seconds(step) for step in self.steps.steps)
 
-    def walls(self) -> tuple[tuple[str, int], ...]:
-        """The operators that no region may hold, along no dimension, with how often they stand."""
-        seen: dict[int, bool] = {}
-        walls: Counter[str] = Counter()
-        for kind, step in zip(self._kinds, self.steps.steps, strict=True):
-            if kind not in seen:
-                seen[kind] = _is_wall(step.node)
-            if seen[kind]:
-                walls[operator_name(step.node)] += 1
-        return tuple(walls.most_common())
+def collapse(graph: Steps, lo: int, hi: int, flow: Flow, region: Step) -> list[Step]:
+    """Steps [lo, hi] with those of the flow run as one."""
+    window = [step.node for step in graph.steps[lo : hi + 1]]
+    before, after = around(window, {op.node for op in flow.operators})
+    steps = [[graph.steps[graph.position[node]] for node in nodes] for nodes in (before, after)]
+    return [*steps[0], region, *steps[1]]
 
-    def within_slowdown(self, most: float, halvings: int = 8) -> Selection:
-        """The selection of least memory whose slowdown is at most `most`."""
-        best = self.within_memory(max(self.steps.peaks))
-        low, high = 0, best.peak
-        for _ in range(halvings):
-            budget = (low + high) // 2
-            found = self.within_memory(budget)
-            if found.slowdown <= most and found.peak < best.peak:
-                best, high = found, found.peak
-            else:
-                low = budget
-            if high - low <= high // 100:
-                break
-        return best
 
-    def within_memory(self, budget: int) -> Selection:
-        """The cheapest selection that fits `budget` bytes or, where none does, the one that comes
-        closest."""
-        groups: list[list[Choice]] = []
-        while True:
-            choices = [choice for alike in groups for choice in alike]
-            order = self._collapsed(choices)
-            peaks = profile(order, self.steps.outputs)
-            peak = max(peaks)
-            if peak <= budget:
-                break
-            step = order[peaks.index(peak)]
-            place = self.steps.position[step.node]
-            found = self._choose(place, budget, choices)
-            if found is None or found.candidate.peak(found.chunks) >= peak:
-                budget = peak
-                break
-            budget = max(budget, found.candidate.peak(found.chunks))
-            groups.append(self._alike(found, budget, choices))
-        coarse = (choice for alike in groups for choice in self._coarsest(alike, peak))
-        return Selection(tuple(coarse), peak, self.seconds)
-
-    def _coarsest(self, alike: list[Choice], peak: int) -> list[Choice]:
-        """The choices of layers that are alike, in no more chunks than `peak` needs: another
-        region may be what holds it."""
-        needed = [choice.candidate.chunks_for(peak) or choice.chunks for choice in alike]
-        return [self._choice(choice.candidate, max(needed)) for choice in alike]
-
-    def _choose(self, place: int, budget: int, taken: Sequence[Choice]) -> Choice | None:
-        """The cheapest candidate at a step that fits; if none does, the one of least memory."""
-        if place not in self._candidates:
-            self._candidates[place] = list(candidates_at(self.steps, place))
-        free = [c for c in self._candidates[place] if not _taken(c.lo, c.hi, taken)]
-        fitting = [(c, n) for c in free if (n := c.chunks_for(budget)) is not None]
-        if not fitting:
-            least = min(free, key=lambda c: c.peak(c.most), default=None)
-            return None if least is None else self._choice(least, least.most)
-        return min((self._choice(c, n) for c, n in fitting), key=lambda c: c.added_seconds)
-
-    def _choice(self, candidate: Candidate, chunks: int) -> Choice:
-        added = 0.0
-        for op in candidate.flow.operators:
-            flops = self.steps.steps[self.steps.position[op.node]].flops
-            whole = operator_seconds(op, flops, self._rates, 1)
-            added += operator_seconds(op, flops, self._rates, chunks) - whole
-        return Choice(candidate, chunks, added + candidate.copied / self._rates.bytes_per_s)
-
-    def _alike(self, choice: Choice, budget: int, taken: Sequence[Choice]) -> list[Choice]:
-        """The choice, and the same one wherever the same operators stand and need it too."""
-        found = [choice]
-        first = choice.candidate
-        kinds = self._kinds[first.lo : first.hi + 1]
-        for lo in range(len(self._kinds) - len(kinds) + 1):
-            hi = lo + len(kinds) - 1
-            if self._kinds[lo] != kinds[0] or self._kinds[lo : hi + 1] != kinds:
+def candidates_at(graph: Steps, peak: int) -> Iterator[Candidate]:
+    """The candidates whose regions hold step `peak`."""
+    lows, highs = _ends(graph, peak)
+    alive = {lo: graph.alive(lo) for lo in lows}
+    for hi in highs:
+        window = [step.node for step in graph.steps[min(lows) : hi + 1]]
+        for dim, rows in enumerate(_shape(window[-1])):
+            flow = trace(window, dim) if rows > 1 else None
+            if flow is None:
                 continue
-            if max(self.steps.peaks[lo : hi + 1]) <= budget or _taken(lo, hi, (*found, *taken)):
-                continue
-            other = self._candidate_in(lo, hi, first.flow.end.dim)
-            if other is not None and other.peak(choice.chunks) <= budget:
-                found.append(replace(choice, candidate=other))
-        return found
-
-    def _candidate_in(self, lo: int, hi: int, dim: int) -> Candidate | None:
-        place = (lo, hi, dim)
-        if place not in self._places:
-            self._places[place] = candidate_in(self.steps, *place)
-        return self._places[place]
-
-    def _collapsed(self, choices: Sequence[Choice]) -> list[Step]:
-        """The graph's steps with every choice as one step."""
-        order: list[Step] = []
-        done = 0
-        for choice in sorted(choices, key=lambda c: c.candidate.lo):
-            found = choice.candidate
-            region = replace(found.region, temporary=found.inner(choice.chunks))
-            order += self.steps.steps[done : found.lo]
-            order += collapse(self.steps, found.lo, found.hi, found.flow, region)
-            done = found.hi + 1
-        return order + self.steps.steps[done:]
-
-    def _step_seconds(self, step: Step) -> float:
-        count = sum(t.nbytes for node in (step.node, *arguments(step.node)) for t in tensors(node))
-        return self._rates.seconds(step.flops, count)
+            for lo in lows:
+                part = flow.since(graph.steps[lo].node)
+                if any(op.node is graph.steps[peak].node for op in part.operators):
+                    yield from _candidate(graph, lo, hi, part, alive[lo])
 
 
-def _is_wall(node: fx.Node) -> bool:
-    """Whether it has no rule along any dimension; what makes tensors from nothing is none."""
-    dims = range(max((t.ndim for t in tensors(node)), default=0))
-    large = any(t.numel() > 1 for t in tensors(node))
-    return large and bool(node.all_input_nodes) and all(sources(node, d) is None for d in dims)
+def _shape(node: fx.Node) -> Sequence[int]:
+    value = node.meta["val"]
+    return value.shape if isinstance(value, torch.Tensor) else ()
 
 
-def _taken(lo: int, hi: int, choices: Sequence[Choice]) -> bool:
-    return any(lo <= c.candidate.hi and c.candidate.lo <= hi for c in choices)
+def _ends(graph: Steps, peak: int) -> tuple[list[int], list[int]]:
+    """Where regions around `peak` may begin and end: going away from the peak, the steps before
+    (after) which fewer bytes live than at all between."""
+    live = graph.live
+    lows, highs = [], []
+    for lo in range(peak, max(-1, peak - REACH), -1):
+        if not lows or live[lo] < live[lows[-1]]:
+            lows.append(lo)
+    for hi in range(peak, min(len(graph.steps), peak + REACH)):
+        if not highs or live[hi + 1] < live[highs[-1] + 1]:
+            highs.append(hi)
+    return _nearest_and_farthest(lows), _nearest_and_farthest(highs)
 
 
-def _kinds(steps: Sequence[Step]) -> list[int]:
-    """A number for each step: equal where operator and shapes are."""
-    known: dict[str, int] = {}
-    return [known.setdefault(_kind(step.node), len(known)) for step in steps]
+def _nearest_and_farthest(places: list[int]) -> list[int]:
+    """Where live bytes fall all the way, as in a UNet, the farthest ones alone would hold other
+    layers with peaks of their own."""
+    return list(dict.fromkeys((*places[:ENDS], *places[-ENDS:])))
 
 
-def _kind(node: fx.Node) -> str:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), described)
-    return f"{node.target} {args} {kwargs}"
+def _candidate(
+    graph: Steps, lo: int, hi: int, flow: Flow, alive: dict[int, int]
+) -> Iterator[Candidate]:
+    """The candidate of a flow within steps [lo, hi], where it may be one."""
+    members = {op.node for op in flow.operators}
+    window = graph.steps[lo : hi + 1]
+    if not all(_given_as_tensors(op, members) for op in flow.operators):
+        return
+    inner = [step for step in window if step.node in members]
+    born = {storage for step in inner for storage, _ in step.allocates}
+    outputs: dict[int, int] = {}
+    for step in inner:
+        if any(user not in members for user in step.node.users):
+            (storage,) = graph.of[step.node] if len(graph.of[step.node]) == 1 else (-1,)
+            if storage not in born:
+                return  # a list, or a view of what lies outside
+            outputs[storage] = outputs.get(storage, 0) + tensors(step.node)[0].nbytes
+    if not all(_may_move(graph, step, members, born) for step in window):
+        return
+    reads = tuple({s: None for step in inner for s in step.reads if s not in born})
+    region = Step(flow.end.node, reads, tuple(outputs.items()), 0, 0)
+    kept = {s for s, last in graph.last.items() if last > hi}
+    order = collapse(graph, lo, hi, flow, region)
+    peaks = profile(order, kept, alive)
+    whole = peaks.pop(order.index(region))
+    sliced = max(profile(inner, set(outputs)))
+    yield Candidate(lo, hi, flow, max(peaks, default=0), whole, sliced, region)
+
+
+def _given_as_tensors(op: Sliced, members: set[fx.Node]) -> bool:
+    """Whether what the operator reads from outside the region is tensors, not lists of them."""
+    outside = (source.node for source in op.sources if source.node not in members)
+    return all(isinstance(node.meta["val"], torch.Tensor) for node in outside)
+
+
+def _may_move(graph: Steps, step: Step, members: set[fx.Node], born: set[int]) -> bool:
+    """Whether a region may change the place of this step: it draws no random numbers, and what it
+    writes to in place lies within the region."""
+    if step.node.op != "call_function" or not isinstance(step.node.target, torch._ops.OpOverload):
+        return True
+    if _random(step.node):
+        return False
+    if not step.node.target._schema.is_mutable:
+        return True
+    written = graph.of[step.node.args[0]] if isinstance(step.node.args[0], fx.Node) else ()
+    return step.node in members and bool(written) and all(s in born for s in written)
+
+
+def _random(node: fx.Node) -> bool:
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    if node.target is attention:
+        return bool(node.kwargs.get("dropout_p") or (len(node.args) > 4 and node.args[4]))
+    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
+    return torch.Tag.nondeterministic_seeded in tags

@@ -1,0 +1,114 @@
+"""From a captured graph and a budget to a plan and the module that runs it."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from wf_backends.autochunk.cost import measure_rates
+from wf_backends.autochunk.lower import Lowered, lower
+from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
+from wf_backends.autochunk.region import slice_length
+from wf_backends.autochunk.select import Choice, Search, Selection
+from wf_backends.graph import Budget, Captured, Effects
+
+SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # of the budget to search for, until what is built fits it
+
+
+def find_plan(captured: Captured, before: int, budget: Budget) -> tuple[ChunkPlan, Lowered]:
+    """The cheapest plan within the budget, for a model that needs `before` bytes unchunked.
+
+    The plan has no regions where the model itself fits, or where none needs less than it.
+
+    Raises ValueError where none fits, with the plan that comes closest.
+    """
+    effects = Effects()
+    search = Search(captured.graph, effects, measure_rates(*captured.main_kind))
+    walls = search.walls()
+    unchunked = ChunkPlan(captured.fingerprint, (), before, before, 0.0, walls)
+
+    def built(found: Selection) -> tuple[ChunkPlan, Lowered]:
+        parts = tuple(_part(search, choice) for choice in found.choices)
+        lowered = lower(captured.graph, parts, effects)
+        plan = ChunkPlan(
+            captured.fingerprint,
+            parts,
+            max(lowered.peaks),
+            before,
+            found.slowdown,
+            walls,
+        )
+        return plan, lowered
+
+    limit = budget.bytes(before)
+    if limit is None:
+        plan, lowered = built(search.within_slowdown(budget.slowdown))
+        return (plan if plan.peak < before else unchunked), lowered
+    if before <= limit:
+        return unchunked, lower(captured.graph, (), effects)
+    tried: list[tuple[ChunkPlan, Lowered]] = []
+    for share in SHARES:
+        tried.append(built(search.within_memory(int(share * limit))))
+        if tried[-1][0].peak <= limit:
+            break
+    plan, lowered = min(tried, key=lambda pair: pair[0].peak)
+    _check_fits(plan, limit, budget)
+    return plan, lowered
+
+
+def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
+    """The module of a plan that was made before.
+
+    Raises ValueError where it was made for another model or other inputs.
+    """
+    if plan.fingerprint != captured.fingerprint:
+        raise ValueError(
+            f"plan was made for another model or other input shapes: its graph is "
+            f"{plan.fingerprint}, this one {captured.fingerprint}; leave plan out to search anew"
+        )
+    return lower(captured.graph, plan.regions, Effects())
+
+
+def _part(search: Search, choice: Choice) -> ChunkedPart:
+    flow = choice.candidate.flow
+    steps = search.steps.steps
+    return ChunkedPart(
+        first=steps[choice.candidate.lo].node.name,
+        last=steps[choice.candidate.hi].node.name,
+        dim=flow.end.dim,
+        length=slice_length(flow, choice.chunks),
+        rows=flow.rows,
+        operators=len(flow.operators),
+        where=_where([op.node for op in flow.operators]),
+    )
+
+
+def _where(nodes: list[fx.Node]) -> str:
+    """The innermost module to which all these operators belong."""
+    paths = [
+        list(n.meta["nn_module_stack"].values()) for n in nodes if n.meta.get("nn_module_stack")
+    ]
+    common = ""
+    for level in zip(*paths, strict=False):
+        if any(path != level[0] for path in level):
+            break
+        common = level[0][0]
+    return common or "the model"
+
+
+class BudgetError(ValueError):
+    """A budget that no plan fits."""
+
+
+def _check_fits(plan: ChunkPlan, limit: int, budget: Budget) -> None:
+    if plan.peak > limit:
+        raise BudgetError(
+            f"max_memory={limit} bytes: no plan fits. The closest one needs {plan.peak} bytes "
+            f"(unchunked: {plan.peak_before}) at a predicted slowdown of {plan.slowdown:.1%}:\n"
+            f"{plan.explain()}"
+        )
+    if plan.slowdown > budget.slowdown:
+        raise BudgetError(
+            f"max_memory={limit} bytes fits only with a predicted slowdown of {plan.slowdown:.1%}, "
+            f"more than max_slowdown={budget.slowdown}; raise one of them. max_memory=None finds "
+            f"the least memory within max_slowdown"
+        )

@@ -1,0 +1,250 @@
+"""A model's forward pass as one flat graph of ATen operators, by ``torch.export``.
+
+The graph is not decomposed: ``linear``, ``softmax`` and ``scaled_dot_product_attention`` stay
+single operators, as eager execution runs them. Parameters and buffers are inputs of the graph; they
+are read from the model at every call, so that what moves or loads them is seen.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import inspect
+import io
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx, nn
+from torch.export.graph_signature import InputKind, TensorArgument
+from torch.overrides import has_torch_function
+from torch.utils import _pytree as pytree
+
+from wf_backends.graph.group_norm import split_group_norms
+from wf_backends.graph.rules import viewed, writes
+
+_CHECKS = (torch.ops.aten._assert_tensor_metadata.default,)
+
+
+class CaptureError(ValueError):
+    """A model that `torch.export` cannot capture: the reason and, where known, the module."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """Where a parameter or buffer of the graph is read at a call."""
+
+    module: nn.Module
+    name: str
+
+    def read(self) -> torch.Tensor:
+        return getattr(self.module, self.name)
+
+
+def _read(weight: Weight | torch.Tensor) -> torch.Tensor:
+    return weight.read() if isinstance(weight, Weight) else weight
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One forward pass for one form of inputs.
+
+    `meta["whole"]` of a weight's placeholder: it computes its products itself, and is not sliced.
+    `graph` has one placeholder for each of `weights`, then one for each leaf of the inputs; its
+    output is the flat list of the leaves of (the outputs, `containers` of the inputs as the forward
+    leaves them).
+    """
+
+    graph: fx.Graph
+    weights: tuple[Weight | torch.Tensor, ...]
+    kinds: tuple[tuple[torch.dtype, torch.device], ...]
+    output_spec: pytree.TreeSpec
+    fingerprint: str
+
+    @property
+    def main_kind(self) -> tuple[torch.device, torch.dtype]:
+        """The device and the dtype of the first weight of floating point."""
+        found = ((device, dtype) for dtype, device in self.kinds if dtype.is_floating_point)
+        return next(found, (torch.device("cpu"), torch.float32))
+
+    def read_weights(self) -> list[torch.Tensor] | None:
+        """The weights as they are now; None where one has another dtype or device than when the
+        graph was captured."""
+        weights = [_read(weight) for weight in self.weights]
+        same = all((w.dtype, w.device) == k for w, k in zip(weights, self.kinds, strict=True))
+        return weights if same else None
+
+
+def bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The same call, with every argument where the forward's signature puts it."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    return bound.args, bound.kwargs
+
+
+def containers(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments' parts that a forward may fill: key-value caches, lists and dicts."""
+
+    def may_change(value: Any) -> bool:
+        kind = type(value)
+        return kind is not tuple and kind in pytree.SUPPORTED_NODES
+
+    found = pytree.tree_leaves((args, tuple(kwargs.values())), is_leaf=may_change)
+    return [value for value in found if may_change(value)]
+
+
+def refill(container: Any, filled: Any) -> None:
+    """Gives a container of the inputs what the forward left in another of its type."""
+    if isinstance(container, list):
+        container[:] = filled
+    elif isinstance(container, dict):
+        container.clear()
+        container.update(filled)
+    else:
+        vars(container).update(vars(filled))
+
+
+def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
+    """The graph of ``model.forward(*args, **kwargs)`` without gradients, hooks of the model itself
+    aside: they run around every call of what comes of it.
+
+    Raises `CaptureError` where the model's code depends on the values of tensors, or changes its
+    own buffers.
+    """
+    try:
+        program = _export_as_eager(_forward_alone(model), args, kwargs)
+    except Exception as error:  # torch.export raises every kind of error for what it cannot trace
+        raise CaptureError(_reason(model, error)) from error
+    signature = program.graph_signature
+    changed = [_written_input(node) for node in program.graph.nodes if writes(node)]
+    if any(changed):
+        names = ", ".join(sorted({str(name) for name in changed if name}))
+        raise CaptureError(f"{type(model).__name__} changes {names} in its forward")
+    weights = tuple(
+        _weight(model, program, spec) for spec in signature.input_specs if _is_weight(spec)
+    )
+    graph = program.graph
+    for node, weight in zip(graph.find_nodes(op="placeholder"), weights, strict=False):
+        node.meta["whole"] = has_torch_function((_read(weight),))
+    clean(graph)
+    kinds = tuple((t.dtype, t.device) for t in map(_read, weights))
+    return Captured(graph, weights, kinds, program.call_spec.out_spec, fingerprint(graph))
+
+
+def _forward_alone(model: nn.Module) -> nn.Module:
+    """The model without its own hooks, whose forward also returns the `containers` it was given."""
+    alone, forward = copy.copy(model), model.forward
+    for name in [name for name in vars(model) if name.endswith("_hooks")]:
+        setattr(alone, name, type(vars(model)[name])())
+
+    @functools.wraps(forward)
+    def with_containers(*args: Any, **kwargs: Any) -> Any:
+        given = containers(args, kwargs)
+        return forward(*args, **kwargs), given
+
+    alone.forward = with_containers
+    return alone
+
+
+def _export_as_eager(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The program of what the model runs eagerly.
+
+    A model that asks `torch.compiler.is_compiling()` is told no: transformers' models would build
+    causal masks as tensors, which they do not do in eager runs. Where that cannot be traced the
+    model is told yes.
+    """
+    with torch.no_grad(), _no_log():
+        try:
+            with mock.patch.object(torch.compiler, "is_compiling", lambda: False):
+                return torch.export.export(model, args, kwargs, strict=False)
+        except Exception:  # for instance a branch on a tensor's value, which only eager runs take
+            return torch.export.export(model, args, kwargs, strict=False)
+
+
+@contextmanager
+def _no_log() -> Iterator[None]:
+    """Keeps torch from printing the graph of a trace that fails: the error has the reason."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def fingerprint(graph: fx.Graph) -> str:
+    """A digest of the graph's operators and shapes: equal for the same model and input shapes."""
+    lines = (f"{n.op} {operator_name(n)} {n.args} {n.kwargs} {_shapes(n)}" for n in graph.nodes)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def operator_name(node: fx.Node) -> str:
+    """The operator's name, the same in every process."""
+    if isinstance(node.target, FunctionType):
+        return node.target.__name__
+    return str(node.target)
+
+
+def tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The fake tensors that the node computes."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _written_input(node: fx.Node) -> str | None:
+    """The name of the weight or input that an operator writes to in place, if it does."""
+    base = node.args[0]
+    while isinstance(base, fx.Node) and (below := viewed(base)):
+        base = below
+    return base.name if isinstance(base, fx.Node) and base.op == "placeholder" else None
+
+
+def module_path(node: fx.Node) -> str:
+    """The path of the innermost module that the operator belongs to."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return stack[-1][0] if stack else ""
+
+
+def _shapes(node: fx.Node) -> list[tuple[Any, ...]]:
+    return [(tuple(t.shape), t.dtype, t.device.type) for t in tensors(node)]
+
+
+def _is_weight(spec: Any) -> bool:
+    return spec.kind is not InputKind.USER_INPUT
+
+
+def _weight(model: nn.Module, program: Any, spec: Any) -> Weight | torch.Tensor:
+    if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+        path, _, name = spec.target.rpartition(".")
+        return Weight(model.get_submodule(path), name)
+    if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(spec.arg, TensorArgument):
+        return program.constants[spec.target]
+    raise CaptureError(
+        f"{type(model).__name__}: no support for an input of kind {spec.kind.name} ({spec.target})"
+    )
+
+
+def clean(graph: fx.Graph) -> None:
+    """Checks of metadata go, and dropout that is off."""
+    for node in list(graph.nodes):
+        if node.target in _CHECKS:
+            graph.erase_node(node)
+        elif node.target is torch.ops.aten.dropout.default and not node.args[2]:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    split_group_norms(graph)
+    graph.eliminate_dead_code()
+
+
+def _reason(model: nn.Module, error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    where = next((line for line in lines if line.startswith("File ") or "model code" in line), "")
+    return f"{type(model).__name__} cannot be captured: {first} {where}".rstrip()

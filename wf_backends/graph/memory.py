@@ -1,0 +1,295 @@
+"""The memory of a graph's values over its run, from liveness alone: no run of the model.
+
+A *storage* is a block of memory; several values may be views of it. It lives from the operator that
+allocates it to the last use of any of its views. The profile of a graph is the number of live bytes
+at each of its steps, beyond what is there before the run (weights and inputs).
+
+What an operator allocates, returns as a view and needs for a moment is found by running it once on
+fake tensors; equal calls (operator, shapes, layouts) are run once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from wf_backends.graph.capture import tensors
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of the storages that operators allocate while it is on.
+
+    `live` and `peak` are bytes. What existed before (`known`) is not counted.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._seen = {t.untyped_storage()._cdata for t in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._seen:
+            return
+        self._seen.add(storage._cdata)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+
+    def _free(self, name: int, count: int) -> None:
+        self._seen.discard(name)
+        self.live -= count
+
+
+class _FakeRun(StorageTracker):
+    """Counts a run on fake tensors; a branch on a tensor's value is taken as if it were true, as
+    for a mask without padding."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The peak of live bytes of ``model(*args, **kwargs)``, beyond weights and inputs, by a run on
+    fake tensors without gradients."""
+    known = next((w.fake_mode for w in model.parameters() if isinstance(w, FakeTensor)), None)
+    mode = known or FakeTensorMode()
+
+    def fake(value: torch.Tensor) -> torch.Tensor:
+        return value if isinstance(value, FakeTensor) else mode.from_tensor(value)
+
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    weights: dict[str, torch.Tensor] = {name: fake(weight) for name, weight in named}
+    args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
+    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    with torch.no_grad(), mode, _FakeRun((*weights.values(), *inputs)) as tracker:
+        torch.func.functional_call(model, weights, args, kwargs)
+    return tracker.peak
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one call of an operator does.
+
+    `allocated` are the bytes of the storages that it returns and that are new. `places` says where
+    each tensor that it returns lies: i >= 0 in the storage of the call's i-th tensor, -1 - j in the
+    j-th new one. `temporary` is what it needs for a moment beyond its results, in bytes; `flops`
+    what it computes.
+    """
+
+    allocated: tuple[int, ...]
+    places: tuple[int, ...]
+    temporary: int
+    flops: int
+
+
+class Effects:
+    """Runs each distinct call of an operator once, on fake tensors."""
+
+    def __init__(self) -> None:
+        self._mode = FakeTensorMode()
+        self._known: dict[Any, Effect] = {}
+
+    def of(self, node: fx.Node) -> Effect:
+        """The effect of a `call_function` node whose arguments have their `meta["val"]`."""
+        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
+        key = (node.target, spec, *(described(x) if _is_node(x) else repr(x) for x in leaves))
+        try:
+            known = self._known.get(key)
+        except TypeError:  # an argument that cannot be hashed, such as a graph of a region
+            return self._run(node.target, leaves, spec)
+        if known is None:
+            known = self._known[key] = self._run(node.target, leaves, spec)
+        return known
+
+    def _run(self, target: Any, leaves: Sequence[Any], spec: Any) -> Effect:
+        with self._mode:
+            values = [_fresh(leaf) if _is_node(leaf) else leaf for leaf in leaves]
+            inputs = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
+            args, kwargs = pytree.tree_unflatten(values, spec)
+            with FlopCounterMode(display=False) as counter, StorageTracker(inputs) as tracker:
+                result = target(*args, **kwargs)
+        known = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(inputs)))}
+        allocated, places = [], []
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                if storage._cdata not in known:
+                    known[storage._cdata] = -1 - len(allocated)
+                    allocated.append(storage.nbytes())
+                places.append(known[storage._cdata])
+        temporary = tracker.peak - sum(allocated)
+        return Effect(tuple(allocated), tuple(places), temporary, counter.get_total_flops())
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, fx.Node)
+
+
+def described(leaf: Any) -> Any:
+    """The layouts of a node's tensors; what is no node as it is."""
+    if not isinstance(leaf, fx.Node):
+        return leaf
+    if leaf.op == "get_attr":
+        return leaf.target
+    return tuple((t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors(leaf))
+
+
+def _fresh(node: fx.Node) -> Any:
+    """Tensors like the node's value."""
+
+    def like(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+
+    if node.op == "get_attr":
+        return submodule(node)
+    return pytree.tree_map(like, node.meta.get("val"))
+
+
+def submodule(node: fx.Node) -> nn.Module:
+    """The module that a `get_attr` node names, such as the body of a higher-order operator."""
+    owner = node.graph.owning_module
+    assert owner is not None
+    return owner.get_submodule(str(node.target))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One node of a graph as memory sees it.
+
+    `reads` are the storages that it reads or returns views of; `allocates` the storages that it
+    allocates, with their bytes; `temporary` bytes beyond them while it runs; `flops` what it
+    computes.
+    """
+
+    node: fx.Node
+    reads: tuple[int, ...]
+    allocates: tuple[tuple[int, int], ...]
+    temporary: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A graph's operators in order, and its storages by number.
+
+    `of` has the storages of each node's tensors; `size` the bytes of those that operators allocate;
+    `outputs` those that the graph returns.
+    """
+
+    steps: list[Step]
+    of: dict[fx.Node, tuple[int, ...]]
+    size: dict[int, int]
+    outputs: frozenset[int]
+
+    @cached_property
+    def position(self) -> dict[fx.Node, int]:
+        return {step.node: i for i, step in enumerate(self.steps)}
+
+    @cached_property
+    def last(self) -> dict[int, int]:
+        """The last step that reads each storage; one past the end for the graph's outputs."""
+        last = {s: i for i, step in enumerate(self.steps) for s, _ in step.allocates}
+        last.update((s, i) for i, step in enumerate(self.steps) for s in step.reads)
+        return last | dict.fromkeys(self.outputs, len(self.steps))
+
+    @cached_property
+    def live(self) -> list[int]:
+        """The live bytes before each step, and after the last one."""
+        change = [0] * (len(self.steps) + 2)
+        for position, step in enumerate(self.steps):
+            for storage, count in step.allocates:
+                change[position + 1] += count
+                change[self.last[storage] + 1] -= count
+        return list(itertools.accumulate(change[: len(self.steps) + 1]))
+
+    def alive(self, position: int) -> dict[int, int]:
+        """The storages that live before a step and are read by it or later, with their bytes."""
+        born = (s for step in self.steps[:position] for s, _ in step.allocates)
+        return {s: self.size[s] for s in born if self.last[s] >= position}
+
+    @cached_property
+    def peaks(self) -> list[int]:
+        """The live bytes while each step runs."""
+        return profile(self.steps, self.outputs)
+
+
+def read_steps(graph: fx.Graph, effects: Effects) -> Steps:
+    """The steps of a graph whose nodes have their `meta["val"]`.
+
+    A chunk region (`call_module`) has its effect in `meta["effect"]`.
+    """
+    steps: list[Step] = []
+    of: dict[fx.Node, tuple[int, ...]] = {}
+    size: dict[int, int] = {}
+    outputs: frozenset[int] = frozenset()
+    numbers = itertools.count()
+    for node in graph.nodes:
+        reads = tuple(s for arg in arguments(node) for s in of[arg])
+        if node.op == "output":
+            outputs = frozenset(reads)
+        if node.op not in ("call_function", "call_module"):
+            of[node] = tuple(next(numbers) for _ in tensors(node))
+            continue
+        effect = node.meta["effect"] if node.op == "call_module" else effects.of(node)
+        new = tuple(next(numbers) for _ in effect.allocated)
+        size.update(zip(new, effect.allocated, strict=True))
+        of[node] = tuple(reads[p] if p >= 0 else new[-1 - p] for p in effect.places)
+        allocates = tuple(zip(new, effect.allocated, strict=True))
+        steps.append(Step(node, reads, allocates, effect.temporary, effect.flops))
+    return Steps(steps, of, size, outputs)
+
+
+def arguments(node: fx.Node) -> list[fx.Node]:
+    """The nodes among the arguments, once for each time that they stand there."""
+    return [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if _is_node(leaf)]
+
+
+def profile(
+    steps: Sequence[Step], kept: Container[int], alive: Mapping[int, int] | None = None
+) -> list[int]:
+    """The live bytes while each step runs.
+
+    `alive` are the storages that live before the first step, with their bytes; those in `kept` live
+    after the last one.
+    """
+    last: dict[int, int] = dict.fromkeys(alive or (), 0)
+    sizes = dict(alive or {})
+    for position, step in enumerate(steps):
+        sizes.update(step.allocates)
+        last.update((s, position) for s in (*step.reads, *(s for s, _ in step.allocates)))
+    dying: list[int] = [0] * len(steps)
+    for storage, position in last.items():
+        if storage not in kept and storage in sizes:
+            dying[position] += sizes[storage]
+    live = sum((alive or {}).values())
+    peaks = []
+    for step, freed in zip(steps, dying, strict=True):
+        live += sum(count for _, count in step.allocates)
+        peaks.append(live + step.temporary)
+        live -= freed
+    return peaks

@@ -1,0 +1,208 @@
+"""Rules for convolutions, pooling, resizing and norms of images: (batch, channels, space ...).
+
+A slice of space reads a halo: the rows that the first and the last window reach beyond it. At the
+border of the input, where the halo ends, the slice gets its share of the padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+from math import inf
+from typing import Any
+
+from torch import fx
+
+from wf_backends.graph.call import Call, Reads, Rows, Rule, Slice, Table, aten
+from wf_backends.graph.rules_select import border
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sliding window along one dimension."""
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    def rows(self, dim: int) -> Rows:
+        reach = self.dilation * (self.kernel - 1) + 1
+        after = reach - self.stride - self.padding
+        return Rows(dim, Fraction(self.stride), before=self.padding, after=after)
+
+
+def per_dimension(value: Any, count: int) -> list[int]:
+    """An argument that is one number for all dimensions of space, or one for each."""
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    return values * count if len(values) == 1 else values
+
+
+def conv_windows(call: Call) -> list[Window] | None:
+    """One for each dimension of space; None where "same" pads one side more than the other."""
+    kernel = call.size("weight")[2:]
+    stride, dilation = (per_dimension(call[name], len(kernel)) for name in ("stride", "dilation"))
+    padding = call["padding"]
+    if isinstance(padding, str):
+        total = [d * (k - 1) * (padding == "same") for d, k in zip(dilation, kernel, strict=True)]
+        if any(rows % 2 for rows in total):
+            return None
+        padding = [rows // 2 for rows in total]
+    padding = per_dimension(padding, len(kernel))
+    return [Window(*own) for own in zip(kernel, stride, padding, dilation, strict=True)]
+
+
+def pool_windows(call: Call, count: int) -> list[Window] | None:
+    """One for each dimension of space; None where the last window may hang over the border."""
+    if call["ceil_mode"] or not call["self"].meta["val"].is_floating_point():
+        return None
+    kernel = per_dimension(call["kernel_size"], count)
+    stride = per_dimension(call["stride"], count) or kernel
+    padding = per_dimension(call["padding"], count)
+    if not call.get("count_include_pad", True) and any(padding):
+        return None
+    dilation = per_dimension(call.get("dilation", 1), count)
+    return [Window(*own) for own in zip(kernel, stride, padding, dilation, strict=True)]
+
+
+def windowed(name: str, windows: list[Window] | None, call: Call, dim: int) -> Reads | None:
+    """A dimension of space: the window's rows of the argument `name`."""
+    if windows is None:
+        return None
+    return {name: windows[dim - len(call.shape)].rows(dim)}
+
+
+def write_windowed(new: Slice, name: str, windows: list[Window], fill: float) -> dict[str, Any]:
+    """The arguments that a slice of space replaces: the input with its border, and the padding."""
+    window, from_end = windows[new.dim - len(new.call.shape)], len(new.call.shape) - new.dim
+    need = window.rows(new.dim)
+    lo, hi = new.lo * window.stride - need.before, new.hi * window.stride + need.after
+    front, back = border(lo, hi, new.call.size(name)[new.dim])
+    padding, tensor = [own.padding for own in windows], new.given[name]
+    if front == back:
+        padding[-from_end] = front
+    else:
+        padding[-from_end] = 0
+        pad = [0, 0] * (from_end - 1) + [front, back]
+        tensor = new.put(aten.constant_pad_nd.default, tensor, pad, fill)
+    return {name: tensor, "padding": padding}
+
+
+def is_space(call: Call, dim: int, count: int) -> bool:
+    return dim >= len(call.shape) - count
+
+
+def convolution(call: Call, dim: int) -> Reads | None:
+    """By batch, by output channels where each reads all inputs, or by space."""
+    space = len(call.size("weight")) - 2
+    channels = len(call.shape) - space - 1
+    if dim < channels:
+        return {"input": Rows(dim)}
+    if call.get("transposed"):
+        return None
+    if dim == channels:
+        return {"weight": Rows(0), "bias": Rows(0)} if call["groups"] == 1 else None
+    return windowed("input", conv_windows(call), call, dim)
+
+
+def write_convolution(new: Slice) -> fx.Node:
+    if not is_space(new.call, new.dim, len(new.call.size("weight")) - 2):
+        return new.again()
+    windows = conv_windows(new.call)
+    assert windows is not None
+    changed = write_windowed(new, "input", windows, 0.0)
+    numeric = new.call.target.overloadpacket.default  # not the overload that takes "same"
+    return new.put(numeric, **{**new.given, **changed})
+
+
+def transposed_convolution(call: Call, dim: int) -> Reads | None:
+    return {"input": Rows(0)} if dim == 0 and len(call.shape) == len(call.size("weight")) else None
+
+
+def pool(count: int, fill: float) -> Rule:
+    """A pooling operator over `count` dimensions of space, whose padding is `fill`."""
+
+    def reads(call: Call, dim: int) -> Reads | None:
+        if not is_space(call, dim, count):
+            return {"self": Rows(dim)}
+        return windowed("self", pool_windows(call, count), call, dim)
+
+    def write(new: Slice) -> fx.Node:
+        windows = pool_windows(new.call, count)
+        if windows is None or not is_space(new.call, new.dim, count):
+            return new.again()
+        return new.again(**write_windowed(new, "self", windows, fill))
+
+    return Rule(reads, write)
+
+
+def nearest(call: Call, dim: int) -> Reads | None:
+    """By a whole factor: each row of the input gives as many rows of the output."""
+    name = next(iter(call.tensors()))
+    size, wanted = call.size(name)[dim], call.shape[dim]
+    if dim < 2:
+        return {name: Rows(dim)}
+    scales = call.get("scale_factors") or [v for k, v in call.values.items() if "scales" in k]
+    given = [scale for scale in scales if scale is not None]
+    if wanted % size or (given and given[dim - 2] != wanted // size):
+        return None
+    return {name: Rows(dim, Fraction(size, wanted))}
+
+
+def write_nearest(new: Slice) -> fx.Node:
+    if new.dim < 2:
+        return new.again()
+    scales = {name: None for name in new.given if "scale" in name}
+    return new.again(output_size=new.shape[2:], **scales)
+
+
+def in_front(count: int) -> Rule:
+    """By any dimension in front of the last `count`."""
+
+    def reads(call: Call, dim: int) -> Reads | None:
+        name = next(iter(call.tensors()))
+        return {name: Rows(dim)} if dim < len(call.shape) - count else None
+
+    return Rule(reads)
+
+
+def batch_norm(call: Call, dim: int) -> Reads | None:
+    """With running statistics; a wall where it computes those of the batch."""
+    if call["training"]:
+        return None
+    per_channel = ("weight", "bias", "running_mean", "running_var")
+    return {"input": Rows(dim), **{name: Rows(0) for name in per_channel if dim == 1}}
+
+
+def group_norm(call: Call, dim: int) -> Reads | None:
+    """By batch. By space its two passes are apart: see group_norm.py."""
+    return {"input": Rows(0)} if dim == 0 else None
+
+
+def families(names: str, make: Callable[[int], Rule]) -> Table:
+    """`names` with {n} for 1, 2 and 3 dimensions of space."""
+    return {getattr(aten, name.format(n=n)): make(n) for n in (1, 2, 3) for name in names.split()}
+
+
+TABLE: Table = {
+    **families("conv{n}d", lambda n: Rule(convolution, write_convolution)),
+    **families("max_pool{n}d", lambda n: pool(n, -inf)),
+    **families("avg_pool{n}d", lambda n: pool(n, 0.0)),
+    **families("adaptive_avg_pool{n}d reflection_pad{n}d replication_pad{n}d", in_front),
+    **families(
+        "upsample_nearest{n}d _upsample_nearest_exact{n}d", lambda n: Rule(nearest, write_nearest)
+    ),
+    aten.batch_norm: Rule(batch_norm),
+    aten.conv_transpose1d: Rule(transposed_convolution),
+    aten.conv_transpose2d: Rule(transposed_convolution),
+    aten.conv_transpose3d: Rule(transposed_convolution),
+    aten.convolution: Rule(convolution, write_convolution),
+    aten.group_norm: Rule(group_norm),
+    aten.pixel_shuffle: in_front(3),
+    aten.pixel_unshuffle: in_front(3),
+    aten.upsample_bicubic2d: in_front(2),
+    aten.upsample_bilinear2d: in_front(2),
+    aten.upsample_linear1d: in_front(1),
+    aten.upsample_trilinear3d: in_front(3),
+}

@@ -1,0 +1,19 @@
+"""Training under a memory budget: modules, logits and loss that are computed tile by tile.
+
+In reading order: `training` plans, with what `tileable` proves on the graph and `training_peak`
+runs on fake tensors; `tiles` does what a plan says, by `tiled_call` and `tiled_loss`.
+"""
+
+from wf_backends.tiling.handle import Handle
+from wf_backends.tiling.tiles import Tiles, tile_modules
+from wf_backends.tiling.training import TrainingPlan, apply_training, plan_training, tile_training
+
+__all__ = [
+    "Handle",
+    "Tiles",
+    "TrainingPlan",
+    "apply_training",
+    "plan_training",
+    "tile_modules",
+    "tile_training",
+]

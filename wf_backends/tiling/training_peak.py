@@ -1,0 +1,48 @@
+"""The memory of a training step, by a run of it on fake tensors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from wf_backends.graph import StorageTracker
+
+
+def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The peak of live bytes of a forward and a backward, beyond weights, their gradients, inputs.
+
+    As it runs: with tiles, and with layers that are recomputed. What is not a loss already is
+    summed. A weight's gradient counts until it is added to what earlier batches left.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    weights = {name: _fake(mode, weight) for name, weight in named}
+    args, words = pytree.tree_map_only(Tensor, mode.from_tensor, (args, dict(kwargs)))
+    grads = [w.grad for w in weights.values() if w.grad is not None]
+    inputs = [x for x in pytree.tree_leaves((args, words)) if isinstance(x, Tensor)]
+    with mode, StorageTracker((*weights.values(), *grads, *inputs)) as tracker, torch.enable_grad():
+        _loss(torch.func.functional_call(model, weights, args, words)).backward()
+    return tracker.peak
+
+
+def _fake(mode: FakeTensorMode, weight: Tensor) -> Tensor:
+    fake = mode.from_tensor(weight.detach()).requires_grad_(weight.requires_grad)
+    if fake.requires_grad:
+        with mode:
+            fake.grad = torch.zeros_like(fake)
+    return fake
+
+
+def _loss(output: Any) -> Tensor:
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+        return output["loss"]
+    found = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if not found:
+        raise ValueError("nothing in the model's output has a gradient: are all weights frozen?")
+    return found[0] if not found[0].dim() else sum((x.sum() for x in found), torch.zeros(()))
