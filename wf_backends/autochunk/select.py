@@ -37,6 +37,11 @@ class Choice:
     chunks: int
     added_seconds: float
 
+    @property
+    def peak(self) -> int:
+        """The bytes that the candidate's steps need."""
+        return self.candidate.peak(self.chunks)
+
 
 @dataclass(frozen=True)
 class Selection:
@@ -93,6 +98,7 @@ class Search:
         """The cheapest selection that fits `budget` bytes or, where none does, the one that comes
         closest."""
         groups: list[list[Choice]] = []
+        replaced: set[int] = set()  # places whose regions gave way to one that holds more
         while True:
             choices = [choice for alike in groups for choice in alike]
             order = self._collapsed(choices)
@@ -103,10 +109,15 @@ class Search:
             step = order[peaks.index(peak)]
             place = self.steps.position[step.node]
             found = self._choose(place, budget, choices)
-            if found is None or found.candidate.peak(found.chunks) >= peak:
-                budget = peak
+            if (found is None or found.peak > budget) and place not in replaced:
+                replaced.add(place)
+                wider = self._choose(place, budget, ())
+                if wider is not None and wider.peak <= budget:
+                    groups = [alike for alike in groups if not _overlap(wider, alike)]
+                    found, choices = wider, [choice for alike in groups for choice in alike]
+            if found is None or found.peak >= peak:
                 break
-            budget = max(budget, found.candidate.peak(found.chunks))
+            budget = max(budget, found.peak)
             groups.append(self._alike(found, budget, choices))
         coarse = (choice for alike in groups for choice in self._coarsest(alike, peak))
         return Selection(tuple(coarse), peak, self.seconds)
@@ -184,6 +195,10 @@ def _is_wall(node: fx.Node) -> bool:
 
 def _taken(lo: int, hi: int, choices: Sequence[Choice]) -> bool:
     return any(lo <= c.candidate.hi and c.candidate.lo <= hi for c in choices)
+
+
+def _overlap(choice: Choice, others: Sequence[Choice]) -> bool:
+    return _taken(choice.candidate.lo, choice.candidate.hi, others)
 
 
 def _kinds(steps: Sequence[Step]) -> list[int]:
