@@ -165,3 +165,42 @@ def test_padding_in_a_slice_is_refused():
             sp.shard_batch({"input_ids": ids, "attention_mask": valid, **SLICES["prefix_lm"]})
 
     run_threads(2, rank)
+
+
+@pytest.mark.parametrize("split", ({"ulysses_degree": 2}, {"layout": "balanced"}), ids=str)
+@pytest.mark.parametrize("name", ("prefix_lm", "window_with_sinks", "few_rows"))
+def test_options_of_attention_on_slices(name, split):
+    """Sinks (a row without a key has only its sink, whose value is nothing), caps and slopes."""
+    q, k, v, dout = tensors(4, 2)
+    sinks, slopes = torch.linspace(-1, 1, 4).double(), torch.tensor([0.5, 0.2, 0.1, 0.0]).double()
+    whole = [x.requires_grad_() for x in (q, k, v, sinks)]
+    options = {"softcap": 5.0, "alibi_slopes": slopes}
+    out = dense_attention(q, k, v, make_mask(**SLICES[name]), 8**-0.5, sinks=sinks, **options)
+    wanted = [out.detach(), *torch.autograd.grad(out, whole, dout)]
+
+    def rank(comm):
+        words = {"sequence_parallel_size": 4, "route": "ring", **split}
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+        mine = [sp.shard(x.detach(), **SLICES[name]).requires_grad_() for x in (q, k, v)]
+        own = sinks.detach().clone().requires_grad_()
+        out = sp.attention(*mine, sinks=own, **options, **SLICES[name])
+        out.backward(sp.shard(dout, **SLICES[name]))
+        found = [sp.unshard(x, **SLICES[name]) for x in (out.detach(), *(x.grad for x in mine))]
+        return [*found, sp.sum_over_ranks(own.grad)]
+
+    for found in run_threads(4, rank):
+        for got, want in zip(found, wanted, strict=True):
+            assert (got - want).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("layout", ("balanced", "zigzag"))
+def test_dropout_on_slices_does_not_depend_on_the_ranks(layout):
+    def rank(comm):
+        words = {"sequence_parallel_size": comm.size, "route": "ring", "layout": layout}
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
+        told = SLICES["shared_question"]
+        mine = [sp.shard(x, **told) for x in tensors(4, 2)[:3]]
+        return sp.unshard(sp.attention(*mine, dropout_p=0.3, dropout_seed=7, **told), **told)
+
+    one, four = run_threads(1, rank)[0], run_threads(4, rank)[0]
+    assert (one - four).abs().max() < 1e-10

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -70,6 +72,11 @@ def test_slices_that_let_nothing_through_are_left_out():
         (words((0, 3.5, 0, 5, "full")), r"q_ranges\[0\] must be \(start, stop\)"),
         (words() | {"q_ranges": [(0, 1)]}, r"one entry a slice, got \(1, 0, 0\)"),
         (words(), "no query sees a key"),
+        (
+            words((0, 3, 0, 5, "full")) | {"q_ranges": torch.tensor([[0, 3]])},
+            r"q_ranges must be host integers; pass q_ranges.tolist\(\)",
+        ),
+        (words((0, 3, 0, 5, "full")) | {"k_ranges": np.array([[0, 5]])}, "k_ranges must be a list"),
         (words((0, 3, 0, 5, "full")) | {"attn_mask_types": "full"}, "must be a list"),
         (words((0, 3, 0, 5, "full")) | {"q_ranges": [(0, 1, 2)]}, r"must be \(start, stop\)"),
         (words((0, 3, 0, 5, "full")) | {"k_ranges": None}, r"go together: \['k_ranges'\] missing"),

@@ -139,8 +139,8 @@ class SequenceParallel(Sharding):
             usual = softmax_scale is alibi_slopes is sinks is None and softcap == dropout_p == 0
             softmax = plain_softmax(q.shape[-1]) if usual else make_softmax(q, *options)
             slices = q_ranges, k_ranges, attn_mask_types
-            plain = (window_size, cu_seqlens, *slices) == ((-1, -1), None, None, None, None)
-            if plain:
+            told = any(words is not None for words in (cu_seqlens, *slices))
+            if window_size == (-1, -1) and not told:
                 mask = PLAIN[bool(causal)]
             else:
                 mask = make_mask(causal, window_size, cu_seqlens, seqlen, *slices)

@@ -101,7 +101,7 @@ def make_mask(
             are malformed, overlap or come with causal, window_size or cu_seqlens.
     """
     words = (q_ranges, k_ranges, attn_mask_types)
-    if words != (None, None, None):
+    if any(value is not None for value in words):
         _refuse_beside_slices(causal, window_size, cu_seqlens)
         return Mask(slices=make_slices(*words))
     left, right = _bounds(window_size)
@@ -112,9 +112,9 @@ def make_mask(
 def _refuse_beside_slices(
     causal: bool, window_size: tuple[int, int], cu_seqlens: Sequence[int] | None
 ) -> None:
-    given = {"causal": causal, "window_size": window_size, "cu_seqlens": cu_seqlens}
-    plain = {"causal": False, "window_size": (-1, -1), "cu_seqlens": None}
-    if beside := [name for name, value in given.items() if value != plain[name]]:
+    given = {"causal": causal, "window_size": window_size != (-1, -1)}
+    given |= {"cu_seqlens": cu_seqlens is not None}
+    if beside := [name for name, is_given in given.items() if is_given]:
         raise ValueError(
             f"q_ranges, k_ranges and attn_mask_types say all of the mask: leave {beside} out, and "
             'give a slice the type "causal" where it is'
