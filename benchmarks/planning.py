@@ -11,7 +11,7 @@ import time
 from itertools import accumulate
 
 from wf_backends.cluster.presets import PRESETS
-from wf_backends.lowering.lower import Problem, lower
+from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import plan_call
 from wf_backends.parallel.config import SequenceParallelConfig

@@ -13,7 +13,7 @@ from tests.helpers import run_threads
 from wf_backends.comm import Communicator
 from wf_backends.kernels import Dropout, Kernel, Scores
 from wf_backends.kernels.reference import ReferenceKernel
-from wf_backends.lowering.lower import Problem, lower
+from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.lowering.message_bytes import (
     Shape,
     backward_row_bytes,

@@ -10,7 +10,6 @@ from wf_transformers.attach import (
     attach_pretrained,
     attach_stages,
     scope_documents,
-    shard_between,
     without_documents,
 )
 from wf_transformers.batch import forward_kwargs
@@ -23,6 +22,7 @@ from wf_transformers.loaders import counted_by_group
 from wf_transformers.models import head_of, outermost
 from wf_transformers.registry import register
 from wf_transformers.replace import temporarily_replace
+from wf_transformers.stacks import shard_between
 from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 from wf_transformers.trainer import counted_once, loss_only
 from wf_transformers.verify import VERIFY, verify

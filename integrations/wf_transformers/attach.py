@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import transformers
-from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.vit.modeling_vit import ViTModel
 
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_backends.dsp import DynamicSequenceParallel, Stages, receivers, spread
-from wf_backends.schedule import padding_multiple
 from wf_transformers.attention import UNSUPPORTED
 from wf_transformers.calls import (
     TOKENS,
@@ -33,6 +31,7 @@ from wf_transformers.mixing import has_mixers, spread_mixers
 from wf_transformers.models import asks_registry, inner_models, refuse_unspreadable, tell_windows
 from wf_transformers.positions import tell_positions
 from wf_transformers.registry import free_name, register, registered_for
+from wf_transformers.stacks import cut_stacks, shard_between, stacks_of
 
 Words = dict[str, Any]
 
@@ -91,7 +90,8 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
     tell_windows(model)
     handle.attention.name_layers(model)
     _take_over(model, handle)
-    if handle.sp.size > 1:
+    cut_stacks(model, handle)
+    if handle.sp.size > 1 and not stacks_of(model):
         _draw_by_rank(model, handle)
         tell_positions(model, handle)
         if has_router_loss(model):
@@ -130,66 +130,21 @@ def _take_over(model: nn.Module, handle: Handle) -> None:
         handle.set(module, name, value)
 
 
-def shard_between(handle: Handle, first: nn.Module, last: nn.Module) -> None:
-    """Shard what `first` returns, and give `last` the rows of all ranks: for encoders like ViT.
-
-    What runs in between sees this rank's rows (b, s, width) of (b, S, width), padded to equal
-    shards; the padding is a document of its own and gone again before `last`. Everything else
-    is computed on every rank alike, so that all ranks have the same loss. Gradients of all
-    parameters are then to be averaged over the ranks, as data parallelism does.
-
-    Args:
-        handle: what `apply` gave for the model; its `remove()` takes this back too.
-        first, last: modules of the model; `first` returns the rows, `last` takes them as its
-            first argument.
-    """
-    sp, documents = handle.sp, handle.attention.documents
-    multiple = padding_multiple(sp.config.layout, sp.size)
-    lengths: list[int] = []
-    draws = RankDraws(sp.rank)
-
-    def shard(_: nn.Module, __: Any, full: Tensor) -> Tensor:
-        lengths[:] = [full.shape[1]]
-        padding = -full.shape[1] % multiple
-        if padding:
-            documents.replace((0, full.shape[1], full.shape[1] + padding))
-        scale_gradient(full, 1 / sp.size)
-        rows = sp.shard(pad(full, (0, 0, 0, padding)), dim=1)
-        documents.expect(rows.shape[1])
-        if first.training and sp.size > 1 and draws_in_training(first):
-            draws.enter(full.device)
-        return rows
-
-    def unshard(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        draws.leave()
-        full = sp.unshard(args[0], dim=1)
-        documents.expect(0)
-        scale_gradient(full, sp.size)
-        return (full[:, : lengths[0]], *args[1:])
-
-    handle.undo.callback(first.register_forward_hook(shard).remove)
-    handle.undo.callback(last.register_forward_pre_hook(unshard).remove)
-
-
-def scale_gradient(x: Tensor, factor: float) -> None:
-    """In between, a rank's gradients are its share of a sum; outside they are the whole."""
-    if x.requires_grad:
-        x.register_hook(lambda grad: grad * factor)
-
-
 def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
     """Open a scope of the call's documents around every forward of the model, and check it."""
     attention, undo = handle.attention, handle.undo
     names, passes_on = parameter_names(model), takes_any_keyword(model)
+    inside = () if not stacks_of(model) else TOKENS  # of these nothing is cut before the model
 
     def check(args: tuple[Any, ...], kwargs: Words) -> Words:
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("output_attentions"):
             raise NotImplementedError(f"{UNSUPPORTED['output_attentions']}, which WallFacer lacks")
         if handle.sp.size > 1:
-            refuse_call(model, given, names, attention.logits_are_whole)
-            attention.documents.expect(rows_given(given))
-            if not has_tokens(given):
+            cut = {key: value for key, value in given.items() if key not in inside}
+            refuse_call(model, cut, names, attention.logits_are_whole)
+            attention.documents.expect(rows_given(cut))
+            if not has_tokens(cut):
                 with handle.advising():
                     handle.sp.check_same(given)
         if not passes_on:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FrameType, MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -15,7 +15,7 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_transformers.calls import ON_ONE_PROCESS
 from wf_transformers.documents import Documents
-from wf_transformers.masks import MaskCheck
+from wf_transformers.masks import MaskCheck, padding_of
 from wf_transformers.models import refuse_varying_rope
 
 # Keyword arguments of models that change attention in a way that no kernel of ours knows.
@@ -33,6 +33,8 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
 
 
 Window = int | tuple[int, int] | None
+IN_STACK = "wallfacer_stack"
+"""Of layers in models that are cut inside: "self" or "cross". Their masks are whole."""
 BOTH_SIDES = ("ModernBertAttention",)
 """Layers of transformers 5 of whose window w it is known that rows see w - 1 on either side."""
 
@@ -54,6 +56,8 @@ class Attention:
         """Whether a layer has called since somebody last set this to False."""
         self.logits_are_whole = False
         """Whether the running call's labels are whole, and so are the logits: see own_loss.py."""
+        self.drops = True
+        """Whether layers that ask for dropout get it."""
         self._check_mask = MaskCheck()
         self._layers: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
@@ -79,6 +83,7 @@ class Attention:
             module: the attention layer that calls.
             query: (b, h, s, d), this rank's rows. key, value: (b, g, s, d), g divides h.
             attention_mask: see `MaskCheck`.
+            dropout: of the weights; which ones are dropped is drawn anew in each call.
             scaling: factor of the scores; None is the layer's own rule.
             sliding_window: how many keys a row sees, itself included; or (left, right), how many
                 beside itself.
@@ -92,15 +97,15 @@ class Attention:
             out (b, s, h, d), and None in place of the attention weights.
 
         Raises:
-            NotImplementedError: for attention dropout, a KV cache, cross attention, head masks,
-                attention weights, learned biases, chunks, two-sided windows, rotary frequencies
+            NotImplementedError: for a KV cache, cross attention, head masks, attention weights,
+                learned biases, chunks, two-sided windows, rotary frequencies
                 that vary, and rows that were not cut.
             ValueError: for a mask that says more than causal or full attention does.
         """
         if not torch.compiler.is_compiling() and _was_asked_for_weights(module, sys._getframe(1)):
             kwargs["output_attentions"] = True
         self.asked = True
-        _refuse(module, query, key, dropout, kwargs)
+        _refuse(module, query, key, kwargs)
         if self.sp.size > 1:
             layer = type(module).__name__
             refuse_varying_rope(layer, getattr(module, "config", None))
@@ -110,29 +115,70 @@ class Attention:
         inferred = attention_mask is not None or query.shape[2] == 1
         causal = _is_causal(module, None if inferred else is_causal)
         window = _window(module, sliding_window, causal)
-        self._check_mask(attention_mask, causal, _built_window(module, window))
         out = self._attend(
             module,
             query.transpose(1, 2),
             key.transpose(1, 2),
             value.transpose(1, 2),
-            causal=causal,
-            window_size=window or (-1, -1),
-            cu_seqlens=self.documents.current(kwargs),
+            **self._mask_words(module, attention_mask, causal, window, kwargs),
             softmax_scale=_scale(module, scaling, query.shape[-1]),
             softcap=softcap or 0.0,
             sinks=s_aux,
             alibi_slopes=alibi_slopes,
+            dropout_p=dropout if self.drops else 0.0,
         )
         return out, None
 
+    def _mask_words(
+        self,
+        module: nn.Module,
+        mask: Tensor | None,
+        causal: bool,
+        window: tuple[int, int] | None,
+        given: dict[str, Any],
+    ) -> dict[str, Any]:
+        """What sp.attention is told of the mask."""
+        place, seqlen = getattr(module, IN_STACK, None), self.documents.seqlen
+        if place is None:
+            self._check_mask(mask, causal, _built_window(module, window))
+            borders = self.documents.current(given)
+            return {"causal": causal, "window_size": window or (-1, -1), "cu_seqlens": borders}
+        causal = causal and place != "cross"
+        lengths = padding_of(mask, causal)
+        if lengths is None:
+            return {"causal": causal, "seqlen": seqlen}
+        return {"seqlen": seqlen, "lengths": lengths}
+
     @eager
-    def _attend(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor, **words: Any) -> Tensor:
-        """sp.attention by the layer's name: read here, or the compiler would tell layers apart."""
+    def _attend(
+        self,
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        lengths: Sequence[int] | None = None,
+        **words: Any,
+    ) -> Tensor:
+        """sp.attention by the layer's name: read here, or the compiler would tell layers apart.
+
+        Args:
+            lengths: how many keys the samples have. They are attended one after the other, because
+                masks hold for all samples of a call.
+        """
         name = self._layers.get(module)
         if name is None:
             name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
-        return self.sp.attention(q, k, v, **words, name=name)
+        if lengths is None:
+            return self.sp.attention(q, k, v, **words, name=name)
+        rows: Any = [(0, words["seqlen"])]
+        seen = [{"k_ranges": [(0, length)], "attn_mask_types": ["full"]} for length in lengths]
+        samples = zip(*(x.split(1) for x in (q, k, v)), seen, strict=True)
+        return torch.cat(
+            [
+                self.sp.attention(*tensors, **words, **keys, q_ranges=rows, name=name)
+                for *tensors, keys in samples
+            ]
+        )
 
     def name_layers(self, model: nn.Module) -> None:
         """Know the layers of a model by their names there."""
@@ -177,19 +223,12 @@ def refuse_words(layer: str, words: Mapping[str, Any]) -> None:
             raise NotImplementedError(f"{layer} asks for {what}, which WallFacer lacks")
 
 
-def _refuse(
-    module: nn.Module, query: Tensor, key: Tensor, dropout: float, kwargs: dict[str, Any]
-) -> None:
+def _refuse(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
     layer, config = type(module).__name__, getattr(module, "config", None)
     refuse_words(layer, kwargs)
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError(
             "cu_seq_lens_q are of no use here: pass cu_seqlens, global and as host integers"
-        )
-    if dropout > 0:
-        raise NotImplementedError(
-            f"{layer} asks for attention dropout {dropout}, which WallFacer lacks: set "
-            "attention_dropout (attn_pdrop, attention_probs_dropout_prob) to 0 in the config"
         )
     if getattr(config, "output_attentions", False):
         raise NotImplementedError(f"{layer} asks for {UNSUPPORTED['output_attentions']}")
@@ -197,7 +236,7 @@ def _refuse(
         raise NotImplementedError(f"{layer} asks for chunked attention, which WallFacer lacks")
     if getattr(module, "is_cross_attention", False):
         raise NotImplementedError(f"{layer} asks for cross attention, which WallFacer lacks here")
-    if query.shape[2] != key.shape[2]:
+    if query.shape[2] != key.shape[2] and getattr(module, IN_STACK, None) != "cross":
         raise NotImplementedError(
             f"{layer} has {query.shape[2]} queries and {key.shape[2]} keys on this rank: a KV "
             f"cache is not supported; {ON_ONE_PROCESS}"

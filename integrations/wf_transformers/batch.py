@@ -20,6 +20,7 @@ from wf_transformers.mixing import refuse_unspread
 from wf_transformers.models import outermost, refuse_unspreadable
 from wf_transformers.own_loss import refuse_own_loss
 from wf_transformers.registry import registered_for
+from wf_transformers.stacks import stacks_of
 
 # From 4.53 on, layers keep all keyword arguments when they are recomputed.
 LAYERS_KEEP_KEYWORDS = find_spec("transformers.modeling_layers") is not None
@@ -45,6 +46,10 @@ def forward_kwargs(
             with `num_valid` for one whose loss is not plain cross entropy.
     """
     model = _unwrap(model)
+    if any(stacks_of(one) for one in outermost(model)):
+        raise ValueError(
+            f"{type(model).__name__} is cut inside: call it with the whole batch on every rank"
+        )
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
     kwargs = {k: v for k, v in local_batch.items() if k not in ("attention_mask", "labels")}
     if causal:

@@ -19,6 +19,7 @@ from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import has_tokens, parameter_names, takes_any_keyword
 from wf_transformers.handle import Handle
 from wf_transformers.rows import Rows, error_between, named_tensors
+from wf_transformers.stacks import stacks_of
 
 TOLERANCE = 1e-4  # of the largest element, in float32 and wider
 NARROW_TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
@@ -49,16 +50,18 @@ class Comparison:
         gather: Gather | None = None,
     ) -> None:
         self.model, self.sp, self.batch, self._gather = model, sp, dict(batch), gather
-        self.whole_batches = whole_batches or not has_tokens(batch)
+        inside = bool(stacks_of(model))
+        self.whole_batches = whole_batches or inside or not has_tokens(batch)
         self.errors: list[tuple[str, float, float]] = []
         self.cut = False
-        self._rows = Rows(sp, batch)
+        self._rows = Rows(sp, batch, uneven=inside)
         self._kept: dict[str, list[Named]] = {}
         self._bytes = 0
 
     def run(self, attach: Callable[[], Handle]) -> None:
         """Run the model both ways and compare. Errors of the model and of `attach` pass through."""
         with attach() as handle:
+            handle.attention.drops = False  # no draws are compared
             part, gradients = self._run(self._words(handle), self._keep, whole=False)
         for module in receivers(self.model):
             getattr(module, RECEIVER)(SequenceParallel(SequenceParallelConfig(), World(1).comm(0)))

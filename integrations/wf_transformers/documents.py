@@ -30,6 +30,8 @@ class Scope(NamedTuple):
     borders: Borders
     rows: int | None = None
     """That this rank cut, and attention may have; 0: none were cut. None: not known."""
+    seqlen: int | None = None
+    """Of the whole, where shards may be uneven."""
 
 
 class Documents:
@@ -53,15 +55,20 @@ class Documents:
         self.pop()
         self.push(cu_seqlens)
 
-    def expect(self, rows: int) -> None:
+    def expect(self, rows: int, seqlen: int | None = None) -> None:
         """Say how many rows this rank has of what attention may mix in the running scope."""
         if self._scopes:
-            self._scopes[-1] = self._scopes[-1]._replace(rows=rows)
+            self._scopes[-1] = self._scopes[-1]._replace(rows=rows, seqlen=seqlen)
 
     @property
     def rows(self) -> int | None:
         """What `expect` was told in the running scope; None outside of any."""
         return self._scopes[-1].rows if self._scopes else None
+
+    @property
+    def seqlen(self) -> int | None:
+        """As `rows`."""
+        return self._scopes[-1].seqlen if self._scopes else None
 
     def check_rows(self, layer: str, rows: int) -> None:
         """Refuse attention over rows that nobody cut.
@@ -75,10 +82,12 @@ class Documents:
             raise NotImplementedError(f"{layer} attends over {rows} rows, and {cut}: {NOT_CUT}")
 
     @contextmanager
-    def scope(self, cu_seqlens: Borders, rows: int | None = None) -> Iterator[None]:
+    def scope(
+        self, cu_seqlens: Borders, rows: int | None = None, seqlen: int | None = None
+    ) -> Iterator[None]:
         """The documents of all attention inside the block."""
         self.push(cu_seqlens)
-        self._scopes[-1] = Scope(cu_seqlens, rows)
+        self._scopes[-1] = Scope(cu_seqlens, rows, seqlen)
         try:
             yield
         finally:

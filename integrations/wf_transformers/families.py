@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from wf_transformers.attention import Attention, Window
 from wf_transformers.forwards import bloom, by_torch, falcon, file_of, method_attn, modernbert, mpt
 from wf_transformers.models import REGISTRY
+from wf_transformers.stacks import stacks_of
 
 
 def _no_window(_: Any) -> Window:
@@ -50,6 +51,8 @@ class Row:
     """Module -> the keys that a row sees: see `Attention.__call__`."""
     key_heads: Callable[[Any, int], int] = _given_key_heads
     """(module, key heads that it hands over) -> those before it repeats them for every query."""
+    in_stack: bool = False
+    """Whether it is ours only in models that are cut inside (stacks.py)."""
     attributes: Callable[[Any], Mapping[str, Any]] = _nothing
     """Module -> what it must have for that forward, beside what it has."""
 
@@ -72,6 +75,11 @@ def _bert(module: Any) -> Mapping[str, Any]:
             "attention, which WallFacer lacks; only 'absolute' is supported"
         )
     return {"dropout_prob": module.dropout.p, "require_contiguous_qkv": False}
+
+
+def _clip(module: Any) -> Mapping[str, Any]:
+    """Text is causal, and patches are not."""
+    return {"is_causal": hasattr(module.config, "vocab_size")}
 
 
 def _config_window(module: Any) -> Window:
@@ -131,6 +139,10 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         "XLMRobertaSelfAttention": _bert_like("XLMRoberta"),
         "CamembertSelfAttention": _bert_like("Camembert"),
         "ModernBertAttention": Row(function=modernbert, causal=False, window=_modernbert_window),
+        "BartAttention": Row(sdpa="BartSdpaAttention", in_stack=True),
+        "MBartAttention": Row(sdpa="MBartSdpaAttention", in_stack=True),
+        "WhisperAttention": Row(sdpa="WhisperSdpaAttention", in_stack=True),
+        "CLIPAttention": Row(sdpa="CLIPSdpaAttention", in_stack=True, attributes=_clip),
         "OPTAttention": _decoder("OPT"),
         "JambaAttention": _decoder("Jamba"),
         "RecurrentGemmaSdpaAttention": Row(key_heads=_repeats),
@@ -187,7 +199,9 @@ def row_of(module: nn.Module) -> Row:
 
 def unasking(model: nn.Module) -> list[Any]:
     """The attention modules in `model` that the table has, if their files ask no registry."""
-    return [module for module in model.modules() if _is_known(type(module))]
+    inside = {id(module) for stack in stacks_of(model) for module in stack.modules()}
+    known = (module for module in model.modules() if _is_known(type(module)))
+    return [module for module in known if not row_of(module).in_stack or id(module) in inside]
 
 
 def _is_known(kind: type) -> bool:

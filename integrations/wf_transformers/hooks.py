@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from wf_backends._compile import eager
 from wf_backends.parallel import IGNORE_INDEX, count_valid, token_loss
-from wf_transformers.attach import scale_gradient
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES
 from wf_transformers.draws import WholeNoise
@@ -31,6 +30,7 @@ from wf_transformers.handle import Handle, at_padding
 from wf_transformers.local_logits import LocalLogits
 from wf_transformers.models import Head, head_of, inner_models, outermost
 from wf_transformers.own_loss import INPUTS, no_head, output_embeddings, own_loss
+from wf_transformers.stacks import scale_gradient, stacks_of
 from wf_transformers.whole_batch import (
     INSTEAD,
     is_by_token,
@@ -96,6 +96,9 @@ class WholeBatchHooks:
         self._call: Call | None = None
         self._head_called = self._told = False
         self._noise = WholeNoise()
+        self._hooks: tuple[Any, ...] = ()
+        if any(stacks_of(one) for one in outermost(model)):
+            return  # it takes whole batches as it is
         self._hooks = (
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after),

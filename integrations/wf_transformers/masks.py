@@ -60,6 +60,32 @@ class MaskCheck:
         self._passed = ref(mask)
 
 
+def padding_of(mask: Tensor | None, causal: bool) -> list[int] | None:
+    """Of a mask of the whole sequence: how many keys each sample has, where padding is hidden.
+
+    Args:
+        mask: as `MaskCheck` takes it, but not of this rank's rows. Under a causal one padding on
+            the right hides nothing from a token.
+
+    Raises:
+        ValueError: if it says anything else.
+    """
+    if mask is None:
+        return None
+    seen = mask != 0 if mask.dim() == 2 or mask.dtype == torch.bool else mask == 0
+    seen = seen[:, None, None] if mask.dim() == 2 else seen
+    lengths = seen[:, 0, -1].sum(dim=-1)
+    shown = torch.arange(seen.shape[-1], device=seen.device) < lengths[:, None, None, None]
+    band = shown & _band(seen, -1, 0) if causal and seen.shape[2] > 1 else shown
+    if not bool((seen == band).all()):
+        raise ValueError(
+            f"attention_mask of shape {tuple(mask.shape)} hides other keys than padding on the "
+            "right, and would be lost"
+        )
+    full = causal or bool((lengths == seen.shape[-1]).all())
+    return None if full else lengths.tolist()
+
+
 def _says_nothing(mask: Tensor, causal: bool, window: tuple[int, int] | None) -> bool:
     additive = mask.dim() == 4 and mask.dtype != torch.bool
     seen = mask == 0 if additive else mask != 0

@@ -22,10 +22,13 @@ class Rows:
     Args:
         sp: the ranks that share the batch.
         batch: the whole of it.
+        uneven: whether nothing is padded.
     """
 
-    def __init__(self, sp: SequenceParallel, batch: Mapping[str, Any]) -> None:
-        self._sp = sp
+    def __init__(
+        self, sp: SequenceParallel, batch: Mapping[str, Any], uneven: bool = False
+    ) -> None:
+        self._sp, self._uneven = sp, uneven
         self.shape: tuple[int, ...] = ()
         """(b, S); () without tokens."""
         self._positions = torch.empty(0, dtype=torch.int64)
@@ -81,6 +84,8 @@ class Rows:
         return found if len(found) == count else None
 
     def _padded(self, seqlen: int, device: torch.device) -> Tensor:
+        if self._uneven and seqlen >= self._sp.size:
+            return self._sp.positions(seqlen, device)
         multiple = padding_multiple(self._sp.config.layout, self._sp.size)
         return self._one_document(-(-seqlen // multiple) * multiple, device)
 

@@ -16,7 +16,7 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.cluster.topology import from_dict
 from wf_backends.comm.protocol import Communicator
 from wf_backends.comm.threads import run_threads
-from wf_backends.planner.typical import draw_documents
+from wf_backends.planner.proxy import draw_documents
 
 NAMED = ("Ring Attention", "Ulysses", "USP", "StarTrail", "all-gather")
 

@@ -52,6 +52,42 @@ def verified(name: str) -> Report | None:
     return run_threads(2, rank)[0]
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [("opt", "attention_dropout"), ("gptj", "attn_pdrop"), ("mixtral", "attention_dropout")],
+)
+def test_attention_dropout_in_training(name: str, key: str) -> None:
+    """A recomputed layer drops the same weights, another step others, and evaluation none."""
+    family = FAMILIES[name]
+
+    def rank(comm: Any) -> Any:
+        sp, model = sequence_parallel(comm), build(family, **{key: 0.5})
+        with wf_transformers.attach(model, sp) as handle:
+            words = wf_transformers.forward_kwargs(model, sp.shard_batch(batch()))
+
+            def step() -> list[torch.Tensor]:
+                model.zero_grad()
+                model(**words).logits.square().sum().backward()
+                return [p.grad for p in model.parameters() if p.grad is not None]
+
+            if sp.size > 1:  # threads share torch's generator: what is drawn again differs
+                return step()
+            found = []
+            for recompute in (False, True):
+                torch.manual_seed(5)
+                if recompute:
+                    model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
+                found.append(step())
+            return *found, step(), sp.unshard(model.eval()(**words).logits.detach())
+
+    plain, again, other, logits = run_threads(1, rank)[0]
+    assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+    assert any(not torch.allclose(a, b) for a, b in zip(plain, other, strict=True))
+    whole = build(family)(batch()["input_ids"]).logits if family.trains else logits
+    torch.testing.assert_close(logits[:, :23], whole, atol=1e-6, rtol=1e-6)
+    assert all(torch.isfinite(p).all() for found in run_threads(2, rank) for p in found)
+
+
 @pytest.mark.parametrize("name", ["opt", "roberta", "gptj"])
 def test_all_of_it_can_be_undone(name: str) -> None:
     model = build(FAMILIES[name])

@@ -124,15 +124,6 @@ def test_a_kv_cache(family: str) -> None:
     with_model(family, fn)
 
 
-@pytest.mark.parametrize(
-    ("family", "key"), [("llama", "attention_dropout"), ("gpt2", "attn_pdrop")]
-)
-def test_attention_dropout_in_training(family: str, key: str) -> None:
-    message = f"attention dropout 0.1, .*{key}"
-    with_model(family, refuses(NotImplementedError, message), {key: 0.1})
-    with_model(family, lambda model: model.eval()(IDS, use_cache=False), {key: 0.1})
-
-
 LAYER = SimpleNamespace(is_causal=True)
 
 

@@ -6,14 +6,14 @@ from importlib import import_module
 
 import pytest
 
+from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.lowering.forwarding import RelayedRows, WalkerRows, needed_later
-from wf_backends.lowering.lower import Problem, lower
 from wf_backends.lowering.tiles import seen
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.routes import double_ring, make_schedule, ring
 
-walk = import_module("wf_backends.lowering.lower")
+walk = import_module("wf_backends.lowering.derivation")
 
 A, B, AB = ((0, 4),), ((4, 8),), ((0, 8),)
 WANTED = (AB, A, (), AB)

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from tests.cases import schedules
-from wf_backends.lowering.lower import Problem, lower
+from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.lowering.message_bytes import (
     Shape,
     backward_row_bytes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wf_backends.lowering.nearby import Nearby
+from wf_backends.lowering.derivation import Nearby
 from wf_backends.lowering.tiles import tiles
 from wf_backends.schedule.layout import make_layout
 from wf_backends.schedule.mask import Band, Mask

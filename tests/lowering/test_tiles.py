@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.dense import visible
 from tests.slices import block_causal, drawn_slices
 from wf_backends.lowering.areas import tile_area
-from wf_backends.lowering.lower import Problem, lower
+from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.lowering.tiles import SHORT_RANGE_ROWS, Tile, by_part, seen, tiles
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask, make_mask

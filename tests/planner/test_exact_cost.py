@@ -9,8 +9,9 @@ from itertools import product
 
 import pytest
 
+from tests.slices import window_with_sinks
 from wf_backends.cluster.topology import KernelRate, Link, Topology
-from wf_backends.lowering.lower import lower
+from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.message_bytes import RowBytes, Shape, bytes_sent, total
 from wf_backends.lowering.program import RankProgram
 from wf_backends.planner.closed_form import ClosedForm
@@ -28,13 +29,16 @@ from wf_backends.planner.workload import (
 )
 from wf_backends.runtime.ulysses import make_head_exchange
 from wf_backends.schedule.layout import make_layout
-from wf_backends.schedule.mask import CAUSAL, Band, Mask
+from wf_backends.schedule.mask import CAUSAL, Band, Mask, make_mask
 from wf_backends.schedule.placement import Placed, digits, orders, place, placements
 from wf_backends.schedule.schedule import Schedule, check
 
 FORWARD_QUERIES = PassKind("forward", queries_walk=True)
 KINDS = (FORWARD, FORWARD_QUERIES, BACKWARD_KEYS, BACKWARD_QUERIES)
-MASKS = (Mask(), Mask(CAUSAL), Mask(Band(20, 0)), Mask(CAUSAL, (0, 10, 60, 96)))
+MASKS = (
+    *(Mask(), Mask(CAUSAL), Mask(Band(20, 0)), Mask(CAUSAL, (0, 10, 60, 96))),
+    make_mask(**window_with_sinks(20, 3, 96)),
+)
 SHAPE = Shape(batch=1, heads=8, kv_heads=4, head_dim=16, itemsize=2)
 
 

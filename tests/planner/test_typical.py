@@ -16,8 +16,8 @@ from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.plan import Plan, Request
+from wf_backends.planner.proxy import LENGTHS, typical_documents
 from wf_backends.planner.search import best_plan, price_again
-from wf_backends.planner.typical import LENGTHS, typical_documents
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask, make_mask
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests import cases
 from tests.cases import Case, assert_exact, run_case
-from wf_backends.lowering.lower import lower
+from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.program import Exchange
 from wf_backends.runtime import attention as executor
 from wf_backends.runtime.runner import _Pass

@@ -13,8 +13,8 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
 from wf_backends.kernels import Scores
 from wf_backends.kernels.reference import ReferenceKernel
+from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.lowering.gather_rounds import pairs
-from wf_backends.lowering.lower import Problem, lower
 from wf_backends.runtime.attention import Attention, Call
 from wf_backends.runtime.ulysses import HeadGroup, make_head_exchange
 from wf_backends.runtime.ulysses_pipeline import ChunkedAttention

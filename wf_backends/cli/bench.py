@@ -29,6 +29,7 @@ from wf_backends.cli.plan import (
 )
 from wf_backends.cluster import PRESETS, Topology, check_job, load
 from wf_backends.planner import Plan, Request, all_plans, check_memory
+from wf_backends.schedule import SLICE_WORDS
 
 if TYPE_CHECKING:
     from wf_backends.launch import Launch
@@ -222,10 +223,12 @@ def prepare(plan: Plan, model: o.Model, comm: Any, inputs: Inputs) -> Callable[[
         "partials": model.partials,
     }
     sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
-    q, k, v, dout = inputs.of(len(sp.positions(model.seqlen)))
+    mask = model.mask_words()
+    slices = {key: mask[key] for key in SLICE_WORDS if key in mask}
+    q, k, v, dout = inputs.of(len(sp.positions(model.seqlen, **slices)))
 
     def once() -> None:
-        out = sp.attention(q, k, v, model.causal, (model.window, -1), seqlen=model.seqlen)
+        out = sp.attention(q, k, v, seqlen=model.seqlen, **mask)
         torch.autograd.grad(out, (q, k, v), dout)
 
     return once

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from wf_backends.cli import options as o
+from wf_backends.cli.mask_file import mask_lines
 from wf_backends.cluster import PRESETS
 from wf_backends.planner import BACKWARDS, Cost, Plan, Request, Span, price_plan
 from wf_backends.schedule import place, render
@@ -52,6 +53,8 @@ def explain(
         wallfacer explain concentric:team_size=2 --ranks 8
 
         wallfacer explain mesh:rows=2,cols=4,order=1-0 --ranks 8 --picture mesh.png
+
+        wallfacer explain ring --ranks 8 --seqlen 65536 --mask mask.json --layout balanced
     """
     if moves not in BACKWARDS:
         raise ValueError(f"--moves must be one of {list(BACKWARDS)}, got {moves!r}")
@@ -60,9 +63,11 @@ def explain(
         ranks = RANKS if topology in PRESETS else 0
     cluster = o.topology_for(topology, ranks)
     placed = o.parse_route(route, cluster.size)
-    request = Request(cluster, model.workload(), exact_up_to=cluster.size)
+    request = Request(cluster, work := model.workload(), exact_up_to=cluster.size)
     plan = price_plan(request, 1, placed, placed, moves)
     show(plan, cluster.size, o.hosts_added(topology, cluster))
+    if work.mask.slices is not None:
+        typer.echo("\n".join(mask_lines(work, cluster.size)))
     if picture is not None:
         from wf_backends.cli.draw import draw
 

@@ -19,6 +19,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from wf_backends._validation import AUTO, one_of, positive
+from wf_backends.cli.mask_file import read_mask
 from wf_backends.cli.models import ModelName
 from wf_backends.cluster import KERNEL_NAMES, PRESETS, Topology, load
 from wf_backends.lowering import ACTIVATION, FLOAT32, PARTIALS, Shape
@@ -69,7 +70,10 @@ class Model:
         int, typer.Option(help="Tokens that a query sees to its left; -1 = all.")
     ] = -1
     layout: Annotated[
-        str, typer.Option(help="zigzag, contiguous; with documents document_zigzag.")
+        str,
+        typer.Option(
+            help="zigzag, contiguous; with documents document_zigzag, with --mask balanced."
+        ),
     ] = "zigzag"
     kernel: Annotated[str, typer.Option(help="Whose rate counts; auto = the topology's first.")] = (
         "auto"
@@ -84,6 +88,13 @@ class Model:
             "sees them, to the next power of two of the sequence; 0 = one."
         ),
     ] = 0
+    mask: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON of a mask in slices, in place of --causal, --window and --documents: "
+            '{"q_ranges": [[0, 64], ...], "k_ranges": [...], "attn_mask_types": ["full", ...]}.'
+        ),
+    ] = None
 
     def workload(self) -> Workload:
         """The same as the planner takes it.
@@ -106,16 +117,35 @@ class Model:
             raise ValueError(f"--kv-heads must divide --heads {self.heads}, got {kv_heads}")
         one_of("--dtype", self.dtype, tuple(ITEMSIZES))
         one_of("--kernel", self.kernel, (AUTO, *KERNEL_NAMES))
-        if LAYOUTS[check_layout_name(self.layout)].needs_documents and not self.documents:
-            raise ValueError(
-                f"--layout {self.layout} needs --documents, which `wallfacer plan` takes"
-            )
+        self._check_layout()
         one_of("--partials", self.partials, PARTIALS)
         itemsize = ITEMSIZES[self.dtype]
         sizes = itemsize, max(4, itemsize), None, itemsize if self.partials == ACTIVATION else None
         shape = Shape(self.batch, self.heads, kv_heads, self.head_dim, *sizes)
-        mask = make_mask(self.causal, (self.window, -1), self._borders())
+        mask = make_mask(**self.mask_words(), cu_seqlens=self._borders())
+        mask.check_lengths(self.seqlen, self.seqlen)
         return Workload(shape, self.seqlen, mask.within(self.seqlen), self.layout, self.kernel)
+
+    def mask_words(self) -> dict[str, Any]:
+        """The mask but for its documents, as arguments of sp.attention."""
+        if self.mask is None:
+            return {"causal": self.causal, "window_size": (self.window, -1)}
+        for option, value, none in (
+            ("--window", self.window, -1),
+            ("--documents", self.documents, 0),
+        ):
+            if value != none:
+                raise ValueError(f"--mask says all of the mask: leave {option} {value} out")
+        return read_mask(self.mask)
+
+    def _check_layout(self) -> None:
+        kind = LAYOUTS[check_layout_name(self.layout)]
+        if kind.needs_documents and not self.documents:
+            raise ValueError(
+                f"--layout {self.layout} needs --documents, which `wallfacer plan` takes"
+            )
+        if kind.needs_slices and self.mask is None:
+            raise ValueError(f"--layout {self.layout} needs --mask, a file with the mask's slices")
 
     def _borders(self) -> tuple[int, ...] | None:
         """cu_seqlens of the packed documents; None without documents."""

@@ -72,6 +72,8 @@ def plan(
         wallfacer plan --model path/of/a/model --memory-gib 80
 
         wallfacer plan --ranks 8 --seqlen 65536 --documents 2048 --layout document_zigzag
+
+        wallfacer plan --ranks 8 --seqlen 65536 --mask mask.json --layout balanced
     """
     for option, value in (("--memory-gib", memory_gib), ("--exact-up-to", exact_up_to)):
         o.check_least(option, value, 0)
@@ -206,16 +208,20 @@ def hidden(plan: Plan) -> str:
 
 
 def other_layout(best: Plan, request: Request) -> list[str]:
-    """What is said if contiguous shards are faster under a sliding window."""
+    """What is said if another layout is faster under a sliding window or slices of a mask."""
     work = request.workload
-    if work.mask.band.left == inf or work.layout == "contiguous":
-        return []
-    plain = best_plan(replace(request, workload=replace(work, layout="contiguous")))
-    if plain.cost.seconds >= best.cost.seconds:
+    others = {"contiguous"} if work.mask.band.left < inf else set[str]()
+    others |= {"balanced", "contiguous"} if work.mask.slices is not None else set()
+    found = {
+        layout: best_plan(replace(request, workload=replace(work, layout=layout)))
+        for layout in sorted(others - {work.layout})
+    }
+    layout = min(found, key=lambda name: found[name].cost.seconds, default="")
+    if not layout or found[layout].cost.seconds >= best.cost.seconds:
         return []
     return [
-        f'Under this window "layout": "contiguous" is faster, {1e3 * plain.cost.seconds:.4g} ms '
-        "predicted: add --layout contiguous"
+        f'Under this mask "layout": "{layout}" is faster, '
+        f"{1e3 * found[layout].cost.seconds:.4g} ms predicted: add --layout {layout}"
     ]
 
 

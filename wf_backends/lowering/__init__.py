@@ -7,8 +7,8 @@ from wf_backends.lowering.areas import (
     tile_area,
     unevenness,
 )
+from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.lowering.gather_rounds import bundles
-from wf_backends.lowering.lower import Problem, lower
 from wf_backends.lowering.message_bytes import (
     ACTIVATION,
     FLOAT32,

@@ -10,10 +10,9 @@ from wf_backends.planner.plan import (
     Plan,
     Request,
 )
-from wf_backends.planner.proxy import NEAR_UP_TO, alike, counted
+from wf_backends.planner.proxy import MIN_HALVINGS, NEAR_UP_TO, alike, counted, draw_documents
 from wf_backends.planner.ranking import ranked
 from wf_backends.planner.search import all_plans, best_plan, check_memory, price_plan
-from wf_backends.planner.typical import MIN_HALVINGS, draw_documents
 from wf_backends.planner.words import reason, scheme
 from wf_backends.planner.workload import Cost, Span, Workload
 

@@ -3,16 +3,22 @@
 Pure: standard library only. Closed forms count what a full mask sends, so messages are counted, of
 few routes. Hosts that are far apart have nothing to do with each other, so some hosts with their
 share of the tokens stand for all of them, however many there are.
+
+Packed documents are planned for by their kind, of which a training run meets a few: drawn ones with
+the same mean length. Documents of one length would be a bad kind: they fit their ranks too well, so
+that no route seems to send anything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from itertools import pairwise
+from random import Random
 
 from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import EXACT_UP_TO, Request
-from wf_backends.planner.typical import typical_documents
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule import LAYOUTS, Mask, Placed
 
@@ -21,10 +27,23 @@ NEAR_UP_TO = 64
 FEW_RANKS = 2 * EXACT_UP_TO
 """Ranks that stand for others, at least."""
 FEWEST_IN_A_PART = 3
-"""Halvings of its tokens down to the documents' mean length (see planner/typical.py): of fewer
-documents a part says too little, since only some routes are looked at."""
+"""As MIN_HALVINGS, of a part's tokens: fewer documents say too little, since only some routes are
+looked at."""
 WINDOWS = 16
 """Windows that fit into the tokens of those ranks, at least."""
+LENGTHS = (
+    *(1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 8, 8, 9, 10, 10, 11, 12, 13, 14, 16),
+    *(17, 19, 21, 23, 26, 29, 34, 41, 53, 86),
+)
+"""Quantiles of a log-normal distribution with sigma = 1, in tenths of its median."""
+MIN_HALVINGS = 2
+"""Halvings of the sequence down to the documents' mean length: with fewer it matters where each
+document begins."""
+SEED = 3
+"""Which draw: picked once, of eight, for few bad plans; benchmarks/kinds.py judges it on others."""
+MAX_PARTS_OF_A_SHARD = 8
+"""Parts of a shard, down to which lengths tell kinds apart: shorter documents hardly ever leave
+their rank."""
 PLAIN = tuple(Placed((("name", name),), (0,)) for name in ("ring", "all_gather"))
 """Routes that send nothing but what is read, whatever their size."""
 
@@ -125,3 +144,36 @@ def _part(request: Request, size: int) -> Request | None:
     fits = (d for d in legal_degrees(part) if topology.size % d == 0)
     degrees = tuple(d for d in fits if 2 * d <= size)  # some ranks are left for the route
     return replace(part, degrees=degrees) if degrees else None
+
+
+def typical_documents(
+    cu_seqlens: tuple[int, ...], seqlen: int, size: int, fewest: int = MIN_HALVINGS
+) -> tuple[int, ...] | None:
+    """Borders of documents drawn so that their mean length, as tokens see it, is the given ones'.
+
+    Lengths count to the next power of two.
+
+    Args:
+        cu_seqlens: the borders of the real documents. seqlen: where the result ends, which need
+            not be where the real ones do. size: the ranks. fewest: see MIN_HALVINGS.
+
+    Returns:
+        None where so few of these documents fill the sequence that no others stand for them.
+    """
+    squares = sum((stop - start) ** 2 for start, stop in pairwise(cu_seqlens))
+    times = (seqlen * cu_seqlens[-1]) ** 2 // squares**2  # (seqlen / mean)**2
+    halvings = times.bit_length() // 2  # log2(seqlen / mean), rounded
+    if halvings < fewest:
+        return None
+    return draw_documents(seqlen, min(halvings, (MAX_PARTS_OF_A_SHARD * size).bit_length() - 1))
+
+
+@lru_cache(maxsize=16)
+def draw_documents(seqlen: int, halvings: int) -> tuple[int, ...]:
+    """Borders of documents whose mean length, as tokens see it, is seqlen / 2**halvings."""
+    draw, ends, whole, squares = Random(SEED), list[int](), 0, 0
+    while whole**2 <= squares << halvings:
+        length = LENGTHS[int(draw.random() * len(LENGTHS))]
+        whole, squares = whole + length, squares + length**2
+        ends.append(whole)
+    return tuple(sorted({0, *(seqlen * end // whole for end in ends)}))

@@ -1,5 +1,6 @@
 """Who meets whom, who owns which token, what may be seen. Pure: standard library only."""
 
+from wf_backends.schedule.balance import slices_load
 from wf_backends.schedule.band import CAUSAL, FULL, Band, Bound
 from wf_backends.schedule.layout import (
     LAYOUTS,
@@ -78,6 +79,7 @@ __all__ = [
     "read_placed",
     "render",
     "size",
+    "slices_load",
     "span",
     "strides",
     "subtract",

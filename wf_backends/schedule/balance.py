@@ -23,7 +23,7 @@ def balance_slices(num_ranks: int, seqlen: int, slices: tuple[Slice, ...]) -> tu
     Of the tolerances the largest counts that comes out even, since it cuts the fewest segments.
     Ranks are in the order of their first tokens, so that neighbours on a ring are near.
     """
-    load = Load(segments_of(slices, seqlen))
+    load = slices_load(slices, seqlen)
     densest = sorted(load.segments, key=lambda one: (-one.density, one.start))
     best, least = (), inf
     for tolerated in EXCESSES:
@@ -34,6 +34,11 @@ def balance_slices(num_ranks: int, seqlen: int, slices: tuple[Slice, ...]) -> tu
         if least <= MAX_EXCESS:
             break
     return tuple(sorted(best))
+
+
+def slices_load(slices: Sequence[Slice], seqlen: int) -> Load:
+    """What shards have to do under a mask in slices."""
+    return Load(segments_of(slices, seqlen))
 
 
 def segments_of(slices: Sequence[Slice], seqlen: int) -> list[Segment]:

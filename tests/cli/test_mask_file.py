@@ -1,0 +1,71 @@
+"""--mask FILE: a mask in slices for plan, explain and bench; clear errors for a bad file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.command_line import SMALL, TWO_HOSTS
+from tests.slices import block_causal, words
+
+FRAMES = block_causal(1024, 8192)
+
+
+def written(tmp_path: Path, content: object) -> str:
+    path = tmp_path / "mask.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+def test_plan_counts_slices(wallfacer, tmp_path) -> None:
+    mask = ["--mask", written(tmp_path, FRAMES)]
+    command = ["plan", *SMALL, "--topology", TWO_HOSTS, "--ranks", "4", "--json", *mask]
+    code, out, _ = wallfacer(*command)
+    told = json.loads(out)
+    assert code == 0 and "counted message by message" in told["reason"]
+    causal = json.loads(wallfacer(*[word for word in command if word not in mask])[1])
+    pairs = 1 + 1 / 8  # of frames beside single tokens
+    found = [words["ring"]["compute_s"] for words in (told, causal)]
+    assert found[0] == pytest.approx(pairs * found[1], rel=0.1)
+    balanced = json.loads(wallfacer(*command, "--layout", "balanced")[1])
+    assert balanced["plans"][0]["config"]["layout"] == "balanced"
+
+
+def test_explain_shows_the_mask(wallfacer, tmp_path) -> None:
+    mask = ["--mask", written(tmp_path, FRAMES), "--layout", "balanced"]
+    code, out, _ = wallfacer("explain", "ring", *SMALL, "--ranks", "4", *mask)
+    assert code == 0
+    assert "mask: 8 slices, 56.2% of all pairs of 8,192 tokens" in out
+    assert "queries (1024, 2048) of keys (0, 2048), full" in out
+    assert "layout balanced: the busiest rank has 0.0% more than the mean" in out
+
+
+@pytest.mark.parametrize(
+    ("content", "more", "says"),
+    (
+        ("{", [], "mask.json is not JSON"),
+        ([1], [], "must be an object with the keys q_ranges, k_ranges, attn_mask_types, got list"),
+        ({"q_ranges": []}, [], "got ['q_ranges']"),
+        (FRAMES | {"causal": True}, [], "got ['attn_mask_types', 'causal', 'k_ranges', 'q_r"),
+        (words((0, 9, 0, 9, "casual")), [], "mask.json: attn_mask_types must be of"),
+        (words((5, 5, 0, 9, "full")), [], "mask.json: q_ranges[0] must be 0 <= start < stop"),
+        (words((0, 9, 0, 9, "full"), (0, 2, 0, 2, "full")), [], "must not overlap: slice 0"),
+        (words((0, 9000, 0, 9, "full")), [], "ends beyond the sequence of 8192 tokens"),
+        (FRAMES, ["--window", "9"], "--mask says all of the mask: leave --window 9 out"),
+    ),
+)
+@pytest.mark.parametrize("command", (("plan",), ("explain", "ring")))
+def test_a_bad_mask_is_refused(wallfacer, tmp_path, command, content, more, says) -> None:
+    code, _, err = wallfacer(*command, *SMALL, "--mask", written(tmp_path, content), *more)
+    assert code == 2 and says in " ".join(err.split()), err
+
+
+def test_what_is_missing_is_said(wallfacer) -> None:
+    code, _, err = wallfacer("plan", *SMALL, "--mask", "nowhere.json")
+    assert code == 2 and "--mask nowhere.json: cannot be read: No such file" in err
+    code, _, err = wallfacer("plan", *SMALL, "--layout", "balanced")
+    assert code == 2 and "--layout balanced needs --mask" in err
+    code, _, err = wallfacer("plan", *SMALL, "--mask", "mask.json", "--documents", "64")
+    assert code == 2 and "leave --documents 64 out" in err
