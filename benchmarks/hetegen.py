@@ -155,7 +155,7 @@ def settings() -> list[Setting]:
         name = "opt" if model == "gpt2" and i % 4 == 3 else model
         rows.append(Setting(name, link, link * ratio, link * faster, memory, (1, 4)[i // 4 % 2]))
     experts = product((1.0, HEADLINE), (0.3, 0.6))
-    rows += [Setting("mixtral", 60e6, 60e6 * ratio, 3e9, kept, 1) for ratio, kept in experts]
+    rows += [Setting("mixtral", 30e6, 30e6 * ratio, 3e9, kept, 1) for ratio, kept in experts]
     return rows
 
 

@@ -181,6 +181,26 @@ def test_experts_that_no_token_is_routed_to_are_not_copied() -> None:
     assert len(used(linears, 1)) == 4  # one of four experts, between the first and the last
 
 
+def test_after_the_last_expert_copies_run_on_whichever_it_was() -> None:
+    """One of four experts is drawn for each token: nothing is copied in vain."""
+    linears = (
+        Linear("o", 64, 16, 4),
+        *(Linear(f"{e}.{n}", 64, 16, 4, expert=f"{e}", routed=0.25) for e in "abcd" for n in "12"),
+        Linear("head", 64, 16, 4),
+    )
+    plan = make_plan(Request(linears, Rates(1e5, 1e5, 1e8), 6000, alpha=0.0))
+    device, maker, draw = plan.simulated(), plan.job_maker(), random.Random(0)
+    orders = [[0, first, first + 1, 9] for first in draw.choices([1, 3, 5, 7], k=40)]
+    for order in orders:
+        device.run_pass(maker, order, "decode")
+    copied = [d.job for d in device.done if d.job.lane == "link"]
+    read = {n for d in device.done if d.job.lane == "accelerator" for n in d.job.after}
+    assert [job for job in copied if job.number not in read and job.number < maker.oldest] == []
+    last_expert = [d.job for d in device.done if d.job.lane == "join"][-2]
+    ahead = [job for job in copied if job.linear == 9 and job.number < last_expert.number]
+    assert ahead[-1].number > last_expert.number - 8  # with the expert before
+
+
 def test_what_fits_is_resident() -> None:
     linears = (Linear("a", 64, 16, 4),)
     plan = make_plan(Request(linears, Rates(1e5, 1e5, 1e8), 5000))
