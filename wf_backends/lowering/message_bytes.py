@@ -31,6 +31,9 @@ class Shape:
     """Bytes of one element of partial results (of out and gradients, not of lse) that travel; None
     = accumulator_size."""
 
+    latent: int = 0
+    """Numbers of a token that travel in place of its keys and values; 0 = keys and values."""
+
     @property
     def partial(self) -> int:
         """Bytes of one element of a partial result that travels."""
@@ -44,7 +47,8 @@ class Shape:
     @property
     def key_row(self) -> int:
         """Elements of one row of keys and values."""
-        return self.batch * self.kv_heads * (self.head_dim + self.value)
+        width = self.latent or self.head_dim + self.value
+        return self.batch * self.kv_heads * width
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from wf_backends.kernels import Dropout, KernelSpec, Scores, select
 from wf_backends.lowering import ACTIVATION, Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import choose
 from wf_backends.parallel.config import SequenceParallelConfig
-from wf_backends.parallel.softmax import Softmax, Told
+from wf_backends.parallel.softmax import Softmax, Told, check_latents
 from wf_backends.planner import Choice, Plan, Request, reason
 from wf_backends.runtime import (
     Attention,
@@ -69,13 +69,14 @@ class DistributedAttention:
         """softmax(scores + mask) v for this rank's rows; see SequenceParallel.attention."""
         call, group = self.call(q, k, v, mask, softmax, seqlen, layer)
         if group.comm.size == 1:
-            return Attention.apply(q, k, v, call, softmax.sinks)
+            return Attention.apply(q, k, v, call, softmax.sinks, softmax.up)
         if len(group.queries) > 1:
             return ChunkedAttention.apply(q, k, v, call, group, softmax.sinks)
         heads = group.heads(0)
         qkv, now = group.qkv(0), call.now
         q, k, v = heads_for_tokens((q, k, v), qkv, group.comm, "ulysses qkv", now)
-        out = Attention.apply(q, k, v, call.of_heads(heads), of_heads(softmax.sinks, heads))
+        sinks, up = (of_heads(x, heads) for x in (softmax.sinks, softmax.up))
+        out = Attention.apply(q, k, v, call.of_heads(heads), sinks, up)
         return tokens_for_heads((out,), group.out(0), group.comm, "ulysses out", now)[0]
 
     def call(
@@ -95,14 +96,17 @@ class DistributedAttention:
         (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
         scores = softmax.scores
         options = scores.softcap > 0, scores.slopes is not None, scores.dropout is not None
-        spec = KernelSpec(q.device.type, q.dtype, d, h, g, v.shape[3], *options)
+        width, latent = v.shape[3], 0
+        if softmax.up is not None:
+            width, latent = softmax.up.shape[1] - d + k.shape[3], k.shape[3] + width
+        spec = KernelSpec(q.device.type, q.dtype, d, h, g, width, *options)
         same, words = self._same(spec, b, mask, softmax.told, seqlen)
         lengths = {"q rows": s, "key rows": keys}
         now = Pass(self._calls + 1, layer)
         self.comm.enter(now)
         told = self._consistency.check(same, lengths, q, layer=layer, words=words)
         self._calls = now.number  # not where a rank refused
-        call, group = self._call(tuple(told.items()), mask, spec, b)
+        call, group = self._call(tuple(told.items()), mask, spec, b, latent)
         if scores.dropout is not None and scores.dropout.seed is None:
             scores = self._draw_seed(scores, scores.dropout, q.device)
         return replace(call, scores=scores, now=now), group
@@ -145,11 +149,13 @@ class DistributedAttention:
         mask: Mask,
         spec: KernelSpec,
         batch: int,
+        latent: int,
     ) -> tuple[Call, HeadGroup]:
         """The call with scores of its own to be put in.
 
         Args:
             told: the queries' and the keys' (name in errors, rows of every rank).
+            latent: numbers of a token in place of its keys and values; 0 = keys and values.
         """
         lengths = [sum(rows) for _, rows in told]
         _check_positions(mask, spec, *lengths)
@@ -157,7 +163,7 @@ class DistributedAttention:
         q_layout, kv_layout = (
             layout_of(self.config.layout, rows, mask, name) for name, rows in told
         )
-        choice = self._choose(lengths, mask, spec, batch)
+        choice = self._choose(lengths, mask, spec, batch, latent)
         groups = UlyssesGroups(self.comm.size, choice.degree, choice.stride)
         at, member = groups.find(self.comm.rank)
         members = groups.members(at)
@@ -169,19 +175,22 @@ class DistributedAttention:
         )
         merged = map(groups.merge, (q_layout, kv_layout))
         there, back, keep = _problems(choice, self.comm.size, mask, *merged)
-        tile = replace(spec, heads=queries[0].share, kv_heads=keys[0].share)
+        seen = (queries if latent else keys)[0].share
+        tile = replace(spec, heads=queries[0].share, kv_heads=seen)
         kernel = select(self.config.kernel, tile).kernel
         forward, backward = lower(there, at), lower(back, at)
         route = self.comm.view(groups.route(member))
         group = HeadGroup(self.comm.view(members), queries, keys)
         return Call(forward, backward, route, kernel, Scores(1.0), keep, self._narrow), group
 
-    def _choose(self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int) -> Choice:
+    def _choose(
+        self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int, latent: int
+    ) -> Choice:
         """What the call runs, by the lengths of its queries and keys."""
         sizes = spec.dtype.itemsize, accumulator_dtype(spec.dtype).itemsize
         partial = sizes[0] if self._narrow else None
         shape = Shape(
-            batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes, spec.value_dim, partial
+            batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes, spec.value_dim, partial, latent
         )
         topology = None
         if self.config.leaves_open and self.comm.size > 1:
@@ -210,7 +219,7 @@ def _problems(
     return there, replace(back, schedule=forward, kept=True), forward.gathers()
 
 
-def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) -> None:
     """Refuse tensors that do not belong together; ValueError with their shapes, dtypes, devices."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if type(x) not in (Tensor, Parameter):  # others need not write into views, nor travel
@@ -225,7 +234,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     if not (q.shape[2] and k.shape[2] and q.shape[3] and v.shape[3]):
         raise ValueError(f"heads, kv heads and head_dim must be positive, got {_shapes(q, k, v)}")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    if kv_up is not None:
+        check_latents(q, k, v, kv_up)
+    elif k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             "k and v must have one batch size, length and number of heads, and q the batch size "
             f"and head_dim of k, got {_shapes(q, k, v)}"

@@ -57,10 +57,10 @@ class LssAttention(DistributedAttention):
         there = partial(_fetch, self.comm, rows, now)
         back = partial(_return, self.comm, rows, now.back())
         held = move(fuse(k, v), there, back, "lss")  # (n, b, g, d + e)
-        k, v = unfuse(held.transpose(0, 1), q.shape[3])
+        k, v = unfuse(held.transpose(0, 1), k.shape[3])
         alone = self.comm.view([self.comm.rank])
         call = Call(local, local, alone, planned.kernel, planned.scores, now=now)
-        return Attention.apply(q, k, v, call, softmax.sinks)
+        return Attention.apply(q, k, v, call, softmax.sinks, softmax.up)
 
 
 def _local(program: RankProgram) -> RankProgram:

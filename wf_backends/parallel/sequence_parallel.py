@@ -88,6 +88,7 @@ class SequenceParallel(Sharding):
         softcap: float = 0.0,
         alibi_slopes: Tensor | None = None,
         dropout_seed: int | None = None,
+        kv_up: Tensor | None = None,
     ) -> Tensor:
         """softmax(scale q k^T + mask) v over the whole sequence, for this rank's rows.
 
@@ -124,6 +125,11 @@ class SequenceParallel(Sharding):
             dropout_seed: in [0, 2**63), the same on every rank. What is dropped follows from it and
                 the global sample, head, query and key alone. None = drawn for each call, by the
                 first rank from torch's generator.
+            kv_up: (h, n + e, c), [W_k | W_v] of each head, for multi-head latent attention: k is
+                (b, s', 1, r), a part of the keys that all heads share, and v (b, s', 1, c) the
+                latents. Keys are [W_k v, k], with n + r = d, and values W_v v. r + c numbers of a
+                token travel, and ranks project up what they read. What a rank gets as its gradient
+                is the part that it computes, as of the sinks.
 
         Returns:
             (b, s, h, e), q's dtype. 0 for a query that sees no key.
@@ -134,9 +140,10 @@ class SequenceParallel(Sharding):
                 forward-mode differentiation and torch.export.
         """
         with self._consistency:  # if it is refused here, it is on all ranks
-            check_tensors(q, k, v)
-            options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed
-            usual = softmax_scale is alibi_slopes is sinks is None and softcap == dropout_p == 0
+            check_tensors(q, k, v, kv_up)
+            options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, kv_up
+            usual = softmax_scale is alibi_slopes is sinks is kv_up is None
+            usual = usual and softcap == dropout_p == 0
             softmax = plain_softmax(q.shape[-1]) if usual else make_softmax(q, *options)
             slices = q_ranges, k_ranges, attn_mask_types
             told = any(words is not None for words in (cu_seqlens, *slices))

@@ -24,7 +24,7 @@ def exchange_loads(split: HeadSplit) -> tuple[Load, Load]:
     element = shape.batch * shape.itemsize
     rows, keys = (-(-n // topology.size) for n in (split.workload.seqlen, split.workload.num_keys))
     queries, out = (rows * shape.heads * width for width in (shape.head_dim, shape.value))
-    kv = keys * shape.kv_heads * (shape.head_dim + shape.value)
+    kv = keys * shape.key_row // shape.batch
     on_host = gcd(split.degree * split.stride, topology.ranks_per_host)
     near = max(1, on_host // split.stride)  # of the ranks that trade, on one host
     inside = min(near - 1, 1 if topology.direct_links else near)
@@ -71,7 +71,8 @@ def _pooled_bytes(split: HeadSplit) -> float:
     shape, share = split.shape, split.degree / split.topology.size
     rows, keys = split.workload.seqlen * share, split.workload.num_keys * share
     width = shape.head_dim + shape.value
-    return shape.batch * shape.itemsize * width * (rows * shape.heads + keys * shape.kv_heads)
+    queries = shape.batch * rows * shape.heads * width
+    return shape.itemsize * (queries + keys * shape.key_row)
 
 
 def pipelined(split: HeadSplit, one_chunk: Callable[[Load], Cost]) -> Cost:

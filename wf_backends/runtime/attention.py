@@ -19,6 +19,7 @@ from torch import Tensor
 from wf_backends.comm import NO_PASS, Communicator, Pass, first_order_only
 from wf_backends.kernels import Kernel, Scores, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
+from wf_backends.runtime.latents import LatentKernel
 from wf_backends.runtime.messages import Accumulators, Combine, Tensors, add, copy, pack, scatter
 from wf_backends.runtime.runner import ComputeTile, Side, run
 from wf_backends.runtime.shards import positions
@@ -50,40 +51,51 @@ class Call:
 
 
 class Attention(torch.autograd.Function):
-    """attention(q, k, v, call, sinks) of this rank's rows.
+    """attention(q, k, v, call, sinks, up) of this rank's rows.
 
-    q (b, s, h, d), k (b, s, g, d), v (b, s, g, e), sinks (h,) or None. Of the gradient of
-    the sinks this is the part of this rank's rows.
+    q (b, s, h, d), k (b, s, g, d), v (b, s, g, e), sinks (h,) or None, up None or as
+    `LatentKernel` has it, with k and v as it takes them. Of the gradients of sinks and up this is
+    the part that this rank computes.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None = None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: Call,
+        sinks: Tensor | None = None,
+        up: Tensor | None = None,
     ) -> Tensor:
         q = dense(q)
-        out, *held = attend(q, k, v, call, sinks)
+        out, *held = attend(q, k, v, call, sinks, up)
         ctx.call = call
-        ctx.save_for_backward(sinks, q, k, v, out, *held)
+        ctx.save_for_backward(sinks, up, q, k, v, out, *held)
         return out
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call.comm.enter(ctx.call.now.back())
-        sinks, *saved = ctx.saved_tensors
-        *grads, dsinks = differentiate(saved, dout, ctx.call, sinks)
-        return (*grads, None, dsinks)
+        sinks, up, *saved = ctx.saved_tensors
+        *grads, dsinks, dup = differentiate(saved, dout, ctx.call, sinks, up)
+        return (*grads, None, dsinks, dup)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) -> Tensors:
-    """The forward: (out, what the backward needs beside q, k, v, sinks and out)."""
-    queries, kv = _rows_first(q), fuse(k, v)
-    dtype, shape = accumulator_dtype(q.dtype), (*queries.shape[1:3], v.shape[3])
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None, up: Tensor | None = None
+) -> Tensors:
+    """The forward: (out, what the backward needs beside q, k, v, sinks, up and out)."""
+    queries, kv, kernel, width = _rows_first(q), fuse(k, v), call.kernel, v.shape[3]
+    if up is not None:
+        kernel, width = LatentKernel(kernel, up), up.shape[1] - (q.shape[3] - k.shape[3])
+    dtype, shape = accumulator_dtype(q.dtype), (*queries.shape[1:3], width)
     wire = (q.dtype, dtype) if call.narrow else None  # of out; lse travels as it is
     found = Accumulators((shape, shape[:-1]), (0.0, -inf), dtype, q.device, _merge, wire)
     sides = Side((queries,), found), Side((kv,), Accumulators((), (), dtype, q.device, copy))
     (out, lse), _, *held = _run(
-        call.forward, call, "forward", ForwardTiles(call.kernel, call.scores), *sides
+        call.forward, call, "forward", ForwardTiles(kernel, call.scores, k.shape[3]), *sides
     )
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
@@ -92,9 +104,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None) ->
 
 
 def differentiate(
-    saved: Sequence[Tensor], dout: Tensor, call: Call, sinks: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The backward: (dq, dk, dv, dsinks).
+    saved: Sequence[Tensor],
+    dout: Tensor,
+    call: Call,
+    sinks: Tensor | None,
+    up: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The backward: (dq, dk, dv, dsinks, dup).
 
     Args:
         saved: q, k, v and everything that `attend` gave.
@@ -110,18 +126,21 @@ def differentiate(
         Side(queries, Accumulators((queries[0].shape[1:],), *summed), kept_q),
         Side(keys, Accumulators((keys[0].shape[1:],), *summed), kept_kv),
     )
-    tiles = BackwardTiles(call.kernel, call.scores, SurrogateOut(queries[1], _rows_first(out)))
+    latent = None if up is None else LatentKernel(call.kernel, up)
+    own = SurrogateOut(queries[1], _rows_first(out))
+    tiles = BackwardTiles(latent or call.kernel, call.scores, k.shape[3], own)
     (dq,), (dkv,), *_ = _run(call.backward, call, "backward", tiles, *sides)
     grads = dq, *unfuse(dkv, k.shape[3])
     dq, dk, dv = (_batch_first(grad).to(q.dtype) for grad in grads)
-    return dq, dk, dv, None if sinks is None else sinks_grad(sinks, lse, delta)
+    dsinks = None if sinks is None else sinks_grad(sinks, lse, delta)
+    return dq, dk, dv, dsinks, None if latent is None else latent.grad()
 
 
 class _Tiles(ABC):
     """Tiles by a kernel; a `runner.ComputeTile`."""
 
-    def __init__(self, kernel: Kernel, scores: Scores) -> None:
-        self.kernel, self.scores = kernel, scores
+    def __init__(self, kernel: Kernel, scores: Scores, key_dim: int) -> None:
+        self.kernel, self.scores, self.key_dim = kernel, scores, key_dim
         self._buffers: tuple[Tensors, Tensors] = ((), ())
         self._views: dict[Ranges, tuple[Tensors, Tensors]] = {}
 
@@ -165,7 +184,7 @@ class ForwardTiles(_Tiles):
     ) -> None:
         """Compute a tile; see runner.ComputeTile."""
         (q,), place = self._queries(tile.rows, queries, to_queries)
-        k, v = _keys_and_values(keys[0], tile, q)
+        k, v = _keys_and_values(keys[0], tile, self.key_dim)
         out, lse = self.kernel.forward(q, k, v, self._scores(tile, q), tile.band)
         found = _rows_first(out), lse.permute(2, 0, 1)
         _combine(copy if tile.first_on_rows else _merge, place, to_queries, tile.rows, found)
@@ -184,8 +203,8 @@ class BackwardTiles(_Tiles):
         own: of this rank's queries.
     """
 
-    def __init__(self, kernel: Kernel, scores: Scores, own: SurrogateOut) -> None:
-        super().__init__(kernel, scores)
+    def __init__(self, kernel: Kernel, scores: Scores, key_dim: int, own: SurrogateOut) -> None:
+        super().__init__(kernel, scores, key_dim)
         self._own = self._outs = own
 
     def __call__(
@@ -193,14 +212,14 @@ class BackwardTiles(_Tiles):
     ) -> None:
         """Compute a tile; see runner.ComputeTile."""
         (q, dout, out, lse, delta), place = self._queries(tile.rows, queries, to_queries)
-        k, v = _keys_and_values(keys[0], tile, q)
+        k, v = _keys_and_values(keys[0], tile, self.key_dim)
         given = TileGrad(dout, q, k, v, out, lse, delta)
         dq, dk, dv = self.kernel.backward(given, self._scores(tile, q), tile.band)
         combine = copy if tile.first_on_rows else add
         _combine(combine, place, to_queries, tile.rows, (_rows_first(dq),))
         combine = copy if tile.first_on_keys else add
         grads = _rows_first(dk), _rows_first(dv)
-        scatter(unfuse(to_keys[0], q.shape[3]), combine, tile.keys, grads)
+        scatter(unfuse(to_keys[0], self.key_dim), combine, tile.keys, grads)
 
     def _renew(self, queries: Tensors) -> None:
         dout = queries[1]
@@ -224,9 +243,9 @@ def _combine(
         combine(place, found)
 
 
-def _keys_and_values(kv: Tensor, tile: Tile, q: Tensor) -> Tensors:
-    """k (b, j, g, d) and v (b, j, g, e) of a tile whose queries are q (b, i, h, d)."""
-    return unfuse(_batch_first(pack(kv, tile.keys)), q.shape[3])
+def _keys_and_values(kv: Tensor, tile: Tile, key_dim: int) -> Tensors:
+    """k (b, j, g, d) and v (b, j, g, e) of a tile; d is `key_dim`."""
+    return unfuse(_batch_first(pack(kv, tile.keys)), key_dim)
 
 
 def _run(

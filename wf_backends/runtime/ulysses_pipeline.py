@@ -71,7 +71,7 @@ class ChunkedAttention(torch.autograd.Function):
             chunk = next(chunks)
             held, heads = saved[chunk * each : (chunk + 1) * each], group.heads(chunk)
             of_these = of_heads(sinks, heads)
-            *grads, part = differentiate(held, here[0], call.of_heads(heads), of_these)
+            *grads, part, _ = differentiate(held, here[0], call.of_heads(heads), of_these)
             if dsinks is not None and part is not None:
                 dsinks[slice(*heads)] = part
             return tuple(grads)
