@@ -19,6 +19,7 @@ from wf_transformers.folder import model_from_folder
 from wf_transformers.handle import Handle, data_parallel
 from wf_transformers.hooks import WholeBatchHooks
 from wf_transformers.loaders import counted_by_group
+from wf_transformers.media import shard_media
 from wf_transformers.models import head_of, outermost
 from wf_transformers.registry import register
 from wf_transformers.replace import temporarily_replace
@@ -59,6 +60,7 @@ __all__ = [
     "register",
     "scope_documents",
     "shard_between",
+    "shard_media",
     "temporarily_replace",
     "verify",
     "without_documents",

@@ -27,6 +27,7 @@ from wf_transformers.draws import RankDraws, draws_in_training
 from wf_transformers.experts import RouterLoss, has_router_loss
 from wf_transformers.families import changes, changes_around, unasking
 from wf_transformers.handle import Handle
+from wf_transformers.media import language_model, take_media
 from wf_transformers.mixing import has_mixers, spread_mixers
 from wf_transformers.models import asks_registry, inner_models, refuse_unspreadable, tell_windows
 from wf_transformers.positions import tell_positions
@@ -47,8 +48,9 @@ def attach_pretrained(models: Sequence[Any], sp: SequenceParallel) -> Handle:
     handle = register(sp, free_name())
     with handle.removed_on_error():
         for model in models:
-            _set_name(model, handle)
-            prepare(model, handle)
+            take_media(model, handle)
+            _set_name(language_model(model), handle)
+            prepare(language_model(model), handle)
     return handle
 
 

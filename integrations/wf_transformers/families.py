@@ -151,6 +151,8 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         "OlmoeAttention": _decoder("Olmoe"),
         "PhimoeAttention": _decoder("Phimoe", _config_window),
         "Qwen2MoeAttention": _decoder("Qwen2Moe", _qwen_window),
+        "Qwen2VLAttention": _decoder("Qwen2VL", _qwen_window),
+        "Qwen2_5_VLAttention": _decoder("Qwen2_5_VL", _qwen_window),
         "GPTJAttention": Row(method="_attn", function=method_attn),
         "CodeGenAttention": Row(method="_attn", function=method_attn),
         "FalconAttention": Row(function=falcon, attributes=_falcon_slopes),

@@ -28,6 +28,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     assert_close,
     gradients,
     sequence_parallel,
+    stay_in_float64,
 )
 from wf_backends.comm import World  # noqa: E402
 from wf_diffusers.attention import Attention  # noqa: E402
@@ -82,9 +83,7 @@ FAMILIES = {"dit": dit, "flux": flux, "wan": wan}
 
 @pytest.fixture(autouse=True)
 def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms and rotary embeddings are rounded to float32 on their way; not here."""
-    as_float = Tensor.float
-    monkeypatch.setattr(Tensor, "float", lambda x: x if x.dtype == torch.float64 else as_float(x))
+    stay_in_float64(monkeypatch)
 
 
 def build(family: str, **sizes: int) -> tuple[Any, dict[str, Any]]:

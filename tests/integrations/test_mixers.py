@@ -22,6 +22,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     batch,
     gradients,
     sequence_parallel,
+    stay_in_float64,
 )
 from wf_backends.parallel.data import prepare_batch  # noqa: E402
 from wf_backends.parallel.loss import count_valid, token_loss  # noqa: E402
@@ -54,16 +55,7 @@ DOCUMENTS = (0, 5, 16, SEQLEN)
 
 @pytest.fixture(autouse=True)
 def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layers round sums over all channels to float32 on their way; not here."""
-    as_float, to = Tensor.float, Tensor.to
-
-    def stays(x: Tensor, *words: Any, **more: Any) -> bool:
-        return x.dtype == torch.float64 and torch.float32 in (*words, more.get("dtype"))
-
-    monkeypatch.setattr(
-        Tensor, "float", lambda x: as_float(x) if x.dtype == torch.float32 else x.double()
-    )
-    monkeypatch.setattr(Tensor, "to", lambda x, *a, **k: x if stays(x, *a, **k) else to(x, *a, **k))
+    stay_in_float64(monkeypatch)
 
 
 def build(family: str, more: dict[str, Any] | None = None) -> Any:

@@ -157,6 +157,25 @@ def assert_close(ours: Any, theirs: Tensor, what: str) -> None:
     assert error < 1e-9, f"{what}: relative error {error:.1e}"
 
 
+def stay_in_float64(monkeypatch: Any) -> None:
+    """Have models round nothing to float32 on their way, as they do whatever their dtype.
+
+    A gradient that ranks have in parts is otherwise rounded part by part.
+    """
+    as_float, to = Tensor.float, Tensor.to
+
+    def rounds(x: Tensor, *words: Any, **more: Any) -> bool:
+        return x.dtype == torch.float64 and torch.float32 in (*words, more.get("dtype"))
+
+    def other(x: Tensor) -> Tensor:
+        return as_float(x) if x.dtype == torch.float32 else x.double()
+
+    monkeypatch.setattr(Tensor, "float", other)
+    monkeypatch.setattr(
+        Tensor, "to", lambda x, *a, **k: x if rounds(x, *a, **k) else to(x, *a, **k)
+    )
+
+
 def call(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """fn(sp, name of a registration for it, *args) on every rank."""
 
