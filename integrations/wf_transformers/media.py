@@ -201,6 +201,9 @@ def take_media(model: nn.Module, handle: Handle) -> None:
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         waiting[:] = kwargs.pop(ROWS, ())
+        flat = kwargs.get("position_ids")
+        if row.rope and isinstance(flat, Tensor) and flat.dim() == 2:  # of text alone
+            kwargs["position_ids"] = flat.expand(3, *flat.shape)
         if handle.sp.size > 1:
             given = dict(zip(names, args, strict=False)) | kwargs
             refuse_call(model, given, names, handle.attention.logits_are_whole)

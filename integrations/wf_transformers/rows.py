@@ -93,12 +93,16 @@ class Rows:
         return self._sp.positions(seqlen, device, (0, seqlen))
 
     def _valid_of(self, whole: Tensor, dim: int = 1) -> Tensor:
-        """(b, 1, ..., S, 1, ...) bool, the tokens in `dim`: False at padding; True without any."""
-        if not self.shape or whole.dim() < 2 or (whole.shape[0], whole.shape[dim]) != self.shape:
-            return torch.ones((), dtype=torch.bool, device=whole.device)
-        sizes = [self.shape[0], *[1] * (whole.dim() - 1)]
-        sizes[dim] = self.shape[1]
-        return self._valid.view(sizes)
+        """(b, 1, ..., S, 1, ...) bool, the tokens in `dim`: False at padding; True without any.
+
+        Samples are in the first dimension, or in the one before the tokens: (3, b, S, ...).
+        """
+        for samples in (0, dim - 1) if self.shape and whole.dim() > 1 else ():
+            if (whole.shape[samples], whole.shape[dim]) == self.shape:
+                sizes = [1] * whole.dim()
+                sizes[samples], sizes[dim] = self.shape
+                return self._valid.view(sizes)
+        return torch.ones((), dtype=torch.bool, device=whole.device)
 
     def weights(self, x: Tensor, whole: bool) -> Tensor:
         """What the elements of an output count in a loss made for it; over the ranks, once each."""

@@ -128,7 +128,7 @@ def assert_equal(
     def rank(comm: Any) -> Any:
         sp, model = sequence_parallel(comm, layout), build(family)
         with BUILDING:
-            wf_transformers.attach(model, sp)
+            wf_transformers.attach_model(model, sp)
         local = wf_transformers.shard_media(model, sp, given)
         found = model(**wf_transformers.forward_kwargs(model, local)).logits
         share = sp.loss(found, local["labels"])
@@ -188,7 +188,7 @@ def refused(family: str, given: dict[str, Any], match: str, error: type = ValueE
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), build(family)
         with BUILDING:
-            wf_transformers.attach(model, sp)
+            wf_transformers.attach_model(model, sp)
         with pytest.raises(error, match=match):
             wf_transformers.shard_media(model, sp, given)
 
@@ -214,7 +214,7 @@ def test_whole_media_beside_cut_tokens() -> None:
     def rank(comm: Any) -> None:
         sp, model, given = sequence_parallel(comm), build("llava"), llava_batch()
         with BUILDING:
-            handle = wf_transformers.attach(model, sp)
+            handle = wf_transformers.attach_model(model, sp)
         words = wf_transformers.forward_kwargs(
             model, sp.shard_batch({"input_ids": given["input_ids"]})
         )
