@@ -25,7 +25,7 @@ from wf_transformers.calls import (
 )
 from wf_transformers.draws import RankDraws, draws_in_training
 from wf_transformers.experts import RouterLoss, has_router_loss
-from wf_transformers.families import changes, changes_around, unasking
+from wf_transformers.families import REFUSED, changes, changes_around, unasking
 from wf_transformers.handle import Handle
 from wf_transformers.media import language_model, take_media
 from wf_transformers.mixing import has_mixers, spread_mixers
@@ -221,6 +221,9 @@ def scope_documents(
 
 def attends_alone(model: nn.Module) -> str:
     """What is wrong with a model whose attention is its own."""
+    found = next((why for m in model.modules() if (why := REFUSED.get(type(m).__name__))), None)
+    if found is not None:
+        return f"attention of {type(model).__name__} {found}, of which WallFacer has no gradient"
     return (
         f"no layer of {type(model).__name__} (transformers {transformers.__version__}) asks "
         "transformers' attention registry: every rank would attend to its own tokens only. Take a "

@@ -18,6 +18,7 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_transformers.calls import parameter_names
 from wf_transformers.handle import Handle
+from wf_transformers.models import own_class
 
 ASKED = "output_router_logits"
 COUNTED = "router_mask"
@@ -34,7 +35,7 @@ Words = dict[str, Any]
 def has_router_loss(model: nn.Module) -> bool:
     """Whether the model adds that loss to its own, by the function of its file."""
     words = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
-    file = sys.modules[type(model).__module__]
+    file = sys.modules[own_class(model).__module__]
     return hasattr(file, FUNCTION) and all(hasattr(model, word) for word in words)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from wf_transformers.attention import Attention, Window
 from wf_transformers.forwards import bloom, by_torch, falcon, file_of, method_attn, modernbert, mpt
-from wf_transformers.models import REGISTRY
+from wf_transformers.models import REGISTRY, own_class
 from wf_transformers.stacks import stacks_of
 
 
@@ -172,6 +172,17 @@ AROUND: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Around such modules: what models are to have, so that they build no tensors of (s, s) elements
 of their ALiBi, which attention is told of."""
 
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            ("T5Attention", "MT5Attention", "UMT5Attention", "SwitchTransformersAttention"),
+            "adds a learned bias by relative positions to its scores",
+        ),
+        "DisentangledSelfAttention": "adds scores of learned relative positions to its own",
+    }
+)
+"""Attention modules that cannot be ours, and why."""
+
 BUILDS_MASKS = frozenset({"MptModel"})
 """Models that take no mask but (b, s)."""
 
@@ -191,7 +202,7 @@ def changes_around(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 def builds_masks(model: nn.Module) -> bool:
     """Whether `model` is to be called without any mask."""
-    return any(type(module).__name__ in BUILDS_MASKS for module in model.modules())
+    return any(own_class(module).__name__ in BUILDS_MASKS for module in model.modules())
 
 
 def row_of(module: nn.Module) -> Row:

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from wf_transformers.attention import refuse_words
+from wf_transformers.models import own_class
 
 
 class _Ours(TorchFunctionMode):
@@ -63,7 +64,7 @@ class _Ours(TorchFunctionMode):
 def by_torch(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of the class that calls torch's attention, which is ours inside."""
     name = self.wallfacer_row.sdpa
-    kind: Any = _own_class(self) if name is None else getattr(file_of(self), name)
+    kind: Any = own_class(self) if name is None else getattr(file_of(self), name)
     given = inspect.signature(kind.forward).bind(self, *args, **kwargs).arguments
     refuse_words(type(self).__name__, given | {"past_key_value": None})  # the rows tell of one
     with _Ours(self):
@@ -72,12 +73,7 @@ def by_torch(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def file_of(module: Any) -> Any:
     """The file of transformers that a module's class, or what it derives from, stands in."""
-    return sys.modules[_own_class(module).__module__]
-
-
-def _own_class(module: Any) -> type:
-    kinds = type(module).__mro__
-    return next(kind for kind in kinds if kind.__module__.startswith("transformers.models."))
+    return sys.modules[own_class(module).__module__]
 
 
 def method_attn(

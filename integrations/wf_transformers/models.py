@@ -21,6 +21,13 @@ REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # what files whose attention asks the regi
 VARYING_ROPE = ("dynamic", "longrope")
 
 
+def own_class(module: nn.Module) -> type:
+    """Transformers' class of a module: a subclass counts as what it derives from, FSDP2's too."""
+    kinds = type(module).__mro__
+    own = (kind for kind in kinds if kind.__module__.startswith("transformers.models."))
+    return next(own, type(module))
+
+
 def outermost(module: nn.Module) -> list[PreTrainedModel]:
     """The Hugging Face models in `module`, itself included, that are not inside another."""
     if isinstance(module, PreTrainedModel):

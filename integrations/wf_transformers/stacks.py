@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from wf_backends.schedule import padding_multiple
 from wf_transformers.draws import RankDraws, draws_in_training
 from wf_transformers.handle import Handle
+from wf_transformers.models import own_class
 
 Words = dict[str, Any]
 
@@ -31,12 +32,9 @@ STATES = "encoder_hidden_states"
 
 def stacks_of(model: nn.Module) -> list[Any]:
     """The stacks in a model that is cut inside; none of another model's, a vision tower's."""
-    file = type(model).__module__
-    return [
-        module
-        for module in model.modules()
-        if type(module).__name__ in STACKS and type(module).__module__ == file
-    ]
+    file = own_class(model).__module__
+    kinds = ((module, own_class(module)) for module in model.modules())
+    return [one for one, kind in kinds if kind.__name__ in STACKS and kind.__module__ == file]
 
 
 def cut_stacks(model: nn.Module, handle: Handle) -> None:

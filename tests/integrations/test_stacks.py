@@ -46,6 +46,7 @@ TEXT = {
     "bos_token_id": 1,
     "pad_token_id": 1,
 }
+PROJECTED = {"projection_dim": 16, "initializer_factor": 5.0}
 VISION = {**CLIP, "image_size": 16, "patch_size": 4}  # 17 rows
 DRAWING = torch.Generator().manual_seed(3)
 
@@ -85,12 +86,12 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     ),
     "clip": (
         "CLIPModel",
-        lambda: tf.CLIPConfig(TEXT, VISION, projection_dim=16, initializer_factor=5.0),
+        lambda: tf.CLIPConfig(text_config=TEXT, vision_config=VISION, **PROJECTED),
         PAIRS | {"return_loss": True},
     ),
     "clip_padded": (
         "CLIPModel",
-        lambda: tf.CLIPConfig(TEXT, VISION, projection_dim=16, initializer_factor=5.0),
+        lambda: tf.CLIPConfig(text_config=TEXT, vision_config=VISION, **PROJECTED),
         PAIRS | {"return_loss": True, "attention_mask": padded(13, 13, 13)},
     ),
 }

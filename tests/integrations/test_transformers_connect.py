@@ -129,6 +129,18 @@ def test_a_model_that_cannot_ask_is_refused_at_once() -> None:
     assert model.config._attn_implementation != "wallfacer"
 
 
+def test_learned_biases_are_refused_by_name() -> None:
+    config = tf.T5Config(d_model=8, d_ff=8, d_kv=4, num_heads=2, num_layers=1, vocab_size=61)
+    model = tf.T5ForConditionalGeneration(config)
+
+    def rank(comm: Any) -> None:
+        with pytest.raises(NotImplementedError, match="a learned bias by relative positions"):
+            with wf_transformers.attach(model, sequence_parallel(comm)):
+                model(input_ids=IDS, labels=IDS)
+
+    run_threads(2, rank)
+
+
 @pytest.mark.parametrize("family", DECODERS)
 def test_models_that_ask_are_known_to(family: str) -> None:
     assert asks_registry(build(family, "sdpa", {}))
