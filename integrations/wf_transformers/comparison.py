@@ -51,6 +51,8 @@ class Comparison:
     ) -> None:
         self.model, self.sp, self.batch, self._gather = model, sp, dict(batch), gather
         inside = bool(stacks_of(model))
+        if inside and "use_cache" in parameter_names(model):
+            self.batch["use_cache"] = False  # keys and values would be of this rank's rows
         self.whole_batches = whole_batches or inside or not has_tokens(batch)
         self.errors: list[tuple[str, float, float]] = []
         self.cut = False
