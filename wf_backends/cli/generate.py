@@ -93,7 +93,7 @@ class Progress:
         self.first = self.last = time.perf_counter()
 
     def write(self, text: str) -> None:
-        """Of one token, or of its end."""
+        """Print the text of one token, or of the end, and how far it is."""
         self.done += 1
         self.last = time.perf_counter()
         if self.done == 1:

@@ -96,7 +96,7 @@ def row(plan: Plan, ring: Plan, asked: Request) -> Cells:
 
 
 def folded(rows: Iterable[Cells]) -> Iterable[Cells]:
-    """One row for all that show the same figures, by the name of the first."""
+    """Rows with the same figures as one row, by the name of the first."""
     alike = dict[Cells, list[str]]()
     for name, *figures in rows:
         alike.setdefault(tuple(figures), []).append(name)

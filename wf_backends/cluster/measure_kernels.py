@@ -18,8 +18,6 @@ from wf_backends.schedule import CAUSAL, FULL, Band
 
 HEAD_DIM = 64
 
-Timed = Callable[[Work, float], float]  # seconds of one of a row that takes HEAD_DIM = 64
-
 Seconds = Callable[[Work, float], float]  # of one run, from rows that take so long at least
 
 

@@ -1,4 +1,4 @@
-"""The plan of an attention call, shared by all calls that are like it.
+"""The plan of an attention call, chosen once for all calls that are like it.
 
 Pure: standard library only.
 """

@@ -85,7 +85,7 @@ class ClosedForm:
         leaves: Load,
         wait_s: float,
     ) -> tuple[float, float]:
-        """(the first or the last step, what it computes beyond any other step).
+        """(seconds of the first or the last step, seconds that it computes more than other steps).
 
             max(max(hold + c - o, F + p) + max(o, l), F + max(h, p) + L, r + L)
 

@@ -107,7 +107,7 @@ def _gathered_bytes(program: RankProgram, gathers: tuple[bool, bool], rows: RowB
 
 
 def agreement_cost(topology: Topology) -> Cost:
-    """The ranks' check that all pass the same, once a call."""
+    """The cost of the check that all ranks make the same call, once a call."""
     took = topology.agreement_s
     if not took:
         return Cost()

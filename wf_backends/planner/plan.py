@@ -29,7 +29,7 @@ EXACT_UP_TO = 8  # ranks up to which every message is counted, by default
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a plan is wanted for."""
+    """The question to the planner: cluster, workload, and what may be chosen."""
 
     topology: Topology
     workload: Workload
@@ -73,7 +73,7 @@ class PassPlan:
 
     @property
     def complexity(self) -> tuple[float, ...]:
-        """Less for simpler words: rank order, few keys, and keys that are passed on."""
+        """A sort key, less for simpler words: rank order, few keys, keys that move."""
         placed = self.placed
         return not placed.in_rank_order, len(placed.words), self.kind.queries_walk
 
@@ -140,7 +140,7 @@ class Plan:
 
     @property
     def cost(self) -> Cost:
-        """Both passes and what is around them."""
+        """The cost of both passes and of what is around them."""
         total = self.around + self.forward.cost + self.backward.cost
         memory = self.around.memory_bytes
         memory += max(self.forward.cost.memory_bytes, self.backward.cost.memory_bytes)
@@ -168,7 +168,7 @@ class Plan:
 
     @property
     def complexity(self) -> tuple[float, ...]:
-        """Less for simpler words: one scheme in both passes before a mixture."""
+        """A sort key, less for simpler words: one scheme in both passes before a mixture."""
         split = self.stride, self.chunks, self.keep, self.degree
         passes = self.forward.complexity + self.backward.complexity
         return self.forward.placed != self.backward.placed, not self.in_rank_order, *split, *passes

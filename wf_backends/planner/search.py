@@ -107,7 +107,7 @@ def price_plan(
     stride: int = 1,
     chunks: int = 1,
 ) -> Plan:
-    """A plan of one's own choice with its cost."""
+    """The plan of these routes and this head split, with its cost."""
     split = HeadSplit(request.workload, request.topology, degree, stride, chunks)
     (there,) = _passes(request, split, FORWARD, [forward])
     (back,) = _passes(request, split, BACKWARDS[moves], [backward])
@@ -115,7 +115,7 @@ def price_plan(
 
 
 def price_again(request: Request, plan: Plan) -> Plan:
-    """A plan that was made for another request, with what it costs in this one."""
+    """The same plan with its cost in another request."""
     work, topology = request.workload, request.topology
     split = HeadSplit(work, topology, plan.degree, plan.stride, plan.chunks)
     there, back = (
