@@ -180,7 +180,7 @@ class JobMaker:
         """The linear after `linear`; None if it is of an expert that is not called yet."""
         expert, found = self._expert(linear), self._next.get(linear)
         if expert and (found is None or self._expert(found) != expert):
-            found = self._next.get((self._dense, self._experts))
+            found, expert = self._next.get((self._dense, self._experts)), ""
         known = found is not None and self._expert(found) in ("", expert)
         return found if known else None
 
