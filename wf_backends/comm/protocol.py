@@ -63,7 +63,10 @@ class Wait(NamedTuple):
     @property
     def where(self) -> str:
         """The label of the messages, and the pass that they belong to."""
-        return f"{self.label!r} ({self.now})" if self.now.number else f"{self.label!r}"
+        if not self.now.number:
+            return f"{self.label!r}"
+        later = self.label in CONTROL and self.now.way == "backward"  # of a batch, before a forward
+        return f"{self.label!r} ({'after ' * later}{self.now})"
 
     @property
     def tag(self) -> int:
