@@ -141,6 +141,7 @@ class _Tiles(ABC):
 
     def __init__(self, kernel: Kernel, scores: Scores, key_dim: int) -> None:
         self.kernel, self.scores, self.key_dim = kernel, scores, key_dim
+        self._anywhere = scores.slopes is scores.dropout is None  # positions do not matter
         self._buffers: tuple[Tensors, Tensors] = ((), ())
         self._views: dict[Ranges, tuple[Tensors, Tensors]] = {}
 
@@ -154,8 +155,6 @@ class _Tiles(ABC):
 
     def _scores(self, tile: Tile, q: Tensor) -> Scores:
         """The tile's, on q's device."""
-        if self.scores.slopes is self.scores.dropout is None:  # positions do not matter
-            return self.scores
         return self.scores.at(*(positions(one, q.device) for one in tile.positions))
 
     def _queries(
@@ -185,7 +184,8 @@ class ForwardTiles(_Tiles):
         """Compute a tile; see runner.ComputeTile."""
         (q,), place = self._queries(tile.rows, queries, to_queries)
         k, v = _keys_and_values(keys[0], tile, self.key_dim)
-        out, lse = self.kernel.forward(q, k, v, self._scores(tile, q), tile.band)
+        scores = self.scores if self._anywhere else self._scores(tile, q)
+        out, lse = self.kernel.forward(q, k, v, scores, tile.band)
         found = _rows_first(out), lse.permute(2, 0, 1)
         _combine(copy if tile.first_on_rows else _merge, place, to_queries, tile.rows, found)
 
@@ -214,7 +214,8 @@ class BackwardTiles(_Tiles):
         (q, dout, out, lse, delta), place = self._queries(tile.rows, queries, to_queries)
         k, v = _keys_and_values(keys[0], tile, self.key_dim)
         given = TileGrad(dout, q, k, v, out, lse, delta)
-        dq, dk, dv = self.kernel.backward(given, self._scores(tile, q), tile.band)
+        scores = self.scores if self._anywhere else self._scores(tile, q)
+        dq, dk, dv = self.kernel.backward(given, scores, tile.band)
         combine = copy if tile.first_on_rows else add
         _combine(combine, place, to_queries, tile.rows, (_rows_first(dq),))
         combine = copy if tile.first_on_keys else add

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import starmap
+from itertools import repeat, starmap
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -72,8 +72,7 @@ def add(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
 
 def empty_rows(num_rows: int, like: Tensors, dtypes: Dtypes | None = None) -> Tensors:
     """Buffers of so many rows whose values will be written, in their own dtypes or in these."""
-    dtypes = dtypes or tuple([x.dtype for x in like])
-    pairs = zip(like, dtypes, strict=True)
+    pairs = zip(like, dtypes or repeat(None), strict=False)
     return tuple([x.new_empty((num_rows, *x.shape[1:]), dtype=dtype) for x, dtype in pairs])
 
 
@@ -156,13 +155,13 @@ class Messages:
 
         A parcel to oneself is kept as it is.
         """
-        peer, packed = parcel.peer, [pack(buffer, parcel.rows) for buffer in buffers]
+        peer, rows = parcel.peer, parcel.rows
         if peer == self.comm.rank:
-            self.to_self.append(tuple(packed))
+            self.to_self.append(tuple([pack(buffer, rows) for buffer in buffers]))
             return
-        if dtypes is not None:
-            packed = [x.to(dtype) for x, dtype in zip(packed, dtypes, strict=True)]
-        self._sends += [(peer, x) for x in packed]
+        for buffer, dtype in zip(buffers, dtypes or repeat(None), strict=False):
+            packed = pack(buffer, rows)
+            self._sends.append((peer, packed if dtype is None else packed.to(dtype)))
 
     def receive(self, parcel: Parcel, buffers: Tensors) -> None:
         """Receive into the parcel's rows of the buffers."""
