@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 POLLS_AT_ONCE = 1000  # polls before the waiting rank lets others have the core
 PAUSE_S = 20e-6  # seconds between polls after that
-POLLS_OF_LIFE = 5000  # polls between looks whether the peer has ended, about half a second
+LOOK_S = 0.5  # seconds between looks whether the peer has ended: not by polls, a busy core has few
 ENDED = NOBODYS_TAG  # of the empty message that a rank sends as it ends
 What = tuple[str, str, int]  # label, kind of message, peer
 HOST_COPIES = "CUDA tensors go through host copies"
@@ -263,13 +263,16 @@ def wait_until(
     Raises:
         TimedOut: if the timeout passes.
     """
-    deadline, polls = time.monotonic() + timeout, 0
+    now = time.monotonic()
+    deadline, next_look, polls = now + timeout, now + LOOK_S, 0
     while not done():
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             raise TimedOut(f"{what} did not end within {timeout:g} s")
         polls += 1
         time.sleep(PAUSE_S if polls > POLLS_AT_ONCE else 0)
-        if polls % POLLS_OF_LIFE == 0:
+        if now > next_look:
+            next_look = now + LOOK_S
             look()
 
 
