@@ -118,7 +118,11 @@ class Compiled:
 
 
 class ChunkedForward:
-    """The forward of a chunked model: one compiled pass for each form of inputs."""
+    """The forward of a chunked model: one compiled pass for each form of inputs.
+
+    The graph has no modules: a linear is an operator on the weight that its module has at the call.
+    Whoever wants linears computed elsewhere (HeteGen) does it in the weight, not in a forward.
+    """
 
     def __init__(self, model: nn.Module, budget: Budget, plan: ChunkPlan | None) -> None:
         self._model = model
