@@ -74,12 +74,23 @@ def rows_first(rows: int, *heads: int, **options) -> Tensor:
 
 
 def compare(
-    kernel: Kernel, tile: tuple[int, int, Band], heads=(4, 2), scores=SCORES, **options
+    kernel: Kernel,
+    tile: tuple[int, int, Band],
+    heads=(4, 2),
+    scores=SCORES,
+    value_dim: int = 16,
+    **options,
 ) -> list[float]:
     """Relative errors of out, lse, dq, dk, dv against the reference kernel, with a row's lse."""
     rows, keys, band = tile
-    q, dout = (rows_first(rows, heads[0], 16, **options) * s for s in (1, -0.7))
-    k, v = (rows_first(keys, heads[1], 16, **options) * s for s in (0.9, 0.8))
+    widths = (16, value_dim)
+    q, dout = (
+        rows_first(rows, heads[0], d, **options) * s for d, s in zip(widths, (1, -0.7), strict=True)
+    )
+    k, v = (
+        rows_first(keys, heads[1], d, **options) * s
+        for d, s in zip(widths, (0.9, 0.8), strict=True)
+    )
     reference = ReferenceKernel()
     out, lse = kernel.forward(q, k, v, scores, band)
     expected_out, expected_lse = reference.forward(q, k, v, scores, band)
@@ -103,6 +114,13 @@ EMULATED = ["flash-attn 2", "flash-attn 3", "torch"]
 @pytest.mark.parametrize("emulated", EMULATED, indirect=True)
 def test_what_is_said_to_flash_attention(emulated, tile, heads):
     assert max(compare(emulated, tile, heads)) < 1e-5
+
+
+@pytest.mark.parametrize("value_dim", (8, 24))
+@pytest.mark.parametrize("emulated", EMULATED, indirect=True)
+def test_values_of_another_width_are_filled_up_for_libraries_that_know_one(emulated, value_dim):
+    for tile in TILES[:4]:
+        assert max(compare(emulated, tile, value_dim=value_dim)) < 1e-5
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
