@@ -113,7 +113,7 @@ class Attention:
         query, key, value = (_as_autocast(x) for x in (query, key, value))
         # GPT-2 of transformers 4 says is_causal=False of a causal layer for one row or any mask.
         inferred = attention_mask is not None or query.shape[2] == 1
-        causal = _is_causal(module, None if inferred else is_causal)
+        causal = _is_causal(module, is_causal if is_causal or not inferred else None)
         window = _window(module, sliding_window, causal)
         out = self._attend(
             module,
