@@ -27,6 +27,7 @@ from wf_transformers.draws import RankDraws, draws_in_training
 from wf_transformers.experts import RouterLoss, has_router_loss
 from wf_transformers.families import REFUSED, changes, changes_around, unasking
 from wf_transformers.handle import Handle
+from wf_transformers.masks import refuse_slices
 from wf_transformers.media import language_model, take_media
 from wf_transformers.mixing import has_mixers, spread_mixers
 from wf_transformers.models import asks_registry, inner_models, refuse_unspreadable, tell_windows
@@ -204,6 +205,7 @@ def scope_documents(
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Words) -> tuple[Any, Words]:
         attention.documents.push(kwargs.get("cu_seqlens"))  # before any error: `leave` always runs
         attention.asked = False
+        refuse_slices(kwargs)
         return args, change(args, kwargs)
 
     def check_asked(*_: Any) -> None:

@@ -15,7 +15,7 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_transformers.calls import ON_ONE_PROCESS
 from wf_transformers.documents import Documents
-from wf_transformers.masks import MaskCheck, padding_of
+from wf_transformers.masks import MaskCheck, padding_of, refuse_slices
 from wf_transformers.models import refuse_varying_rope
 
 # Keyword arguments of models that change attention in a way that no kernel of ours knows.
@@ -27,7 +27,6 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "position_bias": "an attention bias",
         "encoder_hidden_states": "cross attention",
         "past_key_value": "a KV cache",
-        "q_ranges": "a mask in slices (q_ranges): sp.attention takes it, this layer's door not",
     }
 )
 
@@ -226,6 +225,7 @@ def refuse_words(layer: str, words: Mapping[str, Any]) -> None:
 def _refuse(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
     layer, config = type(module).__name__, getattr(module, "config", None)
     refuse_words(layer, kwargs)
+    refuse_slices(kwargs)
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError(
             "cu_seq_lens_q are of no use here: pass cu_seqlens, global and as host integers"

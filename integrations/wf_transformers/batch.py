@@ -15,7 +15,7 @@ from wf_transformers.attach import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.experts import COUNTED, has_router_loss
 from wf_transformers.families import builds_masks
-from wf_transformers.masks import silent_mask
+from wf_transformers.masks import refuse_slices, silent_mask
 from wf_transformers.mixing import refuse_unspread
 from wf_transformers.models import outermost, refuse_unspreadable
 from wf_transformers.own_loss import refuse_own_loss
@@ -42,9 +42,11 @@ def forward_kwargs(
 
     Raises:
         ValueError: if the documents would get lost on the way, or padding would be seen.
-        NotImplementedError: for a model that cannot be spread (see `refuse_unspreadable`), and
-            with `num_valid` for one whose loss is not plain cross entropy.
+        NotImplementedError: for a mask in slices, a model that cannot be spread (see
+            `refuse_unspreadable`), and with `num_valid` for one whose loss is not plain cross
+            entropy.
     """
+    refuse_slices(local_batch)
     model = _unwrap(model)
     if any(stacks_of(one) for one in outermost(model)):
         raise ValueError(

@@ -75,6 +75,20 @@ def test_local_padding_masks(family: str, padding: list[int]) -> None:
     with_model(family, refuses(ValueError, "hides more than causal attention", **words))
 
 
+@pytest.mark.parametrize("apply", (False, True))
+def test_masks_in_slices(apply: bool) -> None:
+    words: dict[str, Any] = {"q_ranges": [(0, 8)], "k_ranges": [(0, 8)]}
+    words["attn_mask_types"] = ["causal"]
+    message = "q_ranges: a mask in slices does not reach"
+    with_model("llama", refuses(NotImplementedError, message, **words), apply=apply)
+
+    def fn(model: Any) -> None:
+        with pytest.raises(NotImplementedError, match=message):
+            wf_transformers.forward_kwargs(model, {"input_ids": IDS, **words})
+
+    with_model("llama", fn, apply=apply)
+
+
 def test_local_padding_masks_of_full_attention() -> None:
     def fn(model: Any) -> None:
         with pytest.raises(ValueError, match="hides more than full attention"):
