@@ -146,8 +146,8 @@ class SequenceParallel(Sharding):
             usual = usual and softcap == dropout_p == 0
             softmax = plain_softmax(q.shape[-1]) if usual else make_softmax(q, *options)
             slices = q_ranges, k_ranges, attn_mask_types
-            told = any(words is not None for words in (cu_seqlens, *slices))
-            if window_size == (-1, -1) and not told:
+            plain = cu_seqlens is q_ranges is k_ranges is attn_mask_types is None
+            if plain and window_size == (-1, -1):
                 mask = PLAIN[bool(causal)]
             else:
                 mask = make_mask(causal, window_size, cu_seqlens, seqlen, *slices)
