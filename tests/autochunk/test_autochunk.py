@@ -93,6 +93,20 @@ def test_a_model_that_fits_runs_as_it_is() -> None:
     assert "nothing is sliced" in chunked.explain()
 
 
+def test_a_budget_that_the_graph_keeps_without_regions_is_kept() -> None:
+    """Eager Python holds `first` to the end, the graph does not."""
+
+    class Chain(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            first = x * 2
+            second = first + 1
+            return second * 3
+
+    x = torch.randn(256, 256)
+    chunked = autochunk(Chain().eval(), (x,), max_memory=0.8, max_slowdown=ANY)
+    assert measured_peak(chunked, {"x": x}) <= 0.8 * chunked.plan.peak_before
+
+
 def test_class_state_and_hooks_are_shared_and_the_model_is_unchanged() -> None:
     model, kwargs = model_and_inputs("gpt2", "eager")
     before = dict(model.__dict__)

@@ -142,7 +142,9 @@ class ChunkedForward:
         if compiled is None or weights is None:  # a new form of inputs, or a model that was cast
             compiled = self.prepare(chunked, args, kwargs)
             weights = compiled.captured.read_weights()
-        if not compiled.plan.regions:
+        if (
+            compiled.plan.peak == compiled.plan.peak_before
+        ):  # without regions the graph may need less
             return self._model.forward(*args, **kwargs)
         assert weights is not None
         return compiled(weights, args, kwargs)
