@@ -49,7 +49,7 @@ def connect(
         model: a Hugging Face model, or a module around one; see `wf_transformers.attach`.
         accelerator: the job's, under DDP or FSDP, or in one process.
         words: a SequenceParallelConfig, or its words; these may have "activation_checkpointing",
-            "autochunk" and "verify" among them.
+            "autochunk", "latents" and "verify" among them.
         whole_logits: whether a training call with labels gives the logits of the whole batch too,
             and not of this rank's tokens. (b, S, vocabulary) on every rank.
 
@@ -74,7 +74,7 @@ def connect(
         )
     sp = SequenceParallel(words, own_group(words.timeout))
     settle_at_exit()  # Trainers do not destroy the group that they started
-    attach = partial(attach_model, model, sp)
+    attach = run.attaching(model, partial(attach_model, model, sp))
 
     def compared() -> Handle:
         handle = attach()

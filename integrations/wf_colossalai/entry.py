@@ -81,6 +81,7 @@ def apply(
         if stages is None
         else partial(attach_whole, model, sp, stages)
     )
+    make = run.attaching(model, make)
     verify(model, sp, make, run.verify, whole_batches=True)
     handle, _ = attach_by(run, model, sp, make)
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)

@@ -117,7 +117,7 @@ class WallFacerPolicy(Policy):
         self._sp, self._run = self._read()
         model = self.native.model
         assert model is not None, "set_model comes first"
-        attached = partial(attach, model, self._sp, self.table)
+        attached = self._run.attaching(model, partial(attach, model, self._sp, self.table))
         verify(model, self._sp, attached, self._run.verify, whole_batches=True)
         return self.native.preprocess()
 
@@ -143,6 +143,7 @@ class WallFacerPolicy(Policy):
         split = self._config.enable_tensor_parallelism and self._config.parallel_output
         group = self._config.tensor_parallel_process_group if split else None
         make = partial(attach, self.model, self._sp, self.table, group)
+        make = self._run.attaching(self.model, make)
         self.handle, _ = attach_by(self._run, self.model, self._sp, make)
         if isinstance(self._given, Handle):
             self._given.undo.push(self.handle.undo)

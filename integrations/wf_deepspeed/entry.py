@@ -99,8 +99,10 @@ def _attach(
     """The model's handle, and its modules that are computed by tiles."""
     stages = block.dsp
 
-    def attach() -> Handle:
+    def plain() -> Handle:
         return attach_stages(model, sp, stages) if stages else attach_model(model, sp)
+
+    attach = block.model.attaching(model, plain)
 
     def compared() -> Handle:
         handle = attach()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any
 
 import transformers
@@ -25,12 +26,18 @@ from wf_transformers.calls import (
 )
 from wf_transformers.draws import RankDraws, draws_in_training
 from wf_transformers.experts import RouterLoss, has_router_loss
-from wf_transformers.families import REFUSED, changes, changes_around, unasking
+from wf_transformers.families import LATENTS, REFUSED, changes, changes_around, unasking
 from wf_transformers.handle import Handle
 from wf_transformers.masks import refuse_slices
 from wf_transformers.media import language_model, take_media
 from wf_transformers.mixing import has_mixers, spread_mixers
-from wf_transformers.models import asks_registry, inner_models, refuse_unspreadable, tell_windows
+from wf_transformers.models import (
+    asks_registry,
+    inner_models,
+    own_class,
+    refuse_unspreadable,
+    tell_windows,
+)
 from wf_transformers.positions import tell_positions
 from wf_transformers.registry import free_name, register, registered_for
 from wf_transformers.stacks import cut_stacks, shard_between, stacks_of
@@ -131,6 +138,25 @@ def _take_over(model: nn.Module, handle: Handle) -> None:
                 handle.set(module, name, value)
     for module, name, value in changes_around(model):
         handle.set(module, name, value)
+
+
+def take_latents(model: nn.Module, handle: Handle) -> None:
+    """Have an attached model's layers of multi-head latent attention send their latents.
+
+    Raises:
+        ValueError: for a model without such layers, or whose attention is not over the ranks.
+    """
+    layers = [module for module in model.modules() if own_class(module).__name__ in LATENTS]
+    if not layers:
+        raise ValueError(
+            f'"latents": true is for models with {" or ".join(LATENTS)} of transformers, and '
+            f"{type(model).__name__} has none: leave it out"
+        )
+    if not handle.attention.name:
+        raise ValueError('"latents": true is for attention over the ranks, and not beside "dsp"')
+    for module in layers:
+        handle.set(module, "wallfacer", handle.attention)
+        handle.set(module, "forward", MethodType(LATENTS[own_class(module).__name__], module))
 
 
 def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:

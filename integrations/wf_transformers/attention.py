@@ -74,6 +74,7 @@ class Attention:
         softcap: float | None = None,
         s_aux: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        kv_up: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Exact attention of this rank's rows over the whole sequence.
@@ -89,6 +90,7 @@ class Attention:
             softcap: scores are softcap tanh(scores / softcap); None and 0 are none.
             s_aux: (h,) the heads' sinks.
             alibi_slopes: (h,) by which scores fall with the distance.
+            kv_up: key and value are latents, (b, 1, s, ...): see `SequenceParallel.attention`.
             kwargs: `cu_seqlens`, the borders of packed documents as host integers, global;
                 what changes nothing is ignored.
 
@@ -124,6 +126,7 @@ class Attention:
             softcap=softcap or 0.0,
             sinks=s_aux,
             alibi_slopes=alibi_slopes,
+            kv_up=kv_up,
             dropout_p=dropout if self.drops else 0.0,
         )
         return out, None

@@ -25,7 +25,7 @@ from wf_transformers.models import outermost, refuse_mixing, refuse_virtual_toke
 from wf_transformers.registry import registered_for
 from wf_transformers.verify import VERIFY, Mode
 from wf_transformers.verify import verify as compare
-from wf_transformers.words import ModelWords, attach_by
+from wf_transformers.words import LATENTS, ModelWords, attach_by
 
 
 def attach(
@@ -33,6 +33,7 @@ def attach(
     sp: SequenceParallel,
     activation_checkpointing: Mapping[str, Any] | None = None,
     verify: Mode = True,
+    latents: bool = False,
 ) -> Handle:
     """Let `model` attend over the ranks of `sp`.
 
@@ -45,18 +46,20 @@ def attach(
             host's memory; with false on the device. None: the model stays as it is.
         verify: whether the model on the ranks is first compared with the model alone, on a short
             drawn batch; "strict": a model that cannot be compared is refused. See `verify`.
+        latents: whether layers of multi-head latent attention (DeepSeek-V3's) send their latents in
+            place of keys and values; see `SequenceParallel.attention`, kv_up.
 
     Raises:
         ValueError: if nothing in the model can attend over ranks, and there are several; for a
-            wrong word.
+            wrong word; for latents of a model without such layers.
         NotImplementedError: for a Hugging Face model that cannot be spread over several, one that
             gives something else there than alone, or a model whose layers cannot be checkpointed.
     """
-    words: dict[str, Any] = {VERIFY: verify}
+    words: dict[str, Any] = {VERIFY: verify, LATENTS: latents}
     if activation_checkpointing is not None:
         words[CHECKPOINTING] = activation_checkpointing
     _, read = ModelWords.split(words)
-    make = partial(attach_model, model, sp)
+    make = read.attaching(model, partial(attach_model, model, sp))
     compare(model, sp, make, verify)
     return attach_by(read, model, sp, make)[0]
 

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from wf_transformers.attention import Attention, Window
-from wf_transformers.forwards import bloom, by_torch, falcon, file_of, method_attn, modernbert, mpt
+from wf_transformers.forwards import (
+    bloom,
+    by_torch,
+    deepseek,
+    falcon,
+    file_of,
+    method_attn,
+    modernbert,
+    mpt,
+)
 from wf_transformers.models import REGISTRY, own_class
 from wf_transformers.stacks import stacks_of
 
@@ -182,6 +191,10 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     }
 )
 """Attention modules that cannot be ours, and why."""
+
+LATENTS: Mapping[str, Callable[..., Any]] = MappingProxyType({"DeepseekV3Attention": deepseek})
+"""Attention modules that may send latents in place of keys and values, and the forward that does.
+They ask the registry: without `"latents": true` their own forward runs."""
 
 BUILDS_MASKS = frozenset({"MptModel"})
 """Models that take no mask but (b, s)."""

@@ -11,7 +11,8 @@ import inspect
 import sys
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -164,3 +165,60 @@ def mpt(
     )
     cache = () if "past_key_values" in words else (None,)  # transformers 5 gives none back
     return self.out_proj(out.flatten(2)), None, *cache
+
+
+def deepseek(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_value: Any = None,
+    past_key_values: Any = None,  # transformers 5's name
+    **words: Any,
+) -> tuple[Tensor, None]:
+    """DeepseekV3Attention.forward whose latents are sent, not keys and values: (b, s, width)."""
+    if self.q_lora_rank is None:
+        query = self.q_proj(hidden_states)
+    else:
+        query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
+    sizes = self.kv_lora_rank, self.qk_rope_head_dim
+    latents, shared = self.kv_a_proj_with_mqa(hidden_states).split(sizes, -1)
+    latents, shared = self.kv_a_layernorm(latents).unsqueeze(1), shared.unsqueeze(1)
+    query = query.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
+    own, turned = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
+    kind = "_interleave" if self.config.rope_interleave else ""
+    rotate = getattr(file_of(self), f"apply_rotary_pos_emb{kind}")
+    turned, shared = rotate(turned, shared, *position_embeddings)
+    cache = past_key_values if past_key_value is None else past_key_value
+    if cache is not None:
+        latents, shared = cache.update(latents, shared, self.layer_idx)
+    out, _ = self.wallfacer(
+        self,
+        torch.cat((own, turned), -1),
+        shared,
+        latents,
+        attention_mask,
+        self.attention_dropout if self.training else 0.0,
+        self.scaling,
+        kv_up=_weight(self.kv_b_proj, latents).unflatten(0, (query.shape[1], -1)),
+        **words,
+    )
+    return self.o_proj(out.flatten(2)), None
+
+
+def _weight(linear: nn.Module, like: Tensor) -> Tensor:
+    """(out, in) of a linear without bias, of what is in it (LoRA) and gathers it (ZeRO 3), too.
+
+    It is what it makes of the identity: in five dimensions, which no module's tokens have, so that
+    verify takes its rows for none.
+
+    Raises:
+        NotImplementedError: for dropout in it, which falls on tokens, and there are none.
+    """
+    if any(isinstance(m, nn.Dropout) and m.p for m in linear.modules()):
+        raise NotImplementedError(
+            f'"latents": true needs a kv_b_proj without dropout, got {linear}: set lora_dropout=0, '
+            "or leave kv_b_proj out of the adapter's target_modules"
+        )
+    unit = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+    return linear(unit[None, None, None])[0, 0, 0].T

@@ -1,7 +1,7 @@
 """The words of a block that say how the model is run, beside those of SequenceParallelConfig.
 
 {"sequence_parallel_size": 4, "verify": true, "autochunk": {"max_memory": "8GB"},
- "activation_checkpointing": {"offload": true}}
+ "activation_checkpointing": {"offload": true}, "latents": true}
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 from torch import nn
 
 from wf_backends import SequenceParallel
+from wf_transformers.attach import take_latents
 from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing, checkpoint_activations
 from wf_transformers.handle import Handle
 from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 from wf_transformers.verify import VERIFY, Mode, check_mode
 
-MODEL_WORDS = (CHECKPOINTING, AUTOCHUNK, VERIFY)
+LATENTS = "latents"
+MODEL_WORDS = (CHECKPOINTING, AUTOCHUNK, VERIFY, LATENTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class ModelWords:
     """What a rank's activations may need."""
     verify: Mode = True
     """Whether it is compared with itself on one rank, before it trains."""
+    latents: bool = False
+    """Whether latents of its attention travel in place of keys and values."""
 
     @classmethod
     def split(cls, words: Mapping[str, Any]) -> tuple[dict[str, Any], ModelWords]:
@@ -42,11 +46,29 @@ class ModelWords:
         others = {key: value for key, value in words.items() if key not in MODEL_WORDS}
         mode = words.get(VERIFY, True)
         check_mode(mode)
+        latents = words.get(LATENTS, False)
+        if not isinstance(latents, bool):
+            raise ValueError(f'"{LATENTS}" must be true or false, got {latents!r}')
         return others, cls(
             Checkpointing.from_words(words[CHECKPOINTING]) if CHECKPOINTING in words else None,
             TrainingBudget.from_words(words[AUTOCHUNK]) if AUTOCHUNK in words else None,
             mode,
+            latents,
         )
+
+    def attaching(self, model: nn.Module, attach: Callable[[], Handle]) -> Callable[[], Handle]:
+        """What attaches `model` as `attach` does, and has its latents travel if they are to.
+
+        Its handle's model gives what it gives alone, so it is what `verify` compares.
+        """
+
+        def attached() -> Handle:
+            handle = attach()
+            with handle.removed_on_error():
+                take_latents(model, handle)
+            return handle
+
+        return attached if self.latents else attach
 
 
 def attach_by(
@@ -60,7 +82,7 @@ def attach_by(
 
     Args:
         model: as it is before it is attached.
-        attach: attaches it.
+        attach: attaches it: what `words.attaching` gives.
         labelled: as that of `plan_tiles`.
 
     Returns:
