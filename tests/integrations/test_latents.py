@@ -135,3 +135,32 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         pytest.raises(NotImplementedError, match="kv_b_proj without dropout"),
     ):
         model(batch()["input_ids"])
+
+
+def test_lora_on_the_projection() -> None:
+    """Its gradients are those of keys and values that travel."""
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        model: Any = build(DEEPSEEK)
+        words = peft.LoraConfig(target_modules=["kv_b_proj"], r=4, init_lora_weights=False)
+        return peft.get_peft_model(model, words).double()
+
+    state, found = adapted().state_dict(), []
+    for latents in (True, False):
+        models = [adapted() for _ in range(2)]
+
+        def rank(comm: Any, models: list[Any] = models, latents: bool = latents) -> Any:
+            sp, model = sequence_parallel(comm), models[comm.rank]
+            model.load_state_dict(state)
+            with wf_transformers.attach(model, sp, verify=False, latents=latents), Doubles():
+                local = sp.shard_batch(batch())
+                logits = model(**wf_transformers.forward_kwargs(model, local)).logits
+                sp.loss(logits, local["labels"]).backward()
+            return gradients(model)
+
+        found.append(run_threads(2, rank))
+    ours, theirs = found
+    assert any("kv_b_proj.lora_A" in name for name in theirs[0])
+    for name in theirs[0]:
+        assert_close(sum(one[name] for one in ours), sum(one[name] for one in theirs), name)
