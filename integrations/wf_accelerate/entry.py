@@ -24,7 +24,7 @@ from wf_transformers import (
     temporarily_replace,
     verify,
 )
-from wf_transformers.fused import has_fused_head
+from wf_transformers.whole_batches.fused import has_fused_head
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -17,8 +17,8 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_backends.parallel import count_valid
 from wf_colossalai.sequence import plain
 from wf_transformers import Handle, WholeBatchHooks
-from wf_transformers.hooks import Call
-from wf_transformers.own_loss import own_loss
+from wf_transformers.whole_batches.hooks import Call
+from wf_transformers.whole_batches.own_loss import own_loss
 
 BATCH_KEYS = (
     "input_ids",

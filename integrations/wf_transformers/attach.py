@@ -25,12 +25,13 @@ from wf_transformers.calls import (
     takes_any_keyword,
 )
 from wf_transformers.draws import RankDraws, draws_in_training
-from wf_transformers.experts import RouterLoss, has_router_loss
-from wf_transformers.families import LATENTS, REFUSED, changes, changes_around, unasking
+from wf_transformers.families.experts import RouterLoss, has_router_loss
+from wf_transformers.families.media import language_model, take_media
+from wf_transformers.families.mixing import has_mixers, spread_mixers
+from wf_transformers.families.stacks import cut_stacks, shard_between, stacks_of
+from wf_transformers.families.table import LATENTS, REFUSED, changes, changes_around, unasking
 from wf_transformers.handle import Handle
 from wf_transformers.masks import refuse_slices
-from wf_transformers.media import language_model, take_media
-from wf_transformers.mixing import has_mixers, spread_mixers
 from wf_transformers.models import (
     asks_registry,
     inner_models,
@@ -40,7 +41,6 @@ from wf_transformers.models import (
 )
 from wf_transformers.positions import tell_positions
 from wf_transformers.registry import free_name, register, registered_for
-from wf_transformers.stacks import cut_stacks, shard_between, stacks_of
 
 Words = dict[str, Any]
 

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from wf_backends.parallel import at_least_one
 from wf_transformers.attach import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword
-from wf_transformers.experts import COUNTED, has_router_loss
-from wf_transformers.families import builds_masks
+from wf_transformers.families.experts import COUNTED, has_router_loss
+from wf_transformers.families.mixing import refuse_unspread
+from wf_transformers.families.stacks import stacks_of
+from wf_transformers.families.table import builds_masks
 from wf_transformers.masks import refuse_slices, silent_mask
-from wf_transformers.mixing import refuse_unspread
 from wf_transformers.models import outermost, refuse_unspreadable
-from wf_transformers.own_loss import refuse_own_loss
 from wf_transformers.registry import registered_for
-from wf_transformers.stacks import stacks_of
+from wf_transformers.whole_batches.own_loss import refuse_own_loss
 
 # From 4.53 on, layers keep all keyword arguments when they are recomputed.
 LAYERS_KEEP_KEYWORDS = find_spec("transformers.modeling_layers") is not None

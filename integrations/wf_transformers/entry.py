@@ -19,12 +19,12 @@ from wf_transformers.attach import (
 )
 from wf_transformers.attention import Attention
 from wf_transformers.checkpoints import CHECKPOINTING
-from wf_transformers.families import unasking
+from wf_transformers.comparison.verify import VERIFY, Mode
+from wf_transformers.comparison.verify import verify as compare
+from wf_transformers.families.table import unasking
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, refuse_mixing, refuse_virtual_tokens
 from wf_transformers.registry import registered_for
-from wf_transformers.verify import VERIFY, Mode
-from wf_transformers.verify import verify as compare
 from wf_transformers.words import LATENTS, ModelWords, attach_by
 
 
@@ -97,7 +97,7 @@ connect = connect_any = attach
 def apply(model: PreTrainedModel, sp: SequenceParallel) -> Handle:
     """Make `model(..., cu_seqlens=...)` reach every attention layer of this model instance.
 
-    Has the attention modules that ask no registry (`wf_transformers/families.py`) call ours
+    Has the attention modules that ask no registry (`wf_transformers/families/table.py`) call ours
     (parameters and state dict stay), and for a ViT shards the embedded patches
     and brings the rows together again before the last norm, on every rank.
 

@@ -14,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from wf_backends.dsp import RECEIVER
-from wf_transformers.mixers import mixer_of
+from wf_transformers.families.mixers import mixer_of
 
 Head = Literal["causal", "masked", "other"]
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # what files whose attention asks the registry import

@@ -12,7 +12,7 @@ from transformers.models.bert import modeling_bert
 
 from wf_backends import SequenceParallel
 from wf_transformers.attention import Attention
-from wf_transformers.families import changes
+from wf_transformers.families.table import changes
 from wf_transformers.handle import Handle
 
 # BERT's own registry, of modules: in versions of transformers whose BERT asks no other.

@@ -15,9 +15,9 @@ from torch import nn
 from wf_backends import SequenceParallel
 from wf_transformers.attach import take_latents
 from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing, checkpoint_activations
+from wf_transformers.comparison.verify import VERIFY, Mode, check_mode
 from wf_transformers.handle import Handle
 from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
-from wf_transformers.verify import VERIFY, Mode, check_mode
 
 LATENTS = "latents"
 MODEL_WORDS = (CHECKPOINTING, AUTOCHUNK, VERIFY, LATENTS)

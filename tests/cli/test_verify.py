@@ -21,7 +21,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an installed WallFacer registers it."""
-    value = "wf_transformers.verify_folder:verify_folder"
+    value = "wf_transformers.comparison.folder:verify_folder"
     point = EntryPoint("transformers", value, command.VERIFIERS)
     monkeypatch.setattr(readers, "entry_points", lambda group: [point])
 

@@ -14,9 +14,10 @@ import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import FAMILIES, assert_equal, batch, build  # noqa: E402
 from tests.integrations.transformers_models import sequence_parallel  # noqa: E402
-from wf_transformers import families, positions  # noqa: E402
-from wf_transformers.families import TABLE  # noqa: E402
-from wf_transformers.verify import Report  # noqa: E402
+from wf_transformers import positions  # noqa: E402
+from wf_transformers.comparison.verify import Report  # noqa: E402
+from wf_transformers.families import table  # noqa: E402
+from wf_transformers.families.table import TABLE  # noqa: E402
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -33,7 +34,7 @@ def test_verify_passes(name: str) -> None:
 def test_verify_finds_a_row_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """GPT-Neo without its windows, and RoBERTa whose positions are not its own."""
     windowless = replace(TABLE["GPTNeoSelfAttention"], window=lambda _: None)
-    monkeypatch.setattr(families, "TABLE", {**TABLE, "GPTNeoSelfAttention": windowless})
+    monkeypatch.setattr(table, "TABLE", {**TABLE, "GPTNeoSelfAttention": windowless})
     monkeypatch.setattr(positions, "CHANGES", ())
     for name in ("gpt_neo", "roberta"):
         with pytest.raises(NotImplementedError, match="does not give what it gives on one"):

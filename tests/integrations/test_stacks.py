@@ -25,8 +25,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
     gradients,
     sequence_parallel,
 )
-from wf_transformers import families  # noqa: E402
-from wf_transformers.families import TABLE, asks  # noqa: E402
+from wf_transformers.families import table  # noqa: E402
+from wf_transformers.families.table import TABLE, asks  # noqa: E402
 
 HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
 SIZES = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": VOCAB}
@@ -178,7 +178,7 @@ def test_verify_passes(name: str) -> None:
 def test_verify_finds_a_row_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text tower whose attention sees later tokens."""
     causeless = replace(TABLE["CLIPAttention"], attributes=lambda _: {"is_causal": False})
-    monkeypatch.setattr(families, "TABLE", {**TABLE, "CLIPAttention": causeless})
+    monkeypatch.setattr(table, "TABLE", {**TABLE, "CLIPAttention": causeless})
     with pytest.raises((NotImplementedError, ValueError), match="CLIPModel"):
         verified("clip")
 

@@ -25,8 +25,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_backends import SequenceParallel  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach, attach_pretrained, verify  # noqa: E402
+from wf_transformers.comparison.verify import Mode, Report  # noqa: E402
 from wf_transformers.documents import Documents  # noqa: E402
-from wf_transformers.verify import Mode, Report  # noqa: E402
 
 DIFFERS = "does not give what it gives on one"
 
@@ -210,7 +210,7 @@ def test_a_loss_of_the_models_own_that_is_replaced(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it would be if the hooks did not look for one."""
-    monkeypatch.setattr("wf_transformers.hooks.own_loss", lambda *_: None)
+    monkeypatch.setattr("wf_transformers.whole_batches.hooks.own_loss", lambda *_: None)
     with pytest.raises(NotImplementedError, match=f"{DIFFERS}: its loss is the first that differs"):
         found(make, whole=True)
 

@@ -24,14 +24,11 @@ from wf_backends.parallel import IGNORE_INDEX, count_valid, token_loss
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES
 from wf_transformers.draws import WholeNoise
-from wf_transformers.experts import asks_router_loss, has_router_loss
-from wf_transformers.fused import FUSED, fused_fields, own_words
+from wf_transformers.families.experts import asks_router_loss, has_router_loss
+from wf_transformers.families.stacks import scale_gradient, stacks_of
 from wf_transformers.handle import Handle, at_padding
-from wf_transformers.local_logits import LocalLogits
 from wf_transformers.models import Head, head_of, inner_models, outermost
-from wf_transformers.own_loss import INPUTS, no_head, output_embeddings, own_loss
-from wf_transformers.stacks import scale_gradient, stacks_of
-from wf_transformers.whole_batch import (
+from wf_transformers.whole_batches.arguments import (
     INSTEAD,
     is_by_token,
     keep_padding_in_range,
@@ -43,6 +40,9 @@ from wf_transformers.whole_batch import (
     unknown_labels,
     with_documents,
 )
+from wf_transformers.whole_batches.fused import FUSED, fused_fields, own_words
+from wf_transformers.whole_batches.local_logits import LocalLogits
+from wf_transformers.whole_batches.own_loss import INPUTS, no_head, output_embeddings, own_loss
 
 WHOLE_LOGITS = "whole_logits"
 LOG = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from wf_backends.parallel import GradientMean
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import has_tokens, parameter_names, takes_any_keyword
+from wf_transformers.comparison.rows import Rows, error_between, named_tensors
+from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
-from wf_transformers.rows import Rows, error_between, named_tensors
-from wf_transformers.stacks import stacks_of
 
 TOLERANCE = 1e-4  # of the largest element, in float32 and wider
 NARROW_TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from wf_transformers.hooks import WHOLE_LOGITS, WholeBatchHooks
+from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
 
 
 def loss_only(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

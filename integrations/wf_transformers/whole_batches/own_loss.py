@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
-from wf_transformers.fused import has_fused_head
 from wf_transformers.models import outermost
+from wf_transformers.whole_batches.fused import has_fused_head
 
 PLAIN_LOSSES = (ForCausalLMLoss, ForMaskedLMLoss)
 PLAIN_FORWARDS = ("transformers.", "peft.", "colossalai.")

@@ -15,10 +15,10 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator, run_threads
+from wf_transformers.comparison.verify import Report, verify
 from wf_transformers.entry import attach_model
 from wf_transformers.handle import Handle
-from wf_transformers.hooks import WholeBatchHooks
-from wf_transformers.verify import Report, verify
+from wf_transformers.whole_batches.hooks import WholeBatchHooks
 
 WEIGHTS = ("*.safetensors", "*.bin")
 TIMEOUT = 3600.0  # seconds

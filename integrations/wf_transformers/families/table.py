@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from wf_transformers.attention import Attention, Window
-from wf_transformers.forwards import (
+from wf_transformers.families.forwards import (
     bloom,
     by_torch,
     deepseek,
@@ -29,8 +29,8 @@ from wf_transformers.forwards import (
     modernbert,
     mpt,
 )
+from wf_transformers.families.stacks import stacks_of
 from wf_transformers.models import REGISTRY, own_class
-from wf_transformers.stacks import stacks_of
 
 
 def _no_window(_: Any) -> Window:

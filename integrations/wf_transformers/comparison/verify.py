@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from wf_backends import SequenceParallel
 from wf_backends.comm import fingerprint, gather_small
 from wf_backends.schedule import LAYOUTS
-from wf_transformers.comparison import TOLERANCE, Comparison, Gather
-from wf_transformers.drawn import FixedDraws, drawn_batch
+from wf_transformers.comparison.drawn import FixedDraws, drawn_batch
+from wf_transformers.comparison.runs import TOLERANCE, Comparison, Gather
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
 from wf_transformers.registry import registered_for

@@ -23,8 +23,8 @@ from wf_backends.parallel import ChannelExchange
 from wf_transformers.attention import Attention
 from wf_transformers.calls import ON_ONE_PROCESS
 from wf_transformers.documents import Borders
+from wf_transformers.families.mixers import Mixer, Share, mixer_of
 from wf_transformers.handle import Handle
-from wf_transformers.mixers import Mixer, Share, mixer_of
 
 CACHES = ("cache_params", "past_key_value", "past_key_values")
 
