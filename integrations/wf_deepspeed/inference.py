@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from torch import nn
 
@@ -43,38 +44,86 @@ class InferenceEngine:
 
 
 def init_inference(
-    model: nn.Module, config: Mapping[str, Any] | str | Path, device: Any = None
-) -> InferenceEngine:
-    """Split a model's weights over the accelerator and the host, as the configuration says.
+    model: nn.Module,
+    config: Mapping[str, Any] | str | Path | None = None,
+    device: Any = None,
+    **options: Any,
+) -> Any:
+    """Take what `deepspeed.init_inference` takes, with the "wallfacer" block understood.
 
         {"wallfacer": {"hetegen": {"max_memory": {"0": "20GB", "cpu": "100GB"}, "alpha": "auto",
                                    "pin_memory": true, "prefetch": 1},
                        "autochunk": {"max_memory": "2GB", "max_slowdown": 0.5, "seqlen": 8192}}}
 
     With "autochunk" the activations of a prompt run in slices, planned for "seqlen" tokens, else
-    for the "prompt" of "hetegen"; prompts of another length are planned when they come.
+    for the longest that the model has positions for, or for the "prompt" of "hetegen"; prompts of
+    another length are planned when they come. With "hetegen" the weights are split over the
+    accelerator and the host, and no engine of DeepSpeed's is made. Without the block this is
+    deepspeed.init_inference.
 
     Args:
-        model: on the CPU.
+        model: in evaluation mode; with "hetegen" on the CPU.
         config: a dict or a JSON file.
-        device: where it runs; the accelerator that torch finds if not given.
+        device: of "hetegen": where it runs; the accelerator that torch finds if not given.
+        options: DeepSpeed's.
+
+    Returns:
+        DeepSpeed's engine, with "hetegen" an `InferenceEngine`.
 
     Raises:
-        ValueError: for a block without "hetegen", a key that there is not, or as
+        ValueError: for a key that there is not, a value that cannot be meant, or as
             `wf_backends.hetegen.dispatch_model` and `wf_backends.autochunk.autochunk`.
-        NotImplementedError: for what else stands in the block.
+        NotImplementedError: for what else stands in the block, and for DeepSpeed's own options
+            beside "hetegen".
     """
+    config = {} if config is None else config
     given = load_config(config if isinstance(config, Mapping) else str(config))
-    block = given.get(KEY)
-    if not isinstance(block, Mapping) or not isinstance(block.get(HETEGEN), Mapping):
-        raise ValueError(f'config must have "{KEY}": {{"{HETEGEN}": {{...}}}}, got {block!r}')
+    theirs = {key: value for key, value in given.items() if key != KEY} | options
+    if KEY not in given:
+        if device is not None:
+            raise ValueError(f'device={device!r} is for "{KEY}.{HETEGEN}", which is not given')
+        return deepspeed.init_inference(model, theirs)
+    block, budget = _read(given[KEY])
+    if HETEGEN not in block:
+        engine = deepspeed.init_inference(model, theirs)
+        if budget is not None:
+            engine.module = _in_slices(engine.module, budget, 1, _longest(engine.module, budget))
+        return engine
+    if theirs:
+        raise NotImplementedError(
+            f'"{KEY}.{HETEGEN}" makes no engine of DeepSpeed\'s, which {list(theirs)} are for: '
+            "leave them out"
+        )
+    handle = _dispatch(model, block[HETEGEN], device)
+    if budget is None:
+        return InferenceEngine(model, handle)
+    try:
+        request = handle.plan.request
+        batch = request.decode_tokens
+        seqlen = budget.seqlen or request.prefill_tokens // batch
+        return InferenceEngine(_in_slices(model, budget, batch, seqlen), handle)
+    except BaseException:
+        handle.remove()
+        raise
+
+
+def _read(block: Any) -> tuple[Mapping[str, Any], TrainingBudget | None]:
+    """The block, and the budget that it says."""
+    if not isinstance(block, Mapping):
+        raise ValueError(f'"{KEY}" must be a block {{...}}, got {block!r}')
     others = [key for key in block if key not in (HETEGEN, AUTOCHUNK)]
     if others:
         raise NotImplementedError(
             f'"{KEY}" of init_inference takes "{HETEGEN}" and "{AUTOCHUNK}", got {others}'
         )
-    budget = ModelWords.split(block)[1].autochunk
-    words = dict(block[HETEGEN])
+    return block, ModelWords.split(block)[1].autochunk
+
+
+def _dispatch(model: nn.Module, given: Any, device: Any) -> Handle:
+    """The weights split as the words of "hetegen" say."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f'"{KEY}.{HETEGEN}" must be a block {{...}}, got {given!r}')
+    words = dict(given)
     for key in words:
         if key not in KEYS:
             raise ValueError(
@@ -83,21 +132,20 @@ def init_inference(
     memory = words.pop("max_memory", None)
     if not isinstance(memory, Mapping):
         raise ValueError(f'"{HETEGEN}" must have "max_memory": {{"0": "20GB"}}, got {memory!r}')
-    handle = dispatch_model(model, memory, device, **words)
-    if budget is None:
-        return InferenceEngine(model, handle)
-    try:
-        return InferenceEngine(_in_slices(model, budget, handle), handle)
-    except BaseException:
-        handle.remove()
-        raise
+    return dispatch_model(model, memory, device, **words)
 
 
-def _in_slices(model: nn.Module, budget: TrainingBudget, handle: Handle) -> nn.Module:
-    """The split model with the activations of a prompt in slices."""
-    request = handle.plan.request
-    batch = request.decode_tokens
-    sizes = batch, budget.seqlen or request.prefill_tokens // batch
-    ids = torch.zeros(sizes, dtype=torch.int64, device=next(model.parameters()).device)
+def _longest(model: nn.Module, budget: TrainingBudget) -> int:
+    config = getattr(model, "config", None)
+    seqlen = budget.seqlen or getattr(config, "max_position_embeddings", None)
+    if seqlen is None:
+        raise ValueError(f'"{AUTOCHUNK}.seqlen" must be given: the model has no longest sequence')
+    return seqlen
+
+
+def _in_slices(model: nn.Module, budget: TrainingBudget, batch: int, seqlen: int) -> nn.Module:
+    """The model with the activations of a prompt in slices."""
+    device = next(model.parameters()).device
+    ids = torch.zeros(batch, seqlen, dtype=torch.int64, device=device)
     words = {"input_ids": ids, "use_cache": False}
-    return autochunk(model, (), words, budget.max_memory, budget.max_slowdown)
+    return autochunk(model.eval(), (), words, budget.max_memory, budget.max_slowdown)

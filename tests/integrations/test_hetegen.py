@@ -92,8 +92,9 @@ def test_init_inference(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("block", "told"),
     [
-        ({}, 'config must have "wallfacer"'),
-        ({"wallfacer": {"enabled": True}}, 'config must have "wallfacer": {"hetegen"'),
+        ({}, 'device=.* is for "wallfacer.hetegen", which is not given'),
+        ({"wallfacer": {"hetegen": True}}, '"wallfacer.hetegen" must be a block'),
+        ({"wallfacer": True}, '"wallfacer" must be a block'),
         ({"wallfacer": {"hetegen": {"max_memori": {}}}}, "did you mean 'max_memory'"),
         ({"wallfacer": {"hetegen": {"alpha": 0.5}}}, 'must have "max_memory"'),
         ({"wallfacer": {"hetegen": {"max_memory": {"0": "a lot"}}}}, "'a lot'"),
@@ -113,6 +114,30 @@ def test_what_else_stands_in_the_block_is_refused() -> None:
     config = {"wallfacer": {"hetegen": {"max_memory": {"0": 1}}, "checkpointing": {}}}
     with pytest.raises(NotImplementedError, match=r"and \"autochunk\", got \['checkpointing'\]"):
         wf_deepspeed.init_inference(make_model("gpt2"), config)
+    config = {"wallfacer": {"hetegen": {"max_memory": {"0": 1}}}, "dtype": torch.float32}
+    with pytest.raises(
+        NotImplementedError, match="no engine of DeepSpeed.s, .*dtype"
+    ):
+        wf_deepspeed.init_inference(make_model("gpt2"), config)
+
+
+@pytest.mark.deepspeed
+def test_autochunk_in_deepspeeds_own_engine() -> None:
+    """Its signature, its engine, our slices: the same tokens within a budget."""
+    import deepspeed
+
+    import wf_deepspeed
+
+    model, ids = make_model("llama", "eager"), torch.arange(3, 51).unsqueeze(0)
+    words = WORDS | {"attention_mask": torch.ones_like(ids)}
+    expected = model.generate(ids, **words)  # type: ignore[operator]
+    plain = wf_deepspeed.init_inference(model, {"dtype": torch.float32})
+    assert isinstance(plain, deepspeed.InferenceEngine) and plain.module is model
+    block = {"autochunk": {"max_memory": 90_000, "max_slowdown": 100.0, "seqlen": 48}}
+    engine = wf_deepspeed.init_inference(model, {"wallfacer": block}, dtype=torch.float32)
+    assert isinstance(engine, deepspeed.InferenceEngine) and engine.module.plan.regions
+    assert engine.module.plan.peak <= 90_000 < engine.module.plan.peak_before
+    assert torch.equal(engine.generate(ids, **words), expected)
 
 
 @pytest.mark.deepspeed
