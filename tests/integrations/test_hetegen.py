@@ -115,9 +115,7 @@ def test_what_else_stands_in_the_block_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"and \"autochunk\", got \['checkpointing'\]"):
         wf_deepspeed.init_inference(make_model("gpt2"), config)
     config = {"wallfacer": {"hetegen": {"max_memory": {"0": 1}}}, "dtype": torch.float32}
-    with pytest.raises(
-        NotImplementedError, match="no engine of DeepSpeed.s, .*dtype"
-    ):
+    with pytest.raises(NotImplementedError, match="no engine of DeepSpeed.s, .*dtype"):
         wf_deepspeed.init_inference(make_model("gpt2"), config)
 
 

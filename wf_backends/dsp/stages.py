@@ -219,7 +219,7 @@ class LayoutTracker:
         if got != wanted:
             raise ValueError(
                 f"{name!r} got a hidden state with {got}, but sharded along {sharding.name!r} it "
-                f"has {wanted} on rank {self.dsp.rank}"
+                f"has {wanted} on {self.dsp.comm.me}"
             )
         return Sharded(x, self.stages.dims[sharding.name], sizes)
 

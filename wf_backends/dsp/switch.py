@@ -127,7 +127,7 @@ class DynamicSequenceParallel:
             )
         if len(x.sizes) != self.size or x.tensor.shape[dim] != x.sizes[self.rank]:
             raise ValueError(
-                f"the shard of rank {self.rank} of {self.size} must have the size that {x.sizes} "
+                f"the shard of {self.comm.me} must have the size that {x.sizes} "
                 f"give it along dimension {dim}, got the shape {tuple(x.tensor.shape)}"
             )
         return dim

@@ -198,7 +198,7 @@ class SequenceParallel(Sharding):
         try:
             self._consistency.check(keys, {}, like, remember=False)
         except ValueError as error:
-            error.add_note(f"keys of the batch on rank {self.rank}: {sorted(same)}")
+            error.add_note(f"keys of the batch on {self.comm.me}: {sorted(same)}")
             raise
         self._consistency.check(same, {}, like, remember=False)
         return tensors

@@ -233,30 +233,28 @@ def _conclude(run: Comparison, problem: str | None, mode: Mode) -> Report | None
             raise
         raise RuntimeError(f"{name} could not be run on this rank alone: {problem}") from error
     if any(failed):
-        said = problem or f"ranks {[r for r, x in enumerate(failed) if x]} could not run it"
-        return _not_verified(f"{name} was not verified: {said}", mode, run.sp.rank)
+        others = run.sp.comm.names_of([rank for rank, x in enumerate(failed) if x])
+        said = problem or f"{others} could not run it"
+        if mode == "strict":
+            raise ValueError(f"{name} was not verified: {said}")
+        return _told(f"{name} was not verified: {said}", run.sp)
     if min(firsts) < NONE:
         what, error, least = run.errors[min(min(firsts), len(run.errors) - 1)]
         message = (
             f"{name} on {run.sp.size} ranks does not give what it gives on one: {what} is the "
-            f"first that differs (by {error:.1e} of its largest element on rank {run.sp.rank}): "
+            f"first that differs (by {error:.1e} of its largest element on {run.sp.comm.me}): "
             f"{CAUSES}"
         )
         if mode == "strict" or least == TOLERANCE:
             raise NotImplementedError(message)
-        return _told(f"{message}. {ROUNDING}", run.sp.rank)
+        return _told(f"{message}. {ROUNDING}", run.sp)
     if not any(cut):
         raise NotImplementedError(NEVER_CUT.format(name=name))
     where, largest, _ = max(run.errors, key=lambda found: found[1])
     return Report(len(run.errors), largest, where)
 
 
-def _not_verified(message: str, mode: Mode, rank: int) -> None:
-    if mode == "strict":
-        raise ValueError(message)
-    return _told(message, rank)
-
-
-def _told(message: str, rank: int) -> None:
-    if rank == 0:
+def _told(message: str, sp: SequenceParallel) -> None:
+    """Log it once, on the first rank of the job."""
+    if sp.comm.global_ranks[sp.rank] == 0:
         logging.getLogger(__name__).warning(message)
