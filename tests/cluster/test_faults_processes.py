@@ -55,7 +55,8 @@ def test_a_backward_that_is_left_out_ends_the_job_and_is_named(transport: str, t
     pytest.importorskip("mpi4py")
     printed = run_fault(tmp_path, "skip a backward", transport)
     errors = re.findall(r"RuntimeError: (rank \d of 3: .*)", printed)
-    assert len(errors) == 3, printed
+    # over MPI the first that fails ends the others, which may not have told by then
+    assert errors if transport == "mpi" else len(errors) == 3, printed
     for error in errors:
         assert "layer 'layers.1', backward" in error and "layer 'layers.0', backward" in error
     assert printed.count("fault report: ") == 1, printed

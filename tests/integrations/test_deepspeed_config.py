@@ -29,8 +29,8 @@ def test_a_block_is_read_with_the_keys_of_the_core() -> None:
     assert found.sequence_parallel.layout == "contiguous"
     assert found.loss_average == "token"
     assert block().loss_average == "sequence"
-    assert block().checkpointing is None
-    checkpointing = block(activation_checkpointing={"offload": True}).checkpointing
+    assert block().model.checkpointing is None
+    checkpointing = block(activation_checkpointing={"offload": True}).model.checkpointing
     assert checkpointing is not None and checkpointing.offload
 
 

@@ -79,7 +79,7 @@ def train(comm: Communicator, folder: str) -> tuple[Found, Found]:
         whole[name] = [step(first, some) for some in batches[: STEPS // 2]]
         first.save(Path(folder, name), {"step": STEPS // 2})
         whole[name] += [step(first, some) for some in batches[STEPS // 2 :]]
-        assert again.load(Path(folder, name)) == {"step": STEPS // 2}
+        assert again.load(Path(folder, name, f"step{STEPS // 2}")) == {"step": STEPS // 2}
         resumed[name] = [step(again, some) for some in batches[STEPS // 2 :]]
     return whole, resumed
 
