@@ -134,6 +134,7 @@ def _gloo_rank(
         world_size=size,
         timeout=timedelta(seconds=timeout),
     )
+    dist.barrier()  # a rank that ends at once would cut off one that still connects
     _record(folder, rank, lambda: fn(make_comm(), *args))
     dist.destroy_process_group()
 

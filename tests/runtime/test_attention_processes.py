@@ -148,4 +148,4 @@ def test_what_one_process_alone_refuses_raises_on_all(run):
     (heads, keys), (own, _) = run(2, disagree_in_every_way)
     assert "ranks [1] refuse" in heads and "kv heads must divide heads, got 3 and 4" in own
     assert "keys of the batch: [" in keys
-    assert "on rank 0: ['cu_seqlens', 'input_ids', 'position_ids']" in keys
+    assert "on rank 0 of 2: ['cu_seqlens', 'input_ids', 'position_ids']" in keys
