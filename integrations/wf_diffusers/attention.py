@@ -7,11 +7,9 @@ from typing import Any
 
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 from wf_backends import SequenceParallel
-from wf_transformers import Handle
+from wf_transformers import Handle, InPlaceOfTorchAttention
 
 BACKEND = "_attention_backend"  # of a processor that asks the registry
 
@@ -96,23 +94,15 @@ class Processor:
     """A processor of diffusers, inside which torch's attention is ours."""
 
     def __init__(self, processor: Any, attention: Attention) -> None:
-        self._processor, self._mode = processor, _Ours(attention)
+        self._processor, self._attention = processor, attention
 
     def __call__(self, attn: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with self._mode:
+        with InPlaceOfTorchAttention(self._attend):
             return self._processor(attn, hidden_states, *args, **kwargs)
 
-
-class _Ours(TorchFunctionMode):
-    def __init__(self, attention: Attention) -> None:
-        super().__init__()
-        self._attention = attention
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is not scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        query, key, value, *more = args
-        rows = (x.transpose(1, 2) for x in (query, key, value))
-        return self._attention(*rows, *more, **(kwargs or {})).transpose(1, 2)
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """(b, h, s, d) each, as torch's attention has them."""
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return self._attention(q, k, v, *args, **kwargs).transpose(1, 2)

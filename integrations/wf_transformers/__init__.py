@@ -22,7 +22,7 @@ from wf_transformers.folder import model_from_folder
 from wf_transformers.handle import Handle, data_parallel
 from wf_transformers.models import head_of, outermost
 from wf_transformers.registry import register
-from wf_transformers.replace import temporarily_replace
+from wf_transformers.replace import InPlaceOfTorchAttention, temporarily_replace
 from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
 from wf_transformers.whole_batches.loaders import counted_by_group
@@ -34,6 +34,7 @@ __all__ = [
     "CHECKPOINTING",
     "Checkpointing",
     "Handle",
+    "InPlaceOfTorchAttention",
     "MODEL_WORDS",
     "ModelWords",
     "TrainingBudget",

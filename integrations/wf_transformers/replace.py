@@ -1,4 +1,4 @@
-"""The one way in which a function of a framework is replaced, and put back."""
+"""The ways in which a function of a framework is replaced, and put back."""
 
 from __future__ import annotations
 
@@ -6,6 +6,28 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+
+class InPlaceOfTorchAttention(TorchFunctionMode):
+    """Inside, on this thread, `attend` is called where torch's attention is, with its arguments.
+
+    Args:
+        attend: takes and gives what `scaled_dot_product_attention` does, (b, h, s, d).
+    """
+
+    def __init__(self, attend: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._attend = attend
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        called = self._attend if func is scaled_dot_product_attention else func
+        return called(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -9,57 +9,44 @@ from __future__ import annotations
 
 import inspect
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from torch.overrides import TorchFunctionMode
 
 from wf_transformers.attention import refuse_words
 from wf_transformers.models import own_class
+from wf_transformers.replace import InPlaceOfTorchAttention
 
 
-class _Ours(TorchFunctionMode):
-    """Inside, torch's attention is that of `module.wallfacer`, over the ranks."""
-
-    def __init__(self, module: Any) -> None:
-        super().__init__()
-        self._module = module
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        ours = func is scaled_dot_product_attention
-        return (self._attend if ours else func)(*args, **(kwargs or {}))
-
-    def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        """(b, h, s, d) each, and of the result. What is causal is told by the module."""
-        module, row = self._module, self._module.wallfacer_row
-        groups = query.shape[1] // row.key_heads(module, key.shape[1])
-        repeated = groups if key.shape[1] == query.shape[1] else 1
-        out, _ = module.wallfacer(
-            module,
-            query,
-            key[:, ::repeated],  # the model repeats heads, which need not be sent
-            value[:, ::repeated],
-            attn_mask,
-            dropout_p,
-            query.shape[-1] ** -0.5 if scale is None else scale,
-            sliding_window=row.window(module),
-            alibi_slopes=getattr(module, "alibi_slopes", None),
-        )
-        return out.transpose(1, 2)
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """In place of torch's attention: (b, h, s, d) each. What is causal is told by the module."""
+    row = module.wallfacer_row
+    groups = query.shape[1] // row.key_heads(module, key.shape[1])
+    repeated = groups if key.shape[1] == query.shape[1] else 1
+    out, _ = module.wallfacer(
+        module,
+        query,
+        key[:, ::repeated],  # the model repeats heads, which need not be sent
+        value[:, ::repeated],
+        attn_mask,
+        dropout_p,
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        sliding_window=row.window(module),
+        alibi_slopes=getattr(module, "alibi_slopes", None),
+    )
+    return out.transpose(1, 2)
 
 
 def by_torch(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +55,7 @@ def by_torch(self: Any, *args: Any, **kwargs: Any) -> Any:
     kind: Any = own_class(self) if name is None else getattr(file_of(self), name)
     given = inspect.signature(kind.forward).bind(self, *args, **kwargs).arguments
     refuse_words(type(self).__name__, given | {"past_key_value": None})  # the rows tell of one
-    with _Ours(self):
+    with InPlaceOfTorchAttention(partial(attend, self)):
         return kind.forward(self, *args, **kwargs)
 
 
@@ -99,7 +86,7 @@ def modernbert(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor]
     qkv = self.Wqkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
     words = {"local_attention": self.local_attention, "rotary_emb": self.rotary_emb}
     size = {"bs": len(qkv), "dim": self.all_head_size}
-    with _Ours(self):
+    with InPlaceOfTorchAttention(partial(attend, self)):
         (out,) = file_of(self).sdpa_attention_forward(self, qkv, **words, **size, **kwargs)
     return (self.out_drop(self.Wo(out)),)
 
