@@ -2,64 +2,124 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from queue import SimpleQueue
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.hetegen.models import Plain, make_model, split_memory
-from wf_backends.hetegen import Rates, dispatch_model
+from wf_backends.hetegen import Handle, Rates, dispatch_model
 from wf_backends.hetegen.accelerator import Accelerator, Streams
+from wf_backends.hetegen.gate import CudaGate
 from wf_backends.hetegen.measure import measure_rates
 
 RATES = Rates(1e8, 2e8, 1e10)
+SOON = 5.0  # seconds in which what a stream waits for has to come
 
 
 class Event:
     def __init__(self, counts: Counter) -> None:
-        self.recorded, self.counts = False, counts
+        self.recorded, self.passed, self.counts = False, threading.Event(), counts
+        self.time = 0.0
 
     def record(self, stream: Stream) -> None:
         self.recorded = True
+        stream.put(self._pass)
+
+    def _pass(self) -> None:
+        self.time = time.perf_counter()
+        self.passed.set()
 
     def synchronize(self) -> None:
         assert self.recorded  # torch returns at once from an event that nobody recorded
         self.counts[threading.current_thread().name] += 1
+        assert self.passed.wait(SOON)
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.time - self.time)
 
 
 class Stream:
-    def __init__(self, current: threading.local) -> None:
-        self.current = current
+    """Does what is put on it in a thread of its own, in order."""
 
-    def __enter__(self) -> None:
-        self.current.stream = self
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        threading.Thread(target=self._run, daemon=True).start()
 
-    def __exit__(self, *_: object) -> None:
-        del self.current.stream
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while True:
+                self._queue.get()()
+
+    def put(self, run: Callable[[], object]) -> None:
+        self._queue.put(run)
 
     def wait_event(self, event: Event) -> None:
-        assert self is not None and event.recorded  # torch does not wait for one that is not
+        assert event.recorded  # torch does not wait for one that is not
+        self.put(lambda: event.passed.wait(SOON) or event.counts.update(late=1))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class Current(Stream):
+    """The caller's stream: a CPU computes at once, and so it waits where a device would."""
+
+    def __init__(self) -> None:
+        pass
+
+    def put(self, run: Callable[[], object]) -> None:
+        run()
+
+
+class StandInGate:
+    def __init__(self) -> None:
+        self.count, self.held, self.changed = 0, 0, threading.Condition()
+
+    def hold(self, stream: Stream, count: int) -> None:
+        assert count == self.held + 1
+        self.held = count
+        stream.put(lambda: self._wait(count))
+
+    def _wait(self, count: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.count >= count, SOON)
+
+    def open(self, count: int) -> None:
+        with self.changed:
+            assert count > self.count
+            self.count = count
+            self.changed.notify_all()
 
 
 class StandIn(Streams):
-    """Streams of a CPU, on which everything is done at once."""
+    """Streams of a CPU."""
 
-    def __init__(self, pins: bool = True) -> None:
+    def __init__(self, pins: bool = True, gates: bool = True) -> None:
         self.device = torch.device("cpu")
         self.counts: Counter = Counter()
-        self.pins = pins
-        self._current = threading.local()
+        self.pins, self.gates = pins, gates
 
     def stream(self) -> Stream:  # type: ignore[override]
-        return Stream(self._current)
+        return Stream()
 
-    def event(self) -> Event:  # type: ignore[override]
+    def event(self, timed: bool = False) -> Event:  # type: ignore[override]
         return Event(self.counts)
 
     def current(self) -> Stream:  # type: ignore[override]
-        return getattr(self._current, "stream", Stream(self._current))
+        return Current()
 
     def synchronize(self) -> None:
         self.counts["all"] += 1
@@ -69,17 +129,42 @@ class StandIn(Streams):
             raise RuntimeError("cannot pin")
         return torch.empty(shape, dtype=dtype)
 
+    def copy(self, stream: Stream, pinned: Tensor, to: Tensor) -> None:  # type: ignore[override]
+        stream.put(lambda: to.copy_(pinned))
 
+    def gate(self) -> StandInGate | None:
+        return StandInGate() if self.gates else None
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Counter:
+    """How often each thread waited for another's work."""
+    counts: Counter = Counter()
+    result = Future.result
+
+    def counted(self: Future, timeout: float | None = None) -> object:
+        counts[threading.current_thread().name] += 1
+        return result(self, timeout)
+
+    monkeypatch.setattr(Future, "result", counted)
+    return counts
+
+
+@pytest.mark.parametrize("gates", [True, False])
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "mixtral"])
-def test_the_same_tokens_and_the_caller_waits_for_no_device(name: str) -> None:
+def test_the_same_tokens_and_the_caller_waits_for_nothing(
+    name: str, gates: bool, waits: Counter
+) -> None:
     model, ids = make_model(name), torch.randint(3, 90, (2, 7))
     words = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "pad_token_id": 0}
     expected = model.generate(ids, **words)  # type: ignore[operator]
-    streams = StandIn()
+    streams, caller = StandIn(gates=gates), threading.current_thread().name
     handle = dispatch_model(model, split_memory(model, 0.5), Accelerator(RATES, streams))
     assert torch.equal(model.generate(ids, **words), expected)  # type: ignore[operator]
     assert streams.counts["host"] > 0 and streams.counts["link"] > 0
     assert set(streams.counts) == {"host", "link"}  # and not the main thread
+    assert (waits[caller] == 0) == gates
+    assert handle.report()["decode"]["measured_seconds"] > 0
     handle.remove()
     assert streams.counts["all"] == 1  # at the end, before memory is given back
     assert torch.equal(model.generate(ids, **words), expected)  # type: ignore[operator]
@@ -94,20 +179,73 @@ def test_without_pinned_memory() -> None:
     handle.remove()
 
 
-def test_an_error_of_the_hosts_thread_reaches_the_caller() -> None:
-    model, device = Plain(), Accelerator(RATES, StandIn())
+@contextmanager
+def failing(model: nn.Module, gates: bool = True) -> Iterator[tuple[Handle, Accelerator]]:
+    """The model with a host's lane that fails until `device.from_host` is deleted."""
+    device = Accelerator(RATES, StandIn(gates=gates))
+    handle, from_host = dispatch_model(model, {0: 20_000}, device, alpha=0.5), device.from_host
 
-    def fail(write: object, out: Tensor) -> None:
+    def fail(there: Tensor) -> None:
+        time.sleep(0.1)  # the caller is gone by then
         raise OSError("no way back")
 
-    handle = dispatch_model(model, {0: 20_000}, device)
-    device.from_host = fail  # type: ignore[method-assign]
-    with torch.no_grad(), pytest.raises(OSError, match="no way back"):
-        model(torch.randn(1, 64))
-    del device.from_host
+    device.from_host = lambda write, out: from_host(fail, out)  # type: ignore[method-assign]
     with torch.no_grad():
-        model(torch.randn(1, 64))
-    handle.remove()
+        yield handle, device
+
+
+@pytest.mark.parametrize("gates", [True, False])
+def test_an_error_of_the_hosts_thread_reaches_the_caller(gates: bool) -> None:
+    model, x, start = Plain(), torch.randn(1, 64), time.perf_counter()
+    with failing(model, gates) as (handle, device):
+        with pytest.raises(OSError, match="no way back"):
+            model(x)
+        assert time.perf_counter() - start < SOON
+        del device.from_host
+        torch.testing.assert_close(model(x), Plain()(x), rtol=0, atol=1e-5)
+        handle.remove()
+
+
+def test_an_error_in_the_last_call_leaves_no_results_and_is_raised_at_the_end() -> None:
+    model = Plain(layers=1, width=128)
+    with failing(model) as (handle, _):
+        assert model(torch.randn(1, 128)).isnan().any()  # the gate is open, the stream went on
+        with pytest.raises(OSError, match="no way back"):
+            handle.remove()
+        torch.testing.assert_close(
+            model(torch.ones(1, 128)), Plain(layers=1, width=128)(torch.ones(1, 128))
+        )
+
+
+def test_a_gate_of_cuda_is_a_count_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple] = []
+    status = SimpleNamespace(CUDA_SUCCESS=0)
+
+    def wait(*arguments: int) -> tuple[int]:
+        calls.append(arguments)
+        return (0 if arguments[0] != 13 else 801,)
+
+    driver = SimpleNamespace(
+        CUresult=status,
+        CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
+        cuMemHostGetDevicePointer=lambda address, flags: (0, address + 1 + flags),
+        cuStreamWaitValue32=wait,
+    )
+    bindings = ModuleType("cuda.bindings")
+    bindings.driver = driver  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
+    word = torch.full((1,), -1, dtype=torch.int32)
+    gate = CudaGate(word, SimpleNamespace(native_handle=7))
+    assert word.item() == 0 and calls == [(7, word.data_ptr() + 1, 0, 0)]
+    gate.hold(SimpleNamespace(native_handle=8), 2**32 + 5)  # modulo 2^32, as the driver compares
+    assert calls[-1] == (8, word.data_ptr() + 1, 5, 0)
+    gate.open(3)
+    assert word.item() == 3
+    gate.open(2**31)
+    assert word.item() == -(2**31)  # the same 32 bits
+    with pytest.raises(RuntimeError, match="no gates here: 801"):
+        CudaGate(word, SimpleNamespace(native_handle=13))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")

@@ -11,6 +11,8 @@ from torch import Tensor
 from wf_backends.hetegen.law import Rates
 
 Event = Any  # what `submit` returns; only the device that made it looks inside
+Moment = Any  # of the caller's time
+Steps = tuple[Callable[[], object], tuple[Tensor, Tensor] | None]  # of a Work: `run`, `staged`
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +23,13 @@ class Work:
         run: does it.
         nbytes: of weights that it copies or reads.
         operations: of its GEMM, 0 for a copy.
+        staged: (pinned memory that `run` fills, what it is copied to then); None: `run` does all.
     """
 
     run: Callable[[], object]
     nbytes: int
     operations: float = 0.0
+    staged: tuple[Tensor, Tensor] | None = None
 
 
 class Lane(Protocol):
@@ -61,20 +65,28 @@ class Device(Protocol):
         """A copy in the accelerator's memory."""
         ...
 
-    def copy(self, source: Tensor, pinned: Tensor | None, slab: Tensor) -> None:
-        """In the link's lane: rows of a weight into a slab, all three of one shape."""
+    def copy(self, source: Tensor, pinned: Tensor | None, slab: Tensor) -> Steps:
+        """For the link's lane: rows of a weight into a slab, all three of one shape."""
         ...
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Sequence[Event]]:
         """(x in host memory, what comes before it may be read)."""
         ...
 
-    def from_host(self, write: Callable[[Tensor], object], out: Tensor) -> None:
-        """In the host's lane: `write` fills `out`, part of an accelerator's tensor."""
+    def from_host(self, write: Callable[[Tensor], object], out: Tensor) -> Steps:
+        """For the host's lane: `write` fills `out`, part of an accelerator's tensor."""
         ...
 
-    def wait(self, events: Sequence[Event]) -> float:
-        """What the caller does next comes after these events; when they were due (perf_counter)."""
+    def wait(self, events: Sequence[Event]) -> Moment:
+        """What the caller does next comes after these events; when they were due."""
+        ...
+
+    def now(self) -> Moment:
+        """After what the caller has done so far."""
+        ...
+
+    def seconds(self, start: Moment, end: Moment) -> float:
+        """Between two moments; waits for them."""
         ...
 
     def stop(self) -> None:

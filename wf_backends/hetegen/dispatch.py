@@ -103,11 +103,15 @@ def dispatch_model(
     )
     plan = make_plan(request)
     if plan.host_bytes > host_bytes:
-        raise ValueError(
-            f'max_memory["cpu"] must be at least {plan.host_bytes} bytes, which the weights that '
-            f"are split and pinned memory take; got {max_memory['cpu']!r}"
-        )
+        raise ValueError(_too_little_host_memory(plan, max_memory))
     return _split(model, weights, device, plan, pin_memory)
+
+
+def _too_little_host_memory(plan: Plan, max_memory: Mapping[int | str, int | str]) -> str:
+    return (
+        f'max_memory["cpu"] must be at least {plan.host_bytes} bytes, which the weights that '
+        f"are split and pinned memory take; got {max_memory['cpu']!r}"
+    )
 
 
 def _weights(model: nn.Module) -> list[HostWeight]:

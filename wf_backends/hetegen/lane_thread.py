@@ -22,23 +22,28 @@ class Stop:
 
     def __init__(self) -> None:
         self._set = threading.Event()
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+
+    def check(self) -> None:
+        """Raise the first error, if there was one."""
+        if self.error is not None:
+            raise self.error
 
     def set(self, error: BaseException) -> BaseException:
         """Fail all work from now on; the error that was the first."""
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
         self._set.set()
-        return self._error
+        return self.error
 
     def wait(self, seconds: float) -> None:
         """Return after so many seconds; raise as soon as the threads are to end."""
         if self._set.wait(seconds):
-            raise LaneStopped("the lanes were stopped") from self._error
+            raise LaneStopped("the lanes were stopped") from self.error
 
     def clear(self) -> None:
         self._set.clear()
-        self._error = None
+        self.error = None
 
 
 class LaneThread:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wf_backends.hetegen.device import Device, Event, Work
+from wf_backends.hetegen.device import Device, Event, Moment, Steps, Work
 from wf_backends.hetegen.jobs import LANES, PHASES, Job, Lane, Phase
 from wf_backends.hetegen.modules import HostWeight
 from wf_backends.hetegen.plan import Plan
 
-PASSES_KEPT = 4096
+PASSES_KEPT = 256
 
 
 @dataclass(slots=True)
@@ -27,13 +26,13 @@ class Pass:
     """A pass of the model, from the jobs of its first split linear to the end of its last.
 
     Attributes:
-        between_calls: seconds from the end of each call to the jobs of the next.
+        between_calls: from the end of each call to the jobs of the next.
     """
 
     phase: Phase
-    start: float
-    end: float
-    between_calls: list[float]
+    start: Moment
+    end: Moment
+    between_calls: list[tuple[Moment, Moment]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +122,18 @@ class Runner:
             def look_up(there: Tensor) -> None:
                 there.copy_(F.embedding(ids_host, table))
 
-            work = Work(partial(self._device.from_host, look_up, out), out.nbytes)
+            run, staged = self._device.from_host(look_up, out)
+            work = Work(run, out.nbytes, staged=staged)
             self._device.wait([self._device.lanes["host"].submit(work, ready)])
         return out
 
     def _note_start(self, index: int, phase: Phase) -> None:
         """Of a call, which may begin a pass."""
-        now = time.perf_counter()
+        now = self._device.now()
         if not self.passes or index == self._maker.first:
             self.passes.append(Pass(phase, now, now, []))
         else:
-            self.passes[-1].between_calls.append(now - self.passes[-1].end)
+            self.passes[-1].between_calls.append((self.passes[-1].end, now))
 
     @contextmanager
     def _stopping_on_errors(self) -> Iterator[None]:
@@ -156,11 +156,12 @@ class Runner:
         weight = self._weights[job.linear]
         rows = weight.rows(job.start, job.stop)
         operations = 0.0 if job.lane == "link" else 2.0 * rows.numel() * len(call.x)
-        work = Work(self._work(job, rows, call), rows.nbytes, operations)
+        run, staged = self._steps(job, rows, call)
+        work = Work(run, rows.nbytes, operations, staged)
         self._events[job.number] = self._device.lanes[job.lane].submit(work, after)
         self._predicted[job.lane] += self._plan.seconds_of(job, phase)
 
-    def _work(self, job: Job, rows: Tensor, call: Call) -> Callable[[], object]:
+    def _steps(self, job: Job, rows: Tensor, call: Call) -> Steps:
         """What a lane does for a job; `rows` are those of the weight in host memory."""
         device, multiply = self._device, self._weights[job.linear].multiply
         there = self._resident[job.linear]
@@ -168,27 +169,28 @@ class Runner:
             there = _shaped(self._slabs[job.slab], rows)
         if job.lane == "link":
             pinned = _shaped(self._pinned[job.slab or 0], rows) if self._pinned else None
-            return lambda: device.copy(rows, pinned, there)
+            return device.copy(rows, pinned, there)
         out = call.out[:, job.start : job.stop]
         if job.lane == "host":
-            return lambda: device.from_host(partial(multiply, call.x_host, rows), out)
-        return lambda: multiply(call.x, there, out)
+            return device.from_host(partial(multiply, call.x_host, rows), out)
+        return partial(multiply, call.x, there, out), None
 
     def report(self) -> dict:
         """What `Handle.report` returns."""
-        plan, passes = self._plan, list(self.passes)
+        plan, passes, between = self._plan, list(self.passes), self._device.seconds
         seconds = {"decode": plan.decode_seconds, "prefill": plan.prefill_seconds}
         told: dict = {"fits": False}
         for phase in PHASES:
             own = [each for each in passes if each.phase == phase]
-            between = [fmean(each.between_calls) for each in own if each.between_calls]
+            thought = [[between(*pair) for pair in each.between_calls] for each in own]
+            calls = [fmean(each) for each in thought if each]
             told[phase] = {
                 "passes": len(own),
-                "measured_seconds": median(p.end - p.start for p in own) if own else None,
+                "measured_seconds": median(between(p.start, p.end) for p in own) if own else None,
                 "predicted_seconds": seconds[phase],
-                "call_seconds": median(between) if between else None,
+                "call_seconds": median(calls) if calls else None,
             }
-        wall = passes[-1].end - passes[0].start if passes else 0.0
+        wall = between(passes[0].start, passes[-1].end) if passes else 0.0
         told["lanes"] = {name: self._lane_report(name, wall) for name in LANES}
         return told
 

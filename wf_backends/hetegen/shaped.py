@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -10,7 +11,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.device import Work
+from wf_backends.hetegen.device import Steps, Work
 from wf_backends.hetegen.jobs import LANES
 from wf_backends.hetegen.lane_thread import LaneThread, Stop, end_lanes
 from wf_backends.hetegen.law import Rates
@@ -82,17 +83,23 @@ class ShapedDevice:
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
-    def copy(self, source: Tensor, pinned: Tensor | None, slab: Tensor) -> None:
-        slab.copy_(source if pinned is None else pinned.copy_(source))
+    def copy(self, source: Tensor, pinned: Tensor | None, slab: Tensor) -> Steps:
+        return lambda: slab.copy_(source if pinned is None else pinned.copy_(source)), None
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Sequence[Future[float]]]:
         return x, ()
 
-    def from_host(self, write: Callable[[Tensor], object], out: Tensor) -> None:
-        write(out)
+    def from_host(self, write: Callable[[Tensor], object], out: Tensor) -> Steps:
+        return partial(write, out), None
 
     def wait(self, events: Sequence[Future[float]]) -> float:
         return max(event.result() for event in events)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
 
     def stop(self) -> None:
         end_lanes(self.lanes.values(), self._stop)
