@@ -16,7 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends.parallel import count_valid
 from wf_colossalai.sequence import plain
-from wf_transformers import Handle, WholeBatchHooks
+from wf_transformers import MASK_WORDS, Handle, WholeBatchHooks, mask_words
 from wf_transformers.whole_batches.hooks import Call
 from wf_transformers.whole_batches.own_loss import own_loss
 
@@ -27,7 +27,7 @@ BATCH_KEYS = (
     "position_ids",
     "token_type_ids",
     "attention_mask",
-    "cu_seqlens",
+    *MASK_WORDS,
 )
 
 
@@ -75,7 +75,7 @@ class TokenHooks(WholeBatchHooks):
             _recompute_with_documents(model, self._handle)
             return super()._words(model, given, local)
         known = {k: v for k, v in local.items() if k in self._names and k != "labels"}
-        return given | known | {"cu_seqlens": local.get("cu_seqlens")}
+        return given | known | {"cu_seqlens": None} | mask_words(local)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Tensor):

@@ -15,6 +15,7 @@ from wf_transformers.attach import (
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing
 from wf_transformers.comparison.verify import VERIFY, verify
+from wf_transformers.documents import MASK_WORDS, mask_words
 from wf_transformers.entry import apply, attach, attach_model, connect, connect_any
 from wf_transformers.families.media import shard_media
 from wf_transformers.families.stacks import shard_between
@@ -35,6 +36,7 @@ __all__ = [
     "Checkpointing",
     "Handle",
     "InPlaceOfTorchAttention",
+    "MASK_WORDS",
     "MODEL_WORDS",
     "ModelWords",
     "TrainingBudget",
@@ -55,6 +57,7 @@ __all__ = [
     "forward_kwargs",
     "head_of",
     "loss_only",
+    "mask_words",
     "model_from_folder",
     "outermost",
     "plan_tiles",

@@ -24,6 +24,7 @@ from wf_transformers.calls import (
     rows_given,
     takes_any_keyword,
 )
+from wf_transformers.documents import MASK_WORDS, mask_words
 from wf_transformers.draws import RankDraws, draws_in_training
 from wf_transformers.families.experts import RouterLoss, has_router_loss
 from wf_transformers.families.media import language_model, take_media
@@ -31,7 +32,6 @@ from wf_transformers.families.mixing import has_mixers, spread_mixers
 from wf_transformers.families.stacks import cut_stacks, shard_between, stacks_of
 from wf_transformers.families.table import LATENTS, REFUSED, changes, changes_around, unasking
 from wf_transformers.handle import Handle
-from wf_transformers.masks import refuse_slices
 from wf_transformers.models import (
     asks_registry,
     inner_models,
@@ -209,8 +209,8 @@ def _without_positions(kwargs: Words, names: list[str]) -> Words:
 
 
 def without_documents(_: tuple[Any, ...], kwargs: Words) -> Words:
-    """A call's keyword arguments for a model that does not know "cu_seqlens"."""
-    return {key: value for key, value in kwargs.items() if key != "cu_seqlens"}
+    """A call's keyword arguments for a model that does not know documents and slices."""
+    return {key: value for key, value in kwargs.items() if key not in MASK_WORDS}
 
 
 def scope_documents(
@@ -229,9 +229,8 @@ def scope_documents(
     attention, undo = handle.attention, handle.undo
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Words) -> tuple[Any, Words]:
-        attention.documents.push(kwargs.get("cu_seqlens"))  # before any error: `leave` always runs
+        attention.documents.push(mask_words(kwargs))  # before any error: `leave` always runs
         attention.asked = False
-        refuse_slices(kwargs)
         return args, change(args, kwargs)
 
     def check_asked(*_: Any) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
+from wf_backends.schedule import SLICE_WORDS
 from wf_transformers.calls import ON_ONE_PROCESS
 from wf_transformers.documents import Documents
-from wf_transformers.masks import MaskCheck, padding_of, refuse_slices
+from wf_transformers.masks import MaskCheck, padding_of
 from wf_transformers.models import refuse_varying_rope
 
 # Keyword arguments of models that change attention in a way that no kernel of ours knows.
@@ -91,15 +92,15 @@ class Attention:
             s_aux: (h,) the heads' sinks.
             alibi_slopes: (h,) by which scores fall with the distance.
             kv_up: key and value are latents, (b, 1, s, ...): see `SequenceParallel.attention`.
-            kwargs: `cu_seqlens`, the borders of packed documents as host integers, global;
-                what changes nothing is ignored.
+            kwargs: `cu_seqlens`, the borders of packed documents, or a mask in slices, as host
+                integers, global; what changes nothing is ignored.
 
         Returns:
             out (b, s, h, d), and None in place of the attention weights.
 
         Raises:
             NotImplementedError: for a KV cache, cross attention, head masks, attention weights,
-                learned biases, chunks, two-sided windows, rotary frequencies
+                learned biases, chunks, two-sided windows, windows beside slices, rotary frequencies
                 that vary, and rows that were not cut.
             ValueError: for a mask that says more than causal or full attention does.
         """
@@ -143,8 +144,11 @@ class Attention:
         place, seqlen = getattr(module, IN_STACK, None), self.documents.seqlen
         if place is None:
             self._check_mask(mask, causal, _built_window(module, window))
-            borders = self.documents.current(given)
-            return {"causal": causal, "window_size": window or (-1, -1), "cu_seqlens": borders}
+            told = self.documents.current(given)
+            if SLICE_WORDS[0] in told:
+                _refuse_window(module, window)
+                return {**told}
+            return {"causal": causal, "window_size": window or (-1, -1), **told}
         causal = causal and place != "cross"
         lengths = padding_of(mask, causal)
         if lengths is None:
@@ -228,7 +232,6 @@ def refuse_words(layer: str, words: Mapping[str, Any]) -> None:
 def _refuse(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
     layer, config = type(module).__name__, getattr(module, "config", None)
     refuse_words(layer, kwargs)
-    refuse_slices(kwargs)
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError(
             "cu_seq_lens_q are of no use here: pass cu_seqlens, global and as host integers"
@@ -266,6 +269,14 @@ def _window(module: nn.Module, asked: Window, causal: bool) -> tuple[int, int] |
             "attention, which models define in different ways; WallFacer does not guess"
         )
     return None if window is None else (window - 1, -1)
+
+
+def _refuse_window(module: nn.Module, window: tuple[int, int] | None) -> None:
+    if window is not None:
+        raise NotImplementedError(
+            f"{type(module).__name__} has a sliding window {window}, and slices of a mask say all "
+            "that is seen: they hold for every layer, so take a model without windows"
+        )
 
 
 def _built_window(module: nn.Module, window: tuple[int, int] | None) -> tuple[int, int] | None:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from wf_backends.parallel import at_least_one
 from wf_transformers.attach import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword
+from wf_transformers.documents import mask_words
 from wf_transformers.families.experts import COUNTED, has_router_loss
 from wf_transformers.families.mixing import refuse_unspread
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.families.table import builds_masks
-from wf_transformers.masks import refuse_slices, silent_mask
+from wf_transformers.masks import silent_mask
 from wf_transformers.models import outermost, refuse_unspreadable
 from wf_transformers.registry import registered_for
 from wf_transformers.whole_batches.own_loss import refuse_own_loss
@@ -41,12 +42,10 @@ def forward_kwargs(
             mean of one device, as sp.loss. Without it, labels stay behind, for sp.loss.
 
     Raises:
-        ValueError: if the documents would get lost on the way, or padding would be seen.
-        NotImplementedError: for a mask in slices, a model that cannot be spread (see
-            `refuse_unspreadable`), and with `num_valid` for one whose loss is not plain cross
-            entropy.
+        ValueError: if documents or slices would get lost on the way, or padding would be seen.
+        NotImplementedError: for a model that cannot be spread (see `refuse_unspreadable`), and with
+            `num_valid` for one whose loss is not plain cross entropy.
     """
-    refuse_slices(local_batch)
     model = _unwrap(model)
     if any(stacks_of(one) for one in outermost(model)):
         raise ValueError(
@@ -57,7 +56,7 @@ def forward_kwargs(
     if causal:
         silent = None if builds_masks(model) else _silent_mask(model, local_batch)
         kwargs |= {"attention_mask": silent, "use_cache": False}
-    elif "attention_mask" in local_batch and "cu_seqlens" not in local_batch:
+    elif "attention_mask" in local_batch and not mask_words(local_batch):
         raise ValueError(
             "attention_mask gives samples of different lengths, and padding would be seen by full "
             "attention: give samples of one length, one sample, or pack them as documents"
@@ -65,10 +64,10 @@ def forward_kwargs(
     _refuse_unspreadable(model)
     if any(has_router_loss(one) and is_applied(one) for one in outermost(model)):
         kwargs |= {COUNTED: local_batch.get("attention_mask")}
-    if kwargs.get("cu_seqlens") is not None and not _carries_documents(model):
+    if (told := mask_words(kwargs)) and not _carries_documents(model):
         raise ValueError(
             f"{type(model).__name__} of transformers {transformers.__version__} does not hand "
-            "cu_seqlens down to attention; call wf_transformers.apply(model, sp) once"
+            f"{next(iter(told))} down to attention; call wf_transformers.apply(model, sp) once"
         )
     if num_valid is not None:
         refuse_own_loss(model)

@@ -1,15 +1,21 @@
-"""What the running forward has: its packed documents, and how many rows a rank cut.
+"""What the running forward has: its documents or slices of a mask, and how many rows a rank cut.
 
 Both are known while a layer of it is recomputed, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-Borders = Sequence[int] | None  # cu_seqlens as host integers; None is one document
+from wf_backends.schedule import SLICE_WORDS
+
+MASK_WORDS = ("cu_seqlens", *SLICE_WORDS)
+"""Arguments of a call that say who sees whom, as host integers; without any it is one document."""
+Words = Mapping[str, Any]
+NONE: Words = MappingProxyType({})
 
 OUTSIDE = (
     "this call does not say which documents it has, but earlier calls did. Call the model that "
@@ -26,8 +32,13 @@ NOT_CUT = (
 )
 
 
+def mask_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a call or a batch says of documents or slices."""
+    return {key: given[key] for key in MASK_WORDS if given.get(key) is not None}
+
+
 class Scope(NamedTuple):
-    borders: Borders
+    words: Words
     rows: int | None = None
     """That this rank cut, and attention may have; 0: none were cut. None: not known."""
     seqlen: int | None = None
@@ -40,20 +51,20 @@ class Documents:
     def __init__(self) -> None:
         self._scopes: list[Scope] = []
         self.used = False
-        """Whether any call so far had documents."""
+        """Whether any call so far had documents or slices."""
 
-    def push(self, cu_seqlens: Borders) -> None:
-        self._scopes.append(Scope(cu_seqlens))
-        self.used = self.used or cu_seqlens is not None
+    def push(self, words: Words) -> None:
+        self._scopes.append(Scope(words))
+        self.used = self.used or bool(words)
 
     def pop(self) -> None:
         if self._scopes:  # there is none where a hook failed that ran before the one that pushes
             self._scopes.pop()
 
-    def replace(self, cu_seqlens: Borders) -> None:
+    def replace(self, words: Words) -> None:
         """Change the running scope: for what becomes known after the model was entered."""
         self.pop()
-        self.push(cu_seqlens)
+        self.push(words)
 
     def expect(self, rows: int, seqlen: int | None = None) -> None:
         """Say how many rows this rank has of what attention may mix in the running scope."""
@@ -83,29 +94,29 @@ class Documents:
 
     @contextmanager
     def scope(
-        self, cu_seqlens: Borders, rows: int | None = None, seqlen: int | None = None
+        self, words: Words, rows: int | None = None, seqlen: int | None = None
     ) -> Iterator[None]:
-        """The documents of all attention inside the block."""
-        self.push(cu_seqlens)
-        self._scopes[-1] = Scope(cu_seqlens, rows, seqlen)
+        """The documents or slices of all attention inside the block."""
+        self.push(words)
+        self._scopes[-1] = Scope(words, rows, seqlen)
         try:
             yield
         finally:
             self.pop()
 
-    def current(self, kwargs: Mapping[str, Any]) -> Borders:
-        """The documents of one attention call: its keyword argument, or else the running scope.
+    def current(self, kwargs: Mapping[str, Any]) -> Words:
+        """Those of one attention call: its keyword arguments, or else the running scope.
 
         Raises:
-            ValueError: if documents have been in use and this call says nothing about them.
+            ValueError: if there have been some in use and this call says nothing about them.
         """
-        if "cu_seqlens" in kwargs:
-            return kwargs["cu_seqlens"]
+        if any(key in kwargs for key in MASK_WORDS):
+            return mask_words(kwargs)
         if self._scopes:
-            return self._scopes[-1].borders
+            return self._scopes[-1].words
         if self.used:
             raise ValueError(OUTSIDE)
-        return None
+        return NONE
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], ...]:
         """torch.utils.checkpoint's `context_fn`: the recomputation sees what the forward saw."""

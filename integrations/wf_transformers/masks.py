@@ -7,14 +7,11 @@ be lost, and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
-
-from wf_backends.schedule import SLICE_WORDS
 
 ADVICE = (
     "Padding and packed documents are told by cu_seqlens: sp.shard_batch makes them, and "
@@ -29,19 +26,6 @@ def silent_mask(size: int, device: torch.device, dtype: torch.dtype = torch.floa
         dtype: wide enough for the least number of the model's dtype, which some write into it.
     """
     return torch.zeros(size, 1, 1, 1, device=device, dtype=dtype)
-
-
-def refuse_slices(words: Mapping[str, Any]) -> None:
-    """Refuse a mask in slices, which layers of a model would lose on the way.
-
-    Raises:
-        NotImplementedError: naming the argument.
-    """
-    if given := [name for name in SLICE_WORDS if words.get(name) is not None]:
-        raise NotImplementedError(
-            f"{given[0]}: a mask in slices does not reach the layers of a Hugging Face model; "
-            "sp.attention takes it, cu_seqlens and causal masks go through"
-        )
 
 
 class MaskCheck:

@@ -294,15 +294,19 @@ def test_a_position_table_without_room_for_padding_is_enough() -> None:
         assert loss.item() == pytest.approx(wanted.item(), rel=1e-6)
 
 
-def test_a_mask_that_is_none_of_tokens_is_refused() -> None:
+def test_a_mask_that_is_not_understood_is_refused() -> None:
     """It would be replaced by one that says nothing: the first tokens here see each other."""
     model, sp = llama(), SequenceParallel(SequenceParallelConfig())
     mask = torch.ones(1, 1, 8, 8).tril()
     mask[..., :4, :4] = 1
     with attach(model, sp) as handle:
         WholeBatchHooks(model, handle)
-        for wrong in (mask, mask[:, 0], {"full_attention": mask}):
-            with pytest.raises(ValueError, match=r"attention_mask must be a tensor \(1, 8\)"):
+        for wrong, message in (
+            (mask, "attention_mask must be bool, or 0 where a key is seen"),
+            (mask[:, 0], r"attention_mask must be a tensor \(1, 8\)"),
+            ({"full_attention": mask}, r"attention_mask must be a tensor \(1, 8\)"),
+        ):
+            with pytest.raises(ValueError, match=message):
                 model(torch.ones(1, 8, dtype=torch.int64), attention_mask=wrong)
     assert not model._forward_pre_hooks and not model._forward_hooks
 

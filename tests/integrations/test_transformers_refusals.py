@@ -75,20 +75,6 @@ def test_local_padding_masks(family: str, padding: list[int]) -> None:
     with_model(family, refuses(ValueError, "hides more than causal attention", **words))
 
 
-@pytest.mark.parametrize("apply", (False, True))
-def test_masks_in_slices(apply: bool) -> None:
-    words: dict[str, Any] = {"q_ranges": [(0, 8)], "k_ranges": [(0, 8)]}
-    words["attn_mask_types"] = ["causal"]
-    message = "q_ranges: a mask in slices does not reach"
-    with_model("llama", refuses(NotImplementedError, message, **words), apply=apply)
-
-    def fn(model: Any) -> None:
-        with pytest.raises(NotImplementedError, match=message):
-            wf_transformers.forward_kwargs(model, {"input_ids": IDS, **words})
-
-    with_model("llama", fn, apply=apply)
-
-
 def test_local_padding_masks_of_full_attention() -> None:
     def fn(model: Any) -> None:
         with pytest.raises(ValueError, match="hides more than full attention"):
@@ -289,16 +275,16 @@ def test_documents_that_a_recomputed_layer_would_not_find() -> None:
 
 def test_the_scope_of_documents() -> None:
     documents = Documents()
-    assert documents.current({}) is None
-    with documents.scope((0, 4)):
+    assert documents.current({}) == {}
+    with documents.scope({"cu_seqlens": (0, 4)}):
         _, again = documents.checkpoint_contexts()
-        assert documents.current({}) == (0, 4)
-        assert documents.current({"cu_seqlens": (0, 2, 4)}) == (0, 2, 4)
+        assert documents.current({}) == {"cu_seqlens": (0, 4)}
+        assert documents.current({"cu_seqlens": (0, 2, 4)}) == {"cu_seqlens": (0, 2, 4)}
     with pytest.raises(ValueError, match="does not say which documents"):
         documents.current({})
-    with documents.scope(None), again:
-        assert documents.current({}) == (0, 4)
-    assert documents.current({"cu_seqlens": None}) is None
+    with documents.scope({}), again:
+        assert documents.current({}) == {"cu_seqlens": (0, 4)}
+    assert documents.current({"cu_seqlens": None}) == {}
 
 
 def test_a_failed_forward_leaves_no_documents_behind() -> None:

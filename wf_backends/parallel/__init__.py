@@ -3,6 +3,7 @@
 from wf_backends.parallel.channels import ChannelExchange
 from wf_backends.parallel.config import SequenceParallelConfig, meant
 from wf_backends.parallel.data import IGNORE_INDEX, prepare_batch
+from wf_backends.parallel.dense_mask import slices_of_mask
 from wf_backends.parallel.dropout import position_dropout
 from wf_backends.parallel.gradients import DoubleAverage, GradientMean
 from wf_backends.parallel.loss import at_least_one, count_valid, token_loss
@@ -20,5 +21,6 @@ __all__ = [
     "meant",
     "position_dropout",
     "prepare_batch",
+    "slices_of_mask",
     "token_loss",
 ]

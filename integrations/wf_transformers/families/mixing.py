@@ -8,7 +8,7 @@ the sum over the ranks, as attention's is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from itertools import pairwise
@@ -20,12 +20,13 @@ from torch.func import functional_call
 
 from wf_backends._compile import eager
 from wf_backends.parallel import ChannelExchange
+from wf_backends.schedule import SLICE_WORDS
 from wf_transformers.attention import Attention
 from wf_transformers.calls import ON_ONE_PROCESS
-from wf_transformers.documents import Borders
 from wf_transformers.families.mixers import Mixer, Share, mixer_of
 from wf_transformers.handle import Handle
 
+Borders = Sequence[int] | None  # cu_seqlens as host integers; None is one document
 CACHES = ("cache_params", "past_key_value", "past_key_values")
 
 
@@ -101,13 +102,22 @@ class SpreadMixer:
             raise NotImplementedError(f"{name} is called with a cache; {ON_ONE_PROCESS}")
         self.attention.asked = True
         self.attention.documents.check_rows(name, hidden_states.shape[1])
-        borders = self.attention.documents.current({})
+        borders = self._borders()
         features, kept = self.row.project(self.layer, hidden_states)
         there, back = self._orders(features.device)
         sending = features[..., there].unflatten(-1, (self.exchange.sp.size, -1))
         found = self._run(self.exchange.gather(sending, borders), borders)
         result = self.exchange.bring_back(found, borders).flatten(2)[..., back]
         return self.row.finish(self.layer, result, kept)
+
+    def _borders(self) -> Borders:
+        told = self.attention.documents.current({})
+        if SLICE_WORDS[0] in told:
+            raise NotImplementedError(
+                f"{type(self.layer).__name__} mixes tokens in their order, of which slices of a "
+                "mask say nothing: take cu_seqlens, or a model of attention alone"
+            )
+        return told.get("cu_seqlens")
 
     def _run(self, x: Tensor, borders: Borders) -> Tensor:
         """The layer's own code on this rank's channels of all rows, (b, S, c) -> (b, S, c')."""

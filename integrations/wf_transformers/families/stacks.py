@@ -108,7 +108,7 @@ def shard_between(handle: Handle, first: nn.Module, last: nn.Module) -> None:
         lengths[:] = [full.shape[1]]
         padding = -full.shape[1] % multiple
         if padding:
-            documents.replace((0, full.shape[1], full.shape[1] + padding))
+            documents.replace({"cu_seqlens": (0, full.shape[1], full.shape[1] + padding)})
         scale_gradient(full, 1 / sp.size)
         rows = sp.shard(pad(full, (0, 0, 0, padding)), dim=1)
         documents.expect(rows.shape[1])

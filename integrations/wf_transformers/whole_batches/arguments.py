@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
+from wf_backends.parallel import slices_of_mask
 from wf_transformers.calls import ON_ONE_PROCESS, PARTIAL_STATES, takes_any_keyword
+from wf_transformers.documents import MASK_WORDS, mask_words
+from wf_transformers.models import Head
 
 INSTEAD = (
     "in a loop of your own cut batches by shard_batch(batch, labels_are_shifted=...), of a "
@@ -27,7 +30,7 @@ def seqlen_of(given: Mapping[str, Any]) -> int:
 def is_by_token(key: str, value: Any, seqlen: int) -> bool:
     """Whether an argument is (b, S, ...) and so has to be cut; a mask that is not gets refused."""
     tokens = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == seqlen
-    return key in ("cu_seqlens", "attention_mask") or tokens
+    return key in (*MASK_WORDS, "attention_mask") or tokens
 
 
 def keep_padding_in_range(model: nn.Module, local: dict[str, Any], seqlen: int) -> None:
@@ -97,6 +100,29 @@ def refuse_unknown_words(model: nn.Module, names: list[str], words: Mapping[str,
         )
 
 
+def with_slices(given: dict[str, Any], head: Head) -> dict[str, Any]:
+    """A dense mask of the whole sequence as slices; none for the model's own mask.
+
+    It is (b, 1, S, S) as it is added to scores, or bool; or (b, S, S) as BERT takes it, 1 = seen.
+
+    Raises:
+        ValueError: if slices cannot say what it says; see `slices_of_mask`.
+    """
+    mask = given.get("attention_mask")
+    dims = (4,) if head == "causal" else (3, 4)
+    if not isinstance(mask, Tensor) or mask.dim() not in dims or mask.shape[-1] != mask.shape[-2]:
+        return given
+    mask = mask[:, None] != 0 if mask.dim() == 3 else mask
+    rest = {key: value for key, value in given.items() if key != "attention_mask"}
+    try:
+        found, whole = slices_of_mask(mask), [(0, mask.shape[-1])]
+    except ValueError as error:
+        raise ValueError(f"attention_{error}") from None  # it begins with "mask"
+    own = "causal" if head == "causal" else "full"
+    is_own = found == {"q_ranges": whole, "k_ranges": whole, "attn_mask_types": [own]}
+    return rest if is_own else rest | {**found}
+
+
 def with_documents(batch: dict[str, Any]) -> dict[str, Any]:
     """Packed documents that only `position_ids` tell of, as "cu_seqlens" (host integers) too.
 
@@ -104,7 +130,7 @@ def with_documents(batch: dict[str, Any]) -> dict[str, Any]:
         ValueError: if the samples of the batch have different documents.
     """
     positions = batch.get("position_ids")
-    if positions is None or "cu_seqlens" in batch:
+    if positions is None or mask_words(batch):
         return batch
     if bool((positions != positions[:1]).any()):
         raise ValueError(

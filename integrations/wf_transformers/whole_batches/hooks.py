@@ -23,6 +23,7 @@ from wf_backends._compile import eager
 from wf_backends.parallel import IGNORE_INDEX, count_valid, token_loss
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES
+from wf_transformers.documents import mask_words
 from wf_transformers.draws import WholeNoise
 from wf_transformers.families.experts import asks_router_loss, has_router_loss
 from wf_transformers.families.stacks import scale_gradient, stacks_of
@@ -39,6 +40,7 @@ from wf_transformers.whole_batches.arguments import (
     seqlen_of,
     unknown_labels,
     with_documents,
+    with_slices,
 )
 from wf_transformers.whole_batches.fused import FUSED, fused_fields, own_words
 from wf_transformers.whole_batches.local_logits import LocalLogits
@@ -91,7 +93,7 @@ class WholeBatchHooks:
         head: Head | None = None,
     ) -> None:
         self._handle, self._always_whole = handle, whole_logits
-        self._head = head_of(model) if head is None else head
+        self._head: Head = head_of(model) if head is None else head
         _, *self._names = inspect.signature(type(model).forward).parameters  # without self
         self._call: Call | None = None
         self._head_called = self._told = False
@@ -127,6 +129,7 @@ class WholeBatchHooks:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         given = own_words(dict(zip(self._names, args, strict=False)) | kwargs)
+        given = with_slices(given, self._head)
         labelled = given.get("labels") is not None
         asked = given.pop(WHOLE_LOGITS, None)
         wanted = asked if asked is not None else self._always_whole or not model.training
@@ -252,7 +255,7 @@ class WholeBatchHooks:
     def _whole(self, x: Tensor, call: Call) -> Tensor:
         """(b, S, ...): rows of all ranks. A loss that every rank makes of them counts once."""
         sp = self._handle.sp
-        whole = sp.unshard(x, 1, call.local.get("cu_seqlens"))
+        whole = sp.unshard(x, 1, **mask_words(call.local))
         scale_gradient(whole, sp.size)  # the mean over the world divides by it
         return whole[:, : call.seqlen]
 

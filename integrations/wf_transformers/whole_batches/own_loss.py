@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
+from wf_transformers.documents import MASK_WORDS
 from wf_transformers.models import outermost
 from wf_transformers.whole_batches.fused import has_fused_head
 
@@ -28,7 +29,7 @@ INPUTS = (
     "attention_mask",
     "position_ids",
     "token_type_ids",
-    "cu_seqlens",
+    *MASK_WORDS,
 )
 """What is cut before a model that makes its own loss. What else is by token belongs to the loss."""
 
