@@ -26,6 +26,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
 from wf_backends.parallel.data import prepare_batch  # noqa: E402
 from wf_backends.parallel.loss import count_valid, token_loss  # noqa: E402
+from wf_transformers import WholeBatchHooks  # noqa: E402
 
 IMAGE, VIDEO, START = 58, 59, 57  # tokens
 ROPE = {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
@@ -156,6 +157,28 @@ def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_images(family: str, size: int, layout: str) -> None:
     given = llava_batch() if family == "llava" else qwen_batch()
     assert_equal(family, size, given, layout)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", MODELS)
+def test_whole_batches(family: str, size: int) -> None:
+    """As the Trainer and accelerate call a model: the whole batch on every rank, and its loss."""
+    given = llava_batch() if family == "llava" else qwen_batch(video=True)
+    logits, loss, wanted = one_device(family, given)
+
+    def rank(comm: Any) -> Any:
+        sp, model = sequence_parallel(comm), build(family)
+        with BUILDING:
+            WholeBatchHooks(model, wf_transformers.attach_model(model, sp), whole_logits=True)
+        output = model(**given)
+        output.loss.backward()
+        return output.logits.detach(), output.loss.detach(), gradients(model)
+
+    for found, mean, _ in (ranks := run_threads(size, rank)):
+        assert_close(found, logits, "logits")
+        assert_close(mean, loss, "loss")
+    for name, grad in wanted.items():
+        assert_close(sum(grads[name] for *_, grads in ranks) / size, grad, name)
 
 
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])

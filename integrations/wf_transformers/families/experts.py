@@ -18,7 +18,7 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_transformers.calls import parameter_names
 from wf_transformers.handle import Handle
-from wf_transformers.models import own_class
+from wf_transformers.models import outermost, own_class
 
 ASKED = "output_router_logits"
 COUNTED = "router_mask"
@@ -72,6 +72,13 @@ def balance(
     sums = [mine.detach(), (chosen * rows).sum(dim=(0, 1)), len(routers) * rows.sum().view(1)]
     p, f, n = sp.sum_over_ranks(torch.cat(sums)).split([num_experts, num_experts, 1])
     return num_experts * (f * (mine - mine.detach() + p)).sum() / n.squeeze() ** 2
+
+
+def router_loss(model: nn.Module, output: Mapping[str, Any]) -> Tensor | float:
+    """What the model's router adds to its loss."""
+    found = output.get("aux_loss")
+    coefficients = [m.router_aux_loss_coef for m in outermost(model) if has_router_loss(m)]
+    return 0.0 if found is None else coefficients[0] * found
 
 
 class RouterLoss:

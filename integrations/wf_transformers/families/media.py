@@ -27,6 +27,8 @@ from wf_transformers.handle import Handle
 ROWS = "media_rows"
 """In a local batch: of each kind of media, which features are this rank's tokens, in order."""
 ROPE = "rope_positions"
+TIMES = "second_per_grid_ts"
+"""Of videos, for positions alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,7 @@ def shard_media(
         )
     media = {key: batch[key] for key in _media_keys(row) if batch.get(key) is not None}
     sp.check_same(media)
-    tokens = {k: v for k, v in batch.items() if k not in (*media, "second_per_grid_ts")}
+    tokens = {k: v for k, v in batch.items() if k not in (*media, TIMES)}
     if row.rope:
         tokens[ROPE] = _rope(model, batch).permute(1, 2, 0)
         tokens.pop("position_ids", None)
@@ -125,6 +127,13 @@ def shard_media(
 
 def _media_keys(row: Media) -> list[str]:
     return [key for kind in row.kinds for key in (kind.values, kind.grid) if key is not None]
+
+
+def media_words(model: nn.Module) -> list[str]:
+    """The arguments of a model of the table that are not by token."""
+    row = media_of(model)
+    assert row is not None, "no model of the table"
+    return [*_media_keys(row), *((TIMES, "position_ids") if row.rope else ())]
 
 
 def _rope(model: Any, batch: Mapping[str, Any]) -> Tensor:

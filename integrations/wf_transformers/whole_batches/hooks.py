@@ -1,10 +1,9 @@
 """A model that is called with whole batches and computes its part of them.
 
 Forward hooks of torch: one cuts the batch before the model, one puts the group's loss into its
-output; of a model that makes a loss of its own, one makes the logits whole for it. Nothing is
-replaced; all can be removed. Without labels, and in evaluation, the output has
-the logits of the whole batch on every rank; beside labels `whole_logits=` in the call says whether
-it has.
+output; of a model that makes a loss of its own, one makes the logits whole for it. Without labels,
+and in evaluation, the output has the logits of the whole batch on every rank; beside labels
+`whole_logits=` says whether it has.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES
 from wf_transformers.documents import mask_words
 from wf_transformers.draws import WholeNoise
-from wf_transformers.families.experts import asks_router_loss, has_router_loss
+from wf_transformers.families.experts import asks_router_loss, router_loss
+from wf_transformers.families.media import media_of, media_words, shard_media
 from wf_transformers.families.stacks import scale_gradient, stacks_of
 from wf_transformers.handle import Handle, at_padding
 from wf_transformers.models import Head, head_of, inner_models, outermost
@@ -60,7 +60,7 @@ class Call:
     """This rank's part: "labels" (b, s_local) where they are predicted, "cu_seqlens" with the
     padding as one more document."""
     num_items: Tensor | int | None
-    """Valid labels of the optimizer step as the caller counted them on this rank's batches."""
+    """Valid labels of the optimizer step as the caller counted them, if the loss asks for them."""
     whole: bool
     """Whether logits are to be of the whole batch."""
     hidden: bool
@@ -93,7 +93,8 @@ class WholeBatchHooks:
         head: Head | None = None,
     ) -> None:
         self._handle, self._always_whole = handle, whole_logits
-        self._head: Head = head_of(model) if head is None else head
+        self._media = next((one for one in outermost(model) if media_of(one)), None)
+        self._head: Head = head or ("causal" if self._media else head_of(model))
         _, *self._names = inspect.signature(type(model).forward).parameters  # without self
         self._call: Call | None = None
         self._head_called = self._told = False
@@ -150,9 +151,9 @@ class WholeBatchHooks:
             given["labels"] = given["labels"].masked_fill(at_padding(batch), IGNORE_INDEX)
             batch = {key: value for key, value in batch.items() if key in INPUTS}
         given = {k: v for k, v in given.items() if k not in batch}
-        local = self._handle.shard_batch(batch, labels_are_shifted=self._head == "masked")
+        local = self._cut(batch)
         keep_padding_in_range(model, local, seqlen)
-        num_items = None if leaves_loss else given.pop("num_items_in_batch", None)
+        num_items = None if leaves_loss or self._media else given.pop("num_items_in_batch", None)
         self._call = Call(seqlen, local, num_items, whole, hidden, fused, leaves_loss)
         self._handle.attention.logits_are_whole, self._head_called = leaves_loss, False
         self._noise.enter(model, seqlen_of(local), seqlen)
@@ -209,7 +210,15 @@ class WholeBatchHooks:
 
     def _batch(self, given: dict[str, Any], seqlen: int) -> dict[str, Any]:
         """Those arguments of a call that are cut."""
-        return with_documents({k: v for k, v in given.items() if is_by_token(k, v, seqlen)})
+        media = [] if self._media is None else media_words(self._media)
+        found = {k: v for k, v in given.items() if k in media or is_by_token(k, v, seqlen)}
+        return found if media else with_documents(found)
+
+    def _cut(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of them."""
+        if self._media is None:
+            return self._handle.shard_batch(batch, labels_are_shifted=self._head == "masked")
+        return shard_media(self._media, self._handle.sp, batch)
 
     def _words(
         self, model: nn.Module, given: dict[str, Any], local: dict[str, Any]
@@ -235,7 +244,7 @@ class WholeBatchHooks:
         logits = logits_of(model, output, seqlen_of(call.local))
         fields = dict(output)
         if call.local.get("labels") is not None:
-            fields["loss"] = self._loss(model, logits, call, _router_loss(model, output))
+            fields["loss"] = self._loss(model, logits, call, router_loss(model, output))
         if "router_logits" in fields:
             fields["router_logits"] = None  # of this rank's tokens
         if call.whole:
@@ -284,13 +293,6 @@ class WholeBatchHooks:
         num_valid = sp.sum_over_ranks(count_valid(labels))
         share = token_loss(logits, labels, num_valid) * sp.size
         return torch.where(num_valid > 0, share, torch.nan)  # as the mean over nothing
-
-
-def _router_loss(model: nn.Module, output: Mapping[str, Any]) -> Tensor | float:
-    """What the model's router adds to its loss."""
-    found = output.get("aux_loss")
-    coefficients = [m.router_aux_loss_coef for m in outermost(model) if has_router_loss(m)]
-    return 0.0 if found is None else coefficients[0] * found
 
 
 def _operations(original: Callable[..., int], size: int, *args: Any, **kwargs: Any) -> float:
