@@ -1,4 +1,4 @@
-"""One rank of a job in which rank 1 makes a fault; `faults.py` starts it.
+"""One rank of a job in which one of them makes a fault; `faults.py` starts it.
 
 mpirun -n 4 python benchmarks/fault_rank.py raise mpi FOLDER --timeout 8
 """
@@ -26,7 +26,7 @@ HEADS, HEAD_DIM, ROWS = 4, 8, 16  # rows of a rank
 
 
 class Fault(RuntimeError):
-    """What rank 1 raises."""
+    """What this rank raises."""
 
 
 def fail(kind: str) -> None:
@@ -58,7 +58,7 @@ SKIPS = ("skip a call", "skip a backward")
 
 
 class Layers(nn.Module):
-    """Attention layers, of which rank 1 runs one otherwise than the other ranks."""
+    """Attention layers, of which one rank runs one otherwise than the other ranks."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("kind", choices=["none", *ENDINGS, *SKIPS, *CALLS, *TENSORS])
     parser.add_argument("transport", choices=["gloo", "mpi", "deepspeed"])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--rank", type=int, default=1, help="that makes the fault")
     parser.add_argument("--timeout", type=float, default=600)
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -105,7 +106,7 @@ def main() -> None:
     model = Layers(args.folder)
     step = OPEN[args.transport](model, job.world_size)
     for number in range(STEPS):
-        faulty = number == FAULTY_STEP and job.rank == 1
+        faulty = number == FAULTY_STEP and job.rank == args.rank
         model.fault = args.kind if faulty and args.kind != "none" else ""
         step(torch.randn(1, ROWS, HEADS, HEAD_DIM))
     print(f"rank {job.rank} is through", flush=True)

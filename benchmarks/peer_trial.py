@@ -23,8 +23,17 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Heads:
+    """How many there are of each, and their size."""
+
+    of_queries: int
+    of_keys: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Work:
-    """The whole call, the same on every rank; all tensors (1, S, h, d)."""
+    """The whole call, the same on every rank; all tensors (1, S, h, d), k and v of kv heads."""
 
     q: Tensor
     k: Tensor
@@ -34,10 +43,11 @@ class Work:
     """out, dq, dk, dv in float64."""
 
     @classmethod
-    def draw(cls, place: Place, heads: int, head_dim: int, dtype: torch.dtype) -> Work:
-        random = torch.Generator().manual_seed(0)
-        shape = 1, place.tokens, heads, head_dim
-        inputs = [torch.randn(shape, generator=random).to(dtype) for _ in range(4)]
+    def draw(cls, place: Place, heads: Heads, dtype: torch.dtype) -> Work:
+        random, keys = torch.Generator().manual_seed(0), heads.of_keys
+        counts = heads.of_queries, keys, keys, heads.of_queries
+        shapes = [(1, place.tokens, count, heads.size) for count in counts]
+        inputs = [torch.randn(shape, generator=random).to(dtype) for shape in shapes]
         return cls(*inputs, reference_of(place, inputs))
 
 
@@ -63,7 +73,9 @@ class Figures:
 def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's causal attention of (b, s, h, d) in one process."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    return out.transpose(1, 2)
 
 
 def forward_backward(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Step:
@@ -79,20 +91,27 @@ def forward_backward(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, dout: Tens
 
 
 def reference_of(place: Place, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv of torch's attention in float64; each rank computes some of the heads."""
-    whole = [torch.empty(inputs[0].shape, dtype=torch.float64) for _ in range(4)]
+    """out, dq, dk, dv of torch's attention in float64; each rank computes some of the key heads."""
+    q, k, _, _ = inputs
+    whole = [torch.empty(x.shape, dtype=torch.float64) for x in (q, *inputs[:3])]
     scheme = Scheme(torch.arange(place.tokens), attend_alone)
-    heads = range(inputs[0].shape[2])
-    for head in heads[place.rank :: place.size]:
-        parts = forward_backward(scheme, *(x[:, :, head : head + 1].double() for x in inputs))()
+    for head in range(place.rank, k.shape[2], place.size):
+        mine = (heads_of(x, head, k.shape[2]).double() for x in inputs)
+        parts = forward_backward(scheme, *mine)()
         for full, part in zip(whole, parts, strict=True):
-            full[:, :, head] = part[:, :, 0]
-    for head in heads:
+            heads_of(full, head, k.shape[2]).copy_(part)
+    for head in range(k.shape[2]):
         for full in whole:
-            part = full[:, :, head].contiguous()
+            part = heads_of(full, head, k.shape[2]).contiguous()
             dist.broadcast(part, src=head % place.size)
-            full[:, :, head] = part
+            heads_of(full, head, k.shape[2]).copy_(part)
     return tuple(whole)
+
+
+def heads_of(x: Tensor, kv_head: int, kv_heads: int) -> Tensor:
+    """The heads of (b, s, h, d) that belong to one key head."""
+    each = x.shape[2] // kv_heads
+    return x.narrow(2, kv_head * each, each)
 
 
 def run_of(name: str, scheme: Scheme, work: Work) -> Run:

@@ -5,6 +5,13 @@
     torchrun --nproc-per-node 4 benchmarks/peers.py --tokens 8192 --only ours,DeepSpeed,torch
     torchrun --nproc-per-node 4 benchmarks/peers.py --dtype bfloat16
 
+The planner's choice beside our schemes that have a name, on one host (5 minutes each at rest; the
+last line says how far "auto" is behind the best of them):
+
+    torchrun --nproc-per-node 4 benchmarks/peers.py --tokens 8192 --only ours --repeats 15
+    torchrun --nproc-per-node 4 benchmarks/peers.py --tokens 8192 --only ours --repeats 15 \\
+        --kv-heads 2
+
 One attention call, forward + backward, float32, gloo on CPUs, one thread a rank. Every scheme gets
 the same q, k, v, dout, and they take turns. What is not installed or does not run is named below
 the table with its error. flash-attn, which two packages import, has a stand-in on torch's CPU
@@ -28,6 +35,7 @@ from measure import cores_and_load, cpu_name
 from peer_adapters import ADAPTERS, Make, Place, schemes_of
 from peer_trial import (
     Figures,
+    Heads,
     RefusedError,
     Run,
     Work,
@@ -69,7 +77,8 @@ def compare(args: argparse.Namespace, job: launch.Launch) -> None:
     """The whole benchmark on one rank."""
     head = heading(args, job.world_size)  # now, for the load that there is without us
     place = Place(job.rank, job.world_size, args.tokens)
-    work = Work.draw(place, args.heads, args.head_dim, getattr(torch, args.dtype))
+    heads = Heads(args.heads, args.kv_heads or args.heads, args.head_dim)
+    work = Work.draw(place, heads, getattr(torch, args.dtype))
     rows, refused = prepare(place, work, args.only.split(","))
     baselines = [one_process(work, place, alone) for alone in (True, False)]
     measure(baselines, 1)  # a warm-up; the schemes have had theirs
@@ -86,6 +95,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tokens", type=int, default=4096, help="of the whole sequence")
     parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--kv-heads", type=int, default=0, help="0 = as many as heads")
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
     parser.add_argument("--repeats", type=int, default=5, help="after a warm-up")
@@ -136,11 +146,14 @@ def heading(args: argparse.Namespace, num_ranks: int) -> list[str]:
     command = f"torchrun --nproc-per-node {num_ranks} benchmarks/peers.py --tokens {args.tokens}"
     command += "" if args.only == ",".join(ADAPTERS) else f" --only {args.only}"
     command += "" if args.dtype == "float32" else f" --dtype {args.dtype}"
+    command += f" --kv-heads {args.kv_heads}" if args.kv_heads else ""
+    for_keys = f" ({args.kv_heads} for keys)" if args.kv_heads else ""
     return [
         f"`{command}`: torch {torch.__version__}, {cpu_name()}, {cores_and_load()} before; "
         f"{num_ranks} ranks, gloo, one thread a rank.",
-        f"{versions}; flash_attn is {flash}. Causal, {args.heads} heads of {args.head_dim}, "
-        f"{args.dtype}, {args.tokens} tokens, forward + backward; {args.repeats} repeats in turns.",
+        f"{versions}; flash_attn is {flash}. Causal, {args.heads} heads of {args.head_dim}"
+        f"{for_keys}, {args.dtype}, {args.tokens} tokens, forward + backward; {args.repeats} "
+        f"repeats in turns.",
         "",
     ]
 

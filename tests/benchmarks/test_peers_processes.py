@@ -30,10 +30,10 @@ def ring_flash_attn_func(q, k, v, causal):
 pytestmark = pytest.mark.processes
 
 
-def run_peers(packages: str, *folders: Path) -> list[str]:
+def run_peers(packages: str, *folders: Path, more: tuple[str, ...] = ()) -> list[str]:
     """The lines that the benchmark prints; in `folders` are packages that come before others."""
     paths = os.pathsep.join(str(path) for path in (*folders, ROOT, ROOT / "integrations"))
-    command = [*TORCHRUN, str(ROOT / "benchmarks" / "peers.py"), *SMALL, "--only", packages]
+    command = [*TORCHRUN, str(ROOT / "benchmarks" / "peers.py"), *SMALL, *more, "--only", packages]
     done = run_command(command, environ={"PYTHONPATH": paths})
     assert done.returncode == 0, done.stdout
     return done.stdout.splitlines()
@@ -58,6 +58,12 @@ def test_our_schemes_are_right_and_their_bytes_are_those_counted():
         assert most == pytest.approx(float(own), rel=0.05), (name, sent, own)  # gloo's headers
     units = {name: float(row[-2]) for name, row in rows.items()}
     assert units["ours: Ulysses"] == 4.0  # (P-1)/P of 4 tensors there and 4 back
+
+
+def test_fewer_key_heads_than_heads():
+    rows = rows_of(run_peers("ours", more=("--kv-heads", "1")))
+    for name in ("ours: Ring Attention", "ours: auto"):
+        assert all(float(error) < 2e-6 for error in rows[name][-1].split("/")), rows[name]
 
 
 def test_packages_that_are_absent_wrong_or_broken_are_named(tmp_path: Path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,17 @@ TORCHRUN = ["-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "3
 ENDS_WITHIN_S = 20.0  # on a busy machine; a circle of waits is broken after 8 s
 
 
-def run_fault(folder: Path, kind: str, transport: str, *more: str, launcher: str = "mpi") -> str:
+def run_fault(
+    folder: Path,
+    kind: str,
+    transport: str,
+    *more: str,
+    launcher: str = "mpi",
+    python: Sequence[str] = forked.python("tests.helpers"),
+) -> str:
     """What a job of 3 ranks printed, in which rank 1 makes a fault; it ends soon after it."""
     start = [*MPIRUN, "-n", "3"] if launcher == "mpi" else [sys.executable, *TORCHRUN]
-    rank = [*forked.python("tests.helpers"), str(ROOT / "benchmarks" / "fault_rank.py")]
+    rank = [*python, str(ROOT / "benchmarks" / "fault_rank.py")]
     done = run_command([*start, *rank, kind, transport, str(folder), *more], timeout=100)
     took = time.time() - float((folder / "fault").read_text())
     assert took < ENDS_WITHIN_S, (took, done.stdout)
@@ -60,6 +68,26 @@ def test_a_backward_that_is_left_out_ends_the_job_and_is_named(transport: str, t
     for error in errors:
         assert "layer 'layers.1', backward" in error and "layer 'layers.0', backward" in error
     assert printed.count("fault report: ") == 1, printed
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("transport", "rank"), [("gloo", 1), ("gloo", 0), ("mpi", 1)])
+def test_a_killed_rank_is_reported_before_mpirun_ends_the_others(
+    transport: str, rank: int, tmp_path: Path
+):
+    pytest.importorskip("mpi4py")
+    for attempt in range(3):  # mpirun gives them 0.3 s, which is little on a busy machine
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        more = "--rank", str(rank)
+        printed = run_fault(folder, "kill", transport, *more, python=[sys.executable])
+        if "fault report: " in printed:
+            break
+    answered = r"fault report: ranks \[.*\] answered, ranks \[.*\] did not; 'agreement' "
+    assert re.search(answered + r"\(layer 'layers.1', forward .*: rank \d for the", printed), (
+        printed
+    )
+    assert ("Rank 0 has ended" in printed) == (rank == 0)
 
 
 def test_a_fault_under_torchrun_is_reported_by_one_rank_and_in_the_logs(tmp_path: Path):

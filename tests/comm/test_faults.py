@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from wf_backends.comm import Pass, faults, watch
-from wf_backends.comm.faults import Board, in_words, note_of
+from wf_backends.comm.faults import Board, in_words, note_of, report
 from wf_backends.comm.protocol import Wait
+from wf_backends.comm.termination import noticed_termination
 from wf_backends.comm.watch import Watch
 
 RANKS = range(4)
@@ -91,3 +96,49 @@ def test_a_report_says_who_answered_where_each_was_and_since_when() -> None:
     assert "'step 0' (layer 'a', backward of attention call 3): rank 0 for the message from" in told
     assert "rank 2 for the message from rank 1 since " in told
     assert told.endswith("ended: rank 3 by KeyError: 'x'")
+
+
+# A rank that waits for the notes of others is told to end by the launcher, as after a kill.
+TOLD = """
+import os, signal, threading, time
+from torch.distributed import HashStore
+from wf_backends.comm import Pass, faults
+from wf_backends.comm.protocol import Wait
+
+own = faults.note_of(Wait(Pass(1, "a"), "step 0", "message from", 1, time.monotonic()), range(2))
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+faults.report(faults.Board(HashStore()), range(2), 0, own, patience=60)
+print("it goes on")
+"""
+
+
+def test_a_rank_that_is_told_to_end_reports_first_and_then_ends() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == -signal.SIGTERM and "it goes on" not in done.stdout, done
+    assert "ranks [0] answered, ranks [1] did not; 'step 0' (layer 'a'" in done.stderr
+
+
+def test_a_program_that_handles_sigterm_itself_keeps_it() -> None:
+    seen = list[int]()
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        with noticed_termination() as noticed:
+            os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM] and not noticed.told
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_without_rank_0_the_next_rank_reports_what_it_knows(
+    rank: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    of_rank_0 = TCPStore("127.0.0.1", 0, is_master=True)
+    board = Board(TCPStore("127.0.0.1", of_rank_0.port))
+    del of_rank_0
+    report(board, RANKS, rank, note(A, 0), patience=60)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (rank == 1), told
+    assert all("ranks [1] answered" in line and "Rank 0 has ended" in line for line in told), told

@@ -17,12 +17,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from wf_backends.comm.protocol import Communicator, Wait
+from wf_backends.comm.termination import noticed_termination
 
 ANSWER_S = 2.0  # how long a rank that failed waits for the notes of others
-PAUSE_S = 0.05
+PAUSE_S = 0.02
 ERROR_LENGTH = 300
 NAMED = 8  # ranks that a report names one by one
 FOLDER, REPORT = "log folder", "report"
+STORE_GONE = "Rank 0 has ended, and with it the store of the ranks' notes: no other rank is heard"
 Note = dict[str, Any]
 
 
@@ -44,6 +46,8 @@ class Board:
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore("wallfacer/notes", store)
+        self.gone = False
+        """Whether the store is gone, and with it the notes: rank 0 holds it, unless torchrun."""
 
     def write(self, kind: str, rank: int, note: object) -> None:
         """Leave a note, in place of an earlier one."""
@@ -57,8 +61,9 @@ class Board:
 
     def _try(self, act: Callable[[], Any]) -> Any:
         try:
-            return act()
-        except RuntimeError:  # rank 0 holds the store, and may be gone
+            return None if self.gone else act()
+        except RuntimeError:
+            self.gone = True
             return None
 
 
@@ -78,8 +83,9 @@ def failure(comm: Communicator, wait: Wait, error: object) -> RuntimeError:
     board, ranks = job_board(), comm.global_ranks
     text = f"{comm.me}: {wait.where}, the {wait.kind} {comm.name_of(wait.peer)} failed: {error}"
     if board is not None and board.read("fault", ranks[comm.rank]) is None:
-        board.write("fault", ranks[comm.rank], note_of(wait, ranks))
-        report(board, ranks, ranks[comm.rank])
+        own = note_of(wait, ranks)
+        board.write("fault", ranks[comm.rank], own)
+        report(board, ranks, ranks[comm.rank], own)
         note = board.read("fault", ranks[wait.peer]) or board.read("wait", ranks[wait.peer]) or {}
         if "ended" in note:
             text += f" ({comm.name_of(wait.peer)} ended by {note['ended']})"
@@ -107,7 +113,7 @@ def last_words(board: Board, me: int, size: int, patience: float) -> None:
     """
     end = time.monotonic() + patience
     notes: dict[int, Note] = {}
-    while len(notes) < size and time.monotonic() < end:
+    while len(notes) < size and time.monotonic() < end and not board.gone:
         if board.read(REPORT, 0):
             return
         notes |= {r: n for r in range(size) if r not in notes and (n := board.read("fault", r))}
@@ -116,25 +122,34 @@ def last_words(board: Board, me: int, size: int, patience: float) -> None:
         _say(board, in_words(range(size), notes))
 
 
-def report(board: Board, ranks: Sequence[int], me: int, patience: float = ANSWER_S) -> None:
+def report(
+    board: Board, ranks: Sequence[int], me: int, own: Note, patience: float = ANSWER_S
+) -> None:
     """After this rank left its note: report for all, if it is the lowest that waited.
 
     Args:
         ranks: global ranks, this one among them, of whom notes may be expected.
+        own: the note.
         patience: seconds until the others count as not answering.
     """
     end = time.monotonic() + patience
-    notes: dict[int, Note] = {}
-    while len(notes) < len(ranks) and time.monotonic() < end:
-        if board.read(REPORT, 0):
-            return
-        for rank in ranks:
-            if rank not in notes and (note := board.read("fault", rank)):
-                if rank < me and "where" in note:
-                    return
-                notes[rank] = note
-        time.sleep(PAUSE_S)
-    _say(board, in_words(ranks, notes))
+    notes, over = {me: own}, False
+    with noticed_termination() as job:
+        while len(notes) < len(ranks) and not (over or board.gone):
+            over = job.told or time.monotonic() > end
+            time.sleep(PAUSE_S)
+            if board.read(REPORT, 0):
+                return
+            for rank in ranks:
+                if rank not in notes and (note := board.read("fault", rank)):
+                    if rank < me and "where" in note:
+                        return
+                    notes[rank] = note
+        line = in_words(ranks, notes)
+        if not board.gone:
+            _say(board, line)
+        elif me == min(rank for rank in ranks if rank):
+            _say(board, f"{line}. {STORE_GONE}")
 
 
 def _say(board: Board, line: str) -> None:

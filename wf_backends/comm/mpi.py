@@ -25,6 +25,7 @@ from wf_backends.comm.protocol import (
     Wait,
 )
 from wf_backends.comm.staging import Staged
+from wf_backends.comm.termination import Termination, noticed_termination
 from wf_backends.comm.watch import Watch
 
 if TYPE_CHECKING:
@@ -202,20 +203,25 @@ class _MpiPending(Pending):
         self.flights = [flight for flight in self.flights if not self._landed(flight)]
 
     def wait(self) -> None:
+        if self._done():
+            return
         comm, since = self.comm, time.monotonic()
-        while not self._done():
-            what = self.flights[0].what
-            comm.waits = Wait(comm.now, *what, since)
-            try:
-                wait_until(self._moved, comm.timeout, "it", self._look)
-            except TimedOut as error:
-                raise comm.named(what, error) from error
+        with noticed_termination() as job:
+            while self.flights:
+                what = self.flights[0].what
+                comm.waits = Wait(comm.now, *what, since)
+                try:
+                    wait_until(lambda: self._moved(job), comm.timeout, "it", self._look)
+                except TimedOut as error:
+                    raise comm.named(what, error) from error
         comm.waits = None
 
-    def _moved(self) -> bool:
+    def _moved(self, job: Termination) -> bool:
         """Whether the first message that is waited for is there."""
         first = self.flights[0]
         self.poll()
+        if self.flights and job.told:
+            raise self.comm.named(first.what, "the launcher ends the job")
         return not self.flights or self.flights[0] is not first
 
     def _done(self) -> bool:
