@@ -42,9 +42,9 @@ HEAD = f"""# Faults of one rank
     python benchmarks/faults.py
 
 torch {torch.__version__}, Python {platform.python_version()}, {{machine}}.
-{RANKS} ranks under mpirun, timeout {TIMEOUT_S} s; rank 1 makes the fault in its third step. Seconds from
-the fault to the end of the last process (ended from outside after {GIVE_UP_S} s), the job's exit code,
-how many reports of the fault were printed, the first error of a rank that made no fault.
+{RANKS} ranks under mpirun, timeout {TIMEOUT_S} s; rank 1 makes the fault in its third step.
+Seconds from the fault to the end of the last process (ended from outside after {GIVE_UP_S} s), the
+job's exit code, how many reports of the fault were printed, the first error of another rank.
 
 | fault | transport | seconds | exit code | reports | message |
 |---|---|---|---|---|---|"""
