@@ -50,6 +50,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": ("Zamba2", {**TINY, **ZAMBA2, "mamba_ngroups": 2, "chunk_size": 8}),
     "bamba": ("Bamba", {**TINY, **BAMBA, "mamba_n_heads": 8, "mamba_d_head": 8}),
 }
+DELTA = {
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 4},
+    **{"linear_value_head_dim": 6, "head_dim": 8, "num_hidden_layers": 2, "num_experts": 0},
+    "layer_types": ["linear_attention", "full_attention"],
+}
+if hasattr(tf, "Qwen3NextConfig"):
+    FAMILIES["qwen3_next"] = ("Qwen3Next", {**SIZES, **HEADS, **DELTA})
+if hasattr(tf, "Qwen3_5TextConfig"):
+    FAMILIES["qwen3_5"] = ("Qwen3_5", {**SIZES, **HEADS, **DELTA})
 DOCUMENTS = (0, 5, 16, SEQLEN)
 
 
@@ -63,7 +72,8 @@ def build(family: str, more: dict[str, Any] | None = None) -> Any:
     name, words = FAMILIES[family]
     with BUILDING:
         torch.manual_seed(1)
-        config = getattr(tf, f"{name}Config")(**words | (more or {}))
+        kind = getattr(tf, f"{name}TextConfig", None) or getattr(tf, f"{name}Config")
+        config = kind(**words | (more or {}))
         model = getattr(tf, f"{name}ForCausalLM")(config).double().train()
         model.config._attn_implementation = "sdpa"  # Zamba's eager softmax is in float32
         for parameter in model.parameters():
@@ -125,7 +135,13 @@ def test_mixers(family: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])
-@pytest.mark.parametrize("family", ["mamba", "mamba2", "zamba", "jamba", "recurrent_gemma"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("mamba", "mamba2", "zamba", "jamba", "recurrent_gemma"),
+        *(name for name in ("qwen3_next",) if name in FAMILIES),
+    ],
+)
 def test_states_end_with_their_document(family: str, layout: str) -> None:
     assert_equal(family, 2, batch(cu_seqlens=DOCUMENTS), layout)
 

@@ -11,84 +11,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-Cuts = dict[str, tuple[int, Tensor]]  # parameter -> (dim, what a rank has of it)
-Attributes = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one rank runs of a layer."""
-
-    inputs: Tensor
-    """(c,) which of the projected features it takes, in the order that its code takes them."""
-    outputs: Tensor
-    """(c',) which features of the result it makes."""
-    parameters: Cuts
-    attributes: Attributes
-    """Of the layer that runs: its sizes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mixer:
-    """A kind of layer."""
-
-    share: Callable[[Any, int, int], Share]
-    """(layer, rank, ranks) -> its share; NotImplementedError if channels do not divide."""
-    project: Callable[[Any, Tensor], tuple[Tensor, Tensor | None]]
-    """(layer, hidden states) -> the features that are exchanged, and what stays with its tokens."""
-    finish: Callable[[Any, Tensor, Tensor | None], Tensor]
-    """(layer, result, what stayed) -> hidden states."""
-    instead: Callable[[Any, Share], dict[str, nn.Module]]
-    """Modules of the layer -> what is in their place where its code runs on a share."""
-    summed: tuple[str, ...] = ()
-    """Modules whose results are sums over all channels."""
-    whole: tuple[str, ...] = ()
-    """Parameters that every rank uses whole, on all rows, for its own channels."""
-    run: Callable[[Any, Tensor], Tensor] = lambda layer, x: layer(x)
-    """(layer on a share, (b, S, c)) -> (b, S, c')."""
-
-
-class Keep(nn.Module):
-    """The first argument, behind `zeros` features of 0."""
-
-    def __init__(self, zeros: int = 0) -> None:
-        super().__init__()
-        self.zeros = zeros
-
-    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
-        return pad(x, (self.zeros, 0)) if self.zeros else x
-
-
-def divide(what: str, number: int, size: int) -> int:
-    """number / size.
-
-    Raises:
-        NotImplementedError: if it does not divide.
-    """
-    if number % size:
-        raise NotImplementedError(
-            f"its {number} {what} cannot be shared by {size} ranks: take a sequence_parallel_size "
-            "that divides them"
-        )
-    return number // size
-
-
-def part(what: str, number: int, rank: int, size: int) -> Tensor:
-    """A rank's share of 0, ..., number - 1."""
-    each = divide(what, number, size)
-    return torch.arange(rank * each, (rank + 1) * each)
-
-
-def _rows(names: tuple[str, ...], index: Tensor) -> Cuts:
-    return {name: (0, index) for name in names}
+from wf_transformers.families.delta_rule import QWEN3_5, QWEN3_NEXT
+from wf_transformers.families.shares import Keep, Mixer, Share, divide, part, rows, spans
 
 
 def _project(layer: Any, hidden: Tensor) -> tuple[Tensor, None]:
@@ -110,7 +40,7 @@ def _mamba_share(layer: Any, rank: int, size: int) -> Share:
     channels = layer.intermediate_size
     mine = part("channels", channels, rank, size)
     names = ("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D")
-    cuts = _rows(names, mine) | {"x_proj.weight": (1, mine)}
+    cuts = rows(names, mine) | {"x_proj.weight": (1, mine)}
     attributes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
     return Share(torch.cat([mine, channels + mine]), mine, cuts, attributes)
 
@@ -120,7 +50,7 @@ def _zamba_share(layer: Any, rank: int, size: int) -> Share:
     heads = part("n_mamba_heads", layer.n_mamba_heads, rank, size)
     mine = part("channels", layer.intermediate_size, rank, size)
     by_head = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D")
-    cuts = _rows(by_head, heads) | _rows(("conv1d.weight", "conv1d.bias"), mine)
+    cuts = rows(by_head, heads) | rows(("conv1d.weight", "conv1d.bias"), mine)
     pairs = part("channels", 2 * layer.intermediate_size, rank, size)
     sizes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
     return Share(pairs, mine, cuts, sizes | {"n_mamba_heads": len(heads)})
@@ -132,11 +62,11 @@ def _zamba_share(layer: Any, rank: int, size: int) -> Share:
 def _mamba2_share(layer: Any, rank: int, size: int) -> Share:
     heads, groups = _heads_and_groups(layer, rank, size)
     channels, states = layer.intermediate_size, layer.n_groups * layer.ssm_state_size
-    x = _spans(heads, layer.head_dim)
-    b = channels + _spans(groups, layer.ssm_state_size)
+    x = spans(heads, layer.head_dim)
+    b = channels + spans(groups, layer.ssm_state_size)
     convolved = torch.cat([x, b, states + b])
     inputs = torch.cat([convolved, channels + 2 * states + heads])
-    cuts = _rows(("conv1d.weight", "conv1d.bias"), convolved)
+    cuts = rows(("conv1d.weight", "conv1d.bias"), convolved)
     sizes = {
         "intermediate_size": len(x),
         "num_heads": len(heads),
@@ -144,7 +74,7 @@ def _mamba2_share(layer: Any, rank: int, size: int) -> Share:
         "conv_dim": len(convolved),
         "conv1d.groups": len(convolved),
     }
-    return Share(inputs, x, cuts | _rows(("dt_bias", "A_log", "D"), heads), sizes)
+    return Share(inputs, x, cuts | rows(("dt_bias", "A_log", "D"), heads), sizes)
 
 
 def _heads_and_groups(layer: Any, rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -172,11 +102,6 @@ def _takes_groups_in_turn(layer: Any) -> bool:
     on_cuda = layer.A_log.device.type == "cuda"
     kernels = on_cuda and bool(getattr(file, "is_fast_path_available", False))
     return not kernels and "B = B.repeat(" in inspect.getsource(kind.torch_forward)
-
-
-def _spans(index: Tensor, width: int) -> Tensor:
-    """The features of heads of `width` features."""
-    return (index[:, None] * width + torch.arange(width)).flatten()
 
 
 def _mamba2_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,7 +132,7 @@ def _griffin_share(layer: Any, rank: int, size: int) -> Share:
     gates = (f"rg_lru.{gate}_gate_{kind}" for gate in GATES for kind in ("weight", "bias"))
     by_channel = ("conv_1d.weight", "conv_1d.bias", "rg_lru.recurrent_param")
     sizes = {"conv_1d.groups": len(mine), "rg_lru.num_attention_heads": len(heads)}
-    return Share(mine, mine, _rows(by_channel, mine) | _rows(tuple(gates), heads), sizes)
+    return Share(mine, mine, rows(by_channel, mine) | rows(tuple(gates), heads), sizes)
 
 
 def _griffin_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -258,6 +183,9 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
             _griffin_instead,
             run=_griffin_run,
         ),
+        "qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet": QWEN3_NEXT,
+        "qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet": QWEN3_5,
+        "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": QWEN3_5,
     }
 )
 """By file and class under transformers.models."""

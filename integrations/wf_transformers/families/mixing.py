@@ -23,7 +23,8 @@ from wf_backends.parallel import ChannelExchange
 from wf_backends.schedule import SLICE_WORDS
 from wf_transformers.attention import Attention
 from wf_transformers.calls import ON_ONE_PROCESS
-from wf_transformers.families.mixers import Mixer, Share, mixer_of
+from wf_transformers.families.mixers import mixer_of
+from wf_transformers.families.shares import Mixer, Share
 from wf_transformers.handle import Handle
 
 Borders = Sequence[int] | None  # cu_seqlens as host integers; None is one document
