@@ -7,7 +7,7 @@ PYTHON ?= $(shell command -v python3.11 || echo python3)
 STEPS ?= 30
 # Processes that share the tests; some of them start ranks of their own.
 WORKERS ?= 2
-EXTRAS := mpi,transformers,deepspeed,colossalai,demo,dev,docs
+EXTRAS := mpi,transformers,deepspeed,colossalai,trl,demo,dev,docs
 # Runs as root and with more ranks than cores too.
 MPIRUN := mpirun --allow-run-as-root --map-by slot:OVERSUBSCRIBE --bind-to none
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
 
+from wf_accelerate.trl_trainers import TrlTrainer
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import own_group
 from wf_backends.launch import settle_at_exit
@@ -25,6 +26,11 @@ from wf_transformers import (
     verify,
 )
 from wf_transformers.whole_batches.fused import has_fused_head
+from wf_transformers.whole_batches.log_probabilities import (
+    LogProbabilityHooks,
+    makes_log_probabilities,
+)
+from wf_transformers.whole_batches.pooled import PooledHooks, pools_last_token
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -62,11 +68,22 @@ def connect(
         NotImplementedError: for an engine or a parallelism that cannot go with it, and for a model
             that cannot be spread, or gives something else on the ranks than alone.
     """
+    return _connect(model, accelerator, words, whole_logits)
+
+
+def _connect(
+    model: nn.Module,
+    accelerator: Accelerator,
+    words: Words,
+    whole_logits: bool,
+    trl: TrlTrainer | None = None,
+) -> Handle:
+    """`connect`; `trl` is the trainer of TRL around the model."""
     run = ModelWords()
     if not isinstance(words, SequenceParallelConfig):
         own, run = ModelWords.split(words)
         words = SequenceParallelConfig.from_dict(own)
-    _refuse(accelerator)
+    _refuse(accelerator, [] if trl is None else trl.others)
     if "forward" in vars(model) and not has_fused_head(model):
         raise NotImplementedError(
             f"somebody replaced the forward of this {type(model).__name__} by {model.forward}, as "
@@ -74,23 +91,40 @@ def connect(
         )
     sp = SequenceParallel(words, own_group(words.timeout))
     settle_at_exit()  # Trainers do not destroy the group that they started
-    attach = run.attaching(model, partial(attach_model, model, sp))
-
-    def compared() -> Handle:
-        handle = attach()
-        WholeBatchHooks(model, handle, whole_logits)
-        return handle
-
-    verify(model, sp, compared, run.verify, whole_batches=True)
-    handle, _ = attach_by(run, model, sp, attach)
+    handle = _attach(model, sp, run, whole_logits, trl)
     handle.advice = (
         f"all {sp.size} ranks of a sequence read the same samples: have the Accelerator that was "
         f"connected prepare the loader, or shard the data by rank // {sp.size}"
     )
     with handle.removed_on_error():
-        WholeBatchHooks(model, handle, whole_logits)
         handle.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
     return handle
+
+
+def _attach(
+    model: nn.Module,
+    sp: SequenceParallel,
+    run: ModelWords,
+    whole_logits: bool,
+    trl: TrlTrainer | None,
+) -> Handle:
+    """Attach a model that is called with whole batches from then on."""
+    pooled = pools_last_token(model)
+    inner: Any = model.base_model if pooled else model
+    attach = run.attaching(inner, partial(attach_model, inner, sp))
+
+    def hooked(handle: Handle) -> Handle:
+        with handle.removed_on_error():
+            if pooled:
+                PooledHooks(model, handle)
+            else:
+                hooks = WholeBatchHooks if trl is None else LogProbabilityHooks
+                hooks(model, handle, whole_logits)
+        return handle
+
+    compared = attach if pooled else lambda: hooked(attach())
+    verify(inner, sp, compared, run.verify, whole_batches=not pooled)
+    return hooked(attach_by(run, inner, sp, attach)[0])
 
 
 def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) -> Handle:
@@ -112,26 +146,34 @@ def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) 
         )
     if not isinstance(trainer.model, nn.Module):
         raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
-    handle = connect(trainer.model, trainer.accelerator, words, whole_logits)
-    handle.undo.enter_context(temporarily_replace(trainer, "prediction_step", loss_only))
-    if getattr(type(trainer), "compute_loss", None) is _trainers_own():  # another may not count
-        once = partial(counted_once, trainer)
-        handle.undo.enter_context(temporarily_replace(trainer, "compute_loss", once))
+    trl = TrlTrainer(trainer) if makes_log_probabilities(type(trainer)) else None
+    handle = _connect(trainer.model, trainer.accelerator, words, whole_logits, trl)
+    with handle.removed_on_error():
+        if trl is not None:
+            trl.connect(handle)
+        _replace_steps(trainer, handle)
     options = getattr(trainer.gather_function, "keywords", {})
     gather = partial(trainer.accelerator.gather_for_metrics, **options)
     handle.set(trainer, "gather_function", gather)  # the Trainer keeps what its accelerator had
     return handle
 
 
-def _trainers_own() -> Any:
-    """Trainer.compute_loss of transformers."""
+def _replace_steps(trainer: Trainer, handle: Handle) -> None:
+    """Methods of transformers' Trainer; those of a subclass's own are left alone."""
     from transformers.trainer import Trainer
 
-    return Trainer.compute_loss
+    steps = {"prediction_step": loss_only, "compute_loss": partial(counted_once, trainer)}
+    for name, step in steps.items():
+        if getattr(type(trainer), name, None) is getattr(Trainer, name):
+            handle.undo.enter_context(temporarily_replace(trainer, name, step))
 
 
-def _refuse(accelerator: Accelerator) -> None:
-    """Whatever averages gradients otherwise, or spreads sequences itself."""
+def _refuse(accelerator: Accelerator, known: Sequence[Any]) -> None:
+    """Whatever averages gradients otherwise, or spreads sequences itself.
+
+    Args:
+        known: models that it may have prepared.
+    """
     kind = str(accelerator.distributed_type.value)
     if kind == "DEEPSPEED":
         raise NotImplementedError(
@@ -152,7 +194,8 @@ def _refuse(accelerator: Accelerator) -> None:
             f"ranks: gradients would not be averaged. Without GPUs say use_cpu=True in "
             f"TrainingArguments, or Accelerator(cpu=True)"
         )
-    if accelerator._models or accelerator._dataloaders:  # there is no public word for it
+    models = [one for one in accelerator._models if not any(one is its for its in known)]
+    if models or accelerator._dataloaders:  # there is no public word for it
         raise ValueError(
             "the accelerator has prepared a model or a loader already: connect before "
             "accelerator.prepare, and before the Trainer trains or evaluates"

@@ -52,14 +52,14 @@ def head_of(module: nn.Module) -> Head:
 
 def _head(kind: type) -> Head:
     names = {base.__name__ for base in kind.__mro__}
-    causal = bool(names & _names("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
-    masked = bool(names & _names("MODEL_FOR_MASKED_LM_MAPPING_NAMES"))
+    causal = bool(names & names_of("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+    masked = bool(names & names_of("MODEL_FOR_MASKED_LM_MAPPING_NAMES"))
     if causal == masked:
         return "other"
     return "causal" if causal else "masked"
 
 
-def _names(table: str) -> set[str]:
+def names_of(table: str) -> set[str]:
     """The class names in a table of transformers, whose values are names or tuples of them."""
     values = getattr(modeling_auto, table).values()
     return {name for v in values for name in ((v,) if isinstance(v, str) else v)}

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("trl", reason="TRL is not installed", exc_type=ImportError)
+REASON = "TRL with a fused LM head is not installed"
+pytest.importorskip("trl", minversion="1.16", reason=REASON, exc_type=ImportError)
 
 from tests.integrations.accelerate_jobs import Results, run_both  # noqa: E402
 

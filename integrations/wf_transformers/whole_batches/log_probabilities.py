@@ -1,0 +1,149 @@
+"""Models whose trainers make log-probabilities of logits: those of TRL (DPO, GRPO and others).
+
+Called with whole batches and without labels, such a model gives `ShardedLogits`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from wf_backends._compile import eager
+from wf_transformers.calls import PARTIAL_STATES
+from wf_transformers.handle import Handle
+from wf_transformers.replace import temporarily_replace
+from wf_transformers.whole_batches.arguments import is_by_token, keep_padding_in_range, seqlen_of
+from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, Call, WholeBatchHooks
+from wf_transformers.whole_batches.sharded_logits import Rows, ShardedLogits, log_softmax_of, rolled
+
+LOG_SOFTMAX = "selective_log_softmax"
+"""TRL's function of (logits, index), which its trainers' files import."""
+CALLERS = ("concatenated_forward", "_get_per_token_logps")
+"""Methods of its trainers that call it, of DPO's (CPO's, ORPO's) and of GRPO's."""
+KEPT = ("logits_to_keep", "num_logits_to_keep")
+
+
+def makes_log_probabilities(trainer: type) -> bool:
+    """Whether a class is such a trainer of TRL, or comes from one."""
+    return any(hasattr(trainer, name) for name in CALLERS) and bool(_files(trainer))
+
+
+def take_sharded_logits(trainer: Any, handle: Handle) -> None:
+    """Have a trainer's log-probabilities made of `ShardedLogits`, until `handle` is removed."""
+    call = partial(_with_log_softmax, _files(type(trainer)))
+    for name in CALLERS:
+        if hasattr(trainer, name):
+            handle.undo.enter_context(temporarily_replace(trainer, name, call))
+
+
+def _files(trainer: type) -> list[ModuleType]:
+    files = (sys.modules[kind.__module__] for kind in trainer.__mro__)
+    return [one for one in files if one.__name__.startswith("trl.") and hasattr(one, LOG_SOFTMAX)]
+
+
+def _with_log_softmax(
+    files: list[ModuleType], method: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """A method of a trainer, with `log_softmax_of` for TRL's function while it runs."""
+    with ExitStack() as stack:
+        for file in files:
+            stack.enter_context(temporarily_replace(file, LOG_SOFTMAX, log_softmax_of))
+        return method(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a call without labels asked for."""
+
+    starts: Tensor
+    """(b,) tokens of padding on the left."""
+    tokens: slice
+    """Of which tokens it wants logits."""
+    states: bool
+    """Whether it wants hidden states."""
+
+
+class LogProbabilityHooks(WholeBatchHooks):
+    """`WholeBatchHooks` of a model that is called without labels for `ShardedLogits`.
+
+    Padding may be on the left there: it is moved behind the sample. Positions are what they are on
+    one device, where padding counts.
+    """
+
+    whole_without_labels = False
+    _asked: Asked | None = None
+
+    @eager
+    def _before(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[()], dict[str, Any]]:
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        self._asked = None
+        if given.get("labels") is not None or given.get(WHOLE_LOGITS) is not None:
+            return super()._before(model, (), given)
+        keep = next((given[key] for key in KEPT if given.get(key)), 0)
+        given = {key: value for key, value in given.items() if key not in KEPT}
+        states = bool(given.pop("output_hidden_states", False))
+        starts = padding_on_the_left(given)
+        counted = given.get("position_ids") is None
+        _, words = super()._before(model, (), _moved(given, starts) | {WHOLE_LOGITS: False})
+        if counted and isinstance(words.get("position_ids"), Tensor):
+            words["position_ids"] = words["position_ids"] + starts[:, None]
+            keep_padding_in_range(model, words, seqlen_of(given))
+        self._asked = Asked(starts, slice(-keep, None) if keep else slice(None), states)
+        return (), words
+
+    @eager
+    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        call, asked, self._asked = self._call, self._asked, None
+        output = super()._after(model, args, output)
+        if asked is None or call is None:
+            return output
+        whole, mine = partial(self._whole, call=call), partial(self._mine, call=call)
+        rows = Rows(whole, mine, asked.starts, call.seqlen)
+        logits = ShardedLogits(output["logits"], rows, range(call.seqlen)[asked.tokens])
+        fields = dict(output) | {"logits": logits}
+        return type(output)(**fields | ({"hidden_states": LocalStates()} if asked.states else {}))
+
+    def _mine(self, x: Tensor, call: Call) -> Tensor:
+        """(b, s): this rank's rows of (b, S)."""
+        sp, borders = self._handle.sp, call.local.get("cu_seqlens")
+        padding = sp.size * seqlen_of(call.local) - call.seqlen
+        return sp.shard(pad(x, (0, padding)), 1, borders)
+
+
+class LocalStates:
+    """In place of hidden states that a trainer asks for: any use is an error."""
+
+    def _use(self, *_: object) -> Any:
+        raise NotImplementedError(PARTIAL_STATES)
+
+    __getitem__ = __len__ = __iter__ = _use
+
+
+def padding_on_the_left(given: Mapping[str, Any]) -> Tensor:
+    """(b,) int64: how many tokens of padding each sample begins with."""
+    mask, tokens = given.get("attention_mask"), given.get("input_ids", given.get("inputs_embeds"))
+    if isinstance(mask, Tensor) and mask.dim() == 2:
+        return (mask != 0).int().argmax(dim=1)
+    samples, device = (len(tokens), tokens.device) if isinstance(tokens, Tensor) else (1, None)
+    return torch.zeros(samples, dtype=torch.int64, device=device)
+
+
+def _moved(given: Mapping[str, Any], starts: Tensor) -> dict[str, Any]:
+    """A call's arguments with all padding on the right."""
+    seqlen = seqlen_of(given)
+
+    def moves(key: str, value: Any) -> bool:
+        return isinstance(value, Tensor) and is_by_token(key, value, seqlen)
+
+    return {k: rolled(v, starts) if moves(k, v) else v for k, v in given.items()}
