@@ -28,6 +28,9 @@ from wf_backends.schedule.mask import Mask
 from wf_backends.schedule.routes import all_gather, concentric, double_ring, mesh, ring
 from wf_backends.schedule.schedule import Schedule
 
+LEARNED = ("sinks", "position_bias")
+"""Options with a gradient."""
+
 
 def schedules(n: int) -> dict[str, Schedule]:
     """Every named schedule for n ranks."""
@@ -69,17 +72,22 @@ class Case:
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
+    bias: int = 0
+    """Distances of a learned bias to either side, at least; 0 = none."""
     dropout_p: float = 0.0
 
     def options(self) -> dict[str, Any]:
         """What `dense_attention` is told beside mask and scale; the same for the same case."""
         random = torch.Generator().manual_seed(1)
         slopes, sinks = torch.randn(2, self.heads, generator=random, dtype=torch.float64)
+        distances = 2 * self.bias + 1
+        bias = torch.randn(self.heads, distances, generator=random, dtype=torch.float64)
         return {
             "softcap": self.softcap,
             "alibi_slopes": slopes.abs() if self.alibi else None,
             "sinks": sinks if self.sinks else None,
             "dropout": Dropout(self.dropout_p, 7, (0, self.heads)) if self.dropout_p else None,
+            "position_bias": bias if self.bias else None,
         }
 
     @property
@@ -159,17 +167,17 @@ def run_case(case: Case) -> Outcome:
         keep = case.forward.gathers() if case.keep else (False, False)
         scores = Scores(case.scale, case.softcap, options["alibi_slopes"], options["dropout"])
         call = Call(*case.plans(r), comm, case.kernel, scores, keep, case.narrow)
-        sinks = learned(options["sinks"])
-        out = Attention.apply(*mine, call, sinks)
+        more = [learned(options[name]) for name in LEARNED]
+        out = Attention.apply(*mine, call, more[0], None, more[1])
         out.backward(dout[:, rows[r]])
-        parts = [x.grad for x in (*mine, sinks) if x is not None]
+        parts = [x.grad for x in (*mine, *more) if x is not None]
         return [out.detach(), *parts], dict(comm.sent)
 
     results = run_threads(case.num_ranks, one_rank)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
-    options["sinks"] = sinks = learned(options["sinks"])
-    dense = dense_attention(*wide, case.mask, case.scale, **options)
-    leaves = (*wide, sinks) if case.sinks else wide
+    more = {name: learned(options[name]) for name in LEARNED if options[name] is not None}
+    dense = dense_attention(*wide, case.mask, case.scale, **options | more)
+    leaves = (*wide, *more.values())
     right = [dense.detach(), *torch.autograd.grad(dense, leaves, dout.double())]
     errors, rms = {}, {}
     places = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
@@ -177,9 +185,9 @@ def run_case(case: Case) -> Outcome:
         found = [(got[i].double() - right[i][:, at[r]]) for r, (got, _) in enumerate(results)]
         flat = torch.cat([x.flatten() for x in found])
         errors[name], rms[name] = flat.abs().max().item(), flat.square().mean().sqrt().item()
-    if case.sinks:
-        parts = torch.stack([got[4] for got, _ in results])
-        errors["dsinks"] = (parts.sum(0) - right[4]).abs().max().item()
+    for i, name in enumerate(more, 4):
+        parts = torch.stack([got[i] for got, _ in results])
+        errors[f"d{name}"] = (parts.sum(0) - right[i]).abs().max().item()
     return Outcome(errors, rms, [sent for _, sent in results])
 
 

@@ -41,6 +41,7 @@ def dense_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     dropout: Dropout | None = None,
+    position_bias: Tensor | None = None,
 ) -> Tensor:
     """softmax(scale q k^T + mask) v; q (b, i, h, d), k and v (b, j, g, d)."""
     group = q.shape[2] // k.shape[2]
@@ -51,6 +52,9 @@ def dense_attention(
     rows, keys = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None, None] * (rows - keys).abs()
+    if position_bias is not None:
+        farthest = position_bias.shape[1] // 2
+        scores = scores + position_bias[:, (keys - rows).clamp(-farthest, farthest) + farthest]
     scores = scores.masked_fill(~visible(mask, q.shape[1], k.shape[1]), -torch.inf)
     if sinks is not None:
         column = sinks[:, None, None].expand(*scores.shape[:3], 1)

@@ -76,6 +76,7 @@ class Attention:
         s_aux: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         kv_up: Tensor | None = None,
+        relative_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Exact attention of this rank's rows over the whole sequence.
@@ -91,6 +92,8 @@ class Attention:
             softcap: scores are softcap tanh(scores / softcap); None and 0 are none.
             s_aux: (h,) the heads' sinks.
             alibi_slopes: (h,) by which scores fall with the distance.
+            relative_bias: (h, 2 n - 1) that is added to the scores by the distance of key and
+                query: `position_bias` of `SequenceParallel.attention`.
             kv_up: key and value are latents, (b, 1, s, ...): see `SequenceParallel.attention`.
             kwargs: `cu_seqlens`, the borders of packed documents, or a mask in slices, as host
                 integers, global; what changes nothing is ignored.
@@ -128,6 +131,7 @@ class Attention:
             sinks=s_aux,
             alibi_slopes=alibi_slopes,
             kv_up=kv_up,
+            position_bias=relative_bias,
             dropout_p=dropout if self.drops else 0.0,
         )
         return out, None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +34,9 @@ SIZES = {"d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 
 SIZES |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "dropout": 0.0, "init_std": 0.2, **HEADS}
 TOKENS = {"pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 2}
 BART = {**SIZES, **TOKENS, "max_position_embeddings": 64}
+T5 = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB}
+T5 |= {"dropout_rate": 0.0, "initializer_factor": 1.0, "decoder_start_token_id": 0}
+T5 |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 10}
 WHISPER = {**SIZES, **TOKENS, "max_source_positions": 23, "num_mel_bins": 8}
 CLIP = {
     "hidden_size": 32,
@@ -80,6 +84,9 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
         SEQ2SEQ | PADDING,
     ),
     "mbart": ("MBartForConditionalGeneration", lambda: tf.MBartConfig(**BART), SEQ2SEQ),
+    "t5": ("T5ForConditionalGeneration", lambda: tf.T5Config(**T5), SEQ2SEQ),
+    "t5_padded": ("T5ForConditionalGeneration", lambda: tf.T5Config(**T5), SEQ2SEQ | PADDING),
+    "mt5": ("MT5ForConditionalGeneration", lambda: tf.MT5Config(**T5), SEQ2SEQ),
     "whisper": (
         "WhisperForConditionalGeneration",
         lambda: tf.WhisperConfig(**WHISPER),
@@ -97,13 +104,16 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     ),
 }
 
+EAGER = ("t5", "t5_padded", "mt5")
+"""Models that have no other attention of their own."""
+
 
 def build(name: str, implementation: str) -> nn.Module:
     kind, config, _ = CASES[name]
     with BUILDING:
         torch.manual_seed(1)
         words = config()
-        words._attn_implementation = implementation
+        words._attn_implementation = "eager" if name in EAGER else implementation
         return getattr(tf, kind)(words).double().train()
 
 
@@ -139,14 +149,28 @@ def test_loss_and_gradients(name: str, size: int) -> None:
         assert_close(sum(own[key] for _, _, own in found) / size, gradient, key)
 
 
-@pytest.mark.parametrize("name", ["bart_padded", "clip"])
+def also_in_doubles(contexts: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """A checkpoint's contexts; the backward, which computes again, is outside of any mode."""
+
+    @contextmanager
+    def again(context: Any) -> Iterator[None]:
+        with context, Doubles():
+            yield
+
+    there, back = contexts()
+    return there, again(back)
+
+
+@pytest.mark.parametrize("name", ["bart_padded", "clip", "t5_padded"])
 def test_recomputed_layers_and_eager_attention(name: str) -> None:
     words = CASES[name][2]
     with Doubles():
         logits, loss, wanted = trained(build(name, "eager"), None, words)
 
     def step(model: Any, handle: Any) -> Any:
-        model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
+        words_of = handle.checkpoint_kwargs
+        contexts = partial(also_in_doubles, words_of["context_fn"])
+        model.gradient_checkpointing_enable(words_of | {"context_fn": contexts})
         wf_transformers.WholeBatchHooks(model, handle)  # of the Trainer: nothing is cut before it
         return trained(model, handle, words)
 

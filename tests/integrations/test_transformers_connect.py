@@ -130,8 +130,8 @@ def test_a_model_that_cannot_ask_is_refused_at_once() -> None:
 
 
 def test_learned_biases_are_refused_by_name() -> None:
-    config = tf.T5Config(d_model=8, d_ff=8, d_kv=4, num_heads=2, num_layers=1, vocab_size=61)
-    model = tf.T5ForConditionalGeneration(config)
+    config = tf.UMT5Config(d_model=8, d_ff=8, d_kv=4, num_heads=2, num_layers=1, vocab_size=61)
+    model = tf.UMT5ForConditionalGeneration(config)
 
     def rank(comm: Any) -> None:
         with pytest.raises(NotImplementedError, match="a learned bias by relative positions"):

@@ -84,13 +84,21 @@ def test_sinks_slopes_and_caps_that_do_not_fit_are_refused():
         refused(
             same, f"{name} must be on the device of q, cpu, got meta", **{name: floats.to("meta")}
         )
+    says = r"position_bias must be floats \(4 heads, 2 n - 1\)"
+    for wrong in (floats, torch.zeros(4, 6), torch.zeros(3, 5), torch.zeros(4, 5).long(), 0.5):
+        refused(same, says, position_bias=wrong)
+    says = "position_bias must be on the device of q, cpu, got meta"
+    refused(same, says, position_bias=torch.zeros(4, 5, device="meta"))
     learned = floats.clone().requires_grad_()
     refused(same, "alibi_slopes have no gradient: pass", alibi_slopes=learned)
     for cap in (-1.0, float("nan"), float("inf"), "30", True, None):
         refused(same, "softcap must be a number from 0", softcap=cap)
     error = NotImplementedError
     shorter = [x[:, :4] for x in qkv()[1:]]
-    refused(lambda q, k, v: (q, *shorter), "cross.*alibi_slopes need", error, alibi_slopes=floats)
+    across = {"alibi_slopes": floats, "position_bias": torch.zeros(4, 5)}
+    for name, value in across.items():
+        says = "cross.*alibi_slopes and position_bias need"
+        refused(lambda q, k, v: (q, *shorter), says, error, **{name: value})
 
 
 class Wrapped(torch.Tensor):
@@ -181,6 +189,7 @@ def test_options_and_configs_that_differ_between_ranks_are_named():
         route = "ring" if comm.rank == 0 or differing != "config" else "all_gather"
         sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2, route=route), comm)
         values = {"softcap": 3.0, "sinks": torch.zeros(4), "alibi_slopes": torch.zeros(4)}
+        values |= {"position_bias": torch.zeros(4, 3)}
         values |= {"dropout_p": 0.1, "dropout_seed": 3}
         seeded = {"dropout_p": 0.1, "dropout_seed": 4} if differing == "dropout_seed" else {}
         mine = comm.rank == 0 and differing in values
@@ -193,6 +202,7 @@ def test_options_and_configs_that_differ_between_ranks_are_named():
         "softcap",
         "sinks",
         "alibi_slopes",
+        "position_bias",
         "dropout_p",
         "dropout_seed",
     ):

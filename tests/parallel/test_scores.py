@@ -21,31 +21,32 @@ SEQLEN, HEADS, KV_HEADS, SEED = 50, 8, 4, 11
 
 
 def tensors(value_dim: int = 8) -> list[torch.Tensor]:
-    """Whole q, k, v, dout, sinks and slopes."""
+    """Whole q, k, v, dout, sinks, slopes, and a bias of 9 distances to either side."""
     random = torch.Generator().manual_seed(0)
     shapes = [(2, SEQLEN, n, d) for n, d in ((HEADS, 8), (KV_HEADS, 8), (KV_HEADS, value_dim))]
-    shapes += [(2, SEQLEN, HEADS, value_dim), (HEADS,), (HEADS,)]
+    shapes += [(2, SEQLEN, HEADS, value_dim), (HEADS,), (HEADS,), (HEADS, 19)]
     return [torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes]
 
 
 def attend(comm, words, mask, options):
-    """out, dq, dk and dv of this rank's rows, gathered, and its part of the sinks' gradient."""
+    """out, dq, dk and dv of this rank's rows, gathered, and its parts of dsinks and dbias."""
     sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
-    *qkv, dout, sinks, slopes = tensors(options.get("value_dim", 8))
-    leaves = [x.requires_grad_() for x in (*qkv, sinks)]
+    *qkv, dout, sinks, slopes, bias = tensors(options.get("value_dim", 8))
+    leaves = [x.requires_grad_() for x in (*qkv, sinks, bias)]
     local = [sp.shard(x) for x in leaves[:3]]
-    given = told(options, sinks, slopes) | dropped(options)
+    given = told(options, sinks, slopes, bias) | dropped(options)
     out = sp.attention(*local, **mask, **given)
-    grads = torch.autograd.grad(out, [*local, sinks], sp.shard(dout), allow_unused=True)
-    return [sp.unshard(x).detach() for x in (out, *grads[:3])], grads[3]
+    grads = torch.autograd.grad(out, [*local, sinks, bias], sp.shard(dout), allow_unused=True)
+    return [sp.unshard(x).detach() for x in (out, *grads[:3])], grads[3:]
 
 
-def told(options, sinks, slopes) -> dict[str, Any]:
+def told(options, sinks, slopes, bias) -> dict[str, Any]:
     """Keyword arguments of sp.attention and of dense_attention."""
     return {
         "softcap": options.get("softcap", 0.0),
         "sinks": sinks if options.get("sinks") else None,
         "alibi_slopes": slopes.abs() / 10 if options.get("alibi_slopes") else None,
+        "position_bias": bias if options.get("position_bias") else None,
     }
 
 
@@ -56,22 +57,23 @@ def dropped(options) -> dict[str, Any]:
 
 
 def check(words, mask, options):
-    """Every rank has what dense attention gives; the ranks' parts of dsinks add up to it."""
+    """Every rank has what dense attention gives; the ranks' parts of dsinks, dbias add up."""
     found = run_threads(words["sequence_parallel_size"], attend, words, mask, options)
-    *qkv, dout, sinks, slopes = tensors(options.get("value_dim", 8))
-    leaves = [x.requires_grad_() for x in (*qkv, sinks)]
+    *qkv, dout, sinks, slopes, bias = tensors(options.get("value_dim", 8))
+    leaves = [x.requires_grad_() for x in (*qkv, sinks, bias)]
     p = options.get("dropout_p", 0.0)
     dropout = Dropout(p, SEED, (0, HEADS)) if p else None
     dense = dense_attention(
-        *qkv, make_mask(**mask), 8**-0.5, **told(options, sinks, slopes), dropout=dropout
+        *qkv, make_mask(**mask), 8**-0.5, **told(options, sinks, slopes, bias), dropout=dropout
     )
     right = [dense, *torch.autograd.grad(dense, leaves, dout, allow_unused=True)]
     for tensors_found, _ in found:
         for a, b in zip(tensors_found, right, strict=False):
             assert (a - b).abs().max() < 1e-10
-    if options.get("sinks"):
-        total = torch.stack([dsinks for _, dsinks in found]).sum(0)
-        assert (total - right[4]).abs().max() < 1e-10
+    for i, name in enumerate(("sinks", "position_bias")):
+        if options.get(name):
+            total = torch.stack([parts[i] for _, parts in found]).sum(0)
+            assert (total - right[4 + i]).abs().max() < 1e-10
 
 
 def routes(part: int) -> list[dict[str, Any]]:
@@ -120,6 +122,7 @@ def options(draw):
         "softcap": softcap,
         "sinks": draw(yes),
         "alibi_slopes": draw(yes),
+        "position_bias": draw(yes),
         "value_dim": width,
         "dropout_p": draw(st.sampled_from((0.0, 0.25))),
     }
@@ -132,6 +135,7 @@ def test_drawn_options_under_drawn_configurations(words, mask, options):
 
 
 ALL = {"dropout_p": 0.2, "value_dim": 5, "softcap": 0.6, "sinks": True, "alibi_slopes": True}
+ALL |= {"position_bias": True}
 
 
 @pytest.mark.parametrize("size", (2, 3, 4, 8))

@@ -22,6 +22,7 @@ OPTIONS = {
     "softcap": {"softcap": 0.7, "q_scale": 3.0},
     "alibi": {"alibi": True},
     "sinks": {"sinks": True},
+    "learned bias": {"bias": 7},
     "narrow values": {"value_dim": 5},
     "wide values": {"value_dim": 11},
     "dropout": {"dropout_p": 0.3, "batch": 2},
@@ -32,6 +33,7 @@ OPTIONS = {
         "q_scale": 3.0,
         "alibi": True,
         "sinks": True,
+        "bias": 100,
     },
 }
 EVERY = [
@@ -60,6 +62,7 @@ def with_options(draw):
         softcap=draw(caps),
         alibi=draw(st.booleans()),
         sinks=draw(st.booleans()),
+        bias=draw(st.sampled_from((0, 1, 5, 60))),
         value_dim=draw(st.sampled_from((None, 1, 3, 8, 12))),
         dropout_p=draw(st.sampled_from((0.0, 0.4))),
         q_scale=2.0,

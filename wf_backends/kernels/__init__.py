@@ -4,7 +4,7 @@ from wf_backends.kernels.dropout import RANDOM_BITS, Dropout, mix
 from wf_backends.kernels.merge import merge
 from wf_backends.kernels.protocol import Kernel, KernelSpec, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
-from wf_backends.kernels.scores import Scores
+from wf_backends.kernels.scores import PositionBias, Scores
 from wf_backends.kernels.select import KERNELS, Selection, select
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "KernelSpec",
     "RANDOM_BITS",
     "ReferenceKernel",
+    "PositionBias",
     "Scores",
     "Selection",
     "TileGrad",

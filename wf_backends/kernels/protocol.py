@@ -31,6 +31,7 @@ class KernelSpec:
     softcap: bool = False
     alibi: bool = False
     dropout: bool = False
+    position_bias: bool = False
 
     @property
     def widest(self) -> int:
@@ -38,7 +39,7 @@ class KernelSpec:
         return max(self.head_dim, self.value_dim or 0)
 
 
-OPTIONS = ("softcap", "alibi", "dropout")
+OPTIONS = ("softcap", "alibi", "dropout", "position_bias")
 """Fields of a spec that only some kernels know."""
 
 

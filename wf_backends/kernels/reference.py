@@ -105,7 +105,9 @@ def _backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
         capped = _capped(q, k, scores)
         p = torch.exp(_hidden(_biased(capped, scores), band) - lse)
         dp = _dropped(torch.einsum("bigre,bjge->bgrij", dout, v), scores)
-        ds = p * (dp - delta) * scores.scale
+        ds = p * (dp - delta)
+        _keep_bias_grad(ds, scores)
+        ds = ds * scores.scale
         if scores.softcap:
             ds = ds * (1 - (capped / scores.softcap).square())
         dq = torch.einsum("bgrij,bjgd->bigrd", ds, k).flatten(2, 3)
@@ -122,13 +124,24 @@ def _capped(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
 
 
 def _biased(x: Tensor, scores: Scores) -> Tensor:
-    """x (b, g, r, i, j) and ALiBi's bias."""
-    if scores.slopes is None:
+    """x (b, g, r, i, j) with ALiBi's bias and the learned one."""
+    if scores.slopes is scores.bias is None:
         return x
     assert scores.rows is not None and scores.keys is not None
     by_group = (x.shape[1], x.shape[2])
-    slopes = scores.slopes.to(x).unflatten(0, by_group)  # g r
-    return x - slopes[..., None, None] * (scores.rows[:, None] - scores.keys).abs()
+    if scores.slopes is not None:
+        slopes = scores.slopes.to(x).unflatten(0, by_group)  # g r
+        x = x - slopes[..., None, None] * (scores.rows[:, None] - scores.keys).abs()
+    if scores.bias is not None:
+        x = x + scores.bias.of(scores.rows, scores.keys).to(x).unflatten(0, by_group)
+    return x
+
+
+def _keep_bias_grad(ds: Tensor, scores: Scores) -> None:
+    """Of the scores' gradient ds (b, g, r, i, j), the learned bias's."""
+    if scores.bias is not None:
+        assert scores.rows is not None and scores.keys is not None
+        scores.bias.add_grad(ds.sum(0).flatten(0, 1), scores.rows, scores.keys)
 
 
 def _dropped(p: Tensor, scores: Scores) -> Tensor:

@@ -32,7 +32,6 @@ from wf_backends.runtime import (
     accumulator_dtype,
     heads_for_tokens,
     make_head_exchange,
-    of_heads,
     tokens_for_heads,
 )
 from wf_backends.schedule import LAYOUTS, Layout, Mask, check, layout_of
@@ -69,14 +68,14 @@ class DistributedAttention:
         """softmax(scores + mask) v for this rank's rows; see SequenceParallel.attention."""
         call, group = self.call(q, k, v, mask, softmax, seqlen, layer)
         if group.comm.size == 1:
-            return Attention.apply(q, k, v, call, softmax.sinks, softmax.up)
+            return Attention.apply(q, k, v, call, *softmax.learned)
         if len(group.queries) > 1:
-            return ChunkedAttention.apply(q, k, v, call, group, softmax.sinks)
+            return ChunkedAttention.apply(q, k, v, call, group, *softmax.learned)
         heads = group.heads(0)
         qkv, now = group.qkv(0), call.now
         q, k, v = heads_for_tokens((q, k, v), qkv, group.comm, "ulysses qkv", now)
-        sinks, up = (of_heads(x, heads) for x in (softmax.sinks, softmax.up))
-        out = Attention.apply(q, k, v, call.of_heads(heads), sinks, up)
+        learned = softmax.learned.of_heads(heads)
+        out = Attention.apply(q, k, v, call.of_heads(heads), *learned)
         return tokens_for_heads((out,), group.out(0), group.comm, "ulysses out", now)[0]
 
     def call(
@@ -94,11 +93,12 @@ class DistributedAttention:
         Under Ulysses the kernel is that of a rank's heads.
         """
         (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
-        scores = softmax.scores
-        options = scores.softcap > 0, scores.slopes is not None, scores.dropout is not None
+        scores, (_, up, bias) = softmax.scores, softmax.learned
+        tensors = (x is not None for x in (scores.slopes, scores.dropout, bias))
+        options = scores.softcap > 0, *tensors
         width, latent = v.shape[3], 0
-        if softmax.up is not None:
-            width, latent = softmax.up.shape[1] - d + k.shape[3], k.shape[3] + width
+        if up is not None:
+            width, latent = up.shape[1] - d + k.shape[3], k.shape[3] + width
         spec = KernelSpec(q.device.type, q.dtype, d, h, g, width, *options)
         same, words = self._same(spec, b, mask, softmax.told, seqlen)
         lengths = {"q rows": s, "key rows": keys}
@@ -261,11 +261,11 @@ def _check_positions(mask: Mask, spec: KernelSpec, seqlen: int, num_keys: int) -
     mask.check_lengths(seqlen, num_keys)
     if seqlen == num_keys:
         return
-    if spec.alibi or (mask.slices is None and mask != Mask()):
+    if spec.alibi or spec.position_bias or (mask.slices is None and mask != Mask()):
         raise NotImplementedError(
             f"cross attention ({seqlen} queries, {num_keys} keys) has no common positions: causal, "
-            "window_size, cu_seqlens and alibi_slopes need as many keys as queries; q_ranges and "
-            "k_ranges say which queries see which keys"
+            "window_size, cu_seqlens, alibi_slopes and position_bias need as many keys as "
+            "queries; q_ranges and k_ranges say which queries see which keys"
         )
 
 

@@ -60,7 +60,7 @@ class LssAttention(DistributedAttention):
         k, v = unfuse(held.transpose(0, 1), k.shape[3])
         alone = self.comm.view([self.comm.rank])
         call = Call(local, local, alone, planned.kernel, planned.scores, now=now)
-        return Attention.apply(q, k, v, call, softmax.sinks, softmax.up)
+        return Attention.apply(q, k, v, call, *softmax.learned)
 
 
 def _local(program: RankProgram) -> RankProgram:

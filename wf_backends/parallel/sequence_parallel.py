@@ -89,12 +89,13 @@ class SequenceParallel(Sharding):
         alibi_slopes: Tensor | None = None,
         dropout_seed: int | None = None,
         kv_up: Tensor | None = None,
+        position_bias: Tensor | None = None,
     ) -> Tensor:
         """softmax(scale q k^T + mask) v over the whole sequence, for this rank's rows.
 
         With the options, in the order in which they act on the scores x = scale q k^T:
 
-            x = softcap tanh(x / softcap);  x = x - alibi_slopes |i - j|
+            x = softcap tanh(x / softcap);  x = x - alibi_slopes |i - j| + position_bias(j - i)
             p = exp(x) / (sum exp(x) + exp(sinks));  out = p v
 
         Args:
@@ -130,6 +131,10 @@ class SequenceParallel(Sharding):
                 latents. Keys are [W_k v, k], with n + r = d, and values W_v v. r + c numbers of a
                 token travel, and ranks project up what they read. What a rank gets as its gradient
                 is the part that it computes, as of the sinks.
+            position_bias: (h, 2 n - 1), any float dtype, the same on every rank: what is added to
+                the scores by the distance j - i = 1 - n to n - 1 of key and query, by global
+                positions; beyond, as at the ends. T5's buckets are such a table. Its gradient is
+                the part that a rank computes, as of the sinks. It needs as many keys as queries.
 
         Returns:
             (b, s, h, e), q's dtype. 0 for a query that sees no key.
@@ -142,9 +147,11 @@ class SequenceParallel(Sharding):
         with self._consistency:  # if it is refused here, it is on all ranks
             check_tensors(q, k, v, kv_up)
             options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, kv_up
-            usual = softmax_scale is alibi_slopes is sinks is kv_up is None
+            usual = softmax_scale is alibi_slopes is sinks is kv_up is position_bias is None
             usual = usual and softcap == dropout_p == 0
-            softmax = plain_softmax(q.shape[-1]) if usual else make_softmax(q, *options)
+            softmax = (
+                plain_softmax(q.shape[-1]) if usual else make_softmax(q, *options, position_bias)
+            )
             slices = q_ranges, k_ranges, attn_mask_types
             plain = cu_seqlens is q_ranges is k_ranges is attn_mask_types is None
             if plain and window_size == (-1, -1):

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.kernels import Dropout, Scores
+from wf_backends.runtime import Learned
 
 Told = tuple[tuple[str, object], ...]
 """What must be the same on all ranks, by its name in errors; hashable."""
@@ -21,13 +22,11 @@ Told = tuple[tuple[str, object], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Softmax:
-    """How scores follow from q k^T, and the sinks that take part in their softmax."""
+    """How scores follow from q k^T, and the parameters that take part."""
 
     scores: Scores
-    sinks: Tensor | None
+    learned: Learned
     told: Told
-    up: Tensor | None = None
-    """(h, n + e, c): k and v are latents, see runtime/latents.py."""
 
 
 @lru_cache(maxsize=64)
@@ -45,19 +44,21 @@ def make_softmax(
     dropout_p: float = 0.0,
     dropout_seed: int | None = None,
     kv_up: Tensor | None = None,
+    position_bias: Tensor | None = None,
 ) -> Softmax:
     """What `SequenceParallel.attention` was told.
 
     Raises:
         ValueError: for a softmax_scale that requires a gradient, a softcap that is no number from
             0 on, sinks or slopes of another length than the heads, of another device or no floats,
-            slopes that require a gradient, a dropout_p outside [0, 1), and a dropout_seed that is
-            no integer in [0, 2**63).
+            slopes that require a gradient, a position_bias that is no (heads, odd number), a
+            dropout_p outside [0, 1), and a dropout_seed that is no integer in [0, 2**63).
     """
     scale = _scale(softmax_scale, q.shape[3])
     cap = _softcap(softcap)
     for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         _check_of_heads(name, x, q)
+    _check_bias(position_bias, q)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes have no gradient: pass alibi_slopes.detach()")
     dropout = _dropout(dropout_p, dropout_seed, q.shape[2])
@@ -66,7 +67,8 @@ def make_softmax(
     told["alibi_slopes"] = _known(alibi_slopes)
     told |= {"dropout_p": float(dropout_p), "dropout_seed": dropout_seed if dropout else None}
     told["kv_up"] = None if kv_up is None else tuple(kv_up.shape)
-    return Softmax(scores, sinks, tuple(told.items()), kv_up)
+    told["position_bias"] = None if position_bias is None else tuple(position_bias.shape)
+    return Softmax(scores, Learned(sinks, kv_up, position_bias), tuple(told.items()))
 
 
 def _scale(softmax_scale: Any, head_dim: int) -> float:
@@ -99,8 +101,30 @@ def _check_of_heads(name: str, x: Any, q: Tensor) -> None:
         return
     heads = q.shape[2]
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape != (heads,):
-        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        got = _described(x)
         raise ValueError(f"{name} must be floats, one for each of the {heads} heads, got {got}")
+    _check_device(name, x, q)
+
+
+def _check_bias(x: Any, q: Tensor) -> None:
+    """Refuse a position_bias that has not an odd number of floats for each of q's heads."""
+    if x is None:
+        return
+    heads = q.shape[2]
+    floats = isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 2
+    if not floats or x.shape[0] != heads or x.shape[1] % 2 == 0:
+        raise ValueError(
+            f"position_bias must be floats ({heads} heads, 2 n - 1), of the distances 1 - n to "
+            f"n - 1, got {_described(x)}"
+        )
+    _check_device("position_bias", x, q)
+
+
+def _described(x: Any) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
+def _check_device(name: str, x: Tensor, q: Tensor) -> None:
     if x.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
 

@@ -5,9 +5,9 @@ from wf_backends.runtime.attention import (
     BackwardTiles,
     Call,
     ForwardTiles,
+    Learned,
     accumulator_dtype,
     fuse,
-    of_heads,
     unfuse,
 )
 from wf_backends.runtime.messages import SPAN, Accumulators, Messages, Total, add, gather, send_home
@@ -31,6 +31,7 @@ __all__ = [
     "ForwardTiles",
     "HeadExchange",
     "HeadGroup",
+    "Learned",
     "Messages",
     "SPAN",
     "SurrogateOut",
@@ -43,7 +44,6 @@ __all__ = [
     "gather_shards",
     "heads_for_tokens",
     "make_head_exchange",
-    "of_heads",
     "positions",
     "send_home",
     "take_shard",

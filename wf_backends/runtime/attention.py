@@ -11,13 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from wf_backends.comm import NO_PASS, Communicator, Pass, first_order_only
-from wf_backends.kernels import Kernel, Scores, TileGrad, merge
+from wf_backends.kernels import Kernel, PositionBias, Scores, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.latents import LatentKernel
 from wf_backends.runtime.messages import Accumulators, Combine, Tensors, add, copy, pack, scatter
@@ -50,12 +50,29 @@ class Call:
         return replace(self, scores=self.scores.of_heads(heads))
 
 
-class Attention(torch.autograd.Function):
-    """attention(q, k, v, call, sinks, up) of this rank's rows.
+class Learned(NamedTuple):
+    """Parameters that take part in attention. Of their gradients a rank computes a part."""
 
-    q (b, s, h, d), k (b, s, g, d), v (b, s, g, e), sinks (h,) or None, up None or as
-    `LatentKernel` has it, with k and v as it takes them. Of the gradients of sinks and up this is
-    the part that this rank computes.
+    sinks: Tensor | None = None
+    """(h,)."""
+    up: Tensor | None = None
+    """(h, n + e, c): k and v are latents, see `LatentKernel`."""
+    bias: Tensor | None = None
+    """(h, 2 n - 1), see `PositionBias`."""
+
+    def of_heads(self, heads: Range) -> Learned:
+        """Those of some of the heads."""
+        return Learned(*(None if x is None else x[slice(*heads)] for x in self))
+
+
+NOTHING = Learned()
+
+
+class Attention(torch.autograd.Function):
+    """attention(q, k, v, call, *learned) of this rank's rows.
+
+    q (b, s, h, d), k (b, s, g, d), v (b, s, g, e), or k and v as `LatentKernel` takes them. Of the
+    gradients of what is learned this is the part that this rank computes.
     """
 
     @staticmethod
@@ -65,29 +82,32 @@ class Attention(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         call: Call,
-        sinks: Tensor | None = None,
-        up: Tensor | None = None,
+        *learned: Tensor | None,
     ) -> Tensor:
         q = dense(q)
-        out, *held = attend(q, k, v, call, sinks, up)
-        ctx.call = call
-        ctx.save_for_backward(sinks, up, q, k, v, out, *held)
+        out, *held = attend(q, k, v, call, Learned(*learned))
+        ctx.call, ctx.num_learned = call, len(learned)
+        ctx.save_for_backward(*learned, q, k, v, out, *held)
         return out
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call.comm.enter(ctx.call.now.back())
-        sinks, up, *saved = ctx.saved_tensors
-        *grads, dsinks, dup = differentiate(saved, dout, ctx.call, sinks, up)
-        return (*grads, None, dsinks, dup)
+        learned, saved = split_at(ctx.saved_tensors, ctx.num_learned)
+        dq, dk, dv, of_learned = differentiate(saved, dout, ctx.call, Learned(*learned))
+        return dq, dk, dv, None, *of_learned[: len(learned)]
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, call: Call, sinks: Tensor | None, up: Tensor | None = None
-) -> Tensors:
-    """The forward: (out, what the backward needs beside q, k, v, sinks, up and out)."""
+def split_at(xs: Sequence[Any], at: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The first ones, and the others."""
+    return xs[:at], xs[at:]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Learned) -> Tensors:
+    """The forward: (out, what the backward needs beside q, k, v, learned and out)."""
     queries, kv, kernel, width = _rows_first(q), fuse(k, v), call.kernel, v.shape[3]
+    (sinks, up, _), scores = learned, _biased(call.scores, learned)
     if up is not None:
         kernel, width = LatentKernel(kernel, up), up.shape[1] - (q.shape[3] - k.shape[3])
     dtype, shape = accumulator_dtype(q.dtype), (*queries.shape[1:3], width)
@@ -95,7 +115,7 @@ def attend(
     found = Accumulators((shape, shape[:-1]), (0.0, -inf), dtype, q.device, _merge, wire)
     sides = Side((queries,), found), Side((kv,), Accumulators((), (), dtype, q.device, copy))
     (out, lse), _, *held = _run(
-        call.forward, call, "forward", ForwardTiles(kernel, call.scores, k.shape[3]), *sides
+        call.forward, call, "forward", ForwardTiles(kernel, scores, k.shape[3]), *sides
     )
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
@@ -104,13 +124,9 @@ def attend(
 
 
 def differentiate(
-    saved: Sequence[Tensor],
-    dout: Tensor,
-    call: Call,
-    sinks: Tensor | None,
-    up: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The backward: (dq, dk, dv, dsinks, dup).
+    saved: Sequence[Tensor], dout: Tensor, call: Call, learned: Learned
+) -> tuple[Tensor, Tensor, Tensor, Learned]:
+    """The backward: (dq, dk, dv, of what is learned).
 
     Args:
         saved: q, k, v and everything that `attend` gave.
@@ -126,14 +142,24 @@ def differentiate(
         Side(queries, Accumulators((queries[0].shape[1:],), *summed), kept_q),
         Side(keys, Accumulators((keys[0].shape[1:],), *summed), kept_kv),
     )
+    (sinks, up, _), scores = learned, _biased(call.scores, learned)
     latent = None if up is None else LatentKernel(call.kernel, up)
     own = SurrogateOut(queries[1], _rows_first(out))
-    tiles = BackwardTiles(latent or call.kernel, call.scores, k.shape[3], own)
+    tiles = BackwardTiles(latent or call.kernel, scores, k.shape[3], own)
     (dq,), (dkv,), *_ = _run(call.backward, call, "backward", tiles, *sides)
     grads = dq, *unfuse(dkv, k.shape[3])
     dq, dk, dv = (_batch_first(grad).to(q.dtype) for grad in grads)
-    dsinks = None if sinks is None else sinks_grad(sinks, lse, delta)
-    return dq, dk, dv, dsinks, None if latent is None else latent.grad()
+    of_learned = Learned(
+        None if sinks is None else sinks_grad(sinks, lse, delta),
+        None if latent is None else latent.grad(),
+        None if scores.bias is None else scores.bias.grad(),
+    )
+    return dq, dk, dv, of_learned
+
+
+def _biased(scores: Scores, learned: Learned) -> Scores:
+    """The scores with a learned bias, which collects its gradient."""
+    return scores if learned.bias is None else replace(scores, bias=PositionBias(learned.bias))
 
 
 class _Tiles(ABC):
@@ -141,7 +167,7 @@ class _Tiles(ABC):
 
     def __init__(self, kernel: Kernel, scores: Scores, key_dim: int) -> None:
         self.kernel, self.scores, self.key_dim = kernel, scores, key_dim
-        self._anywhere = scores.slopes is scores.dropout is None  # positions do not matter
+        self._anywhere = scores.anywhere
         self._buffers: tuple[Tensors, Tensors] = ((), ())
         self._views: dict[Ranges, tuple[Tensors, Tensors]] = {}
 
@@ -262,11 +288,6 @@ def _run(
 def _merge(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
     """Combine by folding the (out, lse) of other keys into the targets."""
     merge(*targets, *values)
-
-
-def of_heads(x: Tensor | None, heads: Range) -> Tensor | None:
-    """The entries of x (h,) that belong to some heads."""
-    return None if x is None else x[slice(*heads)]
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.comm import first_order_only
-from wf_backends.runtime.attention import Call, attend, differentiate, of_heads
+from wf_backends.runtime.attention import Call, Learned, attend, differentiate, split_at
 from wf_backends.runtime.messages import Messages, Tensors
 from wf_backends.runtime.ulysses import HeadExchange, HeadGroup, bring_back, gather_rows
 
@@ -24,10 +24,10 @@ Exchanges = Callable[[int], tuple[HeadExchange, ...]]  # of a chunk, one for eac
 
 
 class ChunkedAttention(torch.autograd.Function):
-    """attention(q, k, v, call, group, sinks) of this rank's rows, all heads.
+    """attention(q, k, v, call, group, *learned) of this rank's rows, all heads.
 
-    q (b, s, h, d), k (b, s, g, d), v (b, s, g, e), sinks (h,) or None; the call is of all
-    heads, too. Of the gradient of the sinks this is the part of the rows and heads that this rank
+    q (b, s, h, d), k (b, s, g, d), v (b, s, g, e); the call and what is learned are of all heads,
+    too. Of the gradient of what is learned this is the part of the rows and heads that this rank
     computes.
     """
 
@@ -39,21 +39,22 @@ class ChunkedAttention(torch.autograd.Function):
         v: Tensor,
         call: Call,
         group: HeadGroup,
-        sinks: Tensor | None = None,
+        *learned: Tensor | None,
     ) -> Tensor:
+        parameters = Learned(*learned)
         held: list[Tensors] = []
 
         def compute(here: Tensors) -> Tensors:
             q, k, v = here
             heads = group.heads(len(held))
-            out, *more = attend(q, k, v, call.of_heads(heads), of_heads(sinks, heads))
+            out, *more = attend(q, k, v, call.of_heads(heads), parameters.of_heads(heads))
             held.append((*here, out, *more))
             return (out,)
 
         labels = "forward ulysses qkv", "forward ulysses out"
         (out,) = _through(group, (q, k, v), group.qkv, group.out, labels, compute)
-        ctx.call, ctx.group = call, group
-        ctx.save_for_backward(sinks, *(x for one in held for x in one))
+        ctx.call, ctx.group, ctx.num_learned = call, group, len(learned)
+        ctx.save_for_backward(*learned, *(x for one in held for x in one))
         return out
 
     @staticmethod
@@ -62,23 +63,25 @@ class ChunkedAttention(torch.autograd.Function):
         call: Call = ctx.call
         group: HeadGroup = ctx.group
         group.comm.enter(call.now.back())
-        sinks, *saved = ctx.saved_tensors
+        given, saved = split_at(ctx.saved_tensors, ctx.num_learned)
+        learned = Learned(*given)
         each = len(saved) // len(group.queries)
         chunks = iter(range(len(group.queries)))
-        dsinks = None if sinks is None else torch.zeros_like(sinks)
+        totals = [None if x is None else torch.zeros_like(x) for x in given]
 
         def compute(here: Tensors) -> Tensors:
             chunk = next(chunks)
             held, heads = saved[chunk * each : (chunk + 1) * each], group.heads(chunk)
-            of_these = of_heads(sinks, heads)
-            *grads, part, _ = differentiate(held, here[0], call.of_heads(heads), of_these)
-            if dsinks is not None and part is not None:
-                dsinks[slice(*heads)] = part
+            of_these = learned.of_heads(heads)
+            *grads, parts = differentiate(held, here[0], call.of_heads(heads), of_these)
+            for total, part in zip(totals, parts, strict=False):
+                if total is not None and part is not None:
+                    total[slice(*heads)] = part
             return tuple(grads)
 
         labels = "backward ulysses out", "backward ulysses qkv"
         grads = _through(group, (dout,), group.out, group.qkv, labels, compute)
-        return (*grads, None, None, dsinks)
+        return (*grads, None, None, *totals)
 
 
 def _through(

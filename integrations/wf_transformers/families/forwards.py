@@ -154,6 +154,62 @@ def mpt(
     return self.out_proj(out.flatten(2)), None, *cache
 
 
+def t5(
+    self: Any,
+    hidden_states: Tensor,
+    mask: Tensor | None = None,
+    key_value_states: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    past_key_value: Any = None,
+    layer_head_mask: Tensor | None = None,
+    output_attentions: bool = False,
+    cache_position: Tensor | None = None,
+    **_: Any,
+) -> tuple[Any, ...]:
+    """T5Attention.forward: (b, s, width). Its `position_bias` is by distances, as ours is.
+
+    The first layer of a stack makes it, and hands it on to the others.
+    """
+    across = key_value_states is not None
+    heads, seen = (self.n_heads, -1), key_value_states if across else hidden_states
+    query, key, value = (
+        x.unflatten(-1, heads).transpose(1, 2)
+        for x in (self.q(hidden_states), self.k(seen), self.v(seen))
+    )
+    if past_key_value is not None and not across:  # one that is not empty shows by its rows
+        cache, words = past_key_value.self_attention_cache, {"cache_position": cache_position}
+        key, value = cache.update(key, value, self.layer_idx, words)
+    if position_bias is None and self.has_relative_attention_bias:
+        position_bias = _bias_by_distance(self)
+    out, _none = self.wallfacer(
+        self,
+        query,
+        key,
+        value,
+        mask,
+        self.dropout if self.training else 0.0,
+        1.0,
+        relative_bias=position_bias,
+        layer_head_mask=layer_head_mask,
+        output_attentions=output_attentions,
+    )
+    return self.o(out.flatten(2)), past_key_value, position_bias
+
+
+def _bias_by_distance(module: Any) -> Tensor:
+    """(h, 2 n - 1) of a T5's buckets, which are all one beyond some distance."""
+    buckets, farthest = (
+        module.relative_attention_num_buckets,
+        module.relative_attention_max_distance,
+    )
+    side = max(buckets, farthest)
+    distances = torch.arange(-side, side + 1, device=module.relative_attention_bias.weight.device)
+    found = module._relative_position_bucket(
+        distances, not module.is_decoder, num_buckets=buckets, max_distance=farthest
+    )
+    return module.relative_attention_bias(found).T
+
+
 def deepseek(
     self: Any,
     hidden_states: Tensor,

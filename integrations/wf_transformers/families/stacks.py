@@ -1,4 +1,4 @@
-"""Models that take whole batches on every rank, and are cut inside: ViT, CLIP, Whisper, BART.
+"""Models that take whole batches on every rank, and are cut inside: ViT, CLIP, Whisper, BART, T5.
 
 What stands before a stack of layers and behind it is computed on every rank alike, the loss too;
 the layers see this rank's rows. In between a rank's gradients are its share x the ranks, outside
@@ -22,11 +22,13 @@ Words = dict[str, Any]
 STACKS = frozenset(
     {
         *("BartEncoder", "BartDecoder", "MBartEncoder", "MBartDecoder"),
-        *("WhisperEncoder", "WhisperDecoder", "CLIPEncoder"),
+        *("WhisperEncoder", "WhisperDecoder", "CLIPEncoder", "T5Stack", "MT5Stack"),
     }
 )
-"""Modules whose `layers` are cut, in models of their own file."""
-CROSS = "encoder_attn"  # of a decoder's layers: over `encoder_hidden_states`
+"""Modules whose layers are cut, in models of their own file."""
+ATTENTION = ("attn", "Attention")
+"""How the names of their attention modules end."""
+CROSS = ("encoder_attn", "EncDecAttention")  # of a decoder: over `encoder_hidden_states`
 STATES = "encoder_hidden_states"
 
 
@@ -41,15 +43,22 @@ def cut_stacks(model: nn.Module, handle: Handle) -> None:
     """Cut what the first layer of every stack gets, and make whole what its last one returns."""
     for stack in stacks_of(model):
         for name, module in stack.named_modules():
-            if name.endswith("attn"):
+            if name.endswith(ATTENTION):
                 handle.set(module, "wallfacer_stack", "cross" if name.endswith(CROSS) else "self")
-        cut = _Cut(handle, stack)
+        cut, (first, last) = _Cut(handle, stack), _ends(stack)
         for hook in (
             stack.register_forward_pre_hook(cut.states, with_kwargs=True),
-            stack.layers[0].register_forward_pre_hook(cut.enter, with_kwargs=True),
-            stack.layers[-1].register_forward_hook(cut.leave),
+            first.register_forward_pre_hook(cut.enter, with_kwargs=True),
+            last.register_forward_hook(cut.leave),
         ):
             handle.undo.callback(hook.remove)
+
+
+def _ends(stack: Any) -> tuple[nn.Module, nn.Module]:
+    """The modules between which rows are cut, called as such where layers are recomputed, too."""
+    if hasattr(stack, "block"):  # T5 calls forward of its blocks, around their hooks
+        return stack.block[0].layer[0], stack.block[-1].layer[-1]
+    return stack.layers[0], stack.layers[-1]
 
 
 class _Cut:

@@ -9,6 +9,7 @@ does the same with ours. Only single modules of a model that was attached are ch
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from wf_transformers.families.forwards import (
     method_attn,
     modernbert,
     mpt,
+    t5,
 )
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.models import REGISTRY, own_class
@@ -133,6 +135,20 @@ def _mpt_slopes(module: Any) -> Mapping[str, Any]:
     return _slopes(build(module.n_heads, 2))
 
 
+def _t5(module: Any) -> Mapping[str, Any]:
+    """Decoders are causal.
+
+    Raises:
+        NotImplementedError: for heads that were pruned, whose bias is left out, and for the T5 of
+            transformers 5, which returns something else.
+    """
+    if "past_key_value" not in inspect.signature(type(module).forward).parameters:
+        raise NotImplementedError(f"{type(module).__name__} of transformers 5; 4.51's is supported")
+    if module.pruned_heads:
+        raise NotImplementedError(f"pruned heads {sorted(module.pruned_heads)} of a T5")
+    return {"is_causal": module.is_decoder}
+
+
 def _bert_like(name: str) -> Row:
     return Row(sdpa=f"{name}SdpaSelfAttention", causal=False, attributes=_bert)
 
@@ -152,6 +168,8 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         "MBartAttention": Row(sdpa="MBartSdpaAttention", in_stack=True),
         "WhisperAttention": Row(sdpa="WhisperSdpaAttention", in_stack=True),
         "CLIPAttention": Row(sdpa="CLIPSdpaAttention", in_stack=True, attributes=_clip),
+        "T5Attention": Row(function=t5, in_stack=True, attributes=_t5),
+        "MT5Attention": Row(function=t5, in_stack=True, attributes=_t5),
         "OPTAttention": _decoder("OPT"),
         "JambaAttention": _decoder("Jamba"),
         "RecurrentGemmaSdpaAttention": Row(key_heads=_repeats),
@@ -184,7 +202,7 @@ of their ALiBi, which attention is told of."""
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("T5Attention", "MT5Attention", "UMT5Attention", "SwitchTransformersAttention"),
+            ("UMT5Attention", "SwitchTransformersAttention", "LongT5Attention"),
             "adds a learned bias by relative positions to its scores",
         ),
         "DisentangledSelfAttention": "adds scores of learned relative positions to its own",
