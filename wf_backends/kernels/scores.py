@@ -78,11 +78,6 @@ class Scores:
     keys: Tensor | None = None
     """(j,) int64: those of the keys."""
 
-    @property
-    def anywhere(self) -> bool:
-        """Whether they are the same wherever a tile stands in the sequence."""
-        return self.slopes is self.dropout is self.bias is None
-
     def at(self, rows: Tensor, keys: Tensor) -> Scores:
         """Those of a tile whose rows and keys have these positions."""
         return replace(self, rows=rows, keys=keys)

@@ -5,11 +5,11 @@ from wf_backends.runtime.attention import (
     BackwardTiles,
     Call,
     ForwardTiles,
-    Learned,
     accumulator_dtype,
     fuse,
     unfuse,
 )
+from wf_backends.runtime.learned import Learned
 from wf_backends.runtime.messages import SPAN, Accumulators, Messages, Total, add, gather, send_home
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
 from wf_backends.runtime.surrogate_out import SurrogateOut

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from wf_backends.comm import NO_PASS, Communicator, Pass, first_order_only
 from wf_backends.kernels import Kernel, PositionBias, Scores, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.latents import LatentKernel
+from wf_backends.runtime.learned import Learned
 from wf_backends.runtime.messages import Accumulators, Combine, Tensors, add, copy, pack, scatter
 from wf_backends.runtime.runner import ComputeTile, Side, run
 from wf_backends.runtime.shards import positions
@@ -50,24 +51,6 @@ class Call:
         return replace(self, scores=self.scores.of_heads(heads))
 
 
-class Learned(NamedTuple):
-    """Parameters that take part in attention. Of their gradients a rank computes a part."""
-
-    sinks: Tensor | None = None
-    """(h,)."""
-    up: Tensor | None = None
-    """(h, n + e, c): k and v are latents, see `LatentKernel`."""
-    bias: Tensor | None = None
-    """(h, 2 n - 1), see `PositionBias`."""
-
-    def of_heads(self, heads: Range) -> Learned:
-        """Those of some of the heads."""
-        return Learned(*(None if x is None else x[slice(*heads)] for x in self))
-
-
-NOTHING = Learned()
-
-
 class Attention(torch.autograd.Function):
     """attention(q, k, v, call, *learned) of this rank's rows.
 
@@ -94,14 +77,9 @@ class Attention(torch.autograd.Function):
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call.comm.enter(ctx.call.now.back())
-        learned, saved = split_at(ctx.saved_tensors, ctx.num_learned)
-        dq, dk, dv, of_learned = differentiate(saved, dout, ctx.call, Learned(*learned))
-        return dq, dk, dv, None, *of_learned[: len(learned)]
-
-
-def split_at(xs: Sequence[Any], at: int) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The first ones, and the others."""
-    return xs[:at], xs[at:]
+        given, n = ctx.saved_tensors, ctx.num_learned
+        *grads, parts = differentiate(given[n:], dout, ctx.call, Learned(*given[:n]))
+        return (*grads, None, *parts[:n])
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Learned) -> Tensors:
@@ -167,7 +145,8 @@ class _Tiles(ABC):
 
     def __init__(self, kernel: Kernel, scores: Scores, key_dim: int) -> None:
         self.kernel, self.scores, self.key_dim = kernel, scores, key_dim
-        self._anywhere = scores.anywhere
+        # Whether positions do not matter.
+        self._anywhere = scores.slopes is scores.dropout is scores.bias is None
         self._buffers: tuple[Tensors, Tensors] = ((), ())
         self._views: dict[Ranges, tuple[Tensors, Tensors]] = {}
 

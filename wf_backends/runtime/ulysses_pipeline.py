@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from wf_backends.comm import first_order_only
-from wf_backends.runtime.attention import Call, Learned, attend, differentiate, split_at
+from wf_backends.runtime.attention import Call, attend, differentiate
+from wf_backends.runtime.learned import Learned
 from wf_backends.runtime.messages import Messages, Tensors
 from wf_backends.runtime.ulysses import HeadExchange, HeadGroup, bring_back, gather_rows
 
@@ -63,7 +64,7 @@ class ChunkedAttention(torch.autograd.Function):
         call: Call = ctx.call
         group: HeadGroup = ctx.group
         group.comm.enter(call.now.back())
-        given, saved = split_at(ctx.saved_tensors, ctx.num_learned)
+        given, saved = ctx.saved_tensors[: ctx.num_learned], ctx.saved_tensors[ctx.num_learned :]
         learned = Learned(*given)
         each = len(saved) // len(group.queries)
         chunks = iter(range(len(group.queries)))
