@@ -27,10 +27,22 @@ def test_the_best_plan_is_the_best_of_all(ranks, layout):
     assert plan_for(asked).cost.seconds <= 1.02 * min(p.cost.seconds for p in all_plans(asked))
 
 
-def test_slices_are_planned_for_as_they_are():
-    """Their length is not rounded: a slice must not end beyond the sequence, nor before it."""
-    asked = replace(request(make_mask(**prefix_lm(100, 2001))))
-    asked = replace(asked, workload=replace(asked.workload, seqlen=2001))
+def prefix(length: int, seqlen: int = S) -> Request:
+    asked = request(make_mask(**prefix_lm(length, seqlen)))
+    return replace(asked, workload=replace(asked.workload, seqlen=seqlen))
+
+
+def test_slices_that_differ_little_are_planned_for_once():
+    """Their ends are on a grid; the sequence's own end stays where it is."""
+    assert alike(prefix(100, 2001)) == alike(prefix(120, 2001)) != alike(prefix(400, 2001))
+    found = alike(prefix(100, 2001)).workload
+    assert found.seqlen == max(one.q[1] for one in found.mask.slices) == 2001
+
+
+def test_slices_that_a_grid_would_lose_are_planned_for_as_they_are():
+    """Short documents, of which none would be left."""
+    edges = range(0, S, 16)
+    asked = request(make_mask(**words(*((a, a + 16, a, a + 16, "causal") for a in edges))))
     assert alike(asked) == asked
 
 

@@ -20,7 +20,7 @@ from random import Random
 from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import EXACT_UP_TO, Request
 from wf_backends.planner.workload import Workload
-from wf_backends.schedule import LAYOUTS, Mask, Placed
+from wf_backends.schedule import LAYOUTS, Mask, Placed, Range
 
 NEAR_UP_TO = 64
 """Ranks up to which every message is counted."""
@@ -36,6 +36,10 @@ LENGTHS = (
     *(17, 19, 21, 23, 26, 29, 34, 41, 53, 86),
 )
 """Quantiles of a log-normal distribution with sigma = 1, in tenths of its median."""
+GRID = 32
+"""Parts of a sequence, at whose ends slices are taken to begin and end."""
+GRID_ERROR = 0.05
+"""Of all pairs that slices let through; where they change by more, slices are taken as they are."""
 MIN_HALVINGS = 2
 """Halvings of the sequence down to the documents' mean length: with fewer it matters where each
 document begins."""
@@ -52,14 +56,35 @@ def alike(request: Request) -> Request:
     """The request that is planned for in place of a call, and of all calls that are like it.
 
     Lengths count to the next of eight an octave, documents by their kind; and some ranks stand for
-    all of them where tokens see only near ones. Slices are planned for as they are.
+    all of them where tokens see only near ones. Slices begin and end on a grid.
     """
     work = request.workload
     if work.mask.slices is not None:
-        return request
+        return replace(request, workload=_on_grid(work))
     keys = None if work.keys in (None, work.seqlen) else _similar(work.keys)
     like = replace(request, workload=replace(work, seqlen=_similar(work.seqlen), keys=keys))
     return on_fewer_ranks(like) or of_its_kind(like)
+
+
+def _on_grid(work: Workload) -> Workload:
+    """The workload with its slices' ends on a grid, if they then hold about as many pairs.
+
+    Prefixes or questions whose length changes from batch to batch are planned for once.
+    """
+    found = [
+        one._replace(q=_near(one.q, work.seqlen), k=_near(one.k, work.num_keys))
+        for one in work.mask.slices or ()
+    ]
+    slices = tuple(one for one in found if one.distances[0] <= one.distances[1])
+    coarse = replace(work, mask=replace(work.mask, slices=slices))
+    is_like = abs(coarse.scores - work.scores) <= GRID_ERROR * work.scores
+    return coarse if slices and is_like else work
+
+
+def _near(ends: Range, length: int) -> Range:
+    """The points of the grid that are nearest to the ends of a range."""
+    start, stop = ((GRID * at + length // 2) // length * length // GRID for at in ends)
+    return start, stop
 
 
 def _similar(seqlen: int) -> int:
