@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel
-from wf_backends.dsp import Stages
+from wf_backends.dsp import Mode, Stages
 from wf_colossalai.hooks import TokenHooks
 from wf_colossalai.table import AttentionModule, find
 from wf_transformers import (
@@ -60,13 +60,17 @@ def attach(
     return handle
 
 
-def attach_whole(model: nn.Module, sp: SequenceParallel, stages: Stages) -> Handle:
+def attach_whole(
+    model: nn.Module, sp: SequenceParallel, stages: Stages, verify: Mode = True
+) -> Handle:
     """Let `model` switch its hidden state over the ranks of `sp` (DSP); it takes whole inputs.
+
+    Its first forward is compared with one on one rank, as `verify` says.
 
     Raises:
         ValueError: if the stages do not fit the model.
     """
-    handle = attach_stages(model, sp, stages)
+    handle = attach_stages(model, sp, stages, verify)
     handle.advice = SAME_SAMPLES
     _check_inputs(model, handle)
     return handle

@@ -79,10 +79,11 @@ def apply(
     make = (
         partial(attach, model, sp, table)
         if stages is None
-        else partial(attach_whole, model, sp, stages)
+        else partial(attach_whole, model, sp, stages, run.verify)
     )
     make = run.attaching(model, make)
-    verify(model, sp, make, run.verify, whole_batches=True)
+    if stages is None:  # else it is compared in its first forward
+        verify(model, sp, make, run.verify, whole_batches=True)
     handle, _ = attach_by(run, model, sp, make)
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)
     return handle

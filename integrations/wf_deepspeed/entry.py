@@ -97,28 +97,23 @@ def _attach(
     model: nn.Module, sp: SequenceParallel, block: Block, whole_batches: bool
 ) -> tuple[Handle, list[nn.Module]]:
     """The model's handle, and its modules that are computed by tiles."""
-    stages = block.dsp
+    stages, mode = block.dsp, block.model.verify
 
     def plain() -> Handle:
-        return attach_stages(model, sp, stages) if stages else attach_model(model, sp)
+        return attach_stages(model, sp, stages, mode) if stages else attach_model(model, sp)
 
     attach = block.model.attaching(model, plain)
 
     def compared() -> Handle:
         handle = attach()
-        if whole_batches and not stages:
+        if whole_batches:
             WholeBatchHooks(model, handle)
         return handle
 
     partitioned = any(hasattr(p, "ds_id") for p in model.parameters())
-    verify(
-        model,
-        sp,
-        compared,
-        block.model.verify,
-        whole_batches=whole_batches or stages is not None,
-        gather=_own_parameters if partitioned else None,
-    )
+    gather = _own_parameters if partitioned else None
+    if not stages:  # which are compared in their first forward
+        verify(model, sp, compared, mode, whole_batches=whole_batches, gather=gather)
     return attach_by(block.model, model, sp, attach, labelled=sp.size == 1)
 
 

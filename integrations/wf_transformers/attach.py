@@ -13,7 +13,7 @@ from transformers.models.vit.modeling_vit import ViTModel
 
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
-from wf_backends.dsp import DynamicSequenceParallel, Stages, receivers, spread
+from wf_backends.dsp import DynamicSequenceParallel, Mode, Stages, receivers, spread
 from wf_transformers.attention import UNSUPPORTED
 from wf_transformers.calls import (
     TOKENS,
@@ -62,15 +62,21 @@ def attach_pretrained(models: Sequence[Any], sp: SequenceParallel) -> Handle:
     return handle
 
 
-def attach_stages(model: nn.Module, sp: SequenceParallel, stages: Stages) -> Handle:
+def attach_stages(
+    model: nn.Module, sp: SequenceParallel, stages: Stages, verify: Mode = True
+) -> Handle:
     """Switch the hidden state of `model` over the ranks of `sp` between its stages (DSP).
+
+    Args:
+        verify: whether the first forward is run on one rank too and compared; True, False or
+            "strict".
 
     Raises:
         ValueError: if the stages do not fit the model.
     """
     handle = Handle(sp)
     dsp = DynamicSequenceParallel(sp.comm, gradients="averaged")
-    handle.undo.callback(spread(model, sp, dsp, stages).remove)
+    handle.undo.callback(spread(model, sp, dsp, stages, verify).remove)
     return handle
 
 

@@ -1,6 +1,7 @@
 """Dynamic sequence parallelism (DSP, arXiv 2403.10266): several sequence dimensions."""
 
-from wf_backends.dsp.model import KEY, LAYOUT, RECEIVER, read_words, receivers, spread
+from wf_backends.dsp.first_forward import RECEIVER, Mode, receivers
+from wf_backends.dsp.model import KEY, LAYOUT, read_words, spread
 from wf_backends.dsp.stages import LayoutTracker, Stages
 from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded
 
@@ -9,6 +10,7 @@ __all__ = [
     "KEY",
     "LAYOUT",
     "LayoutTracker",
+    "Mode",
     "RECEIVER",
     "Sharded",
     "Stages",

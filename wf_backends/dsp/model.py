@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import nn
 
+from wf_backends.dsp.first_forward import RECEIVER, FirstForward, Mode, receivers
 from wf_backends.dsp.stages import LayoutTracker, Stages
 from wf_backends.dsp.switch import DynamicSequenceParallel
 from wf_backends.parallel import SequenceParallel, SequenceParallelConfig
 
 KEY = "dsp"
 LAYOUT = "contiguous"  # of a sharded dimension
-RECEIVER = "set_sequence_parallel"
 
 
 def read_words(words: Mapping[str, Any]) -> tuple[SequenceParallelConfig, Stages | None]:
@@ -43,13 +43,12 @@ def read_words(words: Mapping[str, Any]) -> tuple[SequenceParallelConfig, Stages
     return config, stages
 
 
-def receivers(model: nn.Module) -> list[nn.Module]:
-    """The modules that have a method `set_sequence_parallel`: they attend over ranks themselves."""
-    return [m for m in model.modules() if callable(getattr(m, RECEIVER, None))]
-
-
 def spread(
-    model: nn.Module, sp: SequenceParallel, dsp: DynamicSequenceParallel, stages: Stages
+    model: nn.Module,
+    sp: SequenceParallel,
+    dsp: DynamicSequenceParallel,
+    stages: Stages,
+    verify: Mode = True,
 ) -> LayoutTracker:
     """Shard the hidden state of `model` over the ranks of `sp`; `remove()` undoes it.
 
@@ -58,6 +57,7 @@ def spread(
 
     Args:
         dsp: over the ranks of sp, made with gradients="averaged".
+        verify: whether the first forward is run on one rank too and compared (`FirstForward`).
 
     Raises:
         ValueError: if the stages do not fit the model, or words say how attention meets where no
@@ -69,6 +69,8 @@ def spread(
     tracker = LayoutTracker(model, dsp, stages)
     for module in attending:
         getattr(module, RECEIVER)(sp)
+    if verify and sp.size > 1:
+        tracker.also_remove(FirstForward(model, tracker, sp, verify).hook)
     return tracker
 
 

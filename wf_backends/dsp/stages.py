@@ -8,7 +8,8 @@ until a stage needs that one: one switch, not two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
@@ -117,7 +118,7 @@ class LayoutTracker:
         self.switches = 0
         """Switches in the forward passes so far."""
         self._now: Sharding | None = None
-        self._running = self._ran_again = False
+        self._running = self._ran_again = self._paused = False
         self._arrived: dict[tuple[str, Lengths], list[Sharding | None]] = {}
         """How the hidden state was sharded, by stage and by the lengths that the stage got."""
         modules = dict(model.named_modules())
@@ -126,11 +127,39 @@ class LayoutTracker:
             _find(name, modules)
         self._hooks: list[RemovableHandle] = [
             model.register_forward_pre_hook(lambda *_: self._set_running(True)),
+            model.register_forward_hook(lambda *_: self._check_left()),
             model.register_forward_hook(lambda *_: self._set_running(False), always_call=True),
             modules[stages.leaves].register_forward_hook(lambda _, args, out: self._leave(out)),
         ]
         for name in dict.fromkeys((stages.enters, *needs)):
             self._hooks.append(self._register(modules[name], name, needs.get(name)))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, the model runs as on one device."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def place(self) -> Sharding | None:
+        """How the hidden state is cut now; None where it is whole."""
+        return self._now
+
+    def local_part(self, x: Tensor, now: Sharding | None) -> Tensor:
+        """This rank's part of a whole hidden state that is cut so; x where it is something else."""
+        dims = self.stages.dims
+        if now is None or x.dim() <= max(dims.values()):
+            return x
+        if any(x.shape[axis] != now.lengths[name] for name, axis in dims.items()):
+            return x
+        rank, sizes = self.dsp.rank, chunk_sizes(now.lengths[now.name], self.dsp.size)
+        return x.narrow(dims[now.name], sum(sizes[:rank]), sizes[rank])
+
+    def also_remove(self, hook: RemovableHandle) -> None:
+        """Take this off with the hooks."""
+        self._hooks.append(hook)
 
     def remove(self) -> None:
         """Take all hooks off: the model is as it was."""
@@ -161,6 +190,8 @@ class LayoutTracker:
 
     def _arrive(self, name: str, need: str | None, x: Tensor) -> Tensor:
         """The hidden state as the stage `name` needs it."""
+        if self._paused:
+            return x
         sharding = self._sharding_at(name, x)
         if sharding is None:
             sharding, x = self._split(name, x)
@@ -223,8 +254,18 @@ class LayoutTracker:
             )
         return Sharded(x, self.stages.dims[sharding.name], sizes)
 
+    def _check_left(self) -> None:
+        if self._now is not None:
+            raise ValueError(
+                f"the forward ended without {self.stages.leaves!r} behind {self.stages.enters!r}: "
+                f"its output is a part, cut along {self._now.name!r}. leaves must name the module "
+                "behind which the hidden state is whole again"
+            )
+
     def _leave(self, out: Any) -> Tensor:
         """The whole output of the module `leaves`."""
+        if self._paused:
+            return out
         name = self.stages.leaves
         sharding = self._sharding_at(name, out)
         if sharding is None:

@@ -1,6 +1,12 @@
 """What a user holds: the configuration, the handle, the gradients' mean."""
 
 from wf_backends.parallel.channels import ChannelExchange
+from wf_backends.parallel.closeness import (
+    NARROW_TOLERANCES,
+    TOLERANCE,
+    error_between,
+    named_tensors,
+)
 from wf_backends.parallel.config import SequenceParallelConfig, meant
 from wf_backends.parallel.data import IGNORE_INDEX, prepare_batch
 from wf_backends.parallel.dense_mask import slices_of_mask
@@ -11,6 +17,8 @@ from wf_backends.parallel.sequence_parallel import SequenceParallel
 
 __all__ = [
     "IGNORE_INDEX",
+    "NARROW_TOLERANCES",
+    "TOLERANCE",
     "ChannelExchange",
     "DoubleAverage",
     "GradientMean",
@@ -18,7 +26,9 @@ __all__ = [
     "SequenceParallelConfig",
     "at_least_one",
     "count_valid",
+    "error_between",
     "meant",
+    "named_tensors",
     "position_dropout",
     "prepare_batch",
     "slices_of_mask",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from math import sqrt
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from wf_backends import SequenceParallel
 from wf_backends.schedule import padding_multiple
 
-SMALL = 1e-6  # the largest element of an output that is 0 but for rounding
 SLOPES = tuple(sqrt(prime) for prime in (2, 3, 5, 7, 11, 13))
 
 
@@ -121,28 +120,3 @@ def _wave(x: Tensor, rows: Tensor | None = None) -> Tensor:
         index = torch.arange(count, device=x.device) if dim != 1 or rows is None else rows
         phase = phase + slope * index.view(-1, *[1] * (x.dim() - dim - 1))
     return phase.cos().to(x.dtype)
-
-
-def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating tensors in what a module returns, by name or index."""
-    if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield name or "output", output
-        return
-    items = output.items() if isinstance(output, Mapping) else None
-    if items is None:
-        items = enumerate(output) if isinstance(output, tuple | list) else ()
-    for key, value in items:
-        yield from named_tensors(value, f"{name}.{key}" if name else str(key))
-
-
-def error_between(part: Tensor, whole: Tensor, least: float = SMALL) -> float:
-    """The largest difference / the largest element of `whole`, or `least` if that is more."""
-    if not whole.numel():
-        return 0.0
-    part, whole = (
-        x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (part, whole)
-    )
-    difference = torch.where(part == whole, 0.0, part - whole).abs().max()  # inf is no difference
-    found = float(difference / whole.abs().max().clamp(min=least))
-    return found if found == found else float("inf")

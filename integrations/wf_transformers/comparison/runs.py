@@ -13,16 +13,20 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import World
 from wf_backends.dsp import RECEIVER, receivers
-from wf_backends.parallel import GradientMean
+from wf_backends.parallel import (
+    NARROW_TOLERANCES,
+    TOLERANCE,
+    GradientMean,
+    error_between,
+    named_tensors,
+)
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import has_tokens, parameter_names, takes_any_keyword
-from wf_transformers.comparison.rows import Rows, error_between, named_tensors
+from wf_transformers.comparison.rows import Rows
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
 
-TOLERANCE = 1e-4  # of the largest element, in float32 and wider
-NARROW_TOLERANCES = {torch.float16: 2e-2, torch.bfloat16: 1e-1}
 SMALL_GRADIENT = 0.1  # of the largest of all: key biases have gradients of rounding errors alone
 KEPT_BYTES = 1 << 28  # of a part's module outputs; those of later modules are not compared
 WHOLE_GRADIENT = 1 << 16  # elements; of larger gradients a projection of each row is compared

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,16 @@ from torch.distributed.tensor import DTensor
 
 from wf_backends import SequenceParallel
 from wf_backends.comm import fingerprint, gather_small
+from wf_backends.dsp import Mode
+from wf_backends.parallel import TOLERANCE
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.comparison.drawn import FixedDraws, drawn_batch
-from wf_transformers.comparison.runs import TOLERANCE, Comparison, Gather
+from wf_transformers.comparison.runs import Comparison, Gather
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
 from wf_transformers.registry import registered_for
 
 VERIFY = "verify"
-Mode = bool | Literal["strict"]
 NONE = 1 << 40  # the place of the first difference where there is none
 SAMPLED = 512  # elements of a parameter that ranks compare
 OWN_BATCH = "wf_transformers.verify(model, sp, attach, batch=...) takes a batch of yours"
