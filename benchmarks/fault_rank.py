@@ -60,8 +60,9 @@ SKIPS = ("skip a call", "skip a backward")
 class Layers(nn.Module):
     """Attention layers, of which one rank runs one otherwise than the other ranks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, named: bool = True) -> None:
         super().__init__()
+        self.named = named
         self.layers = nn.ModuleList(nn.Linear(HEAD_DIM, HEAD_DIM) for _ in range(LAYERS))
         self.folder, self.fault = folder, ""
         self.sp: SequenceParallel | None = None
@@ -79,7 +80,8 @@ class Layers(nn.Module):
 
     def _attend(self, x: Tensor, index: int, **words: Any) -> Tensor:
         assert self.sp is not None
-        return self.sp.attention(x, x, x, name=f"layers.{index}", **{"causal": True} | words)
+        name = f"layers.{index}" if self.named else None
+        return self.sp.attention(x, x, x, name=name, **{"causal": True} | words)
 
     def _faulty(self, x: Tensor) -> Tensor:
         (self.folder / "fault").write_text(str(time.time()))
@@ -100,10 +102,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rank", type=int, default=1, help="that makes the fault")
     parser.add_argument("--timeout", type=float, default=600)
+    parser.add_argument("--unnamed", action="store_true", help="layers have no names")
     args = parser.parse_args()
     torch.manual_seed(0)
     job = launch.init(timeout=args.timeout, log_folder=args.folder)
-    model = Layers(args.folder)
+    model = Layers(args.folder, not args.unnamed)
     step = OPEN[args.transport](model, job.world_size)
     for number in range(STEPS):
         faulty = number == FAULTY_STEP and job.rank == args.rank

@@ -70,6 +70,13 @@ def test_a_backward_that_is_left_out_ends_the_job_and_is_named(transport: str, t
     assert printed.count("fault report: ") == 1, printed
 
 
+def test_a_call_without_a_name_that_is_left_out_ends_the_job_in_the_backward(tmp_path: Path):
+    printed = run_fault(tmp_path, "skip a call", "gloo", "--unnamed", launcher="torchrun")
+    told = re.search("ranks wait for each other, in different calls: .*", printed)
+    assert told, printed
+    assert "forward of attention call 9" in told[0] and "backward of attention call 8" in told[0]
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize(("transport", "rank"), [("gloo", 1), ("gloo", 0), ("mpi", 1)])
 def test_a_killed_rank_is_reported_before_mpirun_ends_the_others(

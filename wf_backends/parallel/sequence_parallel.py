@@ -110,7 +110,8 @@ class SequenceParallel(Sharding):
             seqlen: S. None = the sum over the ranks; give it where shards are uneven and messages
                 do not pass through host memory.
             name: of the layer. Where layers have names, a rank that leaves out a call is an error
-                on all ranks; without names its next call is taken for the one that it left out.
+                on all ranks; without names its next call is taken for the one that it left out,
+                and only the backward ends in an error.
             q_ranges, k_ranges, attn_mask_types: in place of causal, window_size and cu_seqlens, the
                 mask as slices that do not overlap: (start, stop) positions of their queries and of
                 their keys, and "full", "causal" (the last query sees up to the last key),
