@@ -8,10 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-try:
-    import diffusers
-except ImportError as error:  # it refuses to be imported beside the peft of ColossalAI
-    pytest.skip(f"diffusers is not usable here: {error}", allow_module_level=True)
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 
 pytest.importorskip(
     "diffusers.models.attention_dispatch", reason="diffusers before 0.35 has no attention registry"
