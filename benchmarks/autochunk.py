@@ -13,6 +13,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any
@@ -32,6 +33,8 @@ MIB = 1 << 20
 ANY = float("inf")  # slowdown
 HEAD = ("model", "attention", "how", "predicted MiB", "measured MiB", "saved")
 HEAD += ("predicted slowdown", "measured slowdown", "largest difference", "search s")
+LONGER_HEAD = ("model", "attention", "unchunked", "MiB", "chunked", "times", "elements, times")
+LONGER_HEAD += ("slowdown", "real run MiB")
 
 # ColossalAI's test forms: a name, the model, budgets in MiB
 COLOSSALAI = (
@@ -40,42 +43,60 @@ COLOSSALAI = (
     ("UNet2D of default width, 64 x 64", partial(unet_default, 64), (None, 150, 300)),
     ("Evoformer, 32 x 64", partial(evoformer, 64), (None, 20, 24)),
 )
-# how much longer: a name, the model by its size, a size that fits unchunked, tokens of a size
-LONGER: tuple[tuple[str, Callable[[int, bool], Made], int, bool, bool], ...] = (
-    ("GPT-2, tokens", gpt2, 1024, False, True),
-    ("GPT-2, tokens", gpt2, 1024, True, False),
-    ("Llama, tokens", llama, 1024, False, True),
-    ("ViT-large, pixels of a side", vit, 384, False, False),
-    ("Evoformer, residues", evoformer, 48, False, True),
-    ("Evoformer, residues", evoformer, 512, False, False),
+
+
+@dataclass(frozen=True)
+class Longer:
+    """How much longer: the model by its length in the paper's unit, of which the model has length
+    to the power of `dims` elements; a length that fits unchunked; whether a real run is made."""
+
+    name: str
+    make: Callable[[int, bool], Made]
+    length: int
+    fused: bool
+    dims: int = 1
+    confirm: bool = False
+
+
+LONGER = (
+    Longer("GPT-2, tokens", gpt2, 1024, False, confirm=True),
+    Longer("GPT-2, tokens", gpt2, 1024, True),
+    Longer("Llama, tokens", llama, 1024, False, confirm=True),
+    Longer("ViT-large, pixels of a side", vit, 384, False, dims=2),
+    Longer("Evoformer, residues", evoformer, 48, False, dims=2, confirm=True),
+    Longer("Evoformer, residues", evoformer, 512, False, dims=2),
 )
+WITHIN = 0.06  # of the longest
+PARTS = ("models", "budgets", "longest")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each")
     parser.add_argument("--only", default="", help="rows whose name holds this")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="tables")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, {cpu_name()}, one thread; {cores_and_load()} before.\n")
-    table(HEAD)
-    for case in (c for c in CASES if args.only in c.name):
-        for fused in (False, True):
-            rows(case, fused, args.repeats)
-    print("\nColossalAI's budgets, eager attention:\n")
-    table(HEAD)
-    for name, make, budgets in (c for c in COLOSSALAI if args.only in c[0]):
-        budget_rows(name, make, budgets)
-    print("\nThe longest sequence within what the unchunked model needs at the first length:\n")
-    table(
-        ("model", "attention", "unchunked", "MiB", "chunked", "times", "slowdown", "real run MiB")
-    )
-    for name, make, size, fused, confirm in (c for c in LONGER if args.only in c[0]):
-        longer_row(name, make, size, fused, confirm)
+    print(f"torch {torch.__version__}, {cpu_name()}, one thread; {cores_and_load()} before.")
+    if "models" in args.parts:
+        table(HEAD)
+        for case in (c for c in CASES if args.only in c.name):
+            for fused in (False, True):
+                rows(case, fused, args.repeats)
+    if "budgets" in args.parts:
+        print("\nColossalAI's budgets, eager attention:")
+        table(HEAD)
+        for name, make, budgets in (c for c in COLOSSALAI if args.only in c[0]):
+            budget_rows(name, make, budgets)
+    if "longest" in args.parts:
+        print("\nThe longest sequence within what the unchunked model needs at the first length:")
+        table(LONGER_HEAD)
+        for case in (c for c in LONGER if args.only in c.name):
+            longer_row(case)
 
 
 def table(head: tuple[str, ...]) -> None:
-    print(f"| {' | '.join(head)} |\n|{'---|' * len(head)}")
+    print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}")
 
 
 def row(*cells: object) -> None:
@@ -149,16 +170,14 @@ def budget_rows(name: str, make: Callable[..., Made], budgets: tuple[int | None,
         report(name, "eager", how, predicted, model, chunked, kwargs, before, 3)
 
 
-def longer_row(
-    name: str, make: Callable[[int, bool], Made], size: int, fused: bool, confirm: bool
-) -> None:
+def longer_row(case: Longer) -> None:
     """The longest sequence whose plan fits, by bisection on fake tensors."""
 
     def on_fake_tensors(length: int) -> Made:
         with FakeTensorMode(), no_init_weights():
-            return made(make, length, fused)
+            return made(case.make, length, case.fused)
 
-    model, kwargs = on_fake_tensors(size)
+    model, kwargs = on_fake_tensors(case.length)
     budget = unchunked_peak(model, (), kwargs)
     slower: dict[int, float] = {}
 
@@ -170,14 +189,22 @@ def longer_row(
         slower[length] = profiles.plan.slowdown
         return True
 
-    reach = longest(fits, size // 4)
+    reach = longest(fits, case.length // 16, case.length, WITHIN)
     real = ""
-    if confirm:
-        model, kwargs = made(make, reach, fused)
+    if case.confirm:
+        model, kwargs = made(case.make, reach, case.fused)
         real = mib(measured_peak(autochunk(model, (), kwargs, budget, ANY), kwargs))
-    attention = "fused" if fused else "eager"
-    times = f"{reach / size:.1f}"
-    row(name, attention, size, mib(budget), reach, times, f"{slower[reach]:+.1%}", real)
+    row(
+        case.name,
+        "fused" if case.fused else "eager",
+        case.length,
+        mib(budget),
+        reach,
+        f"{reach / case.length:.1f}",
+        f"{(reach / case.length) ** case.dims:.1f}",
+        f"{slower[reach]:+.1%}" if reach in slower else "",
+        real,
+    )
 
 
 def searched(

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import platform
-import threading
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -21,21 +20,17 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import median
 
 import torch
-import torch.nn.functional as F
+from hetegen_cores import cores
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
-from wf_backends.hetegen import Rates, ShapedDevice, dispatch_model
-from wf_backends.hetegen.device import Work
-from wf_backends.hetegen.measure import measure_call, measure_job
+from wf_backends.hetegen import ShapedDevice, dispatch_model
 
 PROMPT = 4
 CALL_SECONDS = 3e-4  # of a plan that is made before the model ran; streaming hides calls
 HEADLINE = 3.17  # host over link: +317 % over streaming
-SLABS, PIECES = 3, 8  # of the second lab: slabs, and slabs that one of its linears fills
 ABOUT = """\
 Printed by `OMP_NUM_THREADS=1 python benchmarks/hetegen.py`. Seconds of a decoding pass, median.
 In the grid threads stand for link, host and accelerator, each with a rate of its own; the first
@@ -220,126 +215,6 @@ def prompts(batch: int) -> Tensor:
 def generate(model: nn.Module, ids: Tensor, tokens: int) -> None:
     words = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
     model.generate(ids, max_new_tokens=tokens + 1, min_new_tokens=tokens + 1, **words)  # type: ignore[operator]
-
-
-class Stack(nn.Module):
-    """Linears in a row, whose activations take no time."""
-
-    def __init__(self, layers: int, width: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class TwoThreads(ShapedDevice):
-    """Lanes that are not shaped; the accelerator's work is done in the link's thread."""
-
-    def __init__(self, rates: Rates) -> None:
-        super().__init__(rates.link, rates.host, rates.accelerator)
-        self.lanes["accelerator"] = self.lanes["link"]
-        self.fitted = rates
-
-    def rates(self) -> Rates:
-        return self.fitted
-
-    def _seconds(self, lane: str, work: Work) -> float:
-        return 0.0
-
-
-def cores(layers: int = 10, width: int = 2560, rounds: int = 7, passes: int = 8) -> None:
-    """Two threads on two cores, nothing shaped: one copies and stands for the accelerator.
-
-    Rates are fitted anew in each round, and the round's runs are predicted by them.
-    """
-    model, x = Stack(layers, width), torch.randn(1, width)
-    memory: dict[int | str, int | str] = {0: SLABS * (width // PIECES) * width * 4}
-    arms = {"HeteGen": "auto", "streaming": 0.0, "host alone": 1.0}
-    rates: list[Rates] = []
-    told: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
-    for _ in range(rounds):
-        rates.append(fitted(model))
-        for name, alpha in arms.items():
-            with dispatch_model(model, memory, TwoThreads(rates[-1]), alpha=alpha) as handle:  # type: ignore[arg-type]
-                with torch.inference_mode():
-                    for _ in range(passes):
-                        model(x)
-                seen = handle.report()["decode"]
-                share = handle.plan.splits[0].alpha("decode")
-            told[name].append((share, seen["predicted_seconds"], seen["measured_seconds"]))
-
-    def middle(name: str) -> float:
-        return median(getattr(each, name) for each in rates)
-
-    print(
-        "two threads, fitted GB/s: two copies and the GEMM of the one "
-        f"{middle('link') / 1e9:.2f}, GEMM of the other {middle('host') / 1e9:.2f}, both at a time "
-        f"{middle('memory') / 1e9:.2f}; a call {1e6 * middle('call_seconds'):.0f} us, a job "
-        f"{1e6 * middle('job_seconds'):.0f} us; medians of {rounds} rounds\n"
-    )
-    print("| | alpha | predicted | measured | measured / predicted | in all rounds |")
-    print("|---|---|---|---|---|---|")
-    for name, runs in told.items():
-        share, predicted, took = (median(each) for each in zip(*runs, strict=True))
-        ratios = sorted(measured / guessed for _, guessed, measured in runs)
-        print(
-            f"| {name} | {share:.2f} | {predicted:.4f} | {took:.4f} | {median(ratios):.3f} "
-            f"| {ratios[0]:.3f} to {ratios[-1]:.3f} |"
-        )
-
-
-def fitted(model: Stack) -> Rates:
-    """Rates of the thread that copies and computes, of the one that computes, of both at a time."""
-    weights = [layer.weight.detach() for layer in model.layers]
-    x = torch.randn(1, weights[0].shape[1])
-    piece = weights[0][: len(weights[0]) // PIECES]
-    slabs, pinned = ([torch.empty_like(piece) for _ in range(SLABS)] for _ in range(2))
-
-    def host() -> None:
-        for weight in weights:
-            F.linear(x, weight)
-
-    def link() -> None:
-        for weight in weights:
-            for i, rows in enumerate(weight.split(len(piece))):
-                F.linear(x, slabs[i % SLABS].copy_(pinned[i % SLABS].copy_(rows)))
-
-    size = sum(weight.nbytes for weight in weights)
-    alone = [size / seconds_of(run) for run in (link, host)]
-    both = max(sum(size / took for took in together(link, host)), *alone)
-    lanes = TwoThreads(Rates(1e13, 1e13, 1e13))
-    call, job = measure_call(lanes), measure_job(lanes)
-    return Rates(alone[0], alone[1], 1e13, memory=both, call_seconds=call, job_seconds=job)
-
-
-def seconds_of(run: Callable[[], None], seconds: float = 0.4) -> float:
-    """Median of one run, after one that warms up."""
-    took, end = [], time.perf_counter() + seconds
-    with torch.inference_mode():
-        run()
-        while not took or time.perf_counter() < end:
-            start = time.perf_counter()
-            run()
-            took.append(time.perf_counter() - start)
-    return median(took)
-
-
-def together(*runs: Callable[[], None]) -> list[float]:
-    """Median of one run of each, all at a time."""
-    took = [0.0] * len(runs)
-
-    def measure(i: int) -> None:
-        took[i] = seconds_of(runs[i])
-
-    threads = [threading.Thread(target=measure, args=(i,)) for i in range(len(runs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return took
 
 
 def peers(tokens: int) -> None:

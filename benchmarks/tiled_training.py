@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/tiled_training.py > benchmarks/results/tiled_training.md
 
-A small Llama in one process, its layers recomputed, without an optimizer. Peaks are those of fresh
-processes (VmHWM of a step after a short one), at two lengths, so that what does not grow with the
-tokens drops out of the slope. DeepSpeed's tiles have as many rows as the hidden size, as in its
-example.
+A small Llama, its layers recomputed, without an optimizer, on one rank and over several: ours with
+WallFacer's attention, DeepSpeed's tiles with its UlyssesSPAttentionHF. Peaks are those of the
+largest of fresh processes (VmHWM of a step after a short one), at two lengths, so that what does
+not grow with the tokens drops out of the slope. DeepSpeed's tiles have as many rows as the hidden
+size, as in its example.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -20,16 +23,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from measure import cores_and_load, cpu_name, peak, reset_peak
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from wf_backends.autochunk import autochunk
+import wf_transformers
+from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.tiling import apply_training, plan_training
 
 HIDDEN, VOCABULARY, WARM = 256, 16384, 64
 SHAPE = {"intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
-Step = Callable[[Tensor], Tensor]  # ids -> the loss, after its backward
+Step = Callable[[Tensor], Tensor]  # whole ids -> this rank's share of the loss, after its backward
 MIB = 1 << 20
 
 
@@ -41,32 +47,53 @@ def llama() -> Any:
     return model
 
 
-def whole(seqlen: int) -> Step:
-    """The model as it is."""
+def whole(local: int) -> Step:
+    """The model as it is; over several ranks with our attention."""
     return own_loss(llama())
 
 
-def ours(seqlen: int) -> Step:
-    """What `autochunk` finds within `max_slowdown`."""
-    ids = torch.zeros(1, seqlen, dtype=torch.int64)
+def ours(local: int) -> Step:
+    """What `autochunk` finds within `max_slowdown`, of the rank's `local` tokens."""
+    model, ids = llama(), torch.zeros(1, local, dtype=torch.int64)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
-    return own_loss(autochunk(llama(), kwargs=batch, max_slowdown=0.25))
+    plan = plan_training(model, (), batch, max_slowdown=0.25)
+    return own_loss(model, lambda: apply_training(model, plan))
 
 
-def own_loss(model: Any) -> Step:
+def own_loss(model: Any, tile: Callable[[], object] = lambda: None) -> Step:
+    if ranks() == 1:
+        tile()
+
+        def alone(ids: Tensor) -> Tensor:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            return loss.detach()
+
+        return alone
+    sp = SequenceParallel(SequenceParallelConfig.from_dict({"sequence_parallel_size": ranks()}))
+    wf_transformers.attach(model, sp)
+    tile()
+
     def step(ids: Tensor) -> Tensor:
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        share = sp.shard_batch({"input_ids": ids, "labels": ids})
+        valid = torch.tensor(ids.shape[1] - 1)
+        loss = model(**wf_transformers.forward_kwargs(model, share, num_valid=valid)).loss
         loss.backward()
         return loss.detach()
 
     return step
 
 
-def deepspeed(seqlen: int) -> Step:
-    """TiledMLP and TiledFusedLogitsLoss, as their docstrings show them."""
-    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss, TiledMLP
+def deepspeed(local: int) -> Step:
+    """TiledMLP and TiledFusedLogitsLoss, as their docstrings show them, and Ulysses."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import (
+        TiledFusedLogitsLoss,
+        TiledMLP,
+        UlyssesSPAttentionHF,
+    )
 
-    model, shards = llama(), math.ceil(seqlen / HIDDEN)
+    model, shards = llama(), math.ceil(local / HIDDEN)
+    UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", ranks(), 1)
 
     def mlp(self: Any, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
@@ -81,10 +108,13 @@ def deepspeed(seqlen: int) -> Step:
         return F.cross_entropy(head(x).flatten(0, -2), labels.flatten(), reduction="sum")
 
     def step(ids: Tensor) -> Tensor:
-        hidden, head = model.model(input_ids=ids, use_cache=False).last_hidden_state, model.lm_head
         labels = F.pad(ids, (0, 1), value=-100)[:, 1:]
+        places = torch.arange(ids.shape[1])[None]
+        own = [x.chunk(ranks(), 1)[rank()] for x in (ids, labels, places)]
+        words = {"input_ids": own[0], "position_ids": own[2], "use_cache": False}
+        hidden, head = model.model(**words).last_hidden_state, model.lm_head
         weights = [head.weight]
-        words = (loss_of, head, hidden, labels, None, shards, weights, "sum")
+        words = (loss_of, head, hidden, own[1], None, shards, weights, "sum")
         loss = TiledFusedLogitsLoss.apply(*words) / (ids.shape[1] - 1)
         loss.backward()
         return loss.detach()
@@ -95,47 +125,87 @@ def deepspeed(seqlen: int) -> Step:
 HOW = {"as it is": whole, "autochunk": ours, "DeepSpeed's tiles": deepspeed}
 
 
+def ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
 def measured(how: str, seqlen: int) -> dict[str, float]:
-    """In this process: the peak in MiB, the loss and the CPU seconds of a step."""
-    step = HOW[how](seqlen)
+    """In this process: the peak in MiB, the loss of all ranks and the CPU seconds of a step."""
+    if ranks() > 1:
+        import deepspeed
+
+        from wf_deepspeed.cpu import without_shared_memory_op
+
+        with without_shared_memory_op():
+            deepspeed.init_distributed("gloo", verbose=False)
+    step = HOW[how](seqlen // ranks())
     step(torch.zeros(1, WARM, dtype=torch.int64))
     ids = torch.randint(VOCABULARY, (1, seqlen), generator=torch.Generator().manual_seed(1))
     reset_peak()
     start = time.process_time()
-    loss = float(step(ids))
-    return {"MiB": peak() / MIB, "loss": loss, "s": time.process_time() - start}
+    loss = step(ids)
+    told = {"MiB": peak() / MIB, "s": time.process_time() - start}
+    if ranks() > 1:
+        dist.all_reduce(loss)
+    return told | {"loss": float(loss)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--lengths", type=int, nargs=2, default=(4096, 8192), help="tokens")
+    parser.add_argument("--ranks", type=int, nargs="+", default=(1, 2, 4))
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # a fresh process: how, length
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.rank:
-        print(json.dumps(measured(args.rank[0], int(args.rank[1]))))
-        return
-    print(f"torch {torch.__version__}, {cpu_name()}, one thread; {cores_and_load()} before.\n")
+        told = json.dumps(measured(args.rank[0], int(args.rank[1])))
+        print(f"\n{told}", flush=True)
+        os._exit(0)  # what gloo would say on its way out is no figure
+    print(f"torch {torch.__version__}, {cpu_name()}, one thread a rank; {cores_and_load()} before.")
     first, last = args.lengths
-    print(f"| how | peak MiB, {first} tokens | {last} tokens | KiB a token | CPU s | loss |")
-    print("|---|---|---|---|---|---|")
+    print(f"\n| ranks | how | peak MiB, {first} tokens | {last} | KiB a token | CPU s | loss |")
+    print("|---|---|---|---|---|---|---|")
     expected = None
-    for how in HOW:
-        low, high = (in_fresh_process(how, length) for length in args.lengths)
-        expected = expected or high["loss"]
-        if abs(high["loss"] / expected - 1) > 1e-5:
-            raise RuntimeError(f"{how} computes another loss: {high['loss']}, not {expected}")
-        slope = (high["MiB"] - low["MiB"]) * 1024 / (last - first)
-        cells = (how, f"{low['MiB']:.0f}", f"{high['MiB']:.0f}", f"{slope:.1f}", f"{high['s']:.1f}")
-        print(f"| {' | '.join(cells)} | {high['loss']:.5f} |", flush=True)
+    for count in args.ranks:
+        for how in HOW:
+            low, high = (in_fresh_processes(how, length, count) for length in args.lengths)
+            expected = expected or high["loss"]
+            if abs(high["loss"] / expected - 1) > 1e-5:
+                raise RuntimeError(f"{how} computes another loss: {high['loss']}, not {expected}")
+            slope = (high["MiB"] - low["MiB"]) * 1024 / (last - first)
+            cells = (count, how, f"{low['MiB']:.0f}", f"{high['MiB']:.0f}", f"{slope:.1f}")
+            told = " | ".join(map(str, cells))
+            print(f"| {told} | {high['s']:.1f} | {high['loss']:.5f} |", flush=True)
 
 
-def in_fresh_process(how: str, length: int) -> dict[str, float]:
+def in_fresh_processes(how: str, length: int, count: int) -> dict[str, float]:
+    """What the ranks measured: of each figure the largest."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    words = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = [sys.executable, __file__, "--rank", how, str(length)]
-    run = subprocess.run(command, capture_output=True, text=True)
-    if run.returncode:
-        raise RuntimeError(f"{how}, {length} tokens: {run.stderr[-2000:]}")
-    return json.loads(run.stdout.splitlines()[-1])
+    runs = [
+        subprocess.Popen(
+            command,
+            env=os.environ | words | {"RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(count)
+    ]
+    told = []
+    for run in runs:
+        out, errors = run.communicate()
+        if run.returncode:
+            raise RuntimeError(f"{how}, {length} tokens: {errors[-2000:]}")
+        told.append(json.loads(out.splitlines()[-1]))
+    return {name: max(each[name] for each in told) for name in told[0]}
 
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ class ChunkPlan:
     `peak` and `peak_before` are the bytes of live activations with and without the regions, beyond
     parameters and inputs; `slowdown` is the predicted share of time that the slices add.
     `fingerprint` is that of the graph. `walls` are the model's operators that no region may hold,
-    with how often they stand in it.
+    with how often they stand in it. `copied`: what is computed from little, such as a causal mask,
+    is computed anew for each of its readers.
     """
 
     fingerprint: str
@@ -46,6 +47,7 @@ class ChunkPlan:
     peak_before: int
     slowdown: float
     walls: tuple[tuple[str, int], ...] = ()
+    copied: bool = False
 
     @property
     def saved(self) -> float:
@@ -83,6 +85,8 @@ class ChunkPlan:
                 f"{part.operators} operators in {part.chunks} slices of {part.length} of "
                 f"{part.rows} (dimension {part.dim} of {part.last})"
             )
+        if self.copied:
+            lines.append("  masks and what else is computed from little: anew for each reader")
         if not self.regions:
             lines.append("  nothing is sliced")
         if self.walls:

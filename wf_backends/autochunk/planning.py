@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
+from wf_backends.autochunk.copies import with_copies
 from wf_backends.autochunk.cost import measure_rates
 from wf_backends.autochunk.lower import Lowered, lower
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
@@ -17,42 +20,60 @@ SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # of the budget to search for, until what 
 def find_plan(captured: Captured, before: int, budget: Budget) -> tuple[ChunkPlan, Lowered]:
     """The cheapest plan within the budget, for a model that needs `before` bytes unchunked.
 
-    The plan has no regions where the model itself fits, or where none needs less than it.
+    The plan has no regions where the model itself fits, or where none needs less than it. What is
+    computed from little is copied for its readers only where that is needed.
 
     Raises ValueError where none fits, with the plan that comes closest.
     """
-    effects = Effects()
-    search = Search(captured.graph, effects, measure_rates(*captured.main_kind))
-    walls = search.walls()
+    effects, rates = Effects(), measure_rates(*captured.main_kind)
+    search = Search(captured.graph, effects, rates)
+    walls, limit = search.walls(), budget.bytes(before)
     unchunked = ChunkPlan(captured.fingerprint, (), before, before, 0.0, walls)
+    if limit is not None and before <= limit:
+        return unchunked, lower(captured.graph, (), effects)
+    plan, lowered = _best(search, unchunked, captured.graph, effects, budget)
+    if limit is None or plan.peak > limit or plan.slowdown > budget.slowdown:
+        graph = with_copies(captured.graph, effects)
+        if graph is not None:
+            other = Search(graph, effects, rates, search.seconds)
+            model = replace(unchunked, copied=True)
+            found = _best(other, model, graph, effects, budget)
+            plan, lowered = min((plan, lowered), found, key=lambda each: _badness(each[0], budget))
+    if limit is None:
+        return (plan if plan.peak < before else unchunked), lowered
+    _check_fits(plan, limit, budget)
+    return plan, lowered
+
+
+def _best(
+    search: Search, unchunked: ChunkPlan, graph: fx.Graph, effects: Effects, budget: Budget
+) -> tuple[ChunkPlan, Lowered]:
+    """The plan for a form of the graph that fits the budget best."""
 
     def built(found: Selection) -> tuple[ChunkPlan, Lowered]:
         parts = tuple(_part(search, choice) for choice in found.choices)
-        lowered = lower(captured.graph, parts, effects)
-        plan = ChunkPlan(
-            captured.fingerprint,
-            parts,
-            max(lowered.peaks),
-            before,
-            found.slowdown,
-            walls,
-        )
-        return plan, lowered
+        lowered = lower(graph, parts, effects)
+        peak = max(lowered.peaks)
+        return replace(unchunked, regions=parts, peak=peak, slowdown=found.slowdown), lowered
 
-    limit = budget.bytes(before)
+    limit = budget.bytes(unchunked.peak_before)
     if limit is None:
-        plan, lowered = built(search.within_slowdown(budget.slowdown))
-        return (plan if plan.peak < before else unchunked), lowered
-    if before <= limit:
-        return unchunked, lower(captured.graph, (), effects)
+        return built(search.within_slowdown(budget.slowdown))
     tried: list[tuple[ChunkPlan, Lowered]] = []
-    for share in SHARES:
+    found = search.within_memory(limit)
+    for share in SHARES if found.peak <= limit else SHARES[-1:]:
         tried.append(built(search.within_memory(int(share * limit))))
         if tried[-1][0].peak <= limit:
             break
-    plan, lowered = min(tried, key=lambda pair: pair[0].peak)
-    _check_fits(plan, limit, budget)
-    return plan, lowered
+    return min(tried, key=lambda pair: pair[0].peak)
+
+
+def _badness(plan: ChunkPlan, budget: Budget) -> tuple[float, float]:
+    """What is least for the better of two plans: time within the memory, or memory in time."""
+    limit = budget.bytes(plan.peak_before)
+    if limit is None:
+        return max(plan.slowdown, budget.slowdown), plan.peak
+    return max(plan.peak, limit), plan.slowdown
 
 
 def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
@@ -65,7 +86,9 @@ def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
             f"plan was made for another model or other input shapes: its graph is "
             f"{plan.fingerprint}, this one {captured.fingerprint}; leave plan out to search anew"
         )
-    return lower(captured.graph, plan.regions, Effects())
+    effects = Effects()
+    graph = with_copies(captured.graph, effects) if plan.copied else captured.graph
+    return lower(graph or captured.graph, plan.regions, effects)
 
 
 def _part(search: Search, choice: Choice) -> ChunkedPart:

@@ -44,15 +44,15 @@ def memory_profiles(
     return Profiles(plan, before, after if plan.regions else before)
 
 
-def longest(fits: Callable[[int], bool], step: int) -> int:
-    """The largest multiple of `step` that fits, to within 2 %; 0 if none does.
+def longest(fits: Callable[[int], bool], step: int, known: int = 0, within: float = 0.02) -> int:
+    """The largest multiple of `step` that fits, to within a share of it; 0 if none does.
 
-    What fits has to fit when it is shorter, too.
+    What fits has to fit when it is shorter, too; `known`, a multiple of `step`, is known to fit.
     """
-    low, high = 0, step
+    low, high = known, max(step, 2 * known)
     while fits(high):
         low, high = high, 2 * high
-    while high - low > max(step, low // 50):
+    while high - low > max(step, int(within * low)):
         middle = (low + high) // 2 // step * step
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low

@@ -20,7 +20,7 @@ from wf_backends.graph import Step, Steps, profile, tensors
 
 REACH = 160  # operators that a region may span on each side of the peak
 ENDS = 5  # of the places where a region may begin or end, so many nearest to the peak and farthest
-MOST_CHUNKS = 256
+MOST_CHUNKS = 512
 
 
 @dataclass(frozen=True)

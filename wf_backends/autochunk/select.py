@@ -45,28 +45,41 @@ class Choice:
 
 @dataclass(frozen=True)
 class Selection:
-    """What the search found: no two choices overlap. `seconds` is the predicted time of the model
-    unchunked, `peak` the predicted peak in bytes, before regions are built."""
+    """What the search found: no two choices overlap. `seconds` is the predicted time of the graph
+    unchunked, `model_seconds` that of the model (a graph with copies takes longer), `peak` the
+    predicted peak in bytes, before regions are built."""
 
     choices: tuple[Choice, ...]
     peak: int
     seconds: float
+    model_seconds: float
 
     @property
     def slowdown(self) -> float:
-        return sum(choice.added_seconds for choice in self.choices) / self.seconds
+        added = sum(choice.added_seconds for choice in self.choices)
+        return (self.seconds + added) / self.model_seconds - 1
 
 
 class Search:
-    """Finds selections for one graph; what it knows of a step's candidates serves every budget."""
+    """Finds selections for one graph; what it knows of a step's candidates serves every budget.
 
-    def __init__(self, graph: fx.Graph, effects: Effects, rates: Rates) -> None:
+    `model_seconds` is the predicted time of the model, if not that of the graph.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        effects: Effects,
+        rates: Rates,
+        model_seconds: float | None = None,
+    ) -> None:
         self.steps: Steps = read_steps(graph, effects)
         self._rates = rates
         self._candidates: dict[int, list[Candidate]] = {}
         self._places: dict[tuple[int, int, int], Candidate | None] = {}
         self._kinds = _kinds(self.steps.steps)
         self.seconds = sum(self._step_seconds(step) for step in self.steps.steps)
+        self._model_seconds = model_seconds or self.seconds
 
     def walls(self) -> tuple[tuple[str, int], ...]:
         """The operators that no region may hold, along no dimension, with how often they stand."""
@@ -120,7 +133,7 @@ class Search:
             budget = max(budget, found.peak)
             groups.append(self._alike(found, budget, choices))
         coarse = (choice for alike in groups for choice in self._coarsest(alike, peak))
-        return Selection(tuple(coarse), peak, self.seconds)
+        return Selection(tuple(coarse), peak, self.seconds, self._model_seconds)
 
     def _coarsest(self, alike: list[Choice], peak: int) -> list[Choice]:
         """The choices of layers that are alike, in no more chunks than `peak` needs: another

@@ -31,7 +31,7 @@ from wf_backends.graph.memory import (
     submodule,
     unchunked_peak,
 )
-from wf_backends.graph.rules import Source, emit, granule, sources
+from wf_backends.graph.rules import Source, emit, granule, rule_of, sources, writes
 
 __all__ = [
     "Budget",
@@ -58,8 +58,10 @@ __all__ = [
     "profile",
     "read_steps",
     "refill",
+    "rule_of",
     "sources",
     "submodule",
     "tensors",
     "unchunked_peak",
+    "writes",
 ]

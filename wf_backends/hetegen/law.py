@@ -25,6 +25,8 @@ class Rates:
         host: the host's GEMM, reading weights where they lie.
         accelerator: the accelerator's GEMM.
         memory: the host's memory, which the host's GEMM and the link share.
+        host_beside_link: the host's GEMM while the link works, too, which then has the rest of
+            `memory`; inf: both slow down in proportion.
         staging: host memory that is not pinned -> pinned.
         host_flops, accelerator_flops: operations a second, which bound a GEMM over many tokens.
         call_seconds: from the end of one call of a split linear to the next: what the model does
@@ -36,6 +38,7 @@ class Rates:
     host: float
     accelerator: float
     memory: float = inf
+    host_beside_link: float = inf
     staging: float = inf
     host_flops: float = inf
     accelerator_flops: float = inf
@@ -64,6 +67,7 @@ class Rates:
             self,
             link=min(self.link, self.staging),
             host=min(self.host, self.host_flops / operations),
+            host_beside_link=min(self.host_beside_link, self.host_flops / operations),
             accelerator=min(self.accelerator, self.accelerator_flops / operations),
             staging=inf,
             host_flops=inf,
@@ -78,7 +82,11 @@ class Rates:
         """The rates while the link and the host's GEMM read the host's memory, which is shared."""
         wanted = self.link * streams + self.host * host_works
         slower = min(1.0, self.memory / wanted) if wanted else 1.0
-        return replace(self, link=self.link * slower, host=self.host * slower, memory=inf)
+        link, host = self.link * slower, self.host * slower
+        if streams and host_works and self.host_beside_link < self.memory < inf:
+            host = min(self.host, self.host_beside_link)
+            link = min(self.link, self.memory - host)
+        return replace(self, link=link, host=host, memory=inf)
 
 
 def seconds_per_byte(alpha: float, resident: float, rates: Rates) -> float:

@@ -69,13 +69,14 @@ def measure_rates(
 
     with ThreadPoolExecutor(1) as other:
         beside = other.submit(host_meanwhile)
-        both = timed(link) + beside.result()
+        link_beside, host_beside = timed(link), beside.result()
     alone, host = timed(link), timed(gemm(1, weights))
     return Rates(
         link=alone,
         host=host,
         accelerator=timed(gemm(1, there)),
-        memory=max(both, alone, host),
+        memory=max(link_beside + host_beside, alone, host),
+        host_beside_link=min(host, host_beside),
         staging=timed(lambda i: pinned.copy_(weights[i])),
         host_flops=flops * timed(gemm(MANY_TOKENS, weights)),
         accelerator_flops=flops * timed(gemm(MANY_TOKENS, there)),

@@ -6,7 +6,7 @@ Pure: standard library only.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import floor
+from math import floor, inf
 
 from wf_backends.hetegen.jobs import Split
 from wf_backends.hetegen.law import Rates, WeightUse, best_alpha, residency, seconds_per_byte
@@ -110,6 +110,8 @@ def host_rows(rows: int, resident: int, rates: Rates, alpha: float | None) -> in
     """How many rows the host computes: of whole numbers the best by the law, or near `alpha`."""
     if alpha is not None:
         return min(round(alpha * rows), rows - resident)
+    if rates.host_beside_link < inf:  # the law with the rates of both at a time, as measured
+        rates = rates.contended(streams=True, host_works=True)
     best = best_alpha(resident / rows, rates) * rows
     around = {floor(best), min(floor(best) + 1, rows - resident)}
     return min(around, key=lambda host: seconds_per_byte(host / rows, resident / rows, rates))
