@@ -19,6 +19,7 @@ from wf_transformers import (
     WholeBatchHooks,
     attach_by,
     attach_model,
+    compared_first,
     counted_by_group,
     counted_once,
     loss_only,
@@ -166,6 +167,8 @@ def _replace_steps(trainer: Trainer, handle: Handle) -> None:
     for name, step in steps.items():
         if getattr(type(trainer), name, None) is getattr(Trainer, name):
             handle.undo.enter_context(temporarily_replace(trainer, name, step))
+    first = partial(compared_first, trainer)
+    handle.undo.enter_context(temporarily_replace(trainer, "training_step", first))
 
 
 def _refuse(accelerator: Accelerator, known: Sequence[Any]) -> None:

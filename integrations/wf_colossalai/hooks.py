@@ -72,7 +72,7 @@ class TokenHooks(WholeBatchHooks):
         self, model: nn.Module, given: dict[str, Any], local: dict[str, Any]
     ) -> dict[str, Any]:
         if isinstance(model, PreTrainedModel):
-            _recompute_with_documents(model, self._handle)
+            _recompute_with_documents(model, self.handle)
             return super()._words(model, given, local)
         known = {k: v for k, v in local.items() if k in self._names and k != "labels"}
         return given | known | {"cu_seqlens": None} | mask_words(local)
@@ -90,7 +90,7 @@ class TokenHooks(WholeBatchHooks):
         vocabulary, labels = _split_vocabulary(model, logits), call.local["labels"]
         if self._tensor_parallel is None or vocabulary is None:
             return super()._share(model, plain(logits), call)
-        wide, sp = logits.float(), self._handle.sp
+        wide, sp = logits.float(), self.handle.sp
         total = cross_entropy_1d(
             wide.flatten(0, -2),
             labels.flatten(),

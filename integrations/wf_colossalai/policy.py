@@ -144,7 +144,8 @@ class WallFacerPolicy(Policy):
         group = self._config.tensor_parallel_process_group if split else None
         make = partial(attach, self.model, self._sp, self.table, group)
         make = self._run.attaching(self.model, make)
-        self.handle, _ = attach_by(self._run, self.model, self._sp, make)
+        cut = self._config.enable_tensor_parallelism or self.pipeline_stage_manager is not None
+        self.handle, _ = attach_by(self._run, self.model, self._sp, make, compares=not cut)
         if isinstance(self._given, Handle):
             self._given.undo.push(self.handle.undo)
         return self.model

@@ -40,6 +40,7 @@ class WallFacer(Handle):
         """
         super().__init__(attached.sp, attached.attention)
         self.undo.push(attached.undo)
+        self.first = attached.first
         self.block, self.groups = block, groups
         self.averages_tokens = block.loss_average == "token"
         self._device, self._accumulation = device, accumulation

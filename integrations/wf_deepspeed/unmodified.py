@@ -23,6 +23,7 @@ from wf_deepspeed.config import BATCH_KEYS, KEY, load_config, read_block
 from wf_deepspeed.entry import given_config, initialize_through
 from wf_transformers import (
     WholeBatchHooks,
+    compared_first,
     counted_by_group,
     counted_once,
     loss_only,
@@ -62,11 +63,16 @@ def _initialize(
             stack.enter_context(temporarily_replace(trainer, "prediction_step", loss_only))
             if not hasattr(trainer.compute_loss, "__wrapped__"):  # by an engine before this one
                 stack.enter_context(temporarily_replace(trainer, "compute_loss", _counted_once))
+                stack.enter_context(temporarily_replace(trainer, "training_step", _compared_first))
     return engine, optimizer, loader, scheduler
 
 
 def _counted_once(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     return counted_once(trainer, functools.partial(original, trainer), *args, **kwargs)
+
+
+def _compared_first(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    return compared_first(trainer, functools.partial(original, trainer), *args, **kwargs)
 
 
 def corrected(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from wf_transformers.replace import InPlaceOfTorchAttention, temporarily_replace
 from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
 from wf_transformers.whole_batches.loaders import counted_by_group
-from wf_transformers.whole_batches.trainer import counted_once, loss_only
+from wf_transformers.whole_batches.trainer import compared_first, counted_once, loss_only
 from wf_transformers.words import MODEL_WORDS, ModelWords, attach_by
 
 __all__ = [
@@ -49,6 +49,7 @@ __all__ = [
     "attach_model",
     "attach_pretrained",
     "attach_stages",
+    "compared_first",
     "connect",
     "connect_any",
     "counted_by_group",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -29,6 +29,8 @@ class Handle:
         advice: how the ranks of a sequence get the same samples; added to the error where they
             do not.
         undo: the steps that `remove()` takes, the last first.
+        first: what compares the model once more, on the first batch that it trains on.
+        whole_batches: whether the model is called with whole batches.
     """
 
     averages_tokens = False
@@ -37,6 +39,8 @@ class Handle:
     def __init__(self, sp: SequenceParallel, attention: Attention | None = None) -> None:
         self.sp, self.attention, self.undo = sp, attention or Attention(sp), ExitStack()
         self.data_parallel_rank, self.data_parallel_size = data_parallel(sp)
+        self.first: Any = None  # a FirstStep, which is made of handles
+        self.whole_batches = False
         self._told = False  # of labels at padding
         self.advice = (
             f"all {sp.size} ranks of a sequence read the same samples: shard the data by "
@@ -82,7 +86,9 @@ class Handle:
             ValueError: for a malformed batch, and on every rank of the group if they hold
                 different batches.
         """
-        self.tell_padded_labels(batch)
+        if not self.whole_batches:
+            self.compare_first(batch, whole_batches=False)
+        batch = self.without_padded_labels(batch)
         with self.advising():
             return self.sp.shard_batch(batch, pad_token_id, labels_are_shifted)
 
@@ -97,16 +103,25 @@ class Handle:
         """
         return self.sp.loss(logits, labels) * self.sp.size
 
-    def tell_padded_labels(self, batch: Mapping[str, Any]) -> None:
-        """Warn once of labels at padding, which count for nothing here."""
-        lost = 0 if self._told else int(at_padding(batch).sum())
-        if lost:
+    def compare_first(self, batch: Mapping[str, Any], **words: Any) -> None:
+        """Compare the model on the batch if it is the first one; see `FirstStep.compare`."""
+        if self.first is not None:
+            self.first.compare(self, batch, **words)
+
+    def without_padded_labels(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch with labels of -100 at padding. Warns once of others, which count for nothing
+        here."""
+        lost = at_padding(batch)
+        count = int(lost.sum())
+        if count and not self._told:
             self._told = True
             warnings.warn(
-                f"{lost} labels of this batch stand where attention_mask is 0: they count for "
+                f"{count} labels of this batch stand where attention_mask is 0: they count for "
                 f"nothing here, and elsewhere for the loss. Set them to {IGNORE_INDEX} to say so",
                 stacklevel=3,
             )
+        found = dict(batch)
+        return found | {"labels": batch["labels"].masked_fill(lost, IGNORE_INDEX)} if count else found
 
     def prepare_dataloader(
         self,
@@ -164,6 +179,11 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.remove()
+
+
+def recorded(handle: Handle) -> AbstractContextManager[Any]:
+    """Inside, what is done to the handle's model is known to be ours."""
+    return nullcontext() if handle.first is None else handle.first.changes.recorded()
 
 
 def at_padding(batch: Mapping[str, Any]) -> Tensor:

@@ -10,13 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from wf_backends import SequenceParallel
+from wf_backends._compile import eager
 from wf_transformers.attach import take_latents
+from wf_transformers.calls import has_tokens, parameter_names
 from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing, checkpoint_activations
+from wf_transformers.comparison.first import FirstStep
 from wf_transformers.comparison.verify import VERIFY, Mode, check_mode
+from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
+from wf_transformers.models import outermost
 from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 
 LATENTS = "latents"
@@ -77,6 +83,7 @@ def attach_by(
     sp: SequenceParallel,
     attach: Callable[[], Handle],
     labelled: bool = False,
+    compares: bool = True,
 ) -> tuple[Handle, list[nn.Module]]:
     """Attach a model, and have it run as the words say.
 
@@ -84,6 +91,7 @@ def attach_by(
         model: as it is before it is attached.
         attach: attaches it: what `words.attaching` gives.
         labelled: as that of `plan_tiles`.
+        compares: whether it can be compared with itself alone on its first batch.
 
     Returns:
         The handle, which takes all of it back, and the modules that are computed by tiles.
@@ -92,7 +100,28 @@ def attach_by(
         ValueError, NotImplementedError: as `plan_tiles` and `checkpoint_activations`.
     """
     plan = plan_tiles(model, words.autochunk, sp.size, labelled)
-    handle = attach()
-    with handle.removed_on_error():
-        checkpoint_activations(model, handle, words.checkpointing)
-        return handle, apply_tiles(model, handle, plan)
+    first = FirstStep(model, words.verify if compares else False)
+    with first.changes.recorded():
+        handle = attach()
+        with handle.removed_on_error():
+            checkpoint_activations(model, handle, words.checkpointing)
+            tiled = apply_tiles(model, handle, plan)
+    handle.first = first
+    _compare_whole_calls(model, handle)
+    return handle, tiled
+
+
+def _compare_whole_calls(model: nn.Module, handle: Handle) -> None:
+    """Before the first step of a model that is cut inside: hooks of whole batches do it else."""
+    names = parameter_names(model)
+
+    @eager
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = dict(zip(names, args, strict=False)) | kwargs
+        whole = handle.whole_batches or not has_tokens(given)
+        whole = whole or any(stacks_of(one) for one in outermost(model))
+        if whole and model.training and torch.is_grad_enabled():
+            handle.compare_first(given)
+
+    hook = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    handle.undo.callback(hook.remove)

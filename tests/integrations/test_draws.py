@@ -65,7 +65,7 @@ def test_neftune_is_as_large_as_on_one_device() -> None:
     def rank(comm: Any) -> tuple[float, float]:
         model, found = build("llama", "eager", {}), []
         embedding: Any = model.get_input_embeddings()
-        WholeBatchHooks(model, attach(model, sequence_parallel(comm)))
+        WholeBatchHooks(model, attach(model, sequence_parallel(comm), verify=False))
         embedding.neftune_noise_alpha = 10.0
         embedding.register_forward_hook(neftune_post_forward_hook)
         embedding.register_forward_hook(

@@ -36,6 +36,8 @@ def error_between(part: Tensor, whole: Tensor, least: float = SMALL) -> float:
     part, whole = (
         x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (part, whole)
     )
-    difference = torch.where(part == whole, 0.0, part - whole).abs().max()  # inf is no difference
-    found = float(difference / whole.abs().max().clamp(min=least))
+    same = (part == whole) | (part.isnan() & whole.isnan())  # inf and NaN are no difference
+    difference = torch.where(same, 0.0, part - whole).abs().max()
+    size = whole.abs().nan_to_num(0.0, posinf=float("inf")).max()
+    found = float(difference / size.clamp(min=least))
     return found if found == found else float("inf")

@@ -65,8 +65,7 @@ def _tokens(
     vocabulary = _vocabulary(model, config)
     if vocabulary is None:
         return None
-    multiple = max(padding_multiple(sp.config.layout, sp.size), sp.size)
-    seqlen = multiple * max(2, min(CHUNK_TOKENS, MAX_TOKENS // multiple))
+    multiple, seqlen = _multiple(sp), drawn_length(sp)
     longest = getattr(config, "max_position_embeddings", None) or seqlen
     seqlen = min(seqlen, longest // multiple * multiple) - 1  # with padding there are positions
     if seqlen < 1:
@@ -83,6 +82,15 @@ def _tokens(
         mask = batch.get("attention_mask", torch.ones_like(ids))
         batch["labels"] = ids.masked_fill(mask == 0, -100)
     return batch
+
+
+def drawn_length(sp: SequenceParallel) -> int:
+    """Tokens of a short sequence that fills every chunk of every rank."""
+    return _multiple(sp) * max(2, min(CHUNK_TOKENS, MAX_TOKENS // _multiple(sp)))
+
+
+def _multiple(sp: SequenceParallel) -> int:
+    return max(padding_multiple(sp.config.layout, sp.size), sp.size)
 
 
 def _padding(model: nn.Module, ids: Tensor) -> Tensor:

@@ -34,8 +34,9 @@ class Rows:
         tokens = batch.get("input_ids", batch.get("inputs_embeds"))
         if isinstance(tokens, Tensor):
             self.shape = tuple(tokens.shape[:2])
-            mask = batch.get("attention_mask", torch.ones(self.shape, device=tokens.device))
-            self._valid = mask != 0
+            mask = batch.get("attention_mask")
+            by_token = isinstance(mask, Tensor) and mask.shape == self.shape
+            self._valid = mask != 0 if by_token else tokens.new_ones(self.shape, dtype=torch.bool)
             self._positions = self._padded(self.shape[1], tokens.device)
 
     def cut(self, local: Mapping[str, Any]) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import World
 from wf_backends.dsp import RECEIVER, receivers
 from wf_backends.parallel import (
+    IGNORE_INDEX,
     NARROW_TOLERANCES,
     TOLERANCE,
     GradientMean,
@@ -31,8 +33,14 @@ SMALL_GRADIENT = 0.1  # of the largest of all: key biases have gradients of roun
 KEPT_BYTES = 1 << 28  # of a part's module outputs; those of later modules are not compared
 WHOLE_GRADIENT = 1 << 16  # elements; of larger gradients a projection of each row is compared
 LOSS = "loss"
+OPERATIONS = "floating_point_ops"
+UNLABELLED = "loss without labels"
 
 Gather = Callable[[nn.Module], AbstractContextManager[Any]]
+Call = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
+"""From a batch, and whether the model is alone, to outputs."""
+Attached = Callable[[], AbstractContextManager[Handle]]
+Alone = Callable[[], AbstractContextManager[Any]]
 See = Callable[[str, Any], None]
 Named = dict[str, Tensor]
 
@@ -52,8 +60,11 @@ class Comparison:
         batch: Mapping[str, Any],
         whole_batches: bool = False,
         gather: Gather | None = None,
+        call: Call | None = None,
     ) -> None:
         self.model, self.sp, self.batch, self._gather = model, sp, dict(batch), gather
+        self._call = call
+        self._backward = gather is None and not any(map(_is_partitioned, model.parameters()))
         inside = bool(stacks_of(model))
         if inside and "use_cache" in parameter_names(model):
             self.batch["use_cache"] = False  # keys and values would be of this rank's rows
@@ -63,16 +74,29 @@ class Comparison:
         self._rows = Rows(sp, batch, uneven=inside)
         self._kept: dict[str, list[Named]] = {}
         self._bytes = 0
+        self._narrowest = 0.0
 
-    def run(self, attach: Callable[[], Handle]) -> None:
-        """Run the model both ways and compare. Errors of the model and of `attach` pass through."""
-        with attach() as handle:
-            handle.attention.drops = False  # no draws are compared
-            part, gradients = self._run(self._words(handle), self._keep, whole=False)
-        for module in receivers(self.model):
-            getattr(module, RECEIVER)(SequenceParallel(SequenceParallelConfig(), World(1).comm(0)))
-        no_cache = {"use_cache": False} if "use_cache" in parameter_names(self.model) else {}
-        whole, wanted = self._run(self.batch | no_cache, self._compare_output, whole=True)
+    def run(self, attach: Attached, alone: Alone = nullcontext) -> None:
+        """Run the model both ways and compare. Errors of the model and of `attach` pass through.
+
+        Args:
+            attach: inside, the model is attached.
+            alone: inside, it is not.
+        """
+        with attach() as handle, self._watched_cuts(handle):
+            self.batch = handle.without_padded_labels(self.batch)
+            words = self._words(handle)
+            part, gradients = self._run(words, self._keep, whole=False)
+            counted = handle.whole_batches and bool(handle.name)
+            beside = self._beside(words, counted, self.sp.size)
+        with alone():
+            one = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
+            for module in receivers(self.model):
+                getattr(module, RECEIVER)(one)
+            no_cache = {"use_cache": False} if "use_cache" in parameter_names(self.model) else {}
+            words = self.batch | ({} if self._call else no_cache)
+            whole, wanted = self._run(words, self._compare_output, whole=True)
+            its_beside = self._beside(words, counted)
         compared = [
             self._compare(f"its {key}", part[key], whole[key]) for key in part if key in whole
         ]
@@ -83,6 +107,55 @@ class Comparison:
             )
         if all(compared) and part.keys() == whole.keys() or LOSS in whole:
             self._compare_gradients(gradients, wanted)
+        for key in beside.keys() & its_beside.keys():
+            self._compare(f"its {key}", beside[key], its_beside[key])
+
+    @contextmanager
+    def _watched_cuts(self, handle: Handle) -> Iterator[None]:
+        """Inside, rows are those that the handle cuts, for itself or for hooks of the model.
+
+        Attention drops nothing, since draws differ, and nothing else is compared.
+        """
+
+        def shard_batch(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            local = type(handle).shard_batch(handle, *args, **kwargs)
+            self._rows.cut(local)
+            return local
+
+        with ExitStack() as stack:
+            for owner, name, value in (
+                (handle, "shard_batch", shard_batch),
+                (handle, "first", None),
+                (handle.attention, "drops", False),
+            ):
+                if name in vars(owner):
+                    stack.callback(setattr, owner, name, vars(owner)[name])
+                else:
+                    stack.callback(delattr, owner, name)
+                setattr(owner, name, value)
+            yield
+
+    def _beside(self, words: Mapping[str, Any], counted: bool, size: int = 1) -> Named:
+        """What a Trainer asks of a model that takes whole batches, beside outputs.
+
+        Its operations, of which it sums those of `size` ranks, if they are `counted`, and the loss
+        of an evaluation without labels.
+        """
+        found: Named = {}
+        if not self.whole_batches or not self._backward or not self._rows.shape or self._call:
+            return found
+        operations: Any = getattr(self.model, OPERATIONS, None)
+        if operations is not None and counted:
+            found[OPERATIONS] = torch.tensor(float(operations(words)) * size, dtype=torch.float64)
+        labels = words.get("labels")
+        if isinstance(labels, Tensor):
+            none = {"labels": torch.full_like(labels, IGNORE_INDEX)}
+            self.model.eval()
+            with torch.no_grad(), suppress(Exception):  # some models cannot
+                outputs = dict(named_tensors(self.model(**words | none)))
+                found |= {UNLABELLED: outputs[LOSS]} if LOSS in outputs else {}
+            self.model.train()
+        return found
 
     def _words(self, handle: Handle) -> dict[str, Any]:
         """What the attached model is called with."""
@@ -92,7 +165,6 @@ class Comparison:
         if self.whole_batches:
             return given
         local = handle.shard_batch(given)
-        self._rows.cut(local)
         words = forward_kwargs(self.model, local)
         if isinstance(self.model, PreTrainedModel) or takes_any_keyword(self.model):
             return words
@@ -103,14 +175,14 @@ class Comparison:
         """The outputs, and the gradients of a loss that counts each element of them once."""
         gradients: Named = {}
         with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self._gather is None))
+            stack.enter_context(torch.set_grad_enabled(self._backward))
             if self._gather is not None:
                 stack.enter_context(_gathered(self.model, self._gather))
             with _watched(self.model, see):
-                found = self._tensors(self.model(**words), whole)
-            if self._gather is None and (loss := self._loss(found, whole)) is not None:
-                stack.enter_context(_taken(self.model, gradients))
-                loss.backward()
+                output = self._call(words, whole) if self._call else self.model(**words)
+                found = self._tensors(output, whole)
+            if self._backward and (loss := self._loss(found, whole)) is not None:
+                gradients = _gradients(self.model, loss)
         return {key: x.detach() for key, x in found.items()}, gradients
 
     def _tensors(self, output: Any, whole: bool) -> Named:
@@ -128,6 +200,8 @@ class Comparison:
         wanted = self._bytes < KEPT_BYTES and "experts" not in name.split(".")  # picked tokens
         found = self._tensors(output, whole=False) if wanted else {}
         self._bytes += sum(x.nbytes for x in found.values())
+        narrow = (NARROW_TOLERANCES.get(x.dtype, 0.0) for x in found.values())
+        self._narrowest = max(self._narrowest, *narrow, 0.0)  # under autocast
         kept = {key: x.detach().clone() for key, x in found.items()}
         self._kept.setdefault(name, []).append(kept)
 
@@ -152,7 +226,7 @@ class Comparison:
     def _compare_gradients(self, mine: Named, wanted: Named) -> None:
         """The sum over the ranks against the whole; in one message for all parameters."""
         parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        if not parameters or self._gather is not None:
+        if not parameters or not self._backward:
             return
         sizes = [_summary_size(p) for p in parameters.values()]
         any_one = next(iter(parameters.values()))
@@ -170,7 +244,8 @@ class Comparison:
             self._note(f"the gradient of {name}", error, p.dtype)
 
     def _note(self, what: str, error: float, dtype: torch.dtype) -> None:
-        self.errors.append((what, error, NARROW_TOLERANCES.get(dtype, TOLERANCE)))
+        least = max(NARROW_TOLERANCES.get(dtype, TOLERANCE), self._narrowest)
+        self.errors.append((what, error, least))
 
 
 def _shapes(outputs: Named) -> str:
@@ -210,25 +285,28 @@ def _gathered(model: nn.Module, gather: Gather) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _taken(model: nn.Module, found: Named) -> Iterator[None]:
-    """Inside, a backward leaves summaries of gradients in `found`, and none in the parameters.
+def _gradients(model: nn.Module, loss: Tensor) -> Named:
+    """Summaries of gradients by parameter. Nothing of them gets to the parameters, or to engines.
 
     One gradient at a time, so that a large model needs no memory for all of them.
     """
+    found: Named = {}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with ExitStack() as stack:
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                stack.callback(setattr, p, "grad", p.grad)
-                p.grad = None
+        for name, p in parameters.items():
 
-                def take(p: Tensor, name: str = name) -> None:
-                    assert p.grad is not None, "torch has just set it"
-                    found[name] = found.get(name, 0.0) + _summary(p.grad)
-                    p.grad = None
+            def take(gradient: Tensor, name: str = name) -> Tensor:
+                found[name] = _summary(gradient)
+                return gradient.new_zeros(()).expand_as(gradient)
 
-                stack.callback(p.register_post_accumulate_grad_hook(take).remove)
-        yield
+            stack.callback(p.register_hook(take).remove)
+        torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return found
+
+
+def _is_partitioned(p: nn.Parameter) -> bool:
+    """Whether an engine keeps a part of it on this rank."""
+    return isinstance(p, DTensor) or hasattr(p, "ds_id") or type(p).__name__ == "ColoParameter"
 
 
 def _summary(gradient: Tensor) -> Tensor:

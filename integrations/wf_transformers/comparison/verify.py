@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,9 @@ from wf_backends.comm import fingerprint, gather_small
 from wf_backends.dsp import Mode
 from wf_backends.parallel import TOLERANCE
 from wf_backends.schedule import LAYOUTS
+from wf_transformers.checkpoints import RUNNING
 from wf_transformers.comparison.drawn import FixedDraws, drawn_batch
-from wf_transformers.comparison.runs import Comparison, Gather
+from wf_transformers.comparison.runs import Alone, Attached, Comparison, Gather
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
 from wf_transformers.registry import registered_for
@@ -101,15 +102,15 @@ def verify(
     check_mode(mode)
     if mode is False or sp.size == 1:
         return None
-    problem = _obstacle(model, sp)
+    problem = obstacle(model, sp)
     with _own_device(model, sp, problem is None):
         given = drawn_batch(model, sp, whole_batches) if batch is None else batch
         run = Comparison(model, sp, given or {}, whole_batches, gather)
         if given is None:
             problem = f"what inputs it takes is not known. {OWN_BATCH}"
         if problem is None:
-            problem = _compare(run, attach)
-    return _conclude(run, problem, mode)
+            problem = compare(run, attach)
+    return conclude(run, problem, mode)
 
 
 def check_mode(mode: object) -> None:
@@ -122,11 +123,11 @@ def check_mode(mode: object) -> None:
         raise ValueError(f'"{VERIFY}" must be true, false or "strict", got {mode!r}')
 
 
-def _compare(run: Comparison, attach: Callable[[], Handle]) -> str | None:
+def compare(run: Comparison, attach: Attached, alone: Alone = nullcontext) -> str | None:
     """Why the comparison could not be made, if so. A refusal of ours passes through."""
     refusals = list[BaseException]()
 
-    def attached() -> Handle:
+    def attached() -> AbstractContextManager[Handle]:
         try:
             return attach()
         except Exception as error:
@@ -135,7 +136,7 @@ def _compare(run: Comparison, attach: Callable[[], Handle]) -> str | None:
 
     try:
         with _as_before(run.model, run.sp), FixedDraws():
-            run.run(attached)
+            run.run(attached, alone)
     except NotImplementedError:
         raise
     except Exception as error:  # whatever a model of somebody else's raises
@@ -145,19 +146,24 @@ def _compare(run: Comparison, attach: Callable[[], Handle]) -> str | None:
     return None
 
 
-def _obstacle(model: nn.Module, sp: SequenceParallel) -> str | None:
-    """What can be told of a model that cannot be compared, the same on every rank."""
+def obstacle(model: nn.Module, sp: SequenceParallel, sharded: bool = False) -> str | None:
+    """What can be told of a model that cannot be compared, the same on every rank.
+
+    Args:
+        sharded: whether an engine may have sharded its parameters, and brings them together.
+    """
     parameters = list(model.parameters())
     if any(p.is_meta or hasattr(p, "materialize") for p in parameters):
         return "its parameters are not there yet (a meta device, a lazy init)"
     if LAYOUTS[sp.config.layout].needs_slices:
         return f"the {sp.config.layout} layout follows from the slices of a mask"
-    if any(isinstance(p, DTensor) for p in parameters):
+    if not sharded and any(isinstance(p, DTensor) for p in parameters):
         return "its parameters are sharded already: attach it before fully_shard"
     if any(registered_for(one) is not None for one in outermost(model)):
         return "its attention is WallFacer's already, so it cannot run alone"
-    samples = [_sample(p) for p in parameters]
-    told = fingerprint(torch.stack(samples).tolist() if samples else [])
+    samples = [_sample(p) for p in parameters if not isinstance(p, DTensor)]
+    parts = sharded and any(hasattr(p, "ds_id") for p in parameters)
+    told = fingerprint(torch.stack(samples).tolist() if samples and not parts else [])
     mine = torch.tensor([told, _fits(parameters, sp)])
     samples_told, fits = gather_small(sp.comm, mine).T
     if not fits.all():
@@ -206,14 +212,19 @@ def _own_device(model: nn.Module, sp: SequenceParallel, wanted: bool) -> Iterato
 def _as_before(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
     """Inside, the model trains; then its buffers and modes, draws and counts are as before."""
     modes = [(module, module.training) for module in model.modules()]
+    checkpointed = [module for module in model.modules() if getattr(module, RUNNING, False) is True]
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     sent = dict(sp.comm.sent)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices):
             model.train()
+            for module in checkpointed:  # there is room for a short batch
+                setattr(module, RUNNING, False)
             yield
     finally:
+        for module in checkpointed:
+            setattr(module, RUNNING, True)
         for module, training in modes:
             module.training = training
         for buffer, old in buffers:
@@ -222,7 +233,9 @@ def _as_before(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
         sp.comm.sent.update(sent)
 
 
-def _conclude(run: Comparison, problem: str | None, mode: Mode) -> Report | None:
+def conclude(
+    run: Comparison, problem: str | None, mode: Mode, on: str = "a drawn batch"
+) -> Report | None:
     """What all ranks found: the report, the refusal, or why there is none."""
     name = type(run.model).__name__
     first = next((i for i, (_, error, least) in enumerate(run.errors) if error > least), NONE)
@@ -243,7 +256,8 @@ def _conclude(run: Comparison, problem: str | None, mode: Mode) -> Report | None
         what, error, least = run.errors[min(min(firsts), len(run.errors) - 1)]
         message = (
             f"{name} on {run.sp.size} ranks does not give what it gives on one: {what} is the "
-            f"first that differs (by {error:.1e} of its largest element on {run.sp.comm.me}): "
+            f"first that differs (by {error:.1e} of its largest element on {run.sp.comm.me}, on "
+            f"{on}): "
             f"{CAUSES}"
         )
         if mode == "strict" or least == TOLERANCE:

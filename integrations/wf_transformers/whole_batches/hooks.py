@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from wf_backends._compile import eager
-from wf_backends.parallel import IGNORE_INDEX, count_valid, token_loss
+from wf_backends.parallel import count_valid, token_loss
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES
 from wf_transformers.documents import mask_words
@@ -27,7 +27,7 @@ from wf_transformers.draws import WholeNoise
 from wf_transformers.families.experts import asks_router_loss, router_loss
 from wf_transformers.families.media import media_of, media_words, shard_media
 from wf_transformers.families.stacks import scale_gradient, stacks_of
-from wf_transformers.handle import Handle, at_padding
+from wf_transformers.handle import Handle, recorded
 from wf_transformers.models import Head, head_of, inner_models, outermost
 from wf_transformers.whole_batches.arguments import (
     INSTEAD,
@@ -84,6 +84,8 @@ class WholeBatchHooks:
     """Whether logits are whole where no labels are passed, for a loss that the caller makes."""
     hides_local_logits = True
     """Whether logits of this rank's tokens are an error to use, unless the call asks for them."""
+    compares_first = True
+    """Whether the model is compared with itself alone on the first batch that it trains on."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class WholeBatchHooks:
         whole_logits: bool = False,
         head: Head | None = None,
     ) -> None:
-        self._handle, self._always_whole = handle, whole_logits
+        self.model, self.handle, self._always_whole = model, handle, whole_logits
         self._media = next((one for one in outermost(model) if media_of(one)), None)
         self._head: Head = head or ("causal" if self._media else head_of(model))
         _, *self._names = inspect.signature(type(model).forward).parameters  # without self
@@ -100,8 +102,16 @@ class WholeBatchHooks:
         self._head_called = self._told = False
         self._noise = WholeNoise()
         self._hooks: tuple[Any, ...] = ()
-        if any(stacks_of(one) for one in outermost(model)):
-            return  # it takes whole batches as it is
+        handle.whole_batches = True
+        with recorded(handle):
+            if not any(stacks_of(one) for one in outermost(model)):  # which takes them as it is
+                self._register(model)
+            operations: Any = getattr(model, "floating_point_ops", None)
+            if operations is not None:  # the Trainer of transformers 4 sums them over all ranks
+                handle.set(model, "floating_point_ops", partial(_operations, operations, self.size))
+        handle.undo.callback(self.remove)
+
+    def _register(self, model: nn.Module) -> None:
         self._hooks = (
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after),
@@ -109,16 +119,11 @@ class WholeBatchHooks:
             *(head.register_forward_hook(self._at_head) for head in output_embeddings(model)),
             *(inner.register_forward_pre_hook(self._inside) for inner in inner_models(model)),
         )
-        handle.undo.callback(self.remove)
-        operations: Any = getattr(model, "floating_point_ops", None)
-        if operations is not None:  # the Trainer of transformers 4 sums them over all ranks
-            share = partial(_operations, operations, handle.sp.size)
-            handle.set(model, "floating_point_ops", share)
 
     @property
     def size(self) -> int:
         """Ranks that share a sequence."""
-        return self._handle.sp.size
+        return self.handle.sp.size
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -130,6 +135,8 @@ class WholeBatchHooks:
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         given = own_words(dict(zip(self._names, args, strict=False)) | kwargs)
+        if self.compares_first and model.training and torch.is_grad_enabled():
+            self.handle.compare_first(given)
         given = with_slices(given, self._head)
         labelled = given.get("labels") is not None
         asked = given.pop(WHOLE_LOGITS, None)
@@ -146,16 +153,15 @@ class WholeBatchHooks:
         if any(asks_router_loss(one, given) for one in outermost(model)):
             batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))
         if leaves_loss:
-            self._handle.tell_padded_labels(batch)
             self._tell_padding(batch)
-            given["labels"] = given["labels"].masked_fill(at_padding(batch), IGNORE_INDEX)
+            given["labels"] = self.handle.without_padded_labels(batch)["labels"]
             batch = {key: value for key, value in batch.items() if key in INPUTS}
         given = {k: v for k, v in given.items() if k not in batch}
         local = self._cut(batch)
         keep_padding_in_range(model, local, seqlen)
         num_items = None if leaves_loss or self._media else given.pop("num_items_in_batch", None)
         self._call = Call(seqlen, local, num_items, whole, hidden, fused, leaves_loss)
-        self._handle.attention.logits_are_whole, self._head_called = leaves_loss, False
+        self.handle.attention.logits_are_whole, self._head_called = leaves_loss, False
         self._noise.enter(model, seqlen_of(local), seqlen)
         return (), self._words(model, given, local)
 
@@ -172,7 +178,7 @@ class WholeBatchHooks:
     def _leaves_loss(self, model: nn.Module, given: dict[str, Any]) -> bool:
         """Whether the model is to make the loss of this call."""
         found = own_loss(model, given)
-        if found and self._handle.averages_tokens and given.get("num_items_in_batch") is None:
+        if found and self.handle.averages_tokens and given.get("num_items_in_batch") is None:
             raise NotImplementedError(
                 f'{found}, and "loss_average": "token" knows plain cross entropy only: take '
                 '"sequence"'
@@ -217,8 +223,8 @@ class WholeBatchHooks:
     def _cut(self, batch: dict[str, Any]) -> dict[str, Any]:
         """This rank's part of them."""
         if self._media is None:
-            return self._handle.shard_batch(batch, labels_are_shifted=self._head == "masked")
-        return shard_media(self._media, self._handle.sp, batch)
+            return self.handle.shard_batch(batch, labels_are_shifted=self._head == "masked")
+        return shard_media(self._media, self.handle.sp, batch)
 
     def _words(
         self, model: nn.Module, given: dict[str, Any], local: dict[str, Any]
@@ -235,7 +241,7 @@ class WholeBatchHooks:
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         call, self._call = self._call, None
         assert call is not None, "the hook before the model did not run"
-        self._handle.attention.logits_are_whole = False
+        self.handle.attention.logits_are_whole = False
         if call.own_loss:
             return self._own_output(model, output)
         if call.fused:
@@ -263,7 +269,7 @@ class WholeBatchHooks:
 
     def _whole(self, x: Tensor, call: Call) -> Tensor:
         """(b, S, ...): rows of all ranks. A loss that every rank makes of them counts once."""
-        sp = self._handle.sp
+        sp = self.handle.sp
         whole = sp.unshard(x, 1, **mask_words(call.local))
         scale_gradient(whole, sp.size)  # the mean over the world divides by it
         return whole[:, : call.seqlen]
@@ -276,8 +282,8 @@ class WholeBatchHooks:
         Its gradient is that of this rank's share x size: the mean over the world makes the gradient
         of the loss of it.
         """
-        size, share = self._handle.sp.size, self._share(model, logits, call) + more
-        return self._handle.sp.sum_over_ranks(share) / size + (share - share.detach())
+        size, share = self.handle.sp.size, self._share(model, logits, call) + more
+        return self.handle.sp.sum_over_ranks(share) / size + (share - share.detach())
 
     def _share(self, model: nn.Module, logits: Tensor, call: Call) -> Tensor:
         """This rank's share of the loss x size, float32 or wider.
@@ -285,11 +291,11 @@ class WholeBatchHooks:
         The Trainer of transformers 5 counts valid labels in evaluation too, and scales by the
         number of ranks itself.
         """
-        sp, labels = self._handle.sp, call.local["labels"]
+        sp, labels = self.handle.sp, call.local["labels"]
         if call.num_items is not None:
             return token_loss(logits, labels, call.num_items) * sp.size
-        if model.training and self._handle.averages_tokens:
-            return self._handle.loss(logits, labels)
+        if model.training and self.handle.averages_tokens:
+            return self.handle.loss(logits, labels)
         num_valid = sp.sum_over_ranks(count_valid(labels))
         share = token_loss(logits, labels, num_valid) * sp.size
         return torch.where(num_valid > 0, share, torch.nan)  # as the mean over nothing

@@ -80,6 +80,7 @@ class LogProbabilityHooks(WholeBatchHooks):
     """
 
     whole_without_labels = False
+    compares_first = False
     _asked: Asked | None = None
 
     @eager
@@ -116,7 +117,7 @@ class LogProbabilityHooks(WholeBatchHooks):
 
     def _mine(self, x: Tensor, call: Call) -> Tensor:
         """(b, s): this rank's rows of (b, S)."""
-        sp, borders = self._handle.sp, call.local.get("cu_seqlens")
+        sp, borders = self.handle.sp, call.local.get("cu_seqlens")
         padding = sp.size * seqlen_of(call.local) - call.seqlen
         return sp.shard(pad(x, (0, padding)), 1, borders)
 

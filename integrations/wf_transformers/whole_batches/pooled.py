@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
@@ -16,7 +17,7 @@ from wf_backends._compile import eager
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES, parameter_names
 from wf_transformers.families.stacks import scale_gradient
-from wf_transformers.handle import Handle
+from wf_transformers.handle import Handle, recorded
 from wf_transformers.models import names_of, own_class
 from wf_transformers.whole_batches.arguments import (
     is_by_token,
@@ -44,10 +45,13 @@ class PooledHooks:
         self._handle, self._base = handle, model.base_model
         self._names = parameter_names(self._base)
         self._seqlen, self._borders = 0, None
-        for hook in (
-            self._base.register_forward_pre_hook(self._cut, prepend=True, with_kwargs=True),
-            model.score.register_forward_hook(self._whole),
-        ):
+        handle.whole_batches = True
+        with recorded(handle):
+            hooks = (
+                self._base.register_forward_pre_hook(self._cut, prepend=True, with_kwargs=True),
+                model.score.register_forward_hook(self._whole),
+            )
+        for hook in hooks:
             handle.undo.callback(hook.remove)
 
     @eager
@@ -56,6 +60,8 @@ class PooledHooks:
     ) -> tuple[tuple[()], dict[str, Any]]:
         """Before the base model: this rank's part of a batch."""
         given = dict(zip(self._names, args, strict=False)) | kwargs
+        if base.training and torch.is_grad_enabled():
+            self._handle.compare_first(given)
         refuse_arguments(given)
         if given.get("output_hidden_states"):
             raise NotImplementedError(PARTIAL_STATES)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from wf_backends.parallel import IGNORE_INDEX
+from wf_transformers.comparison.runs import LOSS
 from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
 
 
@@ -38,6 +43,52 @@ def counted_once(trainer: Any, original: Callable[..., Any], *args: Any, **kwarg
     call.arguments["num_items_in_batch"] = num_items // size
     found = original(*call.args, **call.kwargs)
     return (found[0] / size, *found[1:]) if isinstance(found, tuple) else found / size
+
+
+def compared_first(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Instead of the Trainer's `training_step`: before the first one its loss is compared."""
+    call = inspect.signature(original).bind(*args, **kwargs)
+    hooks = next(_hooks_on(call.arguments["model"]), None)
+    if hooks is not None and hooks.compares_first:
+        given = trainer._prepare_inputs(call.arguments["inputs"])
+        counted = call.arguments.get("num_items_in_batch") is not None
+        with _same_counts(trainer):
+            loss = partial(_loss, trainer, hooks, counted)
+            hooks.handle.compare_first(given, call=loss)
+    return original(*call.args, **call.kwargs)
+
+
+def _loss(
+    trainer: Any, hooks: WholeBatchHooks, counted: bool, given: Mapping[str, Any], alone: bool
+) -> dict[str, Any]:
+    """What a step's loss is; alone, in a job of one process for each sequence at a time."""
+    state = trainer.accelerator.state
+    ranks, words = state.num_processes, {}
+    state.num_processes = ranks // hooks.size if alone else ranks
+    if counted:
+        average = getattr(trainer.args, "average_tokens_across_devices", False)
+        count = (given["labels"] != IGNORE_INDEX).sum()
+        words["num_items_in_batch"] = count * state.num_processes if average else count
+    try:
+        with trainer.compute_loss_context_manager():
+            return {LOSS: trainer.compute_loss(hooks.model, dict(given), **words)}
+    finally:
+        state.num_processes = ranks
+
+
+@contextmanager
+def _same_counts(trainer: Any) -> Iterator[None]:
+    """Afterwards, what a Trainer counts and keeps for its log is as before."""
+    kept = {key: deepcopy(x) for key, x in vars(trainer).items() if _is_plain(x)}
+    try:
+        yield
+    finally:
+        vars(trainer).update(kept)
+
+
+def _is_plain(x: Any) -> bool:
+    items = x.values() if isinstance(x, dict) else x if isinstance(x, list | tuple) else ()
+    return isinstance(x, dict | list | tuple | int | float | str) and all(map(_is_plain, items))
 
 
 def _takes_whole_batches(model: nn.Module) -> bool:

@@ -1,0 +1,137 @@
+"""The comparison once more, on the first batch that a model trains on, cut short.
+
+A drawn batch has ids and labels. What else a run gives its model (masks of a collator, weights by
+token, noise on embeddings), and a loss that a Trainer makes of the outputs, are known at the first
+step only. By then engines have wrapped the model; see `Changes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+
+from wf_backends import SequenceParallel
+from wf_backends.parallel import IGNORE_INDEX
+from wf_backends.schedule import SLICE_WORDS
+from wf_transformers.calls import LABELS, parameter_names
+from wf_transformers.comparison.changes import Changes
+from wf_transformers.comparison.drawn import SAMPLES, drawn_length
+from wf_transformers.comparison.runs import Call, Comparison
+from wf_transformers.comparison.verify import Mode, compare, conclude, obstacle
+from wf_transformers.handle import Handle
+from wf_transformers.whole_batches.fused import VARLEN
+
+LONGEST = 2048  # tokens of a batch that cannot be cut
+BORDERS = ("cu_seqlens", *VARLEN)
+
+
+class FirstStep:
+    """What is due before the first step of a model that was attached.
+
+    Attributes:
+        changes: what attaching did to the model.
+    """
+
+    def __init__(self, model: nn.Module, mode: Mode) -> None:
+        self.model, self.mode, self.changes = model, mode, Changes(model)
+        self._due = mode is not False
+
+    def compare(
+        self,
+        handle: Handle,
+        given: Mapping[str, Any],
+        whole_batches: bool = True,
+        call: Call | None = None,
+    ) -> None:
+        """Compare on the first rows of a batch, at the first call. Later calls do nothing.
+
+        Args:
+            handle: of the attached model.
+            given: the whole batch, as this rank has it.
+            whole_batches: whether the model is called with it, or with this rank's part.
+            call: the step's own way from a model and a batch to a loss, where that is another
+                than calling the model.
+
+        Raises:
+            NotImplementedError, ValueError: as `verify`.
+        """
+        due, self._due = self._due and handle.sp.size > 1, False
+        if not due:
+            return
+        if not whole_batches:
+            known = [name for name in parameter_names(self.model) if name not in LABELS]
+            given = {key: x for key, x in given.items() if key in (*known, *BORDERS)}
+        batch = shortened(given, handle.sp)
+        run = Comparison(self.model, handle.sp, batch or {}, whole_batches, call=call)
+        with self.changes.taken_back():
+            problem = obstacle(self.model, handle.sp, sharded=True)
+        if batch is None:
+            problem = "its first batch cannot be cut short: it has a mask in slices, or images in "
+            problem += f"more than {LONGEST} tokens"
+        if problem is None:
+            problem = compare(run, lambda: nullcontext(handle), self.changes.taken_back)
+        conclude(run, problem, self.mode, "the first tokens of its first batch")
+
+
+def shortened(given: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any] | None:
+    """The first samples of a batch, and of its longest document a few tokens for each rank.
+
+    Every tensor is cut in all dimensions that are as long as the sequence: a mask (b, 1, S, S) in
+    two. Labels that all count for nothing there are the tokens themselves.
+
+    Returns:
+        None if it cannot be cut.
+    """
+    batch = {key: x for key, x in given.items() if x is not None}
+    tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]
+    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+    samples = len(tensors[0] if tokens is None else tokens) if tensors else 0
+    if not isinstance(tokens, Tensor):
+        return {key: _first(x, samples) for key, x in batch.items()}
+    seqlen = tokens.shape[1]
+    if batch.get(SLICE_WORDS[0]) is not None:
+        return None
+    if any(x.dim() > 1 and seqlen not in x.shape[1:] for x in tensors):  # images among tokens
+        return batch if seqlen <= LONGEST else None
+    start, stop = _longest_document(batch, seqlen)
+    stop = min(stop, start + drawn_length(sp))
+    found: dict[str, Any] = {}
+    for key, x in batch.items():
+        x = _first(x, samples)
+        dims = (1,) if key == "inputs_embeds" else range(1, x.dim() if isinstance(x, Tensor) else 1)
+        for dim in dims:
+            x = x.narrow(dim, start, stop - start) if x.shape[dim] == seqlen else x
+        found[key] = x
+    found = {key: x for key, x in found.items() if key not in BORDERS}
+    return _with_labels(found)
+
+
+def _first(x: Any, samples: int) -> Any:
+    return x[:SAMPLES] if isinstance(x, Tensor) and x.dim() and len(x) == samples else x
+
+
+def _longest_document(batch: Mapping[str, Any], seqlen: int) -> tuple[int, int]:
+    """Where it starts and stops: a model alone knows of no documents."""
+    borders: Sequence[int] = (0, seqlen)
+    positions = batch.get("position_ids")
+    if batch.get("cu_seqlens") is not None:
+        borders = batch["cu_seqlens"]
+    elif isinstance(batch.get(VARLEN[0]), Tensor):
+        borders = batch[VARLEN[0]].tolist()
+    elif isinstance(positions, Tensor) and positions.dim() == 2:
+        borders = [*(positions[0] == 0).nonzero().flatten().tolist(), seqlen]
+    pairs = list(zip(borders, borders[1:], strict=False)) or [(0, seqlen)]
+    return max(pairs, key=lambda pair: pair[1] - pair[0])
+
+
+def _with_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    labels, ids = batch.get("labels"), batch.get("input_ids")
+    if isinstance(labels, Tensor) and isinstance(ids, Tensor) and labels.shape == ids.shape:
+        if bool((labels == IGNORE_INDEX).all()):
+            mask = batch.get("attention_mask")
+            padded = mask == 0 if isinstance(mask, Tensor) and mask.shape == ids.shape else ids < 0
+            batch["labels"] = ids.masked_fill(padded, IGNORE_INDEX)
+    return batch
