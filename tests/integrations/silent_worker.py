@@ -37,13 +37,12 @@ class Full(Text):
 
 
 class Prefix(Full):
-    """A mask (1, S, S): causal, but the first tokens see each other."""
+    """A mask (1, S, S), True where a token is seen: causal, but the first six see each other."""
 
     def __getitem__(self, index: int) -> Rows:
-        mask = torch.ones(SEQLEN, SEQLEN).tril()
-        mask[:6, :6] = 1
-        hidden = torch.zeros(1, SEQLEN, SEQLEN).masked_fill(mask[None] == 0, -1e30)
-        return super().__getitem__(index) | {"attention_mask": hidden}
+        seen = torch.ones(1, SEQLEN, SEQLEN, dtype=torch.bool).tril()
+        seen[:, :6, :6] = True
+        return super().__getitem__(index) | {"attention_mask": seen}
 
 
 class Weighted(Full):

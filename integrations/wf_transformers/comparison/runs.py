@@ -75,6 +75,7 @@ class Comparison:
         self._kept: dict[str, list[Named]] = {}
         self._bytes = 0
         self._narrowest = 0.0
+        self._switches = False  # of DSP's modules it is not known which rows they have
 
     def run(self, attach: Attached, alone: Alone = nullcontext) -> None:
         """Run the model both ways and compare. Errors of the model and of `attach` pass through.
@@ -84,6 +85,8 @@ class Comparison:
             alone: inside, it is not.
         """
         with attach() as handle, self._watched_cuts(handle):
+            self._switches = handle.whole_batches and not handle.name
+            self.cut |= self._switches
             self.batch = handle.without_padded_labels(self.batch)
             words = self._words(handle)
             part, gradients = self._run(words, self._keep, whole=False)
@@ -197,7 +200,8 @@ class Comparison:
 
     def _keep(self, name: str, output: Any) -> None:
         """Of the part: what the module returned, for `_compare_output`."""
-        wanted = self._bytes < KEPT_BYTES and "experts" not in name.split(".")  # picked tokens
+        picks = "experts" in name.split(".")  # tokens, and other ones than of the whole
+        wanted = self._bytes < KEPT_BYTES and not picks and not self._switches
         found = self._tensors(output, whole=False) if wanted else {}
         self._bytes += sum(x.nbytes for x in found.values())
         narrow = (NARROW_TOLERANCES.get(x.dtype, 0.0) for x in found.values())
