@@ -121,7 +121,9 @@ class Handle:
                 stacklevel=3,
             )
         found = dict(batch)
-        return found | {"labels": batch["labels"].masked_fill(lost, IGNORE_INDEX)} if count else found
+        return (
+            found | {"labels": batch["labels"].masked_fill(lost, IGNORE_INDEX)} if count else found
+        )
 
     def prepare_dataloader(
         self,

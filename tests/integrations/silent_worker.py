@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -105,11 +106,11 @@ WHOLE: dict[str, Any] = {}
 """What `Entropy` says in its call: logits of all ranks, or nothing."""
 
 
-def llama(kind: type = LlamaForCausalLM, loss: Any = None) -> Any:
+def llama(kind: type = LlamaForCausalLM, loss: Any = None, **more: Any) -> Any:
     torch.manual_seed(0)
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-    model = kind(LlamaConfig(vocab_size=VOCABULARY, **shape, **heads))
+    model = kind(LlamaConfig(vocab_size=VOCABULARY, **shape, **heads, **more))
     if loss is not None:
         model.loss_function = loss
     return model
@@ -164,13 +165,16 @@ CASES: dict[str, tuple[Callable[[], Any], type, type, dict[str, Any], Callable[[
     "z_loss": (lambda: llama(loss=z_loss), Full, Trainer, EMPTY, plain_losses),
     "own_loss": (lambda: llama(Doubled), Full, Trainer, EMPTY, plain_losses),
     "inner_call": (llama, Full, Chunked, EMPTY, inner_calls),
+    "dropout": (partial(llama, attention_dropout=0.3), Full, Trainer, EMPTY, nullcontext),
     "padded_labels": (llama, PaddedLabels, Trainer, EMPTY, untold_labels),
 }
 """Model, data, Trainer, its arguments, and what takes the cure away."""
 
 
-def told(folder: Path, name: str, cured: bool, zero: int | None) -> str:
-    """What one step raised; "" where it trained.
+def told(
+    folder: Path, name: str, cured: bool, zero: int | None, verify: bool | str = "strict"
+) -> str:
+    """What one step raised, or its loss and the norm of its gradient.
 
     Args:
         zero: DeepSpeed's stage; None: under DDP.
@@ -178,7 +182,7 @@ def told(folder: Path, name: str, cured: bool, zero: int | None) -> str:
     make, data, kind, more, uncured = CASES[name]
     AcceleratorState._reset_state(False)
     GradientState._reset_state()
-    words = {"sequence_parallel_size": 2, "route": "ring", "verify": "strict"}
+    words = {"sequence_parallel_size": 2, "route": "ring", "verify": verify}
     given = {} if zero is None else {"deepspeed": deepspeed_config(zero) | {"wallfacer": words}}
     settings: TrainingArguments = arguments(str(folder / "trainer"), **more, **given)
     settings.max_steps = 1
@@ -193,7 +197,8 @@ def told(folder: Path, name: str, cured: bool, zero: int | None) -> str:
             trainer.train()
         except (ValueError, NotImplementedError) as error:
             return f"{type(error).__name__}: {error}"
-    return ""
+    step = trainer.state.log_history[0]
+    return f"trained: {step['loss']}, {step.get('grad_norm')}"
 
 
 def deepspeed_config(zero: int) -> dict[str, Any]:

@@ -114,9 +114,7 @@ def value(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output["loss"]
 
 
-def on_ranks(
-    make: Callable[[Any], Any], size: int, verify: bool = True, **given: Any
-) -> list[Any]:
+def on_ranks(make: Callable[[Any], Any], size: int, verify: bool = True, **given: Any) -> list[Any]:
     """(loss, gradients, bytes sent) by rank."""
 
     def rank(comm: Any) -> Any:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,18 +23,42 @@ from torch import Tensor, nn
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 pytest.importorskip("accelerate", reason="accelerate is not installed", exc_type=ImportError)
 
+import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
-from tests.integrations.test_verify import DIFFERS  # noqa: E402
+from tests.integrations.test_verify import (  # noqa: E402
+    DIFFERS,
+    Convolution,
+    TokenShift,
+    found,
+    llama,
+    vision,
+)
+from tests.integrations.transformers_models import (  # noqa: E402
+    batch,
+    build,
+    sequence_parallel,
+)
+from wf_backends import SequenceParallel  # noqa: E402
+from wf_backends.dsp import read_words  # noqa: E402
+from wf_transformers import (  # noqa: E402
+    ModelWords,
+    WholeBatchHooks,
+    attach_by,
+    attach_model,
+    attach_pretrained,
+    attach_stages,
+)
+from wf_transformers.documents import Documents  # noqa: E402
 
 WORKER = str(Path(__file__).with_name("silent_worker.py"))
 MASK = "the output of model.layers.0.self_attn.o_proj is the first"
 NOISE = "the output of model.embed_tokens is the first"
 LOSS = "its loss is the first"
-REFUSED_MASK = r"attention_mask must be a tensor \(1, 24\)"
-TRAINS = "^$"
+
+TRAINS = "^trained"
 DDP: list[tuple[str, str, str]] = [
-    ("mask", MASK, REFUSED_MASK),
+    ("mask", MASK, TRAINS),
     ("neftune", NOISE, TRAINS),
     ("entropy", LOSS, TRAINS),
     ("token_weights", LOSS, TRAINS),
@@ -42,15 +68,15 @@ DDP: list[tuple[str, str, str]] = [
     ("padded_labels", LOSS, TRAINS),
 ]
 ZERO = [
-    ("mask", 1, MASK, REFUSED_MASK),
+    ("mask", 1, MASK, TRAINS),
     ("neftune", 0, NOISE, TRAINS),
     ("entropy", 2, LOSS, TRAINS),
-    ("mask", 3, MASK, REFUSED_MASK),
+    ("mask", 3, MASK, TRAINS),
     ("entropy", 3, LOSS, TRAINS),
 ]
 
 
-def run(folder: Path, cases: list[Any], *start: str) -> dict[str, str]:
+def run(folder: Path, cases: list[list[Any]], *start: str) -> dict[str, str]:
     """What a Trainer's first step raised by case, on two ranks."""
     (folder / "cases.json").write_text(json.dumps(cases))
     run_ranks([*start, WORKER, str(folder)], 2)
@@ -61,6 +87,7 @@ def run(folder: Path, cases: list[Any], *start: str) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     cases = [[name, cured, None] for name, *_ in DDP for cured in (False, True)]
+    cases += [["dropout", True, None, verify] for verify in ("strict", False)]
     return run(tmp_path_factory.mktemp("ddp"), cases)
 
 
@@ -68,12 +95,21 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
     cases = [[name, cured, zero] for name, zero, *_ in ZERO for cured in (False, True)]
+    cases += [["dropout", True, 2, verify] for verify in ("strict", False)]
     return run(tmp_path_factory.mktemp("zero"), cases, "-m", "wf_deepspeed")
 
 
-def assert_told(text: str, where: str) -> None:
-    import re
+@pytest.mark.processes
+@pytest.mark.parametrize("zero", [None, 2])
+def test_a_step_is_as_without(zero: int | None, request: pytest.FixtureRequest) -> None:
+    """Its loss and the norm of its gradient, to the last digit, under dropout."""
+    told = request.getfixturevalue("trainers" if zero is None else "engines")
+    compared, plain = (told[json.dumps(["dropout", True, zero, v])] for v in ("strict", False))
+    assert compared == plain
+    assert_told(plain, TRAINS)
 
+
+def assert_told(text: str, where: str) -> None:
     assert re.search(where, text), text
 
 
@@ -92,3 +128,202 @@ def test_an_unmodified_script_under_deepspeed(
 ) -> None:
     assert_told(engines[json.dumps([name, False, zero])], f"{DIFFERS}: {where} that differs")
     assert_told(engines[json.dumps([name, True, zero])], cured)
+
+
+def whole_batches(original: Any, given: dict[str, Any], size: int = 2) -> None:
+    """A step of a model that takes whole batches, on ranks that are threads, as a door has it."""
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), copy.deepcopy(original)
+
+        def attached() -> Any:
+            handle = attach_model(model, sp)
+            WholeBatchHooks(model, handle)
+            return handle
+
+        wf_transformers.verify(model, sp, attached, "strict", whole_batches=True)
+        handle, _ = attach_by(ModelWords(verify="strict"), model, sp, lambda: attached())
+        model(**given).loss.backward()
+        handle.remove()
+
+    run_threads(size, rank)
+
+
+def learned_scale() -> Any:
+    """Scores are multiplied by a parameter."""
+    model = build("llama", "eager", {}).float()
+    for layer in model.model.layers:
+        scale = layer.self_attn.scaling
+        del layer.self_attn.scaling
+        layer.self_attn.scaling = nn.Parameter(torch.tensor(scale))
+    return model
+
+
+def without_nan() -> Any:
+    """A batch without labels counts as loss 0."""
+    share = WholeBatchHooks._share
+    return patch.object(WholeBatchHooks, "_share", lambda *args: share(*args).nan_to_num(0.0))
+
+
+def all_operations() -> Any:
+    """Every rank counts the operations of the whole batch."""
+    function = "wf_transformers.whole_batches.hooks._operations"
+    return patch(function, lambda original, _, *args, **kwargs: original(*args, **kwargs))
+
+
+def numbers_only() -> Any:
+    function = "wf_backends.parallel.softmax._scale"
+    return patch(function, lambda scale, _: float(torch.as_tensor(scale).detach()))
+
+
+def untold_labels() -> Any:
+    return patch.object(wf_transformers.Handle, "without_padded_labels", lambda _, x: dict(x))
+
+
+PADDED = batch(2, 24, attention_mask=(torch.arange(24) < 17).long().expand(2, -1))
+WHOLE: list[tuple[Callable[[], Any], Any, Callable[[], Any], str, str]] = [
+    (lambda: build("llama", "sdpa", {}), batch(2), without_nan, "its loss without labels", TRAINS),
+    (lambda: build("llama", "sdpa", {}), batch(), all_operations, "its floating_point_ops", TRAINS),
+    (lambda: build("bert", "sdpa", {}), PADDED, untold_labels, "its loss", TRAINS),
+    (
+        learned_scale,
+        batch(),
+        numbers_only,
+        "the gradient of model.layers.0.self_attn.scaling",
+        "softmax_scale must be a number",
+    ),
+]
+
+
+@pytest.mark.filterwarnings("ignore:14 labels of this batch")
+@pytest.mark.parametrize(("make", "given", "uncured", "where", "cured"), WHOLE)
+def test_a_model_that_takes_whole_batches(
+    make: Callable[[], Any], given: Any, uncured: Callable[[], Any], where: str, cured: str
+) -> None:
+    with uncured(), pytest.raises(NotImplementedError, match=f"{DIFFERS}: {where} is the first"):
+        whole_batches(make().float(), given)
+    with nullcontext() if cured == TRAINS else pytest.raises(ValueError, match=cured):
+        whole_batches(make().float(), given)
+
+
+RULE = "only attention may mix tokens|every rank would take its rows"
+
+
+@pytest.mark.parametrize(
+    ("make", "message", "rule"),
+    [
+        (Convolution, "the output of conv is the first", RULE),
+        (lambda: llama(TokenShift), "the output of model.layers.0.input_layernorm is the", ""),
+        *((partial(vision, x), "no module of", RULE) for x in ("Dinov2", "DeiT", "SiglipVision")),
+    ],
+)
+def test_a_model_that_a_rule_refuses(make: Callable[[], Any], message: str, rule: str) -> None:
+    """Mixing outside the Hugging Face model, and models that are never cut."""
+    unchecked = patch.object(Documents, "check_rows", lambda *_: None)
+    with unchecked, pytest.raises(NotImplementedError, match=message):
+        found(make)  # attaches by name, without a look at the model
+    original = make().float()
+
+    def rank(comm: Any) -> None:
+        model = copy.deepcopy(original)
+        attach_model(model, sequence_parallel(comm))
+        if rule:
+            model(pixel_values=torch.ones(1, 1, 8, 8))
+
+    with pytest.raises(NotImplementedError, match=rule) if rule else nullcontext():
+        run_threads(2, rank)
+
+
+class Stage(nn.Linear):
+    """Sums along one dimension."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__(4, 4)
+        self.dim = dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + super().forward(input).cumsum(self.dim)
+
+
+class Between(nn.Module):
+    """Frames and places of (b, time, space, 4): a stage for each, something in between."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor], leaves: bool = True) -> None:
+        super().__init__()
+        self.between, self.leaves = between, leaves
+        self.time, self.space, self.last = Stage(1), Stage(2), nn.Linear(4, 4)
+
+    def forward(self, video: Tensor) -> Tensor:
+        video = self.space(self.between(self.time(video)))
+        return self.last(video) if self.leaves else video
+
+
+def counted(video: Tensor) -> Tensor:
+    return video + torch.arange(video.shape[2])[:, None]
+
+
+DSP = {
+    "dims": {"time": 1, "space": 2},
+    "enters": "time",
+    "starts_along": "space",
+    "needs": {"time": "time", "space": "space"},
+    "leaves": "last",
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "where"),
+    [
+        (lambda: Between(lambda x: x - x.mean((1, 2), keepdim=True)), "its output is the first"),
+        (lambda: Between(counted), "its output is the first"),
+        (lambda: Between(nn.Identity(), leaves=False), r"its output, \(1, 1, 2, 4\) for"),
+        (lambda: Between(nn.Identity()), ""),
+    ],
+    ids=["mean", "positions", "never_leaves", "right"],
+)
+def test_what_stands_between_stages(make: Callable[[], Any], where: str) -> None:
+    """Nothing but the comparison looks for it."""
+    torch.manual_seed(0)
+    original, video = make(), torch.randn(1, 2, 2, 4)
+
+    def rank(comm: Any) -> None:
+        config, stages = read_words({"sequence_parallel_size": 2, "dsp": DSP})
+        sp, model = SequenceParallel(config, comm), copy.deepcopy(original)
+        assert stages is not None
+        words = ModelWords(verify="strict")
+        attach_by(words, model, sp, lambda: attach_stages(model, sp, stages))
+        model(video)
+
+    refused = pytest.raises(NotImplementedError, match=f"{DIFFERS}: {where}")
+    with refused if where else nullcontext():
+        run_threads(2, rank)
+
+
+class Weighed(Convolution):
+    """Cannot be run on a drawn batch; mixes neighbouring tokens."""
+
+    def forward(self, input_ids: Tensor, weights: Tensor, **words: Any) -> Tensor:
+        return super().forward(input_ids, **words) * weights[..., None]
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_a_part_is_compared_where_the_batch_is_cut(right: bool) -> None:
+    """A model whose inputs cannot be drawn, with documents, in a loop of one's own."""
+    original = Weighed().float()
+    if right:
+        original.conv = nn.Conv1d(61, 61, 1)
+    given = batch(1, 40, weights=torch.rand(1, 40), cu_seqlens=(0, 9, 40))
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), copy.deepcopy(original)
+        handle, _ = attach_by(
+            ModelWords(verify="strict"),
+            model,
+            sp,
+            lambda: attach_pretrained(wf_transformers.outermost(model), sp),
+        )
+        handle.shard_batch(given)
+
+    refused = pytest.raises(NotImplementedError, match="the output of conv is the first")
+    with nullcontext() if right else refused:
+        run_threads(2, rank)

@@ -36,7 +36,8 @@ class FirstStep:
     """
 
     def __init__(self, model: nn.Module, mode: Mode) -> None:
-        self.model, self.mode, self.changes = model, mode, Changes(model)
+        self.model, self.changes = model, Changes(model)
+        self.mode: Mode = mode
         self._due = mode is not False
 
     def compare(

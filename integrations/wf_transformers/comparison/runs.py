@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from math import inf
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ class Comparison:
             none = {"labels": torch.full_like(labels, IGNORE_INDEX)}
             self.model.eval()
             with torch.no_grad(), suppress(Exception):  # some models cannot
-                outputs = dict(named_tensors(self.model(**words | none)))
+                outputs = dict(named_tensors(self.model(**{**words, **none})))
                 found |= {UNLABELLED: outputs[LOSS]} if LOSS in outputs else {}
             self.model.train()
         return found
@@ -220,6 +221,9 @@ class Comparison:
     def _compare(self, what: str, part: Tensor, whole: Tensor) -> bool:
         """Note how far rows are from each other; whether it is known which rows they are."""
         pair = self._rows.pair(part.detach(), whole.detach())
+        if self._switches and part.shape != whole.shape:  # under DSP what leaves is whole
+            self._note(f"{what}, {tuple(part.shape)} for {tuple(whole.shape)},", inf, whole.dtype)
+            return True
         if pair is None:
             return False
         mine, theirs, cut = pair
