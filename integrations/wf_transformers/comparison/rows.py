@@ -12,6 +12,7 @@ from torch import Tensor
 from wf_backends import SequenceParallel
 from wf_backends.schedule import padding_multiple
 
+LESS = (0, 1)  # rows than tokens: the last one predicts nothing, so some leave it out
 SLOPES = tuple(sqrt(prime) for prime in (2, 3, 5, 7, 11, 13))
 
 
@@ -75,7 +76,7 @@ class Rows:
 
     def _find(self, count: int, seqlen: int, device: torch.device) -> Tensor | None:
         """Positions of a part's `count` rows in a whole of `seqlen`."""
-        if self.shape and self.shape[1] == seqlen:
+        if self.shape and self.shape[1] - seqlen in LESS:
             found = self._positions
         else:
             found = self._padded(seqlen, device)
@@ -98,10 +99,11 @@ class Rows:
         Samples are in the first dimension, or in the one before the tokens: (3, b, S, ...).
         """
         for samples in (0, dim - 1) if self.shape and whole.dim() > 1 else ():
-            if (whole.shape[samples], whole.shape[dim]) == self.shape:
+            count, seqlen = whole.shape[samples], whole.shape[dim]
+            if count == self.shape[0] and self.shape[1] - seqlen in LESS:
                 sizes = [1] * whole.dim()
-                sizes[samples], sizes[dim] = self.shape
-                return self._valid.view(sizes)
+                sizes[samples], sizes[dim] = count, seqlen
+                return self._valid[:, :seqlen].reshape(sizes)
         return torch.ones((), dtype=torch.bool, device=whole.device)
 
     def weights(self, x: Tensor, whole: bool) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
@@ -26,13 +25,13 @@ from wf_backends.parallel import (
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import has_tokens, parameter_names, takes_any_keyword
+from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary_size
 from wf_transformers.comparison.rows import Rows
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
 
 SMALL_GRADIENT = 0.1  # of the largest of all: key biases have gradients of rounding errors alone
 KEPT_BYTES = 1 << 28  # of a part's module outputs; those of later modules are not compared
-WHOLE_GRADIENT = 1 << 16  # elements; of larger gradients a projection of each row is compared
 LOSS = "loss"
 OPERATIONS = "floating_point_ops"
 UNLABELLED = "loss without labels"
@@ -65,7 +64,7 @@ class Comparison:
     ) -> None:
         self.model, self.sp, self.batch, self._gather = model, sp, dict(batch), gather
         self._call = call
-        self._backward = gather is None and not any(map(_is_partitioned, model.parameters()))
+        self._backward = gather is None and not any(map(is_partitioned, model.parameters()))
         inside = bool(stacks_of(model))
         if inside and "use_cache" in parameter_names(model):
             self.batch["use_cache"] = False  # keys and values would be of this rank's rows
@@ -186,7 +185,7 @@ class Comparison:
                 output = self._call(words, whole) if self._call else self.model(**words)
                 found = self._tensors(output, whole)
             if self._backward and (loss := self._loss(found, whole)) is not None:
-                gradients = _gradients(self.model, loss)
+                gradients = gradients_of(self.model, loss)
         return {key: x.detach() for key, x in found.items()}, gradients
 
     def _tensors(self, output: Any, whole: bool) -> Named:
@@ -236,7 +235,7 @@ class Comparison:
         parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if not parameters or not self._backward:
             return
-        sizes = [_summary_size(p) for p in parameters.values()]
+        sizes = [summary_size(p) for p in parameters.values()]
         any_one = next(iter(parameters.values()))
         flat = nn.Parameter(torch.zeros(sum(sizes), dtype=torch.float64, device=any_one.device))
         flat.grad = torch.zeros_like(flat)
@@ -291,42 +290,3 @@ def _gathered(model: nn.Module, gather: Gather) -> Iterator[None]:
             stack.callback(module.register_forward_pre_hook(enter, prepend=True).remove)
             stack.callback(module.register_forward_hook(leave, always_call=True).remove)
         yield
-
-
-def _gradients(model: nn.Module, loss: Tensor) -> Named:
-    """Summaries of gradients by parameter. Nothing of them gets to the parameters, or to engines.
-
-    One gradient at a time, so that a large model needs no memory for all of them.
-    """
-    found: Named = {}
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    with ExitStack() as stack:
-        for name, p in parameters.items():
-
-            def take(gradient: Tensor, name: str = name) -> Tensor:
-                found[name] = _summary(gradient)
-                return gradient.new_zeros(()).expand_as(gradient)
-
-            stack.callback(p.register_hook(take).remove)
-        torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return found
-
-
-def _is_partitioned(p: nn.Parameter) -> bool:
-    """Whether an engine keeps a part of it on this rank."""
-    return isinstance(p, DTensor) or hasattr(p, "ds_id") or type(p).__name__ == "ColoParameter"
-
-
-def _summary(gradient: Tensor) -> Tensor:
-    """(n,) float64: all elements of a small gradient, a projection of each row of a large one."""
-    if gradient.numel() <= WHOLE_GRADIENT or gradient.dim() < 2:
-        return gradient.detach().double().flatten()
-    rows = gradient.detach().flatten(0, -2)
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    direction = torch.arange(rows.shape[1], device=rows.device).cos().to(wide)
-    return (rows.to(wide) @ direction).double()
-
-
-def _summary_size(p: Tensor) -> int:
-    whole = p.numel() <= WHOLE_GRADIENT or p.dim() < 2
-    return p.numel() if whole else p.numel() // p.shape[-1]
