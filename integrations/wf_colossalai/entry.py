@@ -84,7 +84,7 @@ def apply(
     make = run.attaching(model, make)
     if stages is None:  # else it is compared in its first forward
         verify(model, sp, make, run.verify, whole_batches=True)
-    handle, _ = attach_by(run, model, sp, make)
+    handle, _ = attach_by(run, model, sp, make, compares=stages is None)
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)
     return handle
 

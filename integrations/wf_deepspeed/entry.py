@@ -114,7 +114,7 @@ def _attach(
     gather = _own_parameters if partitioned else None
     if not stages:  # which are compared in their first forward
         verify(model, sp, compared, mode, whole_batches=whole_batches, gather=gather)
-    return attach_by(block.model, model, sp, attach, labelled=sp.size == 1)
+    return attach_by(block.model, model, sp, attach, labelled=sp.size == 1, compares=stages is None)
 
 
 def _own_parameters(module: nn.Module) -> AbstractContextManager[Any]:

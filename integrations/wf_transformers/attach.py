@@ -75,7 +75,6 @@ def attach_stages(
         ValueError: if the stages do not fit the model.
     """
     handle = Handle(sp)
-    handle.whole_batches = True
     dsp = DynamicSequenceParallel(sp.comm, gradients="averaged")
     handle.undo.callback(spread(model, sp, dsp, stages, verify).remove)
     return handle

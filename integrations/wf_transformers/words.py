@@ -91,7 +91,7 @@ def attach_by(
         model: as it is before it is attached.
         attach: attaches it: what `words.attaching` gives.
         labelled: as that of `plan_tiles`.
-        compares: whether it can be compared with itself alone on its first batch.
+        compares: whether it is compared with itself alone on its first batch, if it is verified.
 
     Returns:
         The handle, which takes all of it back, and the modules that are computed by tiles.

@@ -1,7 +1,8 @@
 """What would silently train to another result is found by `verify`, its own check taken out.
 
 Each configuration runs twice: without the check or cure that it has, where `verify` names what
-differs, and with it, where it trains, or is refused by that check.
+differs, and with it, where it trains, or is refused by that check. DSP's are in
+tests/dsp/test_first_forward.py.
 """
 
 from __future__ import annotations
@@ -39,15 +40,12 @@ from tests.integrations.transformers_models import (  # noqa: E402
     build,
     sequence_parallel,
 )
-from wf_backends import SequenceParallel  # noqa: E402
-from wf_backends.dsp import read_words  # noqa: E402
 from wf_transformers import (  # noqa: E402
     ModelWords,
     WholeBatchHooks,
     attach_by,
     attach_model,
     attach_pretrained,
-    attach_stages,
 )
 from wf_transformers.documents import Documents  # noqa: E402
 
@@ -231,71 +229,6 @@ def test_a_model_that_a_rule_refuses(make: Callable[[], Any], message: str, rule
             model(pixel_values=torch.ones(1, 1, 8, 8))
 
     with pytest.raises(NotImplementedError, match=rule) if rule else nullcontext():
-        run_threads(2, rank)
-
-
-class Stage(nn.Linear):
-    """Sums along one dimension."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__(4, 4)
-        self.dim = dim
-
-    def forward(self, input: Tensor) -> Tensor:
-        return input + super().forward(input).cumsum(self.dim)
-
-
-class Between(nn.Module):
-    """Frames and places of (b, time, space, 4): a stage for each, something in between."""
-
-    def __init__(self, between: Callable[[Tensor], Tensor], leaves: bool = True) -> None:
-        super().__init__()
-        self.between, self.leaves = between, leaves
-        self.time, self.space, self.last = Stage(1), Stage(2), nn.Linear(4, 4)
-
-    def forward(self, video: Tensor) -> Tensor:
-        video = self.space(self.between(self.time(video)))
-        return self.last(video) if self.leaves else video
-
-
-def counted(video: Tensor) -> Tensor:
-    return video + torch.arange(video.shape[2])[:, None]
-
-
-DSP = {
-    "dims": {"time": 1, "space": 2},
-    "enters": "time",
-    "starts_along": "space",
-    "needs": {"time": "time", "space": "space"},
-    "leaves": "last",
-}
-
-
-@pytest.mark.parametrize(
-    ("make", "where"),
-    [
-        (lambda: Between(lambda x: x - x.mean((1, 2), keepdim=True)), "its output is the first"),
-        (lambda: Between(counted), "its output is the first"),
-        (lambda: Between(nn.Identity(), leaves=False), r"its output, \(1, 1, 2, 4\) for"),
-        (lambda: Between(nn.Identity()), ""),
-    ],
-    ids=["mean", "positions", "never_leaves", "right"],
-)
-def test_what_stands_between_stages(make: Callable[[], Any], where: str) -> None:
-    """Nothing but the comparison looks for it."""
-    torch.manual_seed(0)
-    original, video = make(), torch.randn(1, 2, 2, 4)
-
-    def rank(comm: Any) -> None:
-        config, stages = read_words({"sequence_parallel_size": 2, "dsp": DSP})
-        sp, model = SequenceParallel(config, comm), copy.deepcopy(original)
-        assert stages is not None
-        words = ModelWords(verify="strict")
-        attach_by(words, model, sp, lambda: attach_stages(model, sp, stages))
-        model(video)
-
-    refused = pytest.raises(NotImplementedError, match=f"{DIFFERS}: {where}")
-    with refused if where else nullcontext():
         run_threads(2, rank)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from math import inf
 from typing import Any
 
 import torch
@@ -75,7 +74,6 @@ class Comparison:
         self._kept: dict[str, list[Named]] = {}
         self._bytes = 0
         self._narrowest = 0.0
-        self._switches = False  # of DSP's modules it is not known which rows they have
 
     def run(self, attach: Attached, alone: Alone = nullcontext) -> None:
         """Run the model both ways and compare. Errors of the model and of `attach` pass through.
@@ -85,13 +83,10 @@ class Comparison:
             alone: inside, it is not.
         """
         with attach() as handle, self._watched_cuts(handle):
-            self._switches = handle.whole_batches and not handle.name
-            self.cut |= self._switches
             self.batch = handle.without_padded_labels(self.batch)
             words = self._words(handle)
             part, gradients = self._run(words, self._keep, whole=False)
-            counted = handle.whole_batches and bool(handle.name)
-            beside = self._beside(words, counted, self.sp.size)
+            beside = self._beside(words, handle.whole_batches, self.sp.size)
         with alone():
             one = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
             for module in receivers(self.model):
@@ -99,7 +94,7 @@ class Comparison:
             no_cache = {"use_cache": False} if "use_cache" in parameter_names(self.model) else {}
             words = self.batch | ({} if self._call else no_cache)
             whole, wanted = self._run(words, self._compare_output, whole=True)
-            its_beside = self._beside(words, counted)
+            its_beside = self._beside(words, handle.whole_batches)
         compared = [
             self._compare(f"its {key}", part[key], whole[key]) for key in part if key in whole
         ]
@@ -201,7 +196,7 @@ class Comparison:
     def _keep(self, name: str, output: Any) -> None:
         """Of the part: what the module returned, for `_compare_output`."""
         picks = "experts" in name.split(".")  # tokens, and other ones than of the whole
-        wanted = self._bytes < KEPT_BYTES and not picks and not self._switches
+        wanted = self._bytes < KEPT_BYTES and not picks
         found = self._tensors(output, whole=False) if wanted else {}
         self._bytes += sum(x.nbytes for x in found.values())
         narrow = (NARROW_TOLERANCES.get(x.dtype, 0.0) for x in found.values())
@@ -220,9 +215,6 @@ class Comparison:
     def _compare(self, what: str, part: Tensor, whole: Tensor) -> bool:
         """Note how far rows are from each other; whether it is known which rows they are."""
         pair = self._rows.pair(part.detach(), whole.detach())
-        if self._switches and part.shape != whole.shape:  # under DSP what leaves is whole
-            self._note(f"{what}, {tuple(part.shape)} for {tuple(whole.shape)},", inf, whole.dtype)
-            return True
         if pair is None:
             return False
         mine, theirs, cut = pair
