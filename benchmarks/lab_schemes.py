@@ -19,7 +19,7 @@ from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.search import price_again, price_plan
 from wf_backends.schedule.mask import Mask
-from wf_backends.schedule.placement import divisors, in_rank_order
+from wf_backends.schedule.placement import divisors, in_rank_order, read_placed
 
 RING = "ring"
 AUTO = "auto"
@@ -56,6 +56,10 @@ def schemes(request: Request) -> list[Scheme]:
     for name, degree, size, route in named(request):
         placed = in_rank_order(route, size)
         found.append(Scheme(name, price_plan(request, degree, placed, placed)))
+    for name, route in once(request):
+        placed = read_placed(route, request.topology.size)
+        moves = "queries" if placed.keys_stay else "keys"
+        found.append(Scheme(name, price_plan(request, 1, placed, placed, moves)))
     for name, plan in answers(request):
         found.append(Scheme(name, price_again(request, plan)))
     return found
@@ -99,6 +103,17 @@ def named(request: Request) -> Iterator[tuple[str, int, int, dict[str, Any]]]:
             yield f"USP {degree} x {size // degree}", degree, size // degree, {"name": "ring"}
         if degree == size > 1:
             yield "Ulysses", degree, 1, {"name": "ring"}
+
+
+def once(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, route) of schemes on which several ranks of a host read a row that crosses once."""
+    size, per_host = request.topology.size, request.topology.ranks_per_host
+    if not 1 < per_host < size:
+        return
+    yield "all-gather, once", {"name": "all_gather", "host_size": per_host}
+    for rows in (d for d in divisors(size) if per_host < d < size and d % per_host == 0):
+        words = {"name": "mesh", "rows": rows, "cols": size // rows, "host_size": per_host}
+        yield f"mesh {rows} x {size // rows}, once", words
 
 
 def attention_of(plan: Plan, layout: str, comm: Communicator) -> SequenceParallel:

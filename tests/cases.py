@@ -65,6 +65,7 @@ class Case:
 
     queries_walk_there: bool = False
     """In the forward."""
+    host_size: int = 1
 
     narrow: bool = False
     """Partial results travel in the dtype of the activations."""
@@ -97,8 +98,9 @@ class Case:
     def plans(self, rank: int) -> tuple[RankProgram, RankProgram]:
         """(forward, backward) of one rank."""
         layouts = self.layout, self.kv_layout or self.layout
-        there = Problem(self.forward, *layouts, self.mask, self.queries_walk_there, kept=self.keep)
-        back = Problem(self.backward, *layouts, self.mask, self.queries_walk, kept=self.keep)
+        told = self.keep, self.host_size
+        there = Problem(self.forward, *layouts, self.mask, self.queries_walk_there, *told)
+        back = Problem(self.backward, *layouts, self.mask, self.queries_walk, *told)
         return lower(there, rank), lower(back, rank)
 
     def derived_bytes(self, rank: int) -> dict[str, int]:

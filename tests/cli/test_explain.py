@@ -29,6 +29,12 @@ def test_explain_takes_a_placement(wallfacer) -> None:
     assert render(place(read_placed(words, 8), 8)) in out
 
 
+def test_explain_takes_hosts_to_which_rows_cross_once(wallfacer) -> None:
+    told = ("--topology", "a100-4x-100gbe", *SMALL, "--moves", "queries")
+    code, out, _ = wallfacer("explain", "all_gather:host_size=4", *told)
+    assert code == 0 and "all_gather, once to hosts of 4 on 8 ranks" in out
+
+
 @pytest.mark.parametrize(("args", "size"), [([], 8), (["--ranks", "0"], 64), (["--ranks", "4"], 4)])
 def test_explain_takes_all_ranks_of_a_file(wallfacer, tmp_path: Path, args, size: int) -> None:
     assert f"ring on {size} ranks" in wallfacer("explain", "ring", *SMALL, *args)[1]

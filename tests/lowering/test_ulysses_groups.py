@@ -64,3 +64,19 @@ def test_pools_hold_what_their_members_do(stride: int) -> None:
 def test_consecutive_ranks_of_a_zigzag_are_a_zigzag_of_fewer_ranks() -> None:
     assert UlyssesGroups(8, 2).merge(zigzag(8, 64)) == zigzag(4, 64)
     assert UlyssesGroups(4, 2, 2).merge(contiguous(4, 8)) == (((0, 2), (4, 6)), ((2, 4), (6, 8)))
+
+
+@pytest.mark.parametrize(("size", "host_size"), ((16, 4), (16, 8), (24, 6), (64, 8)))
+def test_groups_on_one_host_are_neighbours(size, host_size):
+    """Their like members are on one host, and those of the next group after them are not."""
+    for degree in (d for d in (1, 2, 3, 4, 8) if size % d == 0):
+        for stride in (s for s in (1, 2, 4, 8) if size // degree % s == 0):
+            groups = UlyssesGroups(size, degree, stride)
+            near = groups.on_host(host_size)
+            for group in range(groups.count):
+                first = group // near * near
+                hosts = [
+                    [groups.rank(one, m) // host_size for m in range(degree)]
+                    for one in (first, group)
+                ]
+                assert hosts[0] == hosts[1]

@@ -82,11 +82,29 @@ def test_rank_order_goes_without_saying() -> None:
         ({"reverse": 1}, "reverse must be true or false, got 1"),
         ({"revers": True}, "no route takes 'revers'; did you mean 'reverse'"),
         ({"rows": 3}, "multiply to"),
+        ({"host_size": 0}, "host_size must be a positive integer.*got 0"),
+        ({"host_size": True}, "host_size must be a positive integer.*got True"),
+        ({"host_size": "4"}, "got '4'"),
+        ({"hostsize": 4}, "no route takes 'hostsize'; did you mean 'host_size'"),
     ),
 )
 def test_a_wrong_placement_is_refused_by_digits_and_sizes(words: dict, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         read_placed({"name": "mesh", "rows": 2, "cols": 4, **words}, 8)
+
+
+def test_rows_cross_once_only_where_a_route_gathers() -> None:
+    said = {"name": "all_gather", "host_size": 4}
+    placed = read_placed(said, 8)
+    assert (placed.host_size, placed.to_words(), str(placed)) == (
+        4,
+        said,
+        "all_gather, once to hosts of 4",
+    )
+    assert read_placed({"name": "ring", "host_size": 1}, 8).to_words() == {"name": "ring"}
+    for route in ({"name": "ring"}, {"name": "double_ring", "inner": 2}):
+        with pytest.raises(ValueError, match="host_size 4 is for routes that bring rows.*leave"):
+            read_placed({**route, "host_size": 4}, 8)
 
 
 @given(st.permutations(range(8)))

@@ -28,7 +28,8 @@ def explain(
         str,
         typer.Argument(
             help="ring, all_gather, double_ring:inner=4, concentric:team_size=2, "
-            "mesh:rows=2,cols=4; placed with ,order=1-0 and ,reverse=true"
+            "mesh:rows=2,cols=4; placed with ,order=1-0 and ,reverse=true; those that gather with "
+            ",host_size=4: rows cross to a host once"
         ),
     ],
     model: o.Model,

@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 from wf_backends.lowering.direction import nearest_first
 from wf_backends.lowering.forwarding import Forwarding
 from wf_backends.lowering.gather_rounds import GatherRounds
+from wf_backends.lowering.host_rounds import HostRounds
 from wf_backends.lowering.program import RankProgram, Round, Step
 from wf_backends.lowering.tiles import Parts, Tile, by_part, limits, seen, tiles
 from wf_backends.schedule import (
@@ -50,6 +51,9 @@ class Problem:
     kept: bool = False
     """Whether walkers gather at first all rows that any step reads, as the other pass does, whose
     gathered rows are kept and used again."""
+    host_size: int = 1
+    """Neighbouring ranks of one host: of the side that stays, a row that several of them read
+    crosses to them once."""
 
 
 @lru_cache(maxsize=512)
@@ -82,8 +86,10 @@ class _Derivation:
         self._stay, self._walk = map(cache, parts)
         through = roles.has_laps and self.mask.is_dense
         self.forwarding = Forwarding(roles, self.walk_home, self._wanted, problem.kept, through)
-        self.gathering = GatherRounds(
-            roles.q, self.num_steps, self.stay_home, self.stay_rows, self._met
+        gathered = roles.q, self.num_steps, self.stay_home, self.stay_rows, self._met
+        once = problem.host_size > 1
+        self.gathering = (
+            HostRounds(problem.host_size, *gathered) if once else GatherRounds(*gathered)
         )
 
     def _met(self, step: int, rank: int) -> Ranges:
@@ -144,11 +150,11 @@ class _Derivation:
         self, step: int, rank: int, held: Ranges, stay: _Touched, walk: _Touched
     ) -> Iterator[Round]:
         """The rounds of a step, each tile told whether it is the first on its rows and keys."""
-        for rows, fetch, home in self.gathering.rounds(step, rank):
+        for rows, messages in self.gathering.rounds(step, rank):
             buffers = self._ordered(self.stay_rows(rank), held)
             found = tiles(*self._ordered(rows, held), self.mask, buffers) if held else ()
             marked = tuple(self._marked(tile, buffers, stay, walk) for tile in found)
-            yield Round(marked, fetch, home)
+            yield replace(messages, tiles=marked)
 
     def _marked(
         self, tile: Tile, held: tuple[Ranges, Ranges], stay: _Touched, walk: _Touched

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
-from wf_backends.lowering.program import Exchange, Parcels, Stay, parcels
+from wf_backends.lowering.program import Exchange, Parcels, Round, Stay, parcels
 from wf_backends.schedule import (
     Layout,
     Ranges,
@@ -100,8 +100,8 @@ class GatherRounds:
             at=locate(mine, self.rows(rank)),
         )
 
-    def rounds(self, step: int, rank: int) -> Iterator[tuple[Ranges, Exchange, Exchange]]:
-        """(rows, fetch, home) of every round: as many as any holder of this rank's rows has."""
+    def rounds(self, step: int, rank: int) -> Iterator[tuple[Ranges, Round]]:
+        """(rows, messages) of every round: as many as any holder of this rank's rows has."""
         others = self.holders(rank)
         for index in range(max(len(self.groups(step, one)) for one in (rank, *others))):
             group = self._group(step, rank, index)
@@ -111,7 +111,8 @@ class GatherRounds:
                 fetch = Exchange(self._given(rank, takers), self._held(rank, group.owners))
             gone = [owner for owner in group.owners if self.last(rank, owner) == step]
             back = [other for other in takers if self.last(other, rank) == step]
-            yield group.rows, fetch, Exchange(self._held(rank, gone), self._given(rank, back))
+            home = Exchange(self._held(rank, gone), self._given(rank, back))
+            yield group.rows, Round((), fetch, home)
 
     def _slots(self, rank: int) -> Slots:
         """The other owners of a rank's rows, in the order in which their rounds are taken.

@@ -125,8 +125,8 @@ def bytes_sent(program: RankProgram, rows: RowBytes, name: str) -> dict[str, int
         return sum(p.num_rows for p in parcels if p and p.peer != program.rank)
 
     rounds = [one for step in program.steps for one in step.rounds]
-    fetched = (parcel for one in rounds for parcel in one.fetch.send)
-    returned = (parcel for one in rounds for parcel in one.home.send)
+    fetched = (parcel for one in rounds for parcel in (*one.fetch.send, *one.pass_on.send))
+    returned = (parcel for one in rounds for parcel in (*one.pass_back.send, *one.home.send))
     sent = {f"{name} gather": count(program.walk.give) * rows.walk_gathered}
     sent[f"{name} gather"] += count(fetched) * rows.stay_gathered
     leaving = 0

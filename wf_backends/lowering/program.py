@@ -90,11 +90,18 @@ class Round:
     Before them `fetch` must have arrived (sent: slices of this rank's own shard; received: of the
     buffer that stays). After them the owner's results are finished and sent to it by `home` (sent:
     slices of the buffer; received: of this rank's own shard).
+
+    Where a row crosses to a host once (lowering/host_rounds.py), both have a second half inside
+    the host, of slices of the buffer on both sides: `pass_on` sends what was fetched to other
+    readers, before the tiles, and must have arrived before the next round; `pass_back` brings
+    their results together, after the tiles, and must have arrived before the next round's `home`.
     """
 
     tiles: tuple[Tile, ...]
     fetch: Exchange = Exchange()
     home: Exchange = Exchange()
+    pass_on: Exchange = Exchange()
+    pass_back: Exchange = Exchange()
 
 
 @dataclass(frozen=True, slots=True)

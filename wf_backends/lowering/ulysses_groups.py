@@ -6,6 +6,7 @@ Pure: standard library only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from wf_backends.schedule import Layout, join
 
@@ -54,6 +55,12 @@ class UlyssesGroups:
             join(piece for rank in self.members(group) for piece in layout[rank])
             for group in range(self.count)
         )
+
+    def on_host(self, host_size: int) -> int:
+        """How many neighbouring groups have their like members on one host of so many ranks."""
+        if host_size % (self.degree * self.stride) == 0:
+            return host_size // self.degree
+        return gcd(self.stride, host_size)
 
     def apart(self, groups: int) -> int:
         """How far apart in rank numbers the same members are of groups that are `groups` apart.

@@ -174,7 +174,7 @@ class DistributedAttention:
             for layout, heads in ((q_layout, spec.heads), (kv_layout, spec.kv_heads))
         )
         merged = map(groups.merge, (q_layout, kv_layout))
-        there, back, keep = _problems(choice, self.comm.size, mask, *merged)
+        there, back, keep = _problems(choice, groups, mask, *merged)
         seen = (queries if latent else keys)[0].share
         tile = replace(spec, heads=queries[0].share, kv_heads=seen)
         kernel = select(self.config.kernel, tile).kernel
@@ -207,13 +207,14 @@ class DistributedAttention:
 
 
 def _problems(
-    choice: Choice, size: int, mask: Mask, queries: Layout, keys: Layout
+    choice: Choice, groups: UlyssesGroups, mask: Mask, queries: Layout, keys: Layout
 ) -> tuple[Problem, Problem, tuple[bool, bool]]:
-    """(forward, backward, what is kept in between: queries, keys) of a choice for `size` ranks."""
-    forward, backward = (check(one) for one in choice.schedules(size))
-    stays = choice.forward.keys_stay
-    there = Problem(forward, queries, keys, mask, stays, kept=choice.keep)
-    back = Problem(backward, queries, keys, mask, choice.moves == "queries")
+    """(forward, backward, what is kept in between: queries, keys) of a choice for these groups."""
+    forward, backward = (check(one) for one in choice.schedules(groups.size))
+    near = [groups.on_host(one.host_size) for one in (choice.forward, choice.backward)]
+    sequence = queries, keys, mask
+    there = Problem(forward, *sequence, choice.forward.keys_stay, choice.keep, near[0])
+    back = Problem(backward, *sequence, choice.moves == "queries", host_size=near[1])
     if not choice.keep:
         return there, back, (False, False)
     return there, replace(back, schedule=forward, kept=True), forward.gathers()

@@ -38,7 +38,8 @@ class SequenceParallelConfig:
     """{"name": "ring" | "all_gather"}, {"name": "double_ring", "inner": 4}, {"name":
     "concentric", "team_size": 2}, {"name": "mesh", "rows": 2, "cols": 4}, or "auto". A name alone
     may be given as a string where the route takes no other key. Every route also takes a placement,
-    "order": [1, 0] and "reverse": true (see `placement.read_placed`); without, rank order."""
+    "order": [1, 0] and "reverse": true (see `placement.read_placed`); without, rank order. Those
+    that gather also take "host_size": 8: rows cross to a host of 8 ranks once."""
     backward_route: Route = None
     """The route of the backward, in the same forms. None = the forward's, or what the planner
     chooses where route is "auto"."""

@@ -20,6 +20,9 @@ from wf_backends.planner.ulysses_cost import pipelined
 from wf_backends.planner.workload import Cost, HeadSplit, PassKind
 from wf_backends.schedule import FULL, Placed
 
+CALLS_OF_A_BUNDLE = 6
+"""Kernel calls on rows that cross once: what a rank fetched lies between what others pass on."""
+
 
 class ClosedForm:
     """Closed forms for one pass of a head split, whatever the route."""
@@ -94,8 +97,8 @@ class ClosedForm:
         which take the longer link, and o those of the rank's own rows if they come last.
         """
         at, owners = self.topology, bundles(stay.foreign)
-        parts = len(owners) + min(1, stay.own)
-        part_s = owners[-1] / stay.shards * step_s + call_s
+        parts, last_share, passing_s = self._edge_rounds(stay)
+        part_s = last_share * step_s + call_s
         own_s = stay.own / stay.shards * step_s + min(1, stay.own) * call_s
         own_s = own_s if arrives is NOTHING else 0.0
         near = stay.axis.on_host(at) - 1 if stay.axis is not None and leaves.nic else 0
@@ -105,7 +108,7 @@ class ClosedForm:
         last = NOTHING
         if leaves is not NOTHING:
             last = Load(leaves.nic - before.nic, leaves.inside - before.inside)
-        come_s, gone_s = wait_s + arrives.seconds(at), leaves.seconds(at)
+        come_s, gone_s = wait_s + arrives.seconds(at) + passing_s, leaves.seconds(at)
         hold_s = arrives.hold_s(at) + hop.hold_s(at) + leaves.hold_s(at)
         others_s = max(hold_s + step_s + parts * call_s - own_s, come_s + part_s)
         took = max(
@@ -114,6 +117,23 @@ class ClosedForm:
             first_s + gone_s,
         )
         return took, (parts - 1) * call_s
+
+    def _edge_rounds(self, stay: Side) -> tuple[int, float, float]:
+        """(kernel calls, the share of a step's tiles that wait for the last rows, seconds in which
+        these are passed on) of a first step.
+
+        Where rows cross once, a rank computes on what it fetched of the last bundle and on what
+        others passed on of the one before, and then on what they pass on of the last.
+        """
+        owners = bundles(stay.foreign)
+        if not stay.once or stay.axis is None:
+            return len(owners) + min(1, stay.own), owners[-1] / stay.shards, 0.0
+        here = stay.axis.on_host(self.topology)
+        hosts = bundles(max(1, ceil(stay.axis.size / here) - 1))
+        last = [count * here / stay.shards for count in hosts[-2:]]
+        passed = hosts[-1] * (here - 1) * self.shards[0] * self.rows.stay_gathered
+        calls = CALLS_OF_A_BUNDLE * (len(hosts) + 1)
+        return calls, sum(last), self.topology.inside.seconds(passed)
 
     def _wait_s(self, queued: Load, *loads: Load) -> float:
         """How long the first of these messages wait for what their links carry before them."""
@@ -142,8 +162,10 @@ class ClosedForm:
         gather = shape.walk.exchange(at, walk * rows.walk_gathered)
         if not shape.stay.foreign:
             return gather, NOTHING, NOTHING, home
-        fetch = shape.stay.exchange(at, stay * rows.stay_gathered)
-        return gather, fetch, shape.stay.exchange(at, stay * rows.stay_partial), home
+        fetch, leave = (
+            shape.stay.exchange(at, stay * row) for row in (rows.stay_gathered, rows.stay_partial)
+        )
+        return gather, fetch, leave, home
 
     def _hops(self, shape: RouteShape, live: int) -> Iterator[tuple[int, Load]]:
         """(how many, of how many bytes): a hop behind each step but the last, which has partials.

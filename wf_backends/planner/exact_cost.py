@@ -27,15 +27,16 @@ from wf_backends.schedule import Layout, Schedule, make_layout
 SideRows = tuple[float, float]  # of the side that stays, and of the one that walks
 
 
-def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind) -> Cost:
+def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: int = 1) -> Cost:
     """What a pass of a schedule costs, message by message, all ranks and all chunks of heads.
 
     Args:
         schedule: for split.route_size ranks; rank i of it is group i of split.groups, whose members
             all do the same with other heads.
+        host_size: see `Placed`.
     """
     rows = kind.row_bytes(split.shape)
-    problem = problem_of(split, schedule, kind)
+    problem = problem_of(split, schedule, kind, host_size)
     programs = [lower(problem, rank) for rank in range(split.route_size)]
     each = [rank_phases(one, rows, kind.name) for one in programs]
     in_order = zip(*each, strict=True)
@@ -58,7 +59,7 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind) -> Cost:
     return pipelined(split, one_chunk)
 
 
-def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind) -> Problem:
+def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: int = 1) -> Problem:
     """The schedule over the split's sequence."""
     workload = split.workload
 
@@ -69,7 +70,8 @@ def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind) -> Problem:
         return split.groups.merge(layout)
 
     queries, keys = merged(workload.seqlen), merged(workload.num_keys)
-    return Problem(schedule, queries, keys, workload.mask, kind.queries_walk, kept=kind.keep)
+    near = split.groups.on_host(host_size)
+    return Problem(schedule, queries, keys, workload.mask, kind.queries_walk, kind.keep, near)
 
 
 def tile_seconds(found: Sequence[Tile], score_s: float, rate: KernelRate) -> float:

@@ -74,8 +74,8 @@ class PassPlan:
     @property
     def complexity(self) -> tuple[float, ...]:
         """A sort key, less for simpler words: rank order, few keys, keys that move."""
-        placed = self.placed
-        return not placed.in_rank_order, len(placed.words), self.kind.queries_walk
+        placed, queries_walk = self.placed, self.kind.queries_walk
+        return not placed.in_rank_order, placed.host_size, len(placed.words), queries_walk
 
     def schedule(self, size: int) -> Schedule:
         """The schedule for `size` ranks of the route."""

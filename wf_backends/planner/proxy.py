@@ -102,8 +102,14 @@ def counted(request: Request) -> Request:
 
 
 def on_few(request: Request) -> Request:
-    """The request on few routes, of which every message is counted."""
-    routes = {"forward": request.forward or PLAIN, "backward": request.backward or PLAIN}
+    """The request on few routes, of which every message is counted.
+
+    All-gather also with rows that cross to a host once.
+    """
+    at, few = request.topology, PLAIN
+    if at.hosts > 1 and at.ranks_per_host > 1:
+        few += (replace(PLAIN[1], host_size=at.ranks_per_host),)
+    routes = {"forward": request.forward or few, "backward": request.backward or few}
     return replace(request, exact_up_to=NEAR_UP_TO, **routes)
 
 

@@ -24,6 +24,9 @@ class RankPhase:
     leaves: tuple[Messages, ...] = ()
     gives: Messages = field(default_factory=list[tuple[int, int]])
     """What others read next, sent apart from the hop; who gets nothing so does not wait for it."""
+    pass_on: tuple[Messages, ...] = ()
+    """By round: what was fetched, sent on inside the host."""
+    pass_back: tuple[Messages, ...] = ()
 
 
 def rank_phases(program: RankProgram, rows: RowBytes, name: str) -> Iterator[RankPhase]:
@@ -58,6 +61,8 @@ def rank_phases(program: RankProgram, rows: RowBytes, name: str) -> Iterator[Ran
             fetches=tuple(messages(one.fetch.send, rows.stay_gathered) for one in step.rounds),
             tiles=tuple(one.tiles for one in step.rounds),
             leaves=tuple(messages(one.home.send, rows.stay_partial) for one in step.rounds),
+            pass_on=tuple(messages(one.pass_on.send, rows.stay_gathered) for one in step.rounds),
+            pass_back=tuple(messages(one.pass_back.send, rows.stay_partial) for one in step.rounds),
             gives=messages(apart, rows.walk),
         )
         before = step

@@ -6,11 +6,13 @@ messages go along one digit, an axis: to the next value of it, or to all other v
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from wf_backends.cluster import Topology
 from wf_backends.lowering import UlyssesGroups
 from wf_backends.planner.link_loads import Load
+from wf_backends.planner.workload import HeadSplit
 from wf_backends.schedule import Placed, digits, strides
 
 
@@ -41,6 +43,8 @@ class Side:
     """Whose ranks they come from; None: from anywhere."""
     own: int = 1
     """How many of them are its own."""
+    once: bool = False
+    """Whether they cross to a host once and are passed on inside."""
 
     @property
     def foreign(self) -> int:
@@ -58,6 +62,11 @@ class Side:
             return Load(0.0, count * each) if one_host else Load(per_nic * count * each, 0.0)
         near = min(count, self.axis.on_host(topology) - 1)
         inside = min(near, 1) if topology.direct_links else near
+        if self.once:
+            here = self.axis.on_host(topology)
+            far = (count - near) / here  # of the others on a host one gets them, and passes them on
+            passed = far if topology.direct_links else far * (here - 1)
+            return Load(per_nic * far * each, (inside + passed) * each)
         return Load(per_nic * (count - near) * each, inside * each)
 
 
@@ -77,6 +86,22 @@ class RouteShape:
     @property
     def num_hops(self) -> int:
         return sum(times for times, _ in self.hops)
+
+
+def crosses_again(side: Side, topology: Topology) -> bool:
+    """Whether several ranks of a host read the same rows of another host."""
+    if side.axis is None or side.foreign <= 0:
+        return False
+    return 1 < side.axis.on_host(topology) < side.axis.size
+
+
+def crossing_once(found: Iterable[Placed], split: HeadSplit) -> Iterator[Placed]:
+    """Of these routes those on which rows would cross to a host several times, to cross once."""
+    at = split.topology
+    for placed in found:
+        shape = shape_of(placed, split.groups)
+        if crosses_again(shape.stay, at) or crosses_again(shape.walk, at):
+            yield replace(placed, host_size=at.ranks_per_host)
 
 
 def shape_of(placed: Placed, groups: UlyssesGroups, queries_walk: bool = False) -> RouteShape:
@@ -107,5 +132,5 @@ def shape_of(placed: Placed, groups: UlyssesGroups, queries_walk: bool = False) 
             hops = ((place.size - 1, place),)
         case name:
             raise NotImplementedError(f"route {name!r} has no shape: add it to shape_of")
-    sides = (keys, queries) if queries_walk else (queries, keys)
-    return RouteShape(*sides, hops)
+    stay, walk = (keys, queries) if queries_walk else (queries, keys)
+    return RouteShape(replace(stay, once=placed.host_size > 1), walk, hops)

@@ -16,6 +16,7 @@ from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.head_splits import around, even_s, head_splits
 from wf_backends.planner.plan import BACKWARDS, PassPlan, Plan, Request
 from wf_backends.planner.ranking import TIE, best_of, fastest_of, ranked
+from wf_backends.planner.route_shape import crossing_once
 from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, PassKind
 from wf_backends.schedule import FULL, Placed, place, placements
 
@@ -177,13 +178,17 @@ def _plan(
 def _candidates(
     request: Request, split: HeadSplit, named: Sequence[Placed] | None
 ) -> Sequence[Placed]:
-    """The routes that are named; else all, counted backwards too where the mask has a direction."""
+    """The routes that are named; else all, counted backwards too where the mask has a direction.
+
+    Those on which hosts read rows several times also with rows that cross once.
+    """
     if named is not None:
         return named
     mask, band = split.workload.mask, split.workload.mask.band
     has_direction = band != FULL and band.left == inf  # windows turn by themselves
     directed = request.is_exact and (has_direction or mask.slices is not None)
-    return placements(split.route_size, directed)
+    found = placements(split.route_size, directed)
+    return (*found, *crossing_once(found, split))
 
 
 def _passes(
@@ -197,7 +202,7 @@ def _passes(
     def cost(placed: Placed) -> Cost:
         if request.is_exact:
             schedule = place(placed, split.route_size)
-            return pass_cost(split, schedule, kinds[placed.keys_stay])
+            return pass_cost(split, schedule, kinds[placed.keys_stay], placed.host_size)
         return forms[placed.keys_stay].cost(placed)
 
     return [PassPlan(placed, kinds[placed.keys_stay], cost(placed)) for placed in candidates]

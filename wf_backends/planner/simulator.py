@@ -10,7 +10,7 @@ has not landed.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import zip_longest
@@ -34,6 +34,9 @@ class Posted:
     """By rank and link: when the last one that the rank waits for is through, if none joins it."""
     left: dict[LinkEnd, float]
     """Seconds of all results that had left for home by then."""
+
+
+NOTHING_POSTED = Posted("", {}, [], {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,21 +101,37 @@ class Simulator:
         Args:
             took: seconds of every rank's tiles, round by round. Some ranks may have fewer rounds.
         """
-        label, nothing = ranks[0].label, Messages()
-        fetched = zip_longest(*(rank.fetches for rank in ranks), fillvalue=nothing)
-        fetches = [self._post(label, sent) for sent in fetched]
+        label = ranks[0].label
+
+        def by_round(sent: Iterable[Sequence[Messages]]) -> Iterator[tuple[Messages, ...]]:
+            return zip_longest(*sent, fillvalue=Messages())
+
+        fetches = [self._post(label, sent) for sent in by_round(one.fetches for one in ranks)]
         hops = self._post(label, [rank.hop for rank in ranks], [rank.gives for rank in ranks])
         computed = zip_longest(*took, fillvalue=0.0)
-        leaves = zip_longest(*(rank.leaves for rank in ranks), fillvalue=nothing)
-        for fetch, tiles_s, leaving in zip(fetches, computed, leaves, strict=True):
-            self._compute(label, self._landed(fetch), tiles_s)
+        on, back = by_round(one.pass_on for one in ranks), by_round(one.pass_back for one in ranks)
+        leaves = by_round(one.leaves for one in ranks)
+        passed_on = passed_back = NOTHING_POSTED
+        rounds = enumerate(zip_longest(on, computed, back, leaves, fillvalue=()))
+        for at, (onward, tiles_s, backward, leaving) in rounds:
+            self._wait(fetches[at], passed_on)
+            passed_on = self._post(label, onward)
+            self._compute(label, tiles_s)
+            self._wait(passed_back)
+            passed_back = self._post(label, backward)
             gone = self._post(label, leaving, leaving=True)
-            self.done = max(self.done, *self._landed(gone))
-        self.now = list(map(max, self.now, self._landed(hops)))
+            self.done = max([self.done, *self._landed(gone)])
+        self._wait(hops)
 
-    def _compute(self, label: str, fetched: Sequence[float], tiles_s: Sequence[float]) -> None:
+    def _wait(self, *several: Posted) -> None:
+        """Every rank waits for its messages of these moments."""
+        for posted in several:
+            if posted.served:
+                self.now = list(map(max, self.now, self._landed(posted)))
+
+    def _compute(self, label: str, tiles_s: Sequence[float]) -> None:
         for rank, own_s in enumerate(tiles_s):
-            start = max(self.now[rank], fetched[rank])
+            start = self.now[rank]
             self.now[rank] = start + own_s
             self.computed[rank] += own_s
             self._note(rank, label, "compute", start, start + own_s)
@@ -129,6 +148,8 @@ class Simulator:
         Args:
             given: those that ranks wait for which receive any of them, and no others.
         """
+        if not (any(sent) or any(given)):
+            return NOTHING_POSTED
         served: list[dict[LinkEnd, float]] = [{} for _ in sent]
         queues = Queues()
         self._sort(sent, range(len(sent)), queues)

@@ -69,7 +69,8 @@ def _route(placed: Placed, size: int) -> str:
         case other:
             name = f"{other.replace('_', '-')} {size}"
     digits = f" (digits {'-'.join(map(str, placed.order))})" if not placed.in_order else ""
-    return f"{name}{digits}{' reversed' if placed.reverse else ''}"
+    once = f", rows once to hosts of {placed.host_size}" if placed.host_size > 1 else ""
+    return f"{name}{digits}{' reversed' if placed.reverse else ''}{once}"
 
 
 def milliseconds(seconds: float) -> str:

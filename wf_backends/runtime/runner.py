@@ -14,6 +14,7 @@ from wf_backends.lowering import Exchange, RankProgram, Stay, Step, Tile
 from wf_backends.runtime.messages import (
     Accumulators,
     Messages,
+    Place,
     Tensors,
     Total,
     copy,
@@ -110,7 +111,7 @@ class _Pass:
         self.partial = stay.found.prepare(program.stay.num_rows, program.blank)
         self.stay_total = Total(program.stay.shard_rows, stay.found)
         self.returning: list[Messages] = []
-        self.fetched = [self._fetch(one.fetch) for one in program.steps[0].rounds]
+        self.fetched = [self._fetch(one.fetch, self.shard) for one in program.steps[0].rounds]
 
     def post(self, index: int) -> list[Messages]:
         """Start the messages of a step: forward held rows, send own rows, receive the next ones.
@@ -140,9 +141,12 @@ class _Pass:
     def compute(self, index: int) -> None:
         """Compute the tiles of a step, round by round; send finished results to their owners."""
         queries_walk = self.program.queries_walk
+        passed = back = None
         for at, one in enumerate(self.program.steps[index].rounds):
-            if index == 0 and (fetched := self.fetched[at]):
-                fetched.wait()
+            for arriving in (self.fetched[at] if index == 0 else None, passed):
+                if arriving:
+                    arriving.wait()
+            passed = self._fetch(one.pass_on, self.room)
             with span("compute", f"{self.name} step {index}"):
                 for tile in one.tiles:  # hides what travels
                     if queries_walk:
@@ -151,7 +155,12 @@ class _Pass:
                         self.tile(tile, self.stay, self.held, self.partial, self.moving)
                     if self.comm.needs_polls:
                         self._poll()
-            self._return(one.home)
+            if back:
+                back.wait()
+            back = self._return(
+                one.pass_back, partial(scatter, self.partial, self.stay_found.combine)
+            )
+            self._return(one.home, self.stay_total.add)
 
     def _poll(self) -> None:
         for messages in self.in_flight:
@@ -181,13 +190,13 @@ class _Pass:
         messages.post().wait()
         return held
 
-    def _fetch(self, exchange: Exchange) -> Messages | None:
-        """Start the exchange of a round: own rows to other ranks, their rows to this one."""
+    def _fetch(self, exchange: Exchange, rows: Tensors) -> Messages | None:
+        """Start an exchange of rows that stay: some of these to other ranks, theirs to this one."""
         if not (exchange.send or exchange.receive):
             return None
         messages = self._messages("gather")
         for parcel in exchange.send:
-            messages.send(parcel, self.shard)
+            messages.send(parcel, rows)
         for parcel in exchange.receive:
             messages.receive(parcel, self.room)
         return messages.post()
@@ -226,16 +235,17 @@ class _Pass:
         for parcel in before.home_in:
             hop.collect(parcel, leaving, self.total.add, wire)
 
-    def _return(self, exchange: Exchange) -> None:
-        """Send finished results to the rows' owners; receive those of this rank's own rows."""
+    def _return(self, exchange: Exchange, place: Place) -> Messages | None:
+        """Send finished results on towards the rows' owners; put in their place what arrives."""
         if not (exchange.send or exchange.receive):
-            return
+            return None
         messages, wire = self._messages("home"), self.stay_found.wire
         for parcel in exchange.send:
             messages.send(parcel, self.partial, wire)
         for parcel in exchange.receive:
-            messages.collect(parcel, self.partial, self.stay_total.add, wire)
+            messages.collect(parcel, self.partial, place, wire)
         self.returning.append(messages.post())
+        return messages
 
 
 def _room(stay: Stay, shard: Tensors) -> Tensors:

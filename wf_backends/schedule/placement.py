@@ -20,7 +20,7 @@ from wf_backends.schedule.routes import ROUTES, make_schedule
 from wf_backends.schedule.schedule import Hop, Schedule
 
 Words = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
-ORDER, REVERSE = "order", "reverse"  # a placement, as words of a route
+ORDER, REVERSE, HOST_SIZE = "order", "reverse", "host_size"  # a placement, as words of a route
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,15 @@ class Placed:
     """A route by its words, and which rank plays which of its parts.
 
     Digit i of a part's number is worth more than digit i + 1; `order` lists the digits as they
-    stand in the rank's number. `reverse` counts the ranks from the last to the first.
+    stand in the rank's number. `reverse` counts the ranks from the last to the first. `host_size`
+    neighbouring ranks of the cluster are a host to which a row of the side that stays crosses once;
+    1 = once to each reader.
     """
 
     words: Words
     order: tuple[int, ...]
     reverse: bool = False
+    host_size: int = 1
 
     @property
     def route(self) -> dict[str, Any]:
@@ -44,6 +47,11 @@ class Placed:
     def keys_stay(self) -> bool:
         """Whether keys stay in its forward: see `RouteKind`."""
         return ROUTES[self.route["name"]].keys_stay
+
+    @property
+    def gathers(self) -> bool:
+        """Whether ranks bring rows of several owners together: see `RouteKind`."""
+        return ROUTES[self.route["name"]].gathers
 
     @property
     def in_order(self) -> bool:
@@ -60,7 +68,8 @@ class Placed:
         placement: dict[str, Any] = {}
         if not self.in_order:
             placement[ORDER] = list(self.order)
-        return self.route | placement | ({REVERSE: True} if self.reverse else {})
+        placement |= {REVERSE: True} if self.reverse else {}
+        return self.route | placement | ({HOST_SIZE: self.host_size} if self.host_size > 1 else {})
 
     def __str__(self) -> str:
         route = self.route
@@ -68,7 +77,8 @@ class Placed:
         text = f"{route['name']} {keys}".strip()
         if not self.in_order:
             text += f", digits {'-'.join(map(str, self.order))}"
-        return f"{text}, reversed" if self.reverse else text
+        text += ", reversed" if self.reverse else ""
+        return text + (f", once to hosts of {self.host_size}" if self.host_size > 1 else "")
 
 
 def named_digits(route: Mapping[str, Any], n: int) -> dict[str, int]:
@@ -101,15 +111,18 @@ def read_placed(route: Mapping[str, Any], n: int) -> Placed:
     Args:
         route: such as {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": true}.
             "order" (default: rank order) lists the digits as they stand in a rank's number, the
-            most worthy first; "reverse" (default: false) counts the ranks backwards.
+            most worthy first; "reverse" (default: false) counts the ranks backwards; "host_size"
+            (default: 1) as in `Placed`.
 
     Raises:
         ValueError: if the route does not fit n ranks, naming its digits and their sizes if the
-            order is none of them.
+            order is none of them, or gathers nothing that could cross once.
     """
-    words = {key: value for key, value in route.items() if key not in (ORDER, REVERSE)}
-    for key in words:
-        if meant := nearest(key, (ORDER, REVERSE)):
+    placement = (ORDER, REVERSE, HOST_SIZE)
+    words = {key: value for key, value in route.items() if key not in placement}
+    of_routes = {key for kind in ROUTES.values() for key in kind.keys}
+    for key in words.keys() - of_routes:
+        if meant := nearest(key, placement):
             raise ValueError(f"no route takes {key!r}{meant}")
     make_schedule(words, n)  # refuses what does not fit
     plain, reverse = in_rank_order(words, n), route.get(REVERSE, False)
@@ -124,7 +137,22 @@ def read_placed(route: Mapping[str, Any], n: int) -> Placed:
             f"{ORDER} must list every digit of route {words['name']!r} once, here {told}; "
             f"got {order!r}"
         )
-    return Placed(plain.words, listed, reverse)
+    return Placed(plain.words, listed, reverse, _read_host_size(route, plain.gathers))
+
+
+def _read_host_size(route: Mapping[str, Any], gathers: bool) -> int:
+    size = route.get(HOST_SIZE, 1)
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ValueError(
+            f"{HOST_SIZE} must be a positive integer, the ranks of a host (1: rows cross once to "
+            f"each reader), got {size!r}"
+        )
+    if size > 1 and not gathers:
+        raise ValueError(
+            f"{HOST_SIZE} {size} is for routes that bring rows of several ranks together; on route "
+            f"{route['name']!r} a row is handed from rank to rank: leave {HOST_SIZE} out"
+        )
+    return size
 
 
 def orders(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:

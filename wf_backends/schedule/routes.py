@@ -109,12 +109,14 @@ class RouteKind:
     """Whether keys are the side that stays in a forward too: what stays is brought together one
     owner after another, behind the tiles of those that are there. For routes on which nothing
     walks: queries that walk have to bring their results home."""
+    gathers: bool = True
+    """Whether ranks bring rows of several owners together."""
 
 
 ROUTES: Mapping[str, RouteKind] = MappingProxyType(
     {
-        "ring": RouteKind(ring),
-        "double_ring": RouteKind(double_ring, ("inner",)),
+        "ring": RouteKind(ring, gathers=False),
+        "double_ring": RouteKind(double_ring, ("inner",), gathers=False),
         "all_gather": RouteKind(all_gather, keys_stay=True),
         "concentric": RouteKind(concentric, ("team_size",)),
         "mesh": RouteKind(_mesh_of, ("rows", "cols")),
