@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.gpu import emulation
 from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad, select
+from wf_backends.kernels.alibi import AlibiKernel
 from wf_backends.kernels.flash import FlashKernel, flash_attn_2, flash_attn_3
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
@@ -127,6 +128,17 @@ def test_values_of_another_width_are_filled_up_for_libraries_that_know_one(emula
 @pytest.mark.parametrize("emulated", EMULATED[:2], indirect=True)
 def test_a_soft_cap_is_said_to_flash_attention(emulated, tile):
     assert max(compare(emulated, tile, scores=Scores(1.5, softcap=2.0))) < 1e-5
+
+
+@pytest.mark.parametrize("distance", (0, 40))
+@pytest.mark.parametrize("emulated", EMULATED, indirect=True)
+def test_alibi_goes_as_dimensions_of_queries_and_keys(emulated, distance):
+    """On the diagonal and far from it; by global positions, of which the library knows nothing."""
+    keys = torch.arange(24) + 1000
+    scores = Scores(0.3, slopes=2.0 ** -torch.arange(1.0, 5)).at(keys + distance, keys)
+    for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        tile = (24, 24, FULL if distance else CAUSAL)
+        assert max(compare(AlibiKernel(emulated), tile, scores=scores, dtype=dtype)) < most
 
 
 @pytest.mark.parametrize("emulated", EMULATED, indirect=True)

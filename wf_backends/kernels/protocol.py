@@ -32,6 +32,8 @@ class KernelSpec:
     alibi: bool = False
     dropout: bool = False
     position_bias: bool = False
+    looks_back: bool = False
+    """Whether no row sees a later key."""
 
     @property
     def widest(self) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from wf_backends._validation import AUTO, one_of
+from wf_backends.kernels.alibi import AlibiKernel
 from wf_backends.kernels.flash import FlashKernel
 from wf_backends.kernels.protocol import Kernel, KernelSpec
 from wf_backends.kernels.reference import ReferenceKernel
@@ -35,8 +36,7 @@ def select(name: str, spec: KernelSpec) -> Selection:
     if name == AUTO:
         return _fastest(spec)
     one_of("kernel", name, (AUTO, *KERNELS))
-    kernel = KERNELS[name]()
-    refusal = kernel.refuses(spec)
+    kernel, refusal = _asked(KERNELS[name](), spec)
     if refusal is not None:
         raise ValueError(f'kernel "{name}" cannot be used here: {refusal}')
     return Selection(kernel, f"{name} was asked for by name; it runs {kernel.runs(spec)}")
@@ -44,13 +44,22 @@ def select(name: str, spec: KernelSpec) -> Selection:
 
 def _fastest(spec: KernelSpec) -> Selection:
     refusals: list[str] = []
-    for kernel in (make() for make in KERNELS.values()):
-        refusal = kernel.refuses(spec)
+    for make in KERNELS.values():
+        kernel, refusal = _asked(make(), spec)
         if refusal is None:
             why = _reason(kernel.name, spec, refusals)
             return Selection(kernel, f"{why}; it runs {kernel.runs(spec)}")
         refusals.append(f"{kernel.name}: {refusal}")
     raise ValueError(f"no kernel can run {spec}; " + "; ".join(refusals))
+
+
+def _asked(kernel: Kernel, spec: KernelSpec) -> tuple[Kernel, str | None]:
+    """The kernel and why it cannot run `spec`; one that lacks ALiBi alone gets it as dimensions."""
+    refusal = kernel.refuses(spec)
+    if refusal is None or not spec.alibi:
+        return kernel, refusal
+    more = AlibiKernel(kernel)
+    return (more, None) if more.refuses(spec) is None else (kernel, refusal)
 
 
 def _reason(name: str, spec: KernelSpec, refusals: list[str]) -> str:

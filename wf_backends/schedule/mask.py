@@ -50,6 +50,13 @@ class Mask:
         """Whether queries see all keys, or all up to some: few rows are spared a way."""
         return self.slices is None and not self.is_near
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether no query sees a later key."""
+        if self.slices is None:
+            return self.band.right <= 0
+        return all(one.distances[1] <= 0 for one in self.slices)
+
     def within(self, seqlen: int) -> Mask:
         """The mask for a sequence of `seqlen` tokens: windows that reach over all are none."""
         if self.slices is not None:
