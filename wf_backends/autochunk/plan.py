@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from wf_backends.autochunk.copies import Copied
+
 MIB, GIB = 1 << 20, 1 << 30
 
 
@@ -37,8 +39,8 @@ class ChunkPlan:
     `peak` and `peak_before` are the bytes of live activations with and without the regions, beyond
     parameters and inputs; `slowdown` is the predicted share of time that the slices add.
     `fingerprint` is that of the graph. `walls` are the model's operators that no region may hold,
-    with how often they stand in it. `copied`: what is computed from little, such as a causal mask,
-    is computed anew for each of its readers.
+    with how often they stand in it. `copied`: what is computed anew for each of its readers, see
+    `copies`.
     """
 
     fingerprint: str
@@ -47,7 +49,7 @@ class ChunkPlan:
     peak_before: int
     slowdown: float
     walls: tuple[tuple[str, int], ...] = ()
-    copied: bool = False
+    copied: Copied = ""
 
     @property
     def saved(self) -> float:
@@ -86,7 +88,10 @@ class ChunkPlan:
                 f"{part.rows} (dimension {part.dim} of {part.last})"
             )
         if self.copied:
-            lines.append("  masks and what else is computed from little: anew for each reader")
+            norms = ", normed inputs and what else lives anyway" if self.copied == "norms" else ""
+            lines.append(
+                f"  masks and what else is computed from little{norms}: anew for each reader"
+            )
         if not self.regions:
             lines.append("  nothing is sliced")
         if self.walls:

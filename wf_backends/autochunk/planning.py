@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from wf_backends.autochunk.copies import with_copies
+from wf_backends.autochunk.copies import Copied, with_copies
 from wf_backends.autochunk.cost import measure_rates
 from wf_backends.autochunk.lower import Lowered, lower
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
@@ -14,6 +14,7 @@ from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.select import Choice, Search, Selection
 from wf_backends.graph import Budget, Captured, Effects
 
+COPIED: tuple[Copied, ...] = ("masks", "norms")  # tried in turn where the graph does not fit
 SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # of the budget to search for, until what is built fits it
 
 
@@ -32,11 +33,13 @@ def find_plan(captured: Captured, before: int, budget: Budget) -> tuple[ChunkPla
     if limit is not None and before <= limit:
         return unchunked, lower(captured.graph, (), effects)
     plan, lowered = _best(search, unchunked, captured.graph, effects, budget)
-    if limit is None or plan.peak > limit or plan.slowdown > budget.slowdown:
-        graph = with_copies(captured.graph, effects)
+    for what in COPIED[:1] if limit is None else COPIED:
+        if limit is not None and plan.peak <= limit and plan.slowdown <= budget.slowdown:
+            break
+        graph = with_copies(captured.graph, effects, what)
         if graph is not None:
             other = Search(graph, effects, rates, search.seconds)
-            model = replace(unchunked, copied=True)
+            model = replace(unchunked, copied=what)
             found = _best(other, model, graph, effects, budget)
             plan, lowered = min((plan, lowered), found, key=lambda each: _badness(each[0], budget))
     if limit is None:
@@ -87,7 +90,7 @@ def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
             f"{plan.fingerprint}, this one {captured.fingerprint}; leave plan out to search anew"
         )
     effects = Effects()
-    graph = with_copies(captured.graph, effects) if plan.copied else captured.graph
+    graph = with_copies(captured.graph, effects, plan.copied) if plan.copied else captured.graph
     return lower(graph or captured.graph, plan.regions, effects)
 
 
