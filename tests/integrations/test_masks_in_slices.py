@@ -148,5 +148,19 @@ def refused(name: str, error: type[Exception], message: str, **more: Any) -> Non
     run_threads(2, rank)
 
 
+def test_a_layout_by_slices_is_not_compared_before(caplog: pytest.LogCaptureFixture) -> None:
+    """What a model does with slices is known with its first batch alone."""
+    models = [build(MODELS["llama"]) for _ in range(2)]
+
+    def rank(comm: Any) -> None:
+        sp = sequence_parallel(comm, layout="balanced")
+        with wf_transformers.attach(models[comm.rank], sp):
+            local = sp.shard_batch(batch() | MASKS["prefix_lm"])
+            models[comm.rank](**wf_transformers.forward_kwargs(models[comm.rank], local))
+
+    run_threads(2, rank)
+    assert "the balanced layout follows from the slices of a mask" in caplog.text
+
+
 def test_windows_are_refused_beside_them() -> None:
     refused("gemma2", NotImplementedError, "has a sliding window .* take a model without windows")

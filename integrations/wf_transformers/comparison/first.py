@@ -66,12 +66,13 @@ class FirstStep:
             known = [name for name in parameter_names(self.model) if name not in LABELS]
             given = {key: x for key, x in given.items() if key in (*known, *BORDERS)}
         batch = shortened(given, handle.sp)
-        run = Comparison(self.model, handle.sp, batch or {}, whole_batches, call=call)
         with self.changes.taken_back():
             problem = obstacle(self.model, handle.sp, sharded=True)
         if batch is None:
             problem = "its first batch cannot be cut short: it has a mask in slices, or images in "
             problem += f"more than {LONGEST} tokens"
+        batch = {} if problem else batch or {}
+        run = Comparison(self.model, handle.sp, batch, whole_batches, call=call)
         if problem is None:
             problem = compare(run, lambda: nullcontext(handle), self.changes.taken_back)
         conclude(run, problem, self.mode, "the first tokens of its first batch")

@@ -105,9 +105,9 @@ def verify(
     problem = obstacle(model, sp)
     with _own_device(model, sp, problem is None):
         given = drawn_batch(model, sp, whole_batches) if batch is None else batch
-        run = Comparison(model, sp, given or {}, whole_batches, gather)
         if given is None:
             problem = f"what inputs it takes is not known. {OWN_BATCH}"
+        run = Comparison(model, sp, {} if problem else given or {}, whole_batches, gather)
         if problem is None:
             problem = compare(run, attach)
     return conclude(run, problem, mode)
