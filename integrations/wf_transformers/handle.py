@@ -103,9 +103,14 @@ class Handle:
         """
         return self.sp.loss(logits, labels) * self.sp.size
 
+    @property
+    def awaits_first(self) -> bool:
+        """Whether the model is still to be compared on its first batch."""
+        return self.first is not None and self.first.due
+
     def compare_first(self, batch: Mapping[str, Any], **words: Any) -> None:
         """Compare the model on the batch if it is the first one; see `FirstStep.compare`."""
-        if self.first is not None:
+        if self.awaits_first:
             self.first.compare(self, batch, **words)
 
     def without_padded_labels(self, batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,12 +33,13 @@ class FirstStep:
 
     Attributes:
         changes: what attaching did to the model.
+        due: whether it is still to come.
     """
 
     def __init__(self, model: nn.Module, mode: Mode) -> None:
         self.model, self.changes = model, Changes(model)
         self.mode: Mode = mode
-        self._due = mode is not False
+        self.due = mode is not False
 
     def compare(
         self,
@@ -59,8 +60,8 @@ class FirstStep:
         Raises:
             NotImplementedError, ValueError: as `verify`.
         """
-        due, self._due = self._due and handle.sp.size > 1, False
-        if not due:
+        due, self.due = self.due, False
+        if not due or handle.sp.size == 1:
             return
         if not whole_batches:
             known = [name for name in parameter_names(self.model) if name not in LABELS]

@@ -45,17 +45,18 @@ def counted_once(trainer: Any, original: Callable[..., Any], *args: Any, **kwarg
     return (found[0] / size, *found[1:]) if isinstance(found, tuple) else found / size
 
 
-def compared_first(trainer: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def compared_first(
+    trainer: Any, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Instead of the Trainer's `training_step`: before the first one its loss is compared."""
-    call = inspect.signature(original).bind(*args, **kwargs)
-    hooks = next(_hooks_on(call.arguments["model"]), None)
-    if hooks is not None and hooks.compares_first:
-        given = trainer._prepare_inputs(call.arguments["inputs"])
-        counted = call.arguments.get("num_items_in_batch") is not None
+    hooks = next(_hooks_on(model), None)
+    if hooks is not None and hooks.compares_first and hooks.handle.awaits_first:
+        counted = (args[0] if args else kwargs.get("num_items_in_batch")) is not None
         with _same_counts(trainer):
+            given = trainer._prepare_inputs(inputs)
             loss = partial(_loss, trainer, hooks, counted)
             hooks.handle.compare_first(given, call=loss)
-    return original(*call.args, **call.kwargs)
+    return original(model, inputs, *args, **kwargs)
 
 
 def _loss(
