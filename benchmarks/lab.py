@@ -54,6 +54,7 @@ CASES = (
     *(Case(*size, "rank", heads=4) for size in SIZES),
     *(Case(*size, "host", heads=4, rate="60mbit") for size in SIZES),
     Case(4, 2, "rank", heads=2),
+    Case(4, 4, "rank", heads=2),  # so few that rows cross to a host once
     Case(4, 2, "rank", heads=8, seqlen=2048),  # as many as ranks: Ulysses can run
     Case(4, 4, "rank", heads=8, seqlen=2048),  # several for each rank, where routes stay on hosts
     *(Case(4, 2, nics, heads=4, documents=128) for nics in ("rank", "host")),

@@ -9,7 +9,7 @@ it: of which kind they are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
@@ -25,6 +25,7 @@ RING = "ring"
 AUTO = "auto"
 AGAIN = "auto, gathers again"  # in the backward, whatever the memory
 AT_ONCE = "auto, heads at once"  # where heads are traded in chunks
+READERS = "auto, to each reader"  # where rows cross to a host once
 UNTOLD = "auto, one document"  # as if nobody had told it that there are many
 BASELINES = ("USP", "double ring")  # schemes whose names begin so
 
@@ -72,8 +73,19 @@ def answers(request: Request) -> Iterator[tuple[str, Plan]]:
     yield AUTO, (auto := _answer(request, mask))
     if auto.chunks > 1:
         yield AT_ONCE, _answer(request, mask, ulysses_chunks=1)
+    if any(one.placed.host_size > 1 for one in (auto.forward, auto.backward)):
+        yield READERS, to_each_reader(auto)
     if mask.cu_seqlens is not None:
         yield UNTOLD, _answer(request, Mask(mask.band))
+
+
+def to_each_reader(plan: Plan) -> Plan:
+    """The same plan with rows that cross to a host once for each rank that reads them."""
+    forward, backward = (
+        replace(one, placed=replace(one.placed, host_size=1))
+        for one in (plan.forward, plan.backward)
+    )
+    return replace(plan, forward=forward, backward=backward)
 
 
 def _answer(request: Request, mask: Mask, **words: Any) -> Plan:
