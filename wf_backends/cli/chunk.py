@@ -70,9 +70,7 @@ def chunk(
     found = profiles_of(seqlen, layers)
     reach = longest(fits, STEP) if longest_sequence else None
     if picture is not None:
-        limit = parse_bytes("--max-memory", memory) if isinstance(memory, str) else None
-        before, after = ([count for _, count in side] for side in (found.before, found.after))
-        draw_memory(before, after, limit, picture, f"{model.name}, {seqlen} tokens")
+        _draw(found, memory, picture, f"{model.name}, {seqlen} tokens")
     if as_json:
         print(json.dumps({**asdict(found.plan), "longest_sequence": reach}, indent=2))
         return
@@ -80,6 +78,13 @@ def chunk(
     if reach is not None:
         print(f"longest sequence within {memory}: {reach} tokens")
     Console().print(_table(found))
+
+
+def _draw(found: Profiles, memory: str | float | None, picture: Path, title: str) -> None:
+    """The memory over the run, before and after, beside the limit if it is a size."""
+    limit = parse_bytes("--max-memory", memory) if isinstance(memory, str) else None
+    before, after = ([count for _, count in side] for side in (found.before, found.after))
+    draw_memory(before, after, limit, picture, title)
 
 
 def _memory(text: str) -> str | float | None:
