@@ -118,8 +118,7 @@ def _compare_whole_calls(model: nn.Module, handle: Handle) -> None:
     @eager
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(names, args, strict=False)) | kwargs
-        whole = handle.whole_batches or not has_tokens(given)
-        whole = whole or any(stacks_of(one) for one in outermost(model))
+        whole = not has_tokens(given) or any(stacks_of(one) for one in outermost(model))
         if whole and model.training and torch.is_grad_enabled():
             handle.compare_first(given)
 
