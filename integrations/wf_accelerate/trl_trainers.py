@@ -30,8 +30,7 @@ class TrlTrainer:
         self._policy = hasattr(trainer, "num_generations")
         reference = getattr(trainer, "ref_model", None)
         self._reference = reference if isinstance(reference, nn.Module) else None
-        if self._policy:
-            _refuse_generation(trainer)
+        _refuse(trainer, self._policy or self._reference is not None)
         generates = self._policy or getattr(trainer, "generate_during_eval", False)
         models = [trainer.model, self._reference] if generates else []
         self._rollouts = [Rollout(model) for model in models if model is not None]
@@ -62,16 +61,21 @@ class TrlTrainer:
             rollout.take_over(handle)
 
 
-def _refuse_generation(trainer: Any) -> None:
+def _refuse(trainer: Any, beside: bool) -> None:
+    """What ranks of a sequence cannot share.
+
+    Args:
+        beside: whether there is a rollout or a reference model.
+    """
     if getattr(trainer, "use_vllm", False):
         raise NotImplementedError(
             "use_vllm=True: vLLM would be asked once by every rank of a sequence, and they would "
             "get different completions; leave it out, and the model itself generates"
         )
-    if trainer.is_fsdp_enabled:
+    if trainer.is_fsdp_enabled and beside:
         raise NotImplementedError(
-            f"{type(trainer).__name__} under FSDP: it generates with whole parameters, which a "
-            "rank has not; run it under DDP"
+            f"{type(trainer).__name__} under FSDP: a rollout and a reference model need whole "
+            "parameters; run it under DDP"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
+from tests.integrations.families import Doubles  # noqa: E402
 from tests.integrations.transformers_models import gradients, sequence_parallel  # noqa: E402
 from wf_transformers.whole_batches.log_probabilities import LogProbabilityHooks  # noqa: E402
 from wf_transformers.whole_batches.pooled import PooledHooks, pools_last_token  # noqa: E402
@@ -116,6 +118,36 @@ def test_losses_and_gradients(name: str, size: int) -> None:
     for key, gradient in wanted.items():
         summed = sum(own[key] for _, _, own, _ in found) / size  # as engines average
         assert (summed - gradient).abs().max() < 1e-9 * gradient.abs().max(), key
+
+
+ABSOLUTE = {
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": VOCAB},
+    "OPT": {**SIZES, "ffn_dim": 48, "max_position_embeddings": 64, "word_embed_proj_dim": 32},
+}
+ABSOLUTE["GPT2"] |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+ABSOLUTE["OPT"] |= {"dropout": 0.0}
+
+
+@pytest.mark.parametrize("name", ABSOLUTE)
+def test_positions_of_samples_with_padding_on_the_left_are_those_of_one_device(name: str) -> None:
+    """GPT-2 counts padding, OPT does not."""
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{name}Config")(**ABSOLUTE[name])
+    make = transformers.GPT2LMHeadModel if name == "GPT2" else transformers.OPTForCausalLM
+    alone = make(config).double()
+    given = batch()
+    labels, mask = given["input_ids"][:, 1:], given["attention_mask"][:, :-1]
+    with Doubles():
+        wanted = plain(alone(**given).logits[:, :-1], labels).detach()
+    models = [copy.deepcopy(alone) for _ in range(2)]
+
+    def rank(comm: Any) -> Tensor:
+        model = models[comm.rank]
+        with attached(model, sequence_parallel(comm)), Doubles():
+            return log_softmax_of(plain, model(**given).logits[:, :-1], labels).detach()
+
+    for found in run_threads(2, rank):
+        assert ((found - wanted) * mask).abs().max() < 1e-9 * wanted.abs().max()
 
 
 def test_what_cannot_be_made_of_them_is_refused() -> None:

@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from wf_backends._compile import eager
 from wf_transformers.calls import PARTIAL_STATES
 from wf_transformers.handle import Handle
+from wf_transformers.models import own_class
 from wf_transformers.replace import temporarily_replace
 from wf_transformers.whole_batches.arguments import is_by_token, keep_padding_in_range, seqlen_of
 from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, Call, WholeBatchHooks
@@ -29,6 +30,8 @@ LOG_SOFTMAX = "selective_log_softmax"
 """TRL's function of (logits, index), which its trainers' files import."""
 CALLERS = ("concatenated_forward", "_get_per_token_logps")
 """Methods of its trainers that call it, of DPO's (CPO's, ORPO's) and of GRPO's."""
+COUNT_VALID = ("OPTLearnedPositionalEmbedding",)
+"""Modules that number valid tokens. Others number padding, too, where nobody tells positions."""
 KEPT = ("logits_to_keep", "num_logits_to_keep")
 
 
@@ -76,7 +79,7 @@ class LogProbabilityHooks(WholeBatchHooks):
     """`WholeBatchHooks` of a model that is called without labels for `ShardedLogits`.
 
     Padding may be on the left there: it is moved behind the sample. Positions are what they are on
-    one device, where padding counts.
+    one device, where most models count padding.
     """
 
     whole_without_labels = False
@@ -95,7 +98,7 @@ class LogProbabilityHooks(WholeBatchHooks):
         given = {key: value for key, value in given.items() if key not in KEPT}
         states = bool(given.pop("output_hidden_states", False))
         starts = padding_on_the_left(given)
-        counted = given.get("position_ids") is None
+        counted = given.get("position_ids") is None and not _counts_valid(model)
         _, words = super()._before(model, (), _moved(given, starts) | {WHOLE_LOGITS: False})
         if counted and isinstance(words.get("position_ids"), Tensor):
             words["position_ids"] = words["position_ids"] + starts[:, None]
@@ -129,6 +132,10 @@ class LocalStates:
         raise NotImplementedError(PARTIAL_STATES)
 
     __getitem__ = __len__ = __iter__ = _use
+
+
+def _counts_valid(model: nn.Module) -> bool:
+    return any(own_class(module).__name__ in COUNT_VALID for module in model.modules())
 
 
 def padding_on_the_left(given: Mapping[str, Any]) -> Tensor:
