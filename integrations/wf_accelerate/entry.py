@@ -125,7 +125,8 @@ def _attach(
 
     compared = attach if pooled else lambda: hooked(attach())
     verify(inner, sp, compared, run.verify, whole_batches=not pooled)
-    return hooked(attach_by(run, inner, sp, attach)[0])
+    # A trainer of TRL's calls the model without labels: there is no loss of a call to compare.
+    return hooked(attach_by(run, inner, sp, attach, compares=trl is None)[0])
 
 
 def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) -> Handle:
