@@ -108,7 +108,9 @@ class WholeBatchHooks:
                 self._register(model)
             operations: Any = getattr(model, "floating_point_ops", None)
             if operations is not None:  # the Trainer of transformers 4 sums them over all ranks
-                handle.set(model, "floating_point_ops", partial(_operations, operations, self.size))
+                handle.set(
+                    model, "floating_point_ops", partial(share_of_operations, operations, self.size)
+                )
         handle.undo.callback(self.remove)
 
     def _register(self, model: nn.Module) -> None:
@@ -301,6 +303,8 @@ class WholeBatchHooks:
         return torch.where(num_valid > 0, share, torch.nan)  # as the mean over nothing
 
 
-def _operations(original: Callable[..., int], size: int, *args: Any, **kwargs: Any) -> float:
+def share_of_operations(
+    original: Callable[..., int], size: int, *args: Any, **kwargs: Any
+) -> float:
     """One rank's part of the operations that a whole batch takes."""
     return original(*args, **kwargs) / size

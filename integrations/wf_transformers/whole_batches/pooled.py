@@ -7,6 +7,7 @@ a loss, as on one device.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from wf_transformers.whole_batches.arguments import (
     refuse_overwriting,
     seqlen_of,
 )
+from wf_transformers.whole_batches.hooks import share_of_operations
 
 CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 
@@ -51,6 +53,9 @@ class PooledHooks:
                 self._base.register_forward_pre_hook(self._cut, prepend=True, with_kwargs=True),
                 model.score.register_forward_hook(self._whole),
             )
+            for one in (model, self._base):  # transformers 4's Trainer sums them over all ranks
+                share = partial(share_of_operations, one.floating_point_ops, handle.sp.size)
+                handle.set(one, "floating_point_ops", share)
         for hook in hooks:
             handle.undo.callback(hook.remove)
 
