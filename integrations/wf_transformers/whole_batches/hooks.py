@@ -106,11 +106,7 @@ class WholeBatchHooks:
         with recorded(handle):
             if not any(stacks_of(one) for one in outermost(model)):  # which takes them as it is
                 self._register(model)
-            operations: Any = getattr(model, "floating_point_ops", None)
-            if operations is not None:  # the Trainer of transformers 4 sums them over all ranks
-                handle.set(
-                    model, "floating_point_ops", partial(share_of_operations, operations, self.size)
-                )
+            share_operations(model, handle)
         handle.undo.callback(self.remove)
 
     def _register(self, model: nn.Module) -> None:
@@ -303,8 +299,17 @@ class WholeBatchHooks:
         return torch.where(num_valid > 0, share, torch.nan)  # as the mean over nothing
 
 
-def share_of_operations(
-    original: Callable[..., int], size: int, *args: Any, **kwargs: Any
-) -> float:
+def share_operations(model: nn.Module, handle: Handle) -> None:
+    """Have a model that takes whole batches count a rank's part of its operations.
+
+    The Trainer of transformers 4 sums them over all ranks.
+    """
+    operations: Any = getattr(model, "floating_point_ops", None)
+    if operations is not None:
+        share = partial(_operations, operations, handle.sp.size)
+        handle.set(model, "floating_point_ops", share)
+
+
+def _operations(original: Callable[..., int], size: int, *args: Any, **kwargs: Any) -> float:
     """One rank's part of the operations that a whole batch takes."""
     return original(*args, **kwargs) / size

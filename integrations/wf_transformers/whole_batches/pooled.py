@@ -7,7 +7,6 @@ a loss, as on one device.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from wf_transformers.whole_batches.arguments import (
     refuse_overwriting,
     seqlen_of,
 )
-from wf_transformers.whole_batches.hooks import share_of_operations
+from wf_transformers.whole_batches.hooks import share_operations
 
 CLASSIFIERS = "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"
 
@@ -49,13 +48,12 @@ class PooledHooks:
         self._seqlen, self._borders = 0, None
         handle.whole_batches = True
         with recorded(handle):
+            for one in (model, self._base):
+                share_operations(one, handle)
             hooks = (
                 self._base.register_forward_pre_hook(self._cut, prepend=True, with_kwargs=True),
                 model.score.register_forward_hook(self._whole),
             )
-            for one in (model, self._base):  # transformers 4's Trainer sums them over all ranks
-                share = partial(share_of_operations, one.floating_point_ops, handle.sp.size)
-                handle.set(one, "floating_point_ops", share)
         for hook in hooks:
             handle.undo.callback(hook.remove)
 
