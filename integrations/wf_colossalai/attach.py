@@ -6,13 +6,15 @@ from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
+from colossalai.pipeline.stage_manager import PipelineStageManager
 from torch import nn
 from torch.distributed import ProcessGroup
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel
 from wf_backends.dsp import Mode, Stages
-from wf_colossalai.hooks import TokenHooks
+from wf_colossalai.hooks import OverAllRows, TokenHooks
+from wf_colossalai.pipeline import Stage
 from wf_colossalai.table import AttentionModule, find
 from wf_transformers import (
     Handle,
@@ -21,6 +23,7 @@ from wf_transformers import (
     scope_documents,
     without_documents,
 )
+from wf_transformers.whole_batches.heads import head_is_over_all_rows
 
 OWN_ATTENTION = (
     "no layer of {} called self.wallfacer(...): every rank attended to its own tokens only; give "
@@ -37,6 +40,7 @@ def attach(
     sp: SequenceParallel,
     table: Mapping[str, AttentionModule],
     tensor_parallel: ProcessGroup | None = None,
+    stages: PipelineStageManager | None = None,
 ) -> Handle:
     """Let `model` take whole batches, compute this rank's part, and attend over the ranks of `sp`.
 
@@ -45,6 +49,7 @@ def attach(
         sp: the sequence parallelism of this rank.
         table: the attention modules that are known.
         tensor_parallel: the group that the logits may be split over.
+        stages: the pipeline of which `model` is a stage.
 
     Raises:
         ValueError: if the model's attention is not in the table.
@@ -55,8 +60,12 @@ def attach(
     for module in model.modules():
         if any(table.get(base.__name__) is row for base in type(module).__mro__):
             _replace_methods(module, row, handle)
-    if row.cut == "tokens":
+    if head_is_over_all_rows(model):
+        OverAllRows(model, handle, stages)
+    elif row.cut == "tokens":
         TokenHooks(model, handle, row.causal, tensor_parallel)
+    if stages is not None:
+        Stage(model, stages, handle)
     return handle
 
 

@@ -45,6 +45,9 @@ class HostAccelerator(CpuAccelerator):
     def current_device(self) -> int:
         return 0
 
+    def device_count(self) -> int:
+        return 1
+
     def synchronize(self, device: Any = None) -> None:
         """The host computes in order."""
 

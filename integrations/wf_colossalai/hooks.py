@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from colossalai.pipeline.stage_manager import PipelineStageManager
 from colossalai.shardformer.layer.loss import cross_entropy_1d
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -17,6 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_backends.parallel import count_valid
 from wf_colossalai.sequence import plain
 from wf_transformers import MASK_WORDS, Handle, WholeBatchHooks, mask_words
+from wf_transformers.whole_batches.heads import HeadHooks
 from wf_transformers.whole_batches.hooks import Call
 from wf_transformers.whole_batches.own_loss import own_loss
 
@@ -102,6 +104,22 @@ class TokenHooks(WholeBatchHooks):
         return total / sp.sum_over_ranks(count_valid(labels)).clamp(min=1) * sp.size
 
 
+class OverAllRows(HeadHooks):
+    """Brings rows together before the head of a classifier, or another that sees many rows.
+
+    Args:
+        model, handle: as for TokenHooks.
+        stages: the pipeline of which `model` is a stage; its last one has the head.
+    """
+
+    def __init__(self, model: Any, handle: Handle, stages: PipelineStageManager | None) -> None:
+        super().__init__(model, handle, stages.is_last_stage if stages else lambda: True)
+
+    def _check(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super()._check(model, args, kwargs)
+        _recompute_with_documents(self._model, self._handle)
+
+
 def _split_vocabulary(model: nn.Module, logits: Tensor) -> int | None:
     """Columns of the vocabulary with padding if `logits` hold only some of them, else None."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
@@ -113,5 +131,6 @@ def _recompute_with_documents(model: PreTrainedModel, handle: Handle) -> None:
     """Give checkpointed layers back their documents, wherever checkpointing was switched on."""
     running = (m for m in model.modules() if getattr(m, "gradient_checkpointing", False))
     checkpoint = getattr(next(running, None), "_gradient_checkpointing_func", None)
-    if checkpoint is not None and "context_fn" not in getattr(checkpoint, "keywords", {}):
-        model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
+    words, wanted = getattr(checkpoint, "keywords", {}), handle.checkpoint_kwargs
+    if checkpoint is not None and words.get("context_fn") != wanted["context_fn"]:
+        model.gradient_checkpointing_enable(wanted)

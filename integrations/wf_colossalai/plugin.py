@@ -10,6 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
+from colossalai.accelerator.cpu_accelerator import CpuAccelerator
 from colossalai.booster.plugin import HybridParallelPlugin
 from torch import nn
 from torch.optim import Optimizer
@@ -61,8 +63,9 @@ class WallFacerPlugin(HybridParallelPlugin):
     Raises:
         ValueError: for a word of either that is wrong, or one of ColossalAI's that a word of ours
             stands for, or a world that is no multiple of all sizes.
-        NotImplementedError: for ZeRO in fp32, which ColossalAI does not have in this plugin, and
-            for "dsp", which is for the other plugins.
+        NotImplementedError: for ZeRO in fp32, which ColossalAI does not have in this plugin, for
+            fp16 on a CPU outside `cpu_accelerator()`, for the zero-bubble schedule, and for "dsp",
+            which is for the other plugins.
     """
 
     def __init__(self, *, tp_size: int = 1, pp_size: int = 1, **words: Any) -> None:
@@ -80,6 +83,7 @@ class WallFacerPlugin(HybridParallelPlugin):
                 'HybridParallelPlugin; use "bf16", or LowLevelZeroPlugin(precision="fp32") with '
                 "wf_colossalai.apply"
             )
+        _check_precision(options["precision"])
         policy = options.get("custom_policy")
         if policy is not None and not isinstance(policy, WallFacerPolicy):
             raise ValueError(
@@ -159,6 +163,15 @@ def _check_words(words: dict[str, Any]) -> None:
             raise ValueError(f"{name}={value!r}: say it with {OURS[name]}")
         if name not in known:
             raise ValueError(f"unknown word {name!r}{meant(name, known)} Known: {known}")
+
+
+def _check_precision(precision: str) -> None:
+    """ColossalAI's loss scaling counts devices, and its own accelerator for CPUs counts none."""
+    if precision == "fp16" and type(get_accelerator()) is CpuAccelerator:
+        raise NotImplementedError(
+            'precision="fp16" on a CPU is not in ColossalAI: use "bf16" or "fp32", or put the job '
+            "into cpu_accelerator() (docs/colossalai.md, Limits)"
+        )
 
 
 def _check_world(sequence: int, tensor: int, pipeline: int) -> None:

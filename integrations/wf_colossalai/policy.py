@@ -84,16 +84,25 @@ class WallFacerPolicy(Policy):
                 f"policy (with enable_sequence_parallelism=True), got "
                 f"{config.sequence_parallelism_mode!r}"
             )
-        if config.pipeline_stage_manager is not None and not self._row.pipeline:
-            known = [name for name, row in self.table.items() if row.pipeline]
+        stages = config.pipeline_stage_manager
+        if stages is not None and stages.use_zbv:
+            raise NotImplementedError(
+                'pp_style="zbv", ColossalAI\'s zero-bubble schedule, is not supported (it hangs): '
+                'use "1f1b" or "interleaved"'
+            )
+        if stages is not None and not self._has_stages:
             raise NotImplementedError(
                 f"pipeline parallelism of {type(self.model).__name__} is not supported (set "
-                f"pp_size=1); it is for {', '.join(known)}"
+                "pp_size=1); it is for transformers' models that ColossalAI has a policy for"
             )
         if config.enable_tensor_parallelism and isinstance(self.native, _NoPolicy):
             raise NotImplementedError(
                 f"ColossalAI has no policy for {type(self.model).__name__}: set tp_size=1"
             )
+
+    @property
+    def _has_stages(self) -> bool:
+        return isinstance(self.model, PreTrainedModel) and not isinstance(self.native, _NoPolicy)
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
         super().set_shard_config(shard_config)
@@ -122,7 +131,7 @@ class WallFacerPolicy(Policy):
         return self.native.preprocess()
 
     def module_policy(self) -> dict[Any, ModulePolicyDescription]:
-        """ColossalAI's own, without the forwards that it replaces (its pipeline's excepted)."""
+        """ColossalAI's own, without the forwards that it replaces."""
         descriptions = self.native.module_policy()
         for key, description in descriptions.items():
             methods = description.method_replacement
@@ -134,15 +143,14 @@ class WallFacerPolicy(Policy):
 
     def _is_ours(self, key: Any) -> bool:
         bases = {base.__name__ for base in getattr(key, "__mro__", ())} | {key}
-        if bases & set(self.table):
-            return True
-        return "PreTrainedModel" in bases and self.pipeline_stage_manager is None
+        return bool(bases & set(self.table)) or "PreTrainedModel" in bases
 
     def postprocess(self) -> nn.Module:
         self.model = self.native.postprocess()
         split = self._config.enable_tensor_parallelism and self._config.parallel_output
         group = self._config.tensor_parallel_process_group if split else None
-        make = partial(attach, self.model, self._sp, self.table, group)
+        stages = self.pipeline_stage_manager
+        make = partial(attach, self.model, self._sp, self.table, group, stages)
         make = self._run.attaching(self.model, make)
         cut = self._config.enable_tensor_parallelism or self.pipeline_stage_manager is not None
         self.handle, _ = attach_by(self._run, self.model, self._sp, make, compares=not cut)

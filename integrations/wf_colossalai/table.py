@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from torch import nn
 
+from wf_transformers.whole_batches.heads import head_is_over_all_rows
+
 LANGUAGE_HEADS = ("ForCausalLM", "LMHeadModel")
 
 
@@ -23,23 +25,20 @@ class AttentionModule:
     causal: bool = True
     """Whether a token sees only earlier ones. Labels of causal models are shifted by us."""
     heads: tuple[str, ...] = ("",)
-    """How the class names of models end whose output has one row per token; "" is any."""
+    """How the class names of language models end; "" is any. Classifiers and the like are known."""
     methods: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     """Methods of the module to replace, where it asks no registry of transformers. Each is called
     as a method of the module; `self.wallfacer` is a `wf_transformers.attention.Attention`."""
     cut: Literal["tokens", "patches"] = "tokens"
     """What is spread: the ids before the model, or what a ViT's embeddings return."""
-    pipeline: bool = False
-    """Whether ColossalAI's pipeline forwards of these models build no mask of (S, S) elements."""
 
 
 LANGUAGE_MODEL = AttentionModule(heads=LANGUAGE_HEADS)
-PIPELINED = AttentionModule(heads=LANGUAGE_HEADS, pipeline=True)
 
 TABLE: Mapping[str, AttentionModule] = MappingProxyType(
     {
-        "LlamaAttention": PIPELINED,
-        "MistralAttention": PIPELINED,
+        "LlamaAttention": LANGUAGE_MODEL,
+        "MistralAttention": LANGUAGE_MODEL,
         "Qwen2Attention": LANGUAGE_MODEL,
         "GPT2Attention": LANGUAGE_MODEL,
         "GPTJAttention": LANGUAGE_MODEL,
@@ -69,10 +68,10 @@ def find(model: nn.Module, table: Mapping[str, AttentionModule]) -> AttentionMod
             f"{', '.join(mine) or 'none whose class is called ...Attention'}. Known: "
             f"{', '.join(table)}. A row of your own takes ten lines (docs/colossalai.md)"
         )
-    if not name.endswith(rows[0].heads):
+    if not name.endswith(rows[0].heads) and not head_is_over_all_rows(model):
         raise ValueError(
-            f"{name} is no model with one output row per token, which its attention modules are "
-            f"known for: {', '.join('...' + head for head in rows[0].heads)}"
+            f"{name} is neither a language model ({', '.join('...' + x for x in rows[0].heads)}) "
+            "nor a model with another head on one"
         )
     return rows[0]
 

@@ -125,7 +125,8 @@ def _draw_by_rank(model: nn.Module, handle: Handle) -> None:
     @eager
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Words) -> None:
         given = dict(zip(names, args, strict=False)) | kwargs
-        if model.training and has_tokens(given) and draws_in_training(model):
+        own = model not in handle.attention.cut_inside
+        if own and model.training and has_tokens(given) and draws_in_training(model):
             draws.enter(given[next(key for key in TOKENS if given.get(key) is not None)].device)
 
     @eager
@@ -169,14 +170,15 @@ def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
     """Open a scope of the call's documents around every forward of the model, and check it."""
     attention, undo = handle.attention, handle.undo
     names, passes_on = parameter_names(model), takes_any_keyword(model)
-    inside = () if not stacks_of(model) else TOKENS  # of these nothing is cut before the model
+    stacks = bool(stacks_of(model))
 
     def check(args: tuple[Any, ...], kwargs: Words) -> Words:
         given = dict(zip(names, args, strict=False)) | kwargs
         if given.get("output_attentions"):
             raise NotImplementedError(f"{UNSUPPORTED['output_attentions']}, which WallFacer lacks")
         if handle.sp.size > 1:
-            cut = {key: value for key, value in given.items() if key not in inside}
+            whole = TOKENS if stacks or model in attention.cut_inside else ()
+            cut = {key: value for key, value in given.items() if key not in whole}
             refuse_call(model, cut, names, attention.logits_are_whole)
             attention.documents.expect(rows_given(cut))
             if not has_tokens(cut):

@@ -52,6 +52,8 @@ class Attention:
         self.documents = Documents()
         self.applied: WeakSet[nn.Module] = WeakSet()
         """Models that tell this object their documents, whatever they pass down."""
+        self.cut_inside: WeakSet[nn.Module] = WeakSet()
+        """Models that take whole batches, of which the model inside is cut: see heads.py."""
         self.asked = False
         """Whether a layer has called since somebody last set this to False."""
         self.logits_are_whole = False

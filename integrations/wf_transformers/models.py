@@ -40,6 +40,13 @@ def inner_models(module: nn.Module) -> list[PreTrainedModel]:
     return [m for m in module.modules() if isinstance(m, PreTrainedModel) and m is not module]
 
 
+def token_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model without heads in `model`, which has the layers: OPT's decoder, else its base."""
+    base: Any = model.base_model
+    decoder = getattr(base, "decoder", None)
+    return decoder if isinstance(decoder, PreTrainedModel) else base
+
+
 def head_of(module: nn.Module) -> Head:
     """What the labels of `module` are: the next token, the token itself, or we do not know.
 

@@ -225,7 +225,10 @@ def refused(case: Case, folder: Path) -> dict[str, Any]:
     image = build("vit")
     wf_colossalai.apply(image, words)
     _, image, _ = boosted(image, TorchDDPPlugin())
-    pipelined = WallFacerPlugin(**words, pp_size=2, num_microbatches=1)
+    stages = {"pp_size": 2, "num_microbatches": 1}
+    own_stages = WallFacerPlugin(**words, **stages, custom_policy=OwnPolicy())
+    bubble = {"pp_style": "zbv", "num_model_chunks": 2, "scheduler_nodes": []}
+    zero_bubble = WallFacerPlugin(**words, **stages, **bubble)
     scores = batch("llama", "plain", 0)
     ring = hybrid("split_gather", 2, WallFacerPolicy())
     other_size = hybrid("ring_attn", 1, WallFacerPolicy({"sequence_parallel_size": 4}))
@@ -237,7 +240,8 @@ def refused(case: Case, folder: Path) -> dict[str, Any]:
         "group": message(
             lambda: wf_colossalai.apply(build("llama"), {"sequence_parallel_size": 3})
         ),
-        "pipeline": message(lambda: boosted(build("gpt2"), pipelined)),
+        "pipeline": message(lambda: boosted(OwnModel(), own_stages)),
+        "zero bubble": message(lambda: boosted(build("gpt2"), zero_bubble)),
         "cache": message(lambda: model(**scores, past_key_values=((),))),
         "tuple": message(lambda: model(**scores, return_dict=False)),
         "carrier": message(lambda: boosted(build("llama"), ring)),

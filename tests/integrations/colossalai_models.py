@@ -21,6 +21,7 @@ UNDROPPED = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LLAMA = {**NARROW, **HEADS, **WORDS, **GROUPED}
 OPT = {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2}
 BERT_UNDROPPED = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
+CLASSES = {"num_labels": 5, "pad_token_id": 0}
 VIDEO = {"frames": 4, "height": 12, "width": 32, "dim": 16, "text_length": 9}
 STAGES = ("space", "full", "time", "space")
 IMAGES = {"image_size": 16, "patch_size": 4, "num_labels": 8}  # 17 tokens: padded by us
@@ -30,6 +31,11 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "qwen2": (tf.Qwen2ForCausalLM, tf.Qwen2Config, LLAMA),
     "mistral": (tf.MistralForCausalLM, tf.MistralConfig, {**LLAMA, "sliding_window": 5}),
     "gpt2": (tf.GPT2LMHeadModel, tf.GPT2Config, {**GPT, **UNDROPPED, "vocab_size": VOCABULARY}),
+    "gpt2_deep": (
+        tf.GPT2LMHeadModel,
+        tf.GPT2Config,
+        {**GPT, **UNDROPPED, "vocab_size": VOCABULARY, "n_layer": 4},
+    ),
     "gpt2_full": (  # no position left for padding
         tf.GPT2LMHeadModel,
         tf.GPT2Config,
@@ -42,6 +48,32 @@ FAMILIES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     ),
     "opt": (tf.OPTForCausalLM, tf.OPTConfig, {**OPT, **HEADS, **WORDS, "dropout": 0.0}),
     "bert": (tf.BertForMaskedLM, tf.BertConfig, {**NARROW, **HEADS, **WORDS, **BERT_UNDROPPED}),
+    "llama_classes": (tf.LlamaForSequenceClassification, tf.LlamaConfig, {**LLAMA, **CLASSES}),
+    "gpt2_classes": (
+        tf.GPT2ForSequenceClassification,
+        tf.GPT2Config,
+        {**GPT, **UNDROPPED, **CLASSES, "vocab_size": VOCABULARY},
+    ),
+    "gpt2_spans": (
+        tf.GPT2ForQuestionAnswering,
+        tf.GPT2Config,
+        {**GPT, **UNDROPPED, "vocab_size": VOCABULARY},
+    ),
+    "gpt2_double": (
+        tf.GPT2DoubleHeadsModel,
+        tf.GPT2Config,
+        {**GPT, **UNDROPPED, "summary_first_dropout": 0.0, "vocab_size": VOCABULARY},
+    ),
+    "opt_classes": (
+        tf.OPTForSequenceClassification,
+        tf.OPTConfig,
+        {**OPT, **HEADS, **WORDS, **CLASSES, "dropout": 0.0},
+    ),
+    "bert_classes": (
+        tf.BertForSequenceClassification,
+        tf.BertConfig,
+        {**NARROW, **HEADS, **WORDS, **BERT_UNDROPPED, **CLASSES},
+    ),
     "vit": (tf.ViTForImageClassification, tf.ViTConfig, {**NARROW, **HEADS, **IMAGES}),
 }
 Batch = dict[str, Any]
@@ -70,7 +102,7 @@ def build(family: str) -> Any:
         return VideoFlow().train()
     make, make_config, words = FAMILIES[family]
     config = make_config(**words, initializer_range=0.2, use_cache=False)
-    if family in ("opt", "gptj"):
+    if family.startswith(("opt", "gptj")):
         config._attn_implementation = "eager"  # all that ColossalAI takes for these
     return make(config).train()
 
@@ -92,11 +124,16 @@ def batch(family: str, kind: str, seed: int) -> Batch:
     ids = torch.randint(1, VOCABULARY, (samples, seqlen), generator=generator)
     out = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
     if family == "bert":
-        hidden = torch.rand(ids.shape, generator=generator) < 0.5
+        # as many in each sample: the loss of microbatches is the mean of their means
+        hidden = torch.rand(ids.shape, generator=generator).argsort(dim=1) < seqlen // 2
         out["labels"] = ids.masked_fill(~hidden, -100)
+    out |= _answers(family, ids, seed)
+    if family.endswith("spans"):
+        del out["labels"]
     for row, length in {"padded": [(0, 17)], "unequal": [(0, 17), (1, 21)]}.get(kind, []):
         out["attention_mask"][row, length:] = 0
-        out["labels"][row, length:] = -100
+        if out["labels"].shape == ids.shape:
+            out["labels"][row, length:] = -100
         out["input_ids"][row, length:] = 0
     if kind in ("unmasked", "packed"):
         del out["attention_mask"]
@@ -104,6 +141,26 @@ def batch(family: str, kind: str, seed: int) -> Batch:
         borders = (0, SEQLEN), (0, 5, 14, SEQLEN), tuple(range(0, SEQLEN + 1, 2))
         out["cu_seqlens"] = borders[seed // 100 % 3]
     return out
+
+
+def _answers(family: str, ids: Tensor, seed: int) -> Batch:
+    """What heads that are none of a language model are asked, in place of labels by token."""
+    few = torch.tensor([seed % 5, (seed + 3) % 5])[: len(ids)]
+    if family.endswith("classes"):
+        return {"labels": few}
+    if family.endswith("spans"):
+        return {"start_positions": few, "end_positions": few + 17}
+    if family.endswith("double"):
+        both = torch.stack([ids, ids.flip(1)], dim=1)
+        ends = torch.full(both.shape[:2], ids.shape[1] - 1)
+        asked = {"mc_token_ids": ends, "mc_labels": few % 2}
+        return {"input_ids": both, "attention_mask": torch.ones_like(both), "labels": both, **asked}
+    return {}
+
+
+def total(output: Any) -> Tensor:
+    """The loss of one head or two."""
+    return output.loss + output.get("mc_loss", 0.0)
 
 
 def dense(one: Batch) -> Batch:
@@ -139,7 +196,7 @@ def alone(
     losses, first = [], {}
     for batches in steps:
         update.zero_grad()
-        loss = torch.stack([model(**dense(one)).loss for one in batches]).mean()
+        loss = torch.stack([total(model(**dense(one))) for one in batches]).mean()
         loss.backward()
         first = first or {
             n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None
@@ -151,12 +208,15 @@ def alone(
     return losses, first, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def alone_in_bf16(
-    model: nn.Module, steps: Sequence[Sequence[Batch]], optimizer: Callable[..., Any]
+def alone_in_16_bits(
+    model: nn.Module,
+    steps: Sequence[Sequence[Batch]],
+    optimizer: Callable[..., Any],
+    dtype: torch.dtype,
 ) -> list[float]:
-    """Losses with bfloat16 weights and float32 master weights, as ZeRO keeps them."""
+    """Losses with weights of 16 bits and float32 master weights, as ZeRO keeps them."""
     master = [p.detach().clone().requires_grad_() for p in model.parameters()]
-    model.bfloat16()
+    model.to(dtype)
     update = optimizer(master)
     losses = []
     for batches in steps:

@@ -25,7 +25,7 @@ from colossalai.nn.optimizer import HybridAdam
 
 import wf_colossalai
 from tests.integrations import colossalai_faults as faults
-from tests.integrations.colossalai_models import alone, alone_in_bf16, batch, build
+from tests.integrations.colossalai_models import alone, alone_in_16_bits, batch, build, total
 from wf_backends.tiling.tiled_call import TiledCall
 from wf_colossalai.cpu import cpu_accelerator
 from wf_transformers.checkpoints import inputs_on_host
@@ -36,6 +36,7 @@ OPTIMIZERS: dict[str, Any] = {
     "hybrid_adam": partial(HybridAdam, lr=1e-3, weight_decay=0.01),
 }
 ALONE = OPTIMIZERS | {"hybrid_adam": partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01)}
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OTHER_PLUGINS: dict[str, Any] = {
     "ddp": TorchDDPPlugin,
     "zero": LowLevelZeroPlugin,
@@ -104,11 +105,11 @@ class Run:
 
     def _backward(self, mine: dict[str, Any]) -> Any:
         if getattr(self.plugin, "stage_manager", None) is None:
-            loss = self.model(**mine).loss
+            loss = total(self.model(**mine))
             self.booster.backward(loss, self.update)
             return loss
         done = self.booster.execute_pipeline(
-            iter([mine]), self.model, lambda out, _: out.loss, self.update, return_loss=True
+            iter([mine]), self.model, lambda out, _: total(out), self.update, return_loss=True
         )
         return done["loss"]
 
@@ -151,8 +152,8 @@ def compared(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         expected = alone(model, steps, optimizer, case.get("options", {}).get("max_norm", 0.0))
         keys = ("losses", "gradients", "weights")
         result["expected"] = dict(zip(keys, expected, strict=True))
-        if case.get("options", {}).get("precision") == "bf16":
-            result["bf16"] = alone_in_bf16(build(run.family), steps, optimizer)
+        if narrow := NARROW.get(case.get("options", {}).get("precision")):
+            result["narrow"] = alone_in_16_bits(build(run.family), steps, optimizer, narrow)
     return result
 
 
@@ -174,8 +175,9 @@ def resumed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
         return result
     expected = alone(build(second.family), steps, ALONE[second.optimizer])
     keys = ("losses", "gradients", "weights")
-    if case.get("options", {}).get("precision") == "bf16":
-        result["bf16"] = alone_in_bf16(build(second.family), steps, ALONE[second.optimizer])
+    if narrow := NARROW.get(case.get("options", {}).get("precision")):
+        model, optimizer = build(second.family), ALONE[second.optimizer]
+        result["narrow"] = alone_in_16_bits(model, steps, optimizer, narrow)
     return result | {"expected": dict(zip(keys, expected, strict=True))}
 
 

@@ -147,10 +147,9 @@ def test_an_unknown_model_is_named_and_the_known_are_listed() -> None:
         assert name in str(error.value)
 
 
-def test_a_head_without_a_row_per_token_is_refused() -> None:
-    model = transformers.LlamaForSequenceClassification(build("llama").config)
-    with pytest.raises(ValueError, match="LlamaForSequenceClassification.*ForCausalLM"):
-        find(model, TABLE)
+def test_a_model_without_a_head_is_refused() -> None:
+    with pytest.raises(ValueError, match="LlamaModel is neither.*ForCausalLM"):
+        find(transformers.LlamaModel(build("llama").config), TABLE)
 
 
 @pytest.mark.parametrize("word", ["output_hidden_states", "logits_to_keep"])
@@ -186,6 +185,11 @@ def test_a_wrong_word_is_named(words: dict[str, Any], message: str) -> None:
 def test_a_policy_without_wallfacer_is_refused() -> None:
     with pytest.raises(ValueError, match="custom_policy.*LlamaForCausalLMPolicy.*native="):
         WallFacerPlugin(sequence_parallel_size=2, custom_policy=LlamaForCausalLMPolicy())
+
+
+def test_fp16_on_a_cpu_is_said_to_need_the_stand_in() -> None:
+    with pytest.raises(NotImplementedError, match="fp16.*bf16.*fp32.*cpu_accelerator"):
+        WallFacerPlugin(sequence_parallel_size=2, precision="fp16")
 
 
 def test_zero_in_float32_is_said_to_be_elsewhere() -> None:

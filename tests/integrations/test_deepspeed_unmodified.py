@@ -34,7 +34,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_deepspeed import Block, WallFacer, unmodified  # noqa: E402
 from wf_deepspeed.__main__ import script_first, take_timeout  # noqa: E402
-from wf_transformers import WholeBatchHooks, attach  # noqa: E402
+from wf_transformers import WholeBatchHooks, attach_model  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -105,7 +105,7 @@ def hooked(
 def with_hooks(model: Any, sp: Any, fn: Callable[[Any, Any], Any]) -> Any:
     nobody: Any = None  # groups: asked for nothing here
     cpu = torch.device("cpu")
-    component = WallFacer(attach(model, sp), Block(sp.config), nobody, cpu, lambda: 1)
+    component = WallFacer(attach_model(model, sp), Block(sp.config), nobody, cpu, lambda: 1)
     WholeBatchHooks(model, component)
     return fn(model, sp)
 
@@ -179,12 +179,16 @@ class Narrow(Loss):
         return self.inner(input_ids, labels=labels).loss
 
 
+SPANS = {"start_positions": IDS[:, 0] * 0, "end_positions": IDS[:, 0] * 0}
+
+
 @pytest.mark.parametrize(
     ("make", "words", "message"),
     [
-        (tf.LlamaForTokenClassification, {"labels": IDS}, "none of transformers' causal or masked"),
-        (tf.LlamaForSequenceClassification, {"labels": IDS[:, 0]}, "labels_are_shifted="),
-        (tf.LlamaForSequenceClassification, {}, r"returns logits \(1, 2\), not a row for each"),
+        (tf.LlamaModel, {"labels": IDS}, "none of transformers' causal or masked"),
+        (tf.LlamaForQuestionAnswering, {**SPANS, "attention_mask": (IDS > 9).long()}, "one length"),
+        (tf.LlamaForSequenceClassification, {"output_hidden_states": True}, "output_hidden_states"),
+        (tf.LlamaForSequenceClassification, {"return_dict": False}, "return_dict=False"),
         (tf.LlamaModel, {}, r"returns \['last_hidden_state'\].*must return \"logits\""),
         (tf.LlamaForCausalLM, {"output_hidden_states": True}, "output_hidden_states=True"),
         (tf.LlamaForCausalLM, {"logits_to_keep": 1}, "logits_to_keep.*on one process"),

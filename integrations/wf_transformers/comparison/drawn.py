@@ -16,6 +16,7 @@ from wf_backends.parallel import prepare_batch
 from wf_backends.schedule import padding_multiple
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.models import head_of, outermost
+from wf_transformers.whole_batches.heads import head_is_over_all_rows
 
 SAMPLES = 2
 CHUNK_TOKENS = 6  # of the drawn sequence, in each of a rank's chunks
@@ -73,8 +74,9 @@ def _tokens(
     ids = torch.randint(1, vocabulary, (SAMPLES, seqlen), generator=drawing)
     ids[ids == getattr(config, "pad_token_id", None)] = vocabulary - 1  # some count without it
     batch = {"input_ids": ids}
+    pools = labelled and head_is_over_all_rows(model)  # by the last token, whatever the mask says
     if _takes(model, "attention_mask"):
-        batch["attention_mask"] = _padding(model, ids)
+        batch["attention_mask"] = torch.ones_like(ids) if pools else _padding(model, ids)
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters and parameters["position_ids"].default is inspect._empty:
         batch["position_ids"] = prepare_batch(batch, multiple=1)["position_ids"]

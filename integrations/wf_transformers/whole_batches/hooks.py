@@ -43,6 +43,7 @@ from wf_transformers.whole_batches.arguments import (
     with_slices,
 )
 from wf_transformers.whole_batches.fused import FUSED, fused_fields, own_words
+from wf_transformers.whole_batches.heads import HeadHooks, head_is_over_all_rows
 from wf_transformers.whole_batches.local_logits import LocalLogits
 from wf_transformers.whole_batches.own_loss import INPUTS, no_head, output_embeddings, own_loss
 
@@ -110,6 +111,11 @@ class WholeBatchHooks:
         handle.undo.callback(self.remove)
 
     def _register(self, model: nn.Module) -> None:
+        if head_is_over_all_rows(model):
+            self._hooks = tuple(
+                h for one in outermost(model) for h in HeadHooks(one, self._handle).hooks
+            )
+            return
         self._hooks = (
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after),

@@ -1,0 +1,150 @@
+"""Heads over the rows of all ranks: sequence and token classifiers, question answering, two heads.
+
+Such a head picks or compares rows of the whole sequence, and its model makes the loss. So it is
+called as it is, with the whole batch. The model inside, which has the layers, gets this rank's
+part, and what it returns is brought together: the head and the loss are then those of one device,
+alike on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import PreTrainedModel
+
+from wf_backends._compile import eager
+from wf_transformers.batch import forward_kwargs
+from wf_transformers.calls import PARTIAL_STATES, TOKENS, parameter_names, takes_any_keyword
+from wf_transformers.draws import RankDraws, WholeNoise, draws_in_training
+from wf_transformers.families.media import media_of
+from wf_transformers.families.stacks import scale_gradient, stacks_of
+from wf_transformers.handle import Handle
+from wf_transformers.models import head_of, outermost, token_model
+from wf_transformers.whole_batches.arguments import (
+    is_by_token,
+    keep_padding_in_range,
+    refuse_arguments,
+    refuse_overwriting,
+    seqlen_of,
+    with_documents,
+)
+
+Words = dict[str, Any]
+SPANS = ("start_positions", "end_positions")
+PADDED_SPANS = (
+    "attention_mask has padding, and the loss of start_positions and end_positions is over the "
+    "logits of padding too, which here are not those of one device: give samples of one length"
+)
+
+
+def head_is_over_all_rows(model: nn.Module) -> bool:
+    """Whether every Hugging Face model in `model` has a head that is none of a language model."""
+    found = outermost(model)
+    return bool(found) and all(_has_such_head(one) for one in found)
+
+
+def _has_such_head(model: PreTrainedModel) -> bool:
+    if head_of(model) != "other" or stacks_of(model) or media_of(model) is not None:
+        return False
+    inner = token_model(model)
+    return inner is not model and "input_ids" in parameter_names(inner)
+
+
+class HeadHooks:
+    """The hooks of one such model; `handle.remove()` takes them off.
+
+    Args:
+        model: a Hugging Face model with such a head, attached by `handle`.
+        is_last: whether the head's part of the model is on this rank (the last stage of a
+            pipeline): elsewhere nothing is brought together.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, handle: Handle, is_last: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._model, self._handle, self._is_last = model, handle, is_last
+        self._inner: Any = token_model(model)
+        self._draws, self._noise = RankDraws(handle.sp.rank), WholeNoise()
+        self._shape: torch.Size | tuple[int, ...] = ()
+        self._borders: Any = None
+        pools_inside = getattr(self._inner, "pooler", None) is not None
+        rows: nn.Module = self._inner.encoder if pools_inside else self._inner
+        self.hooks = (
+            model.register_forward_pre_hook(self._check, prepend=True, with_kwargs=True),
+            self._inner.register_forward_pre_hook(self._cut, with_kwargs=True),
+            rows.register_forward_hook(self._join),
+            self._inner.register_forward_hook(self._leave, always_call=True),
+        )
+        for hook in self.hooks:
+            handle.undo.callback(hook.remove)
+        handle.attention.cut_inside.add(model)
+        handle.undo.callback(handle.attention.cut_inside.discard, model)
+
+    def _check(self, model: Any, args: tuple[Any, ...], kwargs: Words) -> None:
+        """Refuse what the head would take from one rank's rows."""
+        given = dict(zip(parameter_names(model), args, strict=False)) | kwargs
+        refuse_arguments(given)
+        states = given.get("output_hidden_states")
+        if model.config.output_hidden_states if states is None else states:
+            raise NotImplementedError(PARTIAL_STATES)
+        mask = given.get("attention_mask")
+        padded = isinstance(mask, Tensor) and not bool(mask.all())
+        if padded and any(given.get(key) is not None for key in SPANS):
+            raise NotImplementedError(PADDED_SPANS)
+
+    @eager
+    def _cut(self, inner: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
+        """This rank's part of what the model inside is called with."""
+        names, documents = parameter_names(inner), self._handle.attention.documents
+        given = dict(zip(names, args, strict=False)) | kwargs
+        key = next(key for key in TOKENS if given.get(key) is not None)
+        self._shape = given[key].shape[: 2 if key == "inputs_embeds" else None]
+        given = {k: self._flat(x) for k, x in given.items()}
+        seqlen = seqlen_of(given)
+        batch = {k: x for k, x in given.items() if x is not None and is_by_token(k, x, seqlen)}
+        if (borders := documents.current({})) is not None:
+            batch["cu_seqlens"] = borders
+        local = self._handle.shard_batch(with_documents(batch))
+        keep_padding_in_range(inner, local, seqlen)
+        words = forward_kwargs(self._model, local)
+        self._borders = words.pop("cu_seqlens", None)
+        documents.replace(self._borders)
+        documents.expect(seqlen_of(local))
+        rest = {k: x for k, x in given.items() if k not in batch}
+        refuse_overwriting(rest, words)
+        known = {k: x for k, x in words.items() if k in names or takes_any_keyword(inner)}
+        if takes_any_keyword(inner):
+            known["cu_seqlens"] = self._borders
+        if self._model.training and self._handle.sp.size > 1 and draws_in_training(inner):
+            self._draws.enter(given[key].device)
+        self._noise.enter(inner, seqlen_of(local), seqlen)
+        return (), rest | known
+
+    def _flat(self, x: Any) -> Any:
+        """(b, S, ...) of (b, choices, S, ...), if the tokens are such."""
+        extra = len(self._shape) - 2
+        same = isinstance(x, Tensor) and x.shape[: len(self._shape)] == self._shape
+        return x.flatten(0, extra) if same and extra else x
+
+    @eager
+    def _join(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """The rows of all ranks in place of this rank's. A loss of them counts once."""
+        self._leave()
+        if not self._is_last():
+            return None
+        sp, rows = self._handle.sp, output if isinstance(output, Tensor) else output[0]
+        whole = sp.unshard(rows.view(-1, *rows.shape[-2:]), 1, self._borders)
+        scale_gradient(whole, sp.size)  # the mean over the world divides by it
+        whole = whole[:, : self._shape[-1]]
+        whole = whole.reshape(*self._shape, whole.shape[-1])
+        if isinstance(output, Mapping):
+            first = next(iter(output))
+            return type(output)(**{**output, first: whole})
+        return whole if isinstance(output, Tensor) else (whole, *output[1:])
+
+    def _leave(self, *_: Any) -> None:
+        self._draws.leave()
+        self._noise.leave()
