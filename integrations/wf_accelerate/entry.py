@@ -31,7 +31,6 @@ from wf_transformers.whole_batches.log_probabilities import (
     LogProbabilityHooks,
     makes_log_probabilities,
 )
-from wf_transformers.whole_batches.pooled import PooledHooks, pools_last_token
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -110,23 +109,17 @@ def _attach(
     trl: TrlTrainer | None,
 ) -> Handle:
     """Attach a model that is called with whole batches from then on."""
-    pooled = pools_last_token(model)
-    inner: Any = model.base_model if pooled else model
-    attach = run.attaching(inner, partial(attach_model, inner, sp))
+    attach = run.attaching(model, partial(attach_model, model, sp))
 
     def hooked(handle: Handle) -> Handle:
         with handle.removed_on_error():
-            if pooled:
-                PooledHooks(model, handle)
-            else:
-                hooks = WholeBatchHooks if trl is None else LogProbabilityHooks
-                hooks(model, handle, whole_logits)
+            hooks = WholeBatchHooks if trl is None else LogProbabilityHooks
+            hooks(model, handle, whole_logits)
         return handle
 
-    compared = attach if pooled else lambda: hooked(attach())
-    verify(inner, sp, compared, run.verify, whole_batches=not pooled)
+    verify(model, sp, lambda: hooked(attach()), run.verify, whole_batches=True)
     # A trainer of TRL's calls the model without labels: there is no loss of a call to compare.
-    return hooked(attach_by(run, inner, sp, attach, compares=trl is None)[0])
+    return hooked(attach_by(run, model, sp, attach, compares=trl is None)[0])
 
 
 def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) -> Handle:

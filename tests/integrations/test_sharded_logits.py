@@ -17,7 +17,6 @@ from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import Doubles  # noqa: E402
 from tests.integrations.transformers_models import gradients, sequence_parallel  # noqa: E402
 from wf_transformers.whole_batches.log_probabilities import LogProbabilityHooks  # noqa: E402
-from wf_transformers.whole_batches.pooled import PooledHooks, pools_last_token  # noqa: E402
 from wf_transformers.whole_batches.rollout import Rollout  # noqa: E402
 from wf_transformers.whole_batches.sharded_logits import log_softmax_of  # noqa: E402
 
@@ -83,9 +82,8 @@ LOSSES = {
 
 
 def attached(model: Any, sp: Any) -> wf_transformers.Handle:
-    pooled = pools_last_token(model)
-    handle = wf_transformers.attach(model.base_model if pooled else model, sp, verify=False)
-    PooledHooks(model, handle) if pooled else LogProbabilityHooks(model, handle)
+    handle = wf_transformers.attach(model, sp, verify=False)
+    LogProbabilityHooks(model, handle)
     return handle
 
 

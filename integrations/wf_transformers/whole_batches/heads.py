@@ -3,7 +3,8 @@
 Such a head picks or compares rows of the whole sequence, and its model makes the loss. So it is
 called as it is, with the whole batch. The model inside, which has the layers, gets this rank's
 part, and what it returns is brought together: the head and the loss are then those of one device,
-alike on every rank.
+alike on every rank. Where the head begins with a linear of every row (`score`, a few numbers a
+token), what that gives is brought together instead.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from transformers.modeling_utils import PreTrainedModel
 from wf_backends._compile import eager
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import PARTIAL_STATES, TOKENS, parameter_names, takes_any_keyword
+from wf_transformers.documents import mask_words
 from wf_transformers.draws import RankDraws, WholeNoise, draws_in_training
 from wf_transformers.families.media import media_of
 from wf_transformers.families.stacks import scale_gradient, stacks_of
-from wf_transformers.handle import Handle
+from wf_transformers.handle import Handle, recorded
 from wf_transformers.models import head_of, outermost, token_model
 from wf_transformers.whole_batches.arguments import (
     is_by_token,
@@ -33,6 +35,8 @@ from wf_transformers.whole_batches.arguments import (
 )
 
 Words = dict[str, Any]
+BY_ROW = ("score", "qa_outputs")
+"""Linears that heads of these names apply to every row, first of all."""
 SPANS = ("start_positions", "end_positions")
 PADDED_SPANS = (
     "attention_mask has padding, and the loss of start_positions and end_positions is over the "
@@ -69,20 +73,21 @@ class HeadHooks:
         self._inner: Any = token_model(model)
         self._draws, self._noise = RankDraws(handle.sp.rank), WholeNoise()
         self._shape: torch.Size | tuple[int, ...] = ()
-        self._borders: Any = None
-        pools_inside = getattr(self._inner, "pooler", None) is not None
-        rows: nn.Module = self._inner.encoder if pools_inside else self._inner
-        self.hooks = (
-            model.register_forward_pre_hook(self._check, prepend=True, with_kwargs=True),
-            self._inner.register_forward_pre_hook(self._cut, with_kwargs=True),
-            rows.register_forward_hook(self._join),
-            self._inner.register_forward_hook(self._leave, always_call=True),
-        )
+        self._told: Words = {}
+        handle.whole_batches = True
+        with recorded(handle):
+            self.hooks = (
+                model.register_forward_pre_hook(self._check, prepend=True, with_kwargs=True),
+                self._inner.register_forward_pre_hook(self._cut, with_kwargs=True),
+                _last_by_row(model, self._inner).register_forward_hook(self._join),
+                self._inner.register_forward_hook(self._leave, always_call=True),
+            )
         for hook in self.hooks:
             handle.undo.callback(hook.remove)
         handle.attention.cut_inside.add(model)
         handle.undo.callback(handle.attention.cut_inside.discard, model)
 
+    @eager
     def _check(self, model: Any, args: tuple[Any, ...], kwargs: Words) -> None:
         """Refuse what the head would take from one rank's rows."""
         given = dict(zip(parameter_names(model), args, strict=False)) | kwargs
@@ -94,6 +99,8 @@ class HeadHooks:
         padded = isinstance(mask, Tensor) and not bool(mask.all())
         if padded and any(given.get(key) is not None for key in SPANS):
             raise NotImplementedError(PADDED_SPANS)
+        if model.training and torch.is_grad_enabled():
+            self._handle.compare_first(given)
 
     @eager
     def _cut(self, inner: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
@@ -105,19 +112,19 @@ class HeadHooks:
         given = {k: self._flat(x) for k, x in given.items()}
         seqlen = seqlen_of(given)
         batch = {k: x for k, x in given.items() if x is not None and is_by_token(k, x, seqlen)}
-        if (borders := documents.current({})) is not None:
-            batch["cu_seqlens"] = borders
+        batch |= documents.current({})
         local = self._handle.shard_batch(with_documents(batch))
         keep_padding_in_range(inner, local, seqlen)
         words = forward_kwargs(self._model, local)
-        self._borders = words.pop("cu_seqlens", None)
-        documents.replace(self._borders)
+        self._told = mask_words(words)
+        documents.replace(self._told)
         documents.expect(seqlen_of(local))
         rest = {k: x for k, x in given.items() if k not in batch}
         refuse_overwriting(rest, words)
-        known = {k: x for k, x in words.items() if k in names or takes_any_keyword(inner)}
-        if takes_any_keyword(inner):
-            known["cu_seqlens"] = self._borders
+        any_word = takes_any_keyword(inner)
+        known = (
+            {"cu_seqlens": None} | words if any_word else {k: words[k] for k in names if k in words}
+        )
         if self._model.training and self._handle.sp.size > 1 and draws_in_training(inner):
             self._draws.enter(given[key].device)
         self._noise.enter(inner, seqlen_of(local), seqlen)
@@ -136,7 +143,7 @@ class HeadHooks:
         if not self._is_last():
             return None
         sp, rows = self._handle.sp, output if isinstance(output, Tensor) else output[0]
-        whole = sp.unshard(rows.view(-1, *rows.shape[-2:]), 1, self._borders)
+        whole = sp.unshard(rows.view(-1, *rows.shape[-2:]), 1, **self._told)
         scale_gradient(whole, sp.size)  # the mean over the world divides by it
         whole = whole[:, : self._shape[-1]]
         whole = whole.reshape(*self._shape, whole.shape[-1])
@@ -148,3 +155,11 @@ class HeadHooks:
     def _leave(self, *_: Any) -> None:
         self._draws.leave()
         self._noise.leave()
+
+
+def _last_by_row(model: nn.Module, inner: nn.Module) -> nn.Module:
+    """The last module that has a row for each token: what it returns is brought together."""
+    found = [m for name, m in model.named_children() if name in BY_ROW and type(m) is nn.Linear]
+    if found and not any(isinstance(child, nn.Dropout) for child in model.children()):
+        return found[0]
+    return inner.get_submodule("encoder") if getattr(inner, "pooler", None) is not None else inner

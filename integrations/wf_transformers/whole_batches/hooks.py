@@ -113,7 +113,7 @@ class WholeBatchHooks:
     def _register(self, model: nn.Module) -> None:
         if head_is_over_all_rows(model):
             self._hooks = tuple(
-                h for one in outermost(model) for h in HeadHooks(one, self._handle).hooks
+                h for one in outermost(model) for h in HeadHooks(one, self.handle).hooks
             )
             return
         self._hooks = (
