@@ -114,6 +114,7 @@ class OverAllRows(HeadHooks):
 
     def __init__(self, model: Any, handle: Handle, stages: PipelineStageManager | None) -> None:
         super().__init__(model, handle, stages.is_last_stage if stages else lambda: True)
+        handle.share_operations(model)
 
     def _check(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._check(model, args, kwargs)

@@ -17,6 +17,8 @@ from wf_backends import SequenceParallel
 from wf_backends.parallel import IGNORE_INDEX
 from wf_transformers.attention import Attention
 
+OPERATIONS = "floating_point_ops"
+
 
 class Handle:
     """One attached model. `remove()`, or the end of a `with` block, takes everything back.
@@ -167,6 +169,13 @@ class Handle:
         else:
             self.undo.callback(delattr, owner, name)
         setattr(owner, name, value)
+
+    def share_operations(self, model: Any) -> None:
+        """Count a rank's part of a whole batch's operations: the Trainer of transformers 4 sums
+        them over all ranks."""
+        original = getattr(model, OPERATIONS, None)
+        if original is not None:
+            self.set(model, OPERATIONS, lambda *args, **kw: original(*args, **kw) / self.sp.size)
 
     def remove(self) -> None:
         """Take everything back. A second call does nothing."""

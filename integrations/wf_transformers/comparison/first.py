@@ -70,8 +70,8 @@ class FirstStep:
         with self.changes.taken_back():
             problem = obstacle(self.model, handle.sp, sharded=True)
         if batch is None:
-            problem = "its first batch cannot be cut short: it has a mask in slices, or images in "
-            problem += f"more than {LONGEST} tokens"
+            problem = "its first batch cannot be cut short: it has a mask in slices, several "
+            problem += f"sequences a sample, or images in more than {LONGEST} tokens"
         batch = {} if problem else batch or {}
         run = Comparison(self.model, handle.sp, batch, whole_batches, call=call)
         if problem is None:
@@ -95,7 +95,7 @@ def shortened(given: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any] 
     if not isinstance(tokens, Tensor):
         return {key: _first(x, samples) for key, x in batch.items()}
     seqlen = tokens.shape[1]
-    if batch.get(SLICE_WORDS[0]) is not None:
+    if batch.get(SLICE_WORDS[0]) is not None or batch.get("input_ids", tokens[:, 0]).dim() > 2:
         return None
     if any(x.dim() > 1 and seqlen not in x.shape[1:] for x in tensors):  # images among tokens
         return batch if seqlen <= LONGEST else None

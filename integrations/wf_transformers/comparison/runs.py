@@ -27,12 +27,11 @@ from wf_transformers.calls import has_tokens, parameter_names, takes_any_keyword
 from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary_size
 from wf_transformers.comparison.rows import Rows
 from wf_transformers.families.stacks import stacks_of
-from wf_transformers.handle import Handle
+from wf_transformers.handle import OPERATIONS, Handle
 
 SMALL_GRADIENT = 0.1  # of the largest of all: key biases have gradients of rounding errors alone
 KEPT_BYTES = 1 << 28  # of a part's module outputs; those of later modules are not compared
 LOSS = "loss"
-OPERATIONS = "floating_point_ops"
 UNLABELLED = "loss without labels"
 
 Gather = Callable[[nn.Module], AbstractContextManager[Any]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -107,7 +107,7 @@ class WholeBatchHooks:
         with recorded(handle):
             if not any(stacks_of(one) for one in outermost(model)):  # which takes them as it is
                 self._register(model)
-            share_operations(model, handle)
+            handle.share_operations(model)
         handle.undo.callback(self.remove)
 
     def _register(self, model: nn.Module) -> None:
@@ -303,19 +303,3 @@ class WholeBatchHooks:
         num_valid = sp.sum_over_ranks(count_valid(labels))
         share = token_loss(logits, labels, num_valid) * sp.size
         return torch.where(num_valid > 0, share, torch.nan)  # as the mean over nothing
-
-
-def share_operations(model: nn.Module, handle: Handle) -> None:
-    """Have a model that takes whole batches count a rank's part of its operations.
-
-    The Trainer of transformers 4 sums them over all ranks.
-    """
-    operations: Any = getattr(model, "floating_point_ops", None)
-    if operations is not None:
-        share = partial(_operations, operations, handle.sp.size)
-        handle.set(model, "floating_point_ops", share)
-
-
-def _operations(original: Callable[..., int], size: int, *args: Any, **kwargs: Any) -> float:
-    """One rank's part of the operations that a whole batch takes."""
-    return original(*args, **kwargs) / size
