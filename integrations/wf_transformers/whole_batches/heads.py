@@ -99,6 +99,8 @@ class HeadHooks:
         padded = isinstance(mask, Tensor) and not bool(mask.all())
         if padded and any(given.get(key) is not None for key in SPANS):
             raise NotImplementedError(PADDED_SPANS)
+        if model.training and torch.is_grad_enabled():
+            self._handle.compare_first(given)
 
     @eager
     def _cut(self, inner: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
