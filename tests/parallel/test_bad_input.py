@@ -91,6 +91,8 @@ def test_sinks_slopes_and_caps_that_do_not_fit_are_refused():
     refused(same, says, position_bias=torch.zeros(4, 5, device="meta"))
     learned = floats.clone().requires_grad_()
     refused(same, "alibi_slopes have no gradient: pass", alibi_slopes=learned)
+    zero = {"alibi_slopes": torch.ones(4), "softmax_scale": 0.0}
+    refused(same, "softmax_scale must not be 0 beside alibi_slopes", **zero)
     for cap in (-1.0, float("nan"), float("inf"), "30", True, None):
         refused(same, "softcap must be a number from 0", softcap=cap)
     error = NotImplementedError

@@ -51,8 +51,9 @@ def make_softmax(
     Raises:
         ValueError: for a softmax_scale that requires a gradient, a softcap that is no number from
             0 on, sinks or slopes of another length than the heads, of another device or no floats,
-            slopes that require a gradient, a position_bias that is no (heads, odd number), a
-            dropout_p outside [0, 1), and a dropout_seed that is no integer in [0, 2**63).
+            slopes that require a gradient or a scale of 0 beside them, a position_bias that is no
+            (heads, odd number), a dropout_p outside [0, 1), and a dropout_seed that is no integer
+            in [0, 2**63).
     """
     scale = _scale(softmax_scale, q.shape[3])
     cap = _softcap(softcap)
@@ -61,6 +62,8 @@ def make_softmax(
     _check_bias(position_bias, q)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes have no gradient: pass alibi_slopes.detach()")
+    if alibi_slopes is not None and not scale:
+        raise ValueError("softmax_scale must not be 0 beside alibi_slopes")
     dropout = _dropout(dropout_p, dropout_seed, q.shape[2])
     scores = Scores(scale, cap, alibi_slopes, dropout)
     told = {"softmax_scale": scale, "softcap": cap, "sinks": sinks is not None}
