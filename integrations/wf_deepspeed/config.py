@@ -48,9 +48,8 @@ class Block:
     as data parallelism has it. "token": every valid token of an optimizer step weighs the same,
     over data parallelism and gradient accumulation.
 
-    `dsp`, if any: the model's stages, between which its hidden state is switched.
-
-    `model`: how the model is run, whatever the engine.
+    `dsp`, if any: the model's stages, between which its hidden state is switched. `model`: how the
+    model is run, whatever the engine.
     """
 
     sequence_parallel: SequenceParallelConfig
@@ -275,9 +274,7 @@ def check_batch(config: Mapping[str, Any], replicas: int) -> None:
     values = {key: config.get(key) for key in BATCH_KEYS}
     train, micro, steps = values.values()
     if train is None and micro is None:
-        raise ValueError(
-            'one of "train_batch_size", "train_micro_batch_size_per_gpu" must be given'
-        )
+        raise ValueError(f'one of "{BATCH_KEYS[0]}", "{BATCH_KEYS[1]}" must be given')
     if train is None:
         return
     if micro is not None and steps is not None:

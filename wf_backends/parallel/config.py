@@ -37,9 +37,9 @@ class SequenceParallelConfig:
     route: Route = AUTO
     """{"name": "ring" | "all_gather"}, {"name": "double_ring", "inner": 4}, {"name":
     "concentric", "team_size": 2}, {"name": "mesh", "rows": 2, "cols": 4}, or "auto". A name alone
-    may be given as a string where the route takes no other key. Every route also takes a placement,
-    "order": [1, 0] and "reverse": true (see `placement.read_placed`); without, rank order. Those
-    that gather also take "host_size": 8: rows cross to a host of 8 ranks once."""
+    may be given as a string where the route takes no other key. Every route takes a placement,
+    "order": [1, 0] and "reverse": true (see `placement.read_placed`), and those that gather
+    "host_size": 8 (rows cross to a host of 8 ranks once)."""
     backward_route: Route = None
     """The route of the backward, in the same forms. None = the forward's, or what the planner
     chooses where route is "auto"."""
@@ -75,9 +75,8 @@ class SequenceParallelConfig:
     """None, or "lss": LSS Transformer, the route "all_gather" with all keys gathered in one
     exchange and kept for the backward."""
     topology: str | None = None
-    """Hosts and links, from which "auto" is chosen: the name of a preset, a .json or .toml file,
-    "measure" (measured at first use), or None = the one-host preset on cores of one host, else
-    measured."""
+    """Hosts and links, from which "auto" is chosen: a preset's name, a .json or .toml file, or
+    "measure" (at first use). None = the one-host preset on cores of one host, else measured."""
     timeout: float | None = None
     """Seconds that a message waits for its peer before the call fails, on gloo and MPI. None = as
     long as the group that is given waits (under MPI: the default group, or 600 s)."""

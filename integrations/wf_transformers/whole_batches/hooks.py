@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -42,6 +41,7 @@ from wf_transformers.whole_batches.arguments import (
     with_documents,
     with_slices,
 )
+from wf_transformers.whole_batches.call import Call
 from wf_transformers.whole_batches.fused import FUSED, fused_fields, own_words
 from wf_transformers.whole_batches.heads import HeadHooks, head_is_over_all_rows
 from wf_transformers.whole_batches.local_logits import LocalLogits
@@ -49,27 +49,6 @@ from wf_transformers.whole_batches.own_loss import INPUTS, no_head, output_embed
 
 WHOLE_LOGITS = "whole_logits"
 LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What the hook after the model needs to know of the batch that the hook before it cut."""
-
-    seqlen: int
-    """Tokens before padding."""
-    local: Mapping[str, Any]
-    """This rank's part: "labels" (b, s_local) where they are predicted, "cu_seqlens" with the
-    padding as one more document."""
-    num_items: Tensor | int | None
-    """Valid labels of the optimizer step as the caller counted them, if the loss asks for them."""
-    whole: bool
-    """Whether logits are to be of the whole batch."""
-    hidden: bool
-    """Whether logits are of this rank's tokens, and nobody said that they may be."""
-    fused: bool
-    """Whether the model gives no logits, but values by token of the labels."""
-    own_loss: bool
-    """Whether the model makes the loss, from whole labels and the logits of all ranks."""
 
 
 class WholeBatchHooks:

@@ -23,7 +23,8 @@ from wf_transformers.handle import Handle
 from wf_transformers.models import own_class
 from wf_transformers.replace import temporarily_replace
 from wf_transformers.whole_batches.arguments import is_by_token, keep_padding_in_range, seqlen_of
-from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, Call, WholeBatchHooks
+from wf_transformers.whole_batches.call import Call
+from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.sharded_logits import Rows, ShardedLogits, log_softmax_of, rolled
 
 LOG_SOFTMAX = "selective_log_softmax"
