@@ -35,6 +35,7 @@ def python(*modules: str, **environ: str) -> tuple[str, ...]:
     path = str(Path(folder, "socket"))
     paths = [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
     extra = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    extra["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # the server may have no other thread
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()
