@@ -118,7 +118,8 @@ def _compare_whole_calls(model: nn.Module, handle: Handle) -> None:
     @eager
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = dict(zip(names, args, strict=False)) | kwargs
-        whole = not has_tokens(given) or any(stacks_of(one) for one in outermost(model))
+        found = outermost(model)  # without any it is not known what the arguments are
+        whole = bool(found) and (not has_tokens(given) or any(stacks_of(one) for one in found))
         if whole and model.training and torch.is_grad_enabled():
             handle.compare_first(given)
 

@@ -88,11 +88,15 @@ class LaneThread:
         with torch.inference_mode():
             while (item := self._queue.get()) is not None:
                 *words, done = item
+                del item
                 try:
-                    done.set_result(self._do(*words))
+                    ended = self._do(*words)
                 except BaseException as error:  # whoever waits for the event raises it
                     done.set_exception(self._stop.set(error))
-                del item, words, done  # the tensors of a work go before the next one comes
+                else:
+                    del words  # the tensors of a work go before anybody knows that it ended
+                    done.set_result(ended)
+                del done
 
     def _do(self, work: Work, after: Sequence[Future[float]], submitted: float) -> float:
         """Do a work; when it ended, or was due to end if that is later than the rates say."""
