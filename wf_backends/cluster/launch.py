@@ -18,15 +18,7 @@ import torch.distributed as dist
 from wf_backends.cluster.ending import failed, leave_at_exit, settle_at_exit
 from wf_backends.cluster.environment import Place, default_log_folder, detect
 from wf_backends.cluster.rendezvous import meet, open_store, take_gpu, with_local
-from wf_backends.comm import (
-    DEFAULT_TIMEOUT_S,
-    FOLDER,
-    MPI_ANSWER_S,
-    PATIENCE,
-    job_board,
-    library_name,
-    load_mpi,
-)
+from wf_backends.comm import DEFAULT_TIMEOUT_S, FOLDER, job_board, library_name, load_mpi
 
 __all__ = ["Launch", "detect", "init", "leave_at_exit", "settle_at_exit"]
 
@@ -123,22 +115,18 @@ def init(
         device_id=device if device.type == "cuda" else None,
     )
     launch = replace(_describe(place), _exported=_export(place))
-    _tell_reports(log_folder or default_log_folder(os.environ), place.launcher in MPI_LAUNCHERS)
+    _tell_folder(log_folder or default_log_folder(os.environ))
     settle_at_exit()
     atexit.register(launch._end)
     leave_at_exit()
     return launch
 
 
-def _tell_reports(folder: str | os.PathLike[str] | None, by_mpi: bool) -> None:
-    """Every rank reads on the job's board where and how soon it reports a fault."""
+def _tell_folder(folder: str | os.PathLike[str] | None) -> None:
+    """Every rank reads it on the job's board, when it reports a fault."""
     board = job_board()
-    if board is None or dist.get_rank():
-        return
-    if folder is not None:
+    if board is not None and folder is not None and dist.get_rank() == 0:
         board.write(FOLDER, 0, str(Path(folder).resolve()))
-    if by_mpi:
-        board.write(PATIENCE, 0, MPI_ANSWER_S)
 
 
 def _check_backend(backend: str | None) -> str:

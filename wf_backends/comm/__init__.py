@@ -16,15 +16,7 @@ from wf_backends.comm.consistency import (
     gather_texts,
     sum_over_ranks,
 )
-from wf_backends.comm.faults import (
-    FOLDER,
-    MPI_ANSWER_S,
-    PATIENCE,
-    Board,
-    job_board,
-    last_words,
-    leave_note,
-)
+from wf_backends.comm.faults import FOLDER, Board, job_board, last_words, leave_note
 from wf_backends.comm.mpi import library_name, load_mpi
 from wf_backends.comm.process_group import as_timeout, own_group, timeout_of
 from wf_backends.comm.protocol import (
@@ -42,8 +34,6 @@ from wf_backends.comm.turns import exchange
 __all__ = [
     "Board",
     "FOLDER",
-    "MPI_ANSWER_S",
-    "PATIENCE",
     "ConsistencyCheck",
     "Communicator",
     "DEFAULT_TIMEOUT_S",

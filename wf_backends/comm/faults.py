@@ -20,11 +20,10 @@ from wf_backends.comm.protocol import Communicator, Wait
 from wf_backends.comm.termination import noticed_termination
 
 ANSWER_S = 2.0  # how long a rank that failed waits for the notes of others
-MPI_ANSWER_S = 0.15  # the same where mpirun ends all ranks a quarter of a second after one
 PAUSE_S = 0.02
 ERROR_LENGTH = 300
 NAMED = 8  # ranks that a report names one by one
-FOLDER, PATIENCE, REPORT = "log folder", "patience", "report"
+FOLDER, REPORT = "log folder", "report"
 STORE_GONE = "Rank 0 has ended, and with it the store of the ranks' notes: no other rank is heard"
 Note = dict[str, Any]
 
@@ -86,7 +85,7 @@ def failure(comm: Communicator, wait: Wait, error: object) -> RuntimeError:
     if board is not None and board.read("fault", ranks[comm.rank]) is None:
         own = note_of(wait, ranks)
         board.write("fault", ranks[comm.rank], own)
-        report(board, ranks, ranks[comm.rank], own, board.read(PATIENCE, 0) or ANSWER_S)
+        report(board, ranks, ranks[comm.rank], own)
         note = board.read("fault", ranks[wait.peer]) or board.read("wait", ranks[wait.peer]) or {}
         if "ended" in note:
             text += f" ({comm.name_of(wait.peer)} ended by {note['ended']})"
