@@ -25,7 +25,6 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
         "head_mask": "head masks",
         "layer_head_mask": "head masks",
         "output_attentions": "output_attentions=True: attention weights are never formed",
-        "position_bias": "an attention bias",
         "encoder_hidden_states": "cross attention",
         "past_key_value": "a KV cache",
     }
@@ -78,7 +77,7 @@ class Attention:
         s_aux: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         kv_up: Tensor | None = None,
-        relative_bias: Tensor | None = None,
+        position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Exact attention of this rank's rows over the whole sequence.
@@ -94,8 +93,8 @@ class Attention:
             softcap: scores are softcap tanh(scores / softcap); None and 0 are none.
             s_aux: (h,) the heads' sinks.
             alibi_slopes: (h,) by which scores fall with the distance.
-            relative_bias: (h, 2 n - 1) that is added to the scores by the distance of key and
-                query: `position_bias` of `SequenceParallel.attention`.
+            position_bias: (h, 2 n - 1) that is added to the scores by the distance of key and
+                query: see `SequenceParallel.attention`.
             kv_up: key and value are latents, (b, 1, s, ...): see `SequenceParallel.attention`.
             kwargs: `cu_seqlens`, the borders of packed documents, or a mask in slices, as host
                 integers, global; what changes nothing is ignored.
@@ -112,7 +111,7 @@ class Attention:
         if not torch.compiler.is_compiling() and _was_asked_for_weights(module, sys._getframe(1)):
             kwargs["output_attentions"] = True
         self.asked = True
-        _refuse(module, query, key, kwargs)
+        _refuse(module, query, key, position_bias, kwargs)
         if self.sp.size > 1:
             layer = type(module).__name__
             refuse_varying_rope(layer, getattr(module, "config", None))
@@ -133,7 +132,7 @@ class Attention:
             sinks=s_aux,
             alibi_slopes=alibi_slopes,
             kv_up=kv_up,
-            position_bias=relative_bias,
+            position_bias=position_bias,
             dropout_p=dropout if self.drops else 0.0,
         )
         return out, None
@@ -235,9 +234,13 @@ def refuse_words(layer: str, words: Mapping[str, Any]) -> None:
             raise NotImplementedError(f"{layer} asks for {what}, which WallFacer lacks")
 
 
-def _refuse(module: nn.Module, query: Tensor, key: Tensor, kwargs: dict[str, Any]) -> None:
+def _refuse(
+    module: nn.Module, query: Tensor, key: Tensor, bias: Tensor | None, kwargs: dict[str, Any]
+) -> None:
     layer, config = type(module).__name__, getattr(module, "config", None)
     refuse_words(layer, kwargs)
+    if bias is not None and bias.dim() != 2:
+        raise NotImplementedError(f"{layer} asks for an attention bias, which WallFacer lacks")
     if kwargs.get("cu_seq_lens_q") is not None:
         raise ValueError(
             "cu_seq_lens_q are of no use here: pass cu_seqlens, global and as host integers"

@@ -87,6 +87,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", lambda: tf.T5Config(**T5), SEQ2SEQ),
     "t5_padded": ("T5ForConditionalGeneration", lambda: tf.T5Config(**T5), SEQ2SEQ | PADDING),
     "mt5": ("MT5ForConditionalGeneration", lambda: tf.MT5Config(**T5), SEQ2SEQ),
+    "umt5": ("UMT5ForConditionalGeneration", lambda: tf.UMT5Config(**T5), SEQ2SEQ | PADDING),
     "whisper": (
         "WhisperForConditionalGeneration",
         lambda: tf.WhisperConfig(**WHISPER),
@@ -104,7 +105,7 @@ CASES: dict[str, tuple[str, Any, dict[str, Any]]] = {
     ),
 }
 
-EAGER = ("t5", "t5_padded", "mt5")
+EAGER = ("t5", "t5_padded", "mt5", "umt5")
 """Models that have no other attention of their own."""
 
 

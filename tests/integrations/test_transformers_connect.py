@@ -130,8 +130,9 @@ def test_a_model_that_cannot_ask_is_refused_at_once() -> None:
 
 
 def test_learned_biases_are_refused_by_name() -> None:
-    config = tf.UMT5Config(d_model=8, d_ff=8, d_kv=4, num_heads=2, num_layers=1, vocab_size=61)
-    model = tf.UMT5ForConditionalGeneration(config)
+    words = {"d_model": 8, "d_ff": 8, "d_kv": 4, "num_heads": 2, "num_layers": 1}
+    config = tf.SwitchTransformersConfig(**words, vocab_size=61, num_experts=2)
+    model = tf.SwitchTransformersForConditionalGeneration(config)
 
     def rank(comm: Any) -> None:
         with pytest.raises(NotImplementedError, match="a learned bias by relative positions"):

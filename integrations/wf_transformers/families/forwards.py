@@ -166,10 +166,7 @@ def t5(
     cache_position: Tensor | None = None,
     **_: Any,
 ) -> tuple[Any, ...]:
-    """T5Attention.forward: (b, s, width). Its `position_bias` is by distances, as ours is.
-
-    The first layer of a stack makes it, and hands it on to the others.
-    """
+    """T5Attention.forward: (b, s, width). The first layer of a stack makes the bias for all."""
     across = key_value_states is not None
     heads, seen = (self.n_heads, -1), key_value_states if across else hidden_states
     query, key, value = (
@@ -179,8 +176,7 @@ def t5(
     if past_key_value is not None and not across:  # one that is not empty shows by its rows
         cache, words = past_key_value.self_attention_cache, {"cache_position": cache_position}
         key, value = cache.update(key, value, self.layer_idx, words)
-    if position_bias is None and self.has_relative_attention_bias:
-        position_bias = _bias_by_distance(self)
+    bias = self.compute_bias() if position_bias is None else position_bias
     out, _none = self.wallfacer(
         self,
         query,
@@ -189,25 +185,37 @@ def t5(
         mask,
         self.dropout if self.training else 0.0,
         1.0,
-        relative_bias=position_bias,
+        position_bias=bias,
         layer_head_mask=layer_head_mask,
         output_attentions=output_attentions,
     )
-    return self.o(out.flatten(2)), past_key_value, position_bias
+    return self.o(out.flatten(2)), past_key_value, bias
 
 
-def _bias_by_distance(module: Any) -> Tensor:
-    """(h, 2 n - 1) of a T5's buckets, which are all one beyond some distance."""
-    buckets, farthest = (
-        module.relative_attention_num_buckets,
-        module.relative_attention_max_distance,
-    )
-    side = max(buckets, farthest)
-    distances = torch.arange(-side, side + 1, device=module.relative_attention_bias.weight.device)
-    found = module._relative_position_bucket(
-        distances, not module.is_decoder, num_buckets=buckets, max_distance=farthest
-    )
-    return module.relative_attention_bias(found).T
+def umt5(
+    self: Any,
+    hidden_states: Tensor,
+    encoder_hidden_states: Tensor | None = None,
+    past_key_value: Any = None,
+    attention_mask: Tensor | None = None,
+    **words: Any,
+) -> tuple[Any, ...]:
+    """UMT5Attention.forward, where every layer has a bias of its own."""
+    states = attention_mask, encoder_hidden_states, None, past_key_value
+    out, cache, _ = t5(self, hidden_states, *states, **words)
+    return out, None, cache
+
+
+def bias_by_distance(self: Any, *_: Any, **__: Any) -> Tensor | None:
+    """In place of a T5's compute_bias: (h, 2 n - 1), as attention takes it; None without one.
+
+    Its buckets are all one beyond some distance, so this has the row of a token that far from
+    either end.
+    """
+    if getattr(self, "relative_attention_bias", None) is None:
+        return None
+    side = max(self.relative_attention_num_buckets, self.relative_attention_max_distance)
+    return own_class(self).compute_bias(self, side + 1, 2 * side + 1)[0, :, -1]
 
 
 def deepseek(

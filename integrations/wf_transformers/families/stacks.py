@@ -22,7 +22,7 @@ Words = dict[str, Any]
 STACKS = frozenset(
     {
         *("BartEncoder", "BartDecoder", "MBartEncoder", "MBartDecoder"),
-        *("WhisperEncoder", "WhisperDecoder", "CLIPEncoder", "T5Stack", "MT5Stack"),
+        *("WhisperEncoder", "WhisperDecoder", "CLIPEncoder", "T5Stack", "MT5Stack", "UMT5Stack"),
     }
 )
 """Modules whose layers are cut, in models of their own file."""

@@ -9,7 +9,6 @@ does the same with ours. Only single modules of a model that was attached are ch
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from wf_transformers.attention import Attention, Window
 from wf_transformers.families.forwards import (
+    bias_by_distance,
     bloom,
     by_torch,
     deepseek,
@@ -30,6 +30,7 @@ from wf_transformers.families.forwards import (
     modernbert,
     mpt,
     t5,
+    umt5,
 )
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.models import REGISTRY, own_class
@@ -66,6 +67,8 @@ class Row:
     """Whether it is ours only in models that are cut inside (stacks.py)."""
     attributes: Callable[[Any], Mapping[str, Any]] = _nothing
     """Module -> what it must have for that forward, beside what it has."""
+    asking: Callable[[Any], Mapping[str, Any]] = _nothing
+    """Module -> what it must have where its file asks the registry, and its own forward runs."""
 
 
 def _repeats(module: Any, given: int) -> int:
@@ -136,21 +139,23 @@ def _mpt_slopes(module: Any) -> Mapping[str, Any]:
 
 
 def _t5(module: Any) -> Mapping[str, Any]:
-    """Decoders are causal.
+    """Decoders are causal. All layers ask for a bias, and those without one have none.
 
     Raises:
-        NotImplementedError: for heads that were pruned, whose bias is left out, and for the T5 of
-            transformers 5, which returns something else.
+        NotImplementedError: for heads that were pruned, whose bias is left out.
     """
-    if "past_key_value" not in inspect.signature(type(module).forward).parameters:
-        raise NotImplementedError(f"{type(module).__name__} of transformers 5; 4.51's is supported")
-    if module.pruned_heads:
+    if getattr(module, "pruned_heads", None):
         raise NotImplementedError(f"pruned heads {sorted(module.pruned_heads)} of a T5")
-    return {"is_causal": module.is_decoder}
+    compute = {"compute_bias": MethodType(bias_by_distance, module)}
+    return compute | {"is_causal": module.is_decoder, "has_relative_attention_bias": True}
 
 
 def _bert_like(name: str) -> Row:
     return Row(sdpa=f"{name}SdpaSelfAttention", causal=False, attributes=_bert)
+
+
+def _t5_like(forward: Callable[..., Any]) -> Row:
+    return Row(function=forward, in_stack=True, attributes=_t5, asking=_t5)
 
 
 def _decoder(name: str, window: Callable[[Any], Window] = _no_window) -> Row:
@@ -168,8 +173,8 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         "MBartAttention": Row(sdpa="MBartSdpaAttention", in_stack=True),
         "WhisperAttention": Row(sdpa="WhisperSdpaAttention", in_stack=True),
         "CLIPAttention": Row(sdpa="CLIPSdpaAttention", in_stack=True, attributes=_clip),
-        "T5Attention": Row(function=t5, in_stack=True, attributes=_t5),
-        "MT5Attention": Row(function=t5, in_stack=True, attributes=_t5),
+        **dict.fromkeys(("T5Attention", "MT5Attention"), _t5_like(t5)),
+        "UMT5Attention": _t5_like(umt5),
         "OPTAttention": _decoder("OPT"),
         "JambaAttention": _decoder("Jamba"),
         "RecurrentGemmaSdpaAttention": Row(key_heads=_repeats),
@@ -202,7 +207,7 @@ of their ALiBi, which attention is told of."""
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
-            ("UMT5Attention", "SwitchTransformersAttention", "LongT5Attention"),
+            ("SwitchTransformersAttention", "LongT5Attention"),
             "adds a learned bias by relative positions to its scores",
         ),
         "DisentangledSelfAttention": "adds scores of learned relative positions to its own",
@@ -226,9 +231,10 @@ def changes_around(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
         for name, value in AROUND.get(type(module).__name__, {}).items()
         if hasattr(module, name)
     ]
-    asking = [m for m in model.modules() if asks(type(m)) and type(m).__name__ in TABLE]
+    asking = [module for module, asks in _known(model) if asks]
     windows = [(m, "sliding_window", row_of(m).window(m)) for m in asking]  # by masks alone there
-    return found + [one for one in windows if one[2] and not hasattr(one[0], "sliding_window")]
+    found += [one for one in windows if one[2] and not hasattr(one[0], "sliding_window")]
+    return found + [(m, name, x) for m in asking for name, x in row_of(m).asking(m).items()]
 
 
 def builds_masks(model: nn.Module) -> bool:
@@ -243,16 +249,19 @@ def row_of(module: nn.Module) -> Row:
 
 def unasking(model: nn.Module) -> list[Any]:
     """The attention modules in `model` that the table has, if their files ask no registry."""
+    return [module for module, asks in _known(model) if not asks]
+
+
+def _known(model: nn.Module) -> list[tuple[Any, bool]]:
+    """The attention modules in `model` that the table has, and whether they ask the registry."""
     inside = {id(module) for stack in stacks_of(model) for module in stack.modules()}
-    known = (module for module in model.modules() if _is_known(type(module)))
-    return [module for module in known if not row_of(module).in_stack or id(module) in inside]
-
-
-def _is_known(kind: type) -> bool:
-    for base in kind.__mro__:
-        if base.__name__ in TABLE and base.__module__.startswith("transformers.models."):
-            return not asks(base)
-    return False
+    found: list[tuple[Any, bool]] = []
+    for module in model.modules():
+        kinds = (kind for kind in type(module).__mro__ if kind.__name__ in TABLE)
+        kind = next((k for k in kinds if k.__module__.startswith("transformers.models.")), None)
+        if kind is not None and (id(module) in inside or not TABLE[kind.__name__].in_stack):
+            found.append((module, asks(kind)))
+    return found
 
 
 def asks(kind: type) -> bool:
