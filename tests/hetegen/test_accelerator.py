@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.hetegen.models import Plain, make_model, split_memory
 from wf_backends.hetegen import Handle, Rates, dispatch_model
-from wf_backends.hetegen.accelerator import Accelerator, Streams
+from wf_backends.hetegen.accelerator import AHEAD, Accelerator, Streams
 from wf_backends.hetegen.gate import CudaGate
 from wf_backends.hetegen.measure import measure_rates
 
@@ -89,7 +89,7 @@ class StandInGate:
         self.count, self.held, self.changed = 0, 0, threading.Condition()
 
     def hold(self, stream: Stream, count: int) -> None:
-        assert count == self.held + 1
+        assert count > self.held  # a work that failed before its join holds nothing
         self.held = count
         stream.put(lambda: self._wait(count))
 
@@ -111,9 +111,11 @@ class StandIn(Streams):
         self.device = torch.device("cpu")
         self.counts: Counter = Counter()
         self.pins, self.gates = pins, gates
+        self.streams: list[Stream] = []
 
     def stream(self) -> Stream:  # type: ignore[override]
-        return Stream()
+        self.streams.append(Stream())
+        return self.streams[-1]
 
     def event(self, timed: bool = False) -> Event:  # type: ignore[override]
         return Event(self.counts)
@@ -123,16 +125,20 @@ class StandIn(Streams):
 
     def synchronize(self) -> None:
         self.counts["all"] += 1
+        for stream in self.streams:
+            done = threading.Event()
+            stream.put(done.set)
+            assert done.wait(SOON)
 
-    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if not self.pins:
             raise RuntimeError("cannot pin")
         return torch.empty(shape, dtype=dtype)
 
-    def copy(self, stream: Stream, pinned: Tensor, to: Tensor) -> None:  # type: ignore[override]
-        stream.put(lambda: to.copy_(pinned))
+    def copy(self, stream: Stream, source: Tensor, to: Tensor) -> None:  # type: ignore[override]
+        stream.put(lambda: to.copy_(source))
 
-    def gate(self) -> StandInGate | None:
+    def gate(self) -> StandInGate | None:  # type: ignore[override]
         return StandInGate() if self.gates else None
 
 
@@ -181,15 +187,15 @@ def test_without_pinned_memory() -> None:
 
 @contextmanager
 def failing(model: nn.Module, gates: bool = True) -> Iterator[tuple[Handle, Accelerator]]:
-    """The model with a host's lane that fails until `device.from_host` is deleted."""
+    """The model with a host's lane that fails until `device.on_host` is deleted."""
     device = Accelerator(RATES, StandIn(gates=gates))
-    handle, from_host = dispatch_model(model, {0: 20_000}, device, alpha=0.5), device.from_host
+    handle, on_host = dispatch_model(model, {0: 20_000}, device, alpha=0.5), device.on_host
 
     def fail(there: Tensor) -> None:
         time.sleep(0.1)  # the caller is gone by then
         raise OSError("no way back")
 
-    device.from_host = lambda write, out: from_host(fail, out)  # type: ignore[method-assign]
+    device.on_host = lambda write, *rest: on_host(fail, *rest)  # type: ignore[method-assign]
     with torch.no_grad():
         yield handle, device
 
@@ -201,7 +207,7 @@ def test_an_error_of_the_hosts_thread_reaches_the_caller(gates: bool) -> None:
         with pytest.raises(OSError, match="no way back"):
             model(x)
         assert time.perf_counter() - start < SOON
-        del device.from_host
+        del device.on_host
         torch.testing.assert_close(model(x), Plain()(x), rtol=0, atol=1e-5)
         handle.remove()
 
@@ -215,6 +221,42 @@ def test_an_error_in_the_last_call_leaves_no_results_and_is_raised_at_the_end() 
         torch.testing.assert_close(
             model(torch.ones(1, 128)), Plain(layers=1, width=128)(torch.ones(1, 128))
         )
+
+
+def test_after_an_error_no_stream_has_work_left_that_uses_memory() -> None:
+    """A copy into a slab that comes later than the error would be one of memory that is free."""
+    model = Plain()
+    with failing(model) as (handle, device):
+        late, stream = threading.Event(), device.streams.stream()
+        stream.put(lambda: time.sleep(1))  # type: ignore[attr-defined]
+        stream.put(late.set)  # type: ignore[attr-defined]
+        with pytest.raises(OSError, match="no way back"):
+            model(torch.randn(1, 64))
+        assert late.is_set()
+        del device.on_host
+        handle.remove()
+
+
+class Away(Current):
+    """The stream of a caller who runs ahead: nothing that it waits for holds it up."""
+
+    def wait_event(self, event: Event) -> None:
+        assert event.recorded
+
+
+def test_the_caller_is_no_more_gates_ahead_than_a_drivers_queue_holds() -> None:
+    """Where it is full the driver has the caller wait, who holds the lock that threads need."""
+    streams = StandIn()
+    streams.current = Away  # type: ignore[assignment, method-assign]
+    device = Accelerator(RATES, streams)
+    gate = device._host.gate
+    assert isinstance(gate, StandInGate)
+    shut: list[int] = []
+    for i in range(3 * AHEAD):
+        device.on_host(lambda memory: time.sleep(0.01), torch.empty(1), 4, [])
+        shut.append(i + 1 - gate.count)
+    assert AHEAD / 2 < max(shut) <= AHEAD
+    device.close()
 
 
 def test_a_gate_of_cuda_is_a_count_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

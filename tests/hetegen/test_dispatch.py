@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.hetegen.models import Plain, fast_device, make_model, split_memory
+from wf_backends._validation import parse_bytes
 from wf_backends.hetegen import ShapedDevice, dispatch_model
-from wf_backends.hetegen.device import Work
 from wf_backends.hetegen.jobs import LANES, Lane
-from wf_backends.hetegen.memory import parse_bytes
 from wf_backends.hetegen.split_weight import SplitWeight
 
 
@@ -92,8 +91,12 @@ def test_gradients_are_refused() -> None:
 
 
 def test_without_pinned_memory_copies_are_pageable_and_the_warning_names_the_cost() -> None:
+    class NonePinned(ShapedDevice):
+        def pinned(self, nbytes: int) -> Tensor:
+            raise MemoryError("none is left")
+
     model, x = Plain(), torch.randn(1, 64)
-    device = ShapedDevice(1e7, 1e7, 1e9, pinned_limit_bytes=100)
+    device = NonePinned(1e7, 1e7, 1e9)
     with pytest.warns(UserWarning, match=r"5e\+06 bytes/s instead of 1e\+07.*s instead of"):
         handle = dispatch_model(model, {0: 20_000}, device)
     with torch.no_grad():
@@ -124,13 +127,13 @@ class Broken(ShapedDevice):
             self.raised = time.perf_counter()
             raise OSError(f"no {lane}")
 
-        def submit_or_fail(work, after=()):  # type: ignore[no-untyped-def]
-            return submit(type(work)(fail, 0) if self.broken else work, after)
+        def submit_or_fail(run, *rest):  # type: ignore[no-untyped-def]
+            return submit(fail) if self.broken else submit(run, *rest)
 
-        real.submit = submit_or_fail
+        real.submit = submit_or_fail  # type: ignore[method-assign]
 
-    def _seconds(self, lane: str, work: Work) -> float:
-        return super()._seconds(lane, work) * (SLOW if self.broken else 1.0)
+    def _seconds(self, lane: str, nbytes: int) -> float:
+        return super()._seconds(lane, nbytes) * (SLOW if self.broken else 1.0)
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -198,9 +201,9 @@ def test_the_first_layers_copies_start_before_the_last_token_is_sampled() -> Non
     sampled: list[float] = []
     real = device.lanes["link"].submit
 
-    def note(work, after=()):  # type: ignore[no-untyped-def]
+    def note(*work):  # type: ignore[no-untyped-def]
         submitted.append(time.perf_counter())
-        return real(work, after)
+        return real(*work)
 
     device.lanes["link"].submit = note  # type: ignore[method-assign]
 

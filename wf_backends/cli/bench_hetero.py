@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from wf_backends._validation import parse_bytes
 from wf_backends.cli import options as o
 
 NAMES = {
@@ -42,7 +43,7 @@ def bench_hetero(
         wallfacer bench-hetero --model-size 26GB --max-memory 12GB
     """
     from wf_backends.cluster import cache_folder
-    from wf_backends.hetegen import best_alpha, parse_bytes, seconds_per_byte
+    from wf_backends.hetegen import best_alpha, seconds_per_byte
 
     size, room = parse_bytes("--model-size", model_size), parse_bytes("--max-memory", max_memory)
     if not size:

@@ -4,7 +4,6 @@ from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.dispatch import Handle, dispatch_model
 from wf_backends.hetegen.law import Rates, best_alpha, seconds_per_byte
 from wf_backends.hetegen.measure import measure_machine
-from wf_backends.hetegen.memory import parse_bytes
 from wf_backends.hetegen.plan import Plan
 from wf_backends.hetegen.shaped import ShapedDevice
 
@@ -17,6 +16,5 @@ __all__ = [
     "best_alpha",
     "dispatch_model",
     "measure_machine",
-    "parse_bytes",
     "seconds_per_byte",
 ]

@@ -1,18 +1,19 @@
 """A real accelerator, of whatever kind torch finds: streams, events and pinned memory.
 
-The lanes of the link and of the host are threads, which fill pinned memory, each with a stream,
-which copies what is filled. What the accelerator computes goes on the caller's stream. The caller
-waits for nothing: it puts copies behind gates, which the threads open, and has its own stream wait
-for the copies. Where there is no gate (accelerators other than CUDA's) a thread puts its copies on
-the stream itself, and the caller waits until it has.
+    link          a thread fills pinned memory, a stream of its own copies it to a slab
+    host          a thread computes rows in pinned memory, at the join the caller's stream copies it
+    accelerator   the caller's stream
 
-It has not run on an accelerator yet; tests run it on a stand-in for streams.
+On CUDA streams wait for the threads behind gates, and the caller for nothing. Elsewhere the link's
+thread puts its copy on the stream itself, and the caller waits until it has, and for the host's
+rows. It has not run on an accelerator yet; tests run it on a stand-in for streams.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -21,10 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.device import Steps, Work
-from wf_backends.hetegen.gate import CudaGate, Gate
+from wf_backends.hetegen.device import Lane, Run, Write
+from wf_backends.hetegen.gate import CudaGate
 from wf_backends.hetegen.lane_thread import LaneThread, Stop, end_lanes
 from wf_backends.hetegen.law import Rates
+
+AHEAD = 8
+"""Gates of a lane that may be shut at a time. A driver's queue holds about a thousand launches and
+then has the caller wait, who holds Python's lock in events' calls; the thread that opens the gate
+needs that lock. So many calls of linears stay below, and hide what a launch takes."""
 
 
 class Streams:
@@ -55,24 +61,25 @@ class Streams:
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)
 
-    def pinned(self, *shape: int, dtype: torch.dtype) -> Tensor:
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def copy(self, stream: torch.Stream, pinned: Tensor, to: Tensor) -> None:
+    def copy(self, stream: torch.Stream, source: Tensor, to: Tensor) -> None:
         """Put a copy on the stream."""
         with stream:
-            to.copy_(pinned, non_blocking=True)
+            to.copy_(source, non_blocking=True)
 
-    def gate(self) -> Gate | None:
+    def gate(self) -> CudaGate | None:
         """None where there is none, with a warning where there could be one."""
         if self.device.type != "cuda" or torch.version.cuda is None:
             return None
         try:
-            return CudaGate(self.pinned(1, dtype=torch.int32), self.stream())
-        except (ImportError, RuntimeError) as error:
+            return CudaGate(self.pinned((1,), torch.int32), self.stream())
+        except (ImportError, AttributeError, RuntimeError) as error:
             warnings.warn(
                 f"no gates for CUDA's streams ({error}): the thread that calls the model waits "
-                "for the host's rows of each linear; pip install cuda-bindings may mend it",
+                "for the host's rows of each linear; torch 2.11 and pip install cuda-bindings "
+                "may mend it",
                 stacklevel=2,
             )
             return None
@@ -83,99 +90,64 @@ class Recorded:
     """An event of a stream, and the thread's work that records it (None: it was)."""
 
     event: Any
-    by: Future[float] | None
+    by: Future[float] | None = None
 
 
-class StreamLane(LaneThread):
-    """A thread that fills pinned memory, and a stream that copies what it has filled."""
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Memory that a thread fills, with the count of its gate (None: the caller waits instead)."""
 
-    def __init__(self, name: str, stop: Stop, streams: Streams) -> None:
+    by: Future[float]
+    memory: Tensor
+    count: int | None
+
+
+class GatedThread(LaneThread):
+    """A thread that fills memory, and a gate behind which a stream waits until it has."""
+
+    def __init__(self, name: str, stop: Stop, gate: CudaGate | None) -> None:
         super().__init__(name, stop)
-        self._streams, self._gate, self._count = streams, streams.gate(), 0
-        self._gated, self._ungated = streams.stream(), streams.stream()
+        self.gate, self._count = gate, 0
+        self._shut: deque[Future[float]] = deque(maxlen=AHEAD)
 
-    def submit(self, work: Work, after: Sequence[Recorded] = ()) -> Recorded:  # type: ignore[override]
-        done = self._streams.event()
-        if self._gate is None or work.staged is None:
-            return Recorded(done, self._by_thread(work, after, done))
-        self._behind_gate(self._gate, work, *work.staged, after)
-        done.record(self._gated)
-        return Recorded(done, None)
+    def run_after(self, events: Sequence[Recorded], run: Run, nbytes: int) -> Future[float]:
+        """Have the thread wait for events, which are recorded by then, and run."""
 
-    def _behind_gate(
-        self, gate: Gate, work: Work, pinned: Tensor, to: Tensor, after: Sequence[Recorded]
-    ) -> None:
-        """The caller puts the copy on the stream, where it waits until the thread is done."""
-        self._count += 1
-        count = self._count
-
-        def open_gate(filled: Future[float]) -> None:
-            try:
-                if filled.exception():  # nobody takes these values for results
-                    pinned.view(torch.uint8).fill_(0xFF)  # NaN, in any floating-point type
-            finally:
-                gate.open(count)
-
-        self._in_thread(work, after, work.run).add_done_callback(open_gate)
-        self.follow(after)
-        gate.hold(self._gated, count)
-        self._streams.copy(self._gated, pinned, to)
-
-    def _by_thread(self, work: Work, after: Sequence[Recorded], done: Any) -> Future[float]:
-        """The thread puts all on its stream, for which the caller waits."""
-
-        def run() -> None:
-            with self._ungated:
-                work.run()
-            if work.staged is not None:
-                self._streams.copy(self._ungated, *work.staged)
-            done.record(self._ungated)
-
-        return self._in_thread(work, after, run)
-
-    def _in_thread(
-        self, work: Work, after: Sequence[Recorded], run: Callable[[], object]
-    ) -> Future[float]:
         def when_due() -> None:
-            for other in after:
+            for other in events:
                 other.event.synchronize()
             run()
 
-        by = [other.by for other in after if other.by is not None]
-        return super().submit(Work(when_due, work.nbytes), by)
+        return self.submit(when_due, nbytes)
 
-    def follow(self, events: Sequence[Recorded]) -> None:
-        """What comes on the streams comes after these events, so far as they are recorded."""
-        for other in events:
-            self._gated.wait_event(other.event)
-            self._ungated.wait_event(other.event)
+    def fill(
+        self, memory: Tensor, pinned: bool, write: Write, nbytes: int, after: Sequence[Recorded]
+    ) -> Filled:
+        """Have the thread fill memory; if it is pinned, and there is a gate, a stream may wait."""
+        filled = self.run_after(after, partial(write, memory), nbytes)
+        if self.gate is None or not pinned:
+            return Filled(filled, memory, None)
+        self._count += 1
+        filled.add_done_callback(partial(self._open, self.gate, self._count, memory))
+        if len(self._shut) == AHEAD and not self._shut[0].done():
+            self._shut[0].result()
+        self._shut.append(filled)
+        return Filled(filled, memory, self._count)
 
+    def hold(self, stream: Any, filled: Filled) -> None:
+        """What is put on the stream from now on finds the memory filled."""
+        if self.gate is None or filled.count is None:
+            filled.by.result()
+        else:
+            self.gate.hold(stream, filled.count)
 
-class CallerLane:
-    """Puts work on the caller's stream, at once. Its time is not measured."""
-
-    def __init__(self, streams: Streams) -> None:
-        self.busy_seconds, self.nbytes = 0.0, 0
-        self._streams = streams
-
-    def wait(self, events: Sequence[Recorded]) -> None:
-        """The caller's stream comes after these events."""
-        for other in events:
-            if other.by is not None:
-                other.by.result()
-            self._streams.current().wait_event(other.event)
-
-    def submit(self, work: Work, after: Sequence[Recorded] = ()) -> Recorded:
-        self.wait(after)
-        work.run()
-        self.nbytes += work.nbytes
-        return self.record()
-
-    def record(self, timed: bool = False) -> Recorded:
-        """An event at the end of what is on the caller's stream."""
-        done = self._streams.event(timed)
-        done.record(self._streams.current())
-        return Recorded(done, None)
+    @staticmethod
+    def _open(gate: CudaGate, count: int, memory: Tensor, filled: Future[float]) -> None:
+        try:
+            if filled.exception():  # nobody takes these values for results
+                memory.view(torch.uint8).fill_(0xFF)  # NaN, in any floating-point type
+        finally:
+            gate.open(count)
 
 
 class Accelerator:
@@ -191,11 +163,12 @@ class Accelerator:
 
     def __init__(self, rates: Rates | None = None, streams: Streams | None = None) -> None:
         self.streams = Streams() if streams is None else streams
-        self._stop = Stop()
-        self._threads = [StreamLane(name, self._stop, self.streams) for name in ("link", "host")]
-        self._caller = CallerLane(self.streams)
-        self.lanes = dict(link=self._threads[0], host=self._threads[1], accelerator=self._caller)
-        self._rates = rates
+        self._rates, self._stop = rates, Stop()
+        self._link, self._host = (
+            GatedThread(name, self._stop, self.streams.gate()) for name in ("link", "host")
+        )
+        self._link_stream, self._own = self.streams.stream(), Lane()  # whose time is not measured
+        self.lanes = {"link": self._link, "host": self._host, "accelerator": self._own}
 
     def rates(self) -> Rates:
         if self._rates is None:
@@ -206,63 +179,92 @@ class Accelerator:
 
     def pinned(self, nbytes: int) -> Tensor:
         try:
-            return self.streams.pinned(nbytes, dtype=torch.uint8)
+            return self.streams.pinned((nbytes,), torch.uint8)
         except RuntimeError as error:
             raise MemoryError(str(error)) from error
 
     def place(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.streams.device, copy=True)
 
-    def copy(self, source: Tensor, pinned: Tensor | None, slab: Tensor) -> Steps:
-        if pinned is None:
-            return partial(slab.copy_, source), None
-        return partial(pinned.copy_, source), (pinned, slab)  # an earlier copy was read before
+    def copy(
+        self, rows: Tensor, pinned: Tensor | None, slab: Tensor, after: Sequence[Recorded]
+    ) -> Recorded:
+        done, stream = self.streams.event(), self._link_stream
+
+        def put(source: Tensor) -> None:
+            self.streams.copy(stream, source, slab)
+            done.record(stream)
+
+        def by_thread() -> None:
+            put(rows if pinned is None else pinned.copy_(rows))
+
+        if pinned is None or self._link.gate is None:
+            return Recorded(done, self._link.run_after(after, by_thread, rows.nbytes))
+        filled = self._link.fill(pinned, True, lambda to: to.copy_(rows), rows.nbytes, after)
+        for other in after:
+            stream.wait_event(other.event)
+        self._link.hold(stream, filled)
+        put(pinned)
+        return Recorded(done)
+
+    def compute(self, run: Run, nbytes: int, after: Sequence[Recorded]) -> Recorded:
+        self._follow(after)
+        run()
+        self._own.nbytes += nbytes
+        return self._record()
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Sequence[Recorded]]:
-        x_host = self._pinned_like(x)
-        if x_host is None:
-            x_host = torch.empty(x.shape, dtype=x.dtype)
+        x_host, _ = self._host_memory(x)
         x_host.copy_(x, non_blocking=True)
-        return x_host, [self._caller.record()]
+        return x_host, [self._record()]
 
-    def from_host(self, write: Callable[[Tensor], object], out: Tensor) -> Steps:
-        y_host = self._pinned_like(out)
-        if y_host is None:
-            return partial(_write_pageable, write, out), None
-        return partial(write, y_host), (y_host, out)
+    def on_host(
+        self, write: Write, out: Tensor, nbytes: int, after: Sequence[Recorded]
+    ) -> tuple[Filled, Tensor]:
+        return self._host.fill(*self._host_memory(out), write, nbytes, after), out
 
-    def _pinned_like(self, x: Tensor) -> Tensor | None:
-        """For an activation; None where nothing more can be pinned."""
+    def _host_memory(self, like: Tensor) -> tuple[Tensor, bool]:
+        """(memory for an activation, whether it is pinned), as it is while there is some."""
         try:
-            return self.streams.pinned(*x.shape, dtype=x.dtype)
+            return self.streams.pinned(like.shape, like.dtype), True
         except RuntimeError:
-            return None
+            return torch.empty(like.shape, dtype=like.dtype), False
 
-    def wait(self, events: Sequence[Recorded]) -> Any:
+    def wait(self, events: Sequence[Any]) -> Any:
         self._stop.check()
-        self._caller.wait(events)
+        self._follow([event for event in events if isinstance(event, Recorded)])
+        current = self.streams.current()
+        for filled, out in (event for event in events if not isinstance(event, Recorded)):
+            self._host.hold(current, filled)
+            self.streams.copy(current, filled.memory, out)
         return self.now()
 
+    def _follow(self, events: Sequence[Recorded]) -> None:
+        """What comes on the caller's stream comes after these events."""
+        for other in events:
+            if other.by is not None:
+                other.by.result()
+            self.streams.current().wait_event(other.event)
+
+    def _record(self, timed: bool = False) -> Recorded:
+        """An event at the end of what is on the caller's stream."""
+        done = self.streams.event(timed)
+        done.record(self.streams.current())
+        return Recorded(done)
+
     def now(self) -> Any:
-        return self._caller.record(timed=True).event
+        return self._record(timed=True).event
 
     def seconds(self, start: Any, end: Any) -> float:
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
     def stop(self) -> None:
-        end_lanes(self._threads, self._stop)
-        self._threads[0].follow([self._caller.record()])
+        end_lanes((self._link, self._host), self._stop)
+        self.streams.synchronize()  # what is on the streams still uses slabs and outputs
 
     def close(self) -> None:
         error = self._stop.error
         self.stop()
-        self.streams.synchronize()
         if error is not None:
             raise error
-
-
-def _write_pageable(write: Callable[[Tensor], object], out: Tensor) -> None:
-    y_host = torch.empty(out.shape, dtype=out.dtype)
-    write(y_host)
-    out.copy_(y_host)

@@ -10,45 +10,25 @@ from torch import Tensor
 
 from wf_backends.hetegen.law import Rates
 
-Event = Any  # what `submit` returns; only the device that made it looks inside
+Event = Any  # the end of a lane's work; only the device that made it looks inside
 Moment = Any  # of the caller's time
-Steps = tuple[Callable[[], object], tuple[Tensor, Tensor] | None]  # of a Work: `run`, `staged`
+Run = Callable[[], object]
+Write = Callable[[Tensor], object]  # fills a tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Something for a lane to do.
+@dataclass
+class Lane:
+    """Does one work after the other, like a stream. Counted is what it has done so far."""
 
-    Attributes:
-        run: does it.
-        nbytes: of weights that it copies or reads.
-        operations: of its GEMM, 0 for a copy.
-        staged: (pinned memory that `run` fills, what it is copied to then); None: `run` does all.
-    """
-
-    run: Callable[[], object]
-    nbytes: int
-    operations: float = 0.0
-    staged: tuple[Tensor, Tensor] | None = None
-
-
-class Lane(Protocol):
-    """Does one work after the other, in the order of `submit`, like a stream.
-
-    Attributes:
-        busy_seconds, nbytes: of everything done so far.
-    """
-
-    busy_seconds: float
-    nbytes: int
-
-    def submit(self, work: Work, after: Sequence[Event] = ()) -> Event:
-        """Do it after these events, and return at once. What it raises, `Device.wait` raises."""
-        ...
+    busy_seconds: float = 0.0
+    nbytes: int = 0
 
 
 class Device(Protocol):
-    """An accelerator, the link to it and the host."""
+    """An accelerator, the link to it and the host: a lane each.
+
+    `copy`, `on_host` and `compute` return at once; what their work raises, `wait` raises.
+    """
 
     @property
     def lanes(self) -> Mapping[str, Lane]: ...  # those of `jobs.LANES`
@@ -65,16 +45,22 @@ class Device(Protocol):
         """A copy in the accelerator's memory."""
         ...
 
-    def copy(self, source: Tensor, pinned: Tensor | None, slab: Tensor) -> Steps:
-        """For the link's lane: rows of a weight into a slab, all three of one shape."""
+    def copy(
+        self, rows: Tensor, pinned: Tensor | None, slab: Tensor, after: Sequence[Event]
+    ) -> Event:
+        """On the link: rows of a weight into a slab, through pinned memory if it is given."""
+        ...
+
+    def compute(self, run: Run, nbytes: int, after: Sequence[Event]) -> Event:
+        """On the accelerator: run()."""
         ...
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Sequence[Event]]:
         """(x in host memory, what comes before it may be read)."""
         ...
 
-    def from_host(self, write: Callable[[Tensor], object], out: Tensor) -> Steps:
-        """For the host's lane: `write` fills `out`, part of an accelerator's tensor."""
+    def on_host(self, write: Write, out: Tensor, nbytes: int, after: Sequence[Event]) -> Event:
+        """On the host: `write` fills memory, which goes to `out` on the accelerator."""
         ...
 
     def wait(self, events: Sequence[Event]) -> Moment:
@@ -90,7 +76,7 @@ class Device(Protocol):
         ...
 
     def stop(self) -> None:
-        """End the lanes' threads, and whatever waits. The next `submit` starts them again."""
+        """End the lanes' threads, and whatever waits. The next work starts them again."""
         ...
 
     def close(self) -> None:

@@ -6,18 +6,22 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from math import inf
 from typing import Literal
 
 from torch import Tensor, nn
 
+from wf_backends._validation import nearest, parse_bytes
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import Device
-from wf_backends.hetegen.memory import parse_max_memory
 from wf_backends.hetegen.modules import MIN_ROWS, HostWeight, find_weights
 from wf_backends.hetegen.plan import Plan, Request
 from wf_backends.hetegen.planning import make_plan
 from wf_backends.hetegen.runner import Runner
 from wf_backends.hetegen.split_weight import split_weights
+
+ACCELERATOR = "accelerator"
+KEYS = ("0", ACCELERATOR, "cpu")
 
 
 class Handle:
@@ -88,7 +92,7 @@ def dispatch_model(
             split exceeds the memory.
     """
     _check(alpha, prefetch, batch, prompt)
-    accelerator_bytes, host_bytes = parse_max_memory(max_memory)
+    accelerator_bytes, host_bytes = _parse(max_memory)
     weights = _weights(model)
     device = Accelerator() if device is None else device
     request = Request(
@@ -103,15 +107,36 @@ def dispatch_model(
     )
     plan = make_plan(request)
     if plan.host_bytes > host_bytes:
-        raise ValueError(_too_little_host_memory(plan, max_memory))
+        raise ValueError(
+            f'max_memory["cpu"] must be at least {plan.host_bytes} bytes, which the weights that '
+            f"are split and pinned memory take; got {max_memory['cpu']!r}"
+        )
     return _split(model, weights, device, plan, pin_memory)
 
 
-def _too_little_host_memory(plan: Plan, max_memory: Mapping[int | str, int | str]) -> str:
-    return (
-        f'max_memory["cpu"] must be at least {plan.host_bytes} bytes, which the weights that '
-        f"are split and pinned memory take; got {max_memory['cpu']!r}"
-    )
+def _parse(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
+    """(bytes of the accelerator, bytes of the host: inf if not given).
+
+    Raises:
+        ValueError: for a key that there is not, a bad size, or no size for the accelerator.
+    """
+    sizes: dict[str, int] = {}
+    for key, value in max_memory.items():
+        if str(key) not in KEYS:
+            raise ValueError(
+                f'max_memory may have the keys 0 (or "{ACCELERATOR}") and "cpu", '
+                f"got {key!r}{nearest(key, KEYS)}"
+            )
+        memory = ACCELERATOR if str(key) == "0" else str(key)
+        if memory in sizes:
+            raise ValueError(f'max_memory has both 0 and "{ACCELERATOR}", which are the same')
+        sizes[memory] = parse_bytes(f"max_memory[{key!r}]", value)
+    if ACCELERATOR not in sizes:
+        raise ValueError(
+            f'max_memory must say how much of the accelerator may be used, as {{0: "20GB"}}; '
+            f"got {dict(max_memory)!r}"
+        )
+    return sizes[ACCELERATOR], sizes.get("cpu", inf)
 
 
 def _weights(model: nn.Module) -> list[HostWeight]:

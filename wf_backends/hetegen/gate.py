@@ -1,31 +1,19 @@
-"""A gate: a stream waits for a thread, and the caller for neither."""
+"""Where a thread and CUDA's streams meet: the stream waits for the thread, the caller for none."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 
-class Gate(Protocol):
-    """A count that a thread raises, and for which streams wait in their own order."""
-
-    def hold(self, stream: Any, count: int) -> None:
-        """What is put on the stream from now on comes after `open(count)`. Returns at once."""
-        ...
-
-    def open(self, count: int) -> None:
-        """Raise the count; counts only grow."""
-        ...
-
-
 class CudaGate:
-    """A count in pinned memory, for which cuStreamWaitValue32 of CUDA's driver has streams wait.
+    """A count in pinned memory that a thread raises, and for which streams wait.
 
-    The driver compares modulo 2^32 and does not see who opens the gate: whoever holds a stream has
-    it wait for the events, too, for which the thread waits, so that the driver does not run the one
-    before the other. It has not run on a GPU.
+    By cuStreamWaitValue32 of CUDA's driver, which compares modulo 2^32 and does not see who raises
+    the count. So that the driver does not run one before the other, whoever holds a stream has it
+    wait for the events, too, for which the thread waits. It has not run on a GPU.
 
     Args:
         word: (1,) int32 of pinned memory, for this gate alone.
@@ -33,6 +21,7 @@ class CudaGate:
 
     Raises:
         ImportError: without cuda-bindings, which come with torch for CUDA.
+        AttributeError: for a torch before 2.11, whose streams do not tell their handle.
         RuntimeError: if the driver refuses.
     """
 
@@ -46,11 +35,13 @@ class CudaGate:
         self.hold(stream, 0)
 
     def hold(self, stream: Any, count: int) -> None:
+        """What is put on the stream from now on comes after `open(count)`. Returns at once."""
         at_least = self._driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         handle, value = int(stream.native_handle), count % 2**32
         self._checked(self._driver.cuStreamWaitValue32(handle, self._address, value, int(at_least)))
 
     def open(self, count: int) -> None:
+        """Raise the count; counts only grow."""
         self._count.value = count % 2**32
 
     def _checked(self, returned: tuple) -> Any:

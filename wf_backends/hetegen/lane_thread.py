@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
 
 import torch
 
-from wf_backends.hetegen.device import Work
+from wf_backends.hetegen.device import Lane, Run
 
 
 class LaneStopped(RuntimeError):
@@ -46,35 +46,29 @@ class Stop:
         self.error = None
 
 
-class LaneThread:
+class LaneThread(Lane):
     """Does work in a thread of its own, which starts at the first work.
 
-    Its events are futures of the time at which the work ended.
-
     Args:
-        name: of the lane.
         stop: shared by the lanes of a device. An error of one is that of all their work to come.
-        seconds: what a work takes at least.
     """
 
-    def __init__(
-        self, name: str, stop: Stop, seconds: Callable[[Work], float] = lambda work: 0.0
-    ) -> None:
-        self.busy_seconds = 0.0
-        self.nbytes = 0
-        self._name = name
-        self._stop = stop
-        self._seconds = seconds
+    def __init__(self, name: str, stop: Stop) -> None:
+        super().__init__()
+        self._name, self._stop = name, stop
         self._due = 0.0  # the end of the last work
         self._queue: SimpleQueue = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, work: Work, after: Sequence[Future[float]] = ()) -> Future[float]:
+    def submit(
+        self, run: Run, nbytes: int = 0, seconds: float = 0.0, after: Sequence[Future[float]] = ()
+    ) -> Future[float]:
+        """Have it run, for so many seconds at least; the time at which it ends."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
         done: Future[float] = Future()
-        self._queue.put((work, after, time.perf_counter(), done))
+        self._queue.put((run, nbytes, seconds, after, time.perf_counter(), done))
         return done
 
     def end(self) -> None:
@@ -87,29 +81,36 @@ class LaneThread:
     def _loop(self) -> None:
         with torch.inference_mode():
             while (item := self._queue.get()) is not None:
-                *words, done = item
+                *work, done = item
                 del item
                 try:
-                    ended = self._do(*words)
-                except BaseException as error:  # whoever waits for the event raises it
+                    ended = self._do(*work)
+                except BaseException as error:  # whoever waits for it raises it
                     done.set_exception(self._stop.set(error))
                 else:
-                    del words  # the tensors of a work go before anybody knows that it ended
+                    del work  # the tensors of a work go before anybody knows that it ended
                     done.set_result(ended)
                 del done
 
-    def _do(self, work: Work, after: Sequence[Future[float]], submitted: float) -> float:
-        """Do a work; when it ended, or was due to end if that is later than the rates say."""
+    def _do(
+        self,
+        run: Run,
+        nbytes: int,
+        seconds: float,
+        after: Sequence[Future[float]],
+        submitted: float,
+    ) -> float:
+        """When it ended, or was due to end if that is later."""
         start = max([submitted, self._due, *(event.result() for event in after)])
         self._stop.wait(0)
         begun = time.perf_counter()
-        work.run()
+        run()
         now = time.perf_counter()
-        took = max(now - begun, self._seconds(work))
+        took = max(now - begun, seconds)
         self._due = max(start + took, now)
         self._stop.wait(max(0.0, self._due - now))
         self.busy_seconds += took
-        self.nbytes += work.nbytes
+        self.nbytes += nbytes
         return self._due
 
 

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wf_backends.hetegen.accelerator import Accelerator, Streams
-from wf_backends.hetegen.device import Device, Work
+from wf_backends.hetegen.device import Device
 from wf_backends.hetegen.dispatch import dispatch_model
+from wf_backends.hetegen.lane_thread import LaneThread
 from wf_backends.hetegen.law import Rates
 from wf_backends.hetegen.shaped import ShapedDevice
 
@@ -44,42 +45,39 @@ def measure_rates(
     memory, and its GEMM is the host's.
     """
     weights = [torch.randn(width, width).to(dtype) for _ in range(WEIGHTS)]
-    pinned = torch.empty_like(weights[0])
-    there, device, wait = weights, ShapedDevice(FAST, FAST, FAST), lambda: None
+    there, pinned, wait = weights, torch.empty_like(weights[0]), _nothing
+    device: Device = ShapedDevice(FAST, FAST, FAST)
     if streams is not None:
-        pinned = streams.pinned(width, width, dtype=dtype)
         there = [weight.to(streams.device) for weight in weights]
-        device, wait = Accelerator(Rates(FAST, FAST, FAST), streams), streams.synchronize
+        pinned, wait = streams.pinned(weights[0].shape, dtype), streams.synchronize
+        device = Accelerator(Rates(FAST, FAST, FAST), streams)
     slab = torch.empty_like(there[0])
-    nbytes = weights[0].nbytes
-    flops = 2.0 * MANY_TOKENS / dtype.itemsize  # for each byte
+    copied = weights if streams is None else [pinned] * WEIGHTS
 
-    def timed(run: Callable[[int], object]) -> float:
-        return nbytes / _seconds_each(run, wait, seconds)
-
-    def link(i: int) -> None:
-        slab.copy_(weights[i] if streams is None else pinned, non_blocking=True)
+    def rate(run: Callable[[int], object], wait: Callable[[], None] = wait) -> float:
+        return weights[0].nbytes / _seconds_each(run, wait, seconds)
 
     def gemm(tokens: int, rows: list[Tensor]) -> Callable[[int], object]:
         x = torch.randn(tokens, width).to(rows[0])
         return lambda i: F.linear(x, rows[i])
 
-    def host_meanwhile() -> float:
-        return nbytes / _seconds_each(gemm(1, weights), lambda: None, seconds)
+    def link(i: int) -> None:
+        slab.copy_(copied[i], non_blocking=True)
 
     with ThreadPoolExecutor(1) as other:
-        beside = other.submit(host_meanwhile)
-        link_beside, host_beside = timed(link), beside.result()
-    alone, host = timed(link), timed(gemm(1, weights))
+        beside = other.submit(rate, gemm(1, weights), _nothing)
+        link_beside, host_beside = rate(link), beside.result()
+    alone, host = rate(link), rate(gemm(1, weights))
+    flops = 2.0 * MANY_TOKENS / dtype.itemsize  # for each byte
     return Rates(
         link=alone,
         host=host,
-        accelerator=timed(gemm(1, there)),
+        accelerator=rate(gemm(1, there)),
         memory=max(link_beside + host_beside, alone, host),
         host_beside_link=min(host, host_beside),
-        staging=timed(lambda i: pinned.copy_(weights[i])),
-        host_flops=flops * timed(gemm(MANY_TOKENS, weights)),
-        accelerator_flops=flops * timed(gemm(MANY_TOKENS, there)),
+        staging=rate(lambda i: pinned.copy_(weights[i])),
+        host_flops=flops * rate(gemm(MANY_TOKENS, weights)),
+        accelerator_flops=flops * rate(gemm(MANY_TOKENS, there)),
         call_seconds=measure_call(device, dtype),
         job_seconds=measure_job(device),
     )
@@ -97,14 +95,14 @@ def measure_call(device: Device, dtype: torch.dtype = torch.float32) -> float:
 
 
 def measure_job(device: Device) -> float:
-    """Seconds that the link's lane takes for a work that does nothing, with others behind it."""
-    lane, gate = device.lanes["link"], threading.Event()
-    first = lane.submit(Work(gate.wait, 0))
-    works = [lane.submit(Work(_nothing, 0)) for _ in range(CALLS)]
+    """Seconds that the link's thread takes for a work that does nothing, with others behind it."""
+    lane, begin = device.lanes["link"], threading.Event()
+    assert isinstance(lane, LaneThread)
+    lane.submit(begin.wait)
+    works = [lane.submit(_nothing) for _ in range(CALLS)]
     start = time.perf_counter()
-    gate.set()
-    device.wait([first, *works])
-    took = time.perf_counter() - start
+    begin.set()
+    took = works[-1].result() - start
     device.stop()
     return took / CALLS
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wf_backends.hetegen.device import Device, Event, Moment, Steps, Work
+from wf_backends.hetegen.device import Device, Event, Moment
 from wf_backends.hetegen.jobs import LANES, PHASES, Job, Lane, Phase
 from wf_backends.hetegen.modules import HostWeight
 from wf_backends.hetegen.plan import Plan
@@ -76,7 +76,7 @@ class Runner:
         ]
         self.where = self._resident[0].device
         self.passes: deque[Pass] = deque(maxlen=PASSES_KEPT)
-        self._predicted = dict.fromkeys(LANES, 0.0)
+        self._predicted: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self._restart()
 
     def _restart(self) -> None:
@@ -102,16 +102,35 @@ class Runner:
         flat, flat_out = x.detach().reshape(-1, x.shape[-1]), out.view(-1, rows)
         phase = self._plan.request.phase(len(flat))
         with self._stopping_on_errors():
-            jobs = self._maker.call(index, phase)
+            *jobs, join = self._maker.call(index, phase)
             on_host = any(job.lane == "host" for job in jobs)
             x_host, ready = self._device.to_host(flat) if on_host else (flat, ())
             self._note_start(index, phase)
             call = Call(flat, flat_out, x_host, ready)
             for job in jobs:
-                self._run(job, phase, call)
+                after = [self._events[number] for number in job.after]
+                self._events[job.number] = self._submit(job, call, after)
+                self._predicted[job.lane] += self._plan.seconds_of(job, phase)
+            rows_done = [self._events[number] for number in join.after]
+            self.passes[-1].end = self._device.wait(rows_done)
         oldest = self._maker.oldest
         self._events = {n: event for n, event in self._events.items() if n >= oldest}
         return out
+
+    def _submit(self, job: Job, call: Call, after: list[Event]) -> Event:
+        """Have its lane do a job."""
+        device, weight = self._device, self._weights[job.linear]
+        rows, out = weight.rows(job.start, job.stop), call.out[:, job.start : job.stop]
+        if job.lane == "host":
+            write = partial(weight.multiply, call.x_host, rows)
+            return device.on_host(write, out, rows.nbytes, [*after, *call.x_ready])
+        there = self._resident[job.linear]
+        if job.slab is not None:
+            there = _like(rows, self._slabs[job.slab])
+        if job.lane == "link":
+            pinned = _like(rows, self._pinned[job.slab or 0]) if self._pinned else None
+            return device.copy(rows, pinned, there, after)
+        return device.compute(partial(weight.multiply, call.x, there, out), rows.nbytes, after)
 
     def lookup(self, table: Tensor, ids: Tensor) -> Tensor:
         """Rows `ids` (...) of a table (n, d) in host memory, on the device: (..., d)."""
@@ -119,12 +138,10 @@ class Runner:
         with self._stopping_on_errors():
             ids_host, ready = self._device.to_host(ids)
 
-            def look_up(there: Tensor) -> None:
-                there.copy_(F.embedding(ids_host, table))
+            def look_up(rows: Tensor) -> None:
+                rows.copy_(F.embedding(ids_host, table))
 
-            run, staged = self._device.from_host(look_up, out)
-            work = Work(run, out.nbytes, staged=staged)
-            self._device.wait([self._device.lanes["host"].submit(work, ready)])
+            self._device.wait([self._device.on_host(look_up, out, out.nbytes, ready)])
         return out
 
     def _note_start(self, index: int, phase: Phase) -> None:
@@ -144,36 +161,6 @@ class Runner:
             self._device.stop()
             self._restart()
             raise
-
-    def _run(self, job: Job, phase: Phase, call: Call) -> None:
-        """Submit a job to its lane, or wait for the end of the call."""
-        after = [self._events[number] for number in job.after]
-        if job.lane == "join":
-            self.passes[-1].end = self._device.wait(after)
-            return
-        if job.lane == "host":
-            after += call.x_ready
-        weight = self._weights[job.linear]
-        rows = weight.rows(job.start, job.stop)
-        operations = 0.0 if job.lane == "link" else 2.0 * rows.numel() * len(call.x)
-        run, staged = self._steps(job, rows, call)
-        work = Work(run, rows.nbytes, operations, staged)
-        self._events[job.number] = self._device.lanes[job.lane].submit(work, after)
-        self._predicted[job.lane] += self._plan.seconds_of(job, phase)
-
-    def _steps(self, job: Job, rows: Tensor, call: Call) -> Steps:
-        """What a lane does for a job; `rows` are those of the weight in host memory."""
-        device, multiply = self._device, self._weights[job.linear].multiply
-        there = self._resident[job.linear]
-        if job.slab is not None:
-            there = _shaped(self._slabs[job.slab], rows)
-        if job.lane == "link":
-            pinned = _shaped(self._pinned[job.slab or 0], rows) if self._pinned else None
-            return device.copy(rows, pinned, there)
-        out = call.out[:, job.start : job.stop]
-        if job.lane == "host":
-            return device.from_host(partial(multiply, call.x_host, rows), out)
-        return partial(multiply, call.x, there, out), None
 
     def report(self) -> dict:
         """What `Handle.report` returns."""
@@ -204,6 +191,6 @@ class Runner:
         }
 
 
-def _shaped(memory: Tensor, rows: Tensor) -> Tensor:
+def _like(rows: Tensor, memory: Tensor) -> Tensor:
     """The beginning of `memory` as a tensor like `rows`."""
     return memory[: rows.nbytes].view(rows.dtype).view(rows.shape)

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
-from math import inf
 
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.device import Steps, Work
+from wf_backends.hetegen.device import Run, Write
 from wf_backends.hetegen.jobs import LANES
 from wf_backends.hetegen.lane_thread import LaneThread, Stop, end_lanes
 from wf_backends.hetegen.law import Rates
 
 THREAD_CALL_SECONDS = 2e-4  # to hand work to a thread and wait for it, on a core that is shared
+Ends = Sequence[Future[float]]
 
 
 class ShapedDevice:
-    """Lanes whose work takes no less than its bytes, or its operations, take at a given rate.
+    """Lanes whose work takes no less than its bytes take at a given rate.
 
     Everything is in host memory. What an accelerator would hold is counted, and what is pinned.
 
     Args:
         link_bytes_per_s, host_bytes_per_s, accelerator_bytes_per_s: weight bytes a second.
-        host_flops, accelerator_flops: operations a second, which bound work on many tokens.
-        pinned_limit_bytes: how much memory can be pinned.
         call_seconds: from the end of one call of a split linear to the next, for predictions.
 
     Attributes:
@@ -40,41 +38,26 @@ class ShapedDevice:
         link_bytes_per_s: float,
         host_bytes_per_s: float,
         accelerator_bytes_per_s: float,
-        *,
-        host_flops: float = inf,
-        accelerator_flops: float = inf,
-        pinned_limit_bytes: float = inf,
         call_seconds: float = THREAD_CALL_SECONDS,
     ) -> None:
-        self._rates = Rates(
-            link_bytes_per_s,
-            host_bytes_per_s,
-            accelerator_bytes_per_s,
-            host_flops=host_flops,
-            accelerator_flops=accelerator_flops,
-            call_seconds=call_seconds,
-        )
-        self._pinned_limit = pinned_limit_bytes
+        rates = link_bytes_per_s, host_bytes_per_s, accelerator_bytes_per_s
+        self._rates = Rates(*rates, call_seconds=call_seconds)
         self.bytes = self.peak_bytes = self.pinned_bytes = 0
         self._stop = Stop()
-        self.lanes = {
-            name: LaneThread(name, self._stop, partial(self._seconds, name)) for name in LANES
-        }
-
-    def _seconds(self, lane: str, work: Work) -> float:
-        """What a work of a lane takes at least."""
-        rates = self._rates
-        if lane == "link":
-            return work.nbytes / (rates if self.pinned_bytes else rates.unpinned()).link
-        flops = rates.host_flops if lane == "host" else rates.accelerator_flops
-        return max(work.nbytes / getattr(rates, lane), work.operations / flops)
+        self.lanes = {name: LaneThread(name, self._stop) for name in LANES}
 
     def rates(self) -> Rates:
         return self._rates
 
+    def _submit(self, lane: str, run: Run, nbytes: int, after: Ends) -> Future[float]:
+        return self.lanes[lane].submit(run, nbytes, self._seconds(lane, nbytes), after)
+
+    def _seconds(self, lane: str, nbytes: int) -> float:
+        """What a work of a lane takes at least."""
+        rates = self._rates if self.pinned_bytes else self._rates.unpinned()
+        return nbytes / getattr(rates, lane)
+
     def pinned(self, nbytes: int) -> Tensor:
-        if self.pinned_bytes + nbytes > self._pinned_limit:
-            raise MemoryError(f"{nbytes} bytes beyond {self.pinned_bytes} cannot be pinned")
         self.pinned_bytes += nbytes
         return torch.empty(nbytes, dtype=torch.uint8)
 
@@ -83,16 +66,22 @@ class ShapedDevice:
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
-    def copy(self, source: Tensor, pinned: Tensor | None, slab: Tensor) -> Steps:
-        return lambda: slab.copy_(source if pinned is None else pinned.copy_(source)), None
+    def copy(self, rows: Tensor, pinned: Tensor | None, slab: Tensor, after: Ends) -> Future[float]:
+        def run() -> None:
+            slab.copy_(rows if pinned is None else pinned.copy_(rows))
 
-    def to_host(self, x: Tensor) -> tuple[Tensor, Sequence[Future[float]]]:
+        return self._submit("link", run, rows.nbytes, after)
+
+    def compute(self, run: Run, nbytes: int, after: Ends) -> Future[float]:
+        return self._submit("accelerator", run, nbytes, after)
+
+    def to_host(self, x: Tensor) -> tuple[Tensor, Ends]:
         return x, ()
 
-    def from_host(self, write: Callable[[Tensor], object], out: Tensor) -> Steps:
-        return partial(write, out), None
+    def on_host(self, write: Write, out: Tensor, nbytes: int, after: Ends) -> Future[float]:
+        return self._submit("host", partial(write, out), nbytes, after)
 
-    def wait(self, events: Sequence[Future[float]]) -> float:
+    def wait(self, events: Ends) -> float:
         return max(event.result() for event in events)
 
     def now(self) -> float:
