@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ Results = dict[str, dict[str, Any]]
 
 
 def run_both(
-    worker: str, cases: Mapping[str, Mapping[str, Any]], folder: Path, fresh: bool = False
+    worker: str, cases: Mapping[str, Mapping[str, Any]], folder: Path, *imported: str
 ) -> tuple[Results, Results]:
     """(by four ranks with us, without) what the first rank found, by case.
 
@@ -22,23 +22,23 @@ def run_both(
         worker: the script that the ranks run, beside this file.
         cases: as the script knows them, each with its "words" of WallFacer; under "alone" what is
             another without us.
-        fresh: see `run_ranks`.
+        imported: see `deepspeed_jobs.python`.
     """
     named = [{"name": name, **case} for name, case in cases.items()]
-    ours, plain = _job(worker, named, RANKS, folder / "ours", fresh), Results()
+    ours, plain = _job(worker, named, RANKS, folder / "ours", imported), Results()
     for groups in (1, 2):
         some = [c for c in named if c["words"]["sequence_parallel_size"] * groups == RANKS]
         alone = [case | {"words": None} | case.get("alone", {}) for case in some]
-        plain |= _job(worker, alone, groups, folder / f"plain{groups}", fresh)
+        plain |= _job(worker, alone, groups, folder / f"plain{groups}", imported)
     return ours, plain
 
 
 def _job(
-    worker: str, cases: list[dict[str, Any]], ranks: int, folder: Path, fresh: bool
+    worker: str, cases: list[dict[str, Any]], ranks: int, folder: Path, imported: Sequence[str]
 ) -> Results:
     folder.mkdir()
     (folder / "cases.json").write_text(json.dumps(cases))
-    run_ranks([str(Path(__file__).with_name(worker)), str(folder)], ranks, fresh=fresh)
+    run_ranks([str(Path(__file__).with_name(worker)), str(folder)], ranks, imported=imported)
     return {
         case["name"]: json.loads((folder / f"{case['name']}.json").read_text()) for case in cases
     }

@@ -49,20 +49,28 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | FIXED | {"PYTHONPATH": os.pathsep.join(filter(None, path))} | more
 
 
-def python() -> tuple[str, ...]:
-    """`python` for a rank: a fork of a process that has imported DeepSpeed and transformers."""
+def python(*modules: str) -> tuple[str, ...]:
+    """`python` for a rank: a fork of a process that has imported `modules`.
+
+    Without any: DeepSpeed and transformers.
+    """
     there = [name for name in IMPORTED if find_spec(name.partition(".")[0].removeprefix("wf_"))]
-    return forked.python(*there, **FIXED)
+    return forked.python(*(modules or there), **FIXED)
 
 
 def run_ranks(
-    command: Sequence[str], ranks: int, timeout: float = 280.0, fresh: bool = False
+    command: Sequence[str],
+    ranks: int,
+    timeout: float = 280.0,
+    fresh: bool = False,
+    imported: Sequence[str] = (),
 ) -> list[str]:
     """`python command...` once per rank as torchrun would start it; what each rank printed.
 
     Args:
         fresh: whether each rank is an interpreter of its own, which imports everything itself,
             and no fork.
+        imported: by the process whose forks they are; see `python`.
 
     Raises:
         AssertionError: with the output of the first rank that failed, or if they did not end in
@@ -73,7 +81,7 @@ def run_ranks(
         port = str(probe.getsockname()[1])
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    start = [sys.executable] if fresh else python()
+    start = [sys.executable] if fresh else python(*imported)
     with ExitStack() as stack:
         # Files, not pipes: a full pipe would stop a rank that the others wait for.
         logs = [stack.enter_context(TemporaryFile("w+")) for _ in range(ranks)]

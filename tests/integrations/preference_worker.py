@@ -12,25 +12,19 @@ from typing import Any
 
 import datasets
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForSequenceClassification
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
 import wf_accelerate
+from tests.integrations import trl_jobs
 from tests.integrations.accelerate_worker import run_cases
 from tests.integrations.deepspeed_trainer import VOCABULARY, model
 
 STEPS, SAMPLES = 3, 24
 
 
-def tokenizer(side: str = "right") -> PreTrainedTokenizerFast:
-    """Of the numbers that stand for tokens."""
-    core = Tokenizer(WordLevel({f"t{n}": n for n in range(VOCABULARY)}, unk_token="t0"))
-    core.pre_tokenizer = WhitespaceSplit()
-    words = {"eos_token": "t1", "pad_token": "t0", "bos_token": "t2", "padding_side": side}
-    return PreTrainedTokenizerFast(tokenizer_object=core, **words)
+def tokenizer(side: str = "right") -> Any:
+    return trl_jobs.tokenizer(bos_token="t2", padding_side=side)
 
 
 def text(seed: int, length: int) -> str:

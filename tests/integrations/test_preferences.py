@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("trl", reason="TRL is not installed", exc_type=ImportError)
 
 import wf_accelerate  # noqa: E402
-from tests.integrations.accelerate_jobs import Results, run_both  # noqa: E402
+from tests.integrations.accelerate_jobs import Results  # noqa: E402
+from tests.integrations.trl_jobs import CONCENTRIC, trained  # noqa: E402
 
-CONCENTRIC = {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 2}}
 PAIRS = {"sequence_parallel_size": 2, "route": "ring"}
 TWO = {"gradient_accumulation_steps": 2}
 GROUP = {"num_generations": 4, "gradient_accumulation_steps": 2}
@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
     """With us, and without."""
-    return run_both("preference_worker.py", CASES, tmp_path_factory.mktemp("trl"), fresh=True)
+    return trained("preference_worker", CASES, tmp_path_factory.mktemp("trl"))
 
 
 @pytest.mark.processes

@@ -9,9 +9,9 @@ import pytest
 REASON = "TRL with a fused LM head is not installed"
 pytest.importorskip("trl", minversion="1.16", reason=REASON, exc_type=ImportError)
 
-from tests.integrations.accelerate_jobs import Results, run_both  # noqa: E402
+from tests.integrations.accelerate_jobs import Results  # noqa: E402
+from tests.integrations.trl_jobs import CONCENTRIC, trained  # noqa: E402
 
-CONCENTRIC = {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 2}}
 PAIRS = {"sequence_parallel_size": 2}
 CASES: dict[str, dict[str, Any]] = {
     "sft": {"packed": False, "words": CONCENTRIC},
@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
     """With us, and without."""
-    return run_both("trl_worker.py", CASES, tmp_path_factory.mktemp("trl"), fresh=True)
+    return trained("trl_worker", CASES, tmp_path_factory.mktemp("trl"))
 
 
 @pytest.mark.processes

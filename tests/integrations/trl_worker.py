@@ -9,24 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 import wf_accelerate
 from tests.integrations.accelerate_worker import run_cases
-from tests.integrations.deepspeed_trainer import VOCABULARY, Text, model
+from tests.integrations.deepspeed_trainer import Text, model
+from tests.integrations.trl_jobs import tokenizer
 
 METRICS = ("loss", "grad_norm", "entropy", "num_tokens", "mean_token_accuracy")
 KEYS = (*METRICS, *(f"eval_{key}" for key in METRICS if key != "grad_norm"))
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Of the numbers that stand for tokens."""
-    words = {f"t{number}": number for number in range(VOCABULARY)}
-    core = Tokenizer(WordLevel(words, unk_token="t0"))
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="t1", pad_token="t0")
 
 
 def texts(size: int, packed: bool) -> datasets.Dataset:
