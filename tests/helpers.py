@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import subprocess
@@ -61,33 +60,33 @@ def run_processes(
     fn: Callable[..., T],
     *args: object,
     timeout: float = 120.0,
-    group_timeout: float = 60,
+    group_timeout: int = 60,
+    start: Sequence[str] = (),
 ) -> list[T]:
     """Run `fn(comm, *args)` on `size` gloo processes; the results by rank.
 
     Args:
         fn: a function of a module, as are all of its arguments' types: they are pickled.
         timeout: seconds for everything. group_timeout: seconds for one message.
+        start: of the command of a rank, where `python()` has not imported enough.
 
     Raises:
         RuntimeError: with the traceback of each rank that raised, or the exit code of the dead.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "tests.helpers"])
     with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "work").write_bytes(pickle.dumps((fn, args)))
+        command = [*(start or python()), "-m", "tests.helpers", folder, str(size)]
         processes = [
-            context.Process(target=_gloo_rank, args=(folder, rank, size, group_timeout, fn, args))
+            subprocess.Popen([*command, str(group_timeout), str(rank)], cwd=ROOT, env=_environ())
             for rank in range(size)
         ]
-        for process in processes:
-            process.start()
         deadline = time.monotonic() + timeout
-        for process in processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-        exits = [process.exitcode for process in processes]
+        while time.monotonic() < deadline and None in [one.poll() for one in processes]:
+            time.sleep(0.02)
+        exits = [process.poll() for process in processes]
         for process in processes:
             process.kill()
-            process.join()
+            process.wait()
         return _collect(folder, exits)
 
 
@@ -99,18 +98,20 @@ def run_mpi(size: int, fn: Callable[..., T], *args: object, timeout: float = 120
     """
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "work").write_bytes(pickle.dumps((fn, args)))
-        python = forked.python("tests.helpers")
-        command = [*MPIRUN, "-n", str(size), *python, "-m", "tests.helpers", folder]
+        command = [*MPIRUN, "-n", str(size), *python(), "-m", "tests.helpers", folder]
         done = run_command(command, timeout=timeout)
         return _collect(folder, [done.returncode] * size, done.stdout)
+
+
+def python() -> tuple[str, ...]:
+    """`python` for a rank: a fork of a process that has imported torch and the core."""
+    return forked.python("tests.helpers", "pytest", "wf_backends.parallel")
 
 
 def run_command(
     command: Sequence[str], timeout: float = 120.0, environ: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command from the repository's root, one core per process; stderr goes to stdout."""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "integrations")])
-    extra = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(environ or {})}
     return subprocess.run(
         command,
         stdout=subprocess.PIPE,
@@ -118,15 +119,20 @@ def run_command(
         text=True,
         timeout=timeout,
         cwd=ROOT,
-        env={**os.environ, **extra},
+        env={**_environ(), **(environ or {})},
         check=False,
     )
 
 
-def _gloo_rank(
-    folder: str, rank: int, size: int, timeout: float, fn: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+def _environ() -> dict[str, str]:
+    """This process's environment, with our packages importable and one thread a rank."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "integrations")])
+    return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+
+
+def _gloo_rank(folder: str, size: int, timeout: int, rank: int) -> None:
     torch.set_num_threads(1)
+    fn, args = pickle.loads(Path(folder, "work").read_bytes())
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",
@@ -177,4 +183,8 @@ def _end(code: int | None) -> str:
 
 
 if __name__ == "__main__":
-    _mpi_rank(sys.argv[1])
+    match sys.argv[1:]:
+        case [folder]:
+            _mpi_rank(folder)
+        case [folder, *numbers]:
+            _gloo_rank(folder, *map(int, numbers))

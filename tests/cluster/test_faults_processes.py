@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
-from tests.helpers import MPIRUN, ROOT, run_command
+from tests.helpers import MPIRUN, ROOT, python, run_command
 
 pytestmark = pytest.mark.processes
 TORCHRUN = ["-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "3"]
@@ -24,12 +23,12 @@ def run_fault(
     transport: str,
     *more: str,
     launcher: str = "mpi",
-    python: Sequence[str] = forked.python("tests.helpers"),
+    start: Sequence[str] = (),
 ) -> str:
     """What a job of 3 ranks printed, in which rank 1 makes a fault; it ends soon after it."""
-    start = [*MPIRUN, "-n", "3"] if launcher == "mpi" else [sys.executable, *TORCHRUN]
-    rank = [*python, str(ROOT / "benchmarks" / "fault_rank.py")]
-    done = run_command([*start, *rank, kind, transport, str(folder), *more], timeout=100)
+    several = [*MPIRUN, "-n", "3"] if launcher == "mpi" else [sys.executable, *TORCHRUN]
+    rank = [*(start or python()), str(ROOT / "benchmarks" / "fault_rank.py")]
+    done = run_command([*several, *rank, kind, transport, str(folder), *more], timeout=100)
     took = time.time() - float((folder / "fault").read_text())
     assert took < ENDS_WITHIN_S, (took, done.stdout)
     assert done.returncode != 0 and "is through" not in done.stdout, done.stdout
@@ -88,7 +87,7 @@ def test_a_killed_rank_is_reported_before_mpirun_ends_the_others(
         folder = tmp_path / str(attempt)
         folder.mkdir()
         more = "--rank", str(rank)
-        printed = run_fault(folder, "kill", transport, *more, python=[sys.executable])
+        printed = run_fault(folder, "kill", transport, *more, start=[sys.executable])
         if "fault report: " in printed:
             break
     answered = r"fault report: ranks \[.*\] answered, ranks \[.*\] did not; 'agreement' "

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests import comm_contract, forked
-from tests.helpers import MPIRUN, ROOT, run_command, run_processes
+from tests import comm_contract
+from tests.helpers import MPIRUN, ROOT, python, run_command, run_processes
 from wf_backends.cluster.launch import Launch, init
 from wf_backends.comm import Communicator
 
@@ -28,9 +28,9 @@ def run(
     Args:
         fresh: whether each rank is an interpreter of its own, and no fork.
     """
-    python = [sys.executable] if fresh else forked.python("tests.helpers")
+    start = [sys.executable] if fresh else python()
     with TemporaryDirectory() as folder:
-        command = [*launcher, *python, *PROGRAM, folder, program]
+        command = [*launcher, *start, *PROGRAM, folder, program]
         done = run_command(command, timeout=240, environ=environ)
         reports = [json.loads(path.read_text()) for path in Path(folder).glob("*.json")]
     assert done.returncode == 0, done.stdout

@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from tests import forked
 from tests.helpers import ROOT
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from tests.integrations.deepspeed_jobs import python  # noqa: E402
+
 pytestmark = pytest.mark.processes
 CONFIG = "configs/torch/fsdp_ring_data_parallel.json"
 STEPS, SAVED = 4, 2
@@ -27,7 +29,7 @@ STEPS, SAVED = 4, 2
 def start(out: Path, ranks: int, *more: str, agent: Sequence[str] = ()) -> subprocess.Popen[str]:
     """The example under torchrun, with checkpoints."""
     launch = ["-m", "torch.distributed.run", "--no-python", "--nproc-per-node", str(ranks), *agent]
-    rank = [*forked.python("tests.helpers", "transformers.models.llama"), "examples/pretrain.py"]
+    rank = [*python(), "examples/pretrain.py"]
     words = ["--engine", "torch", "--config", CONFIG, "--seq-len", "128", "--timeout", "60"]
     words += ["--steps", str(STEPS), "--save-every", str(SAVED), "--out", str(out), *more]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "integrations")])

@@ -17,6 +17,8 @@ from wf_backends.comm import Communicator, World
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
+from tests.integrations.deepspeed_jobs import python  # noqa: E402
+
 pytestmark = pytest.mark.processes
 
 HEADS, HEAD_DIM, SEQLEN = 4, 8, 24
@@ -78,7 +80,7 @@ def test_the_gradient_of_the_sinks_is_that_of_one_process():
     alone = Layer(SequenceParallel(SequenceParallelConfig(), World(1).comm(0)))
     alone(whole_x()).backward()
     right = [p.grad for p in alone.parameters()]
-    for found in run_processes(2, gradients, timeout=240):
+    for found in run_processes(2, gradients, timeout=240, start=python()):
         assert len(found) == 8
         for engine, grads in found.items():
             for got, want in zip(grads, right, strict=True):

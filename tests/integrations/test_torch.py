@@ -17,7 +17,13 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tests.helpers import run_processes  # noqa: E402
-from tests.integrations.deepspeed_jobs import ROOT, dense_loss_sum, text, tiny_llama  # noqa: E402
+from tests.integrations.deepspeed_jobs import (  # noqa: E402
+    ROOT,
+    dense_loss_sum,
+    python,
+    text,
+    tiny_llama,
+)
 from wf_backends.comm import Communicator  # noqa: E402
 
 pytestmark = pytest.mark.processes
@@ -108,7 +114,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Found, Found
     folder = tmp_path_factory.mktemp("torch")
     for name, words in SETTINGS.items():
         (folder / f"{name}.json").write_text(json.dumps(words))
-    return run_processes(RANKS, train, str(folder), timeout=280.0)
+    return run_processes(RANKS, train, str(folder), timeout=280.0, start=python())
 
 
 def dense(words: dict[str, Any]) -> list[tuple[float, float]]:
