@@ -9,8 +9,8 @@ from itertools import product
 
 import pytest
 
+from tests.planning import lab_cluster
 from tests.slices import window_with_sinks
-from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.message_bytes import RowBytes, Shape, bytes_sent, total
 from wf_backends.lowering.program import RankProgram
@@ -40,13 +40,6 @@ MASKS = (
     make_mask(**window_with_sinks(20, 3, 96)),
 )
 SHAPE = Shape(batch=1, heads=8, kv_heads=4, head_dim=16, itemsize=2)
-
-
-def cluster(hosts: int, ranks: int, nics: int, call_s: float = 0.0) -> Topology:
-    """25 Mbit/s and 1 ms between hosts, as in the laboratory."""
-    rates = (("sdpa", KernelRate(2e10, 4e10, call_s)),)
-    inside, between = Link(1e-5, 1e10), Link(1e-3, 25e6 / 8)
-    return Topology("lab", hosts, ranks, nics, inside, between, rates, 1e12)
 
 
 def named(n: int, order: tuple[int, ...] | None = None, **route: object) -> Placed:
@@ -90,7 +83,7 @@ def test_a_wider_value_and_partial_results_in_16_bits_are_priced(walk: PassKind)
 @pytest.mark.parametrize("walk", KINDS, ids=lambda w: f"{w.name} {w.queries_walk}")
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 6, 8])
 def test_predicted_bytes_are_those_of_the_plans(size: int, walk: PassKind, mask: Mask) -> None:
-    job = HeadSplit(Workload(SHAPE, 96, mask), cluster(1, size, 1))
+    job = HeadSplit(Workload(SHAPE, 96, mask), lab_cluster(1, size, 1))
     rows = walk.row_bytes(job.shape)
     for placed in placements(size, directed=True):
         problem = problem_of(job, place(placed, size), walk)
@@ -104,7 +97,7 @@ def test_predicted_bytes_are_those_of_the_plans(size: int, walk: PassKind, mask:
 
 
 def test_every_byte_crosses_one_link_out_and_one_in() -> None:
-    job = HeadSplit(Workload(SHAPE, 96), cluster(2, 4, 2))
+    job = HeadSplit(Workload(SHAPE, 96), lab_cluster(2, 4, 2))
     problem = problem_of(job, place(named(8, name="concentric", team_size=2), 8), FORWARD)
     sent, told = Counter[LinkEnd](), 0
     for rank in range(8):
@@ -150,7 +143,7 @@ def test_the_busiest_nic_of_the_laboratory(
 ) -> None:
     """Units of one shard of Q through the busiest NIC, forward, float32, 8,192 tokens."""
     shape, n = Shape(batch=1, heads=8, kv_heads=8, head_dim=64, itemsize=4), hosts * ranks
-    job = HeadSplit(Workload(shape, 8192), cluster(hosts, ranks, nics))
+    job = HeadSplit(Workload(shape, 8192), lab_cluster(hosts, ranks, nics))
     unit = 8192 // n * 8 * 64 * 4
     ring = pass_cost(job, place(named(n, name="ring"), n), FORWARD)
     teams = place(named(n, name="concentric", team_size=team), n)
@@ -166,7 +159,7 @@ def test_the_busiest_nic_of_the_laboratory(
 
 def test_a_placement_beats_rank_order_where_two_ranks_share_a_nic() -> None:
     shape = Shape(batch=1, heads=8, kv_heads=8, head_dim=64, itemsize=4)
-    job = HeadSplit(Workload(shape, 8192), cluster(4, 2, 1))
+    job = HeadSplit(Workload(shape, 8192), lab_cluster(4, 2, 1))
     unit = 1024 * 8 * 64 * 4
     route = {"name": "concentric", "team_size": 2}
     counts = {
@@ -190,7 +183,9 @@ def test_closed_forms_are_exact_for_a_full_mask(
     hosts: int, ranks: int, nics: int, degree: int, stride: int, keys: int | None
 ) -> None:
     """Forward of every route; backward of those whose walkers start at home on one ring."""
-    job = HeadSplit(Workload(SHAPE, 1024, keys=keys), cluster(hosts, ranks, nics), degree, stride)
+    job = HeadSplit(
+        Workload(SHAPE, 1024, keys=keys), lab_cluster(hosts, ranks, nics), degree, stride
+    )
     for walk, placed in product((FORWARD, BACKWARD_KEYS), placements(job.route_size, False)):
         name = placed.route["name"]
         if name == "concentric" or (walk is not FORWARD and name == "double_ring"):
@@ -207,7 +202,7 @@ def test_closed_forms_are_exact_for_a_full_mask(
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_closed_forms_are_near_for_a_causal_mask(layout: str, walk: PassKind) -> None:
     """Which is what they are used for: to sort candidates beyond the sizes counted exactly."""
-    job = HeadSplit(Workload(SHAPE, 4096, Mask(CAUSAL), layout), cluster(4, 4, 4), 2)
+    job = HeadSplit(Workload(SHAPE, 4096, Mask(CAUSAL), layout), lab_cluster(4, 4, 4), 2)
     for placed in placements(8, directed=False):
         exact = pass_cost(job, place(placed, 8), walk)
         closed = ClosedForm(job, walk).cost(placed).seconds
@@ -222,7 +217,7 @@ def test_closed_forms_are_near_for_a_causal_mask(layout: str, walk: PassKind) ->
 def test_a_window_ends_the_walk_towards_its_readers(layout, window, hops, reverse) -> None:
     """Also in closed form, which counts the rows of whole shards or chunks."""
     workload = Workload(SHAPE, 800, Mask(Band(window, 0)), layout)
-    job = HeadSplit(workload, cluster(8, 1, 1))
+    job = HeadSplit(workload, lab_cluster(8, 1, 1))
     ring = replace(named(8, name="ring"), reverse=reverse)
     exact = pass_cost(job, place(ring, 8), FORWARD)
     assert len({span.label for span in exact.spans if span.kind == "transfer"}) == hops
@@ -242,7 +237,7 @@ def test_ulysses_bytes_of_every_link(
     hosts: int, ranks: int, nics: int, degree: int, stride: int, direct: bool
 ) -> None:
     """Counted message by message, whichever ranks trade."""
-    at = replace(cluster(hosts, ranks, nics), direct_links=direct)
+    at = replace(lab_cluster(hosts, ranks, nics), direct_links=direct)
     job, sent = HeadSplit(Workload(SHAPE, 96), at, degree, stride), Counter[LinkEnd]()
     each = 96 // at.size * SHAPE.head_dim * SHAPE.itemsize
     each *= 2 * job.shape.heads + 2 * job.shape.kv_heads
@@ -267,7 +262,7 @@ def test_ulysses_bytes_of_every_link(
 @pytest.mark.parametrize("stride", (1, 2, 4))
 def test_a_message_goes_from_each_member_to_its_like(stride: int) -> None:
     """Two hosts of four: a ring of groups that are two apart stays inside hosts or does not."""
-    job = HeadSplit(Workload(SHAPE, 96), cluster(2, 4, 4), 2, stride)
+    job = HeadSplit(Workload(SHAPE, 96), lab_cluster(2, 4, 4), 2, stride)
     cost = pass_cost(job, place(named(4, name="ring"), 4), FORWARD)
     crossing = {
         job.topology.host(job.groups.rank(group, member))
@@ -281,7 +276,7 @@ def test_a_message_goes_from_each_member_to_its_like(stride: int) -> None:
 
 
 def test_an_exchange_takes_at_least_what_was_measured() -> None:
-    job = HeadSplit(Workload(SHAPE, 96), cluster(2, 4, 1), 4)
+    job = HeadSplit(Workload(SHAPE, 96), lab_cluster(2, 4, 1), 4)
     slow = replace(job, topology=replace(job.topology, exchange_s=0.5))
     plain = ulysses_cost(job)
     for load, after in zip(exchange_loads(job), ulysses_cost(slow).spans, strict=True):
@@ -297,7 +292,7 @@ def test_closed_forms_know_how_many_calls_pools_of_ranks_apart_take(
     stride: int, mask: Mask
 ) -> None:
     """Their rows are many pieces, and each sees other keys of theirs."""
-    job = HeadSplit(Workload(SHAPE, 960, mask), cluster(4, 4, 4, call_s=1.0), 4, stride)
+    job = HeadSplit(Workload(SHAPE, 960, mask), lab_cluster(4, 4, 4, call_s=1.0), 4, stride)
     ring = named(4, name="ring")
     counted = pass_cost(job, place(ring, 4), FORWARD).compute_s
     assert ClosedForm(job, FORWARD).cost(ring).compute_s == pytest.approx(counted, rel=0.5)
@@ -307,7 +302,7 @@ def test_closed_forms_know_how_many_calls_pools_of_ranks_apart_take(
 @pytest.mark.parametrize("mask", (Mask(CAUSAL), Mask()), ids=str)
 def test_keys_computed_in_vain_take_time_in_both_counts(walk: PassKind, mask: Mask) -> None:
     """Five of each row of a rank's own 24, which are all on the diagonal."""
-    at, ring = cluster(1, 4, 1), named(4, name="ring")
+    at, ring = lab_cluster(1, 4, 1), named(4, name="ring")
     (name, rate), *_ = at.kernels
     in_vain = replace(at, kernels=((name, replace(rate, diagonal_keys=5.0)),))
     jobs = [HeadSplit(Workload(SHAPE, 96, mask), one) for one in (at, in_vain)]
@@ -324,7 +319,7 @@ def test_keys_computed_in_vain_take_time_in_both_counts(walk: PassKind, mask: Ma
 @pytest.mark.parametrize("keys", [96, 32])
 def test_ulysses_bytes_are_those_of_the_exchange(degree: int, kv_heads: int, keys: int) -> None:
     shape = replace(SHAPE, kv_heads=kv_heads)
-    job = HeadSplit(Workload(shape, 96, keys=keys), cluster(8, 1, 1), degree)
+    job = HeadSplit(Workload(shape, 96, keys=keys), lab_cluster(8, 1, 1), degree)
     layout = make_layout("zigzag", 8, 96)[:degree]
     row = shape.head_dim * shape.itemsize
     sent = 0
@@ -336,7 +331,7 @@ def test_ulysses_bytes_are_those_of_the_exchange(degree: int, kv_heads: int, key
 
 
 def test_time_is_the_longer_of_compute_and_transfer_step_by_step() -> None:
-    job = HeadSplit(Workload(SHAPE, 96), cluster(4, 1, 1))
+    job = HeadSplit(Workload(SHAPE, 96), lab_cluster(4, 1, 1))
     cost = pass_cost(job, place(named(4, name="ring"), 4), FORWARD)
     tile, hop = 24 * 24 * 4 * 8 * 16 / 2e10, 1e-3 + 24 * 2 * 4 * 16 * 2 / (25e6 / 8)
     assert list(dict.fromkeys(span.label for span in cost.spans))[0] == "forward step 0"

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.planning import BYTES, lab_cluster, plain_cluster
 from wf_backends.cluster.presets import PRESETS
-from wf_backends.cluster.topology import KernelRate, Link, Topology
+from wf_backends.cluster.topology import Topology
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.lowering.ulysses_groups import UlyssesGroups
 from wf_backends.planner.closed_form import ClosedForm
@@ -91,9 +92,8 @@ def test_documents_are_planned_with_rows_that_cross_once() -> None:
     ("size", "degree", "stride"), ((16, 1, 1), (16, 2, 1), (16, 2, 4), (32, 1, 1))
 )
 def test_closed_forms_count_the_same_bytes_and_nearly_the_same_time(size, degree, stride) -> None:
-    rates = (("sdpa", KernelRate(2e10, 4e10)),)
-    at = Topology("lab", size // 4, 4, 4, Link(1e-5, 1e10), Link(1e-3, 25e6 / 8), rates, 1e12)
-    job = HeadSplit(Workload(Shape(1, 8, 4, 16, 2), 1024), at, degree, stride)
+    work = Workload(Shape(1, 8, 4, 16, 2), 1024)
+    job = HeadSplit(work, lab_cluster(size // 4, 4, 4), degree, stride)
     found = list(crossing_once(placements(job.route_size, False), job))
     assert found
     for placed in found:
@@ -111,14 +111,12 @@ def test_closed_forms_count_the_same_bytes_and_nearly_the_same_time(size, degree
 
 
 def test_what_is_passed_on_arrives_before_the_next_round_and_hides_behind_this_one() -> None:
-    """Two hosts of two; 100 bytes take 1 s between hosts and 0.25 s inside."""
-    rates = (("sdpa", KernelRate(1e9, 1e9)),)
-    at = Topology("four ranks", 2, 2, 2, Link(0.0, 400.0), Link(0.0, 100.0), rates, 1e9)
+    """Two hosts of two; the bytes take 1 s between hosts and 0.25 s inside."""
     rounds = ([], []), ((), ()), ([], [])
-    owner = replace(RankPhase("step 0", [], *rounds), fetches=([(0, 100)], []))
-    relay = replace(RankPhase("step 0", [], *rounds), pass_on=([(1, 100)], []))
+    owner = replace(RankPhase("step 0", [], *rounds), fetches=([(0, BYTES)], []))
+    relay = replace(RankPhase("step 0", [], *rounds), pass_on=([(1, BYTES)], []))
     idle = RankPhase("step 0", [], *rounds)
     for computed, took in ((0.0, [1.25, 1.25, 1.0, 0.0]), (3.0, [4.0, 3.0, 1.0, 0.0])):
-        simulator = Simulator(at, UlyssesGroups(4))
+        simulator = Simulator(plain_cluster(2, 2, 2), UlyssesGroups(4))
         simulator.run([relay, idle, owner, idle], [[computed, 0], [computed, 0], [0, 0], [0, 0]])
         assert simulator.now == pytest.approx(took)

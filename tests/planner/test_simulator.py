@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wf_backends.cluster.topology import KernelRate, Link, Topology
+from tests.planning import BYTES, plain_cluster
+from wf_backends.cluster.topology import Link, Topology
 from wf_backends.lowering.ulysses_groups import UlyssesGroups
 from wf_backends.planner.link_loads import Load
 from wf_backends.planner.rank_phases import Messages, RankPhase
 from wf_backends.planner.simulator import Simulator, shared
-
-BYTES = 100  # take a second through a NIC
-
-
-def topology(hosts: int, ranks: int, nics: int, latency_s: float = 0.0, **more: Any) -> Topology:
-    rates = (("sdpa", KernelRate(1e9, 1e9, 0.0)),)
-    inside, between = Link(0.0, 4 * BYTES), Link(latency_s, BYTES)
-    return Topology("four ranks", hosts, ranks, nics, inside, between, rates, 1e9, **more)
 
 
 def simulated(
@@ -42,13 +34,13 @@ def simulated(
 def test_ranks_that_have_nothing_to_do_with_each_other_do_not_keep_step() -> None:
     """One link is busy in the first step, the other in the second."""
     apart = [{0: [(1, BYTES)]}, {2: [(3, BYTES)]}]
-    assert simulated(topology(4, 1, 1), apart).cost(0, 0).seconds == pytest.approx(1)
+    assert simulated(plain_cluster(4, 1, 1), apart).cost(0, 0).seconds == pytest.approx(1)
     chain = [{0: [(1, BYTES)]}, {1: [(2, BYTES)]}]
-    assert simulated(topology(4, 1, 1), chain).cost(0, 0).seconds == pytest.approx(2)
+    assert simulated(plain_cluster(4, 1, 1), chain).cost(0, 0).seconds == pytest.approx(2)
 
 
 def test_a_message_sets_off_when_both_ends_are_ready() -> None:
-    at = topology(4, 1, 1, latency_s=0.25)
+    at = plain_cluster(4, 1, 1, latency_s=0.25)
     simulator = simulated(at, [{}, {0: [(1, BYTES)]}], [[0, 5, 0, 7], [1, 1, 1, 1]])
     assert simulator.now == pytest.approx([6.25, 6.25, 1, 8])
     assert simulator.cost(0, 0).compute_s == pytest.approx(8)
@@ -56,7 +48,7 @@ def test_a_message_sets_off_when_both_ends_are_ready() -> None:
 
 def test_who_only_gives_does_not_wait() -> None:
     """The one that gets it does, and so does one that gives and gets."""
-    simulator = Simulator(topology(4, 1, 1), UlyssesGroups(4))
+    simulator = Simulator(plain_cluster(4, 1, 1), UlyssesGroups(4))
     given = {0: [(1, BYTES)], 1: [(2, BYTES)]}
     simulator.run(
         [RankPhase("step", [], ([],), ((),), ([],), given.get(rank, [])) for rank in range(4)],
@@ -67,22 +59,22 @@ def test_who_only_gives_does_not_wait() -> None:
 
 def test_messages_of_one_moment_share_a_nic_both_ways() -> None:
     both = {0: [(2, BYTES)], 1: [(3, BYTES)]}
-    assert simulated(topology(2, 2, 1), [both]).cost(0, 0).seconds == pytest.approx(2)
-    assert simulated(topology(2, 2, 2), [both]).cost(0, 0).seconds == pytest.approx(1)
+    assert simulated(plain_cluster(2, 2, 1), [both]).cost(0, 0).seconds == pytest.approx(2)
+    assert simulated(plain_cluster(2, 2, 2), [both]).cost(0, 0).seconds == pytest.approx(1)
     back = both | {2: [(0, BYTES)], 3: [(1, BYTES)]}
-    assert simulated(topology(2, 2, 2), [back]).cost(0, 0).seconds == pytest.approx(1)
+    assert simulated(plain_cluster(2, 2, 2), [back]).cost(0, 0).seconds == pytest.approx(1)
 
 
 def test_of_the_messages_that_share_a_nic_a_short_one_is_there_first() -> None:
     """It has half of the link until then, the long one all of it afterwards."""
     both = {0: [(2, BYTES)], 1: [(3, 3 * BYTES)]}
-    found = simulated(topology(2, 2, 1), [both], [[1, 0, 0, 0]])
+    found = simulated(plain_cluster(2, 2, 1), [both], [[1, 0, 0, 0]])
     assert found.now == pytest.approx([2, 4, 2, 4])
 
 
 def test_a_rank_waits_for_the_last_of_its_messages() -> None:
     sent = {0: [(2, 3 * BYTES), (3, BYTES)]}
-    assert simulated(topology(2, 2, 1), [sent]).now == pytest.approx([4, 0, 4, 2])
+    assert simulated(plain_cluster(2, 2, 1), [sent]).now == pytest.approx([4, 0, 4, 2])
 
 
 waits = st.tuples(st.floats(0, 10), st.floats(0.01, 10))
@@ -106,17 +98,17 @@ def test_what_is_shared_is_never_idle_and_everybody_gets_as_much(queue, free) ->
 
 
 def test_members_of_a_rank_all_send_their_own_heads() -> None:
-    assert simulated(topology(2, 2, 1), [{0: [(1, BYTES)]}], degree=2).cost(
+    assert simulated(plain_cluster(2, 2, 1), [{0: [(1, BYTES)]}], degree=2).cost(
         0, 0
     ).seconds == pytest.approx(2)
-    assert simulated(topology(2, 2, 2), [{0: [(1, BYTES)]}], degree=2).cost(
+    assert simulated(plain_cluster(2, 2, 2), [{0: [(1, BYTES)]}], degree=2).cost(
         0, 0
     ).seconds == pytest.approx(1)
 
 
 @pytest.mark.parametrize(("direct", "took"), ((False, 0.75), (True, 0.25)))
 def test_direct_links_inside_a_host_are_not_shared(direct: bool, took: float) -> None:
-    at = topology(1, 4, 1, direct_links=direct)
+    at = plain_cluster(1, 4, 1, direct_links=direct)
     sent = {0: [(peer, BYTES) for peer in (1, 2, 3)]}
     assert simulated(at, [sent]).cost(0, 0).seconds == pytest.approx(took)
 
@@ -127,7 +119,7 @@ def test_what_part_of_a_message_nothing_hides_is_added_to_the_tiles(occupied: fl
 
     Message by message, and in closed form.
     """
-    at = topology(2, 1, 1, occupied=occupied)
+    at = plain_cluster(2, 1, 1, occupied=occupied)
     both = {0: [(1, BYTES)], 1: [(0, BYTES)]}
     for computes in (0.0, 2.0):
         alone = simulated(at, [both], [[computes] * 2])
@@ -138,14 +130,14 @@ def test_what_part_of_a_message_nothing_hides_is_added_to_the_tiles(occupied: fl
 
 
 def test_only_the_ranks_at_the_ends_of_a_message_are_held() -> None:
-    at = topology(4, 1, 1, occupied=1.0)
+    at = plain_cluster(4, 1, 1, occupied=1.0)
     simulator = simulated(at, [{0: [(1, BYTES)]}], [[2.0] * 4])
     assert simulator.now == pytest.approx([2.5, 2.5, 2, 2])
 
 
 def test_results_on_their_way_home_hold_both_ends() -> None:
     quiet: Messages = []
-    at = topology(2, 1, 1, occupied=1.0)
+    at = plain_cluster(2, 1, 1, occupied=1.0)
     simulator = Simulator(at, UlyssesGroups(2))
     leaving = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), ([(1, BYTES)], quiet))
     alone = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), (quiet, quiet))
@@ -154,7 +146,7 @@ def test_results_on_their_way_home_hold_both_ends() -> None:
 
 
 def test_results_go_home_while_their_rank_goes_on() -> None:
-    simulator = Simulator(topology(2, 1, 1), UlyssesGroups(2))
+    simulator = Simulator(plain_cluster(2, 1, 1), UlyssesGroups(2))
     quiet: Messages = []
     leaving = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), ([(1, 3 * BYTES)], quiet))
     alone = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), (quiet, quiet))
@@ -168,7 +160,7 @@ def test_what_leaves_shares_a_link_with_what_is_still_to_come() -> None:
     one: Messages = [(0, BYTES)]
     sends = RankPhase("step 0", quiet, (quiet, one, one), ((), (), ()), (one, quiet, quiet))
     waits = RankPhase("step 0", quiet, (quiet, quiet, quiet), ((), (), ()), (quiet,) * 3)
-    simulator = Simulator(topology(2, 1, 1), UlyssesGroups(2))
+    simulator = Simulator(plain_cluster(2, 1, 1), UlyssesGroups(2))
     simulator.run([waits, sends], [[0, 0, 0], [0, 0, 0]])
     assert simulator.now == pytest.approx([3, 3]) and simulator.cost(0, 0).seconds == pytest.approx(
         3
@@ -177,7 +169,7 @@ def test_what_leaves_shares_a_link_with_what_is_still_to_come() -> None:
 
 def test_in_closed_form_a_rank_is_held_by_what_it_sends_and_receives() -> None:
     """One message out and one in; of a NIC's bytes its share; of more, what comes on top."""
-    at = topology(2, 2, 1, occupied=0.5)
+    at = plain_cluster(2, 2, 1, occupied=0.5)
     at = replace(at, inside=Link(0.25, 4 * BYTES))
     assert Load(8 * BYTES).hold_s(at) == pytest.approx(0.5 * (0.25 + 1.0))
     assert Load(0, 4 * BYTES).hold_s(at) == pytest.approx(0.5 * (0.25 + 1.0))
@@ -187,7 +179,7 @@ def test_in_closed_form_a_rank_is_held_by_what_it_sends_and_receives() -> None:
 
 def test_what_a_link_carries_first_delays_the_messages_of_the_pass() -> None:
     """Of NICs three seconds, which leave connections inside hosts alone."""
-    at, quiet = topology(2, 2, 1), Load(3 * BYTES)
+    at, quiet = plain_cluster(2, 2, 1), Load(3 * BYTES)
     for peer, took in ((2, 4.0), (1, 0.25)):
         simulator = Simulator(at, UlyssesGroups(4), quiet)
         ranks = [
@@ -199,7 +191,7 @@ def test_what_a_link_carries_first_delays_the_messages_of_the_pass() -> None:
 
 
 def test_the_rank_that_ends_last_tells_what_it_did() -> None:
-    at = topology(2, 1, 1)
+    at = plain_cluster(2, 1, 1)
     cost = simulated(at, [{0: [(1, BYTES)]}], [[0.25, 0.5]]).cost(0, 0)
     told = {(span.kind, span.start, span.stop) for span in cost.spans}
     assert ("transfer", 0.0, 1.0) in told and len(told) == 2
