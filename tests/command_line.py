@@ -16,11 +16,14 @@ TWO_HOSTS = str(Path(__file__).parents[1] / "configs/topologies/two_hosts.toml")
 
 
 def run(
-    args: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    args: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    columns: int = 200,
 ) -> tuple[int, str, str]:
-    """(exit code, stdout, stderr) of `wallfacer ARGS`."""
+    """(exit code, stdout, stderr) of `wallfacer ARGS` on a terminal of so many columns."""
     monkeypatch.setattr(sys, "argv", ["wallfacer", *args])
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as caught:
         main()
     out, err = capfd.readouterr()

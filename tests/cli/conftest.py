@@ -11,7 +11,7 @@ import pytest
 def _wallfacer(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """`wallfacer("plan", "--top", "1")` is (exit code, stdout, stderr)."""
+    """`wallfacer("plan", "--top", "1", columns=80)` is (exit code, stdout, stderr)."""
     from tests.command_line import run  # skips where typer is missing
 
-    return lambda *args: run(list(args), monkeypatch, capfd)
+    return lambda *args, **words: run(list(args), monkeypatch, capfd, **words)

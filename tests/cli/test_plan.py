@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
@@ -54,10 +53,9 @@ def test_plan_prints_the_choice_the_reason_and_the_block(wallfacer) -> None:
         ["--ranks", "4096", "--seqlen", "4194304", "--memory-gib", "40"],
     ],
 )
-def test_plan_fits_80_columns(more: list[str]) -> None:
-    command = [sys.executable, "-m", "wf_backends.cli", "plan", *SMALL, *more]
-    environ = dict(os.environ, COLUMNS="80")
-    told = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+def test_plan_fits_80_columns(wallfacer, more: list[str]) -> None:
+    code, told, _ = wallfacer("plan", *SMALL, *more, columns=80)
+    assert code == 0
     assert max(map(len, told.splitlines())) <= 80 and "…" not in told
 
 
