@@ -69,12 +69,14 @@ def matrix(ranks: int) -> list[dict[str, Any]]:
     """Every route at every stage with AdamW, and one route per stage with SGD.
 
     A name begins with that of its reference: what the planner chooses takes fewer steps than the
-    routes by name, and those take one layer where many ranks share few cores.
+    routes by name, and those take one layer where many ranks share few cores. Only the former are
+    compared before the first step (`verify`), which is not what is tested here.
     """
     size, routes = {"sequence_parallel_size": ranks}, ROUTES[ranks]
+    plain = size | {"verify": False}
     kind, layers = ("adam", 2) if ranks == 2 else ("shallow", 1)
     adam = [
-        case(f"{kind}_{name}_{stage}", size | route, stage, steps=STEPS, layers=layers)
+        case(f"{kind}_{name}_{stage}", plain | route, stage, steps=STEPS, layers=layers)
         if route
         else case(f"few_{name}_{stage}", size, stage)
         for name, route in routes.items()
