@@ -11,7 +11,7 @@ import multiprocessing
 import sys
 import traceback
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,16 @@ OTHER_PLUGINS: dict[str, Any] = {
     "zero": LowLevelZeroPlugin,
     "gemini": GeminiPlugin,
 }
+
+Steps = list[list[dict[str, Any]]]
+Data = tuple[str, str, int, int]  # as `steps_of` takes it
+
+
+def steps_of(family: str, kind: str, size: int, count: int) -> Steps:
+    """The batches of so many steps, `size` of each."""
+    return [
+        [batch(family, kind, 100 * step + part) for part in range(size)] for step in range(count)
+    ]
 
 
 class Run:
@@ -82,14 +92,9 @@ class Run:
         inner = self.size * options.get("tp_size", 1) * options.get("pp_size", 1)
         return dist.get_rank() // inner, dist.get_world_size() // inner
 
-    def steps(self) -> list[list[dict[str, Any]]]:
+    def steps(self) -> Steps:
         """The batches of every step, one for each data-parallel rank."""
-        size = self.data_parallel[1]
-        count = self.case.get("steps", 20)
-        return [
-            [batch(self.family, self.kind, 100 * step + part) for part in range(size)]
-            for step in range(count)
-        ]
+        return steps_of(self.family, self.kind, self.data_parallel[1], self.case.get("steps", 20))
 
     def train(self, first: int = 0, last: int | None = None) -> list[float]:
         """Losses of steps first..last on the ranks that have them."""
@@ -147,14 +152,33 @@ def compared(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     forwards = [vars(module).get("forward") for module in run.model.unwrap().modules()]
     result["tiled"] = sum(isinstance(forward, TiledCall) for forward in forwards)
     if dist.get_rank() == 0:
-        optimizer, steps, model = ALONE[run.optimizer], run.steps(), build(run.family)
-        model.load_state_dict(start or model.state_dict())
-        expected = alone(model, steps, optimizer, case.get("options", {}).get("max_norm", 0.0))
-        keys = ("losses", "gradients", "weights")
-        result["expected"] = dict(zip(keys, expected, strict=True))
-        if narrow := NARROW.get(case.get("options", {}).get("precision")):
-            result["narrow"] = alone_in_16_bits(build(run.family), steps, optimizer, narrow)
+        options = case.get("options", {})
+        data = run.family, run.kind, run.data_parallel[1], case.get("steps", 20)
+        asked = data, run.optimizer, options.get("max_norm", 0.0)
+        result["expected"] = by_one(*asked, start) if start else by_one_as_drawn(*asked)
+        if options.get("precision") in NARROW:
+            result["narrow"] = by_one_in_16_bits(data, run.optimizer, options["precision"])
     return result
+
+
+def by_one(
+    data: Data, optimizer: str, max_norm: float, start: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """What one process without sequence parallelism finds, from these weights on."""
+    model = build(data[0])
+    model.load_state_dict(start or model.state_dict())
+    found = alone(model, steps_of(*data), ALONE[optimizer], max_norm)
+    return dict(zip(("losses", "gradients", "weights"), found, strict=True))
+
+
+@cache  # many cases are of the same model and data
+def by_one_as_drawn(data: Data, optimizer: str, max_norm: float) -> dict[str, Any]:
+    return by_one(data, optimizer, max_norm)
+
+
+@cache
+def by_one_in_16_bits(data: Data, optimizer: str, narrow: str) -> list[float]:
+    return alone_in_16_bits(build(data[0]), steps_of(*data), ALONE[optimizer], NARROW[narrow])
 
 
 def resumed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
