@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+ROOT = Path(__file__).parents[1]
 RANKS_ARE_THREADS = ("comm", "runtime", "parallel", "dsp")  # folders of tests
 SLURM = ("ip", "unshare", "munged", "slurmctld", "slurmd", "srun")
 
@@ -53,9 +55,13 @@ def pytest_configure() -> None:
 
 
 def _is_job(nodeid: str) -> bool:
-    """Whether it is a test of several processes, or shares a folder with such tests."""
-    file = Path(nodeid.split("::")[0])
-    return file.parent.name == "integrations" or file.stem.endswith("_processes")
+    """Whether it is a test of several processes, or shares a file with such tests."""
+    return _has_jobs(nodeid.split("::")[0])
+
+
+@cache
+def _has_jobs(file: str) -> bool:
+    return file.endswith("_processes.py") or "mark.processes" in (ROOT / file).read_text()
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist's
