@@ -72,6 +72,11 @@ class Documents:
             self._scopes[-1] = self._scopes[-1]._replace(rows=rows, seqlen=seqlen)
 
     @property
+    def running(self) -> bool:
+        """Whether a model that was attached is being called."""
+        return bool(self._scopes)
+
+    @property
     def rows(self) -> int | None:
         """What `expect` was told in the running scope; None outside of any."""
         return self._scopes[-1].rows if self._scopes else None

@@ -19,6 +19,7 @@ from wf_transformers.attach import take_latents
 from wf_transformers.calls import has_tokens, parameter_names
 from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing, checkpoint_activations
 from wf_transformers.comparison.first import FirstStep
+from wf_transformers.comparison.inner import InnerCalls
 from wf_transformers.comparison.verify import VERIFY, Mode, check_mode
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
@@ -106,6 +107,8 @@ def attach_by(
         with handle.removed_on_error():
             checkpoint_activations(model, handle, words.checkpointing)
             tiled = apply_tiles(model, handle, plan)
+            if first.due and sp.size > 1:
+                InnerCalls(model, handle, first.changes, first.mode)
     handle.first = first
     _compare_whole_calls(model, handle)
     return handle, tiled

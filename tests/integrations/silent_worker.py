@@ -17,11 +17,19 @@ from unittest.mock import patch
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import wf_accelerate
 from tests.integrations.deepspeed_trainer import SEQLEN, VOCABULARY, Text, arguments, leave
+from wf_transformers.draws import RankDraws
 from wf_transformers.handle import Handle
 from wf_transformers.whole_batches import hooks as whole_batches
 
@@ -116,6 +124,12 @@ def llama(kind: type = LlamaForCausalLM, loss: Any = None, **more: Any) -> Any:
     return model
 
 
+def gpt2() -> Any:
+    """Drops a tenth of embeddings and of what layers add."""
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(VOCABULARY, n_embd=32, n_layer=2, n_head=4))
+
+
 def dropping_masks() -> Any:
     """A dense mask is dropped."""
     return patch.object(
@@ -144,6 +158,11 @@ def inner_calls() -> Iterator[None]:
         yield
 
 
+def like_draws() -> Any:
+    """Ranks draw from the state that the Trainer's seed gives to all."""
+    return patch.object(RankDraws, "enter", lambda *_: None)
+
+
 def loud_noise() -> Any:
     """NEFTune's noise, scaled by the length that a rank sees."""
     return patch.object(whole_batches.WholeNoise, "enter", lambda *_: None)
@@ -166,6 +185,7 @@ CASES: dict[str, tuple[Callable[[], Any], type, type, dict[str, Any], Callable[[
     "own_loss": (lambda: llama(Doubled), Full, Trainer, EMPTY, plain_losses),
     "inner_call": (llama, Full, Chunked, EMPTY, inner_calls),
     "dropout": (partial(llama, attention_dropout=0.3), Full, Trainer, EMPTY, nullcontext),
+    "like_draws": (gpt2, Full, Trainer, EMPTY, like_draws),
     "padded_labels": (llama, PaddedLabels, Trainer, EMPTY, untold_labels),
 }
 """Model, data, Trainer, its arguments, and what takes the cure away."""

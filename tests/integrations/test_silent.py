@@ -27,6 +27,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed", exc_type
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
+from tests.integrations.silent_worker import inner_calls  # noqa: E402
 from tests.integrations.test_verify import (  # noqa: E402
     DIFFERS,
     Convolution,
@@ -36,6 +37,7 @@ from tests.integrations.test_verify import (  # noqa: E402
     vision,
 )
 from tests.integrations.transformers_models import (  # noqa: E402
+    FAMILIES,
     batch,
     build,
     sequence_parallel,
@@ -46,6 +48,7 @@ from wf_transformers import (  # noqa: E402
     attach_by,
     attach_model,
     attach_pretrained,
+    forward_kwargs,
 )
 from wf_transformers.documents import Documents  # noqa: E402
 
@@ -84,7 +87,8 @@ def run(folder: Path, cases: list[list[Any]], *start: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    cases = [[name, cured, None] for name, *_ in DDP for cured in (False, True)]
+    names = [name for name, *_ in DDP] + ["like_draws"]
+    cases = [[name, cured, None] for name in names for cured in (False, True)]
     cases += [["dropout", True, None, verify] for verify in ("strict", False)]
     return run(tmp_path_factory.mktemp("ddp"), cases)
 
@@ -92,7 +96,8 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed", exc_type=ImportError)
-    cases = [[name, cured, zero] for name, zero, *_ in ZERO for cured in (False, True)]
+    steps = [(name, zero) for name, zero, *_ in ZERO] + [("like_draws", 2)]
+    cases = [[name, cured, zero] for name, zero in steps for cured in (False, True)]
     cases += [["dropout", True, 2, verify] for verify in ("strict", False)]
     return run(tmp_path_factory.mktemp("zero"), cases, "-m", "wf_deepspeed")
 
@@ -105,6 +110,16 @@ def test_a_step_is_as_without(zero: int | None, request: pytest.FixtureRequest) 
     compared, plain = (told[json.dumps(["dropout", True, zero, v])] for v in ("strict", False))
     assert compared == plain
     assert_told(plain, TRAINS)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("zero", [None, 2])
+def test_ranks_that_drop_the_same(zero: int | None, request: pytest.FixtureRequest) -> None:
+    """Of their own tokens, because all draw from one seed."""
+    told = request.getfixturevalue("trainers" if zero is None else "engines")
+    like, apart = (told[json.dumps(["like_draws", cured, zero])] for cured in (False, True))
+    assert_told(like, "drops the same places of different tokens .* first in transformer.drop:")
+    assert_told(apart, TRAINS)
 
 
 def assert_told(text: str, where: str) -> None:
@@ -229,6 +244,49 @@ def test_a_model_that_a_rule_refuses(make: Callable[[], Any], message: str, rule
 
     with pytest.raises(NotImplementedError, match=rule) if rule else nullcontext():
         run_threads(2, rank)
+
+
+def call_inside(original: Any, whole: bool, *names: str, **more: Any) -> None:
+    """A call of the model inside, in a loop of one's own, with these arguments alone."""
+    given = batch(1, 24, **more)
+
+    def rank(comm: Any) -> None:
+        sp, model = sequence_parallel(comm), copy.deepcopy(original)
+        words = ModelWords(verify="strict")
+        handle, _ = attach_by(words, model, sp, lambda: attach_model(model, sp))
+        if whole:
+            WholeBatchHooks(model, handle)
+        local = given if whole else forward_kwargs(model, handle.shard_batch(given))
+        for _ in range(2):
+            model.base_model(**{name: local[name] for name in names or local})
+        model(**local)
+        handle.remove()
+
+    run_threads(2, rank)
+
+
+@pytest.mark.parametrize(
+    ("whole", "where", "cured"),
+    [
+        (False, "the output of rotary_emb", "LlamaModel was called without position_ids"),
+        (True, "the output of layers.0.self_attn.o_proj", "and not the model around it"),
+    ],
+)
+def test_a_model_inside_that_is_called_by_itself(whole: bool, where: str, cured: str) -> None:
+    original = build("llama", "sdpa", {}).float()
+    differs = f"{DIFFERS}: {where} is the first .* drawn batch, with input_ids alone as here"
+    with inner_calls(), pytest.raises(NotImplementedError, match=differs):
+        call_inside(original, whole, "input_ids")
+    with pytest.raises((ValueError, NotImplementedError), match=cured):
+        call_inside(original, whole, "input_ids")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_inside_that_is_called_as_it_should_be(family: str) -> None:
+    original = build(family, "sdpa", {}).float()
+    call_inside(original, False)
+    if family in ("llama", "mistral"):  # which take documents as they are called
+        call_inside(original, False, cu_seqlens=(0, 9, 24))
 
 
 class Weighed(Convolution):

@@ -81,6 +81,28 @@ def test_a_rank_that_leaves_out_a_layer_is_told_by_name() -> None:
     assert run_threads(RANKS, leave_out, False, True) == [[]] * RANKS
 
 
+@pytest.mark.parametrize("after", ["shard_batch", "unshard"])
+def test_a_call_without_a_name_that_is_left_out_in_evaluation_is_told_by_what_follows(
+    after: str,
+) -> None:
+    """A rank that left one out takes its next calls for those before, and has one too few."""
+
+    def rank(comm: Any, skips: bool) -> None:
+        config = SequenceParallelConfig(sequence_parallel_size=comm.size, route="ring")
+        sp = SequenceParallel(config, comm)
+        ids = torch.zeros(1, 24, dtype=torch.int64)
+        x = sp.shard_batch({"input_ids": ids})["input_ids"][..., None, None].repeat(1, 1, 4, 8)
+        x = x.float()
+        for index in range(3):
+            if not (skips and comm.rank == 1 and index == 1):
+                x = sp.attention(x, x, x)
+        sp.unshard(x) if after == "unshard" else sp.shard_batch({"input_ids": ids})
+
+    with pytest.raises(ValueError, match="A rank that leaves out a call"):
+        run_threads(RANKS, rank, True)
+    run_threads(RANKS, rank, False)
+
+
 WORDS = [{"route": "ring"}, {"ulysses_degree": 2}, {"ulysses_degree": 2, "ulysses_chunks": 2}]
 
 

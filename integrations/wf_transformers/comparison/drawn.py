@@ -1,15 +1,12 @@
-"""What `verify` runs a model on: a short batch as its config asks for, and draws that are none."""
+"""What `verify` runs a model on: a short batch as its config asks for."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from wf_backends import SequenceParallel
 from wf_backends.parallel import prepare_batch
@@ -47,6 +44,13 @@ def drawn_batch(
     else:
         batch = None
     return None if batch is None else {key: x.to(device) for key, x in batch.items()}
+
+
+def drawn_tokens(model: nn.Module, sp: SequenceParallel) -> dict[str, Tensor] | None:
+    """Of such a batch the tokens alone, as many as need no padding; None if it has no tokens."""
+    ids = (drawn_batch(model, sp) or {}).get("input_ids")
+    length = 0 if ids is None else ids.shape[1] // _multiple(sp) * _multiple(sp)
+    return {"input_ids": ids[:, :length]} if ids is not None and length else None
 
 
 def _images(config: Any, drawing: torch.Generator) -> dict[str, Tensor] | None:
@@ -119,40 +123,3 @@ def _vocabulary(model: nn.Module, config: Any) -> int | None:
 
 def _takes(model: nn.Module, name: str) -> bool:
     return name in parameter_names(model) or (bool(outermost(model)) and takes_any_keyword(model))
-
-
-DRAWS: Mapping[str, float] = MappingProxyType(
-    dict.fromkeys(
-        (
-            *("rand", "rand_like", "randn", "randn_like", "normal_", "exponential_"),
-            *("bernoulli", "bernoulli_"),
-        ),
-        0.75,
-    )
-)
-"""Functions of torch that draw, and what all elements become."""
-
-
-class FixedDraws(TorchFunctionMode):
-    """Inside, dropout drops nothing, and what else is drawn is the same number everywhere."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), dict(kwargs or {})
-        if name.removesuffix("_").rstrip("123d").endswith("dropout") and args:
-            return args[0]
-        if "dropout_p" in kwargs:
-            kwargs["dropout_p"] = 0.0
-        found = func(*args, **kwargs)
-        if name in DRAWS:
-            return found.fill_(DRAWS[name])
-        if name == "uniform_":
-            low, high = _limits(*args[1:], **kwargs)
-            return found.fill_(low + DRAWS["rand"] * (high - low))
-        return found
-
-
-def _limits(low: float = 0.0, high: float = 1.0, **_: Any) -> tuple[float, float]:
-    """Of `Tensor.uniform_`, whose keywords are `from` and `to`."""
-    return _.get("from", low), _.get("to", high)

@@ -14,18 +14,24 @@ from typing import Any
 from torch import Tensor, nn
 
 from wf_backends import SequenceParallel
+from wf_backends.comm import ThreadComm
 from wf_backends.parallel import IGNORE_INDEX
 from wf_backends.schedule import SLICE_WORDS
 from wf_transformers.calls import LABELS, parameter_names
 from wf_transformers.comparison.changes import Changes
 from wf_transformers.comparison.drawn import SAMPLES, drawn_length
 from wf_transformers.comparison.runs import Call, Comparison
-from wf_transformers.comparison.verify import Mode, compare, conclude, obstacle
+from wf_transformers.comparison.verify import Mode, as_before, compare, conclude, obstacle
 from wf_transformers.handle import Handle
 from wf_transformers.whole_batches.fused import VARLEN
 
 LONGEST = 2048  # tokens of a batch that cannot be cut
 BORDERS = ("cu_seqlens", *VARLEN)
+LIKE_DRAWS = (
+    "{name} drops the same places of different tokens on several ranks, the first in {where}: they "
+    "draw from the same random state. Outside of Hugging Face models seed each rank by its own, "
+    'torch.manual_seed(seed + rank), before the first batch; "verify": false trains all the same'
+)
 
 
 class FirstStep:
@@ -76,7 +82,19 @@ class FirstStep:
         run = Comparison(self.model, handle.sp, batch, whole_batches, call=call)
         if problem is None:
             problem = compare(run, lambda: nullcontext(handle), self.changes.taken_back)
-        conclude(run, problem, self.mode, "the first tokens of its first batch")
+        found = conclude(run, problem, self.mode, "the first tokens of its first batch")
+        if found is not None and run.drops:
+            _refuse_like_draws(run, handle)
+
+
+def _refuse_like_draws(run: Comparison, handle: Handle) -> None:
+    """Refuse dropout that drops the same of every rank's tokens."""
+    if isinstance(run.sp.comm, ThreadComm):  # which share a generator
+        return
+    with as_before(run.model, run.sp):
+        where = run.like_draws(handle)
+    if where is not None:
+        raise NotImplementedError(LIKE_DRAWS.format(name=type(run.model).__name__, where=where))
 
 
 def shortened(given: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from wf_backends.parallel import (
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import has_tokens, parameter_names, takes_any_keyword
+from wf_transformers.comparison.draws import SeenDropouts
 from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary_size
 from wf_transformers.comparison.rows import Rows
 from wf_transformers.families.stacks import stacks_of
@@ -49,6 +50,7 @@ class Comparison:
     Attributes:
         errors: (what, error, tolerance) in the order of the whole model's forward, then gradients.
         cut: whether some module had this rank's part of the rows.
+        drops: whether the model may drop something in training.
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class Comparison:
             self.batch["use_cache"] = False  # keys and values would be of this rank's rows
         self.whole_batches = whole_batches or inside or not has_tokens(batch)
         self.errors: list[tuple[str, float, float]] = []
-        self.cut = False
+        self.cut = self.drops = False
         self._rows = Rows(sp, batch, uneven=inside)
         self._kept: dict[str, list[Named]] = {}
         self._bytes = 0
@@ -106,6 +108,15 @@ class Comparison:
             self._compare_gradients(gradients, wanted)
         for key in beside.keys() & its_beside.keys():
             self._compare(f"its {key}", beside[key], its_beside[key])
+
+    def like_draws(self, handle: Handle) -> str | None:
+        """The module whose dropout falls on the same places of different tokens on some ranks.
+
+        The attached model is run once more, with draws.
+        """
+        with self._watched_cuts(handle), SeenDropouts() as seen:
+            self._run(self._words(handle), seen.returned, whole=False)
+        return seen.alike(self.sp.comm)
 
     @contextmanager
     def _watched_cuts(self, handle: Handle) -> Iterator[None]:

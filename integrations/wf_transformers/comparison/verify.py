@@ -25,7 +25,8 @@ from wf_backends.dsp import Mode
 from wf_backends.parallel import TOLERANCE
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.checkpoints import RUNNING
-from wf_transformers.comparison.drawn import FixedDraws, drawn_batch
+from wf_transformers.comparison.drawn import drawn_batch
+from wf_transformers.comparison.draws import FixedDraws
 from wf_transformers.comparison.runs import Alone, Attached, Comparison, Gather
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
@@ -135,8 +136,9 @@ def compare(run: Comparison, attach: Attached, alone: Alone = nullcontext) -> st
             raise
 
     try:
-        with _as_before(run.model, run.sp), FixedDraws():
+        with as_before(run.model, run.sp), FixedDraws() as draws:
             run.run(attached, alone)
+        run.drops = draws.asked
     except NotImplementedError:
         raise
     except Exception as error:  # whatever a model of somebody else's raises
@@ -209,7 +211,7 @@ def _own_device(model: nn.Module, sp: SequenceParallel, wanted: bool) -> Iterato
 
 
 @contextmanager
-def _as_before(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
+def as_before(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
     """Inside, the model trains; then its buffers and modes, draws and counts are as before."""
     modes = [(module, module.training) for module in model.modules()]
     checkpointed = [module for module in model.modules() if getattr(module, RUNNING, False) is True]

@@ -100,7 +100,10 @@ class WholeBatchHooks:
             model.register_forward_hook(self._after),
             model.register_forward_hook(self._leave, always_call=True),
             *(head.register_forward_hook(self._at_head) for head in output_embeddings(model)),
-            *(inner.register_forward_pre_hook(self._inside) for inner in inner_models(model)),
+            *(
+                inner.register_forward_pre_hook(self._inside, prepend=True)
+                for inner in inner_models(model)
+            ),
         )
 
     @property
