@@ -65,7 +65,7 @@ DDP: list[tuple[str, str, str]] = [
     ("token_weights", LOSS, TRAINS),
     ("z_loss", LOSS, TRAINS),
     ("own_loss", LOSS, TRAINS),
-    ("inner_call", MASK, "LlamaModel was called without position_ids"),
+    ("inner_call", MASK, "LlamaModel was called, and not the model around it"),
     ("padded_labels", LOSS, TRAINS),
 ]
 ZERO = [

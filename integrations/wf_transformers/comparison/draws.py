@@ -113,7 +113,7 @@ def _state(device: torch.device) -> float:
 
 
 def _summary(x: Tensor) -> float:
-    """What equal tensors have in common but for rounding; of others about normal, of variance 1/2."""
+    """Equal tensors have it in common but for rounding; of others it is about normal."""
     flat = x.detach().double().flatten()
     wave = torch.arange(len(flat), device=x.device).double().cos()
     return float(flat @ wave / flat.norm().clamp(min=EPSILON))

@@ -33,7 +33,8 @@ class InnerCalls:
     """
 
     def __init__(self, model: nn.Module, handle: Handle, changes: Changes, mode: Mode) -> None:
-        self._handle, self._changes, self._mode = handle, changes, mode
+        self._handle, self._changes = handle, changes
+        self._mode: Mode = mode
         around = (one for one in outermost(model) if not stacks_of(one))
         self._due = {inner for one in around for inner in inner_models(one)}
         for inner in self._due:
