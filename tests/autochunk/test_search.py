@@ -8,8 +8,8 @@ import sys
 import torch
 from torch import nn
 
-from wf_backends.autochunk.cost import Rates, operator_seconds
-from wf_backends.autochunk.flow import Flow, trace
+from wf_backends.autochunk.cost import Cost, Rates
+from wf_backends.autochunk.flow import Flow, Sliced, trace
 from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.select import Search
 from wf_backends.graph.capture import capture
@@ -59,8 +59,9 @@ def test_slices_that_read_a_large_weight_whole_cost_more_than_slices_of_it() -> 
     flops = 2 * 512 * 1024 * 4096
     by_rows, by_columns = (flow_of(linear, x, dim).end for dim in (0, 1))
 
-    def added(op: object, chunks: int) -> float:
-        return operator_seconds(op, flops, RATES, chunks) - operator_seconds(op, flops, RATES, 1)
+    def added(op: Sliced, chunks: int) -> float:
+        cost = Cost.of(op, flops, RATES)
+        return cost.seconds(chunks) - cost.seconds(1)
 
     assert added(by_rows, 8) > 4 * added(by_columns, 8) > 0
 

@@ -74,17 +74,30 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def operator_seconds(op: Sliced, flops: int, rates: Rates, chunks: int) -> float:
-    """The time of an operator in so many slices: what is read whole is read for every slice."""
-    moved, packed = sum(t.nbytes for t in tensors(op.node)), list[int]()
-    for source in op.sources:
-        count = sum(t.nbytes for t in tensors(source.node))
-        if source.dim is not None:
-            moved += count
-        elif flops:
-            packed.append(count)
-        else:
-            moved += chunks * count
-    return chunks * (
-        rates.seconds(flops / chunks, moved / chunks) + sum(map(rates.packing_seconds, packed))
-    )
+@dataclass(frozen=True)
+class Cost:
+    """The seconds of an operator in slices: of its arithmetic, of moving what is sliced, of moving
+    for every slice what is not, and of launching each slice."""
+
+    arithmetic: float
+    moved: float
+    each: float
+    launch: float
+
+    @staticmethod
+    def of(op: Sliced, flops: int, rates: Rates) -> Cost:
+        """What a product reads whole is packed for every slice."""
+        moved, each, launch = sum(t.nbytes for t in tensors(op.node)), 0, rates.launch_seconds
+        for source in op.sources:
+            count = sum(t.nbytes for t in tensors(source.node))
+            if source.dim is not None:
+                moved += count
+            elif flops:
+                launch += rates.packing_seconds(count)
+            else:
+                each += count
+        per_byte = 1 / rates.bytes_per_s
+        return Cost(flops / rates.flops_per_s, moved * per_byte, each * per_byte, launch)
+
+    def seconds(self, chunks: int) -> float:
+        return chunks * self.launch + max(self.arithmetic, self.moved + chunks * self.each)

@@ -10,7 +10,7 @@ that it depends on.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -44,14 +44,15 @@ class Flow:
     operators: tuple[Sliced, ...]
     unit: int
 
+    @staticmethod
+    def of(operators: Sequence[Sliced]) -> Flow:
+        """Slices begin at whole rows of every operator."""
+        steps = {(op.scale, op.granule) for op in operators}
+        return Flow(tuple(operators), math.lcm(*((s / g).denominator for s, g in steps)))
+
     @property
     def end(self) -> Sliced:
         return self.operators[-1]
-
-    def since(self, first: fx.Node) -> Flow:
-        """The part of the flow from node `first` of the graph on."""
-        operators = tuple(op for op in self.operators if not op.node < first)
-        return Flow(operators, _unit(operators))
 
     @property
     def rows(self) -> int:
@@ -66,41 +67,39 @@ def size(node: fx.Node, dim: int) -> int:
     return first.shape[dim]
 
 
-def trace(window: Sequence[fx.Node], dim: int) -> Flow | None:
+def trace(
+    window: Sequence[fx.Node],
+    dim: int,
+    sources: Callable[[fx.Node, int], tuple[Source, ...] | None] = sources,
+) -> Flow | None:
     """The flow that ends at the last node of `window`, sliced along `dim`, within the window.
 
     None: that node has no rule for this dimension.
     """
-    inside = set(window)
-    wanted: dict[fx.Node, tuple[int | None, Fraction]] = {window[-1]: (dim, Fraction(1))}
+    inside, one = set(window), Fraction(1)
+    wanted: dict[fx.Node, tuple[int, Fraction]] = {window[-1]: (dim, one)}
     outside: set[fx.Node] = set()
     operators: list[Sliced] = []
     for node in reversed(window):
         if node not in wanted and node not in outside:
             continue
-        along, scale = wanted.get(node, (None, Fraction(1)))
-        found = None
-        if node not in outside and along is not None:
-            found = sources(node, along)
-        if found is None or along is None:
-            if node is window[-1]:
-                return None
+        along, scale = wanted.get(node, (-1, one))
+        found = None if node in outside else sources(node, along)
+        if found is None:
             outside.update(arg for arg in node.all_input_nodes if arg in inside)
             continue
-        operators.append(Sliced(node, along, scale, granule(node, along), found))
+        operators.append(Sliced(node, along, scale, granule(found), found))
         for source in found:
             if source.node not in inside:
                 continue
-            want = (source.dim, scale * source.scale)
-            if source.dim is None or wanted.setdefault(source.node, want) != want:
+            if source.dim is None:
+                outside.add(source.node)
+                continue
+            want = source.dim, scale if source.scale == 1 else scale * source.scale
+            if wanted.setdefault(source.node, want) != want:
                 outside.add(source.node)
     operators.reverse()
-    return Flow(tuple(operators), _unit(operators))
-
-
-def _unit(operators: Sequence[Sliced]) -> int:
-    """The rows of the end between which every operator's slices begin at whole rows."""
-    return math.lcm(*((op.scale / op.granule).denominator for op in operators))
+    return Flow.of(operators) if operators else None
 
 
 def rows_of(flow: Flow, lo: int, hi: int) -> dict[fx.Node, tuple[int, int]]:

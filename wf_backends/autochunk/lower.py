@@ -25,17 +25,16 @@ class Lowered:
     modules: list[str]
 
 
-def lower(graph: fx.Graph, parts: Sequence[ChunkedPart], effects: Effects) -> Lowered:
-    """The graph with `parts` as chunk regions.
-
-    Raises ValueError where the graph has no such region.
-    """
+def lower(
+    graph: fx.Graph, windows: Sequence[tuple[Sequence[fx.Node], Region]], effects: Effects
+) -> Lowered:
+    """The graph with chunk regions: each with the nodes from its first to its last."""
     writer = _Writer(effects)
-    regions = {part.first: _find(graph, part) for part in parts}
+    regions = {window[0]: (window, region) for window, region in windows}
     done: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.name in regions:
-            window, region = regions[node.name]
+        if node in regions:
+            window, region = regions[node]
             before, after = around(window, {op.node for op in region.flow.operators})
             writer.copy(before)
             writer.call(region, f"chunked_{node.name}")
@@ -83,8 +82,11 @@ class _Writer:
             self._copies[node] = output
 
 
-def _find(graph: fx.Graph, part: ChunkedPart) -> tuple[list[fx.Node], Region]:
-    """The operators from `part.first` to `part.last`, and the region that they hold."""
+def find_region(graph: fx.Graph, part: ChunkedPart) -> tuple[list[fx.Node], Region]:
+    """The operators from `part.first` to `part.last`, and the region that they hold.
+
+    Raises ValueError where the graph has no such region.
+    """
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     names = [node.name for node in nodes]
     if part.first not in names or part.last not in names:

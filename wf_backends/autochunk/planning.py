@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from os.path import commonprefix
 
 from torch import fx
 
 from wf_backends.autochunk.copies import Copied, with_copies
 from wf_backends.autochunk.cost import measure_rates
-from wf_backends.autochunk.lower import Lowered, lower
+from wf_backends.autochunk.lower import Lowered, find_region, lower
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
-from wf_backends.autochunk.region import slice_length
+from wf_backends.autochunk.region import Region, region_of, slice_length
 from wf_backends.autochunk.select import Choice, Search, Selection
 from wf_backends.graph import Budget, Captured, Effects
 
-COPIED: tuple[Copied, ...] = ("masks", "norms")  # tried in turn where the graph does not fit
+FORMS: tuple[Copied, ...] = ("", "masks", "norms")  # of the graph, in the order they are tried
 SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # of the budget to search for, until what is built fits it
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A form of the graph and what was selected for it."""
+
+    copied: Copied
+    graph: fx.Graph
+    search: Search
+    found: Selection
 
 
 def find_plan(captured: Captured, before: int, budget: Budget) -> tuple[ChunkPlan, Lowered]:
@@ -27,56 +38,66 @@ def find_plan(captured: Captured, before: int, budget: Budget) -> tuple[ChunkPla
     Raises ValueError where none fits, with the plan that comes closest.
     """
     effects, rates = Effects(), measure_rates(*captured.main_kind)
+    limit = budget.bytes(before)
     search = Search(captured.graph, effects, rates)
-    walls, limit = search.walls(), budget.bytes(before)
-    unchunked = ChunkPlan(captured.fingerprint, (), before, before, 0.0, walls)
+    model = ChunkPlan(captured.fingerprint, (), before, before, 0.0, search.walls())
     if limit is not None and before <= limit:
-        return unchunked, lower(captured.graph, (), effects)
-    plan, lowered = _best(search, unchunked, captured.graph, effects, budget)
-    for what in COPIED[:1] if limit is None else COPIED:
-        if limit is not None and plan.peak <= limit and plan.slowdown <= budget.slowdown:
-            break
-        graph = with_copies(captured.graph, effects, what)
-        if graph is not None:
-            other = Search(graph, effects, rates, search.seconds)
-            model = replace(unchunked, copied=what)
-            found = _best(other, model, graph, effects, budget)
-            plan, lowered = min((plan, lowered), found, key=lambda each: _badness(each[0], budget))
+        return model, lower(captured.graph, (), effects)
+    forms: list[_Form] = []
+    for copied in FORMS[:2] if limit is None else FORMS:
+        graph = with_copies(captured.graph, effects, copied) if copied else captured.graph
+        if graph is None:
+            continue
+        if copied:
+            search = Search(graph, effects, rates, forms[0].search.seconds)
+        forms.append(_Form(copied, graph, search, _select(search, limit, budget)))
+        if limit is not None and _fits(forms[-1].found, limit, budget):
+            plan, lowered = _built(forms[-1], model, limit, effects)
+            if _fits(plan, limit, budget):
+                return plan, lowered
+    best = min(forms, key=lambda form: _badness(form.found, limit, budget))
+    plan, lowered = _built(best, model, limit, effects)
+    if limit is not None:
+        _check_fits(plan, limit, budget)
+    return (plan if plan.peak < before else model), lowered
+
+
+def _select(search: Search, limit: int | None, budget: Budget) -> Selection:
+    """The selection that fits or, where none does, that needs least memory."""
     if limit is None:
-        return (plan if plan.peak < before else unchunked), lowered
-    _check_fits(plan, limit, budget)
-    return plan, lowered
-
-
-def _best(
-    search: Search, unchunked: ChunkPlan, graph: fx.Graph, effects: Effects, budget: Budget
-) -> tuple[ChunkPlan, Lowered]:
-    """The plan for a form of the graph that fits the budget best."""
-
-    def built(found: Selection) -> tuple[ChunkPlan, Lowered]:
-        parts = tuple(_part(search, choice) for choice in found.choices)
-        lowered = lower(graph, parts, effects)
-        peak = max(lowered.peaks)
-        return replace(unchunked, regions=parts, peak=peak, slowdown=found.slowdown), lowered
-
-    limit = budget.bytes(unchunked.peak_before)
-    if limit is None:
-        return built(search.within_slowdown(budget.slowdown))
-    tried: list[tuple[ChunkPlan, Lowered]] = []
+        return search.within_slowdown(budget.slowdown)
     found = search.within_memory(limit)
-    for share in SHARES if found.peak <= limit else SHARES[-1:]:
-        tried.append(built(search.within_memory(int(share * limit))))
-        if tried[-1][0].peak <= limit:
+    return found if found.peak <= limit else search.within_memory(0)
+
+
+def _fits(found: Selection | ChunkPlan, limit: int, budget: Budget) -> bool:
+    return found.peak <= limit and found.slowdown <= budget.slowdown
+
+
+def _badness(found: Selection, limit: int | None, budget: Budget) -> tuple[float, float]:
+    """What is least for the better of two: time within the memory, or memory in time."""
+    if limit is None:
+        return max(found.slowdown, budget.slowdown), found.peak
+    return max(found.peak, limit), found.slowdown
+
+
+def _built(
+    form: _Form, model: ChunkPlan, limit: int | None, effects: Effects
+) -> tuple[ChunkPlan, Lowered]:
+    """The plan of a form. Where what is built needs more than was predicted, it is selected again
+    for less, until it fits."""
+    shares = SHARES if limit is not None and form.found.peak <= limit else SHARES[:1]
+    tried: list[tuple[ChunkPlan, Lowered]] = []
+    for share in shares:
+        again = limit is not None and share < 1
+        found = form.search.within_memory(int(share * limit)) if again else form.found
+        parts = tuple(_part(form.search, choice) for choice in found.choices)
+        lowered = lower(form.graph, [_window(form.search, c) for c in found.choices], effects)
+        plan = replace(model, regions=parts, peak=max(lowered.peaks), slowdown=found.slowdown)
+        tried.append((replace(plan, copied=form.copied), lowered))
+        if limit is None or plan.peak <= limit:
             break
     return min(tried, key=lambda pair: pair[0].peak)
-
-
-def _badness(plan: ChunkPlan, budget: Budget) -> tuple[float, float]:
-    """What is least for the better of two plans: time within the memory, or memory in time."""
-    limit = budget.bytes(plan.peak_before)
-    if limit is None:
-        return max(plan.slowdown, budget.slowdown), plan.peak
-    return max(plan.peak, limit), plan.slowdown
 
 
 def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
@@ -91,12 +112,19 @@ def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
         )
     effects = Effects()
     graph = with_copies(captured.graph, effects, plan.copied) if plan.copied else captured.graph
-    return lower(graph or captured.graph, plan.regions, effects)
+    graph = graph or captured.graph
+    return lower(graph, [find_region(graph, part) for part in plan.regions], effects)
+
+
+def _window(search: Search, choice: Choice) -> tuple[list[fx.Node], Region]:
+    found = choice.candidate
+    steps = search.steps.steps[found.lo : found.hi + 1]
+    region = region_of(found.flow, slice_length(found.flow, choice.chunks))
+    return [step.node for step in steps], region
 
 
 def _part(search: Search, choice: Choice) -> ChunkedPart:
-    flow = choice.candidate.flow
-    steps = search.steps.steps
+    flow, steps = choice.candidate.flow, search.steps.steps
     return ChunkedPart(
         first=steps[choice.candidate.lo].node.name,
         last=steps[choice.candidate.hi].node.name,
@@ -110,15 +138,9 @@ def _part(search: Search, choice: Choice) -> ChunkedPart:
 
 def _where(nodes: list[fx.Node]) -> str:
     """The innermost module to which all these operators belong."""
-    paths = [
-        list(n.meta["nn_module_stack"].values()) for n in nodes if n.meta.get("nn_module_stack")
-    ]
-    common = ""
-    for level in zip(*paths, strict=False):
-        if any(path != level[0] for path in level):
-            break
-        common = level[0][0]
-    return common or "the model"
+    stacks = (node.meta.get("nn_module_stack") for node in nodes)
+    paths = [[path for path, _ in stack.values()] for stack in stacks if stack]
+    return next(reversed(commonprefix(paths)), "") or "the model"
 
 
 class BudgetError(ValueError):

@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from wf_backends.autochunk.cost import Rates, operator_seconds
-from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at, collapse
+from wf_backends.autochunk.cost import Cost, Rates
+from wf_backends.autochunk.flow import Sliced
+from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
 from wf_backends.graph import (
     Effects,
     Step,
     Steps,
     arguments,
-    described,
     operator_name,
-    profile,
     read_steps,
     sources,
     tensors,
@@ -45,25 +44,19 @@ class Choice:
 
 @dataclass(frozen=True)
 class Selection:
-    """What the search found: no two choices overlap. `seconds` is the predicted time of the graph
-    unchunked, `model_seconds` that of the model (a graph with copies takes longer), `peak` the
-    predicted peak in bytes, before regions are built."""
+    """What the search found: no two choices overlap. `peak` is the predicted one in bytes, before
+    regions are built; `slowdown` the share of the model's time that is added."""
 
     choices: tuple[Choice, ...]
     peak: int
-    seconds: float
-    model_seconds: float
-
-    @property
-    def slowdown(self) -> float:
-        added = sum(choice.added_seconds for choice in self.choices)
-        return (self.seconds + added) / self.model_seconds - 1
+    slowdown: float
 
 
 class Search:
     """Finds selections for one graph; what it knows of a step's candidates serves every budget.
 
-    `model_seconds` is the predicted time of the model, if not that of the graph.
+    `model_seconds` is the predicted time of the model, if not that of the graph: a graph with
+    copies takes longer.
     """
 
     def __init__(
@@ -75,21 +68,22 @@ class Search:
     ) -> None:
         self.steps: Steps = read_steps(graph, effects)
         self._rates = rates
+        self._kinds = [step.kind for step in self.steps.steps]
+        self._count = Counter(self._kinds)
+        self._first = dict(zip(reversed(self._kinds), reversed(self.steps.steps), strict=True))
         self._candidates: dict[int, list[Candidate]] = {}
         self._places: dict[tuple[int, int, int], Candidate | None] = {}
-        self._kinds = _kinds(self.steps.steps)
-        self.seconds = sum(self._step_seconds(step) for step in self.steps.steps)
+        self._costs: dict[tuple[int, int], Cost] = {}
+        each = {kind: self._seconds(step) for kind, step in self._first.items()}
+        self.seconds = sum(count * each[kind] for kind, count in self._count.items())
         self._model_seconds = model_seconds or self.seconds
 
     def walls(self) -> tuple[tuple[str, int], ...]:
         """The operators that no region may hold, along no dimension, with how often they stand."""
-        seen: dict[int, bool] = {}
         walls: Counter[str] = Counter()
-        for kind, step in zip(self._kinds, self.steps.steps, strict=True):
-            if kind not in seen:
-                seen[kind] = _is_wall(step.node)
-            if seen[kind]:
-                walls[operator_name(step.node)] += 1
+        for kind, step in self._first.items():
+            if _is_wall(step.node):
+                walls[operator_name(step.node)] += self._count[kind]
         return tuple(walls.most_common())
 
     def within_slowdown(self, most: float, halvings: int = 8) -> Selection:
@@ -114,13 +108,11 @@ class Search:
         replaced: set[int] = set()  # places whose regions gave way to one that holds more
         while True:
             choices = [choice for alike in groups for choice in alike]
-            order = self._collapsed(choices)
-            peaks = profile(order, self.steps.outputs)
+            peaks = self._peaks(choices)
             peak = max(peaks)
             if peak <= budget:
                 break
-            step = order[peaks.index(peak)]
-            place = self.steps.position[step.node]
+            place = peaks.index(peak)
             found = self._choose(place, budget, choices)
             if (found is None or found.peak > budget) and place not in replaced:
                 replaced.add(place)
@@ -132,14 +124,25 @@ class Search:
                 break
             budget = max(budget, found.peak)
             groups.append(self._alike(found, budget, choices))
-        coarse = (choice for alike in groups for choice in self._coarsest(alike, peak))
-        return Selection(tuple(coarse), peak, self.seconds, self._model_seconds)
+        coarse = [choice for alike in groups for choice in self._coarsest(alike, peak)]
+        seconds = self.seconds + sum(choice.added_seconds for choice in coarse)
+        return Selection(tuple(coarse), peak, seconds / self._model_seconds - 1)
+
+    def _peaks(self, choices: Sequence[Choice]) -> list[int]:
+        """The live bytes at each step; those of a choice's steps stand at the largest alone."""
+        peaks = list(self.steps.peaks)
+        for choice in choices:
+            found = choice.candidate
+            peaks[found.lo : found.hi + 1] = [0] * (found.hi + 1 - found.lo)
+            peaks[found.place if choice.peak == found.beside else found.hi] = choice.peak
+        return peaks
 
     def _coarsest(self, alike: list[Choice], peak: int) -> list[Choice]:
         """The choices of layers that are alike, in no more chunks than `peak` needs: another
         region may be what holds it."""
-        needed = [choice.candidate.chunks_for(peak) or choice.chunks for choice in alike]
-        return [self._choice(choice.candidate, max(needed)) for choice in alike]
+        chunks = max(choice.candidate.chunks_for(peak) or choice.chunks for choice in alike)
+        added = self._added(alike[0].candidate, chunks)
+        return [Choice(choice.candidate, chunks, added) for choice in alike]
 
     def _choose(self, place: int, budget: int, taken: Sequence[Choice]) -> Choice | None:
         """The cheapest candidate at a step that fits; if none does, the one of least memory."""
@@ -147,18 +150,24 @@ class Search:
             self._candidates[place] = list(candidates_at(self.steps, place))
         free = [c for c in self._candidates[place] if not _taken(c.lo, c.hi, taken)]
         fitting = [(c, n) for c in free if (n := c.chunks_for(budget)) is not None]
-        if not fitting:
-            least = min(free, key=lambda c: c.peak(c.most), default=None)
-            return None if least is None else self._choice(least, least.most)
-        return min((self._choice(c, n) for c, n in fitting), key=lambda c: c.added_seconds)
+        if not fitting and free:
+            least = min(free, key=lambda c: c.peak(c.most))
+            fitting = [(least, least.most)]
+        choices = (Choice(c, n, self._added(c, n)) for c, n in fitting)
+        return min(choices, key=lambda choice: choice.added_seconds, default=None)
 
-    def _choice(self, candidate: Candidate, chunks: int) -> Choice:
-        added = 0.0
-        for op in candidate.flow.operators:
-            flops = self.steps.steps[self.steps.position[op.node]].flops
-            whole = operator_seconds(op, flops, self._rates, 1)
-            added += operator_seconds(op, flops, self._rates, chunks) - whole
-        return Choice(candidate, chunks, added + candidate.copied / self._rates.bytes_per_s)
+    def _added(self, candidate: Candidate, chunks: int) -> float:
+        """The seconds that so many chunks add: those of the operators, and of writing outputs."""
+        costs = map(self._cost, candidate.flow.operators)
+        added = sum(cost.seconds(chunks) - cost.seconds(1) for cost in costs)
+        return added + candidate.copied / self._rates.bytes_per_s
+
+    def _cost(self, op: Sliced) -> Cost:
+        step = self.steps.steps[self.steps.position[op.node]]
+        key = step.kind, op.dim
+        if key not in self._costs:
+            self._costs[key] = Cost.of(op, step.flops, self._rates)
+        return self._costs[key]
 
     def _alike(self, choice: Choice, budget: int, taken: Sequence[Choice]) -> list[Choice]:
         """The choice, and the same one wherever the same operators stand and need it too."""
@@ -171,30 +180,16 @@ class Search:
                 continue
             if max(self.steps.peaks[lo : hi + 1]) <= budget or _taken(lo, hi, (*found, *taken)):
                 continue
-            other = self._candidate_in(lo, hi, first.flow.end.dim)
+            place = lo, hi, first.flow.end.dim
+            if place not in self._places:
+                self._places[place] = candidate_in(self.steps, *place)
+            other = self._places[place]
             if other is not None and other.peak(choice.chunks) <= budget:
                 found.append(replace(choice, candidate=other))
         return found
 
-    def _candidate_in(self, lo: int, hi: int, dim: int) -> Candidate | None:
-        place = (lo, hi, dim)
-        if place not in self._places:
-            self._places[place] = candidate_in(self.steps, *place)
-        return self._places[place]
-
-    def _collapsed(self, choices: Sequence[Choice]) -> list[Step]:
-        """The graph's steps with every choice as one step."""
-        order: list[Step] = []
-        done = 0
-        for choice in sorted(choices, key=lambda c: c.candidate.lo):
-            found = choice.candidate
-            region = replace(found.region, temporary=found.inner(choice.chunks))
-            order += self.steps.steps[done : found.lo]
-            order += collapse(self.steps, found.lo, found.hi, found.flow, region)
-            done = found.hi + 1
-        return order + self.steps.steps[done:]
-
-    def _step_seconds(self, step: Step) -> float:
+    def _seconds(self, step: Step) -> float:
+        """The predicted time of an operator."""
         count = sum(t.nbytes for node in (step.node, *arguments(step.node)) for t in tensors(node))
         return self._rates.seconds(step.flops, count)
 
@@ -212,14 +207,3 @@ def _taken(lo: int, hi: int, choices: Sequence[Choice]) -> bool:
 
 def _overlap(choice: Choice, others: Sequence[Choice]) -> bool:
     return _taken(choice.candidate.lo, choice.candidate.hi, others)
-
-
-def _kinds(steps: Sequence[Step]) -> list[int]:
-    """A number for each step: equal where operator and shapes are."""
-    known: dict[str, int] = {}
-    return [known.setdefault(_kind(step.node), len(known)) for step in steps]
-
-
-def _kind(node: fx.Node) -> str:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), described)
-    return f"{node.target} {args} {kwargs}"

@@ -122,6 +122,11 @@ class Rule:
 Table = dict[Callable[..., Any], Rule]
 
 
+def table(rule: Rule, names: str) -> Table:
+    """One rule for several of ATen's operators. A packet stands for its in-place twin, too."""
+    return {getattr(aten, name): rule for name in names.split()}
+
+
 def shape_of(value: object) -> Shape | None:
     """Sizes of a node's tensor, or of the first of its tensors; None if it is no tensor."""
     if isinstance(value, fx.Node):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from wf_backends.graph.capture import tensors
+from wf_backends.graph.rules import Source, sources, writes
 
 
 class StorageTracker(TorchDispatchMode):
@@ -94,13 +95,14 @@ class Effect:
     `allocated` are the bytes of the storages that it returns and that are new. `places` says where
     each tensor that it returns lies: i >= 0 in the storage of the call's i-th tensor, -1 - j in the
     j-th new one. `temporary` is what it needs for a moment beyond its results, in bytes; `flops`
-    what it computes.
+    what it computes. `kind` is equal for calls of one operator on the same layouts.
     """
 
     allocated: tuple[int, ...]
     places: tuple[int, ...]
     temporary: int
     flops: int
+    kind: int = -1
 
 
 class Effects:
@@ -108,27 +110,33 @@ class Effects:
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode()
-        self._known: dict[Any, Effect] = {}
+        self._known: dict[tuple[Any, str], Effect] = {}
+        self._layouts: dict[Any, int] = {}
+        self._layout_of: dict[fx.Node, str] = {}
 
     def of(self, node: fx.Node) -> Effect:
         """The effect of a `call_function` node whose arguments have their `meta["val"]`."""
-        leaves, spec = pytree.tree_flatten((node.args, node.kwargs))
-        key = (node.target, spec, *(described(x) if _is_node(x) else repr(x) for x in leaves))
-        try:
-            known = self._known.get(key)
-        except TypeError:  # an argument that cannot be hashed, such as a graph of a region
-            return self._run(node.target, leaves, spec)
-        if known is None:
-            known = self._known[key] = self._run(node.target, leaves, spec)
-        return known
+        key = node.target, repr(fx.map_arg((node.args, node.kwargs), self._layout))
+        if key not in self._known:
+            self._known[key] = self._run(node, len(self._known))
+        return self._known[key]
 
-    def _run(self, target: Any, leaves: Sequence[Any], spec: Any) -> Effect:
+    def _layout(self, node: fx.Node) -> str:
+        """A text that is equal for nodes whose tensors have the same layouts."""
+        if node not in self._layout_of:
+            layouts = ((t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors(node))
+            which = node.target if node.op == "get_attr" else node.meta.get("whole")
+            number = self._layouts.setdefault((which, *layouts), len(self._layouts))
+            self._layout_of[node] = f"<{number}>"
+        return self._layout_of[node]
+
+    def _run(self, node: fx.Node, kind: int) -> Effect:
+        assert callable(node.target)
         with self._mode:
-            values = [_fresh(leaf) if _is_node(leaf) else leaf for leaf in leaves]
-            inputs = [v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor)]
-            args, kwargs = pytree.tree_unflatten(values, spec)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), _fresh)
+            inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
             with FlopCounterMode(display=False) as counter, StorageTracker(inputs) as tracker:
-                result = target(*args, **kwargs)
+                result = node.target(*args, **kwargs)
         known = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(inputs)))}
         allocated, places = [], []
         for value in pytree.tree_leaves(result):
@@ -139,20 +147,8 @@ class Effects:
                     allocated.append(storage.nbytes())
                 places.append(known[storage._cdata])
         temporary = tracker.peak - sum(allocated)
-        return Effect(tuple(allocated), tuple(places), temporary, counter.get_total_flops())
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)
-
-
-def described(leaf: Any) -> Any:
-    """The layouts of a node's tensors; what is no node as it is."""
-    if not isinstance(leaf, fx.Node):
-        return leaf
-    if leaf.op == "get_attr":
-        return leaf.target
-    return tuple((t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors(leaf))
+        flops = counter.get_total_flops()
+        return Effect(tuple(allocated), tuple(places), temporary, flops, kind)
 
 
 def _fresh(node: fx.Node) -> Any:
@@ -183,14 +179,15 @@ class Step:
 
     `reads` are the storages that it reads or returns views of; `allocates` the storages that it
     allocates, with their bytes; `temporary` bytes beyond them while it runs; `flops` what it
-    computes.
+    computes; `kind` as of its `Effect`.
     """
 
     node: fx.Node
     reads: tuple[int, ...]
     allocates: tuple[tuple[int, int], ...]
-    temporary: int
-    flops: int
+    temporary: int = 0
+    flops: int = 0
+    kind: int = -1
 
 
 @dataclass(frozen=True)
@@ -205,6 +202,17 @@ class Steps:
     of: dict[fx.Node, tuple[int, ...]]
     size: dict[int, int]
     outputs: frozenset[int]
+    _sources: dict[tuple[int, int], tuple[Source, ...] | None] = field(default_factory=dict)
+
+    def sources(self, node: fx.Node, dim: int) -> tuple[Source, ...] | None:
+        """As `rules.sources`, found once for each kind of call."""
+        key = self.steps[self.position[node]].kind, dim
+        if writes(node):
+            return sources(node, dim)
+        if key not in self._sources:
+            self._sources[key] = sources(node, dim)
+        known = self._sources[key]
+        return None if known is None else tuple(map(Source.of, known, arguments(node)))
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -226,11 +234,6 @@ class Steps:
                 change[position + 1] += count
                 change[self.last[storage] + 1] -= count
         return list(itertools.accumulate(change[: len(self.steps) + 1]))
-
-    def alive(self, position: int) -> dict[int, int]:
-        """The storages that live before a step and are read by it or later, with their bytes."""
-        born = (s for step in self.steps[:position] for s, _ in step.allocates)
-        return {s: self.size[s] for s in born if self.last[s] >= position}
 
     @cached_property
     def peaks(self) -> list[int]:
@@ -260,33 +263,38 @@ def read_steps(graph: fx.Graph, effects: Effects) -> Steps:
         size.update(zip(new, effect.allocated, strict=True))
         of[node] = tuple(reads[p] if p >= 0 else new[-1 - p] for p in effect.places)
         allocates = tuple(zip(new, effect.allocated, strict=True))
-        steps.append(Step(node, reads, allocates, effect.temporary, effect.flops))
+        steps.append(Step(node, reads, allocates, effect.temporary, effect.flops, effect.kind))
     return Steps(steps, of, size, outputs)
 
 
 def arguments(node: fx.Node) -> list[fx.Node]:
     """The nodes among the arguments, once for each time that they stand there."""
-    return [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if _is_node(leaf)]
+    found: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), found.append)  # type: ignore[arg-type]
+    return found
 
 
 def profile(
-    steps: Sequence[Step], kept: Container[int], alive: Mapping[int, int] | None = None
+    steps: Sequence[Step],
+    kept: Container[int],
+    sizes: Mapping[int, int] | None = None,
+    live: int = 0,
 ) -> list[int]:
-    """The live bytes while each step runs.
+    """The live bytes while each step runs, of `live` before the first one.
 
-    `alive` are the storages that live before the first step, with their bytes; those in `kept` live
-    after the last one.
+    `sizes` are the bytes of storages among them. Those that a step reads, and that are not in
+    `kept`, die with the last step that reads them.
     """
-    last: dict[int, int] = dict.fromkeys(alive or (), 0)
-    sizes = dict(alive or {})
+    last: dict[int, int] = {}
+    own: dict[int, int] = {}
     for position, step in enumerate(steps):
-        sizes.update(step.allocates)
-        last.update((s, position) for s in (*step.reads, *(s for s, _ in step.allocates)))
-    dying: list[int] = [0] * len(steps)
+        own.update(step.allocates)
+        last.update(dict.fromkeys(step.reads, position))
+        last.update((storage, position) for storage, _ in step.allocates)
+    dying = [0] * len(steps)
     for storage, position in last.items():
-        if storage not in kept and storage in sizes:
-            dying[position] += sizes[storage]
-    live = sum((alive or {}).values())
+        if storage not in kept:
+            dying[position] += own.get(storage) or (sizes or {}).get(storage, 0)
     peaks = []
     for step, freed in zip(steps, dying, strict=True):
         live += sum(count for _, count in step.allocates)

@@ -7,7 +7,7 @@ random numbers and collectives have none.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -59,6 +59,10 @@ class Source:
     before: int = 0
     after: int = 0
 
+    def of(self, node: fx.Node) -> Source:
+        """The same of another node."""
+        return Source(node, self.dim, self.scale, self.before, self.after)
+
     def rows(self, lo: int, hi: int) -> tuple[int, int]:
         """The rows of `dim` that rows [lo, hi) of the output need; lo and hi fit the granule."""
         shape = shape_of(self.node)
@@ -94,9 +98,9 @@ def sources(node: fx.Node, dim: int) -> tuple[Source, ...] | None:
     return tuple(found)
 
 
-def granule(node: fx.Node, dim: int) -> int:
-    """`lo` and `hi` of a slice of `dim` must be multiples of it: rows that share one input row."""
-    return lcm(*(source.scale.denominator for source in sources(node, dim) or ()))
+def granule(found: Iterable[Source]) -> int:
+    """`lo` and `hi` of a slice must be multiples of it: rows that share one input row."""
+    return lcm(*(source.scale.denominator for source in found))
 
 
 def emit(

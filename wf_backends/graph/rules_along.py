@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wf_backends.graph.call import Call, Reads, Rows, Rule, Table, aten, axis, broadcast
+from wf_backends.graph.call import Call, Reads, Rows, Rule, Table, aten, axis, broadcast, table
 
 
 def worked_along(call: Call, ndim: int) -> set[int]:
@@ -47,54 +47,18 @@ def one_hot(call: Call, dim: int) -> Reads | None:
     return {"self": Rows(dim)} if known else None
 
 
-APART = (
-    aten.argsort,
-    aten.cummax,
-    aten.cummin,
-    aten.cumprod,
-    aten.cumsum,
-    aten.flip,
-    aten.glu,
-    aten.log_softmax,
-    aten._log_softmax,
-    aten.logcumsumexp,
-    aten.roll,
-    aten.softmax,
-    aten._softmax,
-    aten.sort,
-    aten.topk,
-)
-REDUCTIONS = (
-    aten.all,
-    aten.amax,
-    aten.amin,
-    aten.any,
-    aten.argmax,
-    aten.argmin,
-    aten.count_nonzero,
-    aten.kthvalue,
-    aten.linalg_vector_norm,
-    aten.logsumexp,
-    aten.max,
-    aten.mean,
-    aten.median,
-    aten.min,
-    aten.nansum,
-    aten.norm,
-    aten.prod,
-    aten.std,
-    aten.std_mean,
-    aten.sum,
-    aten.var,
-    aten.var_mean,
-)
-
 TABLE: Table = {
-    **dict.fromkeys(APART, Rule(apart)),
-    **dict.fromkeys(REDUCTIONS, Rule(reduction)),
-    aten.layer_norm: Rule(norm),
-    aten.linalg_cross: Rule(pair),
+    **table(
+        Rule(apart),
+        "argsort cummax cummin cumprod cumsum flip glu log_softmax _log_softmax logcumsumexp "
+        "roll softmax _softmax sort topk",
+    ),
+    **table(
+        Rule(reduction),
+        "all amax amin any argmax argmin count_nonzero kthvalue linalg_vector_norm logsumexp "
+        "max mean median min nansum norm prod std std_mean sum var var_mean",
+    ),
+    **table(Rule(norm), "layer_norm rms_norm"),
+    **table(Rule(pair), "linalg_cross slice_scatter"),
     aten.one_hot: Rule(one_hot),
-    aten.rms_norm: Rule(norm),
-    aten.slice_scatter: Rule(pair),
 }

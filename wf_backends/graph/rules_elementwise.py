@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from wf_backends.graph.call import Call, Reads, Rows, Rule, Slice, Table, aten, broadcast
+from wf_backends.graph.call import Call, Reads, Rows, Rule, Slice, Table, broadcast, table
 
 
 def pointwise(call: Call, dim: int) -> Reads | None:
@@ -37,58 +37,19 @@ def write_triangle(new: Slice) -> fx.Node:
 
 
 POINTWISE = Rule(pointwise)
-UNARY = Rule(unary)
-
-# What torch.Tag.pointwise misses. A packet stands for its in-place twin too.
-POINTWISE_UNTAGGED = (
-    aten.__and__,
-    aten.__or__,
-    aten.__xor__,
-    aten.add,
-    aten.copy,
-    aten.divide,
-    aten.expand_as,
-    aten.fill,
-    aten.floor_divide,
-    aten.greater,
-    aten.greater_equal,
-    aten.hardswish,
-    aten.isclose,
-    aten.less,
-    aten.less_equal,
-    aten.log_sigmoid,
-    aten.masked_fill,
-    aten.multiply,
-    aten.not_equal,
-    aten.polar,
-    aten.rsub,
-    aten.sub,
-    aten.subtract,
-    aten.true_divide,
-    aten.where,
-)
-
-UNARY_LIKE = (
-    aten._to_copy,
-    aten.alias,
-    aten.clone,
-    aten.contiguous,
-    aten.detach,
-    aten.full_like,
-    aten.lift_fresh_copy,
-    aten.ones_like,
-    aten.to,
-    aten.type_as,
-    aten.zero,
-    aten.zeros_like,
-)
 
 TABLE: Table = {
-    **dict.fromkeys(POINTWISE_UNTAGGED, POINTWISE),
-    **dict.fromkeys(UNARY_LIKE, UNARY),
-    aten.dropout: Rule(dropout),
-    aten.feature_dropout: Rule(dropout),
-    aten.alpha_dropout: Rule(dropout),
-    aten.tril: Rule(triangle, write_triangle),
-    aten.triu: Rule(triangle, write_triangle),
+    **table(  # what torch.Tag.pointwise misses
+        POINTWISE,
+        "__and__ __or__ __xor__ add copy divide expand_as fill floor_divide greater "
+        "greater_equal hardswish isclose less less_equal log_sigmoid masked_fill multiply "
+        "not_equal polar rsub sub subtract true_divide where",
+    ),
+    **table(
+        Rule(unary),
+        "_to_copy alias clone contiguous detach full_like lift_fresh_copy ones_like to type_as "
+        "zero zeros_like",
+    ),
+    **table(Rule(dropout), "dropout feature_dropout alpha_dropout"),
+    **table(Rule(triangle, write_triangle), "tril triu"),
 }

@@ -18,6 +18,7 @@ from wf_backends.graph.call import (
     axis,
     broadcast,
     shape_of,
+    table,
 )
 
 
@@ -137,30 +138,20 @@ def getitem(call: Call, dim: int) -> Reads:
     return {"a": Rows(dim)}
 
 
-SPLITS = (
-    aten.chunk,
-    aten.split,
-    aten.split_with_sizes,
-    aten.tensor_split,
-    aten.unsafe_chunk,
-    aten.unsafe_split,
-    aten.unsafe_split_with_sizes,
-)
-
 TABLE: Table = {
-    **dict.fromkeys(SPLITS, Rule(split)),
-    aten.cat: Rule(cat),
-    aten.concat: Rule(cat),
-    aten.constant_pad_nd: Rule(pad, write_pad),
+    **table(
+        Rule(split),
+        "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_split "
+        "unsafe_split_with_sizes",
+    ),
+    **table(Rule(cat), "cat concat"),
+    **table(Rule(pad, write_pad), "constant_pad_nd pad"),
+    **table(Rule(part, write_part), "narrow slice"),
+    **table(Rule(pick), "select unbind"),
     aten.embedding: Rule(embedding),
     aten.gather: Rule(gather),
     aten.index: Rule(index),
     aten.index_select: Rule(index_select),
-    aten.narrow: Rule(part, write_part),
-    aten.pad: Rule(pad, write_pad),
-    aten.select: Rule(pick),
-    aten.slice: Rule(part, write_part),
     aten.stack: Rule(stack),
-    aten.unbind: Rule(pick),
     operator.getitem: Rule(getitem),
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from wf_backends.graph.call import Call, Reads, Rows, Rule, Slice, Table, aten
+from wf_backends.graph.call import Call, Reads, Rows, Rule, Slice, Table, aten, table
 from wf_backends.graph.rules_select import border
 
 
@@ -194,15 +194,10 @@ TABLE: Table = {
         "upsample_nearest{n}d _upsample_nearest_exact{n}d", lambda n: Rule(nearest, write_nearest)
     ),
     aten.batch_norm: Rule(batch_norm),
-    aten.conv_transpose1d: Rule(transposed_convolution),
-    aten.conv_transpose2d: Rule(transposed_convolution),
-    aten.conv_transpose3d: Rule(transposed_convolution),
+    **families("conv_transpose{n}d", lambda n: Rule(transposed_convolution)),
     aten.convolution: Rule(convolution, write_convolution),
     aten.group_norm: Rule(group_norm),
-    aten.pixel_shuffle: in_front(3),
-    aten.pixel_unshuffle: in_front(3),
-    aten.upsample_bicubic2d: in_front(2),
-    aten.upsample_bilinear2d: in_front(2),
+    **table(in_front(3), "pixel_shuffle pixel_unshuffle upsample_trilinear3d"),
+    **table(in_front(2), "upsample_bicubic2d upsample_bilinear2d"),
     aten.upsample_linear1d: in_front(1),
-    aten.upsample_trilinear3d: in_front(3),
 }

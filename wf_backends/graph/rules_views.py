@@ -19,6 +19,7 @@ from wf_backends.graph.call import (
     aten,
     axis,
     broadcast,
+    table,
 )
 
 
@@ -114,44 +115,20 @@ def write_repeat_interleave(new: Slice) -> fx.Node:
     return new.again(output_size=None)
 
 
-RESHAPES = (
-    aten.flatten,
-    aten.reshape,
-    aten.squeeze,
-    aten.unflatten,
-    aten.unsqueeze,
-    aten._unsafe_view,
-    aten.view,
+RESHAPES = table(
+    Rule(reshape, write_reshape), "flatten reshape squeeze unflatten unsqueeze _unsafe_view view"
 )
-PERMUTES = (
-    aten.adjoint,
-    aten.mT,
-    aten.moveaxis,
-    aten.movedim,
-    aten.numpy_T,
-    aten.permute,
-    aten.swapaxes,
-    aten.swapdims,
-    aten.t,
-    aten.transpose,
-)
-FILLED = (
-    aten.empty,
-    aten.full,
-    aten.new_empty,
-    aten.new_full,
-    aten.new_ones,
-    aten.new_zeros,
-    aten.ones,
-    aten.zeros,
-)
-
 TABLE: Table = {
-    **dict.fromkeys(RESHAPES, Rule(reshape, write_reshape)),
-    **dict.fromkeys(PERMUTES, Rule(permute)),
-    **dict.fromkeys(FILLED, Rule(filled, write_size)),
-    aten.expand: Rule(expand, write_expand),
-    aten.broadcast_to: Rule(expand, write_expand),
+    **RESHAPES,
+    **table(
+        Rule(permute),
+        "adjoint mT moveaxis movedim numpy_T permute swapaxes swapdims t transpose",
+    ),
+    **table(
+        Rule(filled, write_size),
+        "empty full new_empty new_full new_ones new_zeros ones zeros",
+    ),
+    **table(Rule(expand, write_expand), "expand broadcast_to"),
     aten.repeat: Rule(repeat, write_repeat),
     aten.repeat_interleave: Rule(repeat_interleave, write_repeat_interleave),
 }
