@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from wf_backends.autochunk import ChunkPlan, autochunk
-from wf_backends.autochunk.copies import with_copies
-from wf_backends.graph import Effects, StorageTracker, capture
+from wf_backends.graph import Effects, StorageTracker, capture, read_steps, with_copies
 
 TOKENS = 224
 
@@ -97,7 +96,8 @@ class Masked(nn.Module):
 @pytest.mark.parametrize("write", ["", "mask", "slope"])
 def test_what_others_write_to_is_not_copied(write: str) -> None:
     model, x = Masked(write).eval(), torch.randn(128, 4, dtype=torch.float64)
-    copies = with_copies(capture(model, (x,), {}).graph, Effects(), "masks")
+    graph = capture(model, (x,), {}).graph
+    copies = with_copies(graph, read_steps(graph, Effects()), "masks")
     assert (copies is None) == bool(write)
     chunked = autochunk(model, (x,), max_slowdown=1e9)
     assert chunked.plan.copied == ("" if write else "masks")

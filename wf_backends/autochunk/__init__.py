@@ -3,8 +3,8 @@
 In the paper's order:
 
     graph/capture  the forward pass as a graph, whose live bytes are known at every step
+    graph/copies   where masks and the like are computed anew for each reader
     flow           which operators may be computed slice by slice together (section 3.2)
-    copies         masks and the like, computed anew for each reader
     search         the regions around the step that needs most (3.3)
     cost           what slices add to the time
     select         which regions, and how many slices (3.4)

@@ -12,7 +12,8 @@ from torch import fx, nn
 from wf_backends.autochunk.flow import around, trace
 from wf_backends.autochunk.plan import ChunkedPart
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, kind_of, region_of
-from wf_backends.graph import Effect, Effects, join_group_norms, module_path, read_steps, submodule
+from wf_backends.graph import Effect, Effects, module_path, read_steps, submodule
+from wf_backends.slicing import join_group_norms
 
 
 @dataclass(frozen=True)

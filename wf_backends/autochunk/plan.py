@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from wf_backends.autochunk.copies import Copied
+from wf_backends.graph import Copied
 
 MIB, GIB = 1 << 20, 1 << 30
 

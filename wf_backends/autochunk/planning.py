@@ -7,13 +7,12 @@ from os.path import commonprefix
 
 from torch import fx
 
-from wf_backends.autochunk.copies import Copied, with_copies
 from wf_backends.autochunk.cost import measure_rates
 from wf_backends.autochunk.lower import Lowered, find_region, lower
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
 from wf_backends.autochunk.region import Region, region_of, slice_length
 from wf_backends.autochunk.select import Choice, Search, Selection
-from wf_backends.graph import Budget, Captured, Effects
+from wf_backends.graph import Budget, Captured, Copied, Effects, read_steps, with_copies
 
 FORMS: tuple[Copied, ...] = ("", "masks", "norms")  # of the graph, in the order they are tried
 SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # of the budget to search for, until what is built fits it
@@ -39,17 +38,16 @@ def find_plan(captured: Captured, before: int, budget: Budget) -> tuple[ChunkPla
     """
     effects, rates = Effects(), measure_rates(*captured.main_kind)
     limit = budget.bytes(before)
-    search = Search(captured.graph, effects, rates)
-    model = ChunkPlan(captured.fingerprint, (), before, before, 0.0, search.walls())
+    plain = Search(captured.graph, effects, rates)
+    model = ChunkPlan(captured.fingerprint, (), before, before, 0.0, plain.walls())
     if limit is not None and before <= limit:
         return model, lower(captured.graph, (), effects)
     forms: list[_Form] = []
     for copied in FORMS[:2] if limit is None else FORMS:
-        graph = with_copies(captured.graph, effects, copied) if copied else captured.graph
+        graph = with_copies(captured.graph, plain.steps, copied) if copied else captured.graph
         if graph is None:
             continue
-        if copied:
-            search = Search(graph, effects, rates, forms[0].search.seconds)
+        search = Search(graph, effects, rates, plain.seconds) if copied else plain
         forms.append(_Form(copied, graph, search, _select(search, limit, budget)))
         if limit is not None and _fits(forms[-1].found, limit, budget):
             plan, lowered = _built(forms[-1], model, limit, effects)
@@ -110,9 +108,9 @@ def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
             f"plan was made for another model or other input shapes: its graph is "
             f"{plan.fingerprint}, this one {captured.fingerprint}; leave plan out to search anew"
         )
-    effects = Effects()
-    graph = with_copies(captured.graph, effects, plan.copied) if plan.copied else captured.graph
-    graph = graph or captured.graph
+    graph, effects = captured.graph, Effects()
+    if plan.copied:
+        graph = with_copies(graph, read_steps(graph, effects), plan.copied) or graph
     return lower(graph, [find_region(graph, part) for part in plan.regions], effects)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
-from wf_backends.autochunk.lower import lower
+from wf_backends.autochunk.lower import Lowered, lower
 from wf_backends.autochunk.plan import ChunkPlan
 from wf_backends.autochunk.planning import find_plan
-from wf_backends.graph import Effects, bind, capture, checked_budget, unchunked_peak
+from wf_backends.graph import Captured, Effects, bind, capture, checked_budget, unchunked_peak
+
+Profile = tuple[tuple[str, int], ...]  # a module's path and live bytes, for each operator
 
 
 @dataclass(frozen=True)
@@ -20,8 +23,18 @@ class Profiles:
     as the model is, `after` with a chunk region as one operator."""
 
     plan: ChunkPlan
-    before: tuple[tuple[str, int], ...]
-    after: tuple[tuple[str, int], ...]
+    _captured: Captured
+    _lowered: Lowered
+
+    @cached_property
+    def before(self) -> Profile:
+        unchunked = lower(self._captured.graph, (), Effects())
+        return tuple(zip(unchunked.modules, unchunked.peaks, strict=True))
+
+    @cached_property
+    def after(self) -> Profile:
+        sliced = tuple(zip(self._lowered.modules, self._lowered.peaks, strict=True))
+        return sliced if self.plan.regions else self.before
 
 
 def memory_profiles(
@@ -38,10 +51,7 @@ def memory_profiles(
     args, bound = bind(model, (), dict(kwargs))
     captured = capture(model, args, bound)
     plan, lowered = find_plan(captured, unchunked_peak(model, args, bound), budget)
-    unchunked = lower(captured.graph, (), Effects())
-    before = tuple(zip(unchunked.modules, unchunked.peaks, strict=True))
-    after = tuple(zip(lowered.modules, lowered.peaks, strict=True))
-    return Profiles(plan, before, after if plan.regions else before)
+    return Profiles(plan, captured, lowered)
 
 
 def longest(fits: Callable[[int], bool], step: int, known: int = 0, within: float = 0.02) -> int:

@@ -17,7 +17,8 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wf_backends.autochunk.flow import Flow, rows_of, size
-from wf_backends.graph import emit
+from wf_backends.graph import like
+from wf_backends.slicing import emit
 
 EVEN = 16
 
@@ -121,7 +122,7 @@ class Bodies:
         with self._mode:
             for node in graph.nodes:
                 if node.op == "placeholder":
-                    node.meta["val"] = _like(node.meta["val"])
+                    node.meta["val"] = like(node.meta["val"])
                 elif node.op == "call_function":
                     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
                     node.meta["val"] = node.target(*args, **kwargs)
@@ -227,10 +228,6 @@ def _narrow(value: torch.Tensor, where: Slice | None) -> torch.Tensor:
         return value
     dim, lo, hi = where
     return value.narrow(dim, lo, hi - lo)
-
-
-def _like(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _layout(node: fx.Node) -> tuple[Any, ...]:

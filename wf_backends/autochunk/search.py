@@ -16,7 +16,8 @@ from torch import fx
 
 from wf_backends.autochunk.flow import Flow, around, trace
 from wf_backends.autochunk.region import slice_length
-from wf_backends.graph import Step, Steps, profile, tensors, writes
+from wf_backends.graph import Step, Steps, profile, tensors
+from wf_backends.slicing import writes
 
 REACH = 160  # operators that a region may span on each side of the peak
 ENDS = 5  # of the places where a region may begin or end, so many nearest to the peak and farthest

@@ -16,16 +16,8 @@ from torch import fx
 from wf_backends.autochunk.cost import Cost, Rates
 from wf_backends.autochunk.flow import Sliced
 from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
-from wf_backends.graph import (
-    Effects,
-    Step,
-    Steps,
-    arguments,
-    operator_name,
-    read_steps,
-    sources,
-    tensors,
-)
+from wf_backends.graph import Effects, Step, Steps, arguments, operator_name, read_steps, tensors
+from wf_backends.slicing import sources
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A model's forward pass as a graph: its operators, what may be sliced, and the memory they need.
+"""A model's forward pass as a graph, and the memory that its operators need.
 
-In reading order: `capture` makes the graph; `call` and the `rules` say what a slice of an
-operator's output reads of its inputs; `memory` finds the live bytes at each step.
+`capture` makes the graph; `memory` finds the live bytes at each step; `copies` computes masks and
+the like anew for each reader; `budget` is what a user allows.
 """
 
 from wf_backends.graph.budget import Budget, checked_budget
@@ -17,7 +17,7 @@ from wf_backends.graph.capture import (
     refill,
     tensors,
 )
-from wf_backends.graph.group_norm import join_group_norms
+from wf_backends.graph.copies import Copied, with_copies
 from wf_backends.graph.memory import (
     Effect,
     Effects,
@@ -25,20 +25,20 @@ from wf_backends.graph.memory import (
     Steps,
     StorageTracker,
     arguments,
+    like,
     profile,
     read_steps,
     submodule,
     unchunked_peak,
 )
-from wf_backends.graph.rules import Source, emit, granule, rule_of, sources, writes
 
 __all__ = [
     "Budget",
     "CaptureError",
     "Captured",
+    "Copied",
     "Effect",
     "Effects",
-    "Source",
     "Step",
     "Steps",
     "StorageTracker",
@@ -48,18 +48,14 @@ __all__ = [
     "capture",
     "checked_budget",
     "containers",
-    "emit",
-    "granule",
-    "join_group_norms",
+    "like",
     "module_path",
     "operator_name",
     "profile",
     "read_steps",
     "refill",
-    "rule_of",
-    "sources",
     "submodule",
     "tensors",
     "unchunked_peak",
-    "writes",
+    "with_copies",
 ]

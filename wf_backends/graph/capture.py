@@ -23,11 +23,11 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, TensorArgument
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
-from wf_backends.graph.group_norm import split_group_norms
-from wf_backends.graph.rules import viewed, writes
+from wf_backends.slicing import split_group_norms, viewed, writes
 
 _CHECKS = (torch.ops.aten._assert_tensor_metadata.default,)
 
@@ -156,9 +156,12 @@ def _export_as_eager(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> A
 
     A model that asks `torch.compiler.is_compiling()` is told no: transformers' models would build
     causal masks as tensors, which they do not do in eager runs. Where that cannot be traced the
-    model is told yes.
+    model is told yes. Of operators no stack is kept, and the code of no graph is compiled before it
+    runs: both would take more time than the trace.
     """
-    with torch.no_grad(), _no_log():
+    no_stacks = mock.patch.object(fx.config, "do_not_emit_stack_traces", True, create=True)
+    lazy = _use_lazy_graph_module(True)
+    with torch.no_grad(), _no_log(), no_stacks, lazy:
         try:
             with mock.patch.object(torch.compiler, "is_compiling", lambda: False):
                 return torch.export.export(model, args, kwargs, strict=False)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from wf_backends.graph.capture import tensors
-from wf_backends.graph.rules import Source, sources, writes
+from wf_backends.slicing import Source, sources, writes
 
 
 class StorageTracker(TorchDispatchMode):
@@ -153,17 +153,14 @@ class Effects:
 
 def _fresh(node: fx.Node) -> Any:
     """Tensors like the node's value."""
-
-    def like(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
-        )
-
     if node.op == "get_attr":
         return submodule(node)
-    return pytree.tree_map(like, node.meta.get("val"))
+    return pytree.tree_map_only(torch.Tensor, like, node.meta.get("val"))
+
+
+def like(value: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same layout, with a storage of its own."""
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def submodule(node: fx.Node) -> nn.Module:

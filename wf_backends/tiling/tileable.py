@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from wf_backends.graph import Captured, Weight, sources, tensors
+from wf_backends.graph import Captured, Weight, tensors
+from wf_backends.slicing import sources
 from wf_backends.tiling.tiled_loss import LOSS, loss_name
 
 aten = torch.ops.aten

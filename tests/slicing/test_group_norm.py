@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from wf_backends.graph.group_norm import (
+from wf_backends.slicing.group_norm import (
     group_normalize,
     group_statistics,
     join_group_norms,

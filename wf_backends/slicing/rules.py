@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
 
-from wf_backends.graph import (
+from wf_backends.slicing import (
     group_norm,
     rules_along,
     rules_attention,
@@ -28,7 +28,7 @@ from wf_backends.graph import (
     rules_space,
     rules_views,
 )
-from wf_backends.graph.call import Call, Rows, Rule, Slice, Table, aten, by_name, shape_of
+from wf_backends.slicing.call import Call, Rows, Rule, Slice, Table, aten, by_name, shape_of
 
 TABLE: Table = {
     **group_norm.TABLE,

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from wf_backends.graph.call import Call, Reads, Rows, Rule, Slice, Table, aten, table
-from wf_backends.graph.rules_select import border
+from wf_backends.slicing.call import Call, Reads, Rows, Rule, Slice, Table, aten, table
+from wf_backends.slicing.rules_select import border
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from wf_backends.graph.call import Call, Reads, Rows, Rule, Table, aten, axis, broadcast, table
+from wf_backends.slicing.call import Call, Reads, Rows, Rule, Table, aten, axis, broadcast, table
 
 
 def worked_along(call: Call, ndim: int) -> set[int]:

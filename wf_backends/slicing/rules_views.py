@@ -8,7 +8,7 @@ from fractions import Fraction
 import torch
 from torch import fx
 
-from wf_backends.graph.call import (
+from wf_backends.slicing.call import (
     Call,
     Reads,
     Rows,

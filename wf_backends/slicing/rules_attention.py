@@ -7,7 +7,7 @@ from fractions import Fraction
 import torch
 from torch import fx
 
-from wf_backends.graph.call import Call, Reads, Rows, Rule, Slice, Table, aten, broadcast
+from wf_backends.slicing.call import Call, Reads, Rows, Rule, Slice, Table, aten, broadcast
 
 ROWS, HEADS = 2, 3  # dimensions counted from the end, from 1
 

@@ -11,7 +11,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx
 
-from wf_backends.graph.call import Call, Reads, Rows, Rule, Table, aten, by_name, defaults
+from wf_backends.slicing.call import Call, Reads, Rows, Rule, Table, aten, by_name, defaults
 
 
 def group_statistics(x: Tensor, groups: int, eps: float) -> Tensor:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
-from tests.graph.drawn import Case, Draw
-from tests.graph.rule_cases import CASES
-from tests.graph.slicing import assert_slices, tensors
-from wf_backends.graph.rules import TABLE, emit, sources
+from tests.slicing.drawn import Case, Draw
+from tests.slicing.rule_cases import CASES
+from tests.slicing.slicing import assert_slices, tensors
+from wf_backends.slicing.rules import TABLE, emit, sources
 
 SEEDS = range(3)
 

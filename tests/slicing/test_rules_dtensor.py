@@ -15,11 +15,11 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.graph.drawn import Draw
-from tests.graph.rule_cases import CASES
-from tests.graph.slicing import tensors
-from tests.graph.test_rules import as_graph
-from wf_backends.graph.rules import sources
+from tests.slicing.drawn import Draw
+from tests.slicing.rule_cases import CASES
+from tests.slicing.slicing import tensors
+from tests.slicing.test_rules import as_graph
+from wf_backends.slicing.rules import sources
 
 try:
     from torch.distributed.device_mesh import DeviceMesh

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wf_backends.graph.rules import emit, granule, sources
+from wf_backends.slicing.rules import emit, granule, sources
 
 
 def run_slice(

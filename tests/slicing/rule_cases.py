@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.graph.drawn import case
-from tests.graph.rule_cases_space import ATTENTION, SPACE
+from tests.slicing.drawn import case
+from tests.slicing.rule_cases_space import ATTENTION, SPACE
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from wf_backends.graph.call import Call, Reads, Rows, Rule, Slice, Table, broadcast, table
+from wf_backends.slicing.call import Call, Reads, Rows, Rule, Slice, Table, broadcast, table
 
 
 def pointwise(call: Call, dim: int) -> Reads | None:

@@ -8,7 +8,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor, fx
 
-from wf_backends.graph.rules import Source, emit, granule, sources
+from wf_backends.slicing.rules import Source, emit, granule, sources
 
 aten = torch.ops.aten
 

@@ -11,9 +11,9 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.graph.slicing import assert_slices, tensors
-from wf_backends.graph.group_norm import split_group_norms
-from wf_backends.graph.rules import sources
+from tests.slicing.slicing import assert_slices, tensors
+from wf_backends.slicing.group_norm import split_group_norms
+from wf_backends.slicing.rules import sources
 
 TOKENS: dict[str, Any] = {"input_ids": torch.arange(12).reshape(2, 6), "use_cache": False}
 

@@ -6,7 +6,7 @@ that has the letter of the output's sliced dimension is sliced along it, any oth
 
 from __future__ import annotations
 
-from wf_backends.graph.call import Call, Reads, Rows, Rule, Shape, Table, aten, axis, shape_of
+from wf_backends.slicing.call import Call, Reads, Rows, Rule, Shape, Table, aten, axis, shape_of
 
 Letters = tuple[str | int, ...]  # int: a batch dimension, counted from the end
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.graph.drawn import case
-from wf_backends.graph.group_norm import group_normalize, group_statistics
+from tests.slicing.drawn import case
+from wf_backends.slicing.group_norm import group_normalize, group_statistics
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ import operator
 import torch
 from torch import fx
 
-from wf_backends.graph.call import (
+from wf_backends.slicing.call import (
     Call,
     Reads,
     Rows,

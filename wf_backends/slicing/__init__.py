@@ -1,0 +1,21 @@
+"""Which operators may be computed slice by slice, and what a slice reads: a rule for each.
+
+In reading order: `call` has the words of a rule; each of the `rules_*` files the rules of some
+operators; `rules` asks them about a node of a graph, and adds the call of a slice to another one.
+`group_norm` is in two passes, so that space can be sliced.
+"""
+
+from wf_backends.slicing.group_norm import join_group_norms, split_group_norms
+from wf_backends.slicing.rules import Source, emit, granule, rule_of, sources, viewed, writes
+
+__all__ = [
+    "Source",
+    "emit",
+    "granule",
+    "join_group_norms",
+    "rule_of",
+    "sources",
+    "split_group_norms",
+    "viewed",
+    "writes",
+]
