@@ -54,6 +54,8 @@ def find_plan(captured: Captured, before: int, budget: Budget) -> tuple[ChunkPla
             if _fits(plan, limit, budget):
                 return plan, lowered
     best = min(forms, key=lambda form: _badness(form.found, limit, budget))
+    if limit is not None:  # what is built needs no less than is predicted
+        _check_fits(_planned(best, best.found, model), limit, budget)
     plan, lowered = _built(best, model, limit, effects)
     if limit is not None:
         _check_fits(plan, limit, budget)
@@ -84,18 +86,25 @@ def _built(
 ) -> tuple[ChunkPlan, Lowered]:
     """The plan of a form. Where what is built needs more than was predicted, it is selected again
     for less, until it fits."""
-    shares = SHARES if limit is not None and form.found.peak <= limit else SHARES[:1]
     tried: list[tuple[ChunkPlan, Lowered]] = []
-    for share in shares:
-        again = limit is not None and share < 1
-        found = form.search.within_memory(int(share * limit)) if again else form.found
-        parts = tuple(_part(form.search, choice) for choice in found.choices)
+    for share in SHARES if limit is not None and form.found.peak <= limit else SHARES[:1]:
+        found = form.found
+        if limit is not None and share < 1:
+            found = form.search.within_memory(int(share * limit))
         lowered = lower(form.graph, [_window(form.search, c) for c in found.choices], effects)
-        plan = replace(model, regions=parts, peak=max(lowered.peaks), slowdown=found.slowdown)
-        tried.append((replace(plan, copied=form.copied), lowered))
+        plan = replace(_planned(form, found, model), peak=max(lowered.peaks))
+        tried.append((plan, lowered))
         if limit is None or plan.peak <= limit:
             break
     return min(tried, key=lambda pair: pair[0].peak)
+
+
+def _planned(form: _Form, found: Selection, model: ChunkPlan) -> ChunkPlan:
+    """The plan of a selection, with the predicted peak."""
+    parts = tuple(_part(form.search, choice) for choice in found.choices)
+    return replace(
+        model, regions=parts, peak=found.peak, slowdown=found.slowdown, copied=form.copied
+    )
 
 
 def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:

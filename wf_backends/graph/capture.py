@@ -23,6 +23,7 @@ from unittest import mock
 import torch
 from torch import fx, nn
 from torch.export.graph_signature import InputKind, TensorArgument
+from torch.fx import config as fx_config
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
@@ -159,7 +160,7 @@ def _export_as_eager(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> A
     model is told yes. Of operators no stack is kept, and the code of no graph is compiled before it
     runs: both would take more time than the trace.
     """
-    no_stacks = mock.patch.object(fx.config, "do_not_emit_stack_traces", True, create=True)
+    no_stacks = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
     lazy = _use_lazy_graph_module(True)
     with torch.no_grad(), _no_log(), no_stacks, lazy:
         try:
