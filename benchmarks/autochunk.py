@@ -63,6 +63,7 @@ LONGER = (
     Longer("GPT-2, tokens", gpt2, 1024, True),
     Longer("Llama, tokens", llama, 1024, False, confirm=True),
     Longer("ViT-large, pixels of a side", vit, 384, False, dims=2),
+    Longer("ViT-large, pixels of a side", vit, 768, False, dims=2),
     Longer("Evoformer, residues", evoformer, 48, False, dims=2, confirm=True),
     Longer("Evoformer, residues", evoformer, 512, False, dims=2),
 )
