@@ -76,14 +76,16 @@ def candidates_at(graph: Steps, peak: int) -> Iterator[Candidate]:
                 continue
             begins = (next(place for place in places if place >= lo) for lo in lows)
             for lo in dict.fromkeys(begins):
-                part = flow.operators[places.index(lo) :]
-                yield from _candidate(graph, lo, hi, Flow.of(part))
+                part = Flow.of(flow.operators[places.index(lo) :])
+                found = _candidate(graph, lo, hi, part)
+                if found is not None:
+                    yield found
 
 
 def candidate_in(graph: Steps, lo: int, hi: int, dim: int) -> Candidate | None:
     """The candidate of steps [lo, hi] whose end is sliced along `dim`, if there is one."""
     flow = trace([step.node for step in graph.steps[lo : hi + 1]], dim, graph.sources)
-    return None if flow is None else next(_candidate(graph, lo, hi, flow), None)
+    return None if flow is None else _candidate(graph, lo, hi, flow)
 
 
 def _ends(graph: Steps, peak: int) -> tuple[list[int], list[int]]:
@@ -106,7 +108,7 @@ def _nearest_and_farthest(places: list[int]) -> list[int]:
     return list(dict.fromkeys((*places[:ENDS], *places[-ENDS:])))
 
 
-def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Iterator[Candidate]:
+def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     """The candidate of a flow within steps [lo, hi], where it may be one."""
     members = {op.node for op in flow.operators}
     window = graph.steps[lo : hi + 1]
@@ -118,7 +120,7 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Iterator[Candidate
         and _reads_tensors(flow, members)
         and all(_may_move(graph, step, members, born) for step in window)
     ):
-        return
+        return None
     reads = tuple({s: None for step in inner for s in step.reads if s not in born})
     region = Step(flow.end.node, reads, tuple(outputs.items()))
     before, after = around([step.node for step in window], members)
@@ -132,7 +134,7 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Iterator[Candidate
     beside = max(peaks)
     place = graph.position[order[peaks.index(beside)].node]
     sliced = max(profile(inner, set(outputs)))
-    yield Candidate(lo, hi, flow, whole, sliced, sum(outputs.values()), beside, place)
+    return Candidate(lo, hi, flow, whole, sliced, sum(outputs.values()), beside, place)
 
 
 def _outputs(graph: Steps, inner: list[Step], members: set[fx.Node]) -> dict[int, int]:
