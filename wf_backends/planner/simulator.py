@@ -3,18 +3,16 @@
 Pure: standard library only. Ranks do not keep step. A rank waits for the messages that it sends and
 receives, and for nothing else. A message sets off when both its ranks have posted it. Messages that
 are posted together share a link evenly, so that a short one lands before a long one; those posted
-next go after them. Results that go home share a link evenly with what was posted before them and
-has not landed.
+next go after them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import zip_longest
-from operator import add
 
 from wf_backends.cluster import Link, Topology
 from wf_backends.lowering import UlyssesGroups
@@ -30,32 +28,14 @@ class Posted:
     label: str
     set_off: dict[int, float]
     """By rank: when the first message that it waits for begins."""
-    served: list[dict[LinkEnd, float]]
-    """By rank and link: when the last one that the rank waits for is through, if none joins it."""
-    left: dict[LinkEnd, float]
-    """Seconds of all results that had left for home by then."""
+    landed: dict[int, float]
+    """By rank: when the last message that it waits for is there."""
 
 
-NOTHING_POSTED = Posted("", {}, [], {})
-
-
-@dataclass(frozen=True, slots=True)
-class Queued:
-    """A message on one end of its link: it sets off when both its ranks are ready."""
-
-    ready: float
-    took: float
-    """Seconds, with the link to itself."""
-    awaited_by: list[int]
-
-
-@dataclass(slots=True)
-class Queues:
-    """The messages of one moment, sorted by links and by the ranks that they concern."""
-
-    links: defaultdict[LinkEnd, list[Queued]] = field(default_factory=lambda: defaultdict(list))
-    set_off: dict[int, float] = field(default_factory=dict[int, float])
-    hold_s: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+NOTHING_POSTED = Posted("", {}, {})
+Queued = tuple[float, float, list[int]]
+"""A message on one end of its link: when both its ranks are ready, how many seconds it takes alone,
+and the ranks that wait for it."""
 
 
 class Simulator:
@@ -77,7 +57,6 @@ class Simulator:
             queued.nic / topology.between.bytes_per_s,
         )
         self._free: dict[LinkEnd, float] = {}
-        self._left: defaultdict[LinkEnd, float] = defaultdict(float)
         self._ends: dict[tuple[int, int], list[LinkEnd]] = {}
         self._spans: list[list[Span]] = [[] for _ in self.now]
 
@@ -119,15 +98,17 @@ class Simulator:
             self._compute(label, tiles_s)
             self._wait(passed_back)
             passed_back = self._post(label, backward)
-            gone = self._post(label, leaving, leaving=True)
-            self.done = max([self.done, *self._landed(gone)])
+            gone = self._post(label, leaving)
+            self._note_transfers(gone)
+            self.done = max([self.done, *gone.landed.values()])
         self._wait(hops)
 
     def _wait(self, *several: Posted) -> None:
         """Every rank waits for its messages of these moments."""
         for posted in several:
-            if posted.served:
-                self.now = list(map(max, self.now, self._landed(posted)))
+            self._note_transfers(posted)
+            for rank, there in posted.landed.items():
+                self.now[rank] = max(self.now[rank], there)
 
     def _compute(self, label: str, tiles_s: Sequence[float]) -> None:
         for rank, own_s in enumerate(tiles_s):
@@ -136,13 +117,7 @@ class Simulator:
             self.computed[rank] += own_s
             self._note(rank, label, "compute", start, start + own_s)
 
-    def _post(
-        self,
-        label: str,
-        sent: Sequence[Messages],
-        given: Sequence[Messages] = (),
-        leaving: bool = False,
-    ) -> Posted:
+    def _post(self, label: str, sent: Sequence[Messages], given: Sequence[Messages] = ()) -> Posted:
         """Send all messages of one moment.
 
         Args:
@@ -150,53 +125,39 @@ class Simulator:
         """
         if not (any(sent) or any(given)):
             return NOTHING_POSTED
-        served: list[dict[LinkEnd, float]] = [{} for _ in sent]
-        queues = Queues()
-        self._sort(sent, range(len(sent)), queues)
-        self._sort(given, {peer for messages in given for peer, _ in messages}, queues)
-        longest = 0.0
-        for end, queue in queues.links.items():
-            alone = sum(one.took for one in queue)
-            longest = max(longest, alone + self._link(end).latency_s)
-            free = self._free.get(end, self._queued_s[end[0]])
-            through = shared([(one.ready, one.took) for one in queue], free)
-            self._free[end] = max(through)
-            self._left[end] += leaving * alone
-            for one, upto in zip(queue, through, strict=True):
-                for rank in one.awaited_by:
-                    served[rank][end] = max(served[rank].get(end, 0.0), upto)
-        self.transfer_s += longest
-        self.now = list(map(add, self.now, (queues.hold_s[rank] for rank in range(len(sent)))))
-        return Posted(label, queues.set_off, served, {end: self._left[end] for end in queues.links})
+        posted, held_s = Posted(label, {}, {}), Counter[int]()
+        queues = defaultdict[LinkEnd, list[Queued]](list)
+        readers = {peer for messages in given for peer, _ in messages}
+        for by_rank, who_waits in ((sent, range(len(sent))), (given, readers)):
+            for rank, messages in enumerate(by_rank):
+                for peer, num_bytes in messages:
+                    ready = max(self.now[rank], self.now[peer])
+                    waiting = [one for one in (rank, peer) if one in who_waits]
+                    for one in waiting:
+                        posted.set_off[one] = min(posted.set_off.get(one, ready), ready)
+                    for end in self._link_ends(rank, peer):
+                        took = num_bytes / self._link(end).bytes_per_s
+                        queues[end].append((ready, took, waiting))
+                        self._bytes[end] += num_bytes
+                    for one in (rank, peer):
+                        held_s[one] += self.topology.hold_s(num_bytes)
+        self.transfer_s += max(self._send(end, queue, posted) for end, queue in queues.items())
+        self.now = [now + held_s[rank] for rank, now in enumerate(self.now)]
+        return posted
 
-    def _sort(self, sent: Sequence[Messages], who_waits: Container[int], queues: Queues) -> None:
-        """Put these messages into the queues of their links."""
-        for rank, messages in enumerate(sent):
-            for peer, num_bytes in messages:
-                ready = max(self.now[rank], self.now[peer])
-                awaited_by = [one for one in (rank, peer) if one in who_waits]
-                for end in self._link_ends(rank, peer):
-                    self._bytes[end] += num_bytes
-                    took = num_bytes / self._link(end).bytes_per_s
-                    queues.links[end].append(Queued(ready, took, awaited_by))
-                for one in (rank, peer):
-                    queues.hold_s[one] += self.topology.hold_s(num_bytes)
-                for one in awaited_by:
-                    queues.set_off[one] = min(queues.set_off.get(one, ready), ready)
+    def _send(self, end: LinkEnd, queue: list[Queued], posted: Posted) -> float:
+        """Note when these messages are through one end; seconds that they take by themselves."""
+        free, link = self._free.get(end, self._queued_s[end[0]]), self._link(end)
+        through = shared([(ready, took) for ready, took, _ in queue], free)
+        self._free[end] = max(through)
+        for (_, _, waiting), upto in zip(queue, through, strict=True):
+            for rank in waiting:
+                posted.landed[rank] = max(posted.landed.get(rank, 0.0), upto + link.latency_s)
+        return sum(took for _, took, _ in queue) + link.latency_s
 
-    def _landed(self, posted: Posted) -> list[float]:
-        """When all messages of every rank, in and out, have landed; 0 for ranks that have none."""
-        later = {
-            end: self._left[end] - left + self._link(end).latency_s
-            for end, left in posted.left.items()
-        }
-        landed = [
-            max((through + later[end] for end, through in ends.items()), default=0.0)
-            for ends in posted.served
-        ]
-        for rank, start in posted.set_off.items():
-            self._note(rank, posted.label, "transfer", start, landed[rank])
-        return landed
+    def _note_transfers(self, posted: Posted) -> None:
+        for rank, there in posted.landed.items():
+            self._note(rank, posted.label, "transfer", posted.set_off[rank], there)
 
     def _note(self, rank: int, label: str, kind: str, start: float, stop: float) -> None:
         if stop > start:
