@@ -107,22 +107,21 @@ def price_plan(
     moves: str = "keys",
     stride: int = 1,
     chunks: int = 1,
+    keep: bool = False,
+    layers: int = 1,
 ) -> Plan:
-    """The plan of these routes and this head split, with its cost."""
+    """The plan of these routes and this head split, with its cost. See `Plan`."""
     split = HeadSplit(request.workload, request.topology, degree, stride, chunks)
-    (there,) = _passes(request, split, FORWARD, [forward])
-    (back,) = _passes(request, split, BACKWARDS[moves], [backward])
-    return _plan(split, around(split), there, back)
+    (there,) = _passes(request, split, replace(FORWARD, keep=keep), [forward])
+    (back,) = _passes(request, split, replace(BACKWARDS[moves], keep=keep), [backward])
+    return _plan(split, around(split), there, back, layers)
 
 
 def price_again(request: Request, plan: Plan) -> Plan:
     """The same plan with its cost in another request."""
-    work, topology = request.workload, request.topology
-    split = HeadSplit(work, topology, plan.degree, plan.stride, plan.chunks)
-    there, back = (
-        _passes(request, split, one.kind, [one.placed])[0] for one in (plan.forward, plan.backward)
-    )
-    return _plan(split, around(split), there, back, plan.layers)
+    one, routes = plan, (plan.forward.placed, plan.backward.placed)
+    split = one.moves, one.stride, one.chunks
+    return price_plan(request, one.degree, *routes, *split, one.keep, one.layers)
 
 
 def _sorted_plans(request: Request, splits: Iterable[HeadSplit]) -> list[Plan]:
