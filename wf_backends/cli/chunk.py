@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -60,15 +61,8 @@ def chunk(
         made, inputs = call_reader(SKELETONS, "chunk", model, tokens, batch, attention, some)
         return memory_profiles(made, inputs, memory, max_slowdown)
 
-    def fits(tokens: int) -> bool:
-        try:
-            profiles_of(tokens, layers or FEW)
-        except BudgetError:
-            return False
-        return True
-
     found = profiles_of(seqlen, layers)
-    reach = longest(fits, STEP) if longest_sequence else None
+    reach = _longest(partial(profiles_of, some=layers or FEW)) if longest_sequence else None
     if picture is not None:
         _draw(found, memory, picture, f"{model.name}, {seqlen} tokens")
     if as_json:
@@ -78,6 +72,19 @@ def chunk(
     if reach is not None:
         print(f"longest sequence within {memory}: {reach} tokens")
     Console().print(_table(found))
+
+
+def _longest(profiles_of: Callable[[int], Profiles]) -> int:
+    """The most tokens for which there is a plan within the budget."""
+
+    def fits(tokens: int) -> bool:
+        try:
+            profiles_of(tokens)
+        except BudgetError:
+            return False
+        return True
+
+    return longest(fits, STEP)
 
 
 def _draw(found: Profiles, memory: str | float | None, picture: Path, title: str) -> None:

@@ -22,30 +22,34 @@ RANKS = 8  # of a preset: a grid of more is hard to read
 WIDTH = 36  # characters of the time axis: with it the table fits 80 columns
 
 
+Route = Annotated[
+    str,
+    typer.Argument(
+        help="ring, all_gather, double_ring:inner=4, concentric:team_size=2, "
+        "mesh:rows=2,cols=4; placed with ,order=1-0 and ,reverse=true; those that gather with "
+        ",host_size=4: rows cross to a host once"
+    ),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        help=f"Ranks of one sequence; 0 = all of the topology. Not given: {RANKS} of a preset, "
+        "all of a file.",
+        show_default=False,
+    ),
+]
+Moves = Annotated[str, typer.Option(help="Which side walks back: keys or queries.")]
+Picture = Annotated[Path | None, typer.Option(help="Draw who meets whom here: .png, .svg or .pdf.")]
+
+
 @o.describes_model(heads=32, kv_heads=0, head_dim=128, seqlen=131072)
 def explain(
-    route: Annotated[
-        str,
-        typer.Argument(
-            help="ring, all_gather, double_ring:inner=4, concentric:team_size=2, "
-            "mesh:rows=2,cols=4; placed with ,order=1-0 and ,reverse=true; those that gather with "
-            ",host_size=4: rows cross to a host once"
-        ),
-    ],
+    route: Route,
     model: o.Model,
     topology: o.TopologyName = "h100-8x400g",
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            help=f"Ranks of one sequence; 0 = all of the topology. Not given: {RANKS} of a preset, "
-            "all of a file.",
-            show_default=False,
-        ),
-    ] = None,
-    moves: Annotated[str, typer.Option(help="Which side walks back: keys or queries.")] = "keys",
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw who meets whom here: .png, .svg or .pdf.")
-    ] = None,
+    ranks: Ranks = None,
+    moves: Moves = "keys",
+    picture: Picture = None,
 ) -> None:
     """Show who meets whom, what every step costs, and where the rings run on the hosts.
 

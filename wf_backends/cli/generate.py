@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,10 +38,11 @@ def generate(
     """
     from wf_backends.hetegen import dispatch_model
 
+    check_folder(model)
     device = shaped_device(shaped) if shaped else None
     told = Console(stderr=True, highlight=False)
     told.print(f"loading {model}")
-    loaded = load(model)
+    loaded = call_reader(GENERATORS, "generate", model)
     memory: dict[int | str, int | str] = {0: max_memory}
     if cpu_memory:
         memory["cpu"] = cpu_memory
@@ -71,17 +71,6 @@ def shaped_device(rates: str) -> Any:
     except ValueError as error:
         raise ValueError(f"--shaped must be three rates as 1,3,20, got {rates!r}") from error
     return ShapedDevice(link, host, accelerator)
-
-
-def load(folder: Path) -> Any:
-    """The model, with `generate_text`; the core imports no framework.
-
-    Raises:
-        ValueError: if the folder has none, or nothing is installed that reads it.
-    """
-    check_folder(folder)
-    with redirect_stdout(sys.stderr):  # what libraries log when they are imported is no text
-        return call_reader(GENERATORS, "generate", folder)
 
 
 class Progress:

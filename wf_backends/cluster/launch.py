@@ -103,6 +103,17 @@ def init(
     place = _name_mpi(detect(os.environ))
     if dist.is_initialized():
         return _describe(place)
+    place = _open_group(backend, place, timeout)
+    launch = replace(_describe(place), _exported=_export(place))
+    _tell_folder(log_folder or default_log_folder(os.environ))
+    settle_at_exit()
+    atexit.register(launch._end)
+    leave_at_exit()
+    return launch
+
+
+def _open_group(backend: str, place: Place, timeout: float) -> Place:
+    """Make the group of all ranks. Returns the place with what the ranks told each other."""
     place, store = open_store(place, _mpi_world(place), timeout)
     store, place = meet(store, place, timeout)
     device = take_gpu(store, place) if "nccl" in backend else torch.device("cpu")
@@ -114,12 +125,7 @@ def init(
         timeout=timedelta(seconds=timeout),
         device_id=device if device.type == "cuda" else None,
     )
-    launch = replace(_describe(place), _exported=_export(place))
-    _tell_folder(log_folder or default_log_folder(os.environ))
-    settle_at_exit()
-    atexit.register(launch._end)
-    leave_at_exit()
-    return launch
+    return place
 
 
 def _tell_folder(folder: str | os.PathLike[str] | None) -> None:
