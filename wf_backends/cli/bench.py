@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,17 +19,9 @@ from rich.table import Table
 
 from wf_backends._validation import AUTO
 from wf_backends.cli import options as o
-from wf_backends.cli.plan import (
-    add_plan_columns,
-    beside_ring,
-    block,
-    config,
-    plain_ring,
-    plan_cells,
-    plan_words,
-)
+from wf_backends.cli.plan import block, config, plain_ring, plan_words
 from wf_backends.cluster import PRESETS, Topology, check_job, load
-from wf_backends.planner import Plan, Request, all_plans, check_memory
+from wf_backends.planner import Plan, Request, all_plans, check_memory, scheme
 from wf_backends.schedule import SLICE_WORDS
 
 if TYPE_CHECKING:
@@ -48,7 +41,8 @@ def bench(
     repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
     layers: o.Layers = 0,
     trace: Annotated[
-        Path | None, typer.Option(help="Write a Chrome trace of every candidate here: .json.")
+        Path | None,
+        typer.Option(help="Write a Chrome trace of every rank beside this: .json."),
     ] = None,
     as_json: o.AsJson = False,
 ) -> None:
@@ -123,19 +117,22 @@ class Job:
 
     def works(self, plans: list[Plan], model: o.Model) -> list[Callable[[], None]]:
         """Forward and backward of each plan; each has run once, so that buffers exist."""
-        inputs = Inputs(model, self.comm.rank, self.device)
+        inputs = cache(partial(draw_inputs, model, self.comm.rank, self.device))
         works = [prepare(plan, model, self.comm, inputs) for plan in plans]
         for work in works:
             work()
         return works
 
     def trace(self, plans: list[Plan], model: o.Model, path: Path) -> None:
-        """Write what every rank does in one run of each plan, and what is predicted."""
-        from wf_backends.cli.trace import from_all_ranks, record, write
+        """Write what this rank does in one run of each plan, as torch's profiler sees it."""
+        from torch.profiler import profile, record_function
 
-        spans = [from_all_ranks(record(work)) for work in self.works(plans, model)]
-        if self.comm.rank == 0:
-            write(path, plans, spans)
+        works, size = self.works(plans, model), self.comm.size
+        with profile() as found:
+            for plan, work in zip(plans, works, strict=True):
+                with record_function(f"wallfacer plan {scheme(plan, size)}"):
+                    work()
+        found.export_chrome_trace(str(path.with_stem(f"{path.stem}-rank{self.comm.rank}")))
 
 
 def show(plans: list[Plan], times: list[float], request: Request, as_json: bool) -> None:
@@ -179,41 +176,28 @@ def with_ring(plans: list[Plan], request: Request, top: int) -> list[Plan]:
     check_memory(plans[0], request)
     ring = plain_ring(request)
     fits = [plan for plan in plans if plan.cost.memory_bytes <= request.memory_limit]
+    listed = ring.choice in [plan.choice for plan in fits[:top]]
     is_over = ring.cost.memory_bytes > request.memory_limit
-    return fits[:top] if is_over else beside_ring(fits[:top], ring)
+    return fits[:top] if listed or is_over else [*fits[:top], ring]
 
 
-class Inputs:
-    """Random q, k, v and dout of this rank, (batch, rows, heads, head_dim) each.
+def draw_inputs(model: o.Model, rank: int, device: Any, rows: int) -> tuple[Any, ...]:
+    """Random q, k, v and dout of a rank, (batch, rows, heads, head_dim) each."""
+    import torch
 
-    Plans that give the rank the same number of rows get the same tensors.
-    """
-
-    def __init__(self, model: o.Model, rank: int, device: Any) -> None:
-        self.model, self.rank, self.device = model, rank, device
-        self._by_rows: dict[int, tuple[Any, ...]] = {}
-
-    def of(self, rows: int) -> tuple[Any, ...]:
-        """(q, k, v, dout) of so many rows."""
-        if rows not in self._by_rows:
-            self._by_rows[rows] = self._draw(rows)
-        return self._by_rows[rows]
-
-    def _draw(self, rows: int) -> tuple[Any, ...]:
-        import torch
-
-        model, generator = self.model, torch.Generator().manual_seed(self.rank)
-        kv_heads = model.kv_heads or model.heads
-        drawn = [
-            torch.randn((model.batch, rows, heads, model.head_dim), generator=generator)
-            for heads in (model.heads, kv_heads, kv_heads, model.heads)
-        ]
-        q, k, v, dout = (x.to(self.device, getattr(torch, model.dtype)) for x in drawn)
-        return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
+    generator, kv_heads = torch.Generator().manual_seed(rank), model.kv_heads or model.heads
+    drawn = [
+        torch.randn((model.batch, rows, heads, model.head_dim), generator=generator)
+        for heads in (model.heads, kv_heads, kv_heads, model.heads)
+    ]
+    q, k, v, dout = (x.to(device, getattr(torch, model.dtype)) for x in drawn)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
 
 
-def prepare(plan: Plan, model: o.Model, comm: Any, inputs: Inputs) -> Callable[[], None]:
-    """Forward and backward of a plan on random inputs."""
+def prepare(
+    plan: Plan, model: o.Model, comm: Any, inputs: Callable[[int], tuple[Any, ...]]
+) -> Callable[[], None]:
+    """Forward and backward of a plan on the inputs of so many rows."""
     import torch
 
     from wf_backends import SequenceParallel, SequenceParallelConfig
@@ -225,7 +209,7 @@ def prepare(plan: Plan, model: o.Model, comm: Any, inputs: Inputs) -> Callable[[
     sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
     mask = model.mask_words()
     slices = {key: mask[key] for key in SLICE_WORDS if key in mask}
-    q, k, v, dout = inputs.of(len(sp.positions(model.seqlen, **slices)))
+    q, k, v, dout = inputs(len(sp.positions(model.seqlen, **slices)))
 
     def once() -> None:
         out = sp.attention(q, k, v, seqlen=model.seqlen, **mask)
@@ -245,16 +229,11 @@ def heading(request: Request) -> str:
 
 def table(plans: list[Plan], times: list[float], request: Request) -> Table:
     """Predicted beside measured."""
-    found = Table(title=escape(heading(request)))
+    found = Table("plan", title=escape(heading(request)))
     for name in ("predicted ms", "measured ms", "measured / predicted"):
         found.add_column(name, justify="right")
-    add_plan_columns(found)
     for plan, took in zip(plans, times, strict=True):
         expected = plan.cost.seconds
-        found.add_row(
-            o.milliseconds(expected),
-            o.milliseconds(took),
-            f"{took / expected:.2f}",
-            *plan_cells(plan),
-        )
+        figures = o.milliseconds(expected), o.milliseconds(took), f"{took / expected:.2f}"
+        found.add_row(scheme(plan, request.topology.size), *figures)
     return found

@@ -10,12 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from wf_backends._validation import AUTO
 from wf_backends.cli import budget as budgets
 from wf_backends.cli import options as o
-from wf_backends.cli.plan_table import short_table
+from wf_backends.cli.plan_table import full_table, short_table
 from wf_backends.lowering import ACTIVATION
 from wf_backends.planner import (
     EXACT_UP_TO,
@@ -33,32 +32,40 @@ from wf_backends.planner import (
 )
 from wf_backends.schedule import in_rank_order, make_layout
 
+Ranks = Annotated[int, typer.Option(help="Ranks of one sequence; 0 = all.")]
+UlyssesDegree = Annotated[int, typer.Option(help="Only this head split; 0 = all.")]
+MemoryGib = Annotated[
+    float,
+    typer.Option(
+        help="What attention may take of a rank; 0 = all it has. Beside --model, all that a rank "
+        "has: then its whole budget in training is printed too."
+    ),
+]
+DataParallelSize = Annotated[
+    int, typer.Option(help="Groups of such ranks, which share ZeRO's states in the budget.")
+]
+ExactUpTo = Annotated[
+    int, typer.Option(help="Ranks up to which every message is counted; a call's by default.")
+]
+Top = Annotated[int, typer.Option(help="How many of the best plans to list.")]
+ShowAll = Annotated[
+    bool, typer.Option("--all", help="List every plan, with all that is predicted of it.")
+]
+
 
 @o.describes_model(heads=32, kv_heads=0, head_dim=128, seqlen=131072, documents=0)
 def plan(
     model: o.Model,
     model_name: str,
     topology: o.TopologyName = "h100-8x400g",
-    ranks: Annotated[int, typer.Option(help="Ranks of one sequence; 0 = all.")] = 0,
-    ulysses_degree: Annotated[int, typer.Option(help="Only this head split; 0 = all.")] = 0,
-    memory_gib: Annotated[
-        float,
-        typer.Option(
-            help="What attention may take of a rank; 0 = all it has. Beside --model, all that a "
-            "rank has: then its whole budget in training is printed too."
-        ),
-    ] = 0,
-    data_parallel_size: Annotated[
-        int, typer.Option(help="Groups of such ranks, which share ZeRO's states in the budget.")
-    ] = 1,
-    exact_up_to: Annotated[
-        int, typer.Option(help="Ranks up to which every message is counted; a call's by default.")
-    ] = EXACT_UP_TO,
+    ranks: Ranks = 0,
+    ulysses_degree: UlyssesDegree = 0,
+    memory_gib: MemoryGib = 0,
+    data_parallel_size: DataParallelSize = 1,
+    exact_up_to: ExactUpTo = EXACT_UP_TO,
     layers: o.Layers = 0,
-    top: Annotated[int, typer.Option(help="How many of the best plans to list.")] = 6,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="List every plan, with all that is predicted of it.")
-    ] = False,
+    top: Top = 6,
+    show_all: ShowAll = False,
     as_json: o.AsJson = False,
 ) -> None:
     """What "auto" chooses on a cluster and why, beside the schemes that papers name.
@@ -129,7 +136,7 @@ def answer(
     at = asked.topology
     title = escape(f"{at.name}: {at.hosts} hosts x {at.ranks_per_host} ranks{o.added_words(added)}")
     if top is None:
-        shown = table(plans, ring, asked, title)
+        shown = full_table(plans, ring, asked, title)
         console = o.console_for(shown)
     else:
         shown, console = short_table(plans, ring, request, asked, title), Console()
@@ -159,11 +166,6 @@ def plain_ring(request: Request) -> Plan:
     """Ring Attention, with which every plan is compared."""
     ring = in_rank_order({"name": "ring"}, request.topology.size)
     return price_plan(request, 1, ring, ring)
-
-
-def beside_ring(plans: list[Plan], ring: Plan) -> list[Plan]:
-    """The plans, followed by the plain ring if it is not among them."""
-    return plans if ring.choice in [plan.choice for plan in plans] else [*plans, ring]
 
 
 def stand_in(request: Request, asked: Request) -> list[str]:
@@ -223,42 +225,6 @@ def other_layout(best: Plan, request: Request) -> list[str]:
         f'Under this mask "layout": "{layout}" is faster, '
         f"{1e3 * found[layout].cost.seconds:.4g} ms predicted: add --layout {layout}"
     ]
-
-
-def table(plans: list[Plan], baseline: Plan, request: Request, title: str) -> Table:
-    """All that is predicted of the plans, and below them the ring that they are compared with."""
-    nics = request.topology.nics_per_host
-    found = Table(title=f"{title}, {nics} NICs a host; forward and backward")
-    for name in ("predicted ms", "x ring", "exposed ms", "NIC GB", "inside GB", "memory MiB"):
-        found.add_column(name, justify="right")
-    add_plan_columns(found)
-    for plan in beside_ring(plans, baseline):
-        cost = plan.cost
-        over = cost.memory_bytes > request.memory_limit
-        found.add_row(
-            o.milliseconds(cost.seconds),
-            f"{baseline.cost.seconds / cost.seconds:.2f}",
-            o.milliseconds(cost.exposed_s),
-            f"{cost.nic_bytes / 1e9:.3g}",
-            f"{cost.inside_bytes / 1e9:.3g}",
-            f"{cost.memory_bytes / 2**20:.4g}{' too much' if over else ''}",
-            *plan_cells(plan),
-            style="dim" if over else None,
-        )
-    return found
-
-
-def add_plan_columns(table: Table) -> None:
-    """The columns of `plan_cells`; "u" is the head split."""
-    table.add_column("u", justify="right")
-    for name in ("forward", "backward", "walks"):
-        table.add_column(name)
-
-
-def plan_cells(plan: Plan) -> tuple[str, ...]:
-    """What a plan runs, for a row of a table."""
-    walks = plan.moves + (", kept" if plan.keep else "")
-    return plan.split, str(plan.forward.placed), str(plan.backward.placed), walks
 
 
 def to_json(

@@ -1,6 +1,5 @@
-"""The table of `wallfacer plan`: the choice, the schemes that papers name, and what else there is.
-
-It fits 80 columns. Rows that show the same figures are one.
+"""The tables of `wallfacer plan`: in 80 columns the choice, the schemes that papers name, and what
+else there is, rows with the same figures as one; or every plan with all figures.
 """
 
 from __future__ import annotations
@@ -17,6 +16,17 @@ from wf_backends.schedule import divisors, in_rank_order
 Cells = tuple[str, ...]
 
 
+def full_table(plans: Sequence[Plan], ring: Plan, asked: Request, title: str) -> Table:
+    """All plans in their order, with all figures, and the ring that they are compared with."""
+    found = new_table(title, asked, "exposed ms")
+    listed = ring.choice in [plan.choice for plan in plans]
+    for plan in [*plans, *([] if listed else [ring])]:
+        over = plan.cost.memory_bytes > asked.memory_limit
+        exposed = o.milliseconds(plan.cost.exposed_s)
+        found.add_row(*row(plan, ring, asked, exposed), style="dim" if over else None)
+    return found
+
+
 def short_table(
     plans: Sequence[Plan], ring: Plan, request: Request, asked: Request, title: str
 ) -> Table:
@@ -26,24 +36,29 @@ def short_table(
         plans: the choice, and others, the best first. ring: the plain ring.
         request: what was priced, of which some ranks may stand for all. asked: for all ranks.
     """
-    at, size = asked.topology, asked.topology.size
-    found = Table("plan", title=title)
-    columns = ["ms", "x ring", *(["NIC GB"] if at.hosts > 1 else []), "inside GB", "MiB"]
-    for name in columns:
-        found.add_column(name, justify="right", no_wrap=True)
+    found = new_table(title, asked)
     choice, *others = plans
     found.add_row(*row(choice, ring, asked), style="bold", end_section=True)
-    schemes = named_schemes(ring, request, size)
+    schemes = named_schemes(ring, request, asked.topology.size)
     for name, plan in schemes.items():
-        if isinstance(plan, Plan) and plan.choice == choice.choice:
-            continue
-        unpriced = (f"{name}: {plan}", *("-" for _ in columns))
-        found.add_row(*(unpriced if isinstance(plan, str) else row(plan, ring, asked)))
+        if isinstance(plan, str):
+            found.add_row(f"{name}: {plan}", *("-" for _ in found.columns[1:]))
+        elif plan.choice != choice.choice:
+            found.add_row(*row(plan, ring, asked))
     found.add_section()
     shown = [plan.choice for plan in (choice, *schemes.values()) if isinstance(plan, Plan)]
     rest = [plan for plan in others if plan.choice not in shown]
     for cells in folded(row(plan, ring, asked) for plan in rest):
         found.add_row(*cells)
+    return found
+
+
+def new_table(title: str, asked: Request, *more: str) -> Table:
+    """A table with the columns of `row`."""
+    found = Table("plan", title=title)
+    nic = ["NIC GB"] if asked.topology.hosts > 1 else []
+    for name in ("ms", "x ring", *more, *nic, "inside GB", "MiB"):
+        found.add_column(name, justify="right", no_wrap=True)
     return found
 
 
@@ -80,7 +95,7 @@ def named_schemes(ring: Plan, request: Request, size: int) -> dict[str, Plan | s
     }
 
 
-def row(plan: Plan, ring: Plan, asked: Request) -> Cells:
+def row(plan: Plan, ring: Plan, asked: Request, *more: str) -> Cells:
     """A plan and what is predicted of it."""
     cost = plan.cost
     nic = [f"{cost.nic_bytes / 1e9:.3g}"] if asked.topology.hosts > 1 else []
@@ -89,6 +104,7 @@ def row(plan: Plan, ring: Plan, asked: Request) -> Cells:
         scheme(plan, asked.topology.size),
         o.milliseconds(cost.seconds),
         f"{ring.cost.seconds / cost.seconds:.2f}",
+        *more,
         *nic,
         f"{cost.inside_bytes / 1e9:.3g}",
         f"{cost.memory_bytes / 2**20:.4g}{over}",
