@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wf_backends.cluster.launch import Launch, init
 from wf_backends.comm import make_comm
+from wf_backends.launch import Launch, init
 
 PATIENCE = 120.0  # seconds; a busy machine starts four ranks far apart
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

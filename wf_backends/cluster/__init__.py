@@ -1,4 +1,4 @@
-"""What the hosts, links and kernels are; joining a job."""
+"""What the hosts, links and kernels are."""
 
 from wf_backends.cluster.discover import JobTopology, cache_folder, job_hosts, measured_topology
 from wf_backends.cluster.job import check_job

@@ -13,8 +13,8 @@ import pytest
 
 from tests import comm_contract
 from tests.helpers import MPIRUN, ROOT, python, run_command, run_processes
-from wf_backends.cluster.launch import Launch, init
 from wf_backends.comm import Communicator
+from wf_backends.launch import Launch, init
 
 PROGRAM = ["-m", "tests.launch_program"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", "2"]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import ROOT, run_command
-from wf_backends.cluster.environment import SLURM_PORTS
+from wf_backends.launch.environment import SLURM_PORTS
 
 pytestmark = pytest.mark.slurm
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from wf_backends.cluster import launch
-from wf_backends.cluster import rendezvous as meeting
-from wf_backends.cluster.environment import SLURM_PORTS, Place, detect, first_host
+from wf_backends.launch import job_group as launch
+from wf_backends.launch import rendezvous as meeting
+from wf_backends.launch.environment import SLURM_PORTS, Place, detect, first_host
 
 OPENMPI = {
     "OMPI_COMM_WORLD_RANK": "3",

@@ -15,12 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wf_backends.cluster.ending import failed, leave_at_exit, settle_at_exit
-from wf_backends.cluster.environment import Place, default_log_folder, detect
-from wf_backends.cluster.rendezvous import meet, open_store, take_gpu, with_local
 from wf_backends.comm import DEFAULT_TIMEOUT_S, FOLDER, job_board, library_name, load_mpi
-
-__all__ = ["Launch", "detect", "init", "leave_at_exit", "settle_at_exit"]
+from wf_backends.launch.ending import failed, leave_at_exit, settle_at_exit
+from wf_backends.launch.environment import Place, default_log_folder, detect
+from wf_backends.launch.rendezvous import meet, open_store, take_gpu, with_local
 
 MPI_LAUNCHERS = ("openmpi", "mpich", "mpi4py")
 BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from wf_backends.cluster.environment import Place
 from wf_backends.comm import gather_texts, make_comm
+from wf_backends.launch.environment import Place
 
 
 def open_store(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
