@@ -39,7 +39,7 @@ def scheme(plan: Plan, size: int) -> str:
     count = size // plan.degree
     forward, backward = (_route(one.placed, count) for one in (plan.forward, plan.backward))
     both = forward if forward == backward else f"{forward} forward, {backward} backward"
-    if plan.degree == size:
+    if plan.degree == size > 1:
         name = f"Ulysses {size}"
     elif plan.degree > 1:
         family = "USP, " if both == f"ring {count}" else ""
