@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import zip_longest
+from operator import add
 
 from wf_backends.cluster import Link, Topology
 from wf_backends.lowering import UlyssesGroups
@@ -125,7 +126,7 @@ class Simulator:
         """
         if not (any(sent) or any(given)):
             return NOTHING_POSTED
-        posted, held_s = Posted(label, {}, {}), Counter[int]()
+        posted, held_s = Posted(label, {}, {}), [0.0] * len(sent)
         queues = defaultdict[LinkEnd, list[Queued]](list)
         readers = {peer for messages in given for peer, _ in messages}
         for by_rank, who_waits in ((sent, range(len(sent))), (given, readers)):
@@ -142,7 +143,7 @@ class Simulator:
                     for one in (rank, peer):
                         held_s[one] += self.topology.hold_s(num_bytes)
         self.transfer_s += max(self._send(end, queue, posted) for end, queue in queues.items())
-        self.now = [now + held_s[rank] for rank, now in enumerate(self.now)]
+        self.now = list(map(add, self.now, held_s))
         return posted
 
     def _send(self, end: LinkEnd, queue: list[Queued], posted: Posted) -> float:
