@@ -102,13 +102,13 @@ def legal_strides(request: Request, degree: int) -> list[int]:
 def legal_chunks(request: Request, degree: int) -> list[int]:
     """In how many chunks a rank's heads may be traded, rising.
 
-    Each has whole groups of query heads. Only one where tokens see only near ones.
+    Each has whole groups of query heads. Only one under windows, documents or slices.
     """
     shape = request.workload.shape
     whole_groups = gcd(shape.heads // degree, max(1, shape.kv_heads // degree))
     chunks = divisors(whole_groups if shape.kv_heads % degree == 0 else 1)
     if request.chunks is not None:
         return [count for count in request.chunks if count in chunks and degree > 1 or count == 1]
-    if degree == 1 or request.workload.mask.is_near:
+    if degree == 1 or not request.workload.mask.is_dense:
         return [1]
     return [count for count in chunks if count <= MAX_CHUNKS]
