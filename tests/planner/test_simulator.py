@@ -177,19 +177,6 @@ def test_in_closed_form_a_rank_is_held_by_what_it_sends_and_receives() -> None:
     assert Load().hold_s(at) == 0
 
 
-def test_what_a_link_carries_first_delays_the_messages_of_the_pass() -> None:
-    """Of NICs three seconds, which leave connections inside hosts alone."""
-    at, quiet = plain_cluster(2, 2, 1), Load(3 * BYTES)
-    for peer, took in ((2, 4.0), (1, 0.25)):
-        simulator = Simulator(at, UlyssesGroups(4), quiet)
-        ranks = [
-            RankPhase("step", [(peer, BYTES)] if not r else [], ([],), ((),), ([],))
-            for r in range(4)
-        ]
-        simulator.run(ranks, [[0.0]] * 4)
-        assert simulator.cost(0, 0).seconds == pytest.approx(took)
-
-
 def test_the_rank_that_ends_last_tells_what_it_did() -> None:
     at = plain_cluster(2, 1, 1)
     cost = simulated(at, [{0: [(1, BYTES)]}], [[0.25, 0.5]]).cost(0, 0)

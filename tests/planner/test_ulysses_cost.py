@@ -8,7 +8,6 @@ import pytest
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.planner.link_loads import NOTHING, Load
 from wf_backends.planner.ulysses_cost import (
     exchange_hold_s,
     exchange_loads,
@@ -23,11 +22,6 @@ AT = Topology("two hosts", 2, 1, 1, Link(1e-9, 1e12), Link(LATENCY, 1e3), RATES,
 WORK = Workload(Shape(1, 8, 8, 16, itemsize=4), 64)
 ROW = 32 * 16 * 4  # bytes of one head of a rank's rows
 PASS = Cost(seconds=2.0, compute_s=1.5, memory_bytes=7.0, gathered_bytes=3.0)
-
-
-def piped(split: HeadSplit, cost: Cost) -> Cost:
-    """The cost of all chunks of a pass that no exchange delays."""
-    return pipelined(split, lambda queued: cost)
 
 
 def job(chunks: int, **changes: float) -> HeadSplit:
@@ -46,7 +40,7 @@ def test_only_one_way_in_and_one_way_out_hide_behind_nothing(chunks: int) -> Non
 
 
 def test_all_heads_at_once_cost_what_their_pass_does() -> None:
-    assert piped(job(1), PASS) is PASS
+    assert pipelined(job(1), PASS) is PASS
 
 
 def test_a_chunk_takes_the_longer_of_its_pass_and_of_what_travels_meanwhile() -> None:
@@ -54,7 +48,7 @@ def test_a_chunk_takes_the_longer_of_its_pass_and_of_what_travels_meanwhile() ->
     come, leave = 3, 1
     links = [LATENCY + heads * ROW / 1e3 for heads in (come, come + leave, come + leave, leave)]
     for took in (2.0, 6.0, 20.0):
-        found = piped(job(4), replace(PASS, seconds=took))
+        found = pipelined(job(4), replace(PASS, seconds=took))
         assert found.seconds == pytest.approx(sum(max(took, link) for link in links))
     assert (found.compute_s, found.gathered_bytes, found.memory_bytes) == (6.0, 12.0, 7.0)
 
@@ -62,24 +56,9 @@ def test_a_chunk_takes_the_longer_of_its_pass_and_of_what_travels_meanwhile() ->
 def test_links_carry_the_pass_beside_the_exchanges() -> None:
     busy = replace(PASS, nic_bytes=5e3)
     links = [LATENCY + 5 + heads * ROW / 1e3 for heads in (6, 2)]
-    found = piped(job(2), busy)
+    found = pipelined(job(2), busy)
     assert found.seconds == pytest.approx(sum(links))
     assert found.nic_bytes == 1e4
-
-
-def test_a_pass_is_priced_behind_the_exchanges_that_were_posted_before_its_own_messages() -> None:
-    """Of four chunks the first meets one way in, the last one way out, the others both."""
-    met: list[Load] = []
-
-    def one_chunk(queued: Load) -> Cost:
-        met.append(queued)
-        return replace(PASS, seconds=100.0 + queued.nic)
-
-    come, leave = exchange_loads(job(4))
-    found = pipelined(job(4), one_chunk)
-    assert met == [come, come + leave, leave]
-    assert found.seconds == pytest.approx(400 + 3 * come.nic + 3 * leave.nic)
-    assert Load(5.0).behind(come) == Load(5.0 + come.nic) and NOTHING.behind(come) == NOTHING
 
 
 def test_what_occupies_a_rank_is_added_to_its_pass() -> None:
@@ -87,7 +66,7 @@ def test_what_occupies_a_rank_is_added_to_its_pass() -> None:
     slow = job(2, occupied=1.0)
     come, leave = (exchange_hold_s(slow, one) for one in exchange_loads(slow))
     assert (come, leave) == pytest.approx((LATENCY + 6 * ROW / 1e3, LATENCY + 2 * ROW / 1e3))
-    found = piped(slow, replace(PASS, seconds=100.0))
+    found = pipelined(slow, replace(PASS, seconds=100.0))
     assert found.seconds == pytest.approx(200 + come + leave)
     measured = job(2, occupied=0.5, exchange_s=1e3)
     held = [exchange_hold_s(measured, one) for one in exchange_loads(measured)]
@@ -100,7 +79,7 @@ def test_connections_inside_a_host_carry_the_pass_beside_the_exchanges() -> None
     many = HeadSplit(WORK, at, degree=4, chunks=2)
     busy = replace(PASS, inside_bytes=1e6)
     sent = [one.inside for one in exchange_loads(many)]
-    found = piped(many, busy)
+    found = pipelined(many, busy)
     assert found.seconds == pytest.approx(sum(LATENCY + 1e6 + each for each in sent))
 
 

@@ -42,10 +42,10 @@ class ClosedForm:
     def cost(self, placed: Placed) -> Cost:
         """What the pass costs on a route, all chunks of heads."""
         shape = shape_of(placed, self.groups, self.kind.queries_walk)
-        return pipelined(self.split, lambda queued: self._one_chunk(shape, queued))
+        return pipelined(self.split, self._one_chunk(shape))
 
-    def _one_chunk(self, shape: RouteShape, queued: Load) -> Cost:
-        """One chunk; `queued` is what links carry before it.
+    def _one_chunk(self, shape: RouteShape) -> Cost:
+        """What one chunk costs.
 
             T = G + first + sum over the hops between of max(hold + c, h) + last + H
 
@@ -62,7 +62,6 @@ class ClosedForm:
         computed = (live + 1) * (step_s + call_s)
         nic, inside = sum(load.nic for load in around), sum(load.inside for load in around)
         steps = list(self._hops(shape, live))
-        wait_s = self._wait_s(queued, gather, fetch, steps[0][1])
         for index, (times, hop) in enumerate(steps):
             hop_s = hop.seconds(at)
             nic, inside = nic + times * hop.nic, inside + times * hop.inside
@@ -70,11 +69,10 @@ class ClosedForm:
             arrives = fetch if index == 0 else NOTHING
             leaves = leave if index == len(steps) - 1 else NOTHING
             if arrives is leaves or not shape.stay.foreign:
-                took += times * max(hop.hold_s(at) + step_s + call_s, hop_s + wait_s)
+                took += times * max(hop.hold_s(at) + step_s + call_s, hop_s)
             else:
-                edge = self._edge_s(shape.stay, step_s, call_s, arrives, hop, leaves, wait_s)
+                edge = self._edge_s(shape.stay, step_s, call_s, arrives, hop, leaves)
                 took, computed = took + edge[0], computed + edge[1]
-            wait_s = 0.0
         memory, gathered = self._buffers(shape)
         return Cost(took, computed, transfer_s, nic, inside, memory, gathered)
 
@@ -86,7 +84,6 @@ class ClosedForm:
         arrives: Load,
         hop: Load,
         leaves: Load,
-        wait_s: float,
     ) -> tuple[float, float]:
         """(seconds of the first or the last step, seconds that it computes more than other steps).
 
@@ -108,7 +105,7 @@ class ClosedForm:
         last = NOTHING
         if leaves is not NOTHING:
             last = Load(leaves.nic - before.nic, leaves.inside - before.inside)
-        come_s, gone_s = wait_s + arrives.seconds(at) + passing_s, leaves.seconds(at)
+        come_s, gone_s = arrives.seconds(at) + passing_s, leaves.seconds(at)
         hold_s = arrives.hold_s(at) + hop.hold_s(at) + leaves.hold_s(at)
         others_s = max(hold_s + step_s + parts * call_s - own_s, come_s + part_s)
         took = max(
@@ -134,13 +131,6 @@ class ClosedForm:
         passed = hosts[-1] * (here - 1) * self.shards[0] * self.rows.stay_gathered
         calls = CALLS_OF_A_BUNDLE * (len(hosts) + 1)
         return calls, sum(last), self.topology.inside.seconds(passed)
-
-    def _wait_s(self, queued: Load, *loads: Load) -> float:
-        """How long the first of these messages wait for what their links carry before them."""
-        if queued is NOTHING:
-            return 0.0
-        first = next((load for load in loads if load.nic or load.inside), NOTHING)
-        return first.behind(queued).seconds(self.topology) - first.seconds(self.topology)
 
     def _buffers(self, shape: RouteShape) -> tuple[float, float]:
         """(bytes of all buffers at their peak, of those that a forward gathered)."""

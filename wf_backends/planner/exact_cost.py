@@ -17,7 +17,6 @@ from wf_backends.lowering import (
     lower,
     tile_area,
 )
-from wf_backends.planner.link_loads import Load
 from wf_backends.planner.rank_phases import rank_phases
 from wf_backends.planner.simulator import Simulator
 from wf_backends.planner.ulysses_cost import pipelined
@@ -50,13 +49,10 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: i
     memory = max(_program_bytes(one, rows) for one in programs)
     gathered = max(_gathered_bytes(one, gathers, rows) for one in programs)
 
-    def one_chunk(queued: Load) -> Cost:
-        simulator = Simulator(split.topology, split.groups, queued)
-        for ranks, tiles_s in zip(phases, took, strict=True):
-            simulator.run(ranks, tiles_s)
-        return simulator.cost(memory, gathered)
-
-    return pipelined(split, one_chunk)
+    simulator = Simulator(split.topology, split.groups)
+    for ranks, tiles_s in zip(phases, took, strict=True):
+        simulator.run(ranks, tiles_s)
+    return pipelined(split, simulator.cost(memory, gathered))
 
 
 def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: int = 1) -> Problem:

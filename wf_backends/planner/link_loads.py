@@ -31,11 +31,6 @@ class Load:
     def __add__(self, other: Load) -> Load:
         return Load(self.nic + other.nic, self.inside + other.inside)
 
-    def behind(self, queued: Load) -> Load:
-        """These bytes and those that were posted before them on the links that they take."""
-        nic = self.nic + queued.nic if self.nic else 0.0
-        return Load(nic, self.inside + queued.inside if self.inside else 0.0)
-
     def seconds(self, topology: Topology) -> float:
         """max(latency + bytes / rate) over both kinds of links; 0 where nothing is sent."""
         near, far = topology.inside, topology.between

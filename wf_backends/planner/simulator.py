@@ -17,7 +17,7 @@ from operator import add
 
 from wf_backends.cluster import Link, Topology
 from wf_backends.lowering import UlyssesGroups
-from wf_backends.planner.link_loads import NOTHING, LinkEnd, Load, link_ends
+from wf_backends.planner.link_loads import LinkEnd, link_ends
 from wf_backends.planner.rank_phases import Messages, RankPhase
 from wf_backends.planner.workload import Cost, Span
 
@@ -44,19 +44,14 @@ class Simulator:
 
     Args:
         groups: the ranks of the cluster that are one rank of the route, with other heads.
-        queued: bytes that every link carries before any message of the pass.
     """
 
-    def __init__(self, topology: Topology, groups: UlyssesGroups, queued: Load = NOTHING) -> None:
+    def __init__(self, topology: Topology, groups: UlyssesGroups) -> None:
         self.topology, self.groups = topology, groups
         self.now = [0.0] * groups.count
         self.computed = [0.0] * groups.count
         self.done = self.transfer_s = 0.0
         self._bytes: Counter[LinkEnd] = Counter()
-        self._queued_s = (
-            queued.inside / topology.inside.bytes_per_s,
-            queued.nic / topology.between.bytes_per_s,
-        )
         self._free: dict[LinkEnd, float] = {}
         self._ends: dict[tuple[int, int], list[LinkEnd]] = {}
         self._spans: list[list[Span]] = [[] for _ in self.now]
@@ -148,7 +143,7 @@ class Simulator:
 
     def _send(self, end: LinkEnd, queue: list[Queued], posted: Posted) -> float:
         """Note when these messages are through one end; seconds that they take by themselves."""
-        free, link = self._free.get(end, self._queued_s[end[0]]), self._link(end)
+        free, link = self._free.get(end, 0.0), self._link(end)
         through = shared([(ready, took) for ready, took, _ in queue], free)
         self._free[end] = max(through)
         for (_, _, waiting), upto in zip(queue, through, strict=True):

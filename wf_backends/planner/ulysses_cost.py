@@ -7,7 +7,6 @@ behind nothing, the others behind the passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import gcd
 
@@ -75,27 +74,25 @@ def _pooled_bytes(split: HeadSplit) -> float:
     return shape.itemsize * (queries + keys * shape.key_row)
 
 
-def pipelined(split: HeadSplit, one_chunk: Callable[[Load], Cost]) -> Cost:
+def pipelined(split: HeadSplit, one: Cost) -> Cost:
     """The cost of all chunks, one after another, with the exchanges of others meanwhile.
 
         T = sum over chunks of max(T_one + holds, the busiest link's bytes / its rate)
 
-    where the exchanges before and after a chunk are posted before its own messages, and the link
-    carries them all. That the backward's go the other way round changes nothing in all.
+    where the link also carries the exchanges before and after the chunk. That the backward's go the
+    other way round changes nothing in all.
 
     Args:
-        one_chunk: what a pass of one chunk costs, if links carry so much before its messages.
+        one: what a pass of one chunk costs by itself.
     """
     if split.chunks == 1:
-        return one_chunk(NOTHING)
+        return one
     come, leave = exchange_loads(split)
     total = Cost()
     for count, beside in ((1, [come]), (split.chunks - 2, [come, leave]), (1, [leave])):
-        queued = sum(beside, NOTHING)
-        one = one_chunk(queued)
         held = one.seconds + sum(exchange_hold_s(split, load) for load in beside)
-        carried = Load(one.nic_bytes, one.inside_bytes) + queued
-        one = replace(one, seconds=max(held, carried.seconds(split.topology)))
+        carried = Load(one.nic_bytes, one.inside_bytes) + sum(beside, NOTHING)
+        chunk = replace(one, seconds=max(held, carried.seconds(split.topology)))
         for _ in range(count):
-            total += one
+            total += chunk
     return total
