@@ -160,5 +160,6 @@ def test_a_plan_priced_again_costs_what_it_would_have(keep) -> None:
     assert price_again(request, plan) == plan
     longer = replace(request, workload=replace(workload, seqlen=16384))
     both = (plan.forward.placed,), (plan.backward.placed,)
-    named = replace(longer, forward=both[0], backward=both[1], moves=(plan.moves,))
+    split = {"strides": (plan.stride,), "chunks": (plan.chunks,)}
+    named = replace(longer, forward=both[0], backward=both[1], moves=(plan.moves,), **split)
     assert price_again(longer, plan) == best_plan(named)
