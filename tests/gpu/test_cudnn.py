@@ -14,10 +14,10 @@ from tests.cases import Case, run_case
 from tests.gpu import emulation
 from tests.gpu.test_flash_kernels import SCORES, compare
 from wf_backends.kernels import TileGrad
+from wf_backends.kernels.merge import Operators
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_choice import CUDNN, Machine, choose, cuda_tile, machine
 from wf_backends.kernels.sdpa_cudnn import cudnn_backward, cudnn_forward
-from wf_backends.kernels.split_run import Operators
 from wf_backends.schedule.layout import zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
 from wf_backends.schedule.routes import concentric, ring

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wf_backends.kernels.merge import Operators, split_backward, split_forward
 from wf_backends.kernels.protocol import (
     FLASH_DTYPES,
     Grads,
@@ -26,7 +27,6 @@ from wf_backends.kernels.protocol import (
     lacks,
 )
 from wf_backends.kernels.scores import Scores
-from wf_backends.kernels.split_run import Operators, split_backward, split_forward
 from wf_backends.kernels.tile_split import flash_window, split_window
 from wf_backends.schedule import Band
 

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from wf_backends.kernels.merge import Operators
 from wf_backends.kernels.protocol import FLASH_DTYPES, torch_release
 from wf_backends.kernels.sdpa_cuda import cuda_backward, cuda_forward
 from wf_backends.kernels.sdpa_cudnn import cudnn_backward, cudnn_forward
-from wf_backends.kernels.split_run import Operators
 from wf_backends.kernels.tile_split import effective, split_window, whole
 from wf_backends.schedule import CAUSAL, FULL, Band
 
