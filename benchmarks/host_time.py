@@ -28,7 +28,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm.process_group import GroupComm
-from wf_backends.comm.protocol import Message, Pending
+from wf_backends.comm.protocol import CONTROL, Message, Pending
 
 STAND_IN = Path(__file__).parent / "flash_attn_stand_in"
 SHARD, HEADS, HEAD_DIM = 16, 4, 16
@@ -41,16 +41,15 @@ class Alone(GroupComm):
     spent = 0.0
     """Seconds that it took to write what peers say, which a network does at no cost to the host."""
 
-    def post_control(
-        self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
-    ) -> Pending:
-        """As the group's, with what is sent as what arrives where both have one shape."""
-        start = time.perf_counter()
-        for (_, sent), (_, arriving) in zip(sends, recvs, strict=False):
-            if sent.shape == arriving.shape and not sent.is_floating_point():
-                arriving.copy_(sent)
-        self.spent += time.perf_counter() - start
-        return super().post_control(label, sends, recvs)
+    def post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        """As the group's; of headers, what is sent as what arrives where both have one shape."""
+        if label in CONTROL:
+            start = time.perf_counter()
+            for (_, sent), (_, arriving) in zip(sends, recvs, strict=False):
+                if sent.shape == arriving.shape and not sent.is_floating_point():
+                    arriving.copy_(sent)
+            self.spent += time.perf_counter() - start
+        return super().post(label, sends, recvs)
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from wf_backends.comm.protocol import Communicator, Message, Pending
+from wf_backends.comm.protocol import CONTROL, Communicator, Message, Pending
 from wf_backends.dsp.switch import all_to_all
 
 Step = Callable[[], float]  # forward and backward; the sum of the squares of this rank's output
@@ -32,7 +32,8 @@ class Counting(Communicator):
         self.posts: Counter[str] = Counter()
 
     def post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        self.posts[label] += 1
+        if label not in CONTROL:
+            self.posts[label] += 1
         return super().post(label, sends, recvs)
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:

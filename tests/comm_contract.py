@@ -149,7 +149,7 @@ def bytes_are_counted(comm: Communicator) -> None:
     exchange(comm.view(list(reversed(range(comm.size)))), torch.bfloat16)
     header = [(peer, torch.ones(1)) for peer in peers(comm)]
     landing = [(peer, torch.empty(1)) for peer in peers(comm)]
-    comm.post_control("header", header, landing).wait()
+    comm.post("agreement", header, landing).wait()
     assert comm.sent["exchange"] == 2 * 5 * 2 * (comm.size - 1)  # two exchanges of five bfloat16
     assert sum(comm.sent.values()) == comm.sent["exchange"]
 

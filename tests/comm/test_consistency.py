@@ -14,13 +14,13 @@ from wf_backends.comm.consistency import ConsistencyCheck, gather_small, sum_ove
 
 def exchanged(comm):
     """What a rank finds, and how many messages it sent for it."""
-    sent, post = [], comm.post_control
+    sent, post = [], comm.post
 
     def counting(label, sends, recvs):
         sent.extend(sends)
         return post(label, sends, recvs)
 
-    comm.post_control = counting
+    comm.post = counting
     everyone = gather_small(comm, torch.tensor([comm.rank, -comm.rank]))
     return everyone.tolist(), len(sent), sum_over_ranks(comm, torch.tensor(float(comm.rank)))
 
@@ -35,13 +35,13 @@ def test_every_rank_finds_all_in_order_with_a_message_for_every_doubling(size):
 
 def counts_of_checks(comm, on_host):
     """How many messages each check of these batch sizes sent, in order."""
-    comm.on_host, posts, post = on_host, [], comm.post_control
+    comm.on_host, posts, post = on_host, [], comm.post
 
     def counting(label, sends, recvs):
         posts.append(label)
         return post(label, sends, recvs)
 
-    comm.post_control, agreement, found = counting, ConsistencyCheck(comm), []
+    comm.post, agreement, found = counting, ConsistencyCheck(comm), []
     for size in (1, 2, 1, 3, 2, 1, 4, 4):
         before = len(posts)
         told = agreement.check({"batch size": size}, {"rows": comm.rank}, torch.empty(0))

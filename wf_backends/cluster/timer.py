@@ -84,7 +84,7 @@ class Timer:
         out, into = (torch.zeros(size, device=self.device) for _ in range(2))
         sends = [] if target is None else [(target, out)]
         recvs = [] if source is None else [(source, into)]
-        return lambda: self.comm.post_control("bench", sends, recvs)
+        return lambda: self.comm.post("bench", sends, recvs)
 
     def overlapped(self, post: Callable[[], Pending] | None, tile: Work, tiles: int) -> float:
         """Seconds of some rounds: post a message (if given), compute the tiles, wait."""

@@ -54,7 +54,7 @@ def gather_small(comm: Communicator, x: Tensor) -> Tensor:
     held = x.new_empty((comm.size, *x.shape), device=device)
     held[0] = x
     for sends, recvs in _doubling(comm, held):
-        comm.post_control("gather", sends, recvs).wait()
+        comm.post("gather", sends, recvs).wait()
     return held.flip(0).roll(comm.rank + 1, 0).to(x.device)
 
 
@@ -162,7 +162,7 @@ class ConsistencyCheck:
         if held is not host:
             held[0] = host[0]
         for sends, recvs in rounds:
-            self.comm.post_control("agreement", sends, recvs).wait()
+            self.comm.post("agreement", sends, recvs).wait()
         if held is not host:
             host.copy_(held)
         return headers

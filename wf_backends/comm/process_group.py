@@ -114,7 +114,7 @@ class GroupComm(Communicator):
         return None if self._backends.get(device.type) == "nccl" else WINDOW_BYTES
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        device = (*sends, *recvs)[0][1].device.type if sends or recvs else "cpu"
+        device = (sends or recvs)[0][1].device.type if sends or recvs else "cpu"
         backend = self._backends.get(device)
         if backend is None:
             raise ValueError(

@@ -14,9 +14,9 @@ from torch import Tensor
 DEFAULT_TIMEOUT_S = 600.0  # seconds that a wait waits where nobody said otherwise
 Message = tuple[int, Tensor]  # (peer rank, contiguous tensor to send or to receive into)
 
-CONTROL: Mapping[str, int] = MappingProxyType({"agreement": 1, "gather": 2})
-"""Tags of small messages that belong to no pass, by their label."""
-NOBODYS_TAG, FIRST_TAG, TAGS = 0, 3, 1 << 14  # of passes; MPI promises 15 bits
+CONTROL: Mapping[str, int] = MappingProxyType({"agreement": 1, "gather": 2, "bench": 3})
+"""Tags of messages that belong to no pass, by their label: headers of a few bytes, measurements."""
+NOBODYS_TAG, FIRST_TAG, TAGS = 0, 4, 1 << 14  # of passes; MPI promises 15 bits
 
 
 class Pass(NamedTuple):
@@ -144,26 +144,13 @@ class Communicator(ABC):
         """Start all messages at once (receives first) and return without waiting.
 
         Args:
-            label: names the step for the byte count and for error messages.
+            label: names the step for error messages and for the byte count, from which those in
+                CONTROL are left out.
             sends, recvs: (peer, contiguous tensor); the peer is never this rank. Buffers must
                 stay alive and untouched until the returned object was waited for.
         """
-        for _, tensor in sends:
-            self.sent[label] += tensor.numel() * tensor.element_size()
-        return self._post_checked(label, sends, recvs)
-
-    def post_control(
-        self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
-    ) -> Pending:
-        """As `post`, not counted: headers of a few bytes that check that the ranks agree."""
-        return self._post_checked(label, sends, recvs)
-
-    def _post_checked(
-        self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
-    ) -> Pending:
-        for peer, tensor in (*sends, *recvs):
-            assert peer != self.rank, f"{label!r}: rank {self.rank} sends to itself"
-            assert tensor.is_contiguous(), f"{label!r}: a buffer is not contiguous"
+        if sends and label not in CONTROL:
+            self.sent[label] += sum([tensor.nbytes for _, tensor in sends])
         return self._post(label, sends, recvs)
 
     def carries(self, device: torch.device) -> bool:

@@ -99,6 +99,9 @@ class ThreadComm(Communicator):
         self._posts: Counter[tuple[int, int]] = Counter()  # by (sender, receiver)
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
+        for peer, tensor in (*sends, *recvs):
+            assert peer != self.rank, f"{label!r}: rank {self.rank} sends to itself"
+            assert tensor.is_contiguous(), f"{label!r}: a buffer is not contiguous"
         tag = CONTROL.get(label, self.tag)
         landing = self._tickets((peer, self.rank) for peer, _ in recvs)
         expected = [(ticket, tensor) for ticket, (_, tensor) in zip(landing, recvs, strict=True)]
