@@ -30,6 +30,7 @@ from wf_backends import SequenceParallelConfig
 from wf_backends.cluster.discover import JobTopology
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.parallel.attention import DistributedAttention
+from wf_backends.parallel.softmax import plain_softmax
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 2048, 32, 8, 128
@@ -76,7 +77,7 @@ def plan_one(size: int, config: str, kind: str) -> tuple[float, float, int]:
     q = torch.zeros(1, ROWS, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     kv = torch.zeros(1, ROWS, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     mask = masks(size)[kind]
-    run = partial(attention.plan, q, kv, kv, mask, 0.1, size * ROWS)
+    run = partial(attention.call, q, kv, kv, mask, plain_softmax(HEAD_DIM), size * ROWS)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     first, later = seconds(run), [seconds(run) for _ in range(CALLS)]
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -91,7 +91,7 @@ class OnGpu:
     def _make_call(self, told: Any, mask: Mask, spec: KernelSpec, *args: Any) -> Any:
         make: Any = super()
         call, group = make._make_call(told, mask, replace(spec, device="cuda"), *args)
-        return replace(call, kernel=self.kernel), group
+        return call._replace(kernel=self.kernel), group
 
 
 class AttentionOnGpu(OnGpu, DistributedAttention): ...

@@ -1,59 +1,146 @@
-"""One attention call: check, plan (once), trade heads for tokens, run the route.
+"""One attention call: check, agree, trade heads for tokens, run the route.
 
-Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d head_dim.
+What only the first call of a kind does is in parallel/planned_calls.py.
+
+Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d head_dim of queries
+and keys, e of values.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from wf_backends._compile import refuse_transforms
+from wf_backends._compile import eager, refuse_transforms
 from wf_backends.cluster import JobTopology
-from wf_backends.comm import Communicator, ConsistencyCheck, Pass, fingerprint, gather_small
-from wf_backends.kernels import Dropout, KernelSpec, Scores, select
-from wf_backends.lowering import ACTIVATION, Problem, Shape, UlyssesGroups, lower
-from wf_backends.parallel.choose import choose
+from wf_backends.comm import Communicator, ConsistencyCheck, Pass, gather_small
+from wf_backends.kernels import Dropout, KernelSpec, Scores
 from wf_backends.parallel.config import SequenceParallelConfig
-from wf_backends.parallel.softmax import Softmax, Told, check_latents
-from wf_backends.planner import Choice, Plan, Request, reason
+from wf_backends.parallel.planned_calls import PlannedCalls
+from wf_backends.parallel.softmax import Softmax, check_latents, make_softmax, plain_softmax
 from wf_backends.runtime import (
     Attention,
     Call,
     ChunkedAttention,
     HeadGroup,
-    accumulator_dtype,
     heads_for_tokens,
-    make_head_exchange,
     tokens_for_heads,
 )
-from wf_backends.schedule import LAYOUTS, Layout, Mask, check, layout_of
+from wf_backends.schedule import Mask, make_mask
+
+PLAIN = (make_mask(), make_mask(causal=True))  # the masks of most calls, causal or not
 
 
-class DistributedAttention:
-    """Attention over one sequence-parallel group, by one configuration.
+class AttentionOfSequence:
+    """The method that a user calls; a part of `SequenceParallel`."""
 
-    Args:
-        topology: what the planner uses where the config leaves something to it.
-    """
+    _consistency: ConsistencyCheck
+    _attention: DistributedAttention
+
+    @eager
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        cu_seqlens: Sequence[int] | None = None,
+        softmax_scale: float | None = None,
+        dropout_p: float = 0.0,
+        seqlen: int | None = None,
+        name: str | None = None,
+        q_ranges: Sequence[tuple[int, int]] | None = None,
+        k_ranges: Sequence[tuple[int, int]] | None = None,
+        attn_mask_types: Sequence[str] | None = None,
+        sinks: Tensor | None = None,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        dropout_seed: int | None = None,
+        kv_up: Tensor | None = None,
+        position_bias: Tensor | None = None,
+    ) -> Tensor:
+        """softmax(scale q k^T + mask) v over the whole sequence, for this rank's rows.
+
+        With the options, in the order in which they act on the scores x = scale q k^T:
+
+            x = softcap tanh(x / softcap);  x = x - alibi_slopes |i - j| + position_bias(j - i)
+            p = exp(x) / (sum exp(x) + exp(sinks));  out = p v
+
+        i and j are global positions of queries and keys; alibi_slopes and position_bias need as
+        many keys as queries. Options are the same on every rank. Of the gradients of sinks, kv_up
+        and position_bias a rank gets the part that it computes (of its rows and, under Ulysses, of
+        its heads): the sum over the ranks is the gradient, as it is for every other parameter, and
+        engines that sum or average gradients over the ranks do it.
+
+        Args:
+            q: (b, s, h, d), any float dtype. k: (b, s', g, d), v: (b, s', g, e), g divides h; s'
+                may differ from s (cross attention) where nothing is masked.
+            causal: no query sees a later key.
+            window_size: (left, right) tokens that a query sees beside its own, -1 = unlimited.
+            cu_seqlens: borders 0 = c0 < c1 < ... = S of packed documents, host integers; the same
+                cut for every sample of the batch.
+            softmax_scale: default 1 / sqrt(d). softcap: 0 = none.
+            dropout_p: in [0, 1), the probability with which a weight is dropped.
+            dropout_seed: in [0, 2**63); what is dropped follows from it and the global sample,
+                head, query and key alone. None = drawn for each call, by the first rank from
+                torch's generator.
+            seqlen: S. None = the sum over the ranks; give it where shards are uneven and messages
+                do not pass through host memory.
+            name: of the layer. Where layers have names, a rank that leaves out a call is an error
+                on all ranks; without names its next call is taken for the one that it left out,
+                and only the backward ends in an error.
+            q_ranges, k_ranges, attn_mask_types: in place of causal, window_size and cu_seqlens, the
+                mask as slices that do not overlap: (start, stop) positions of their queries and of
+                their keys, and "full", "causal" (the last query sees up to the last key),
+                "inverse_causal" (the first query sees from the first key on) or "bicausal" (both).
+            sinks: (h,), any float dtype: logits that take part in the softmax and have no value.
+            alibi_slopes: (h,), without a gradient, as in flash-attn.
+            position_bias: (h, 2 n - 1), any float dtype, of the distances j - i = 1 - n to n - 1;
+                beyond, as at the ends. T5's buckets are such a table.
+            kv_up: (h, n + e, c), [W_k | W_v] of each head, for multi-head latent attention: k is
+                (b, s', 1, r), a part of the keys that all heads share, and v (b, s', 1, c) the
+                latents. Keys are [W_k v, k], with n + r = d, and values W_v v. r + c numbers of a
+                token travel, and ranks project up what they read.
+
+        Returns:
+            (b, s, h, e), q's dtype. 0 for a query that sees no key.
+
+        Raises:
+            ValueError: if shapes, dtypes, devices, heads or the mask do not fit, here or between
+                ranks. NotImplementedError: for masked cross attention, torch.vmap, torch.func,
+                forward-mode differentiation and torch.export.
+        """
+        with self._consistency:  # if it is refused here, it is on all ranks
+            check_tensors(q, k, v, kv_up)
+            options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, kv_up
+            usual = softmax_scale is alibi_slopes is sinks is kv_up is position_bias is None
+            usual = usual and softcap == dropout_p == 0
+            softmax = (
+                plain_softmax(q.shape[-1]) if usual else make_softmax(q, *options, position_bias)
+            )
+            slices = q_ranges, k_ranges, attn_mask_types
+            plain = cu_seqlens is q_ranges is k_ranges is attn_mask_types is None
+            if plain and window_size == (-1, -1):
+                mask = PLAIN[bool(causal)]
+            else:
+                mask = make_mask(causal, window_size, cu_seqlens, seqlen, *slices)
+        return self._attention(q, k, v, mask, softmax, seqlen, name)
+
+
+class DistributedAttention(PlannedCalls):
+    """Attention over one sequence-parallel group; arguments as those of `PlannedCalls`."""
 
     def __init__(
         self, config: SequenceParallelConfig, comm: Communicator, topology: JobTopology
     ) -> None:
-        self.config, self.comm, self.topology = config, comm, topology
+        super().__init__(config, comm, topology)
         self._consistency = ConsistencyCheck(comm)
         self._calls = 0
-        self._told = set[Choice]()
-        self._narrow = config.partials == ACTIVATION
-        self._same = lru_cache(maxsize=64)(self._make_same)
-        self._call = lru_cache(maxsize=64)(self._make_call)
 
     def __call__(
         self,
@@ -106,10 +193,10 @@ class DistributedAttention:
         self.comm.enter(now)
         told = self._consistency.check(same, lengths, q, layer=layer, words=words)
         self._calls = now.number  # not where a rank refused
-        call, group = self._call(tuple(told.items()), mask, spec, b, latent)
+        call, group = self._planned(tuple(told.items()), mask, spec, b, latent)
         if scores.dropout is not None and scores.dropout.seed is None:
             scores = self._draw_seed(scores, scores.dropout, q.device)
-        return replace(call, scores=scores, now=now), group
+        return call._replace(scores=scores, now=now), group
 
     def _draw_seed(self, scores: Scores, dropout: Dropout, device: torch.device) -> Scores:
         """The scores with a seed from torch's generator of the first rank, the same on all ranks.
@@ -120,104 +207,6 @@ class DistributedAttention:
         drawn = torch.randint(1 << 62, (1,), device=device)
         seed = gather_small(self.comm, drawn)[0]
         return replace(scores, dropout=replace(dropout, seed=seed))
-
-    def _make_same(
-        self, spec: KernelSpec, batch: int, mask: Mask, softmax: Told, seqlen: int | None
-    ) -> tuple[dict[str, int], dict[str, object]]:
-        """What must be the same on all ranks, by its name in errors; and what puts it in words."""
-        known = self.topology.known
-        numbers = {
-            "batch size": batch,
-            "heads": spec.heads,
-            "kv heads": spec.kv_heads,
-            "head_dim": spec.head_dim,
-            "head_dim of v": spec.value_dim or spec.head_dim,
-            "seqlen": -1 if seqlen is None else seqlen,
-        }
-        words: dict[str, object] = {
-            "dtype": spec.dtype,
-            "mask": mask,
-            **dict(softmax),
-            "config": self.config.to_dict()
-            | {"its topology": {} if known is None else known.to_dict()},
-        }
-        return numbers | {name: fingerprint(value) for name, value in words.items()}, words
-
-    def _make_call(
-        self,
-        told: tuple[tuple[str, tuple[int, ...]], ...],
-        mask: Mask,
-        spec: KernelSpec,
-        batch: int,
-        latent: int,
-    ) -> tuple[Call, HeadGroup]:
-        """The call with scores of its own to be put in.
-
-        Args:
-            told: the queries' and the keys' (name in errors, rows of every rank).
-            latent: numbers of a token in place of its keys and values; 0 = keys and values.
-        """
-        lengths = [sum(rows) for _, rows in told]
-        _check_positions(mask, spec, *lengths)
-        _check_layout(self.config.layout, *lengths)
-        q_layout, kv_layout = (
-            layout_of(self.config.layout, rows, mask, name) for name, rows in told
-        )
-        choice = self._choose(lengths, mask, spec, batch, latent)
-        groups = UlyssesGroups(self.comm.size, choice.degree, choice.stride)
-        at, member = groups.find(self.comm.rank)
-        members = groups.members(at)
-        queries, keys = (
-            make_head_exchange([layout[rank] for rank in members], heads, spec.heads).split(
-                choice.chunks
-            )
-            for layout, heads in ((q_layout, spec.heads), (kv_layout, spec.kv_heads))
-        )
-        merged = map(groups.merge, (q_layout, kv_layout))
-        there, back, keep = _problems(choice, groups, mask, *merged)
-        seen = (queries if latent else keys)[0].share
-        tile = replace(spec, heads=queries[0].share, kv_heads=seen, looks_back=mask.looks_back)
-        kernel = select(self.config.kernel, tile).kernel
-        forward, backward = lower(there, at), lower(back, at)
-        route = self.comm.view(groups.route(member))
-        group = HeadGroup(self.comm.view(members), queries, keys)
-        return Call(forward, backward, route, kernel, Scores(1.0), keep, self._narrow), group
-
-    def _choose(
-        self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int, latent: int
-    ) -> Choice:
-        """What the call runs, by the lengths of its queries and keys."""
-        sizes = spec.dtype.itemsize, accumulator_dtype(spec.dtype).itemsize
-        partial = sizes[0] if self._narrow else None
-        shape = Shape(
-            batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes, spec.value_dim, partial, latent
-        )
-        topology = None
-        if self.config.leaves_open and self.comm.size > 1:
-            topology = self.topology.find(torch.device(spec.device))
-        seqlen, keys = lengths
-        return choose(self.config, shape, seqlen, mask, topology, keys, self._tell)
-
-    def _tell(self, plan: Plan, request: Request) -> None:
-        """Log every choice of the planner once, on the first rank of the job."""
-        first = self.comm.rank == 0 and not (dist.is_initialized() and dist.get_rank())
-        if first and self.comm.size > 1 and plan.choice not in self._told:
-            self._told.add(plan.choice)
-            logging.getLogger(__name__).warning("attention by %s", reason(plan, request))
-
-
-def _problems(
-    choice: Choice, groups: UlyssesGroups, mask: Mask, queries: Layout, keys: Layout
-) -> tuple[Problem, Problem, tuple[bool, bool]]:
-    """(forward, backward, what is kept in between: queries, keys) of a choice for these groups."""
-    forward, backward = (check(one) for one in choice.schedules(groups.size))
-    near = [groups.on_host(one.host_size) for one in (choice.forward, choice.backward)]
-    sequence = queries, keys, mask
-    there = Problem(forward, *sequence, choice.forward.keys_stay, choice.keep, near[0])
-    back = Problem(backward, *sequence, choice.moves == "queries", host_size=near[1])
-    if not choice.keep:
-        return there, back, (False, False)
-    return there, replace(back, schedule=forward, kept=True), forward.gathers()
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) -> None:
@@ -256,23 +245,3 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
     return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-
-
-def _check_positions(mask: Mask, spec: KernelSpec, seqlen: int, num_keys: int) -> None:
-    mask.check_lengths(seqlen, num_keys)
-    if seqlen == num_keys:
-        return
-    if spec.alibi or spec.position_bias or (mask.slices is None and mask != Mask()):
-        raise NotImplementedError(
-            f"cross attention ({seqlen} queries, {num_keys} keys) has no common positions: causal, "
-            "window_size, cu_seqlens, alibi_slopes and position_bias need as many keys as "
-            "queries; q_ranges and k_ranges say which queries see which keys"
-        )
-
-
-def _check_layout(layout: str, seqlen: int, num_keys: int) -> None:
-    if seqlen != num_keys and LAYOUTS[layout].needs_slices:
-        raise ValueError(
-            f"the {layout} layout follows from the slices of one sequence, and there are {seqlen} "
-            f"queries and {num_keys} keys: take another layout for cross attention"
-        )

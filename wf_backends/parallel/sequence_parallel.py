@@ -7,7 +7,7 @@ of queries and keys, e of values.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 from zlib import crc32
@@ -18,22 +18,20 @@ from torch import Tensor
 from wf_backends._compile import eager
 from wf_backends.cluster import JobTopology, Topology, cache_folder
 from wf_backends.comm import ConsistencyCheck, fingerprint, make_comm, sum_over_ranks
-from wf_backends.parallel.attention import DistributedAttention, check_tensors
+from wf_backends.parallel.attention import AttentionOfSequence, DistributedAttention
 from wf_backends.parallel.config import LSS, SequenceParallelConfig
 from wf_backends.parallel.data import prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
 from wf_backends.parallel.lss import LssAttention
 from wf_backends.parallel.sharding import Sharding
-from wf_backends.parallel.softmax import make_softmax, plain_softmax
-from wf_backends.schedule import SLICE_WORDS, make_mask, padding_multiple
+from wf_backends.schedule import SLICE_WORDS, padding_multiple
 
 STRATEGIES: Mapping[str | None, type[DistributedAttention]] = MappingProxyType(
     {None: DistributedAttention, LSS: LssAttention}
 )
-PLAIN = (make_mask(), make_mask(causal=True))  # the masks of most calls, causal or not
 
 
-class SequenceParallel(Sharding):
+class SequenceParallel(AttentionOfSequence, Sharding):
     """Exact attention, batches and losses over one sequence-parallel group.
 
     Args:
@@ -67,99 +65,6 @@ class SequenceParallel(Sharding):
         self._consistency = ConsistencyCheck(self.comm)
         found = JobTopology(self.comm, config.topology, topology, cache_folder(os.environ))
         self._attention = STRATEGIES[config.strategy](config, self.comm, found)
-
-    @eager
-    def attention(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        cu_seqlens: Sequence[int] | None = None,
-        softmax_scale: float | None = None,
-        dropout_p: float = 0.0,
-        seqlen: int | None = None,
-        name: str | None = None,
-        q_ranges: Sequence[tuple[int, int]] | None = None,
-        k_ranges: Sequence[tuple[int, int]] | None = None,
-        attn_mask_types: Sequence[str] | None = None,
-        sinks: Tensor | None = None,
-        softcap: float = 0.0,
-        alibi_slopes: Tensor | None = None,
-        dropout_seed: int | None = None,
-        kv_up: Tensor | None = None,
-        position_bias: Tensor | None = None,
-    ) -> Tensor:
-        """softmax(scale q k^T + mask) v over the whole sequence, for this rank's rows.
-
-        With the options, in the order in which they act on the scores x = scale q k^T:
-
-            x = softcap tanh(x / softcap);  x = x - alibi_slopes |i - j| + position_bias(j - i)
-            p = exp(x) / (sum exp(x) + exp(sinks));  out = p v
-
-        Args:
-            q: (b, s, h, d), any float dtype. k: (b, s', g, d), v: (b, s', g, e), g divides h; s'
-                may differ from s (cross attention) where nothing is masked.
-            causal: no query sees a later key.
-            window_size: (left, right) tokens that a query sees beside its own, -1 = unlimited.
-            cu_seqlens: borders 0 = c0 < c1 < ... = S of packed documents, host integers; the same
-                cut for every sample of the batch.
-            softmax_scale: default 1 / sqrt(d).
-            dropout_p: probability with which a weight is dropped, in [0, 1).
-            seqlen: S. None = the sum over the ranks; give it where shards are uneven and messages
-                do not pass through host memory.
-            name: of the layer. Where layers have names, a rank that leaves out a call is an error
-                on all ranks; without names its next call is taken for the one that it left out,
-                and only the backward ends in an error.
-            q_ranges, k_ranges, attn_mask_types: in place of causal, window_size and cu_seqlens, the
-                mask as slices that do not overlap: (start, stop) positions of their queries and of
-                their keys, and "full", "causal" (the last query sees up to the last key),
-                "inverse_causal" (the first query sees from the first key on) or "bicausal" (both).
-            sinks: (h,), any float dtype, the same on every rank: a logit of each head, which takes
-                part in the softmax and has no value. What a rank gets as their gradient is the part
-                of the rows (and, under Ulysses, heads) that it computes: the sum over the ranks is
-                the gradient, as it is for every other parameter, and engines that sum or average
-                gradients over the ranks do it.
-            softcap: 0 = none.
-            alibi_slopes: (h,), the same on every rank, no gradient. i and j are global positions,
-                as in flash-attn; they need as many keys as queries.
-            dropout_seed: in [0, 2**63), the same on every rank. What is dropped follows from it and
-                the global sample, head, query and key alone. None = drawn for each call, by the
-                first rank from torch's generator.
-            kv_up: (h, n + e, c), [W_k | W_v] of each head, for multi-head latent attention: k is
-                (b, s', 1, r), a part of the keys that all heads share, and v (b, s', 1, c) the
-                latents. Keys are [W_k v, k], with n + r = d, and values W_v v. r + c numbers of a
-                token travel, and ranks project up what they read. What a rank gets as its gradient
-                is the part that it computes, as of the sinks.
-            position_bias: (h, 2 n - 1), any float dtype, the same on every rank: what is added to
-                the scores by the distance j - i = 1 - n to n - 1 of key and query, by global
-                positions; beyond, as at the ends. T5's buckets are such a table. Its gradient is
-                the part that a rank computes, as of the sinks. It needs as many keys as queries.
-
-        Returns:
-            (b, s, h, e), q's dtype. 0 for a query that sees no key.
-
-        Raises:
-            ValueError: if shapes, dtypes, devices, heads or the mask do not fit, here or between
-                ranks. NotImplementedError: for masked cross attention, torch.vmap, torch.func,
-                forward-mode differentiation and torch.export.
-        """
-        with self._consistency:  # if it is refused here, it is on all ranks
-            check_tensors(q, k, v, kv_up)
-            options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, kv_up
-            usual = softmax_scale is alibi_slopes is sinks is kv_up is position_bias is None
-            usual = usual and softcap == dropout_p == 0
-            softmax = (
-                plain_softmax(q.shape[-1]) if usual else make_softmax(q, *options, position_bias)
-            )
-            slices = q_ranges, k_ranges, attn_mask_types
-            plain = cu_seqlens is q_ranges is k_ranges is attn_mask_types is None
-            if plain and window_size == (-1, -1):
-                mask = PLAIN[bool(causal)]
-            else:
-                mask = make_mask(causal, window_size, cu_seqlens, seqlen, *slices)
-        return self._attention(q, k, v, mask, softmax, seqlen, name)
 
     @eager
     def shard_batch(

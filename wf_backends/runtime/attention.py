@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,8 +29,7 @@ from wf_backends.runtime.surrogate_out import SurrogateOut
 from wf_backends.schedule import Range, Ranges
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(NamedTuple):
     """Everything about one attention call that is not a tensor."""
 
     forward: RankProgram
@@ -48,7 +47,7 @@ class Call:
 
     def of_heads(self, heads: Range) -> Call:
         """The call of some of the query heads that this one is of."""
-        return replace(self, scores=self.scores.of_heads(heads))
+        return self._replace(scores=self.scores.of_heads(heads))
 
 
 class Attention(torch.autograd.Function):
@@ -294,4 +293,5 @@ def fuse(k: Tensor, v: Tensor) -> Tensor:
 
 def unfuse(kv: Tensor, head_dim: int) -> Tensors:
     """The two parts of [K|V] or [dK|dV], as views; K's last dimension is `head_dim`."""
-    return kv[..., :head_dim], kv[..., head_dim:]
+    k, v = kv.split((head_dim, kv.size(-1) - head_dim), -1)
+    return k, v

@@ -40,7 +40,7 @@ def pack(buffer: Tensor, rows: Ranges) -> Tensor:
     """The rows in the slices, one after another; the buffer or a view of it if there is one."""
     if len(rows) == 1:
         ((start, stop),) = rows
-        return buffer if stop - start == buffer.size(0) else buffer[start:stop]
+        return buffer if stop - start == buffer.size(0) else buffer.narrow(0, start, stop - start)
     slices = map(buffer.__getitem__, starmap(slice, rows))
     return torch.cat(tuple(slices)) if rows else buffer[:0]
 
