@@ -10,7 +10,7 @@ import pytest
 from tests.cases import schedules
 from tests.slices import SLICES
 from wf_backends.lowering.derivation import Problem, _derived, lower
-from wf_backends.lowering.host_rounds import times
+from wf_backends.lowering.gather_rounds import times
 from wf_backends.schedule.layout import contiguous, make_layout, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask, make_mask
 from wf_backends.schedule.ranges import globalize

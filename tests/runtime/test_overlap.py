@@ -14,7 +14,6 @@ from wf_backends.comm import Communicator
 from wf_backends.kernels import Scores
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.lowering.derivation import Problem, lower
-from wf_backends.lowering.gather_rounds import pairs
 from wf_backends.runtime.attention import Attention, Call
 from wf_backends.runtime.ulysses import HeadGroup, make_head_exchange
 from wf_backends.runtime.ulysses_pipeline import ChunkedAttention
@@ -176,14 +175,17 @@ def test_results_leave_after_the_last_step_that_adds_to_them(rank):
             assert any(not subtract(tile.rows, parcel.rows) for tile in one.tiles)
 
 
-@pytest.mark.parametrize("size", range(1, 13))
-def test_a_team_meets_in_pairs(size):
-    met = [pairs(size, member) for member in range(size)]
-    for member, partners in enumerate(met):
-        others = [other for other in partners if other is not None]
-        assert sorted(others) == [m for m in range(size) if m != member]
-        for turn, other in enumerate(partners):
-            assert other is None or met[other][turn] == member
+@pytest.mark.parametrize("size", (2, 3, 4, 6, 8, 12))
+def test_owners_take_turns(size):
+    """In every round a rank sends as much as it receives, of powers of two to whom it receives."""
+    layout = zigzag(size, 8 * size)
+    problem = Problem(mesh(size, 1), layout, layout, Mask())
+    for rank in range(size):
+        for one in lower(problem, rank).steps[0].rounds:
+            to, of = (
+                {parcel.peer for parcel in way} for way in (one.fetch.send, one.fetch.receive)
+            )
+            assert len(to) == len(of) and (to == of or size in (3, 6, 12))
 
 
 def test_many_owners_share_rounds():

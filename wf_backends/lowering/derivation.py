@@ -19,7 +19,6 @@ from typing import Literal, TypeVar
 from wf_backends.lowering.direction import nearest_first
 from wf_backends.lowering.forwarding import Forwarding
 from wf_backends.lowering.gather_rounds import GatherRounds
-from wf_backends.lowering.host_rounds import HostRounds
 from wf_backends.lowering.program import RankProgram, Round, Step
 from wf_backends.lowering.tiles import Parts, Tile, by_part, limits, seen, tiles
 from wf_backends.schedule import (
@@ -87,10 +86,7 @@ class _Derivation:
         through = roles.has_laps and self.mask.is_dense
         self.forwarding = Forwarding(roles, self.walk_home, self._wanted, problem.kept, through)
         gathered = roles.q, self.num_steps, self.stay_home, self.stay_rows, self._met
-        once = problem.host_size > 1
-        self.gathering = (
-            HostRounds(problem.host_size, *gathered) if once else GatherRounds(*gathered)
-        )
+        self.gathering = GatherRounds(problem.host_size, *gathered)
 
     def _met(self, step: int, rank: int) -> Ranges:
         """The rows of what stays with a rank that some tile of the step uses."""

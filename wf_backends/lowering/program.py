@@ -91,7 +91,7 @@ class Round:
     buffer that stays). After them the owner's results are finished and sent to it by `home` (sent:
     slices of the buffer; received: of this rank's own shard).
 
-    Where a row crosses to a host once (lowering/host_rounds.py), both have a second half inside
+    Where a row crosses to a host once (lowering/gather_rounds.py), both have a second half inside
     the host, of slices of the buffer on both sides: `pass_on` sends what was fetched to other
     readers, before the tiles, and must have arrived before the next round; `pass_back` brings
     their results together, after the tiles, and must have arrived before the next round's `home`.
