@@ -13,7 +13,7 @@ with pytest.MonkeyPatch.context() as patch:
 
 @pytest.mark.parametrize("causal", (False, True))
 def test_a_call_stays_as_short_as_it_is(causal: bool) -> None:
-    """At most 10 files and 350 calls in a warm forward, 500 in a backward; the same in every run."""
+    """At most 10 files, and 350 calls in a warm forward, 500 in a backward; always the same."""
     found = call_path.paths(causal)
     warm, backward = found["warm forward"], found["backward"]
     assert warm.files <= 10 and warm.calls <= 350, warm
