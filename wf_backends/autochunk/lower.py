@@ -55,7 +55,7 @@ class _Writer:
 
     def __init__(self, effects: Effects) -> None:
         self.graph, self.root = fx.Graph(), nn.Module()
-        self._effects, self._bodies = effects, Bodies()
+        self._effects, self._bodies = effects, Bodies(effects)
         self._copies: dict[fx.Node, fx.Node] = {}
         self._alike: dict[str, tuple[ChunkedRegion, Effect]] = {}
 

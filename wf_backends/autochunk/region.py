@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wf_backends.autochunk.flow import Flow, rows_of, size
-from wf_backends.graph import like
+from wf_backends.graph import Effects
 from wf_backends.slicing import emit
 
 EVEN = 16
@@ -102,9 +101,17 @@ def region_of(flow: Flow, length: int) -> Region:
 class Bodies:
     """The bodies of all regions of a model: those that compute the same are one."""
 
-    def __init__(self) -> None:
+    def __init__(self, effects: Effects) -> None:
+        self._effects = effects
         self._known: dict[str, fx.GraphModule] = {}
-        self._mode = FakeTensorMode()
+        self._parts: dict[Any, torch.Tensor] = {}
+
+    def part(self, node: fx.Node, where: Slice | None) -> torch.Tensor:
+        """A fake tensor like the rows of the node's value: of slices as long it is the same."""
+        key = node, where and (where[0], where[2] - where[1])
+        if key not in self._parts:
+            self._parts[key] = _narrow(node.meta["val"], where)
+        return self._parts[key]
 
     def of(self, graph: fx.Graph) -> fx.GraphModule:
         """The module of a graph whose placeholders have their `meta["val"]`."""
@@ -113,19 +120,11 @@ class Bodies:
             for n in graph.nodes
         )
         if key not in self._known:
-            self._fill(graph)
+            for node in graph.nodes:
+                if node.op == "call_function":
+                    node.meta["val"] = self._effects.of(node).result
             self._known[key] = fx.GraphModule(nn.Module(), graph)
         return self._known[key]
-
-    def _fill(self, graph: fx.Graph) -> None:
-        """Sets `meta["val"]` of every operator by running it on fake tensors."""
-        with self._mode:
-            for node in graph.nodes:
-                if node.op == "placeholder":
-                    node.meta["val"] = like(node.meta["val"])
-                elif node.op == "call_function":
-                    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-                    node.meta["val"] = node.target(*args, **kwargs)
 
 
 class ChunkedRegion(nn.Module):
@@ -162,7 +161,7 @@ def _chunk(region: Region, rows: dict[fx.Node, tuple[int, int]], bodies: Bodies)
     held: dict[tuple[fx.Node, int | None], fx.Node] = {}
     for index, key in enumerate(region.inputs):
         held[key] = graph.placeholder(f"x{index}")
-        held[key].meta["val"] = _narrow(key[0].meta["val"], _slice(key[1], needed[key]))
+        held[key].meta["val"] = bodies.part(key[0], _slice(key[1], needed[key]))
     for op in region.flow.operators:
         given = []
         for source in op.sources:

@@ -95,7 +95,8 @@ class Effect:
     `allocated` are the bytes of the storages that it returns and that are new. `places` says where
     each tensor that it returns lies: i >= 0 in the storage of the call's i-th tensor, -1 - j in the
     j-th new one. `temporary` is what it needs for a moment beyond its results, in bytes; `flops`
-    what it computes. `kind` is equal for calls of one operator on the same layouts.
+    what it computes. `kind` is equal for calls of one operator on the same layouts, `result` what
+    they give: fake tensors, of use for their layouts alone.
     """
 
     allocated: tuple[int, ...]
@@ -103,6 +104,7 @@ class Effect:
     temporary: int
     flops: int
     kind: int = -1
+    result: Any = None
 
 
 class Effects:
@@ -146,21 +148,19 @@ class Effects:
                     known[storage._cdata] = -1 - len(allocated)
                     allocated.append(storage.nbytes())
                 places.append(known[storage._cdata])
-        temporary = tracker.peak - sum(allocated)
-        flops = counter.get_total_flops()
-        return Effect(tuple(allocated), tuple(places), temporary, flops, kind)
+        memory = tuple(allocated), tuple(places), tracker.peak - sum(allocated)
+        return Effect(*memory, counter.get_total_flops(), kind, result)
 
 
 def _fresh(node: fx.Node) -> Any:
     """Tensors like the node's value."""
     if node.op == "get_attr":
         return submodule(node)
-    return pytree.tree_map_only(torch.Tensor, like, node.meta.get("val"))
-
-
-def like(value: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same layout, with a storage of its own."""
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device),
+        node.meta.get("val"),
+    )
 
 
 def submodule(node: fx.Node) -> nn.Module:
