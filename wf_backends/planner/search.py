@@ -9,18 +9,52 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import inf
+from threading import Lock
 
 from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.head_splits import around, even_s, head_splits
 from wf_backends.planner.plan import BACKWARDS, PassPlan, Plan, Request
+from wf_backends.planner.proxy import alike, counted, packed
 from wf_backends.planner.ranking import TIE, best_of, fastest_of, ranked
 from wf_backends.planner.route_shape import crossing_once
 from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, PassKind
 from wf_backends.schedule import FULL, Placed, place, placements
 
 HEAD_SPLITS_COUNTED = 3  # message by message, of those that closed forms find the best
+
+
+_PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
+
+
+def plan_for(request: Request) -> Plan:
+    """The best plan for a call and for those that are like it; priced as `alike` says.
+
+    Raises:
+        ValueError: if no plan fits the memory limit or the heads.
+    """
+    with _PLANNING:
+        return _planned(alike(request))
+
+
+@lru_cache(maxsize=64)
+def _planned(request: Request) -> Plan:
+    few = counted(request)
+    if few == request:
+        return best_plan(request)
+    one = replace(request, workload=packed(request.workload, None))
+    plans = [*(price_again(few, plan) for plan in _fitting(one)), *_fitting(few)]
+    return ranked(plans, few.topology, few.memory_limit)[0] if plans else best_plan(few)
+
+
+def _fitting(request: Request) -> list[Plan]:
+    """The best plan, if one fits the memory: one document may need more of it than several."""
+    try:
+        return [best_plan(request)]
+    except ValueError:
+        return []
 
 
 def all_plans(request: Request) -> list[Plan]:

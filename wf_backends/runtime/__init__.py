@@ -10,7 +10,7 @@ from wf_backends.runtime.attention import (
     unfuse,
 )
 from wf_backends.runtime.learned import Learned
-from wf_backends.runtime.messages import SPAN, Accumulators, Messages, Total, add, gather, send_home
+from wf_backends.runtime.messages import Accumulators, Messages, Total, add, gather, send_home
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
 from wf_backends.runtime.surrogate_out import SurrogateOut
 from wf_backends.runtime.ulysses import (
@@ -33,7 +33,6 @@ __all__ = [
     "HeadGroup",
     "Learned",
     "Messages",
-    "SPAN",
     "SurrogateOut",
     "Total",
     "accumulator_dtype",
