@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,6 +16,7 @@ from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.select import Search
 from wf_backends.graph.capture import capture
 from wf_backends.graph.memory import Effects
+from wf_backends.slicing import sources
 
 RATES = Rates(2e-6, 1e11, 2.5e10, 1e10)
 
@@ -64,6 +67,37 @@ def test_slices_that_read_a_large_weight_whole_cost_more_than_slices_of_it() -> 
         return cost.seconds(chunks) - cost.seconds(1)
 
     assert added(by_rows, 8) > 4 * added(by_columns, 8) > 0
+
+
+class Layers(nn.Module):
+    """So many layers of attention, all alike."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.count):
+            x = x + (x @ x.transpose(-1, -2)).softmax(-1) @ x
+        return x
+
+
+def test_layers_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def counted(*args: Any) -> Any:
+        asked.append(args)
+        return sources(*args)
+
+    monkeypatch.setattr("wf_backends.graph.memory.sources", counted)
+    counts = {}
+    for layers in (4, 12):
+        asked.clear()
+        graph = capture(Layers(layers).eval(), (torch.zeros(1, 256, 8),), {}).graph
+        found = Search(graph, Effects(), RATES).within_slowdown(100.0)
+        assert len(found.choices) == layers
+        counts[layers] = len(asked)
+    assert 0 < counts[12] <= counts[4]
 
 
 def test_a_fingerprint_is_the_same_in_another_process() -> None:
