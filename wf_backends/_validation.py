@@ -7,7 +7,7 @@ Pure: standard library only.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from reprlib import repr as short
 from typing import cast
@@ -25,6 +25,25 @@ def nearest(word: object, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for the known word nearest to `word`, or an empty string."""
     close = get_close_matches(str(word), list(map(str, known)), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_block(name: str, words: object, known: Iterable[str], such: str) -> None:
+    """Refuse what is no block of a JSON, or has a key that is not known.
+
+    Args:
+        such: a block that is right.
+
+    Raises:
+        ValueError: naming the block, and the key with the nearest known one.
+    """
+    if not isinstance(words, Mapping):
+        raise ValueError(f'"{name}" must be a block such as {such}, got {words!r}')
+    names = list(known)
+    for key in cast(Mapping[object, object], words):
+        if key not in names:
+            raise ValueError(
+                f'"{name}.{key}" is no known key{nearest(key, names)} (known: {", ".join(names)})'
+            )
 
 
 def positive(name: str, value: object, most: int = MOST) -> None:

@@ -109,5 +109,4 @@ def _check_inputs(model: nn.Module, handle: Handle) -> None:
         with handle.advising():
             handle.sp.check_same(named | kwargs)
 
-    hook = model.register_forward_pre_hook(check, prepend=True, with_kwargs=True)
-    handle.undo.callback(hook.remove)
+    handle.hooks(model.register_forward_pre_hook(check, prepend=True, with_kwargs=True))

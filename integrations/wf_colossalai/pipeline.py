@@ -50,14 +50,12 @@ class Stage:
         inner = self._inner
         if not stages.is_first_stage(ignore_chunk=True):
             _say_dtype(inner, handle)
-        hooks = [
+        handle.hooks(
             model.register_forward_pre_hook(self._take_states, prepend=True, with_kwargs=True),
             inner.register_forward_pre_hook(self._enter, with_kwargs=True),
             inner.register_forward_hook(self._leave, always_call=True),
             *(layer.register_forward_pre_hook(self._at_layer) for layer in self._layers),
-        ]
-        for hook in hooks:
-            handle.undo.callback(hook.remove)
+        )
 
     def _take_states(self, _: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
         self._states = kwargs.get(STATES)

@@ -84,17 +84,24 @@ def init_inference(
             raise ValueError(f'device={device!r} is for "{KEY}.{HETEGEN}", which is not given')
         return deepspeed.init_inference(model, theirs)
     block, budget = _read(given[KEY])
-    if HETEGEN not in block:
-        engine = deepspeed.init_inference(model, theirs)
-        if budget is not None:
-            engine.module = _in_slices(engine.module, budget, 1, _longest(engine.module, budget))
-        return engine
+    if HETEGEN in block:
+        return _split(model, block[HETEGEN], budget, device, list(theirs))
+    engine = deepspeed.init_inference(model, theirs)
+    if budget is not None:
+        engine.module = _in_slices(engine.module, budget, 1, _longest(engine.module, budget))
+    return engine
+
+
+def _split(
+    model: nn.Module, given: Any, budget: TrainingBudget | None, device: Any, theirs: list[str]
+) -> InferenceEngine:
+    """The model with its weights split, and under a budget its activations in slices."""
     if theirs:
         raise NotImplementedError(
-            f'"{KEY}.{HETEGEN}" makes no engine of DeepSpeed\'s, which {list(theirs)} are for: '
+            f'"{KEY}.{HETEGEN}" makes no engine of DeepSpeed\'s, which {theirs} are for: '
             "leave them out"
         )
-    handle = _dispatch(model, block[HETEGEN], device)
+    handle = _dispatch(model, given, device)
     if budget is None:
         return InferenceEngine(model, handle)
     try:

@@ -55,14 +55,13 @@ class _Spread:
         self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:
-        undo = self.handle.undo
-        undo.callback(model.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
-        for cut in self.family.cuts:
-            for module in [model] if cut.module == "" else find(model, cut.module):
-                undo.callback(self._cut(module, cut).remove)
-        last = model.get_submodule(self.family.last)
-        undo.callback(last.register_forward_hook(self._gather).remove)
-        undo.callback(model.register_forward_hook(self._leave).remove)
+        cuts = ((m, cut) for cut in self.family.cuts for m in find(model, cut.module))
+        self.handle.hooks(
+            model.register_forward_pre_hook(self._enter, with_kwargs=True),
+            *(self._cut(module, cut) for module, cut in cuts),
+            model.get_submodule(self.family.last).register_forward_hook(self._gather),
+            model.register_forward_hook(self._leave),
+        )
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: Words) -> None:
         given = _named(model, args, kwargs)

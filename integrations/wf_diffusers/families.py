@@ -85,7 +85,7 @@ def family_of(model: nn.Module) -> Family:
 
 
 def find(model: nn.Module, path: str) -> list[Any]:
-    """The modules at `path`; "*" stands for every number."""
+    """The modules at `path`; "*" stands for every number, "" for the model itself."""
     wanted = path.split(".")
 
     def fits(name: str) -> bool:

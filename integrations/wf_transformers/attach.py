@@ -129,12 +129,10 @@ def _draw_by_rank(model: nn.Module, handle: Handle) -> None:
         if own and model.training and has_tokens(given) and draws_in_training(model):
             draws.enter(given[next(key for key in TOKENS if given.get(key) is not None)].device)
 
-    @eager
-    def leave(*_: Any) -> None:
-        draws.leave()
-
-    handle.undo.callback(model.register_forward_pre_hook(enter, with_kwargs=True).remove)
-    handle.undo.callback(model.register_forward_hook(leave, always_call=True).remove)
+    handle.hooks(
+        model.register_forward_pre_hook(enter, with_kwargs=True),
+        model.register_forward_hook(eager(draws.leave), always_call=True),
+    )
 
 
 def _take_over(model: nn.Module, handle: Handle) -> None:
@@ -168,7 +166,7 @@ def take_latents(model: nn.Module, handle: Handle) -> None:
 
 def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
     """Open a scope of the call's documents around every forward of the model, and check it."""
-    attention, undo = handle.attention, handle.undo
+    attention = handle.attention
     names, passes_on = parameter_names(model), takes_any_keyword(model)
     stacks = bool(stacks_of(model))
 
@@ -193,7 +191,7 @@ def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
     problem = None if receivers(model) else attends_alone(model)
     scope_documents(model, handle, check, problem)
     attention.applied.add(model)
-    undo.callback(attention.applied.discard, model)
+    handle.undo.callback(attention.applied.discard, model)
     if handle.sp.size > 1:
         _check_inner_models(model, handle)
 
@@ -207,8 +205,7 @@ def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
             refuse_inner_call(inner, given, handle.attention.logits_are_whole)
 
     for inner in inner_models(model):
-        hook = inner.register_forward_pre_hook(check, with_kwargs=True)
-        handle.undo.callback(hook.remove)
+        handle.hooks(inner.register_forward_pre_hook(check, with_kwargs=True))
 
 
 def _without_positions(kwargs: Words, names: list[str]) -> Words:
@@ -234,7 +231,7 @@ def scope_documents(
         problem: the `NotImplementedError` after a forward on several ranks in which no layer called
             us. None: layers need not.
     """
-    attention, undo = handle.attention, handle.undo
+    attention = handle.attention
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Words) -> tuple[Any, Words]:
         attention.documents.push(mask_words(kwargs))  # before any error: `leave` always runs
@@ -249,9 +246,11 @@ def scope_documents(
         attention.documents.pop()
 
     if problem is not None and handle.sp.size > 1:
-        undo.callback(model.register_forward_hook(check_asked).remove)
-    undo.callback(model.register_forward_pre_hook(enter, with_kwargs=True).remove)
-    undo.callback(model.register_forward_hook(leave, always_call=True).remove)
+        handle.hooks(model.register_forward_hook(check_asked))
+    handle.hooks(
+        model.register_forward_pre_hook(enter, with_kwargs=True),
+        model.register_forward_hook(leave, always_call=True),
+    )
 
 
 def attends_alone(model: nn.Module) -> str:

@@ -30,6 +30,16 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     }
 )
 
+SCORES: Mapping[str, str] = MappingProxyType(
+    {
+        "softcap": "softcap",  # scores are softcap tanh(scores / softcap)
+        "s_aux": "sinks",  # (h,) of the heads
+        "alibi_slopes": "alibi_slopes",  # (h,) by which scores fall with the distance
+        "position_bias": "position_bias",  # (h, 2 n - 1) by the distance of key and query
+        "kv_up": "kv_up",  # key and value are latents (b, 1, s, ...)
+    }
+)
+"""What layers say of their scores, and what `SequenceParallel.attention` calls it."""
 
 Window = int | tuple[int, int] | None
 IN_STACK = "wallfacer_stack"
@@ -73,11 +83,6 @@ class Attention:
         scaling: float | None = None,
         is_causal: bool | None = None,
         sliding_window: Window = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        kv_up: Tensor | None = None,
-        position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Exact attention of this rank's rows over the whole sequence.
@@ -90,52 +95,46 @@ class Attention:
             scaling: factor of the scores; None is the layer's own rule.
             sliding_window: how many keys a row sees, itself included; or (left, right), how many
                 beside itself.
-            softcap: scores are softcap tanh(scores / softcap); None and 0 are none.
-            s_aux: (h,) the heads' sinks.
-            alibi_slopes: (h,) by which scores fall with the distance.
-            position_bias: (h, 2 n - 1) that is added to the scores by the distance of key and
-                query: see `SequenceParallel.attention`.
-            kv_up: key and value are latents, (b, 1, s, ...): see `SequenceParallel.attention`.
-            kwargs: `cu_seqlens`, the borders of packed documents, or a mask in slices, as host
-                integers, global; what changes nothing is ignored.
+            kwargs: those of `SCORES`; `cu_seqlens`, the borders of packed documents, or a mask in
+                slices, as host integers, global; what changes nothing is ignored.
 
         Returns:
             out (b, s, h, d), and None in place of the attention weights.
 
         Raises:
-            NotImplementedError: for a KV cache, cross attention, head masks, attention weights,
-                learned biases, chunks, two-sided windows, windows beside slices, rotary frequencies
-                that vary, and rows that were not cut.
+            NotImplementedError: for what `UNSUPPORTED` names, and rows that were not cut.
             ValueError: for a mask that says more than causal or full attention does.
         """
         if not torch.compiler.is_compiling() and _was_asked_for_weights(module, sys._getframe(1)):
             kwargs["output_attentions"] = True
         self.asked = True
-        _refuse(module, query, key, position_bias, kwargs)
-        if self.sp.size > 1:
-            layer = type(module).__name__
-            refuse_varying_rope(layer, getattr(module, "config", None))
-            self.documents.check_rows(layer, query.shape[2])
-        query, key, value = (_as_autocast(x) for x in (query, key, value))
+        self._check(module, query, key, kwargs)
         # GPT-2 of transformers 4 says is_causal=False of a causal layer for one row or any mask.
         inferred = attention_mask is not None or query.shape[2] == 1
         causal = _is_causal(module, is_causal if is_causal or not inferred else None)
         window = _window(module, sliding_window, causal)
+        q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
         out = self._attend(
             module,
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            q,
+            k,
+            v,
             **self._mask_words(module, attention_mask, causal, window, kwargs),
+            **{ours: kwargs[its] for its, ours in SCORES.items() if kwargs.get(its) is not None},
             softmax_scale=_scale(module, scaling, query.shape[-1]),
-            softcap=softcap or 0.0,
-            sinks=s_aux,
-            alibi_slopes=alibi_slopes,
-            kv_up=kv_up,
-            position_bias=position_bias,
             dropout_p=dropout if self.drops else 0.0,
         )
         return out, None
+
+    def _check(
+        self, module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]
+    ) -> None:
+        """Refuse what a layer asks for and WallFacer lacks, and rows that nobody cut."""
+        _refuse(module, query, key, kwargs)
+        if self.sp.size > 1:
+            layer = type(module).__name__
+            refuse_varying_rope(layer, getattr(module, "config", None))
+            self.documents.check_rows(layer, query.shape[2])
 
     def _mask_words(
         self,
@@ -153,7 +152,8 @@ class Attention:
             if SLICE_WORDS[0] in told:
                 _refuse_window(module, window)
                 return {**told}
-            return {"causal": causal, "window_size": window or (-1, -1), **told}
+            window = window or (-1, -1)
+            return {"causal": causal, "window_size": window, "seqlen": seqlen, **told}
         causal = causal and place != "cross"
         lengths = padding_of(mask, causal)
         if lengths is None:
@@ -234,11 +234,10 @@ def refuse_words(layer: str, words: Mapping[str, Any]) -> None:
             raise NotImplementedError(f"{layer} asks for {what}, which WallFacer lacks")
 
 
-def _refuse(
-    module: nn.Module, query: Tensor, key: Tensor, bias: Tensor | None, kwargs: dict[str, Any]
-) -> None:
+def _refuse(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> None:
     layer, config = type(module).__name__, getattr(module, "config", None)
     refuse_words(layer, kwargs)
+    bias = kwargs.get("position_bias")
     if bias is not None and bias.dim() != 2:
         raise NotImplementedError(f"{layer} asks for an attention bias, which WallFacer lacks")
     if kwargs.get("cu_seq_lens_q") is not None:

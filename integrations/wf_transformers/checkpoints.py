@@ -7,7 +7,7 @@ host.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from transformers.modeling_utils import PreTrainedModel
 
-from wf_backends._validation import nearest
+from wf_backends._validation import check_block
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
 
@@ -40,16 +40,7 @@ class Checkpointing:
         Raises:
             ValueError: for a key that there is not, or a value that is neither true nor false.
         """
-        if not isinstance(words, Mapping):
-            raise ValueError(
-                f'"{CHECKPOINTING}" must be a block such as {{"{OFFLOAD}": true}}, got {words!r}'
-            )
-        for key in words:
-            if key != OFFLOAD:
-                raise ValueError(
-                    f'"{CHECKPOINTING}.{key}" is no known key{nearest(key, (OFFLOAD,))} '
-                    f"(known: {OFFLOAD})"
-                )
+        check_block(CHECKPOINTING, words, (OFFLOAD,), f'{{"{OFFLOAD}": true}}')
         offload = words.get(OFFLOAD, False)
         if not isinstance(offload, bool):
             raise ValueError(f'"{CHECKPOINTING}.{OFFLOAD}" must be true or false, got {offload!r}')
@@ -77,7 +68,7 @@ def checkpoint_activations(model: nn.Module, handle: Handle, wanted: Checkpointi
     for one in models:
         _enable(one, handle)
         if wanted.offload:
-            handle.undo.callback(one.register_forward_pre_hook(_offload_inputs).remove)
+            handle.hooks(one.register_forward_pre_hook(_offload_inputs))
 
 
 def _lacks(model: nn.Module) -> str:

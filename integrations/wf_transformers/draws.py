@@ -53,7 +53,7 @@ class RankDraws:
             generator.manual_seed(crc32(drawn_from))
             self._outer.append((generator, state, generator.get_state()))
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         """Back to the common state. A second call does nothing."""
         while self._outer:
             generator, state, begun = self._outer.pop()

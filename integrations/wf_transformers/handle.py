@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.hooks import RemovableHandle
 
 from wf_backends import SequenceParallel
 from wf_backends.parallel import IGNORE_INDEX
@@ -169,6 +170,11 @@ class Handle:
         else:
             self.undo.callback(delattr, owner, name)
         setattr(owner, name, value)
+
+    def hooks(self, *registered: RemovableHandle) -> None:
+        """Hooks of torch that `remove()` takes off."""
+        for hook in registered:
+            self.undo.callback(hook.remove)
 
     def share_operations(self, model: Any) -> None:
         """Count a rank's part of a whole batch's operations: the Trainer of transformers 4 sums

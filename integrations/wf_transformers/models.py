@@ -168,17 +168,14 @@ def tell_windows(model: PreTrainedModel) -> None:
     """
     config = model.config
     first = getattr(config, "max_window_layers", None)
-    if first and getattr(config, "use_sliding_window", False) and not _names_layers(config):
+    named = getattr(config, "layer_types", None) is not None
+    if first and getattr(config, "use_sliding_window", False) and not named:
         warnings.warn(
             f"{type(model).__name__}: layers from max_window_layers={first} on have a sliding "
             "window here, as under flash attention and in transformers 5; eager and sdpa attention "
             f"of transformers {transformers.__version__} give one to all layers",
             stacklevel=2,
         )
-
-
-def _names_layers(config: Any) -> bool:
-    return getattr(config, "layer_types", None) is not None
 
 
 def refuse_varying_rope(name: str, config: Any) -> None:

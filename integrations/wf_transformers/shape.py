@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +24,7 @@ def model_shape(name: str, sizes: bool = False) -> dict[str, int]:
         ValueError: if there is no such model, or its config does not tell its heads or sizes.
         NotImplementedError: for sizes of a mixture of experts.
     """
-    try:
-        config: Any = AutoConfig.from_pretrained(name).get_text_config()
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {name}: {str(error).splitlines()[0]}") from error
+    config = read_config(name).get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         raise ValueError(
@@ -39,6 +37,18 @@ def model_shape(name: str, sizes: bool = False) -> dict[str, int]:
         "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
     }
     return shape | _sizes(name, config) if sizes else shape
+
+
+def read_config(name: str | Path) -> Any:
+    """The config of a folder or a name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    try:
+        return AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--model {name}: {str(error).splitlines()[0]}") from error
 
 
 def _sizes(name: str, config: Any) -> dict[str, int]:

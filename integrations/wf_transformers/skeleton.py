@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModel,
     AutoModelForCausalLM,
 )
+
+from wf_transformers.shape import read_config
 
 ATTENTIONS = ("sdpa", "eager")
 
@@ -34,10 +35,7 @@ def skeleton(
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"--attention must be one of {list(ATTENTIONS)}, got {attention!r}")
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {folder}: {str(error).splitlines()[0]}") from error
+    config = read_config(folder)
     if layers:
         config.num_hidden_layers = min(layers, config.num_hidden_layers)
     kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel

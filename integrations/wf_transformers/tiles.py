@@ -9,14 +9,13 @@ has its share; what it names is tiled before the engine wraps the model.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
-from wf_backends._validation import nearest, positive
+from wf_backends._validation import check_block, positive
 from wf_backends.graph import checked_budget
 from wf_backends.tiling import TrainingPlan, apply_training, plan_training
 from wf_transformers.handle import Handle
@@ -45,16 +44,7 @@ class TrainingBudget:
             ValueError: for a key that there is not, or a value that cannot be meant.
         """
         known = [field.name for field in fields(cls)]
-        if not isinstance(words, Mapping):
-            raise ValueError(
-                f'"{AUTOCHUNK}" must be a block such as {{"max_memory": "8GB"}}, got {words!r}'
-            )
-        for key in words:
-            if key not in known:
-                raise ValueError(
-                    f'"{AUTOCHUNK}.{key}" is no known key{nearest(key, known)} '
-                    f"(known: {', '.join(known)})"
-                )
+        check_block(AUTOCHUNK, words, known, '{"max_memory": "8GB"}')
         if words.get("seqlen") is not None:
             positive(f'"{AUTOCHUNK}.seqlen"', words["seqlen"])
         memory, slowdown = words.get("max_memory"), words.get("max_slowdown", cls().max_slowdown)

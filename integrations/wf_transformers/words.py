@@ -126,5 +126,4 @@ def _compare_whole_calls(model: nn.Module, handle: Handle) -> None:
         if whole and model.training and torch.is_grad_enabled():
             handle.compare_first(given)
 
-    hook = model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    handle.undo.callback(hook.remove)
+    handle.hooks(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))

@@ -79,11 +79,7 @@ def delta_rule(projections: Mapping[str, Features]) -> Mixer:
             taken[name], start = Take(start, end), end
         return taken | {"out_proj": Keep()}
 
-    return Mixer(share, project, _finish, instead, whole=("norm.weight",))
-
-
-def _finish(layer: Any, y: Tensor, _: Tensor | None) -> Tensor:
-    return layer.out_proj(y)
+    return Mixer(share, project, instead=instead, whole=("norm.weight",))
 
 
 QWEN3_NEXT = delta_rule({"in_proj_qkvz": _by_head, "in_proj_ba": _scalars_by_head})

@@ -89,13 +89,12 @@ class RouterLoss:
         self._counted: Tensor | None = None
         self._labelled = False
         inner: nn.Module = model.base_model
-        for hook in (
+        handle.hooks(
             model.register_forward_pre_hook(self._before, with_kwargs=True),
             inner.register_forward_pre_hook(self._inside, with_kwargs=True),
             model.register_forward_hook(self._after),
             model.register_forward_hook(self._leave, always_call=True),
-        ):
-            handle.undo.callback(hook.remove)
+        )
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
         given = dict(zip(self._names, args, strict=False)) | kwargs

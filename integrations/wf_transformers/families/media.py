@@ -228,7 +228,7 @@ def take_media(model: nn.Module, handle: Handle) -> None:
     def select(_: nn.Module, __: Any, features: Tensor) -> Tensor:
         return features.flatten(0, -2)[waiting.pop(0)] if waiting else features
 
-    encoder = model.get_submodule(row.encoder)
-    handle.undo.callback(encoder.register_forward_hook(select).remove)
-    hook = model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-    handle.undo.callback(hook.remove)
+    handle.hooks(
+        model.get_submodule(row.encoder).register_forward_hook(select),
+        model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+    )

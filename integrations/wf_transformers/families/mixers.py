@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -19,19 +19,6 @@ from torch import Tensor, nn
 
 from wf_transformers.families.delta_rule import QWEN3_5, QWEN3_NEXT
 from wf_transformers.families.shares import Keep, Mixer, Share, divide, part, rows, spans
-
-
-def _project(layer: Any, hidden: Tensor) -> tuple[Tensor, None]:
-    return layer.in_proj(hidden), None
-
-
-def _finish(layer: Any, y: Tensor, _: Tensor | None) -> Tensor:
-    return layer.out_proj(y)
-
-
-def _identities(*names: str) -> Callable[[Any, Share], dict[str, nn.Module]]:
-    return lambda layer, share: {name: Keep() for name in names}
-
 
 # ---- Mamba (arXiv 2312.00752): every channel has a state of its own; dt, B, C are sums over all
 
@@ -155,14 +142,7 @@ def _griffin_run(layer: Any, x: Tensor) -> Tensor:
 
 GATES = ("input", "recurrent")
 NORMS = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
-MAMBA = Mixer(
-    _mamba_share,
-    _project,
-    _finish,
-    _identities("in_proj", "out_proj"),
-    summed=("x_proj",),
-    whole=NORMS,
-)
+MAMBA = Mixer(_mamba_share, summed=("x_proj",), whole=NORMS)
 MAMBA2 = Mixer(_mamba2_share, _mamba2_project, _mamba2_finish, _mamba2_instead)
 
 MIXERS: Mapping[str, Mixer] = MappingProxyType(
@@ -170,9 +150,7 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         "mamba.modeling_mamba.MambaMixer": MAMBA,
         "falcon_mamba.modeling_falcon_mamba.FalconMambaMixer": MAMBA,
         "jamba.modeling_jamba.JambaMambaMixer": MAMBA,
-        "zamba.modeling_zamba.ZambaMambaMixer": Mixer(
-            _zamba_share, _project, _finish, _identities("in_proj", "out_proj")
-        ),
+        "zamba.modeling_zamba.ZambaMambaMixer": Mixer(_zamba_share),
         "mamba2.modeling_mamba2.Mamba2Mixer": MAMBA2,
         "bamba.modeling_bamba.BambaMixer": MAMBA2,
         "zamba2.modeling_zamba2.Zamba2MambaMixer": MAMBA2,

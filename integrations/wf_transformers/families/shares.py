@@ -27,26 +27,6 @@ class Share:
     """Of the layer that runs: its sizes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mixer:
-    """A kind of layer."""
-
-    share: Callable[[Any, int, int], Share]
-    """(layer, rank, ranks) -> its share; NotImplementedError if channels do not divide."""
-    project: Callable[[Any, Tensor], tuple[Tensor, Tensor | None]]
-    """(layer, hidden states) -> the features that are exchanged, and what stays with its tokens."""
-    finish: Callable[[Any, Tensor, Tensor | None], Tensor]
-    """(layer, result, what stayed) -> hidden states."""
-    instead: Callable[[Any, Share], dict[str, nn.Module]]
-    """Modules of the layer -> what is in their place where its code runs on a share."""
-    summed: tuple[str, ...] = ()
-    """Modules whose results are sums over all channels."""
-    whole: tuple[str, ...] = ()
-    """Parameters that every rank uses whole, on all rows, for its own channels."""
-    run: Callable[[Any, Tensor], Tensor] = lambda layer, x: layer(x)
-    """(layer on a share, (b, S, c)) -> (b, S, c')."""
-
-
 class Keep(nn.Module):
     """The first argument, behind `zeros` features of 0."""
 
@@ -56,6 +36,32 @@ class Keep(nn.Module):
 
     def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
         return pad(x, (self.zeros, 0)) if self.zeros else x
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """A kind of layer."""
+
+    share: Callable[[Any, int, int], Share]
+    """(layer, rank, ranks) -> its share; NotImplementedError if channels do not divide."""
+    project: Callable[[Any, Tensor], tuple[Tensor, Tensor | None]] = lambda layer, hidden: (
+        layer.in_proj(hidden),
+        None,
+    )
+    """(layer, hidden states) -> the features that are exchanged, and what stays with its tokens."""
+    finish: Callable[[Any, Tensor, Tensor | None], Tensor] = lambda layer, y, _: layer.out_proj(y)
+    """(layer, result, what stayed) -> hidden states."""
+    instead: Callable[[Any, Share], dict[str, nn.Module]] = lambda layer, share: {
+        "in_proj": Keep(),
+        "out_proj": Keep(),
+    }
+    """Modules of the layer -> what is in their place where its code runs on a share."""
+    summed: tuple[str, ...] = ()
+    """Modules whose results are sums over all channels."""
+    whole: tuple[str, ...] = ()
+    """Parameters that every rank uses whole, on all rows, for its own channels."""
+    run: Callable[[Any, Tensor], Tensor] = lambda layer, x: layer(x)
+    """(layer on a share, (b, S, c)) -> (b, S, c')."""
 
 
 class Take(nn.Module):

@@ -10,9 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
-from wf_backends.schedule import padding_multiple
+from wf_backends import SequenceParallel
 from wf_transformers.draws import RankDraws, draws_in_training
 from wf_transformers.handle import Handle
 from wf_transformers.models import own_class
@@ -46,12 +45,11 @@ def cut_stacks(model: nn.Module, handle: Handle) -> None:
             if name.endswith(ATTENTION):
                 handle.set(module, "wallfacer_stack", "cross" if name.endswith(CROSS) else "self")
         cut, (first, last) = _Cut(handle, stack), _ends(stack)
-        for hook in (
+        handle.hooks(
             stack.register_forward_pre_hook(cut.states, with_kwargs=True),
             first.register_forward_pre_hook(cut.enter, with_kwargs=True),
             last.register_forward_hook(cut.leave),
-        ):
-            handle.undo.callback(hook.remove)
+        )
 
 
 def _ends(stack: Any) -> tuple[nn.Module, nn.Module]:
@@ -62,11 +60,11 @@ def _ends(stack: Any) -> tuple[nn.Module, nn.Module]:
 
 
 class _Cut:
-    """The hooks of one stack. Shards may be uneven: nothing is padded."""
+    """Rows are cut before layers, and made whole behind them. Nothing is padded."""
 
-    def __init__(self, handle: Handle, stack: nn.Module) -> None:
+    def __init__(self, handle: Handle, layers: nn.Module) -> None:
         self._sp, self._documents = handle.sp, handle.attention.documents
-        self._stack, self._draws = stack, RankDraws(handle.sp.rank)
+        self._layers, self._draws = layers, RankDraws(handle.sp.rank)
 
     def states(self, _: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
         """Before a decoder: the rows of its encoder that this rank has keys and values of."""
@@ -74,20 +72,30 @@ class _Cut:
         return args, kwargs if whole is None else kwargs | {STATES: self._rows(whole)}
 
     def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
-        given = args[0] if args else kwargs["hidden_states"]
-        rows = self._rows(given)
-        self._documents.expect(rows.shape[1], given.shape[1])
-        if self._stack.training and self._sp.size > 1 and draws_in_training(self._stack):
-            self._draws.enter(given.device)
-        return ((rows, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": rows})
+        """Before the first layer."""
+        if args:
+            return (self.shard(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": self.shard(kwargs["hidden_states"])}
 
     def leave(self, _: nn.Module, __: Any, output: Any) -> Any:
+        """After the last one."""
+        if isinstance(output, Tensor):
+            return self.unshard(output)
+        return self.unshard(output[0]), *output[1:]
+
+    def shard(self, whole: Tensor) -> Tensor:
+        """(b, S, width) -> (b, s, width), and what is known of it until `unshard`."""
+        rows = self._rows(whole)
+        self._documents.expect(rows.shape[1], whole.shape[1])
+        if self._layers.training and self._sp.size > 1 and draws_in_training(self._layers):
+            self._draws.enter(whole.device)
+        return rows
+
+    def unshard(self, rows: Tensor) -> Tensor:
+        """(b, s, width) -> (b, S, width)."""
         self._draws.leave()
-        rows = output if isinstance(output, Tensor) else output[0]
-        whole = self._sp.unshard(rows, dim=1)
         self._documents.expect(0)
-        scale_gradient(whole, self._sp.size)
-        return whole if isinstance(output, Tensor) else (whole, *output[1:])
+        return whole_rows(self._sp, rows)
 
     def _rows(self, whole: Tensor) -> Tensor:
         whole = whole.view_as(whole)  # what else is made of it has gradients of the whole
@@ -98,42 +106,40 @@ class _Cut:
 def shard_between(handle: Handle, first: nn.Module, last: nn.Module) -> None:
     """Shard what `first` returns, and give `last` the rows of all ranks: for encoders like ViT.
 
-    What runs in between sees this rank's rows (b, s, width) of (b, S, width), padded to equal
-    shards; the padding is a document of its own and gone again before `last`. Everything else
-    is computed on every rank alike, so that all ranks have the same loss. Gradients of all
-    parameters are then to be averaged over the ranks, as data parallelism does.
+    What runs in between sees this rank's rows (b, s, width) of (b, S, width). Everything else is
+    computed on every rank alike, so that all ranks have the same loss. Gradients of all parameters
+    are then to be averaged over the ranks, as data parallelism does.
 
     Args:
         handle: what `apply` gave for the model; its `remove()` takes this back too.
         first, last: modules of the model; `first` returns the rows, `last` takes them as its
             first argument.
     """
-    sp, documents = handle.sp, handle.attention.documents
-    multiple = padding_multiple(sp.config.layout, sp.size)
-    lengths: list[int] = []
-    draws = RankDraws(sp.rank)
+    cut = _Cut(handle, first)
 
     def shard(_: nn.Module, __: Any, full: Tensor) -> Tensor:
-        lengths[:] = [full.shape[1]]
-        padding = -full.shape[1] % multiple
-        if padding:
-            documents.replace({"cu_seqlens": (0, full.shape[1], full.shape[1] + padding)})
-        scale_gradient(full, 1 / sp.size)
-        rows = sp.shard(pad(full, (0, 0, 0, padding)), dim=1)
-        documents.expect(rows.shape[1])
-        if first.training and sp.size > 1 and draws_in_training(first):
-            draws.enter(full.device)
-        return rows
+        handle.attention.documents.used = True  # layers that are recomputed must know the length
+        return cut.shard(full)
 
     def unshard(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        draws.leave()
-        full = sp.unshard(args[0], dim=1)
-        documents.expect(0)
-        scale_gradient(full, sp.size)
-        return (full[:, : lengths[0]], *args[1:])
+        return cut.unshard(args[0]), *args[1:]
 
-    handle.undo.callback(first.register_forward_hook(shard).remove)
-    handle.undo.callback(last.register_forward_pre_hook(unshard).remove)
+    handle.hooks(first.register_forward_hook(shard), last.register_forward_pre_hook(unshard))
+
+
+def whole_rows(
+    sp: SequenceParallel, rows: Tensor, seqlen: int | None = None, **told: Any
+) -> Tensor:
+    """(b, S, ...) on every rank. A loss that every rank makes of it counts once.
+
+    Args:
+        rows: (b, s, ...), this rank's.
+        seqlen: S where the rows of all ranks have padding behind it.
+        told: the documents or slices that `rows` were cut by.
+    """
+    whole = sp.unshard(rows, 1, **told)
+    scale_gradient(whole, sp.size)  # the mean over the world divides by it
+    return whole[:, :seqlen]
 
 
 def scale_gradient(x: Tensor, factor: float) -> None:

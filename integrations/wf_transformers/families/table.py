@@ -36,18 +36,6 @@ from wf_transformers.families.stacks import stacks_of
 from wf_transformers.models import REGISTRY, own_class
 
 
-def _no_window(_: Any) -> Window:
-    return None
-
-
-def _given_key_heads(_: Any, given: int) -> int:
-    return given
-
-
-def _nothing(_: Any) -> Mapping[str, Any]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """What is to be known of one class of attention modules, and of its subclasses."""
@@ -59,15 +47,15 @@ class Row:
     function: Callable[..., Any] = by_torch
     causal: bool | None = None
     """None: as the module's `is_causal` says."""
-    window: Callable[[Any], Window] = _no_window
+    window: Callable[[Any], Window] = lambda module: None
     """Module -> the keys that a row sees: see `Attention.__call__`."""
-    key_heads: Callable[[Any, int], int] = _given_key_heads
+    key_heads: Callable[[Any, int], int] = lambda module, given: given
     """(module, key heads that it hands over) -> those before it repeats them for every query."""
     in_stack: bool = False
     """Whether it is ours only in models that are cut inside (stacks.py)."""
-    attributes: Callable[[Any], Mapping[str, Any]] = _nothing
+    attributes: Callable[[Any], Mapping[str, Any]] = lambda module: {}
     """Module -> what it must have for that forward, beside what it has."""
-    asking: Callable[[Any], Mapping[str, Any]] = _nothing
+    asking: Callable[[Any], Mapping[str, Any]] = lambda module: {}
     """Module -> what it must have where its file asks the registry, and its own forward runs."""
 
 
@@ -158,8 +146,8 @@ def _t5_like(forward: Callable[..., Any]) -> Row:
     return Row(function=forward, in_stack=True, attributes=_t5, asking=_t5)
 
 
-def _decoder(name: str, window: Callable[[Any], Window] = _no_window) -> Row:
-    return Row(sdpa=f"{name}SdpaAttention", key_heads=_repeats, window=window)
+def _decoder(name: str, **more: Any) -> Row:
+    return Row(sdpa=f"{name}SdpaAttention", key_heads=_repeats, **more)
 
 
 TABLE: Mapping[str, Row] = MappingProxyType(
@@ -181,10 +169,10 @@ TABLE: Mapping[str, Row] = MappingProxyType(
         "StableLmAttention": _decoder("StableLm"),
         "NemotronAttention": _decoder("Nemotron"),
         "OlmoeAttention": _decoder("Olmoe"),
-        "PhimoeAttention": _decoder("Phimoe", _config_window),
-        "Qwen2MoeAttention": _decoder("Qwen2Moe", _qwen_window),
-        "Qwen2VLAttention": _decoder("Qwen2VL", _qwen_window),
-        "Qwen2_5_VLAttention": _decoder("Qwen2_5_VL", _qwen_window),
+        "PhimoeAttention": _decoder("Phimoe", window=_config_window),
+        "Qwen2MoeAttention": _decoder("Qwen2Moe", window=_qwen_window),
+        "Qwen2VLAttention": _decoder("Qwen2VL", window=_qwen_window),
+        "Qwen2_5_VLAttention": _decoder("Qwen2_5_VL", window=_qwen_window),
         "GPTJAttention": Row(method="_attn", function=method_attn),
         "CodeGenAttention": Row(method="_attn", function=method_attn),
         "FalconAttention": Row(function=falcon, attributes=_falcon_slopes),

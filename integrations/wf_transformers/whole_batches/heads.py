@@ -22,7 +22,7 @@ from wf_transformers.calls import PARTIAL_STATES, TOKENS, parameter_names, takes
 from wf_transformers.documents import mask_words
 from wf_transformers.draws import RankDraws, WholeNoise, draws_in_training
 from wf_transformers.families.media import media_of
-from wf_transformers.families.stacks import scale_gradient, stacks_of
+from wf_transformers.families.stacks import stacks_of, whole_rows
 from wf_transformers.handle import Handle, recorded
 from wf_transformers.models import head_of, outermost, token_model
 from wf_transformers.whole_batches.arguments import (
@@ -82,8 +82,7 @@ class HeadHooks:
                 _last_by_row(model, self._inner).register_forward_hook(self._join),
                 self._inner.register_forward_hook(self._leave, always_call=True),
             )
-        for hook in self.hooks:
-            handle.undo.callback(hook.remove)
+        handle.hooks(*self.hooks)
         handle.attention.cut_inside.add(model)
         handle.undo.callback(handle.attention.cut_inside.discard, model)
 
@@ -142,10 +141,9 @@ class HeadHooks:
         self._leave()
         if not self._is_last():
             return None
-        sp, rows = self._handle.sp, output if isinstance(output, Tensor) else output[0]
-        whole = sp.unshard(rows.view(-1, *rows.shape[-2:]), 1, **self._told)
-        scale_gradient(whole, sp.size)  # the mean over the world divides by it
-        whole = whole[:, : self._shape[-1]]
+        rows = output if isinstance(output, Tensor) else output[0]
+        flat = rows.view(-1, *rows.shape[-2:])
+        whole = whole_rows(self._handle.sp, flat, self._shape[-1], **self._told)
         whole = whole.reshape(*self._shape, whole.shape[-1])
         if isinstance(output, Mapping):
             first = next(iter(output))

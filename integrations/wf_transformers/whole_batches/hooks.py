@@ -25,7 +25,7 @@ from wf_transformers.documents import mask_words
 from wf_transformers.draws import WholeNoise
 from wf_transformers.families.experts import asks_router_loss, router_loss
 from wf_transformers.families.media import media_of, media_words, shard_media
-from wf_transformers.families.stacks import scale_gradient, stacks_of
+from wf_transformers.families.stacks import stacks_of, whole_rows
 from wf_transformers.handle import Handle, recorded
 from wf_transformers.models import Head, head_of, inner_models, outermost
 from wf_transformers.whole_batches.arguments import (
@@ -44,8 +44,8 @@ from wf_transformers.whole_batches.arguments import (
 from wf_transformers.whole_batches.call import Call
 from wf_transformers.whole_batches.fused import FUSED, fused_fields, own_words
 from wf_transformers.whole_batches.heads import HeadHooks, head_is_over_all_rows
-from wf_transformers.whole_batches.local_logits import LocalLogits
 from wf_transformers.whole_batches.own_loss import INPUTS, no_head, output_embeddings, own_loss
+from wf_transformers.whole_batches.unusable import LocalLogits
 
 WHOLE_LOGITS = "whole_logits"
 LOG = logging.getLogger(__name__)
@@ -254,11 +254,8 @@ class WholeBatchHooks:
         return output
 
     def _whole(self, x: Tensor, call: Call) -> Tensor:
-        """(b, S, ...): rows of all ranks. A loss that every rank makes of them counts once."""
-        sp = self.handle.sp
-        whole = sp.unshard(x, 1, **mask_words(call.local))
-        scale_gradient(whole, sp.size)  # the mean over the world divides by it
-        return whole[:, : call.seqlen]
+        """(b, S, ...): rows of all ranks."""
+        return whole_rows(self.handle.sp, x, call.seqlen, **mask_words(call.local))
 
     def _loss(
         self, model: nn.Module, logits: Tensor, call: Call, more: Tensor | float = 0.0

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from wf_backends._compile import eager
-from wf_transformers.calls import PARTIAL_STATES
 from wf_transformers.handle import Handle
 from wf_transformers.models import own_class
 from wf_transformers.replace import temporarily_replace
@@ -26,6 +25,7 @@ from wf_transformers.whole_batches.arguments import is_by_token, keep_padding_in
 from wf_transformers.whole_batches.call import Call
 from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.sharded_logits import Rows, ShardedLogits, log_softmax_of, rolled
+from wf_transformers.whole_batches.unusable import LocalStates
 
 LOG_SOFTMAX = "selective_log_softmax"
 """TRL's function of (logits, index), which its trainers' files import."""
@@ -124,15 +124,6 @@ class LogProbabilityHooks(WholeBatchHooks):
         sp, borders = self.handle.sp, call.local.get("cu_seqlens")
         padding = sp.size * seqlen_of(call.local) - call.seqlen
         return sp.shard(pad(x, (0, padding)), 1, borders)
-
-
-class LocalStates:
-    """In place of hidden states that a trainer asks for: any use is an error."""
-
-    def _use(self, *_: object) -> Any:
-        raise NotImplementedError(PARTIAL_STATES)
-
-    __getitem__ = __len__ = __iter__ = _use
 
 
 def _counts_valid(model: nn.Module) -> bool:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+
+from wf_transformers.whole_batches.unusable import Unusable
 
 LogSoftmax = Callable[[Tensor, Tensor], Tensor]
 PLAIN = {"reduction": "mean", "label_smoothing": 0.0}
@@ -52,7 +54,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedLogits:
+class ShardedLogits(Unusable):
     """(b, n, V) logits of n of the S tokens. Any use that is not below is an error that says so.
 
     Attributes:
@@ -60,6 +62,8 @@ class ShardedLogits:
         rows: which these are.
         tokens: which n of the S tokens are meant.
     """
+
+    WHY = LACKS
 
     local: Tensor
     rows: Rows
@@ -92,7 +96,7 @@ class ShardedLogits:
         samples = slice(samples, samples + 1) if isinstance(samples, int) else samples
         good = isinstance(samples, slice) and isinstance(tokens, slice)
         if not good or any(other != slice(None) for other in others):
-            _refuse()
+            self._use()
         rows = replace(self.rows, starts=self.rows.starts[samples])
         return replace(self, local=self.local[samples], rows=rows, tokens=self.tokens[tokens])
 
@@ -110,23 +114,20 @@ class ShardedLogits:
     def _chosen(self, local: Tensor) -> Tensor:
         return self.rows.gather(local)[:, _slice(self.tokens)].clone()
 
-    def __getattr__(self, name: str) -> Any:
-        if hasattr(Tensor, name):
-            _refuse()
-        raise AttributeError(name)
-
     @classmethod
     def __torch_function__(
         cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}
     ) -> Any:
         if function is torch.flatten and dict(kwargs) == {"end_dim": 1}:
             return Flattened(args[0])
-        _refuse()
+        cls._use()
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
+class Chosen(Unusable):
     """The rows of logits that a mask (b, n) chooses. Of these there is the mean."""
+
+    WHY = LACKS
 
     logits: ShardedLogits
     mask: Tensor
@@ -135,13 +136,12 @@ class Chosen:
         means = self.logits.row_means()
         return means[self.mask.view_as(means)].mean()
 
-    def __getattr__(self, name: str) -> Any:
-        return ShardedLogits.__getattr__(self.logits, name)
-
 
 @dataclass(frozen=True, eq=False)
-class Flattened:
+class Flattened(Unusable):
     """Logits as (b n, V), for plain cross entropy."""
+
+    WHY = LACKS
 
     logits: ShardedLogits
 
@@ -151,7 +151,7 @@ class Flattened:
     ) -> Any:
         words = {k: v for k, v in kwargs.items() if v is not None and k != "ignore_index"}
         if function is not cross_entropy or not words.items() <= PLAIN.items():
-            _refuse()
+            cls._use()
         flattened, labels = args
         valid = labels != kwargs.get("ignore_index", -100)
         logps = flattened.logits.log_probabilities(labels.masked_fill(~valid, 0), _log_softmax)
@@ -178,7 +178,3 @@ def rolled(x: Tensor, by: Tensor) -> Tensor:
 
 def _slice(tokens: range) -> slice:
     return slice(tokens.start, tokens.stop, tokens.step)
-
-
-def _refuse() -> NoReturn:
-    raise NotImplementedError(LACKS)
