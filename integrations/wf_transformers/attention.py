@@ -85,16 +85,14 @@ class Attention:
         sliding_window: Window = None,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """Exact attention of this rank's rows over the whole sequence.
+        """Exact attention of this rank's rows over the whole sequence, for the layer `module`.
 
         Args:
-            module: the attention layer that calls.
             query: (b, h, s, d), this rank's rows. key, value: (b, g, s, d), g divides h.
             attention_mask: see `MaskCheck`.
-            dropout: of the weights; which ones are dropped is drawn anew in each call.
+            dropout: of the weights, drawn anew in each call.
             scaling: factor of the scores; None is the layer's own rule.
-            sliding_window: how many keys a row sees, itself included; or (left, right), how many
-                beside itself.
+            sliding_window: the keys that a row sees, with its own; or (left, right) beside that.
             kwargs: those of `SCORES`; `cu_seqlens`, the borders of packed documents, or a mask in
                 slices, as host integers, global; what changes nothing is ignored.
 
@@ -105,26 +103,20 @@ class Attention:
             NotImplementedError: for what `UNSUPPORTED` names, and rows that were not cut.
             ValueError: for a mask that says more than causal or full attention does.
         """
+        self.asked = True
         if not torch.compiler.is_compiling() and _was_asked_for_weights(module, sys._getframe(1)):
             kwargs["output_attentions"] = True
-        self.asked = True
         self._check(module, query, key, kwargs)
         # GPT-2 of transformers 4 says is_causal=False of a causal layer for one row or any mask.
         inferred = attention_mask is not None or query.shape[2] == 1
         causal = _is_causal(module, is_causal if is_causal or not inferred else None)
         window = _window(module, sliding_window, causal)
         q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
-        out = self._attend(
-            module,
-            q,
-            k,
-            v,
-            **self._mask_words(module, attention_mask, causal, window, kwargs),
-            **{ours: kwargs[its] for its, ours in SCORES.items() if kwargs.get(its) is not None},
-            softmax_scale=_scale(module, scaling, query.shape[-1]),
-            dropout_p=dropout if self.drops else 0.0,
-        )
-        return out, None
+        words = {ours: kwargs[its] for its, ours in SCORES.items() if kwargs.get(its) is not None}
+        words |= self._mask_words(module, attention_mask, causal, window, kwargs)
+        words["softmax_scale"] = _scale(module, scaling, query.shape[-1])
+        dropout_p = dropout if self.drops else 0.0
+        return self._attend(module, q, k, v, **words, dropout_p=dropout_p), None
 
     def _check(
         self, module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]
