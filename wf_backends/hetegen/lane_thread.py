@@ -100,14 +100,14 @@ class LaneThread(Lane):
         after: Sequence[Future[float]],
         submitted: float,
     ) -> float:
-        """When it ended, or was due to end if that is later."""
+        """When it ended; with a rate when it was due to, whose thread may have woken late."""
         start = max([submitted, self._due, *(event.result() for event in after)])
         self._stop.wait(0)
         begun = time.perf_counter()
         run()
         now = time.perf_counter()
         took = max(now - begun, seconds)
-        self._due = max(start + took, now)
+        self._due = start + took if seconds else now
         self._stop.wait(max(0.0, self._due - now))
         self.busy_seconds += took
         self.nbytes += nbytes
