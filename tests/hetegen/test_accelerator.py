@@ -253,7 +253,7 @@ def test_the_caller_is_no_more_gates_ahead_than_a_drivers_queue_holds() -> None:
     assert isinstance(gate, StandInGate)
     shut: list[int] = []
     for i in range(3 * AHEAD):
-        device.on_host(lambda memory: time.sleep(0.01), torch.empty(1), 4, [])
+        device.on_host(lambda memory: time.sleep(0.002), torch.empty(1), 4, [])
         shut.append(i + 1 - gate.count)
     assert AHEAD / 2 < max(shut) <= AHEAD
     device.close()

@@ -27,7 +27,7 @@ from wf_backends.hetegen.gate import CudaGate
 from wf_backends.hetegen.lane_thread import LaneThread, Stop, end_lanes
 from wf_backends.hetegen.law import Rates
 
-AHEAD = 8
+AHEAD = 32
 """Gates of a lane that may be shut at a time. A driver's queue holds about a thousand launches and
 then has the caller wait, who holds Python's lock in events' calls; the thread that opens the gate
 needs that lock. So many calls of linears stay below, and hide what a launch takes."""
