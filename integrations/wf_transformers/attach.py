@@ -40,7 +40,7 @@ from wf_transformers.models import (
     tell_windows,
 )
 from wf_transformers.positions import tell_positions
-from wf_transformers.registry import free_name, register, registered_for
+from wf_transformers.registry import register_free, registered_for
 
 Words = dict[str, Any]
 
@@ -53,7 +53,7 @@ def attach_pretrained(models: Sequence[Any], sp: SequenceParallel) -> Handle:
     Raises:
         NotImplementedError: on several ranks, for a model whose tokens cannot be spread.
     """
-    handle = register(sp, free_name())
+    handle = register_free(sp)
     with handle.removed_on_error():
         for model in models:
             take_media(model, handle)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import transformers
@@ -18,6 +19,7 @@ from wf_transformers.handle import Handle
 # BERT's own registry, of modules: in versions of transformers whose BERT asks no other.
 BERTS: dict[str, Any] | None = getattr(modeling_bert, "BERT_SELF_ATTENTION_CLASSES", None)
 MASKS: Any = getattr(transformers, "AttentionMaskInterface", None)  # from 4.53 on
+_NAMING = Lock()  # ranks that are threads look for a name together: one after the other takes one
 
 
 def register(sp: SequenceParallel, name: str = "wallfacer") -> Handle:
@@ -55,13 +57,14 @@ def _unregister(attention: Attention) -> None:
             del BERTS[attention.name]
 
 
-def free_name() -> str:
-    """ "wallfacer", or with a number if another model of this process has it."""
-    name, number = "wallfacer", 1
-    while name in ALL_ATTENTION_FUNCTIONS:
-        number += 1
-        name = f"wallfacer_{number}"
-    return name
+def register_free(sp: SequenceParallel) -> Handle:
+    """As `register`, by "wallfacer", or with a number if another model of this process has it."""
+    with _NAMING:
+        name, number = "wallfacer", 1
+        while name in ALL_ATTENTION_FUNCTIONS:
+            number += 1
+            name = f"wallfacer_{number}"
+        return register(sp, name)
 
 
 def _build_bert(

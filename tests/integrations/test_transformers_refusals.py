@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 from transformers.models.bert import modeling_bert  # noqa: E402
 
 import wf_transformers  # noqa: E402
+from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     BERT_ASKS_NO_REGISTRY,
     batch,
@@ -25,7 +27,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_backends import SequenceParallel  # noqa: E402
 from wf_transformers.documents import Documents  # noqa: E402
-from wf_transformers.registry import mask_function  # noqa: E402
+from wf_transformers.registry import mask_function, register_free  # noqa: E402
 
 IDS = batch(seqlen=8)["input_ids"]
 OLD = pytest.mark.skipif(not BERT_ASKS_NO_REGISTRY, reason="this transformers has another door")
@@ -369,3 +371,19 @@ def test_a_layer_that_one_rank_leaves_out_is_named_as_the_model_has_it() -> None
             model(**shard(model, sp))
 
     on_two_ranks(fn)
+
+
+def test_ranks_that_are_threads_take_names_one_after_the_other() -> None:
+    def rank(comm: Any) -> list[Any]:
+        sp = sequence_parallel(comm)
+        return [register_free(sp) for _ in range(50)]
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        handles = [handle for handles in run_threads(8, rank) for handle in handles]
+    finally:
+        sys.setswitchinterval(interval)
+    assert len({handle.attention.name for handle in handles}) == len(handles)
+    for handle in handles:
+        handle.remove()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -42,15 +41,13 @@ def verify_folder(folder: Path, config: SequenceParallelConfig) -> str:
         model = _model(folder, drawn)
     except (OSError, ValueError) as error:
         raise ValueError(f"--model {folder}: {str(error).splitlines()[0]}") from error
-    lock = Lock()  # names in transformers' registry are taken one after the other
 
     def rank(comm: Communicator) -> Report | None:
         sp, mine = SequenceParallel(config, comm), _sharing_parameters(model)
         whole = model.main_input_name == "input_ids"
 
         def attached() -> Handle:
-            with lock:
-                handle = attach_model(mine, sp)
+            handle = attach_model(mine, sp)
             if whole:
                 WholeBatchHooks(mine, handle)
             return handle
