@@ -21,13 +21,14 @@ from wf_transformers.calls import (
     parameter_names,
     refuse_call,
     refuse_inner_call,
+    refuse_media,
     rows_given,
     takes_any_keyword,
 )
 from wf_transformers.documents import MASK_WORDS, mask_words
 from wf_transformers.draws import RankDraws, draws_in_training
 from wf_transformers.families.experts import RouterLoss, has_router_loss
-from wf_transformers.families.media import language_model, take_media
+from wf_transformers.families.media import language_model, media_of, take_media
 from wf_transformers.families.mixing import has_mixers, spread_mixers
 from wf_transformers.families.stacks import cut_stacks, shard_between, stacks_of
 from wf_transformers.families.table import LATENTS, REFUSED, changes, changes_around, unasking
@@ -178,6 +179,8 @@ def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
             whole = TOKENS if stacks or model in attention.cut_inside else ()
             cut = {key: value for key, value in given.items() if key not in whole}
             refuse_call(model, cut, names, attention.logits_are_whole)
+            if media_of(model) is None:
+                refuse_media(model, cut)
             attention.documents.expect(rows_given(cut))
             if not has_tokens(cut):
                 with handle.advising():

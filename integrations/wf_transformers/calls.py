@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from wf_transformers.documents import NOT_CUT
+
 ON_ONE_PROCESS = "generate on one process, with a model that is not connected to WallFacer"
 RIGHT = "call the model with what sp.shard_batch and wf_transformers.forward_kwargs give"
 LOSS = (
@@ -29,6 +31,7 @@ PARTIAL_STATES = (
     "out of the call and the config"
 )
 TOKENS = ("input_ids", "inputs_embeds")
+MEDIA = ("pixel_values", "pixel_values_videos", "input_features", "input_values")
 LABELS = ("labels", "start_positions", "end_positions", "next_sentence_label")
 
 
@@ -84,6 +87,20 @@ def refuse_call(
         if not logits_are_whole:
             _refuse_labels(type(model).__name__, given)
         _refuse_tokens(type(model).__name__, given, names)
+
+
+def refuse_media(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse images or sounds beside tokens in a model of which nobody knows how to cut them.
+
+    Where there are as many patches as a rank has tokens, attention cannot tell one from the other.
+
+    Raises:
+        NotImplementedError: naming the argument.
+    """
+    whole = next((key for key in MEDIA if given.get(key) is not None), None)
+    if whole is not None and has_tokens(given):
+        name = type(model).__name__
+        raise NotImplementedError(f"{name} was called with {whole} beside tokens: {NOT_CUT}")
 
 
 def refuse_inner_call(model: nn.Module, given: Mapping[str, Any], logits_are_whole: bool) -> None:

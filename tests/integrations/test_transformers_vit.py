@@ -146,6 +146,22 @@ def test_what_is_not_cut_is_not_attended_to(family: str) -> None:
     run_threads(2, rank)
 
 
+def test_as_many_patches_as_tokens_of_a_rank() -> None:
+    """Attention would take the patches for its rank's tokens, of which there are as many."""
+    vision = SMALL | {"vision_use_head": False}  # its head has torch's attention, which is refused
+    _, _, given = OTHERS["clip"]
+
+    def rank(sp: Any, name: str) -> None:
+        config = tf.SiglipConfig(**CLIPS | {"vision_config": vision}, attn_implementation=name)
+        with BUILDING:
+            model = tf.SiglipModel(config)
+        with pytest.raises(NotImplementedError, match="pixel_values beside tokens.*shard_between"):
+            wf_transformers.apply(model, sp)
+            model(**given)
+
+    call(2, rank)
+
+
 def test_ranks_with_other_images_are_told() -> None:
     def rank(comm: Any) -> None:
         model = build("sdpa")
