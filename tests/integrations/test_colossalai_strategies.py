@@ -99,7 +99,7 @@ def test_dsp_under_gemini_stays_within_the_error_of_bfloat16(results: Results) -
 @pytest.mark.parametrize("name", LSS)
 def test_lss_gathers_forward_and_reduces_backward(results: Results, name: str) -> None:
     sent = results[name]["bytes"]
-    assert sent["forward lss"] > 0 and sent["backward lss"] > 0
+    assert sent["forward gather"] > 0 and sent["backward home"] > 0
     assert not any("hop" in label or "all_gather" in label for label in sent)
 
 
@@ -107,7 +107,7 @@ def test_lss_gathers_forward_and_reduces_backward(results: Results, name: str) -
 def test_dsp_switches_and_full_attention_meets(results: Results, name: str) -> None:
     sent = results[name]["bytes"]
     assert sent["forward switch"] == sent["backward switch"] > 0
-    assert ("forward lss" in sent) == ("strategy" in (DSP | HALF)[name]["words"])
+    assert ("forward step 0" in sent) == ("strategy" not in (DSP | HALF)[name]["words"])
 
 
 def test_ranks_with_batches_of_their_own_are_told(results: Results) -> None:

@@ -28,4 +28,4 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 def test_two_ranks_train_as_one(stage: int, found: dict[str, dict[str, Any]]) -> None:
     assert_same(found[f"lss_{stage}"], found["alone"])
     assert found[f"lss_{stage}"]["sent"] > 0
-    assert found[f"lss_{stage}"]["labels"] == ["backward lss", "forward lss"]
+    assert found[f"lss_{stage}"]["labels"] == ["backward home", "forward gather"]

@@ -34,7 +34,6 @@ from wf_backends.kernels.select import Selection
 from wf_backends.kernels.tile_split import split_window
 from wf_backends.parallel.attention import DistributedAttention
 from wf_backends.parallel.dropout import position_dropout
-from wf_backends.parallel.lss import LssAttention
 from wf_backends.parallel.softmax import make_softmax, plain_softmax
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 
@@ -97,15 +96,11 @@ class OnGpu:
 class AttentionOnGpu(OnGpu, DistributedAttention): ...
 
 
-class LssOnGpu(OnGpu, LssAttention): ...
-
-
 def attention_on_gpu(words: dict[str, Any], kernel: Kernel) -> DistributedAttention:
     """The rank's attention, by a config's words."""
     config = SequenceParallelConfig.from_dict({"sequence_parallel_size": SIZE} | words)
-    kind = LssOnGpu if config.strategy == "lss" else AttentionOnGpu
     comm = Silent()
-    found = kind(config, comm, JobTopology(comm, None, PRESETS["one-host"], Path()))
+    found = AttentionOnGpu(config, comm, JobTopology(comm, None, PRESETS["one-host"], Path()))
     found.kernel = kernel
     return found
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from wf_backends._validation import AUTO
 from wf_backends.cluster import Topology, one_host
 from wf_backends.lowering import Shape
-from wf_backends.parallel.config import Route, SequenceParallelConfig
+from wf_backends.parallel.config import LSS, Route, SequenceParallelConfig
 from wf_backends.planner import MOVES, Choice, Plan, Request, Workload, plan_for
 from wf_backends.schedule import Mask, Placed, read_placed
 
@@ -38,7 +38,7 @@ def choose(
         return plan.choice
     named = (_named(route, config) or () for route in _both_routes(config))
     forward, backward = (placed for one in named for placed in one)
-    moves, keep = str(config.backward_moves), config.keep_gathered is True
+    moves, keep = str(config.backward_moves), config.keep_gathered is True or config.strategy == LSS
     apart = int(config.ulysses_stride or 1), int(config.ulysses_chunks or 1)
     return Choice(config.degrees[0], forward, backward, moves, keep, *apart)
 

@@ -18,7 +18,7 @@ from wf_backends.comm import Communicator, fingerprint
 from wf_backends.kernels import KernelSpec, Scores, select
 from wf_backends.lowering import ACTIVATION, Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import choose
-from wf_backends.parallel.config import SequenceParallelConfig
+from wf_backends.parallel.config import LSS, SequenceParallelConfig
 from wf_backends.parallel.softmax import Told
 from wf_backends.planner import Choice, Plan, Request, reason
 from wf_backends.runtime import Call, HeadGroup, accumulator_dtype, make_head_exchange
@@ -37,7 +37,8 @@ class PlannedCalls:
     ) -> None:
         self.config, self.comm, self.topology = config, comm, topology
         self._told = set[Choice]()
-        self._narrow = config.partials == ACTIVATION
+        self._at_once = config.strategy == LSS
+        self._narrow = config.partials == ACTIVATION or self._at_once
         self._same = lru_cache(maxsize=64)(self._make_same)
         self._planned = lru_cache(maxsize=64)(self._make_call)
 
@@ -94,7 +95,7 @@ class PlannedCalls:
             for layout, heads in ((q_layout, spec.heads), (kv_layout, spec.kv_heads))
         )
         merged = map(groups.merge, (q_layout, kv_layout))
-        there, back, keep = _problems(choice, groups, mask, *merged)
+        there, back, keep = _problems(choice, groups, mask, *merged, self._at_once)
         seen = (queries if latent else keys)[0].share
         tile = replace(spec, heads=queries[0].share, kv_heads=seen, looks_back=mask.looks_back)
         kernel = select(self.config.kernel, tile).kernel
@@ -127,13 +128,18 @@ class PlannedCalls:
 
 
 def _problems(
-    choice: Choice, groups: UlyssesGroups, mask: Mask, queries: Layout, keys: Layout
+    choice: Choice, groups: UlyssesGroups, mask: Mask, queries: Layout, keys: Layout, at_once: bool
 ) -> tuple[Problem, Problem, tuple[bool, bool]]:
-    """(forward, backward, what is kept in between: queries, keys) of a choice for these groups."""
+    """(forward, backward, what is kept in between: queries, keys) of a choice for these groups.
+
+    Args:
+        at_once: whether keys are brought together by one exchange, and not behind the tiles.
+    """
     forward, backward = (check(one) for one in choice.schedules(groups.size))
     near = [groups.on_host(one.host_size) for one in (choice.forward, choice.backward)]
     sequence = queries, keys, mask
-    there = Problem(forward, *sequence, choice.forward.keys_stay, choice.keep, near[0])
+    stay = choice.forward.keys_stay and not at_once
+    there = Problem(forward, *sequence, stay, choice.keep, near[0])
     back = Problem(backward, *sequence, choice.moves == "queries", host_size=near[1])
     if not choice.keep:
         return there, back, (False, False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 from zlib import crc32
 
@@ -19,16 +18,11 @@ from wf_backends._compile import eager
 from wf_backends.cluster import JobTopology, Topology, cache_folder
 from wf_backends.comm import ConsistencyCheck, fingerprint, make_comm, sum_over_ranks
 from wf_backends.parallel.attention import AttentionOfSequence, DistributedAttention
-from wf_backends.parallel.config import LSS, SequenceParallelConfig
+from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.parallel.data import prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
-from wf_backends.parallel.lss import LssAttention
 from wf_backends.parallel.sharding import Sharding
 from wf_backends.schedule import SLICE_WORDS, padding_multiple
-
-STRATEGIES: Mapping[str | None, type[DistributedAttention]] = MappingProxyType(
-    {None: DistributedAttention, LSS: LssAttention}
-)
 
 
 class SequenceParallel(AttentionOfSequence, Sharding):
@@ -64,7 +58,7 @@ class SequenceParallel(AttentionOfSequence, Sharding):
         self.comm.watch()
         self._consistency = ConsistencyCheck(self.comm)
         found = JobTopology(self.comm, config.topology, topology, cache_folder(os.environ))
-        self._attention = STRATEGIES[config.strategy](config, self.comm, found)
+        self._attention = DistributedAttention(config, self.comm, found)
 
     @eager
     def shard_batch(
