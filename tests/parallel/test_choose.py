@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.planning import MASKS, SHAPE, cluster
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.parallel.choose import choose, plan_call
+from wf_backends.parallel.choose import choose, plan_call, request_of
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.plan import EXACT_UP_TO, Request
 from wf_backends.planner.proxy import on_few, on_fewer_ranks
@@ -104,9 +104,11 @@ def test_a_size_alone_gives_the_best_of_all(
             assert plan == counted == both[0]
     else:
         assert plan == best
-    assert choose(alone, shape, 2048, mask, topology) == plan.choice
+    asked = request_of(alone, shape, 2048, mask, topology)
+    assert choose(alone, asked, lambda *told: None) == plan.choice
     said = SequenceParallelConfig.from_dict(plan.to_config(size, "zigzag"))
-    assert not said.leaves_open and choose(said, shape, 2048, mask) == plan.choice
+    assert not said.leaves_open
+    assert choose(said, request_of(said, shape, 2048, mask), pytest.fail) == plan.choice
 
 
 def test_auto_degrees_keep_to_what_heads_and_named_routes_allow() -> None:

@@ -81,7 +81,9 @@ def test_a_full_mask_sends_two_times_p_minus_one_shards_each_way(num_ranks):
 
 def test_keys_that_no_query_of_a_rank_sees_are_not_sent_to_it():
     full, causal = (
-        sum(sent.get("forward gather", 0) for *_, sent in run_threads(4, attend, "contiguous", mask))
+        sum(
+            sent.get("forward gather", 0) for *_, sent in run_threads(4, attend, "contiguous", mask)
+        )
         for mask in ({}, {"causal": True})
     )
     assert causal < 0.55 * full

@@ -16,7 +16,7 @@ from tests.planning import MASKS, SHAPE, cluster
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.parallel.choose import choose
+from wf_backends.parallel.choose import choose, request_of
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.plan import PassPlan, Plan, Request
@@ -94,7 +94,8 @@ def test_every_plan_can_run() -> None:
         words = json.loads(json.dumps(plan.to_config(8, "zigzag")))
         again = SequenceParallelConfig.from_dict(words)
         assert not again.leaves_open
-        assert choose(again, SHAPE, 240, Mask(CAUSAL)) == plan.choice
+        asked = request_of(again, SHAPE, 240, Mask(CAUSAL))
+        assert choose(again, asked, pytest.fail) == plan.choice
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

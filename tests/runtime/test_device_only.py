@@ -32,7 +32,7 @@ from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_choice import Machine, choose, cuda_tile
 from wf_backends.kernels.select import Selection
 from wf_backends.kernels.tile_split import split_window
-from wf_backends.parallel.attention import DistributedAttention
+from wf_backends.parallel.attention import DistributedAttention, run
 from wf_backends.parallel.dropout import position_dropout
 from wf_backends.parallel.softmax import make_softmax, plain_softmax
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
@@ -144,7 +144,9 @@ def call(words: dict[str, Any], mask: Mask, kernel: Kernel) -> set[str]:
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     )
     with Apart() as mode:
-        out = attention(q, k, v, mask, plain_softmax(16), None)
+        softmax = plain_softmax(16)
+        planned = attention.call(q, k, v, mask, softmax, None)
+        out = run(q, k, v, *planned, softmax.learned)
         grads = torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
     for found, like in zip((out, *grads), (q, q, k, v), strict=True):
         assert (found.shape, found.dtype, found.device) == (like.shape, like.dtype, GPU)
@@ -175,7 +177,9 @@ def test_so_does_a_call_with_every_option(
     for words in ({"route": "ring"}, {"route": "ring", "ulysses_degree": 4}):
         with Apart():
             softmax = make_softmax(q, None, 30.0, slopes, sinks, 0.1, seed)
-            attention_on_gpu(words, ReferenceKernel())(q, q, q, MASKS["causal"], softmax, None)
+            attention = attention_on_gpu(words, ReferenceKernel())
+            planned = attention.call(q, q, q, MASKS["causal"], softmax, None)
+            run(q, q, q, *planned, softmax.learned)
 
 
 @pytest.mark.parametrize(("rows", "keys", "band"), ((40, 12, Band(right=3)), (40, 12, Band(20, 2))))

@@ -27,6 +27,7 @@ from wf_backends.runtime import (
     Call,
     ChunkedAttention,
     HeadGroup,
+    Learned,
     heads_for_tokens,
     tokens_for_heads,
 )
@@ -72,10 +73,9 @@ class AttentionOfSequence:
             p = exp(x) / (sum exp(x) + exp(sinks));  out = p v
 
         i and j are global positions of queries and keys; alibi_slopes and position_bias need as
-        many keys as queries. Options are the same on every rank. Of the gradients of sinks, kv_up
-        and position_bias a rank gets the part that it computes (of its rows and, under Ulysses, of
-        its heads): the sum over the ranks is the gradient, as it is for every other parameter, and
-        engines that sum or average gradients over the ranks do it.
+        many keys as queries. Options are the same on every rank. Gradients of sinks, kv_up and
+        position_bias are this rank's part: the sum over the ranks is the gradient, as it is for
+        every other parameter.
 
         Args:
             q: (b, s, h, d), any float dtype. k: (b, s', g, d), v: (b, s', g, e), g divides h; s'
@@ -129,11 +129,12 @@ class AttentionOfSequence:
                 mask = PLAIN[bool(causal)]
             else:
                 mask = make_mask(causal, window_size, cu_seqlens, seqlen, *slices)
-        return self._attention(q, k, v, mask, softmax, seqlen, name)
+        planned = self._attention.call(q, k, v, mask, softmax, seqlen, name)
+        return run(q, k, v, *planned, softmax.learned)
 
 
 class DistributedAttention(PlannedCalls):
-    """Attention over one sequence-parallel group; arguments as those of `PlannedCalls`."""
+    """Attention calls of one sequence-parallel group; arguments as those of `PlannedCalls`."""
 
     def __init__(
         self, config: SequenceParallelConfig, comm: Communicator, topology: JobTopology
@@ -141,29 +142,6 @@ class DistributedAttention(PlannedCalls):
         super().__init__(config, comm, topology)
         self._consistency = ConsistencyCheck(comm)
         self._calls = 0
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        softmax: Softmax,
-        seqlen: int | None,
-        layer: str | None = None,
-    ) -> Tensor:
-        """softmax(scores + mask) v for this rank's rows; see SequenceParallel.attention."""
-        call, group = self.call(q, k, v, mask, softmax, seqlen, layer)
-        if group.comm.size == 1:
-            return Attention.apply(q, k, v, call, *softmax.learned)
-        if len(group.queries) > 1:
-            return ChunkedAttention.apply(q, k, v, call, group, *softmax.learned)
-        heads = group.heads(0)
-        qkv, now = group.qkv(0), call.now
-        q, k, v = heads_for_tokens((q, k, v), qkv, group.comm, "ulysses qkv", now)
-        learned = softmax.learned.of_heads(heads)
-        out = Attention.apply(q, k, v, call.of_heads(heads), *learned)
-        return tokens_for_heads((out,), group.out(0), group.comm, "ulysses out", now)[0]
 
     def call(
         self,
@@ -207,6 +185,18 @@ class DistributedAttention(PlannedCalls):
         drawn = torch.randint(1 << 62, (1,), device=device)
         seed = gather_small(self.comm, drawn)[0]
         return replace(scores, dropout=replace(dropout, seed=seed))
+
+
+def run(q: Tensor, k: Tensor, v: Tensor, call: Call, group: HeadGroup, learned: Learned) -> Tensor:
+    """softmax(scores + mask) v for this rank's rows: the call's programs, inside its exchanges."""
+    if group.comm.size == 1:
+        return Attention.apply(q, k, v, call, *learned)
+    if len(group.queries) > 1:
+        return ChunkedAttention.apply(q, k, v, call, group, *learned)
+    heads = group.heads(0)
+    q, k, v = heads_for_tokens((q, k, v), group.qkv(0), group.comm, "ulysses qkv", call.now)
+    out = Attention.apply(q, k, v, call.of_heads(heads), *learned.of_heads(heads))
+    return tokens_for_heads((out,), group.out(0), group.comm, "ulysses out", call.now)[0]
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) -> None:

@@ -7,6 +7,7 @@ count to the next of eight an octave, and packed documents by their kind (`plann
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from wf_backends._validation import AUTO
 from wf_backends.cluster import Topology, one_host
@@ -17,30 +18,24 @@ from wf_backends.schedule import Mask, Placed, read_placed
 
 
 def choose(
-    config: SequenceParallelConfig,
-    shape: Shape,
-    seqlen: int,
-    mask: Mask,
-    topology: Topology | None = None,
-    keys: int | None = None,
-    tell: Callable[[Plan, Request], None] | None = None,
+    config: SequenceParallelConfig, request: Request, tell: Callable[[Plan, Request], None]
 ) -> Choice:
-    """What an attention call runs: what the config names, and `plan_call` for what is "auto".
+    """What an attention call runs.
 
     Args:
+        request: `request_of` the config.
         tell: called with what was planned and for what, where anything is "auto".
+
+    Raises:
+        ValueError: if no plan fits the topology's memory or the heads.
     """
     if config.leaves_open:
-        request = request_of(config, shape, seqlen, mask, topology, keys)
         plan = plan_for(request)
-        if tell is not None:
-            tell(plan, request)
+        tell(plan, request)
         return plan.choice
-    named = (_named(route, config) or () for route in _both_routes(config))
-    forward, backward = (placed for one in named for placed in one)
-    moves, keep = str(config.backward_moves), config.keep_gathered is True or config.strategy == LSS
-    apart = int(config.ulysses_stride or 1), int(config.ulysses_chunks or 1)
-    return Choice(config.degrees[0], forward, backward, moves, keep, *apart)
+    routes = request.degrees, request.forward, request.backward
+    named: Any = (*routes, request.moves, request.keeps, request.strides, request.chunks)
+    return Choice(*(only for (only,) in named))
 
 
 def plan_call(
@@ -77,21 +72,20 @@ def request_of(
     keys: int | None = None,
 ) -> Request:
     """What the planner is asked; see `plan_call`."""
-    size, moves = config.sequence_parallel_size, config.backward_moves
+    size, moves, keep = config.sequence_parallel_size, config.backward_moves, config.keep_gathered
     topology = (topology or one_host(size)).with_ranks(size)
     kernel = config.kernel if config.kernel in dict(topology.kernels) else AUTO
-    work = Workload(shape, seqlen, mask.within(seqlen), config.layout, kernel, keys)
-    forward, backward = (_named(route, config) for route in _both_routes(config))
+    back = config.route if config.backward_route is None else config.backward_route
     return Request(
         topology,
-        work,
+        Workload(shape, seqlen, mask.within(seqlen), config.layout, kernel, keys),
         degrees=config.degrees,
         strides=_numbers(config.ulysses_stride),
         chunks=_numbers(config.ulysses_chunks),
-        forward=forward,
-        backward=backward,
+        forward=_named(config.route, config),
+        backward=_named(back, config),
         moves=MOVES if moves == AUTO else (str(moves),),
-        keeps=(False, True) if config.keep_gathered == AUTO else (config.keep_gathered is True,),
+        keeps=(False, True) if keep == AUTO else (keep is True or config.strategy == LSS,),
         layers=config.kept_layers,
     )
 
@@ -101,13 +95,8 @@ def _numbers(value: int | str | None) -> tuple[int, ...] | None:
     return None if value == AUTO else (int(value or 1),)
 
 
-def _both_routes(config: SequenceParallelConfig) -> tuple[Route, Route]:
-    back = config.route if config.backward_route is None else config.backward_route
-    return config.route, back
-
-
 def _named(route: Route, config: SequenceParallelConfig) -> tuple[Placed, ...] | None:
     """The one route that a config names, as it places it; None for "auto"."""
-    if route == AUTO or route is None or isinstance(route, str):
+    if route is None or isinstance(route, str):
         return None
     return (read_placed(route, config.sequence_parallel_size // config.degrees[0]),)

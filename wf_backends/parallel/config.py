@@ -17,9 +17,15 @@ from wf_backends.lowering import FLOAT32, PARTIALS
 from wf_backends.planner import MOVES
 from wf_backends.schedule import ORDER, ROUTES, check_layout_name, divisors, read_placed
 
-ULYSSES_DETAILS = ("ulysses_stride", "ulysses_chunks")
+ULYSSES_DETAILS: Mapping[str, str] = MappingProxyType(
+    {
+        "ulysses_stride": "how far apart ranks are that trade heads for tokens, and {} none do",
+        "ulysses_chunks": "in how many parts heads are traded for tokens, and {} none are",
+    }
+)
+SILENT = ("keep_gathered", "kept_layers", "partials", "strategy", "topology", "timeout")
+"""Keys that a configuration leaves out where they say nothing new."""
 LSS = "lss"
-LSS_ROUTE: Mapping[str, Any] = MappingProxyType({"name": "all_gather"})
 
 Route = Mapping[str, Any] | str | None
 
@@ -121,9 +127,7 @@ class SequenceParallelConfig:
     @property
     def leaves_open(self) -> bool:
         """Whether something is "auto", so that a plan has to be chosen."""
-        keys = "route", "backward_route", "backward_moves", "keep_gathered"
-        keys += "ulysses_degree", "ulysses_stride", "ulysses_chunks"
-        return AUTO in [getattr(self, key) for key in keys]
+        return any(getattr(self, f.name) == AUTO for f in fields(self) if f.name != "kernel")
 
     @classmethod
     def from_dict(cls, words: Mapping[str, Any]) -> SequenceParallelConfig:
@@ -144,8 +148,7 @@ class SequenceParallelConfig:
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` takes, as a JSON has it; some keys only where they say something."""
         words = {f.name: _as_json(getattr(self, f.name)) for f in fields(self)}
-        silent = {"strategy": None, "topology": None, "keep_gathered": False, "kept_layers": 1}
-        silent |= {"timeout": None, "partials": FLOAT32}
+        silent = {f.name: f.default for f in fields(self) if f.name in SILENT}
         silent |= dict.fromkeys(ULYSSES_DETAILS, self._ulysses_default)
         return {k: v for k, v in words.items() if k not in silent or v != silent[k]}
 
@@ -159,15 +162,11 @@ class SequenceParallelConfig:
         """Refuse what contradicts the strategy, and write out the route that it means."""
         one_of("strategy", self.strategy, (LSS,))
         if self.route == AUTO:
-            self._set("route", LSS_ROUTE["name"])
-        right = {
-            "route": (LSS_ROUTE["name"], LSS_ROUTE),
-            "backward_route": (None, LSS_ROUTE["name"], LSS_ROUTE),
-            "backward_moves": (None, "keys"),
-            "ulysses_degree": (None, 1),
-            **dict.fromkeys(ULYSSES_DETAILS, (None, 1)),
-            "keep_gathered": (False,),
-        }
+            self._set("route", "all_gather")
+        route = "all_gather", {"name": "all_gather"}
+        right = {"route": route, "backward_route": (None, *route), "backward_moves": (None, "keys")}
+        right |= dict.fromkeys(("ulysses_degree", *ULYSSES_DETAILS), (None, 1))
+        right |= {"keep_gathered": (False,)}
         for key, values in right.items():
             if (value := getattr(self, key)) not in values:
                 raise ValueError(
@@ -210,28 +209,19 @@ class SequenceParallelConfig:
 
     def _check_ulysses(self) -> None:
         """What "auto" leaves open is checked with the routes (`degrees`), and with the heads."""
-        size, degree = self.sequence_parallel_size, self.ulysses_degree
-        stride, chunks = self.ulysses_stride, self.ulysses_chunks
+        size, degree, stride = self.sequence_parallel_size, self.ulysses_degree, self.ulysses_stride
         if is_number("ulysses_degree", degree) and size % cast(int, degree):
             raise ValueError(
                 f"ulysses_degree must divide sequence_parallel_size {size}, got {degree}"
             )
-        is_number("ulysses_stride", stride)
-        is_number("ulysses_chunks", chunks)
-        if degree == 1 and stride not in (AUTO, 1):
-            raise ValueError(
-                f"ulysses_stride {stride} is how far apart ranks are that trade heads for tokens, "
-                "and with ulysses_degree 1 none do: leave ulysses_stride out"
-            )
+        for key, meaning in ULYSSES_DETAILS.items():
+            if is_number(key, value := getattr(self, key)) and degree == 1 and value > 1:
+                what = meaning.format("with ulysses_degree 1")
+                raise ValueError(f"{key} {value} is {what}: leave {key} out")
         if AUTO not in (degree, stride) and size // cast(int, degree) % cast(int, stride):
             raise ValueError(
                 "ulysses_stride must divide sequence_parallel_size / ulysses_degree = "
                 f"{size // cast(int, degree)}, got {stride}"
-            )
-        if degree == 1 and chunks not in (AUTO, 1):
-            raise ValueError(
-                f"ulysses_chunks {chunks} is in how many parts heads are traded for tokens, and "
-                "with ulysses_degree 1 none are: leave ulysses_chunks out"
             )
 
     def _check_degrees(self) -> None:

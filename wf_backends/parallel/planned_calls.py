@@ -17,7 +17,7 @@ from wf_backends.cluster import JobTopology
 from wf_backends.comm import Communicator, fingerprint
 from wf_backends.kernels import KernelSpec, Scores, select
 from wf_backends.lowering import ACTIVATION, Problem, Shape, UlyssesGroups, lower
-from wf_backends.parallel.choose import choose
+from wf_backends.parallel.choose import choose, request_of
 from wf_backends.parallel.config import LSS, SequenceParallelConfig
 from wf_backends.parallel.softmax import Told
 from wf_backends.planner import Choice, Plan, Request, reason
@@ -95,7 +95,7 @@ class PlannedCalls:
             for layout, heads in ((q_layout, spec.heads), (kv_layout, spec.kv_heads))
         )
         merged = map(groups.merge, (q_layout, kv_layout))
-        there, back, keep = _problems(choice, groups, mask, *merged, self._at_once)
+        there, back, keep = _problems(choice, groups, mask, self._at_once, *merged)
         seen = (queries if latent else keys)[0].share
         tile = replace(spec, heads=queries[0].share, kv_heads=seen, looks_back=mask.looks_back)
         kernel = select(self.config.kernel, tile).kernel
@@ -117,7 +117,8 @@ class PlannedCalls:
         if self.config.leaves_open and self.comm.size > 1:
             topology = self.topology.find(torch.device(spec.device))
         seqlen, keys = lengths
-        return choose(self.config, shape, seqlen, mask, topology, keys, self._tell)
+        request = request_of(self.config, shape, seqlen, mask, topology, keys)
+        return choose(self.config, request, self._tell)
 
     def _tell(self, plan: Plan, request: Request) -> None:
         """Log every choice of the planner once, on the first rank of the job."""
@@ -128,7 +129,7 @@ class PlannedCalls:
 
 
 def _problems(
-    choice: Choice, groups: UlyssesGroups, mask: Mask, queries: Layout, keys: Layout, at_once: bool
+    choice: Choice, groups: UlyssesGroups, mask: Mask, at_once: bool, queries: Layout, keys: Layout
 ) -> tuple[Problem, Problem, tuple[bool, bool]]:
     """(forward, backward, what is kept in between: queries, keys) of a choice for these groups.
 

@@ -57,21 +57,28 @@ def make_softmax(
     """
     scale = _scale(softmax_scale, q.shape[3])
     cap = _softcap(softcap)
+    heads = q.shape[2]
     for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        _check_of_heads(name, x, q)
-    _check_bias(position_bias, q)
+        fits = isinstance(x, Tensor) and x.shape == (heads,)
+        _check_floats(name, x, q, fits, f"floats, one for each of the {heads} heads")
+    bias = position_bias
+    shape = tuple(bias.shape) if isinstance(bias, Tensor) else ()
+    fits = len(shape) == 2 and shape[0] == heads and shape[1] % 2 == 1
+    says = f"floats ({heads} heads, 2 n - 1), of the distances 1 - n to n - 1"
+    _check_floats("position_bias", bias, q, fits, says)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes have no gradient: pass alibi_slopes.detach()")
     if alibi_slopes is not None and not scale:
         raise ValueError("softmax_scale must not be 0 beside alibi_slopes")
     dropout = _dropout(dropout_p, dropout_seed, q.shape[2])
     scores = Scores(scale, cap, alibi_slopes, dropout)
-    told = {"softmax_scale": scale, "softcap": cap, "sinks": sinks is not None}
-    told["alibi_slopes"] = _known(alibi_slopes)
-    told |= {"dropout_p": float(dropout_p), "dropout_seed": dropout_seed if dropout else None}
-    told["kv_up"] = None if kv_up is None else tuple(kv_up.shape)
-    told["position_bias"] = None if position_bias is None else tuple(position_bias.shape)
-    return Softmax(scores, Learned(sinks, kv_up, position_bias), tuple(told.items()))
+    learned = Learned(sinks, kv_up, bias)
+    told: dict[str, object] = {"softmax_scale": scale, "softcap": cap, "sinks": sinks is not None}
+    told |= {"alibi_slopes": _known(alibi_slopes), "dropout_p": float(dropout_p)}
+    told |= {"dropout_seed": dropout_seed if dropout else None}
+    for name, x in (("kv_up", kv_up), ("position_bias", bias)):
+        told[name] = None if x is None else tuple(x.shape)
+    return Softmax(scores, learned, tuple(told.items()))
 
 
 def _scale(softmax_scale: Any, head_dim: int) -> float:
@@ -98,36 +105,13 @@ def _dropout(p: Any, seed: Any, heads: int) -> Dropout | None:
     return Dropout(float(p), seed, (0, heads)) if p else None
 
 
-def _check_of_heads(name: str, x: Any, q: Tensor) -> None:
-    """Refuse a tensor that has not one float for each of q's heads, where q is."""
+def _check_floats(name: str, x: Any, q: Tensor, fits: bool, says: str) -> None:
+    """Refuse what is neither None nor floats of the shape that `says` names, where q is."""
     if x is None:
         return
-    heads = q.shape[2]
-    if not isinstance(x, Tensor) or not x.is_floating_point() or x.shape != (heads,):
-        got = _described(x)
-        raise ValueError(f"{name} must be floats, one for each of the {heads} heads, got {got}")
-    _check_device(name, x, q)
-
-
-def _check_bias(x: Any, q: Tensor) -> None:
-    """Refuse a position_bias that has not an odd number of floats for each of q's heads."""
-    if x is None:
-        return
-    heads = q.shape[2]
-    floats = isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 2
-    if not floats or x.shape[0] != heads or x.shape[1] % 2 == 0:
-        raise ValueError(
-            f"position_bias must be floats ({heads} heads, 2 n - 1), of the distances 1 - n to "
-            f"n - 1, got {_described(x)}"
-        )
-    _check_device("position_bias", x, q)
-
-
-def _described(x: Any) -> str:
-    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
-
-
-def _check_device(name: str, x: Tensor, q: Tensor) -> None:
+    if not fits or not x.is_floating_point():
+        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        raise ValueError(f"{name} must be {says}, got {got}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
 
