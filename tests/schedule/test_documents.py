@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from wf_backends.lowering.areas import tile_area
 from wf_backends.lowering.tiles import tiles
-from wf_backends.schedule import documents
-from wf_backends.schedule.documents import causal_load
-from wf_backends.schedule.layout import document_zigzag, make_layout
+from wf_backends.schedule import filling
+from wf_backends.schedule.layout import causal_load, document_zigzag, make_layout
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.ranges import intersect
 
@@ -83,12 +82,12 @@ def test_few_documents_are_cut(kind, n):
 
 def test_a_little_unevenness_spares_documents(monkeypatch):
     def pieces():
-        shards = documents.deal_documents.__wrapped__(16, packed)
+        shards = document_zigzag.__wrapped__(16, packed)
         return sum(bool(intersect(shard, (d,))) for shard in shards for d in pairwise(packed))
 
     packed = borders(drawn("zipf", 0))
     spared = pieces()
-    monkeypatch.setattr(documents, "EXCESSES", (0.0,))
+    monkeypatch.setattr(filling, "EXCESSES", (0.0,))
     assert spared < pieces()
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from wf_backends.lowering.tiles import Tile
-from wf_backends.schedule import Ranges, locate, size
+from wf_backends.schedule import Ranges, locate, locate_each, size, span
 
 OWN_MESSAGE_ROWS = 256
 """Rows from which a range of positions is a message of its own: then it is neither packed before
@@ -36,8 +36,8 @@ def parcels(peer: int, rows: Ranges, held: Ranges) -> Parcels:
 
     Both ends cut alike: a range of positions is one slice of either buffer.
     """
-    if len(rows) > 1 and min(stop - start for start, stop in rows) >= OWN_MESSAGE_ROWS:
-        return tuple(Parcel(peer, locate((piece,), held)) for piece in rows)
+    if len(rows) > 1 and min(map(span, rows)) >= OWN_MESSAGE_ROWS:
+        return tuple(Parcel(peer, (piece,)) for piece in locate_each(rows, held))
     return (Parcel(peer, locate(rows, held)),) if rows else ()
 
 

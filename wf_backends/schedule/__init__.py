@@ -1,6 +1,5 @@
 """Who meets whom, who owns which token, what may be seen. Pure: standard library only."""
 
-from wf_backends.schedule.balance import slices_load
 from wf_backends.schedule.band import CAUSAL, FULL, Band, Bound
 from wf_backends.schedule.layout import (
     LAYOUTS,
@@ -30,6 +29,7 @@ from wf_backends.schedule.ranges import (
     intersect,
     join,
     locate,
+    locate_each,
     size,
     span,
     subtract,
@@ -38,6 +38,7 @@ from wf_backends.schedule.ranges import (
 from wf_backends.schedule.render import render
 from wf_backends.schedule.routes import ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, carriers, check
+from wf_backends.schedule.segments import slices_load
 from wf_backends.schedule.slices import WORDS as SLICE_WORDS
 from wf_backends.schedule.slices import Slice
 
@@ -70,6 +71,7 @@ __all__ = [
     "join",
     "layout_of",
     "locate",
+    "locate_each",
     "make_layout",
     "make_mask",
     "make_schedule",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
+from math import inf
 from typing import NamedTuple
 
 from wf_backends.schedule.ranges import Range, Ranges, join, size
@@ -35,6 +36,11 @@ class Segment(NamedTuple):
     def density(self) -> float:
         """Keys that a token sees, in the mean."""
         return self.first + self.slope * (self.length - 1) / 2
+
+    @property
+    def area(self) -> int:
+        """(query, key) pairs of all its tokens."""
+        return self.scores(self.start, self.stop)
 
     def scores(self, start: int, stop: int) -> int:
         """(query, key) pairs of the tokens [start, stop), as far as they lie in the segment."""
@@ -82,6 +88,25 @@ class Load:
         return max(max(load) * len(load) / sum(load) - 1 for load in loads if any(load))
 
 
+def fill_evenly(num_ranks: int, load: Load, segments: Sequence[Segment]) -> tuple[Ranges, ...]:
+    """The shards of a sequence, even in tokens and in scores (see `fill`).
+
+    Of the tolerances the largest counts that comes out even, since it cuts the fewest segments.
+
+    Args:
+        load: of the whole sequence. segments: the same, the densest first.
+    """
+    best, least = (), inf
+    for tolerated in EXCESSES:
+        shards = fill(num_ranks, segments, tolerated)
+        uneven = load.unevenness(shards)
+        if uneven < least:
+            best, least = shards, uneven
+        if least <= MAX_EXCESS:
+            break
+    return best
+
+
 def fill(num_ranks: int, segments: Sequence[Segment], tolerated: float) -> tuple[Ranges, ...]:
     """Rank after rank gets its part of the densest and of the thinnest segments that are left.
 
@@ -109,8 +134,7 @@ class _Line:
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
         self.edges = list(accumulate((one.length for one in segments), initial=0))
-        whole = (one.scores(one.start, one.stop) for one in segments)
-        self.done = list(accumulate(whole, initial=0))
+        self.done = list(accumulate((one.area for one in segments), initial=0))
         self.tokens = self.edges[-1]
 
     def rows(self, start: int, stop: int) -> Iterator[Range]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from heapq import nsmallest
 from itertools import pairwise
+from math import ceil
 from types import MappingProxyType
 
 from wf_backends._validation import nearest
-from wf_backends.schedule.balance import balance_slices
-from wf_backends.schedule.documents import deal_documents
+from wf_backends.schedule.filling import MAX_EXCESS, Load, Segment, fill_evenly
 from wf_backends.schedule.mask import Mask
 from wf_backends.schedule.ranges import Range, Ranges, join, size
+from wf_backends.schedule.segments import slices_load
 from wf_backends.schedule.slices import Slice
 
 Layout = tuple[Ranges, ...]  # rank -> its shard
@@ -43,11 +46,15 @@ def zigzag(num_ranks: int, seqlen: int) -> Layout:
     return tuple(join((chunks[r], chunks[-1 - r])) for r in range(num_ranks))
 
 
-def document_zigzag(num_ranks: int, cu_seqlens: Sequence[int]) -> Layout:
+@lru_cache(maxsize=64)
+def document_zigzag(num_ranks: int, cu_seqlens: tuple[int, ...]) -> Layout:
     """Packed documents of any lengths, balanced: short ones whole on a rank, long ones zigzag.
 
-    Shards may differ in length; attention inside documents then is even where a zigzag over the
-    whole sequence would not be.
+    Shards may differ in length; a rank's load is its share of the causal scores (attention) or of
+    the tokens (everything else), whichever is more. A row is sent to every rank that holds later
+    rows of its document: documents of at most an even load stay whole if that comes out even, the
+    largest given away first. If not, ranks are filled one after the other (`filling.fill_evenly`),
+    which cuts at most two documents a rank that would fit one.
 
     Args:
         cu_seqlens: the documents' borders 0 = c0 < c1 < ... = S.
@@ -55,16 +62,22 @@ def document_zigzag(num_ranks: int, cu_seqlens: Sequence[int]) -> Layout:
     Raises:
         ValueError: if there are so few tokens that a rank would get none.
     """
-    layout = deal_documents(num_ranks, tuple(cu_seqlens))
+    load = causal_load(cu_seqlens)
+    documents = sorted(load.segments, key=lambda one: (-one.length, one.start))
+    layout = _deal(num_ranks, documents)
+    if load.unevenness(layout) > MAX_EXCESS:
+        layout = min(layout, fill_evenly(num_ranks, load, documents), key=load.unevenness)
     if not all(layout):
         raise _too_short("document_zigzag", cu_seqlens[-1], num_ranks, 2 * num_ranks)
     return layout
 
 
-def balanced(num_ranks: int, seqlen: int, slices: Sequence[Slice]) -> Layout:
+@lru_cache(maxsize=64)
+def balanced(num_ranks: int, seqlen: int, slices: tuple[Slice, ...]) -> Layout:
     """A mask in slices, balanced: every rank has as many tokens and as many scores to compute.
 
-    Token counts differ by one where the ranks do not divide the sequence.
+    Token counts differ by one where the ranks do not divide the sequence. Ranks are in the order of
+    their first tokens, so that neighbours on a ring are near.
 
     Raises:
         ValueError: if there are fewer tokens than ranks.
@@ -75,7 +88,9 @@ def balanced(num_ranks: int, seqlen: int, slices: Sequence[Slice]) -> Layout:
         raise ValueError(
             f"q_ranges must end within the sequence of {seqlen} tokens, got {beyond[0]}"
         )
-    return balance_slices(num_ranks, seqlen, tuple(slices))
+    load = slices_load(slices, seqlen)
+    densest = sorted(load.segments, key=lambda one: (-one.density, one.start))
+    return tuple(sorted(fill_evenly(num_ranks, load, densest)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +112,10 @@ LAYOUTS: Mapping[str, LayoutKind] = MappingProxyType(
         "contiguous": LayoutKind(lambda n, seqlen, _, __: contiguous(n, seqlen), 1),
         "zigzag": LayoutKind(lambda n, seqlen, _, __: zigzag(n, seqlen), 2),
         "document_zigzag": LayoutKind(
-            lambda n, _, borders, __: document_zigzag(n, borders), 0, needs_documents=True
+            lambda n, _, borders, __: document_zigzag(n, tuple(borders)), 0, needs_documents=True
         ),
         "balanced": LayoutKind(
-            lambda n, seqlen, _, slices: balanced(n, seqlen, slices), 0, needs_slices=True
+            lambda n, seqlen, _, slices: balanced(n, seqlen, tuple(slices)), 0, needs_slices=True
         ),
     }
 )
@@ -169,6 +184,34 @@ def padding_multiple(name: str, num_ranks: int) -> int:
 def lengths(layout: Layout) -> tuple[int, ...]:
     """How many tokens each rank owns."""
     return tuple(size(shard) for shard in layout)
+
+
+def causal_load(cu_seqlens: Sequence[int]) -> Load:
+    """What shards have to do under a causal mask inside documents."""
+    return Load([Segment(start, stop) for start, stop in pairwise(cu_seqlens)])
+
+
+def _deal(num_ranks: int, documents: Sequence[Segment]) -> Layout:
+    """Every document on as few ranks as it has even loads, those with the smallest so far."""
+    all_scores, all_tokens = (
+        sum(one.area for one in documents),
+        sum(one.length for one in documents),
+    )
+    scores, tokens, loads = [0] * num_ranks, [0] * num_ranks, [0.0] * num_ranks
+    shards: list[list[Range]] = [[] for _ in range(num_ranks)]
+    for number, document in enumerate(documents):
+        share = max(document.area / all_scores, document.length / all_tokens)
+        count = min(num_ranks, max(1, ceil(share * num_ranks)))
+        ranks = sorted(nsmallest(count, range(num_ranks), key=loads.__getitem__))
+        edges = [place * document.length // count for place in range(count + 1)]
+        for place, between in enumerate(pairwise(edges)):
+            rank = ranks[(place + number) % count]  # edges round for one rank's good
+            rows = join(document.rows(*between))
+            shards[rank] += rows
+            scores[rank] += sum(document.scores(*piece) for piece in rows)
+            tokens[rank] += size(rows)
+            loads[rank] = max(scores[rank] / all_scores, tokens[rank] / all_tokens)
+    return tuple(map(join, shards))
 
 
 def _chunks(name: str, num_ranks: int, num_chunks: int, seqlen: int) -> list[Range]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable
+from itertools import accumulate
 
 Range = tuple[int, int]  # start, stop
 Ranges = tuple[Range, ...]
@@ -36,11 +37,6 @@ def union(a: Ranges, b: Ranges) -> Ranges:
 def span(piece: Range) -> int:
     """How many positions a range holds."""
     return piece[1] - piece[0]
-
-
-def shift(ranges: Ranges, by: int) -> Ranges:
-    """The ranges, that many positions further on."""
-    return tuple((start + by, stop + by) for start, stop in ranges)
 
 
 def size(ranges: Iterable[Range]) -> int:
@@ -74,25 +70,29 @@ def subtract(a: Ranges, b: Ranges) -> Ranges:
     return intersect(a, gaps)
 
 
-def locate(rows: Ranges, held: Ranges) -> Ranges:
-    """Where `rows` lie in a buffer that holds `held`: its local (start, stop) slices, in order.
+def locate_each(rows: Ranges, held: Ranges) -> list[Range]:
+    """Where each of the ranges `rows` lies in a buffer that holds `held`: a local slice each.
 
     `rows` must be a subset of `held`.
     """
-    starts = [start for start, _ in held]
-    offsets = _offsets(held)
+    starts, offsets = [start for start, _ in held], _offsets(held)
     local: list[Range] = []
     for start, stop in rows:
         at = bisect_right(starts, start) - 1
         assert at >= 0 and stop <= held[at][1], f"rows {rows} are not all in {held}"
-        shift = offsets[at] - held[at][0]
-        local.append((start + shift, stop + shift))
-    return join(local)
+        by = offsets[at] - held[at][0]
+        local.append((start + by, stop + by))
+    return local
+
+
+def locate(rows: Ranges, held: Ranges) -> Ranges:
+    """As `locate_each`, neighbours joined: the fewest local slices, in order."""
+    return join(locate_each(rows, held))
 
 
 def globalize(local: Ranges, held: Ranges) -> Ranges:
     """The positions of the local slices of a buffer that holds `held`."""
-    shifted = tuple((o, o + span(h)) for o, h in zip(_offsets(held), held, strict=True))
+    shifted = tuple((o, o + span(h)) for o, h in zip(_offsets(held), held, strict=False))
     return join(
         (piece[0] - at[0] + have[0], piece[1] - at[0] + have[0])
         for at, have in zip(shifted, held, strict=True)
@@ -101,9 +101,5 @@ def globalize(local: Ranges, held: Ranges) -> Ranges:
 
 
 def _offsets(held: Ranges) -> list[int]:
-    offsets: list[int] = []
-    at = 0
-    for start, stop in held:
-        offsets.append(at)
-        at += stop - start
-    return offsets
+    """Where each range begins in a buffer that holds them, and where the last one ends."""
+    return list(accumulate(map(span, held), initial=0))

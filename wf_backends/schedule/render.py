@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from wf_backends.schedule.ranges import join
 from wf_backends.schedule.schedule import Schedule, Shards
 
 
@@ -23,10 +24,5 @@ def render(schedule: Schedule) -> str:
 
 def _names(shards: Shards) -> str:
     """Shard numbers, runs shortened: (0, 1, 2, 3, 6) -> "0-3,6"."""
-    runs: list[list[int]] = []
-    for shard in sorted(shards):
-        if runs and shard == runs[-1][1] + 1:
-            runs[-1][1] = shard
-        else:
-            runs.append([shard, shard])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "-"
+    runs = join((shard, shard + 1) for shard in shards)
+    return ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in runs) or "-"

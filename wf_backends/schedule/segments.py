@@ -1,4 +1,4 @@
-"""The layout of a mask in slices: every rank has as many tokens, and as many scores to compute.
+"""What the queries of a sequence have to compute under a mask in slices.
 
 Pure: standard library only.
 """
@@ -7,33 +7,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import pairwise
 from math import inf
 
-from wf_backends.schedule.filling import EXCESSES, MAX_EXCESS, Load, Segment, fill
-from wf_backends.schedule.ranges import Ranges
+from wf_backends.schedule.filling import Load, Segment
 from wf_backends.schedule.slices import Slice
-
-
-@lru_cache(maxsize=64)
-def balance_slices(num_ranks: int, seqlen: int, slices: tuple[Slice, ...]) -> tuple[Ranges, ...]:
-    """The shards of a sequence of which a mask in slices says who sees whom (see `filling.fill`).
-
-    Of the tolerances the largest counts that comes out even, since it cuts the fewest segments.
-    Ranks are in the order of their first tokens, so that neighbours on a ring are near.
-    """
-    load = slices_load(slices, seqlen)
-    densest = sorted(load.segments, key=lambda one: (-one.density, one.start))
-    best, least = (), inf
-    for tolerated in EXCESSES:
-        shards = fill(num_ranks, densest, tolerated)
-        uneven = load.unevenness(shards)
-        if uneven < least:
-            best, least = shards, uneven
-        if least <= MAX_EXCESS:
-            break
-    return tuple(sorted(best))
 
 
 def slices_load(slices: Sequence[Slice], seqlen: int) -> Load:
