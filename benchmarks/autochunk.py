@@ -19,14 +19,25 @@ from statistics import median
 from typing import Any
 
 import torch
-from autochunk_models import CASES, Case, Made, evoformer, gpt2, llama, unet_default, vit
+from autochunk_models import (
+    CASES,
+    Case,
+    Made,
+    evoformer,
+    gpt2,
+    llama,
+    unet,
+    unet_condition,
+    unet_default,
+    vit,
+)
 from measure import cores_and_load, cpu_name
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from transformers.modeling_utils import no_init_weights
 
-from wf_backends.autochunk import BudgetError, autochunk, longest, memory_profiles
+from wf_backends.autochunk import BudgetError, ChunkPlan, Rates, autochunk, longest, memory_profiles
 from wf_backends.graph.memory import StorageTracker, unchunked_peak
 
 MIB = 1 << 20
@@ -35,6 +46,8 @@ HEAD = ("model", "attention", "how", "predicted MiB", "measured MiB", "saved")
 HEAD += ("predicted slowdown", "measured slowdown", "largest difference", "search s")
 LONGER_HEAD = ("model", "attention", "unchunked", "MiB", "chunked", "times", "elements, times")
 LONGER_HEAD += ("slowdown", "real run MiB")
+GPU_HEAD = ("model", "attention", "unchunked", "chunked", "times", "elements, times", "slowdown")
+GPU_HEAD += ("weights GB", "most slices")
 
 # ColossalAI's test forms: a name, the model, budgets in MiB
 COLOSSALAI = (
@@ -68,7 +81,20 @@ LONGER = (
     Longer("Evoformer, residues", evoformer, 512, False, dims=2),
 )
 WITHIN = 0.06  # of the longest
-PARTS = ("models", "budgets", "longest")
+GPU = 80 * 10**9  # bytes: the paper's A100
+ON_GPU = tuple(
+    Longer(name, make, length, fused, dims)
+    for name, make, length, dims in (
+        ("GPT-2, tokens", gpt2, 16384, 1),
+        ("Llama, tokens", llama, 16384, 1),
+        ("ViT-large, pixels of a side", vit, 1024, 2),
+        ("Evoformer, residues", evoformer, 512, 2),
+        ("UNet2D, pixels of a side", unet, 128, 2),
+        ("UNet2DCondition, pixels of a side", unet_condition, 128, 2),
+    )
+    for fused in (False, True)
+)
+PARTS = ("models", "budgets", "longest", "gpu")
 
 
 def main() -> None:
@@ -94,6 +120,11 @@ def main() -> None:
         table(LONGER_HEAD)
         for case in (c for c in LONGER if args.only in c.name):
             longer_row(case)
+    if "gpu" in args.parts:
+        print("\nThe longest sequence within 80 GB, weights and inputs included:")
+        table(GPU_HEAD)
+        for case in (c for c in ON_GPU if args.only in c.name):
+            gpu_row(case)
 
 
 def table(head: tuple[str, ...]) -> None:
@@ -171,20 +202,20 @@ def budget_rows(name: str, make: Callable[..., Made], budgets: tuple[int | None,
         report(name, "eager", how, predicted, model, chunked, kwargs, before, 3)
 
 
+def on_fake_tensors(case: Longer, length: int) -> Made:
+    with FakeTensorMode(), no_init_weights():
+        return made(case.make, length, case.fused)
+
+
 def longer_row(case: Longer) -> None:
     """The longest sequence whose plan fits, by bisection on fake tensors."""
-
-    def on_fake_tensors(length: int) -> Made:
-        with FakeTensorMode(), no_init_weights():
-            return made(case.make, length, case.fused)
-
-    model, kwargs = on_fake_tensors(case.length)
+    model, kwargs = on_fake_tensors(case, case.length)
     budget = unchunked_peak(model, (), kwargs)
     slower: dict[int, float] = {}
 
     def fits(length: int) -> bool:
         try:
-            profiles = memory_profiles(*on_fake_tensors(length), budget, ANY)
+            profiles = memory_profiles(*on_fake_tensors(case, length), budget, ANY)
         except BudgetError:
             return False
         slower[length] = profiles.plan.slowdown
@@ -206,6 +237,46 @@ def longer_row(case: Longer) -> None:
         f"{slower[reach]:+.1%}" if reach in slower else "",
         real,
     )
+
+
+def gpu_row(case: Longer) -> None:
+    """The longest sequence within a GPU's memory without and with slices, on fake tensors."""
+    plans: dict[int, ChunkPlan] = {}
+
+    def fits_whole(length: int) -> bool:
+        model, kwargs = on_fake_tensors(case, length)
+        return weights_and_inputs(model, kwargs) + unchunked_peak(model, (), kwargs) <= GPU
+
+    def fits_in_slices(length: int) -> bool:
+        model, kwargs = on_fake_tensors(case, length)
+        room = GPU - weights_and_inputs(model, kwargs)
+        if room <= 0:
+            return False
+        try:
+            plans[length] = memory_profiles(model, kwargs, room, rates=Rates()).plan
+        except BudgetError:
+            return False
+        return True
+
+    step = case.length // 16
+    whole = longest(fits_whole, step, case.length, WITHIN / 2)
+    reach = longest(fits_in_slices, step, whole, WITHIN / 2)
+    row(
+        case.name,
+        "fused" if case.fused else "eager",
+        whole,
+        reach,
+        f"{reach / whole:.1f}",
+        f"{(reach / whole) ** case.dims:.1f}",
+        f"{plans[reach].slowdown:+.1%}",
+        f"{weights_and_inputs(*on_fake_tensors(case, reach)) / 1e9:.1f}",
+        max(part.chunks for part in plans[reach].regions),
+    )
+
+
+def weights_and_inputs(model: nn.Module, kwargs: dict[str, Any]) -> int:
+    """Bytes."""
+    return sum(x.nbytes for x in (*model.parameters(), *model.buffers(), *tensors(kwargs)))
 
 
 def searched(

@@ -108,8 +108,11 @@ def gpt2(tokens: int, fused: bool, width: int = 256, layers: int = 2, heads: int
         n_positions=tokens,
         **implementation(fused),
     )
-    ids = torch.randint(1000, (1, tokens))
-    return GPT2Model(config), {"input_ids": ids, "use_cache": False}
+    model = GPT2Model(config)
+    if fused:  # only eager attention reads the causal masks, of all positions
+        for layer in model.h:
+            del layer.attn.bias
+    return model, {"input_ids": torch.randint(1000, (1, tokens)), "use_cache": False}
 
 
 def llama(tokens: int, fused: bool) -> Made:

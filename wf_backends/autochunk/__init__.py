@@ -10,10 +10,12 @@ In the paper's order:
     select         which regions, and how many slices (3.4)
     region, lower  the slices' loops, and the graph that calls them (3.5)
 
-`planning` goes from a graph and a budget to a `plan`; `chunked` is what a user calls.
+`planning` goes from a graph and a budget to a `plan`; `chunked` is what a user calls, `profiles`
+the same for a model that is only looked at.
 """
 
 from wf_backends.autochunk.chunked import autochunk
+from wf_backends.autochunk.cost import Rates
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
 from wf_backends.autochunk.planning import BudgetError
 from wf_backends.autochunk.profiles import Profiles, longest, memory_profiles
@@ -23,6 +25,7 @@ __all__ = [
     "ChunkPlan",
     "ChunkedPart",
     "Profiles",
+    "Rates",
     "autochunk",
     "longest",
     "memory_profiles",

@@ -7,7 +7,7 @@ from os.path import commonprefix
 
 from torch import fx
 
-from wf_backends.autochunk.cost import measure_rates
+from wf_backends.autochunk.cost import Rates, measure_rates
 from wf_backends.autochunk.lower import Lowered, find_region, lower
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
 from wf_backends.autochunk.region import Region, region_of, slice_length
@@ -28,15 +28,18 @@ class _Form:
     found: Selection
 
 
-def find_plan(captured: Captured, before: int, budget: Budget) -> tuple[ChunkPlan, Lowered]:
+def find_plan(
+    captured: Captured, before: int, budget: Budget, rates: Rates | None = None
+) -> tuple[ChunkPlan, Lowered]:
     """The cheapest plan within the budget, for a model that needs `before` bytes unchunked.
 
     The plan has no regions where the model itself fits, or where none needs less than it. What is
-    computed from little is copied for its readers only where that is needed.
+    computed from little is copied for its readers only where that is needed. `rates` are those of
+    the device that runs it; None: measured here.
 
     Raises ValueError where none fits, with the plan that comes closest.
     """
-    effects, rates = Effects(), measure_rates(*captured.main_kind)
+    effects, rates = Effects(), rates or measure_rates(*captured.main_kind)
     limit = budget.bytes(before)
     plain = Search(captured.graph, effects, rates)
     model = ChunkPlan(captured.fingerprint, (), before, before, 0.0, plain.walls())

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from wf_backends.autochunk.cost import Rates
 from wf_backends.autochunk.lower import Lowered, lower
 from wf_backends.autochunk.plan import ChunkPlan
 from wf_backends.autochunk.planning import find_plan
@@ -42,15 +43,16 @@ def memory_profiles(
     kwargs: Mapping[str, Any],
     max_memory: int | float | str | None = None,
     max_slowdown: float = 0.1,
+    rates: Rates | None = None,
 ) -> Profiles:
     """What `autochunk` would do to a model, which may lie on fake tensors: nothing is computed.
 
-    Arguments and errors as `autochunk`.
+    Arguments and errors as `autochunk`; `rates` of the device that is to run it, if not this one.
     """
     budget = checked_budget(max_memory, max_slowdown)
     args, bound = bind(model, (), dict(kwargs))
     captured = capture(model, args, bound)
-    plan, lowered = find_plan(captured, unchunked_peak(model, args, bound), budget)
+    plan, lowered = find_plan(captured, unchunked_peak(model, args, bound), budget, rates)
     return Profiles(plan, captured, lowered)
 
 
