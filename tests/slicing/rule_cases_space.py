@@ -9,6 +9,8 @@ from wf_backends.slicing.group_norm import group_normalize, group_statistics
 
 aten = torch.ops.aten
 
+PLAIN, TRANSPOSED = (([1, 1], up, [0, 0], 1) for up in (False, True))  # after the padding
+
 ATTENTION = [
     case(
         op := aten.scaled_dot_product_attention,
@@ -73,32 +75,12 @@ SPACE = [
     case(
         aten.convolution,
         "0123",
-        lambda t: (
-            t("b", "c", 9, 7),
-            t("o", "c", 3, 3),
-            None,
-            [1, 1],
-            [1, 1],
-            [1, 1],
-            False,
-            [0, 0],
-            1,
-        ),
+        lambda t: (t("b", "c", 9, 7), t("o", "c", 3, 3), None, [1, 1], [1, 1], *PLAIN),
     ),
     case(
         aten.convolution,
         "0",
-        lambda t: (
-            t("b", "c", 5, 5),
-            t("c", "o", 3, 3),
-            None,
-            [2, 2],
-            [1, 1],
-            [1, 1],
-            True,
-            [0, 0],
-            1,
-        ),
+        lambda t: (t("b", "c", 5, 5), t("c", "o", 3, 3), None, [2, 2], [1, 1], *TRANSPOSED),
     ),
     case(aten.conv_transpose1d, "0", lambda t: (t("b", "c", 5), t("c", "o", 3))),
     case(aten.conv_transpose2d.input, "0", lambda t: (t("b", "c", 5, 5), t("c", "o", 3, 3))),

@@ -16,6 +16,7 @@ from wf_backends.slicing.group_norm import split_group_norms
 from wf_backends.slicing.rules import sources
 
 TOKENS: dict[str, Any] = {"input_ids": torch.arange(12).reshape(2, 6), "use_cache": False}
+SIZES = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 12}
 
 
 @pytest.fixture(autouse=True)
@@ -37,28 +38,18 @@ def gpt2(attention: str) -> tuple[nn.Module, dict[str, Any]]:
 
 def llama(attention: str) -> tuple[nn.Module, dict[str, Any]]:
     transformers = pytest.importorskip("transformers")
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(
-        num_hidden_layers=1,
-        hidden_size=8,
-        intermediate_size=12,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=12,
-        attn_implementation=attention,
+        **SIZES, **heads, vocab_size=12, attn_implementation=attention
     )
     return transformers.LlamaForCausalLM(config), TOKENS
 
 
 def vit(attention: str) -> tuple[nn.Module, dict[str, Any]]:
     transformers = pytest.importorskip("transformers")
+    image = {"image_size": 8, "patch_size": 4}
     config = transformers.ViTConfig(
-        num_hidden_layers=1,
-        hidden_size=8,
-        intermediate_size=12,
-        num_attention_heads=2,
-        image_size=8,
-        patch_size=4,
-        attn_implementation=attention,
+        **SIZES, **image, num_attention_heads=2, attn_implementation=attention
     )
     return transformers.ViTModel(config), {"pixel_values": torch.randn(2, 3, 8, 8)}
 

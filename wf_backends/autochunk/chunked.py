@@ -23,6 +23,7 @@ from wf_backends.graph import (
     capture,
     checked_budget,
     containers,
+    layout,
     refill,
     unchunked_peak,
 )
@@ -142,9 +143,7 @@ class ChunkedForward:
         if compiled is None or weights is None:  # a new form of inputs, or a model that was cast
             compiled = self.prepare(chunked, args, kwargs)
             weights = compiled.captured.read_weights()
-        if (
-            compiled.plan.peak == compiled.plan.peak_before
-        ):  # without regions the graph may need less
+        if not compiled.plan.saved:  # a plan without regions may save, too: the graph frees sooner
             return self._model.forward(*args, **kwargs)
         assert weights is not None
         return compiled(weights, args, kwargs)
@@ -195,8 +194,5 @@ def _elements(leaves: list[Any]) -> int:
 
 def _form(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
     """What the graph depends on: shapes, types and devices of tensors, the values of all else."""
-    described = (
-        (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
-        for x in leaves
-    )
+    described = (layout(x) if isinstance(x, torch.Tensor) else x for x in leaves)
     return (spec, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), *described)

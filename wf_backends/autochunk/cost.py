@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from wf_backends.autochunk.flow import Sliced
-from wf_backends.graph import tensors
+from wf_backends.graph import nbytes
 
 _SQUARE = 256  # rows of the matrices that are multiplied to find the rate of arithmetic
 _WIDE = 2048  # rows of a matrix that no cache holds
 _FEW = 16  # rows that are multiplied with it
+_RUNS = 10  # of which the least time counts
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     )
 
 
-def _seconds(run: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The least of a few runs."""
     least = float("inf")
     run()
-    for _ in range(repeats):
+    for _ in range(_RUNS):
         _wait(device)
         start = time.perf_counter()
         run()
@@ -87,9 +88,9 @@ class Cost:
     @staticmethod
     def of(op: Sliced, flops: int, rates: Rates) -> Cost:
         """What a product reads whole is packed for every slice."""
-        moved, each, launch = sum(t.nbytes for t in tensors(op.node)), 0, rates.launch_seconds
+        moved, each, launch = nbytes(op.node), 0, rates.launch_seconds
         for source in op.sources:
-            count = sum(t.nbytes for t in tensors(source.node))
+            count = nbytes(source.node)
             if source.dim is not None:
                 moved += count
             elif flops:

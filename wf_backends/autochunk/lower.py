@@ -43,7 +43,7 @@ def lower(
             done.update(window)
         elif node not in done:
             writer.copy([node])
-    join_group_norms(writer.graph, ())
+    join_group_norms(writer.graph)
     module = fx.GraphModule(writer.root, writer.graph)
     steps = read_steps(module.graph, effects)
     return Lowered(module, steps.peaks, [module_path(step.node) for step in steps.steps])

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from wf_backends.autochunk.flow import Flow, rows_of, size
-from wf_backends.graph import Effects
+from wf_backends.graph import Effects, layout
 from wf_backends.slicing import emit
 
 EVEN = 16
@@ -61,7 +61,7 @@ class Region:
 def kind_of(region: Region) -> str:
     """A text that is equal for regions that compute the same: those of layers that are alike."""
     names = {node: f"x{i}" for i, node in enumerate(dict.fromkeys(n for n, _ in region.inputs))}
-    lines = [f"{names[node]} {dim} {_layout(node)}" for node, dim in region.inputs]
+    lines = [f"{names[node]} {dim} {layout(node.meta['val'])}" for node, dim in region.inputs]
     for op in region.flow.operators:
         args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), names.__getitem__)
         names[op.node] = f"y{len(names)}"
@@ -115,10 +115,9 @@ class Bodies:
 
     def of(self, graph: fx.Graph) -> fx.GraphModule:
         """The module of a graph whose placeholders have their `meta["val"]`."""
-        key = "\n".join(
-            f"{n.target} {n.args} {n.kwargs} {_layout(n) if n.op == 'placeholder' else ''}"
-            for n in graph.nodes
-        )
+        given = [layout(node.meta["val"]) for node in graph.find_nodes(op="placeholder")]
+        lines = (f"{node.target} {node.args} {node.kwargs}" for node in graph.nodes)
+        key = "\n".join([str(given), *lines])
         if key not in self._known:
             for node in graph.nodes:
                 if node.op == "call_function":
@@ -229,17 +228,12 @@ def _narrow(value: torch.Tensor, where: Slice | None) -> torch.Tensor:
     return value.narrow(dim, lo, hi - lo)
 
 
-def _layout(node: fx.Node) -> tuple[Any, ...]:
-    value = node.meta["val"]
-    return tuple(value.shape), value.stride(), value.dtype, value.device
-
-
 def _dense(node: fx.Node) -> tuple[Any, ...]:
     """The layout of an output: the value's, without the holes that it has as a view of more."""
     value = node.meta["val"]
     if not isinstance(value, torch.Tensor):
         raise RegionError(f"{node.name} has a list of tensors, which a region cannot pass on")
-    return tuple(value.shape), torch.empty_like(value).stride(), value.dtype, value.device
+    return layout(torch.empty_like(value))
 
 
 def _check_cover(node: fx.Node, slices: Sequence[Slice]) -> None:

@@ -16,8 +16,19 @@ from torch import fx
 from wf_backends.autochunk.cost import Cost, Rates
 from wf_backends.autochunk.flow import Sliced
 from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
-from wf_backends.graph import Effects, Step, Steps, arguments, operator_name, read_steps, tensors
+from wf_backends.graph import (
+    Effects,
+    Step,
+    Steps,
+    arguments,
+    nbytes,
+    operator_name,
+    read_steps,
+    tensors,
+)
 from wf_backends.slicing import sources
+
+HALVINGS = 8  # of the range of budgets, to find the least memory within a slowdown
 
 
 @dataclass(frozen=True)
@@ -78,11 +89,11 @@ class Search:
                 walls[operator_name(step.node)] += self._count[kind]
         return tuple(walls.most_common())
 
-    def within_slowdown(self, most: float, halvings: int = 8) -> Selection:
+    def within_slowdown(self, most: float) -> Selection:
         """The selection of least memory whose slowdown is at most `most`."""
         best = self.within_memory(max(self.steps.peaks))
         low, high = 0, best.peak
-        for _ in range(halvings):
+        for _ in range(HALVINGS):
             budget = (low + high) // 2
             found = self.within_memory(budget)
             if found.slowdown <= most and found.peak < best.peak:
@@ -182,7 +193,7 @@ class Search:
 
     def _seconds(self, step: Step) -> float:
         """The predicted time of an operator."""
-        count = sum(t.nbytes for node in (step.node, *arguments(step.node)) for t in tensors(node))
+        count = sum(map(nbytes, (step.node, *arguments(step.node))))
         return self._rates.seconds(step.flops, count)
 
 

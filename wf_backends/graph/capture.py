@@ -132,9 +132,9 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     graph = program.graph
     for node, weight in zip(graph.find_nodes(op="placeholder"), weights, strict=False):
         node.meta["whole"] = has_torch_function((_read(weight),))
-    clean(graph)
+    _clean(graph)
     kinds = tuple((t.dtype, t.device) for t in map(_read, weights))
-    return Captured(graph, weights, kinds, program.call_spec.out_spec, fingerprint(graph))
+    return Captured(graph, weights, kinds, program.call_spec.out_spec, _fingerprint(graph))
 
 
 def _forward_alone(model: nn.Module) -> nn.Module:
@@ -182,7 +182,7 @@ def _no_log() -> Iterator[None]:
         logging.disable(before)
 
 
-def fingerprint(graph: fx.Graph) -> str:
+def _fingerprint(graph: fx.Graph) -> str:
     """A digest of the graph's operators and shapes: equal for the same model and input shapes."""
     lines = (f"{n.op} {operator_name(n)} {n.args} {n.kwargs} {_shapes(n)}" for n in graph.nodes)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
@@ -200,6 +200,16 @@ def tensors(node: fx.Node) -> list[torch.Tensor]:
     value = node.meta.get("val")
     values = value if isinstance(value, (list, tuple)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def nbytes(node: fx.Node) -> int:
+    """The bytes of all that the node computes."""
+    return sum(t.nbytes for t in tensors(node))
+
+
+def layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Any, Any]:
+    """Shape, strides, dtype and device."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
 def _written_input(node: fx.Node) -> str | None:
@@ -235,7 +245,7 @@ def _weight(model: nn.Module, program: Any, spec: Any) -> Weight | torch.Tensor:
     )
 
 
-def clean(graph: fx.Graph) -> None:
+def _clean(graph: fx.Graph) -> None:
     """Checks of metadata go, and dropout that is off."""
     for node in list(graph.nodes):
         if node.target in _CHECKS:

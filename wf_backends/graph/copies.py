@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch import fx
 
-from wf_backends.graph.capture import tensors
+from wf_backends.graph.capture import nbytes
 from wf_backends.graph.memory import Steps
 from wf_backends.slicing import rule_of, writes
 
@@ -50,10 +50,10 @@ def _chain(value: fx.Node, steps: Steps, from_living: bool) -> set[fx.Node]:
     """The operators that compute a value from little, or from what lives as long as it does; none
     where that takes a product, or too many."""
     end = max((steps.last[s] for s in steps.of[value]), default=0)
-    count = _bytes(value)
+    count = nbytes(value)
 
     def is_there(node: fx.Node) -> bool:
-        if LITTLE * _bytes(node) <= count:
+        if LITTLE * nbytes(node) <= count:
             return True
         return from_living and all(steps.last.get(s, end) >= end for s in steps.of[node])
 
@@ -71,10 +71,6 @@ def _chain(value: fx.Node, steps: Steps, from_living: bool) -> set[fx.Node]:
         left += node.all_input_nodes
     made = {s for node in chain for s, _ in steps.steps[steps.position[node]].allocates}
     return chain if count and made.issuperset(steps.of[value]) else set()
-
-
-def _bytes(node: fx.Node) -> int:
-    return sum(t.nbytes for t in tensors(node))
 
 
 def _is_its_own(writer: fx.Node, chain: set[fx.Node], steps: Steps) -> bool:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from wf_backends.graph.capture import tensors
+from wf_backends.graph.capture import layout, tensors
 from wf_backends.slicing import Source, sources, writes
 
 
@@ -126,7 +126,7 @@ class Effects:
     def _layout(self, node: fx.Node) -> str:
         """A text that is equal for nodes whose tensors have the same layouts."""
         if node not in self._layout_of:
-            layouts = ((t.dtype, t.device, tuple(t.shape), t.stride()) for t in tensors(node))
+            layouts = map(layout, tensors(node))
             which = node.target if node.op == "get_attr" else node.meta.get("whole")
             number = self._layouts.setdefault((which, *layouts), len(self._layouts))
             self._layout_of[node] = f"<{number}>"
@@ -202,7 +202,7 @@ class Steps:
     _sources: dict[tuple[int, int], tuple[Source, ...] | None] = field(default_factory=dict)
 
     def sources(self, node: fx.Node, dim: int) -> tuple[Source, ...] | None:
-        """As `rules.sources`, found once for each kind of call."""
+        """As `slicing.sources`, found once for each kind of call."""
         key = self.steps[self.position[node]].kind, dim
         if writes(node):
             return sources(node, dim)

@@ -6,8 +6,6 @@ out = (x - mean) * rstd * weight + bias, at each place apart
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 import torch
 from torch import Tensor, fx
 
@@ -70,14 +68,12 @@ def split_group_norms(graph: fx.Graph) -> None:
         graph.erase_node(node)
 
 
-def join_group_norms(graph: fx.Graph, keep: Collection[fx.Node]) -> None:
-    """Undoes `split_group_norms` where the `group_normalize` node is not in `keep`.
-
-    What is not chunked so runs torch's own kernel, on the same numbers as before.
-    """
+def join_group_norms(graph: fx.Graph) -> None:
+    """Undoes `split_group_norms` where both passes are still there: what is not chunked runs
+    torch's own kernel."""
     for node in graph.find_nodes(op="call_function", target=group_normalize):
         x, statistics, groups, weight, bias = node.args
-        if node in keep or not isinstance(statistics, fx.Node):
+        if not isinstance(statistics, fx.Node) or statistics.target is not group_statistics:
             continue
         with graph.inserting_before(node):
             eps = statistics.args[2]

@@ -91,13 +91,13 @@ def _candidate(
     results = [n for n in nodes if any(user not in inside for user in n.users)]
     base = Candidate(path, type(module).__name__, tuple(nodes))
     try:
-        made = sum(nbytes(n) for n in nodes if not is_view(n) and n not in results)
+        made = sum(_nbytes(n) for n in nodes if not _is_view(n) and n not in results)
         base = replace(base, inside=made)
         _refuse_foreign(module, [weights[n] for n in inputs if n in weights])
         dim = _dim(nodes, given, results, set(weights) | _made_of(weights, nodes))
     except _Wall as wall:
         return replace(base, reason=str(wall))
-    around = sum(nbytes(n) for n in given + results)
+    around = sum(_nbytes(n) for n in given + results)
     rows = _shape(results[0])[dim]
     return replace(base, around=max(1, around), dim=dim, rows=rows)
 
@@ -191,12 +191,7 @@ def _counts(node: fx.Node, rows: int) -> bool:
     """Whether an operator other than a view has the number of rows among its numbers."""
     numbers = [x for x in node.args if isinstance(x, int | float) and not isinstance(x, bool)]
     powers = (rows, 1 / rows, rows**0.5, rows**-0.5)
-    return not is_view(node) and any(isclose(x, power) for x in numbers for power in powers)
-
-
-def _first(node: fx.Node) -> fx.Node:
-    """What is read first."""
-    return node.all_input_nodes[0]
+    return not _is_view(node) and any(isclose(x, power) for x in numbers for power in powers)
 
 
 def _has_rows(node: fx.Node, dim: int) -> bool:
@@ -209,8 +204,8 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return _sizes(found[0]) if found else ()
 
 
-def nbytes(node: fx.Node) -> int:
-    """Of all tensors that a node gives."""
+def _nbytes(node: fx.Node) -> int:
+    """Of all tensors that a node gives; a wall where the data decide it."""
     return sum(prod(_sizes(x)) * x.element_size() for x in tensors(node))
 
 
@@ -220,7 +215,7 @@ def _sizes(x: Tensor) -> tuple[int, ...]:
     return tuple(x.shape)
 
 
-def is_view(node: fx.Node) -> bool:
+def _is_view(node: fx.Node) -> bool:
     """Whether it gives its input, or a view of it, where it can."""
     schema = getattr(node.target, "_schema", None)
     return schema is None or any(returned.alias_info for returned in schema.returns)
@@ -236,15 +231,15 @@ def head_candidate(captured: Captured, model: nn.Module) -> Candidate | None:
         return None
     chain: list[fx.Node] = list(found)
     while chain[-1] is found[0] or getattr(chain[-1].target, "overloadpacket", None) in PASSED_ON:
-        chain.append(_first(chain[-1]))
+        chain.append(chain[-1].all_input_nodes[0])
     stack = list((chain[-1].meta.get("nn_module_stack") or {}).values())
     path = stack[-1][0] if stack else ""
     kind = type(model.get_submodule(path)).__name__
     one = Candidate(path, kind, (chain[-1],), dim=1, loss=True)
     try:
         _refuse_head(chain, path, model.get_submodule(path.rpartition(".")[0]))
-        made = sum(nbytes(node) for node in chain)
-        given, rows = nbytes(_first(chain[-1])), prod(_shape(chain[-1])[:-1])
+        made = sum(_nbytes(node) for node in chain)
+        given, rows = _nbytes(chain[-1].all_input_nodes[0]), prod(_shape(chain[-1])[:-1])
         return replace(one, inside=made, around=given, rows=rows)
     except _Wall as wall:
         return replace(one, reason=str(wall))

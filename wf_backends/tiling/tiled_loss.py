@@ -70,7 +70,7 @@ class _HeadLoss:
         self.head: Any = head
         self.tiles = tiles
         self.loss_function: Any = owner.loss_function
-        self.compute, self.whole = head.forward, torch_has_the_loss(head)
+        self.compute, self.by_torch = head.forward, torch_has_the_loss(head)
         self.names = list(inspect.signature(type(owner).forward).parameters)[1:]  # without self
         self.losses = TiledCall(_TokenLosses(head), 0, tiles)
         self.call: Mapping[str, Any] | None = None
@@ -86,14 +86,14 @@ class _HeadLoss:
         """(b, s, width) -> (b, s, vocabulary), or the loss."""
         if self.call is None:
             return self.compute(hidden)
-        labels = shifted(self.call)
+        labels = _shifted(self.call)
         if labels.shape != hidden.shape[:-1]:
             raise ValueError(
                 f"labels must be {tuple(hidden.shape[:-1])}, one for each row of the head, got "
                 f"{tuple(labels.shape)}"
             )
         count = self.call.get("num_items_in_batch")
-        count = (labels != ignored(self.call)).sum() if count is None else count
+        count = (labels != _ignored(self.call)).sum() if count is None else count
         total = self._sum(hidden.flatten(0, -2), labels.flatten().to(hidden.device))
         self.made = loss = total / count
         return loss
@@ -101,8 +101,8 @@ class _HeadLoss:
     def _sum(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The cross entropies of (n, width) and (n,), summed."""
         assert self.call is not None
-        index = ignored(self.call)
-        if self.whole and not torch.is_autocast_enabled(hidden.device.type):
+        index = _ignored(self.call)
+        if self.by_torch and not torch.is_autocast_enabled(hidden.device.type):
             rows = -(-len(hidden) // self.tiles)
             options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)
             words = {"linear_bias": self.head.bias, "ignore_index": index, "options": options}
@@ -152,14 +152,14 @@ def _is_the_same(x: Tensor, made: Tensor | None) -> bool:
     return x.untyped_storage()._cdata == made.untyped_storage()._cdata
 
 
-def ignored(call: Mapping[str, Any]) -> int:
+def _ignored(call: Mapping[str, Any]) -> int:
     """The label of tokens that count for nothing."""
     return call.get("ignore_index", IGNORE_INDEX)
 
 
-def shifted(call: Mapping[str, Any]) -> Tensor:
+def _shifted(call: Mapping[str, Any]) -> Tensor:
     """(b, s): the label that each row predicts."""
     given = call.get("shift_labels")
     return (
-        given if given is not None else F.pad(call["labels"], (0, 1), value=ignored(call))[..., 1:]
+        given if given is not None else F.pad(call["labels"], (0, 1), value=_ignored(call))[..., 1:]
     )
