@@ -20,7 +20,7 @@ from wf_backends.hetegen.split_weight import SplitWeight
 
 
 def lane_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name in LANES]
+    return [each.name for each in threading.enumerate() if each.name.split("_")[0] in LANES]
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from wf_backends._validation import nearest, parse_bytes
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import Device
-from wf_backends.hetegen.modules import MIN_ROWS, HostWeight, find_weights
+from wf_backends.hetegen.modules import HostWeight, find_weights
 from wf_backends.hetegen.plan import Plan, Request
 from wf_backends.hetegen.planning import make_plan
 from wf_backends.hetegen.runner import Runner
 from wf_backends.hetegen.split_weight import split_weights
 
 ACCELERATOR = "accelerator"
-KEYS = ("0", ACCELERATOR, "cpu")
+KEYS = (ACCELERATOR, "cpu")
 
 
 class Handle:
@@ -93,7 +93,7 @@ def dispatch_model(
     """
     _check(alpha, prefetch, batch, prompt)
     accelerator_bytes, host_bytes = _parse(max_memory)
-    weights = _weights(model)
+    weights = find_weights(model)
     device = Accelerator() if device is None else device
     request = Request(
         linears=tuple(weight.linear for weight in weights),
@@ -122,12 +122,12 @@ def _parse(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
     """
     sizes: dict[str, int] = {}
     for key, value in max_memory.items():
-        if str(key) not in KEYS:
+        memory = ACCELERATOR if str(key) == "0" else str(key)
+        if memory not in KEYS:
             raise ValueError(
                 f'max_memory may have the keys 0 (or "{ACCELERATOR}") and "cpu", '
                 f"got {key!r}{nearest(key, KEYS)}"
             )
-        memory = ACCELERATOR if str(key) == "0" else str(key)
         if memory in sizes:
             raise ValueError(f'max_memory has both 0 and "{ACCELERATOR}", which are the same')
         sizes[memory] = parse_bytes(f"max_memory[{key!r}]", value)
@@ -137,16 +137,6 @@ def _parse(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
             f"got {dict(max_memory)!r}"
         )
     return sizes[ACCELERATOR], sizes.get("cpu", inf)
-
-
-def _weights(model: nn.Module) -> list[HostWeight]:
-    weights = find_weights(model)
-    if not weights:
-        raise ValueError(
-            f"{type(model).__name__} has nothing to split: no nn.Linear or Conv1D of its own "
-            f"with {MIN_ROWS} output features or more"
-        )
-    return weights
 
 
 def _check(alpha: object, prefetch: object, batch: object, prompt: object) -> None:
@@ -171,18 +161,19 @@ def _split(
     """Take memory, and have linears ask the runner; an error undoes all of it."""
     with ExitStack() as undo:
         undo.callback(device.close)
+        runner = None
         if plan.fits:
-            _place([*model.parameters(), *model.buffers()], device, undo)
+            weights = []
             warnings.warn(
                 f"the model takes {plan.accelerator_bytes} bytes and fits the accelerator's "
                 f"{plan.request.accelerator_bytes}: it is simply resident, and nothing is split",
                 stacklevel=3,
             )
-            return Handle(model, plan, None, undo.pop_all())
         _place(_others(model, weights), device, undo)
-        plan, pinned = _pin(plan, device) if pin else (plan, [])
-        runner = Runner(plan, weights, device, pinned)
-        split_weights(weights, runner, undo)
+        if not plan.fits:
+            plan, pinned = _pin(plan, device) if pin else (plan, [])
+            runner = Runner(plan, weights, device, pinned)
+            split_weights(weights, runner, undo)
         return Handle(model, plan, runner, undo.pop_all())
 
 

@@ -99,16 +99,12 @@ class Job:
     slab: int | None = None
 
 
-Place = int | tuple[int, int]  # a linear, or the last of no expert and how many experts after it
-
-
 class JobMaker:
     """Makes the jobs of one call after the other, and keeps what is in the slabs.
 
     Which linear follows which is first taken from their order, then learned from the calls. A
     wrong guess costs copies in vain and nothing else. Experts are used as they are routed: copies
-    do not run on into one. After an expert they run on where, after as many experts as now, a
-    linear of none followed the last time.
+    run on neither into one nor out of it.
 
     Attributes:
         first: the linear with which a pass begins, None before the first call.
@@ -119,8 +115,7 @@ class JobMaker:
         self._number = 0
         self._free: deque[tuple[int, tuple[int, ...]]] = deque((slab, ()) for slab in range(slabs))
         self._ahead: deque[Job] = deque()  # copies whose rows are in slabs, or will be
-        self._next: dict[Place, int] = {i: (i + 1) % len(splits) for i in range(len(splits))}
-        self._dense, self._experts = 0, 0  # the last call of no expert, and experts called since
+        self._next = [(i + 1) % len(splits) for i in range(len(splits))]  # linear that follows
         self.first: int | None = None
         self._last: int | None = None  # that was called
         self._cursor: tuple[int, int, Phase] | None = None  # linear, row: where copying goes on
@@ -134,7 +129,10 @@ class JobMaker:
 
     def call(self, linear: int, phase: Phase) -> list[Job]:
         """The jobs of a call of `linear`, whose input is there, then copies for calls to come."""
-        self._learn(linear)
+        self.first = linear if self.first is None else self.first
+        if self._last is not None:
+            self._next[self._last] = linear
+        self._last = linear
         split = self._splits[linear]
         if self._cursor is not None and self._cursor[0] == linear:
             self._cursor = (linear, self._cursor[1], phase)  # its copies were begun for a guess
@@ -156,33 +154,11 @@ class JobMaker:
         self._number += 1
         return self._number
 
-    def _expert(self, linear: int) -> str:
-        return self._splits[linear].linear.expert
-
-    def _learn(self, linear: int) -> None:
-        """What follows the last call, and where this one is."""
-        if self.first is None:
-            self.first = linear
-        last, expert = self._last, self._expert(linear)
-        before = "" if last is None else self._expert(last)
-        if last is not None and before in ("", expert):
-            self._next[last] = linear
-        elif last is not None:  # an expert ends with `last`
-            self._next.pop(last, None)
-            self._next[self._dense, self._experts] = linear
-        if not expert:
-            self._dense, self._experts = linear, 0
-        elif expert != before:
-            self._experts += 1
-        self._last = linear
-
     def _following(self, linear: int) -> int | None:
-        """The linear after `linear`; None if it is of an expert that is not called yet."""
-        expert, found = self._expert(linear), self._next.get(linear)
-        if expert and (found is None or self._expert(found) != expert):
-            found, expert = self._next.get((self._dense, self._experts)), ""
-        known = found is not None and self._expert(found) in ("", expert)
-        return found if known else None
+        """The linear after `linear`; None if it is not of the same expert, or of none as well."""
+        found = self._next[linear]
+        same = self._splits[found].linear.expert == self._splits[linear].linear.expert
+        return found if same else None
 
     def _copied(self, linear: int) -> int:
         """The row up to which those of `linear` are in slabs, or will be."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
-from queue import SimpleQueue
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -57,58 +56,46 @@ class LaneThread(Lane):
         super().__init__()
         self._name, self._stop = name, stop
         self._due = 0.0  # the end of the last work
-        self._queue: SimpleQueue = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: ThreadPoolExecutor | None = None
 
     def submit(
         self, run: Run, nbytes: int = 0, seconds: float = 0.0, after: Sequence[Future[float]] = ()
     ) -> Future[float]:
         """Have it run, for so many seconds at least; the time at which it ends."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            self._thread.start()
-        done: Future[float] = Future()
-        self._queue.put((run, nbytes, seconds, after, time.perf_counter(), done))
-        return done
+            self._thread = ThreadPoolExecutor(1, self._name)
+        return self._thread.submit(self._do, [run], nbytes, seconds, after, time.perf_counter())
 
     def end(self) -> None:
         """Wait for the end of the thread, which does what is queued first."""
         if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
+            self._thread.shutdown()
         self._thread = None
-
-    def _loop(self) -> None:
-        with torch.inference_mode():
-            while (item := self._queue.get()) is not None:
-                *work, done = item
-                del item
-                try:
-                    ended = self._do(*work)
-                except BaseException as error:  # whoever waits for it raises it
-                    done.set_exception(self._stop.set(error))
-                else:
-                    del work  # the tensors of a work go before anybody knows that it ended
-                    done.set_result(ended)
-                del done
 
     def _do(
         self,
-        run: Run,
+        run: list[Run],
         nbytes: int,
         seconds: float,
         after: Sequence[Future[float]],
         submitted: float,
     ) -> float:
-        """When it ended; with a rate when it was due to, whose thread may have woken late."""
-        start = max([submitted, self._due, *(event.result() for event in after)])
-        self._stop.wait(0)
-        begun = time.perf_counter()
-        run()
-        now = time.perf_counter()
-        took = max(now - begun, seconds)
-        self._due = start + took if seconds else now
-        self._stop.wait(max(0.0, self._due - now))
+        """When it ended; with a rate when it was due to, whose thread may have woken late.
+
+        The list is emptied: a work's tensors go before anybody knows that it ended.
+        """
+        try:
+            start = max([submitted, self._due, *(event.result() for event in after)])
+            self._stop.wait(0)
+            begun = time.perf_counter()
+            with torch.inference_mode():
+                run.pop()()
+            now = time.perf_counter()
+            took = max(now - begun, seconds)
+            self._due = start + took if seconds else now
+            self._stop.wait(max(0.0, self._due - now))
+        except BaseException as error:  # whoever waits for it raises it
+            raise self._stop.set(error) from None
         self.busy_seconds += took
         self.nbytes += nbytes
         return self._due

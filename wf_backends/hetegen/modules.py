@@ -42,6 +42,9 @@ def find_weights(model: nn.Module) -> list[HostWeight]:
     """The weights that can be split, in the model's order.
 
     One that other modules read as well is split only where those are embeddings.
+
+    Raises:
+        ValueError: if there are none.
     """
     users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     tables = Counter(id(m.weight) for m in model.modules() if type(m) is nn.Embedding)
@@ -59,6 +62,11 @@ def find_weights(model: nn.Module) -> list[HostWeight]:
             sizes = tensor.shape[dim], tensor.shape[1 - dim]
             linear = Linear(name, *sizes, tensor.itemsize, expert, routed)
             found.append(HostWeight(module, linear, tensor, dim))
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has nothing to split: no nn.Linear or Conv1D of its own "
+            f"with {MIN_ROWS} output features or more"
+        )
     return found
 
 

@@ -1,4 +1,4 @@
-"""The plan for a model: of a few sizes of slabs and shares of the host the fastest by simulation.
+"""The plan for a model: of the law's, streaming and the host alone the fastest by simulation.
 
 Pure: standard library only.
 """
@@ -13,7 +13,7 @@ from wf_backends.hetegen.law import Rates, WeightUse, best_alpha, residency, sec
 from wf_backends.hetegen.plan import Plan, Request
 
 CALLS_OF_COPY = 5  # a copy takes no less than so many times the overhead of a call
-SLABS_OF_LARGEST = (1, 2, 4, 8)  # slabs that the streamed rows of the largest linear may fill
+SLABS_OF_LARGEST = 4  # slabs that the streamed rows of the largest linear fill
 
 
 def make_plan(request: Request) -> Plan:
@@ -33,7 +33,7 @@ def make_plan(request: Request) -> Plan:
             f"got {request.accelerator_bytes}"
         )
     shares = (None, 0.0, 1.0) if request.alpha is None else (request.alpha,)
-    return _with_seconds(min((_fastest(request, a) for a in shares), key=decode_seconds))
+    return _with_seconds(min((split_plan(request, a) for a in shares), key=decode_seconds))
 
 
 def decode_seconds(plan: Plan) -> float:
@@ -43,41 +43,35 @@ def decode_seconds(plan: Plan) -> float:
 
 def _with_seconds(plan: Plan) -> Plan:
     """The plan with its predictions, and those of streaming and of the host alone."""
-    streaming = plan if plan.fits else _fastest(plan.request, 0.0)
+    streaming = plan if plan.fits else split_plan(plan.request, 0.0)
     return replace(
         plan,
         decode_seconds=decode_seconds(plan),
         prefill_seconds=plan.simulate(["prefill"])[0][0],
         streaming_seconds=decode_seconds(streaming),
-        host_seconds=decode_seconds(split_plan(plan.request, 1.0, slab_bytes=0)),
+        host_seconds=decode_seconds(split_plan(plan.request, 1.0)),
     )
-
-
-def _fastest(request: Request, alpha: float | None) -> Plan:
-    """Of slabs of several sizes the fastest plan."""
-    plans = (split_plan(request, alpha, size) for size in _slab_sizes(request, alpha))
-    return min(plans, key=decode_seconds)
 
 
 def _largest_row(request: Request) -> int:
     return max(linear.row_bytes for linear in request.linears)
 
 
-def _slab_sizes(request: Request, alpha: float | None) -> list[int]:
-    """From large to small, none of them all of the memory."""
+def _slab_bytes(request: Request, alpha: float | None) -> int:
+    """Whole rows of the largest linear; all slabs together are no more than the memory."""
     rates = request.rates.at(request.decode_tokens, request.linears[0].itemsize)
     sizes = [linear.nbytes for linear in request.linears]
     resident = request.room / sum(sizes)
     share = 1 - resident - (best_alpha(resident, rates) if alpha is None else alpha)
+    wanted = int(share * max(sizes) / SLABS_OF_LARGEST)
+    least = int(CALLS_OF_COPY * rates.call_seconds * rates.link)
     row, most = _largest_row(request), request.room // request.slabs
-    least = max(row, int(CALLS_OF_COPY * rates.call_seconds * rates.link))
-    pieces = (max(least, int(share * max(sizes) / n)) for n in SLABS_OF_LARGEST)
-    return sorted({max(row, min(piece, most)) // row * row for piece in pieces}, reverse=True)
+    return max(row, min(max(wanted, least), most)) // row * row
 
 
-def split_plan(request: Request, alpha: float | None, slab_bytes: int) -> Plan:
-    """The plan with slabs of this size, and of the host's share `alpha` or the law's."""
-    splits = []
+def split_plan(request: Request, alpha: float | None) -> Plan:
+    """The plan with the host's share `alpha` of every linear, or the law's."""
+    splits, slab_bytes = [], _slab_bytes(request, alpha)
     resident = resident_rows(request, request.room - request.slabs * slab_bytes, alpha)
     for linear, rows in zip(request.linears, resident, strict=True):
         streamed = (
@@ -94,16 +88,11 @@ def split_plan(request: Request, alpha: float | None, slab_bytes: int) -> Plan:
 def resident_rows(request: Request, nbytes: int, alpha: float | None) -> list[int]:
     """`law.residency` in whole rows, which together take at most `nbytes`."""
     linears, tokens = request.linears, request.decode_tokens
-    rates = {size: request.rates.at(tokens, size) for size in {x.itemsize for x in linears}}
-    weights = [WeightUse(x.nbytes, x.uses(tokens), rates[x.itemsize]) for x in linears]
+    weights = [
+        WeightUse(x.nbytes, x.uses(tokens), request.rates.at(tokens, x.itemsize)) for x in linears
+    ]
     shares = residency(weights, max(nbytes, 0), alpha)
-    rows = [floor(share * x.rows + 1e-9) for share, x in zip(shares, linears, strict=True)]
-    left = nbytes - sum(n * x.row_bytes for n, x in zip(rows, linears, strict=True))
-    for i in sorted(range(len(linears)), key=lambda i: -weights[i].saved_per_byte):
-        if rows[i] < shares[i] * linears[i].rows - 1e-9 and linears[i].row_bytes <= left:
-            rows[i] += 1
-            left -= linears[i].row_bytes
-    return rows
+    return [floor(share * x.rows + 1e-9) for share, x in zip(shares, linears, strict=True)]
 
 
 def host_rows(rows: int, resident: int, rates: Rates, alpha: float | None) -> int:

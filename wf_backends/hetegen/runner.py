@@ -35,16 +35,6 @@ class Pass:
     between_calls: list[tuple[Moment, Moment]]
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a split linear: x (n, columns), out (n, rows), x in host memory."""
-
-    x: Tensor
-    out: Tensor
-    x_host: Tensor
-    x_ready: Sequence[Event]
-
-
 class Runner:
     """Calls of split linears on a device.
 
@@ -103,13 +93,11 @@ class Runner:
         phase = self._plan.request.phase(len(flat))
         with self._stopping_on_errors():
             *jobs, join = self._maker.call(index, phase)
-            on_host = any(job.lane == "host" for job in jobs)
-            x_host, ready = self._device.to_host(flat) if on_host else (flat, ())
             self._note_start(index, phase)
-            call = Call(flat, flat_out, x_host, ready)
             for job in jobs:
                 after = [self._events[number] for number in job.after]
-                self._events[job.number] = self._submit(job, call, after)
+                columns = flat_out[:, job.start : job.stop]
+                self._events[job.number] = self._submit(job, flat, columns, after)
                 self._predicted[job.lane] += self._plan.seconds_of(job, phase)
             rows_done = [self._events[number] for number in join.after]
             self.passes[-1].end = self._device.wait(rows_done)
@@ -117,20 +105,20 @@ class Runner:
         self._events = {n: event for n, event in self._events.items() if n >= oldest}
         return out
 
-    def _submit(self, job: Job, call: Call, after: list[Event]) -> Event:
-        """Have its lane do a job."""
+    def _submit(self, job: Job, x: Tensor, out: Tensor, after: list[Event]) -> Event:
+        """Have its lane do a job of x (n, columns) and out (n, rows of the job)."""
         device, weight = self._device, self._weights[job.linear]
-        rows, out = weight.rows(job.start, job.stop), call.out[:, job.start : job.stop]
+        rows = weight.rows(job.start, job.stop)
         if job.lane == "host":
-            write = partial(weight.multiply, call.x_host, rows)
-            return device.on_host(write, out, rows.nbytes, [*after, *call.x_ready])
+            x_host, ready = device.to_host(x)
+            return device.on_host(partial(weight.multiply, x_host, rows), out, rows.nbytes, ready)
         there = self._resident[job.linear]
         if job.slab is not None:
             there = _like(rows, self._slabs[job.slab])
         if job.lane == "link":
             pinned = _like(rows, self._pinned[job.slab or 0]) if self._pinned else None
             return device.copy(rows, pinned, there, after)
-        return device.compute(partial(weight.multiply, call.x, there, out), rows.nbytes, after)
+        return device.compute(partial(weight.multiply, x, there, out), rows.nbytes, after)
 
     def lookup(self, table: Tensor, ids: Tensor) -> Tensor:
         """Rows `ids` (...) of a table (n, d) in host memory, on the device: (..., d)."""
