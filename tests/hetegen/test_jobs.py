@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import asdict, replace
+from functools import cache
 
 import pytest
 
@@ -50,6 +51,14 @@ def simulate(draw: random.Random, plan: Plan, passes: int = 4) -> Simulated:
     return device
 
 
+@cache
+def drawn(seed: int) -> tuple[Plan, Simulated]:
+    """A plan, and passes of it."""
+    draw = random.Random(seed)
+    plan = make_plan(draw_request(draw))
+    return plan, simulate(draw, plan)
+
+
 def computed_rows(done: list[Done], join: Done) -> list[range]:
     """Rows that a call computes, in order."""
     jobs = [d.job for d in done if d.job.number in join.job.after]
@@ -61,9 +70,8 @@ def computed_rows(done: list[Done], join: Done) -> list[range]:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_every_row_is_computed_once_and_no_slab_is_written_while_it_is_read(seed: int) -> None:
-    draw = random.Random(seed)
-    plan = make_plan(draw_request(draw))
-    done = simulate(draw, plan).done
+    plan, device = drawn(seed)
+    done = device.done
     ends = {d.job.number: d.end for d in done}
     held: dict[int, Job] = {}  # slab -> what was copied into it
     readers: dict[int, float] = {}  # slab -> end of its last reader
@@ -90,9 +98,7 @@ def test_every_row_is_computed_once_and_no_slab_is_written_while_it_is_read(seed
 
 @pytest.mark.parametrize("seed", range(100))
 def test_no_pass_is_faster_than_its_bounds(seed: int) -> None:
-    draw = random.Random(seed)
-    plan = make_plan(draw_request(draw))
-    device = simulate(draw, plan)
+    plan, device = drawn(seed)
     for lane in LANES:
         jobs = [d for d in device.done if d.job.lane == lane]
         assert all(a.end <= b.start for a, b in zip(jobs, jobs[1:], strict=False))
@@ -103,9 +109,8 @@ def test_no_pass_is_faster_than_its_bounds(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_plan_is_as_fast_as_each_lane_alone_and_its_memory_is_kept(seed: int) -> None:
-    draw = random.Random(seed)
-    request = draw_request(draw)
-    plan = make_plan(request)
+    plan = drawn(seed)[0]
+    request = plan.request
     assert plan.accelerator_bytes <= request.accelerator_bytes
     if request.alpha is None and plan.slabs:
         assert plan.decode_seconds <= plan.streaming_seconds * (1 + 1e-9)
@@ -129,7 +134,7 @@ def test_no_fixed_share_of_the_host_simulates_much_faster(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_what_a_call_waits_for_is_submitted_before_copies_for_others(seed: int) -> None:
-    plan = make_plan(draw_request(random.Random(seed)))
+    plan = drawn(seed)[0]
     maker = plan.job_maker()
     for linear in 2 * used(plan.request.linears, 1):
         jobs = maker.call(linear, "decode")
@@ -139,7 +144,7 @@ def test_what_a_call_waits_for_is_submitted_before_copies_for_others(seed: int) 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_job_of_a_lane_takes_its_overhead(seed: int) -> None:
-    plan = make_plan(draw_request(random.Random(seed)))
+    plan = drawn(seed)[0]
     slower = replace(plan.request, rates=replace(plan.rates, job_seconds=0.5))
     job = plan.job_maker().call(0, "decode")[0]
     assert replace(plan, request=slower).seconds_of(job, "decode") == pytest.approx(

@@ -229,11 +229,10 @@ def heading(request: Request) -> str:
 
 def table(plans: list[Plan], times: list[float], request: Request) -> Table:
     """Predicted beside measured."""
-    found = Table("plan", title=escape(heading(request)))
-    for name in ("predicted ms", "measured ms", "measured / predicted"):
-        found.add_column(name, justify="right")
+    figures = "predicted ms", "measured ms", "measured / predicted"
+    found = o.new_table(escape(heading(request)), ["plan"], figures)
     for plan, took in zip(plans, times, strict=True):
         expected = plan.cost.seconds
-        figures = o.milliseconds(expected), o.milliseconds(took), f"{took / expected:.2f}"
-        found.add_row(scheme(plan, request.topology.size), *figures)
+        both = o.milliseconds(expected), o.milliseconds(took), f"{took / expected:.2f}"
+        found.add_row(scheme(plan, request.topology.size), *both)
     return found

@@ -2,48 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from wf_backends.budget import STAGES, Decoder, Options, Training
-from wf_backends.cli.models import read_model
+from wf_backends.budget import STAGES, Decoder, Options, States, Training
+from wf_backends.cli import options as o
+from wf_backends.cli.readers import read_model
 from wf_backends.planner import Plan, Request
 
 GIB = 2**30
 CHECKPOINTS = MappingProxyType({"none": "none", "device": "on device", "host": "on host"})
 OPTION_NAMES = ("checkpoints", "MLP, loss")
 STAGE_NAMES = tuple(f"ZeRO {stage}" for stage in STAGES)
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """What a rank of `training` holds, beside the memory that it has."""
-
-    name: str
-    training: Training
-    seqlen: int
-    memory_bytes: float
-    routes: Mapping[str, float]
-    """Bytes of one layer's attention buffers, the least by forward route."""
-
-    @property
-    def options(self) -> Iterator[Options]:
-        """Everything that is compared; tiles are as long as the hidden size is wide."""
-        for checkpoints in ("none", "device", "host"):
-            yield Options(checkpoints)
-            yield Options(checkpoints, tile=self.training.model.hidden)
+STATE_NAMES = MappingProxyType(
+    {
+        "parameters": "parameters",
+        "gradients": "gradients",
+        "optimizer": "optimizer states",
+        "buffers": "buckets, gathered parameters",
+        "backward": "all beside activations",
+        "at_step": "all at the optimizer's step",
+    }
+)
+ACTIVATIONS = ("kept", "attention", "mlp", "loss", "peak", "host")
+LEFT: Mapping[str, Any] = MappingProxyType({"title_justify": "left"})
 
 
 def budget_of(
     name: str, data_parallel_size: int, plans: Sequence[Plan], counted: Request, asked: Request
-) -> Budget:
-    """The budget of a model under the first of the plans.
+) -> dict[str, Any]:
+    """The budget of a model under the first of the plans as data, in bytes and tokens.
 
     Args:
         name: of the model.
@@ -53,7 +47,7 @@ def budget_of(
         ValueError, NotImplementedError: if the model's config does not tell its sizes, or is of a
             mixture of experts.
     """
-    work, ranks = asked.workload, asked.topology.size
+    work, ranks, limit = asked.workload, asked.topology.size, asked.memory_limit
     sizes, shape = read_model(name, sizes=True), work.shape
     heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
     model = Decoder(**(sizes | heads), itemsize=shape.itemsize)
@@ -64,102 +58,67 @@ def budget_of(
     for plan in plans:
         route, needs = plan.forward.placed.route["name"], plan.cost.memory_bytes / rows * tokens
         routes[route] = min(needs, routes.get(route, needs))
-    return Budget(name, training, work.seqlen, asked.memory_limit, routes)
+    compared = product(CHECKPOINTS, (0, model.hidden))  # tiles as long as the hidden size is wide
+    return {
+        "model": asdict(model),
+        "ranks": ranks * data_parallel_size,
+        "tokens": tokens,
+        "memory_bytes": limit,
+        "states": [{"stage": stage, **_states(training.states(stage))} for stage in STAGES],
+        "attention_buffers": routes,
+        "choices": [
+            _choice(training, work.seqlen, limit, Options(checkpoints, tile))  # pyright: ignore[reportArgumentType]
+            for checkpoints, tile in compared
+        ],
+    }
 
 
-def show(budget: Budget, console: Console) -> None:
+def _states(states: States) -> dict[str, float]:
+    return asdict(states) | {"backward": states.backward, "at_step": states.at_step}
+
+
+def _choice(training: Training, seqlen: int, limit: float, options: Options) -> dict[str, Any]:
+    """One way to keep memory low: activations, and by stage bytes and the longest sequence."""
+    found = training.activations(seqlen, options)
+    longest = [training.longest(limit, stage, options) for stage in STAGES]
+    return {
+        **asdict(options),
+        "activations": asdict(found) | {"peak": found.peak},
+        "device_bytes": [training.device_bytes(seqlen, stage, options) for stage in STAGES],
+        "longest": longest,
+        "longest_host_bytes": training.activations(max(longest), options).host,
+    }
+
+
+def show_budget(name: str, budget: dict[str, Any], console: Console) -> None:
     """Print states, activations, the longest sequence that fits, and attention's buffers."""
-    training = budget.training
-    ranks = training.sequence_parallel_size * training.data_parallel_size
+    model, limit = budget["model"], budget["memory_bytes"]
     console.print(
-        f"[bold]A rank's memory in training:[/bold] {escape(budget.name)}, "
-        f"{training.model.parameters / 1e9:,.3g} B parameters of {training.model.itemsize} bytes, "
-        f"Adam, {ranks} ranks"
+        f"[bold]A rank's memory in training:[/bold] {escape(name)}, "
+        f"{model['parameters'] / 1e9:,.3g} B parameters of {model['itemsize']} bytes, "
+        f"Adam, {budget['ranks']} ranks"
     )
-    for table in (_states(training), _activations(budget), _longest(budget)):
+    states = o.new_table("Parameters, gradients, optimizer: GiB", [""], STAGE_NAMES, **LEFT)
+    for key, words in STATE_NAMES.items():
+        states.add_row(words, *(_gib(each[key]) for each in budget["states"]))
+    title = f"Activations of a rank's {budget['tokens']:,} tokens: GiB"
+    shown = [key.replace("mlp", "MLP") for key in ACTIVATIONS]
+    activations = o.new_table(title, OPTION_NAMES, shown, **LEFT)
+    title = f"The longest sequence that fits {_gib(limit)} GiB a rank: thousands of tokens"
+    longest = o.new_table(title, OPTION_NAMES, [*STAGE_NAMES, "host GiB"], **LEFT)
+    for one in budget["choices"]:
+        words = CHECKPOINTS[one["checkpoints"]], "tiles" if one["tile"] else "whole"
+        activations.add_row(*words, *(_gib(one["activations"][key]) for key in ACTIVATIONS))
+        longest.add_row(*words, *map(_thousands, one["longest"]), _gib(one["longest_host_bytes"]))
+    for table in (states, activations, longest):
         console.print(table)
-    routes = sorted(budget.routes.items(), key=lambda one: one[1])
+    routes = sorted(budget["attention_buffers"].items(), key=lambda one: one[1])
     said = ", ".join(f"{route} {_gib(needs)}" for route, needs in routes)
     console.print(f"Attention buffers of a layer, GiB, the least by forward route: {said}")
 
 
-def to_json(budget: Budget) -> dict[str, Any]:
-    """The same as data, in bytes and tokens."""
-    training, seqlen = budget.training, budget.seqlen
-    states = [training.states(stage) for stage in STAGES]
-    return {
-        "model": asdict(training.model),
-        "ranks": training.sequence_parallel_size * training.data_parallel_size,
-        "tokens": training.tokens(seqlen),
-        "memory_bytes": budget.memory_bytes,
-        "states": [{"stage": stage, **asdict(states[stage])} for stage in STAGES],
-        "attention_buffers": dict(budget.routes),
-        "choices": [_choice(budget, options) for options in budget.options],
-    }
-
-
-def _choice(budget: Budget, options: Options) -> dict[str, Any]:
-    """One way to keep memory low: activations, and by stage bytes and the longest sequence."""
-    training, limit = budget.training, budget.memory_bytes
-    found = training.activations(budget.seqlen, options)
-    return {
-        **asdict(options),
-        "activations": asdict(found) | {"peak": found.peak},
-        "device_bytes": [training.device_bytes(budget.seqlen, s, options) for s in STAGES],
-        "longest": [training.longest(limit, stage, options) for stage in STAGES],
-    }
-
-
-def _states(training: Training) -> Table:
-    table = _table("Parameters, gradients, optimizer: GiB", "", *STAGE_NAMES)
-    found = [training.states(stage) for stage in STAGES]
-    rows = {
-        "parameters": [one.parameters for one in found],
-        "gradients": [one.gradients for one in found],
-        "optimizer states": [one.optimizer for one in found],
-        "buckets, gathered parameters": [one.buffers for one in found],
-        "all beside activations": [one.backward for one in found],
-        "all at the optimizer's step": [one.at_step for one in found],
-    }
-    for name, figures in rows.items():
-        table.add_row(name, *map(_gib, figures))
-    return table
-
-
-def _activations(budget: Budget) -> Table:
-    """What all layers keep, and what is there beside it while the backward is at one place."""
-    training = budget.training
-    names = "kept", "attention", "MLP", "loss", "peak", "host"
-    title = f"Activations of a rank's {training.tokens(budget.seqlen):,} tokens: GiB"
-    table = _table(title, *OPTION_NAMES, *names)
-    for options in budget.options:
-        found = training.activations(budget.seqlen, options)
-        figures = found.kept, found.attention, found.mlp, found.loss, found.peak, found.host
-        table.add_row(*_words(options), *map(_gib, figures))
-    return table
-
-
-def _longest(budget: Budget) -> Table:
-    training, limit = budget.training, budget.memory_bytes
-    title = f"The longest sequence that fits {_gib(limit)} GiB a rank: thousands of tokens"
-    table = _table(title, *OPTION_NAMES, *STAGE_NAMES, "host GiB")
-    for options in budget.options:
-        longest = [training.longest(limit, stage, options) for stage in STAGES]
-        host = training.activations(max(longest), options).host
-        tokens = (f"{one / 1000:,.{1 if one < 100_000 else 0}f}" if one else "-" for one in longest)
-        table.add_row(*_words(options), *tokens, _gib(host))
-    return table
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("", *OPTION_NAMES) else "right")
-    return table
-
-
-def _words(options: Options) -> tuple[str, str]:
-    return CHECKPOINTS[options.checkpoints], "tiles" if options.tile else "whole"
+def _thousands(tokens: int) -> str:
+    return f"{tokens / 1000:,.{1 if tokens < 100_000 else 0}f}" if tokens else "-"
 
 
 def _gib(value: float) -> str:

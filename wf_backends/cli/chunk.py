@@ -16,7 +16,7 @@ from rich.table import Table
 from wf_backends._validation import parse_bytes
 from wf_backends.autochunk import BudgetError, Profiles, longest, memory_profiles
 from wf_backends.cli.draw import draw_memory
-from wf_backends.cli.options import check_file, check_least
+from wf_backends.cli.options import check_file, check_least, new_table
 from wf_backends.cli.readers import call_reader, check_folder
 
 SKELETONS = "wallfacer.skeletons"  # entry points: a folder -> a model on fake tensors, its inputs
@@ -64,7 +64,9 @@ def chunk(
     found = profiles_of(seqlen, layers)
     reach = _longest(partial(profiles_of, some=layers or FEW)) if longest_sequence else None
     if picture is not None:
-        _draw(found, memory, picture, f"{model.name}, {seqlen} tokens")
+        limit = parse_bytes("--max-memory", memory) if isinstance(memory, str) else None
+        before, after = ([count for _, count in side] for side in (found.before, found.after))
+        draw_memory(before, after, limit, picture, f"{model.name}, {seqlen} tokens")
     if as_json:
         print(json.dumps({**asdict(found.plan), "longest_sequence": reach}, indent=2))
         return
@@ -87,13 +89,6 @@ def _longest(profiles_of: Callable[[int], Profiles]) -> int:
     return longest(fits, STEP)
 
 
-def _draw(found: Profiles, memory: str | float | None, picture: Path, title: str) -> None:
-    """The memory over the run, before and after, beside the limit if it is a size."""
-    limit = parse_bytes("--max-memory", memory) if isinstance(memory, str) else None
-    before, after = ([count for _, count in side] for side in (found.before, found.after))
-    draw_memory(before, after, limit, picture, title)
-
-
 def _memory(text: str) -> str | float | None:
     """A size as it is, a share of the unchunked peak as a number, None for nothing."""
     try:
@@ -104,9 +99,8 @@ def _memory(text: str) -> str | float | None:
 
 def _table(found: Profiles) -> Table:
     """The most bytes within each kind of module; layers that are alike in one row."""
-    table = Table(title="live activations, MiB", box=None)
-    for name in ("module", "as it is", "in slices"):
-        table.add_column(name, justify="left" if name == "module" else "right")
+    figures = "as it is", "in slices"
+    table = new_table("live activations, MiB", ["module"], figures, box=None)
     before, after = _by_module(found.before), _by_module(found.after)
     for path in sorted(before, key=before.__getitem__, reverse=True)[:ROWS]:
         cells = (f"{side[path] / MIB:.1f}" if path in side else "" for side in (before, after))

@@ -181,9 +181,7 @@ def attempt(name: str, work: Callable[[], str], mend: str = "", needed: bool = F
 
 def table(findings: list[Finding]) -> Table:
     """One line for each."""
-    found = Table()
-    for column in ("", "what", "here", "to mend it"):
-        found.add_column(column)
+    found = Table("", "what", "here", "to mend it")
     for finding in findings:
         sign = "[green]yes[/green]" if finding.works else "[yellow]no[/yellow]"
         if finding.needed and not finding.works:

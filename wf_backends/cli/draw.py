@@ -80,45 +80,21 @@ def _meetings(axes: Any, schedule: Schedule) -> None:
 
 
 def _host_map(axes: Any, schedule: Schedule, cluster: Topology) -> None:
-    """Ranks in the boxes of their hosts; an arrow for every different hop, red between hosts."""
+    """Ranks in the lines of their hosts; an arrow for every different hop, red between hosts."""
     per = cluster.ranks_per_host
+    at = [(rank % per, -(rank // per)) for rank in range(schedule.num_ranks)]
     for host in range(cluster.hosts):
-        axes.add_patch(_box(host, per))
+        axes.fill_between((-0.4, per - 0.6), -host - 0.3, -host + 0.3, fc="#f2f2f2", ec="#888888")
         axes.text(-0.9, -host, f"host {host}", ha="right", va="center", fontsize=8)
-    for rank in range(schedule.num_ranks):
-        axes.text(*_at(rank, per), rank, ha="center", va="center", fontsize=9, zorder=3)
+    for rank, place in enumerate(at):
+        axes.text(*place, rank, ha="center", va="center", fontsize=9, zorder=3)
     for hop in dict.fromkeys(schedule.hops):
         for source, target in enumerate(hop):
             if source != target:
-                _arrow(axes, source, target, cluster)
+                inside = cluster.host(source) == cluster.host(target)
+                color = "#4477aa" if inside else "#cc3311"
+                look = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.25", "color": color}
+                look |= {"shrinkA": 8, "shrinkB": 8, "alpha": 0.7}
+                axes.annotate("", xy=at[target], xytext=at[source], arrowprops=look)
     axes.set(xlim=(-2, per), ylim=(-cluster.hosts + 0.3, 0.7), title="hops (red: between hosts)")
     axes.axis("off")
-
-
-def _at(rank: int, per: int) -> tuple[int, int]:
-    return rank % per, -(rank // per)
-
-
-def _box(host: int, per: int) -> Any:
-    from matplotlib.patches import FancyBboxPatch
-
-    return FancyBboxPatch(
-        (-0.4, -host - 0.25), per - 0.2, 0.5, boxstyle="round,pad=0.05", fc="#f2f2f2", ec="#888888"
-    )
-
-
-def _arrow(axes: Any, source: int, target: int, cluster: Topology) -> None:
-    inside = cluster.host(source) == cluster.host(target)
-    axes.annotate(
-        "",
-        xy=_at(target, cluster.ranks_per_host),
-        xytext=_at(source, cluster.ranks_per_host),
-        arrowprops={
-            "arrowstyle": "->",
-            "color": "#4477aa" if inside else "#cc3311",
-            "connectionstyle": "arc3,rad=0.25",
-            "shrinkA": 8,
-            "shrinkB": 8,
-            "alpha": 0.7,
-        },
-    )

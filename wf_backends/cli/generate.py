@@ -52,10 +52,20 @@ def generate(
             f"{1 / handle.plan.streaming_seconds:.2f}, the CPU alone "
             f"{1 / handle.plan.host_seconds:.2f}"
         )
-        watch = Progress(max_new_tokens, told)
+        times: list[float] = []  # at which the text of a token came
+
+        def write(text: str) -> None:
+            times.append(time.perf_counter())
+            print(text, end="", flush=True)
+            if told.is_terminal and not sys.stdout.isatty():
+                told.print(f"{len(times)} of {max_new_tokens} tokens", end="\r")
+
         drawn = seed if sample else None
-        loaded.generate_text(prompt, max_new_tokens, watch.write, drawn, on_host=bool(shaped))
-        watch.end()
+        loaded.generate_text(prompt, max_new_tokens, write, drawn, on_host=bool(shaped))
+    print()
+    took = times[-1] - times[0] if times else 0.0  # without the prompt's pass
+    rate = f"{(len(times) - 1) / took:.2f} tokens/s" if took > 0 else "one token"
+    told.print(f"{len(times)} tokens, {rate}")
 
 
 def shaped_device(rates: str) -> Any:
@@ -71,30 +81,3 @@ def shaped_device(rates: str) -> Any:
     except ValueError as error:
         raise ValueError(f"--shaped must be three rates as 1,3,20, got {rates!r}") from error
     return ShapedDevice(link, host, accelerator)
-
-
-class Progress:
-    """Text as it comes, and how far it is."""
-
-    def __init__(self, tokens: int, console: Console) -> None:
-        self.tokens, self.console = tokens, console
-        self.done = 0
-        self.first = self.last = time.perf_counter()
-
-    def write(self, text: str) -> None:
-        """Print the text of one token, or of the end, and how far it is."""
-        self.done += 1
-        self.last = time.perf_counter()
-        if self.done == 1:
-            self.first = self.last
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        if self.console.is_terminal and not sys.stdout.isatty():
-            self.console.print(f"{self.done} of {self.tokens} tokens", end="\r")
-
-    def end(self) -> None:
-        """How many tokens a second, without the prompt's pass."""
-        sys.stdout.write("\n")
-        took = self.last - self.first
-        rate = f"{(self.done - 1) / took:.2f} tokens/s" if took > 0 else "one token"
-        self.console.print(f"{self.done} tokens, {rate}")

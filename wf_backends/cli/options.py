@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -20,7 +20,7 @@ from rich.table import Table
 
 from wf_backends._validation import AUTO, one_of, positive
 from wf_backends.cli.mask_file import read_mask
-from wf_backends.cli.models import ModelName
+from wf_backends.cli.readers import read_model
 from wf_backends.cluster import KERNEL_NAMES, PRESETS, Topology, load
 from wf_backends.lowering import ACTIVATION, FLOAT32, PARTIALS, Shape
 from wf_backends.planner import MIN_HALVINGS, Workload, draw_documents
@@ -38,7 +38,9 @@ from wf_backends.schedule import (
 ITEMSIZES: Mapping[str, int] = MappingProxyType(
     {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 )
-
+MOST: Mapping[str, int] = MappingProxyType(
+    {"heads": 2**16, "head_dim": 2**16, "seqlen": 2**40, "batch": 2**31}
+)
 KEYWORD = Parameter.KEYWORD_ONLY
 
 TopologyName = Annotated[str, typer.Option(help="A preset's name, or a .json or .toml file.")]
@@ -51,6 +53,13 @@ CacheDir = Annotated[
     typer.Option(help="Where measured topologies are kept, by host list; ~/.cache/wallfacer."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def take_shape(ctx: typer.Context, name: str) -> str:
+    """Put the shape of the model `name` in the place of the defaults; what is said counts more."""
+    if name:
+        ctx.default_map = {**(ctx.default_map or {}), **read_model(name)}
+    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +104,16 @@ class Model:
             '{"q_ranges": [[0, 64], ...], "k_ranges": [...], "attn_mask_types": ["full", ...]}.'
         ),
     ] = None
+    name: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            callback=take_shape,
+            is_eager=True,
+            help="A Hugging Face model, a folder, a config.json or a name: whose heads, key heads "
+            "and head size count where they are not given.",
+        ),
+    ] = ""
 
     def workload(self) -> Workload:
         """The same as the planner takes it.
@@ -102,12 +121,7 @@ class Model:
         Raises:
             ValueError: naming the option, its value and what would be right.
         """
-        for name, most in (
-            ("heads", 2**16),
-            ("head_dim", 2**16),
-            ("seqlen", 2**40),
-            ("batch", 2**31),
-        ):
+        for name, most in MOST.items():
             option, value = f"--{name.replace('_', '-')}", getattr(self, name)
             check_least(option, value, 1)
             positive(option, value, most)
@@ -161,34 +175,27 @@ class Model:
 
 
 def describes_model(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command, in place of its argument `model`, the options of `Model` and --model.
-
-    A command with an argument `model_name` is given what --model says, too.
+    """Gives a command, in place of its argument `model`, the options of `Model`.
 
     Args:
         defaults: of the options; those of `Model` where there are none. `documents` is an option
             only if it is among them.
     """
     hints = get_type_hints(Model, include_extras=True)
-    options = [Parameter("_model", KEYWORD, default="", annotation=ModelName)]
-    for one in fields(Model):
-        if one.name in defaults or one.name != "documents":
-            default = defaults.get(one.name, one.default)
-            options.append(
-                Parameter(one.name, KEYWORD, default=default, annotation=hints[one.name])
-            )
+    options = [
+        Parameter(one.name, KEYWORD, default=defaults.get(one.name, one.default),
+                  annotation=hints[one.name])
+        for one in sorted(fields(Model), key=lambda one: one.name != "name")  # --model is the first
+        if one.name in defaults or one.name != "documents"
+    ]  # fmt: skip
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def call(_model: str, **given: Any) -> None:
-            words = {one.name: given.pop(one.name) for one in options if one.name in given}
-            given |= {"model_name": _model} if "model_name" in own.parameters else {}
-            command(model=Model(**words), **given)
+        def call(**given: Any) -> None:
+            command(model=Model(**{one.name: given.pop(one.name) for one in options}), **given)
 
-        own = signature(command, eval_str=True)
-        described = ("model", "model_name")
-        others = [own.parameters[name] for name in own.parameters if name not in described]
-        taken = options + [one.replace(kind=KEYWORD) for one in others]
+        own = signature(command, eval_str=True).parameters.values()
+        taken = options + [one.replace(kind=KEYWORD) for one in own if one.name != "model"]
         call.__signature__ = Signature(taken)  # pyright: ignore[reportAttributeAccessIssue]
         call.__annotations__ = {one.name: one.annotation for one in taken}
         return call
@@ -227,6 +234,21 @@ def milliseconds(seconds: float) -> str:
     value = 1e3 * seconds
     whole = floor(log10(value)) if value else 3
     return f"{value:,.{min(4, max(0, 3 - whole))}f}"
+
+
+def new_table(
+    title: str, words: Sequence[str], figures: Sequence[str], no_wrap: bool = False, **look: Any
+) -> Table:
+    """A table of columns with words, on the left, and with figures, on the right.
+
+    Args:
+        no_wrap: keep figures and their names in one line.
+        look: what else rich's Table takes.
+    """
+    found = Table(*words, title=title, **look)
+    for name in figures:
+        found.add_column(name, justify="right", no_wrap=no_wrap)
+    return found
 
 
 def console_for(table: Table) -> Console:

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from wf_backends._validation import AUTO
-from wf_backends.cli import budget as budgets
 from wf_backends.cli import options as o
+from wf_backends.cli.budget import budget_of, show_budget
 from wf_backends.cli.plan_table import full_table, short_table
 from wf_backends.lowering import ACTIVATION
 from wf_backends.planner import (
@@ -56,7 +56,6 @@ ShowAll = Annotated[
 @o.describes_model(heads=32, kv_heads=0, head_dim=128, seqlen=131072, documents=0)
 def plan(
     model: o.Model,
-    model_name: str,
     topology: o.TopologyName = "h100-8x400g",
     ranks: Ranks = 0,
     ulysses_degree: UlyssesDegree = 0,
@@ -98,7 +97,7 @@ def plan(
     borders, slices = work.mask.cu_seqlens, work.mask.slices
     make_layout(work.layout, asked.topology.size, work.seqlen, borders, slices)
     added, top_or_all = o.hosts_added(topology, asked.topology), None if show_all else top
-    trained = (model_name, data_parallel_size) if model_name and memory_gib else None
+    trained = (model.name, data_parallel_size) if model.name and memory_gib else None
     answer(asked, added, top_or_all, as_json, trained)
 
 
@@ -125,12 +124,13 @@ def answer(
     best = check_memory(plan_for(asked), request)
     others = [plan for plan in all_plans(request) if plan.choice != best.choice]
     plans, ring = [best, *others][:top], plain_ring(request)
-    told = [why(best, ring, request), *stand_in(request, asked), *other_layout(best, request)]
-    told = [reason(best, asked), *told]
-    budget = budgets.budget_of(*trained, [best, *others], request, asked) if trained else None
+    some, every = request.topology.size, asked.topology.size
+    stand_in = [] if some == every else [f"{some} ranks stand for all {every}"]
+    told = [reason(best, asked), why(best, ring, request), *stand_in, *other_layout(best, request)]
+    budget = budget_of(*trained, [best, *others], request, asked) if trained else None
     if as_json:
         found = to_json(plans, ring, ". ".join(told), asked, added)
-        found |= {"budget": budgets.to_json(budget)} if budget else {}
+        found |= {"budget": budget} if budget else {}
         typer.echo(json.dumps(found, indent=2))
         return
     at = asked.topology
@@ -143,8 +143,8 @@ def answer(
     console.print(f"[bold]{escape(told[0])}.[/bold]", escape(". ".join(told[1:])) + ".", "")
     console.print(shown)
     typer.echo(block(best, asked))
-    if budget:
-        budgets.show(budget, console)
+    if trained and budget:
+        show_budget(trained[0], budget, console)
 
 
 def priced(asked: Request) -> Request:
@@ -166,12 +166,6 @@ def plain_ring(request: Request) -> Plan:
     """Ring Attention, with which every plan is compared."""
     ring = in_rank_order({"name": "ring"}, request.topology.size)
     return price_plan(request, 1, ring, ring)
-
-
-def stand_in(request: Request, asked: Request) -> list[str]:
-    """What is said if some ranks were counted in place of all."""
-    some, every = request.topology.size, asked.topology.size
-    return [] if some == every else [f"{some} ranks stand for all {every}"]
 
 
 def block(plan: Plan, request: Request) -> str:

@@ -55,11 +55,9 @@ def short_table(
 
 def new_table(title: str, asked: Request, *more: str) -> Table:
     """A table with the columns of `row`."""
-    found = Table("plan", title=title)
     nic = ["NIC GB"] if asked.topology.hosts > 1 else []
-    for name in ("ms", "x ring", *more, *nic, "inside GB", "MiB"):
-        found.add_column(name, justify="right", no_wrap=True)
-    return found
+    figures = "ms", "x ring", *more, *nic, "inside GB", "MiB"
+    return o.new_table(title, ["plan"], figures, no_wrap=True)
 
 
 def named_schemes(ring: Plan, request: Request, size: int) -> dict[str, Plan | str]:

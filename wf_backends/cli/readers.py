@@ -11,6 +11,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+SHAPES = "wallfacer.model_shapes"  # entry points: (name, whether all sizes) -> sizes of a model
+
 
 def call_reader(group: str, command: str, *args: Any, **kwargs: Any) -> Any:
     """What the first function of this group that can be imported returns.
@@ -32,3 +34,14 @@ def check_folder(model: Path) -> None:
     """ValueError for a folder without a model's configuration."""
     if not (model / "config.json").exists():
         raise ValueError(f"--model {model}: there is no config.json")
+
+
+def read_model(name: str, sizes: bool = False) -> dict[str, int]:
+    """heads, kv_heads and head_dim of a model; with `sizes` also what its memory follows from.
+
+    Raises:
+        ValueError: if there is no such model, its config does not tell its heads, or nothing is
+            installed that reads models.
+        NotImplementedError: for sizes of a mixture of experts.
+    """
+    return call_reader(SHAPES, "--model", name, sizes)
