@@ -15,6 +15,7 @@ from math import inf
 import torch
 from torch import Tensor
 
+from wf_backends.kernels.cpu_split import is_reversed, split_causal
 from wf_backends.kernels.merge import Operators, OperatorsFor, split_backward, split_forward
 from wf_backends.kernels.protocol import (
     FLASH_DTYPES,
@@ -28,7 +29,6 @@ from wf_backends.kernels.protocol import (
 from wf_backends.kernels.reference import band_mask
 from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, CudaTile, choose, cuda_tile, machine
-from wf_backends.kernels.tile_split import is_reversed, split_causal
 from wf_backends.schedule import CAUSAL, FULL, Band
 
 MaskOf = Callable[[int, int, Band, torch.dtype], Tensor]

@@ -12,15 +12,7 @@ from functools import lru_cache
 from math import inf
 from typing import NamedTuple
 
-from wf_backends.schedule import CAUSAL, FULL, Band
-
-BLOCK_ROWS = 192
-"""Rows of a masked block. Longer ones compute more scores that the window hides; shorter ones make
-torch's CPU kernel fall back to blocks of 32 rows. Measured in docs/internals/kernels.md."""
-
-UNSKIPPED_ROWS = 512
-"""Rows of a causal square up to which torch's CPU kernel computes every score, also those above
-the diagonal: it skips blocks of 512 keys."""
+from wf_backends.schedule import Band
 
 
 class SubTile(NamedTuple):
@@ -45,7 +37,7 @@ def row_blocks(rows: int, keys: int, band: Band, most: int) -> tuple[SubTile, ..
     if rows <= most:
         return whole(rows, keys, band)
     starts = range(0, rows, most)
-    return tuple(_sub_tile(slice(at, min(at + most, rows)), keys, band) for at in starts)
+    return tuple(sub_tile(slice(at, min(at + most, rows)), keys, band) for at in starts)
 
 
 def effective(rows: int, keys: int, band: Band) -> Band:
@@ -53,50 +45,6 @@ def effective(rows: int, keys: int, band: Band) -> Band:
     left = inf if band.left >= rows - 1 else band.left
     right = inf if band.right >= keys - 1 else band.right
     return Band(left, right)
-
-
-@lru_cache(maxsize=1024)  # asked for every tile
-def split_causal(rows: int, keys: int, band: Band) -> tuple[SubTile, ...]:
-    """A trimmed tile for torch's CPU kernel, which knows no window.
-
-    The sub-tiles are full, causal from the top left, causal seen from the last row backwards
-    (`is_reversed`), or short blocks of rows of a two-sided window, which need a mask. Tiles bound
-    on one side only, as all tiles of causal attention are, need no mask.
-    """
-    shown = effective(rows, keys, band)
-    left, right = shown.left, shown.right
-    if left < inf and right < inf:
-        return tuple(_two_sided(rows, keys, band))
-    if right < inf:  # all rows see the first keys
-        return (*_full(rows, 0, int(right)), *_causal(rows, slice(int(right), keys)))
-    if left < inf:  # all rows see the keys from the diagonal of the last row on
-        diagonal = rows - int(left)
-        rest = SubTile(slice(0, rows), slice(0, diagonal), Band(left=left))
-        return (*_full(rows, diagonal, keys), rest)
-    return whole(rows, keys, FULL)
-
-
-def _full(rows: int, start: int, stop: int) -> Iterator[SubTile]:
-    if start < stop:
-        yield SubTile(slice(0, rows), slice(start, stop), FULL)
-
-
-def _causal(rows: int, keys: slice) -> Iterator[SubTile]:
-    """Causal from the first of `keys` on; a short square as two on the diagonal and a full one."""
-    if not UNSKIPPED_ROWS // 2 < rows == keys.stop - keys.start <= UNSKIPPED_ROWS:
-        yield SubTile(slice(0, rows), keys, CAUSAL)
-        return
-    half, middle = rows // 2, keys.start + rows // 2
-    first, last = slice(0, half), slice(half, rows)
-    earlier, later = slice(keys.start, middle), slice(middle, keys.stop)
-    yield SubTile(first, earlier, CAUSAL)
-    yield SubTile(last, earlier, FULL)
-    yield SubTile(last, later, CAUSAL)
-
-
-def is_reversed(band: Band) -> bool:
-    """Whether a sub-tile of `split_causal` is causal once rows and keys are read backwards."""
-    return band.left != inf and band.right == inf
 
 
 @lru_cache(maxsize=1024)  # asked for every tile
@@ -116,8 +64,8 @@ def split_window(rows: int, keys: int, band: Band) -> tuple[SubTile, ...]:
         at = int(band.left) + 1
     else:
         return whole(rows, keys, band)
-    before = _split_rows(split_window, slice(0, at), keys, band)
-    return (*before, *_split_rows(split_window, slice(at, rows), keys, band))
+    before = split_rows(split_window, slice(0, at), keys, band)
+    return (*before, *split_rows(split_window, slice(at, rows), keys, band))
 
 
 def flash_window(band: Band, rows: int, keys: int) -> tuple[int, int]:
@@ -131,35 +79,17 @@ def flash_window(band: Band, rows: int, keys: int) -> tuple[int, int]:
     return (-1 if left >= keys - 1 else int(left), -1 if right >= rows - 1 else int(right))
 
 
-def _two_sided(rows: int, keys: int, band: Band) -> Iterator[SubTile]:
-    """The first rows, bound on the right only; the last, on the left only; blocks between them."""
-    if rows <= 2 * BLOCK_ROWS:  # more calls would cost more than the hidden scores
-        yield from whole(rows, keys, band)
-        return
-    head = _worth_a_call(int(band.left) + 1)
-    tail = max(rows - _worth_a_call(rows - (keys - 1 - int(band.right))), head)
-    yield from _split_rows(split_causal, slice(0, head), keys, band)
-    for start in range(head, tail, BLOCK_ROWS):
-        yield _sub_tile(slice(start, min(start + BLOCK_ROWS, tail)), keys, band)
-    yield from _split_rows(split_causal, slice(tail, rows), keys, band)
-
-
-def _worth_a_call(rows: int) -> int:
-    """`rows` that are bound on one side only, or 0 if they are too few for a call of their own."""
-    return rows if rows >= BLOCK_ROWS else 0
-
-
-def _split_rows(split: Split, rows: slice, keys: int, band: Band) -> Iterator[SubTile]:
+def split_rows(split: Split, rows: slice, keys: int, band: Band) -> Iterator[SubTile]:
     """The sub-tiles of some rows of a tile, in the tile's own indices."""
     if rows.start == rows.stop:
         return
-    part = _sub_tile(rows, keys, band)
+    part = sub_tile(rows, keys, band)
     first = part.keys.start
     for one in split(rows.stop - rows.start, part.keys.stop - first, part.band):
         yield SubTile(_move(one.rows, rows.start), _move(one.keys, first), one.band)
 
 
-def _sub_tile(rows: slice, keys: int, band: Band) -> SubTile:
+def sub_tile(rows: slice, keys: int, band: Band) -> SubTile:
     """Some rows of a tile, with the keys that they see."""
     first = max(0, rows.start - band.left)
     stop = min(keys, rows.stop + band.right)
