@@ -45,8 +45,8 @@ def test_a_window_that_hides_something_is_one() -> None:
 
 def test_a_call_keeps_as_many_layers_as_fit() -> None:
     shape = Shape(batch=1, heads=4, kv_heads=4, head_dim=64, itemsize=4)
-    links = cluster(4, 2, gbit=0.025)
-    words = {"ulysses_degree": 1, "backward_moves": "auto", "keep_gathered": "auto"}
+    links = cluster(2, 2, gbit=0.025)
+    words = {"sequence_parallel_size": 4, "ulysses_degree": 1, "keep_gathered": "auto"}
     one = plan_call(config(**words), shape, 8192, Mask(), links)
     room = replace(links, memory_bytes=one.cost.memory_bytes + 3 * one.forward.cost.gathered_bytes)
     keeps = [

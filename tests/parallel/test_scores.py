@@ -128,7 +128,7 @@ def options(draw):
     }
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(configs(), MASKS, options())
 def test_drawn_options_under_drawn_configurations(words, mask, options):
     check(words, mask, options)

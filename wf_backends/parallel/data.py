@@ -128,16 +128,15 @@ def _positions(borders: Borders, tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _targets(labels: Tensor, valid: Tensor | None, ends: Borders) -> Tensor:
-    """What every token has to predict; labels stay where they are if there are no `ends`."""
+    """What every token has to predict: the next one, and nothing where a document ends.
+
+    Labels stay where they are if there are no `ends`.
+    """
     labels = labels if valid is None else labels.masked_fill(~valid, IGNORE_INDEX)
-    return _shift(labels, ends) if ends else labels
-
-
-def _shift(labels: Tensor, ends: Borders) -> Tensor:
-    """Every token's label is the next token; the last token of a document has none."""
-    shifted = _pad(labels[:, 1:], labels.shape[1], IGNORE_INDEX)
-    shifted[:, torch.tensor(ends, device=labels.device) - 1] = IGNORE_INDEX
-    return shifted
+    if ends:
+        labels = _pad(labels[:, 1:], labels.shape[1], IGNORE_INDEX)
+        labels[:, torch.tensor(ends, device=labels.device) - 1] = IGNORE_INDEX
+    return labels
 
 
 def _padded(tensors: Mapping[str, Tensor], length: int, fill: Mapping[str, int]) -> dict[str, Any]:
