@@ -18,6 +18,7 @@ from wf_backends.tiling import TrainingPlan, apply_training, plan_training
 from wf_backends.tiling.tileable import Candidate, candidates, head_candidate
 
 WIDTH, ROWS, BIG = 8, 512, 320
+FEW = 128  # rows, where a plan is made again and again for more tiles
 
 
 class Mlp(nn.Module):
@@ -72,8 +73,8 @@ def batch(rows: int = ROWS) -> dict[str, Tensor]:
     return {"ids": ids, "labels": ids.clone()}
 
 
-def plan_of(model: nn.Module, **words: Any) -> TrainingPlan:
-    return plan_training(model, kwargs=batch(), **words)
+def plan_of(model: nn.Module, rows: int = ROWS, **words: Any) -> TrainingPlan:
+    return plan_training(model, kwargs=batch(rows), **words)
 
 
 def modules(plan: TrainingPlan) -> list[str]:
@@ -144,8 +145,8 @@ def test_as_many_layers_as_the_slowdown_allows() -> None:
 
 def test_a_budget_may_ask_for_more_tiles() -> None:
     model = model_of()
-    plan = plan_of(model, max_slowdown=1.0)
-    finer = plan_of(model, max_memory=plan.peak - 1, max_slowdown=1.0)
+    plan = plan_of(model, FEW, max_slowdown=1.0)
+    finer = plan_of(model, FEW, max_memory=plan.peak - 1, max_slowdown=1.0)
     assert finer.peak < plan.peak
     assert all(one.tiles > few.tiles for one, few in zip(finer.tiles, plan.tiles, strict=True))
 
@@ -163,10 +164,10 @@ def test_a_budget_may_be_a_size_and_what_is_none_is_refused() -> None:
 def test_a_budget_that_nothing_meets_is_told_with_the_closest_plan() -> None:
     model = model_of()
     with pytest.raises(ValueError, match="max_memory 1000 .1000 bytes. is too little") as error:
-        plan_of(model, max_memory=1000)
+        plan_of(model, FEW, max_memory=1000)
     assert "closest plan within max_slowdown 0.1 needs" in str(error.value)
     with pytest.raises(ValueError, match=r"max_slowdown 0\.\d\d would allow one that needs"):
-        plan_of(model, max_memory=1000, max_slowdown=0.0)
+        plan_of(model, FEW, max_memory=1000, max_slowdown=0.0)
     assert not any("forward" in vars(module) for module in model.modules())
 
 
