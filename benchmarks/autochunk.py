@@ -10,44 +10,35 @@ machine do not count.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
+from autochunk_longest import ANY, GPU_HEAD, LONGER, LONGER_HEAD, ON_GPU, gpu_cells, longer_cells
 from autochunk_models import (
     CASES,
+    MIB,
     Case,
     Made,
     evoformer,
     gpt2,
-    llama,
-    unet,
-    unet_condition,
+    made,
+    measured_peak,
+    mib,
+    tensors,
     unet_default,
     vit,
 )
 from measure import cores_and_load, cpu_name
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from transformers.modeling_utils import no_init_weights
 
-from wf_backends.autochunk import BudgetError, ChunkPlan, Rates, autochunk, longest, memory_profiles
-from wf_backends.graph.memory import StorageTracker, unchunked_peak
+from wf_backends.autochunk import BudgetError, autochunk
 
-MIB = 1 << 20
-ANY = float("inf")  # slowdown
 HEAD = ("model", "attention", "how", "predicted MiB", "measured MiB", "saved")
 HEAD += ("predicted slowdown", "measured slowdown", "largest difference", "search s")
-LONGER_HEAD = ("model", "attention", "unchunked", "MiB", "chunked", "times", "elements, times")
-LONGER_HEAD += ("slowdown", "real run MiB")
-GPU_HEAD = ("model", "attention", "unchunked", "chunked", "times", "elements, times", "slowdown")
-GPU_HEAD += ("weights GB", "most slices")
 
 # ColossalAI's test forms: a name, the model, budgets in MiB
 COLOSSALAI = (
@@ -58,42 +49,6 @@ COLOSSALAI = (
 )
 
 
-@dataclass(frozen=True)
-class Longer:
-    """How much longer: the model by its length in the paper's unit, of which the model has length
-    to the power of `dims` elements; a length that fits unchunked; whether a real run is made."""
-
-    name: str
-    make: Callable[[int, bool], Made]
-    length: int
-    fused: bool
-    dims: int = 1
-    confirm: bool = False
-
-
-LONGER = (
-    Longer("GPT-2, tokens", gpt2, 1024, False, confirm=True),
-    Longer("GPT-2, tokens", gpt2, 1024, True),
-    Longer("Llama, tokens", llama, 1024, False, confirm=True),
-    Longer("ViT-large, pixels of a side", vit, 384, False, dims=2),
-    Longer("ViT-large, pixels of a side", vit, 768, False, dims=2),
-    Longer("Evoformer, residues", evoformer, 48, False, dims=2, confirm=True),
-    Longer("Evoformer, residues", evoformer, 512, False, dims=2),
-)
-WITHIN = 0.06  # of the longest
-GPU = 80 * 10**9  # bytes: the paper's A100
-ON_GPU = tuple(
-    Longer(name, make, length, fused, dims)
-    for name, make, length, dims in (
-        ("GPT-2, tokens", gpt2, 16384, 1),
-        ("Llama, tokens", llama, 16384, 1),
-        ("ViT-large, pixels of a side", vit, 1024, 2),
-        ("Evoformer, residues", evoformer, 512, 2),
-        ("UNet2D, pixels of a side", unet, 128, 2),
-        ("UNet2DCondition, pixels of a side", unet_condition, 128, 2),
-    )
-    for fused in (False, True)
-)
 PARTS = ("models", "budgets", "longest", "gpu")
 
 
@@ -119,12 +74,12 @@ def main() -> None:
         print("\nThe longest sequence within what the unchunked model needs at the first length:")
         table(LONGER_HEAD)
         for case in (c for c in LONGER if args.only in c.name):
-            longer_row(case)
+            row(*longer_cells(case))
     if "gpu" in args.parts:
         print("\nThe longest sequence within 80 GB, weights and inputs included:")
         table(GPU_HEAD)
         for case in (c for c in ON_GPU if args.only in c.name):
-            gpu_row(case)
+            row(*gpu_cells(case))
 
 
 def table(head: tuple[str, ...]) -> None:
@@ -133,13 +88,6 @@ def table(head: tuple[str, ...]) -> None:
 
 def row(*cells: object) -> None:
     print(f"| {' | '.join(str(cell) for cell in cells)} |", flush=True)
-
-
-def made(make: Callable[..., Made], *args: Any) -> Made:
-    """The model in evaluation mode, with the same weights and inputs every time."""
-    torch.manual_seed(0)
-    model, kwargs = make(*args)
-    return model.eval(), kwargs
 
 
 def rows(case: Case, fused: bool, repeats: int) -> None:
@@ -202,83 +150,6 @@ def budget_rows(name: str, make: Callable[..., Made], budgets: tuple[int | None,
         report(name, "eager", how, predicted, model, chunked, kwargs, before, 3)
 
 
-def on_fake_tensors(case: Longer, length: int) -> Made:
-    with FakeTensorMode(), no_init_weights():
-        return made(case.make, length, case.fused)
-
-
-def longer_row(case: Longer) -> None:
-    """The longest sequence whose plan fits, by bisection on fake tensors."""
-    model, kwargs = on_fake_tensors(case, case.length)
-    budget = unchunked_peak(model, (), kwargs)
-    slower: dict[int, float] = {}
-
-    def fits(length: int) -> bool:
-        try:
-            profiles = memory_profiles(*on_fake_tensors(case, length), budget, ANY)
-        except BudgetError:
-            return False
-        slower[length] = profiles.plan.slowdown
-        return True
-
-    reach = longest(fits, case.length // 16, case.length, WITHIN)
-    real = ""
-    if case.confirm:
-        model, kwargs = made(case.make, reach, case.fused)
-        real = mib(measured_peak(autochunk(model, (), kwargs, budget, ANY), kwargs))
-    row(
-        case.name,
-        "fused" if case.fused else "eager",
-        case.length,
-        mib(budget),
-        reach,
-        f"{reach / case.length:.1f}",
-        f"{(reach / case.length) ** case.dims:.1f}",
-        f"{slower[reach]:+.1%}" if reach in slower else "",
-        real,
-    )
-
-
-def gpu_row(case: Longer) -> None:
-    """The longest sequence within a GPU's memory without and with slices, on fake tensors."""
-    plans: dict[int, ChunkPlan] = {}
-
-    def fits_whole(length: int) -> bool:
-        model, kwargs = on_fake_tensors(case, length)
-        return weights_and_inputs(model, kwargs) + unchunked_peak(model, (), kwargs) <= GPU
-
-    def fits_in_slices(length: int) -> bool:
-        model, kwargs = on_fake_tensors(case, length)
-        room = GPU - weights_and_inputs(model, kwargs)
-        if room <= 0:
-            return False
-        try:
-            plans[length] = memory_profiles(model, kwargs, room, rates=Rates()).plan
-        except BudgetError:
-            return False
-        return True
-
-    step = case.length // 16
-    whole = longest(fits_whole, step, case.length, WITHIN / 2)
-    reach = longest(fits_in_slices, step, whole, WITHIN / 2)
-    row(
-        case.name,
-        "fused" if case.fused else "eager",
-        whole,
-        reach,
-        f"{reach / whole:.1f}",
-        f"{(reach / whole) ** case.dims:.1f}",
-        f"{plans[reach].slowdown:+.1%}",
-        f"{weights_and_inputs(*on_fake_tensors(case, reach)) / 1e9:.1f}",
-        max(part.chunks for part in plans[reach].regions),
-    )
-
-
-def weights_and_inputs(model: nn.Module, kwargs: dict[str, Any]) -> int:
-    """Bytes."""
-    return sum(x.nbytes for x in (*model.parameters(), *model.buffers(), *tensors(kwargs)))
-
-
 def searched(
     model: nn.Module, kwargs: dict[str, Any], memory: int | None, most: float
 ) -> tuple[Any, float]:
@@ -286,15 +157,6 @@ def searched(
     start = time.process_time()
     chunked = autochunk(model, (), kwargs, memory, most)
     return chunked, time.process_time() - start
-
-
-def measured_peak(model: nn.Module, kwargs: dict[str, Any]) -> int:
-    """Live bytes of a real run beyond weights and inputs."""
-    inputs = [v for v in kwargs.values() if isinstance(v, torch.Tensor)]
-    gc.collect()
-    with torch.no_grad(), StorageTracker((*model.parameters(), *model.buffers(), *inputs)) as seen:
-        model(**kwargs)
-    return seen.peak
 
 
 def slowdown(model: nn.Module, other: nn.Module, kwargs: dict[str, Any], repeats: int) -> float:
@@ -315,14 +177,6 @@ def difference(model: nn.Module, other: nn.Module, kwargs: dict[str, Any]) -> fl
     with torch.no_grad():
         pairs = zip(*(tensors(x(**kwargs)) for x in (other, model)), strict=True)
         return max(float((x - y).abs().max() / y.abs().max()) for x, y in pairs)
-
-
-def tensors(outputs: Any) -> Iterator[torch.Tensor]:
-    return (x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor))
-
-
-def mib(count: int) -> str:
-    return f"{count / MIB:.2f}"
 
 
 if __name__ == "__main__":

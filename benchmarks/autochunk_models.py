@@ -1,9 +1,11 @@
-"""The models of benchmarks/autochunk.py with random weights, and what people do by hand."""
+"""The models of benchmarks/autochunk.py with random weights, what people do by hand, and what a run
+needs."""
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from diffusers.models.attention_processor import Attention, AttnProcessor, AttnP
 from diffusers.models.unets.unet_2d import UNet2DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from transformers.models.gpt2 import GPT2Config, GPT2Model
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from transformers.models.vit import ViTConfig, ViTModel
@@ -20,6 +23,9 @@ from transformers.models.vit import ViTConfig, ViTModel
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples" / "autochunk"))
 from evoformer import EvoformerBlock, OuterProductMean
 
+from wf_backends.graph import StorageTracker
+
+MIB = 1 << 20
 Made = tuple[nn.Module, dict[str, Any]]  # a model and the keyword arguments of a call
 BLOCKS = {  # a UNet of three resolutions with attention at the two lower ones
     "block_out_channels": (64, 128, 256),
@@ -210,3 +216,27 @@ CASES = (
     Case("UNet2D, 64 x 64", 64, unet, {}),
     Case("UNet2DCondition, 64 x 64", 64, unet_condition, {}),
 )
+
+
+def made(make: Callable[..., Made], *args: Any) -> Made:
+    """The model in evaluation mode, with the same weights and inputs every time."""
+    torch.manual_seed(0)
+    model, kwargs = make(*args)
+    return model.eval(), kwargs
+
+
+def measured_peak(model: nn.Module, kwargs: dict[str, Any]) -> int:
+    """Live bytes of a real run beyond weights and inputs."""
+    inputs = [v for v in kwargs.values() if isinstance(v, torch.Tensor)]
+    gc.collect()
+    with torch.no_grad(), StorageTracker((*model.parameters(), *model.buffers(), *inputs)) as seen:
+        model(**kwargs)
+    return seen.peak
+
+
+def tensors(outputs: Any) -> Iterator[torch.Tensor]:
+    return (x for x in pytree.tree_leaves(outputs) if isinstance(x, torch.Tensor))
+
+
+def mib(count: int) -> str:
+    return f"{count / MIB:.2f}"
