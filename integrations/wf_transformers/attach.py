@@ -31,7 +31,7 @@ from wf_transformers.families.experts import RouterLoss, has_router_loss
 from wf_transformers.families.media import language_model, media_of, take_media
 from wf_transformers.families.mixing import has_mixers, spread_mixers
 from wf_transformers.families.stacks import cut_stacks, shard_between, stacks_of
-from wf_transformers.families.table import LATENTS, REFUSED, changes, changes_around, unasking
+from wf_transformers.families.table import LATENTS, REFUSED, changes_in, unasking
 from wf_transformers.handle import Handle
 from wf_transformers.models import (
     asks_registry,
@@ -106,7 +106,9 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
         refuse_unspreadable(model)
     tell_windows(model)
     handle.attention.name_layers(model)
-    _take_over(model, handle)
+    for module, changes in changes_in(model, handle.attention):
+        for name, value in changes.items():
+            handle.set(module, name, value)
     cut_stacks(model, handle)
     if handle.sp.size > 1 and not stacks_of(model):
         _draw_by_rank(model, handle)
@@ -134,16 +136,6 @@ def _draw_by_rank(model: nn.Module, handle: Handle) -> None:
         model.register_forward_pre_hook(enter, with_kwargs=True),
         model.register_forward_hook(eager(draws.leave), always_call=True),
     )
-
-
-def _take_over(model: nn.Module, handle: Handle) -> None:
-    """Have modules that ask no registry call us, those from before this attention."""
-    for module in unasking(model):
-        if getattr(module, "wallfacer", None) is not handle.attention:
-            for name, value in changes(module, handle.attention).items():
-                handle.set(module, name, value)
-    for module, name, value in changes_around(model):
-        handle.set(module, name, value)
 
 
 def take_latents(model: nn.Module, handle: Handle) -> None:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from functools import partial
 from typing import Any
@@ -32,8 +33,7 @@ def attend(
     enable_gqa: bool = False,
 ) -> Tensor:
     """In place of torch's attention: (b, h, s, d) each. What is causal is told by the module."""
-    row = module.wallfacer_row
-    groups = query.shape[1] // row.key_heads(module, key.shape[1])
+    groups = getattr(module, "num_key_value_groups", 1)
     repeated = groups if key.shape[1] == query.shape[1] else 1
     out, _ = module.wallfacer(
         module,
@@ -43,7 +43,7 @@ def attend(
         attn_mask,
         dropout_p,
         query.shape[-1] ** -0.5 if scale is None else scale,
-        sliding_window=row.window(module),
+        sliding_window=module.wallfacer_row.window(module),
         alibi_slopes=getattr(module, "alibi_slopes", None),
     )
     return out.transpose(1, 2)
@@ -51,12 +51,20 @@ def attend(
 
 def by_torch(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The forward of the class that calls torch's attention, which is ours inside."""
-    name = self.wallfacer_row.sdpa
-    kind: Any = own_class(self) if name is None else getattr(file_of(self), name)
+    kind = _sdpa_class(self)
     given = inspect.signature(kind.forward).bind(self, *args, **kwargs).arguments
     refuse_words(type(self).__name__, given | {"past_key_value": None})  # the rows tell of one
     with InPlaceOfTorchAttention(partial(attend, self)):
         return kind.forward(self, *args, **kwargs)
+
+
+def _sdpa_class(module: Any) -> Any:
+    """Of BertSelfAttention and its subclasses BertSdpaSelfAttention, if their file has it."""
+    names = (
+        re.sub("(Self)?Attention$", r"Sdpa\g<0>", k.__name__) for k in own_class(module).__mro__
+    )
+    known = (getattr(file_of(module), name, None) for name in names if "Sdpa" in name)
+    return next((kind for kind in known if kind is not None), own_class(module))
 
 
 def file_of(module: Any) -> Any:

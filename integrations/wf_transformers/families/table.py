@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType, MethodType
 from typing import Any
 
@@ -40,17 +40,11 @@ from wf_transformers.models import REGISTRY, own_class
 class Row:
     """What is to be known of one class of attention modules, and of its subclasses."""
 
-    sdpa: str | None = None
-    """The subclass that calls torch's attention, whose forward all of them run. None: itself."""
     method: str = "forward"
     """What is replaced in a module, by `function`."""
     function: Callable[..., Any] = by_torch
-    causal: bool | None = None
-    """None: as the module's `is_causal` says."""
     window: Callable[[Any], Window] = lambda module: None
     """Module -> the keys that a row sees: see `Attention.__call__`."""
-    key_heads: Callable[[Any, int], int] = lambda module, given: given
-    """(module, key heads that it hands over) -> those before it repeats them for every query."""
     in_stack: bool = False
     """Whether it is ours only in models that are cut inside (stacks.py)."""
     attributes: Callable[[Any], Mapping[str, Any]] = lambda module: {}
@@ -59,8 +53,7 @@ class Row:
     """Module -> what it must have where its file asks the registry, and its own forward runs."""
 
 
-def _repeats(module: Any, given: int) -> int:
-    return given // getattr(module, "num_key_value_groups", 1)
+FULL: Mapping[str, Any] = MappingProxyType({"is_causal": False})
 
 
 def _bert(module: Any) -> Mapping[str, Any]:
@@ -76,7 +69,7 @@ def _bert(module: Any) -> Mapping[str, Any]:
             f"config.position_embedding_type={module.position_embedding_type!r} biases "
             "attention, which WallFacer lacks; only 'absolute' is supported"
         )
-    return {"dropout_prob": module.dropout.p, "require_contiguous_qkv": False}
+    return {**FULL, "dropout_prob": module.dropout.p, "require_contiguous_qkv": False}
 
 
 def _clip(module: Any) -> Mapping[str, Any]:
@@ -138,50 +131,32 @@ def _t5(module: Any) -> Mapping[str, Any]:
     return compute | {"is_causal": module.is_decoder, "has_relative_attention_bias": True}
 
 
-def _bert_like(name: str) -> Row:
-    return Row(sdpa=f"{name}SdpaSelfAttention", causal=False, attributes=_bert)
-
-
-def _t5_like(forward: Callable[..., Any]) -> Row:
-    return Row(function=forward, in_stack=True, attributes=_t5, asking=_t5)
-
-
-def _decoder(name: str, **more: Any) -> Row:
-    return Row(sdpa=f"{name}SdpaAttention", key_heads=_repeats, **more)
-
-
+CUT_INSIDE, T5 = Row(in_stack=True), Row(function=t5, in_stack=True, attributes=_t5, asking=_t5)
+BERT = Row(attributes=_bert)
+QWEN2, METHOD = Row(window=_qwen_window), Row(method="_attn", function=method_attn)
 TABLE: Mapping[str, Row] = MappingProxyType(
     {
-        "BertSelfAttention": _bert_like("Bert"),
-        "RobertaSelfAttention": _bert_like("Roberta"),
-        "XLMRobertaSelfAttention": _bert_like("XLMRoberta"),
-        "CamembertSelfAttention": _bert_like("Camembert"),
-        "ModernBertAttention": Row(function=modernbert, causal=False, window=_modernbert_window),
-        "BartAttention": Row(sdpa="BartSdpaAttention", in_stack=True),
-        "MBartAttention": Row(sdpa="MBartSdpaAttention", in_stack=True),
-        "WhisperAttention": Row(sdpa="WhisperSdpaAttention", in_stack=True),
-        "CLIPAttention": Row(sdpa="CLIPSdpaAttention", in_stack=True, attributes=_clip),
-        **dict.fromkeys(("T5Attention", "MT5Attention"), _t5_like(t5)),
-        "UMT5Attention": _t5_like(umt5),
-        "OPTAttention": _decoder("OPT"),
-        "JambaAttention": _decoder("Jamba"),
-        "RecurrentGemmaSdpaAttention": Row(key_heads=_repeats),
-        "StableLmAttention": _decoder("StableLm"),
-        "NemotronAttention": _decoder("Nemotron"),
-        "OlmoeAttention": _decoder("Olmoe"),
-        "PhimoeAttention": _decoder("Phimoe", window=_config_window),
-        "Qwen2MoeAttention": _decoder("Qwen2Moe", window=_qwen_window),
-        "Qwen2VLAttention": _decoder("Qwen2VL", window=_qwen_window),
-        "Qwen2_5_VLAttention": _decoder("Qwen2_5_VL", window=_qwen_window),
-        "GPTJAttention": Row(method="_attn", function=method_attn),
-        "CodeGenAttention": Row(method="_attn", function=method_attn),
+        **dict.fromkeys(("BertSelfAttention", "RobertaSelfAttention"), BERT),
+        **dict.fromkeys(("XLMRobertaSelfAttention", "CamembertSelfAttention"), BERT),
+        "ModernBertAttention": Row(
+            function=modernbert, window=_modernbert_window, attributes=lambda _: FULL
+        ),
+        **dict.fromkeys(("BartAttention", "MBartAttention", "WhisperAttention"), CUT_INSIDE),
+        "CLIPAttention": replace(CUT_INSIDE, attributes=_clip),
+        **dict.fromkeys(("T5Attention", "MT5Attention"), T5),
+        "UMT5Attention": replace(T5, function=umt5),
+        **dict.fromkeys(("OPTAttention", "JambaAttention", "StableLmAttention"), Row()),
+        **dict.fromkeys(("NemotronAttention", "OlmoeAttention"), Row()),
+        "RecurrentGemmaSdpaAttention": Row(),
+        "PhimoeAttention": Row(window=_config_window),
+        **dict.fromkeys(("Qwen2MoeAttention", "Qwen2VLAttention", "Qwen2_5_VLAttention"), QWEN2),
+        **dict.fromkeys(("GPTJAttention", "CodeGenAttention"), METHOD),
+        "GPTNeoSelfAttention": replace(METHOD, window=_neo_window),
         "FalconAttention": Row(function=falcon, attributes=_falcon_slopes),
         "BloomAttention": Row(function=bloom, attributes=_bloom_slopes),
         "MptAttention": Row(function=mpt, attributes=_mpt_slopes),
-        "GPTNeoSelfAttention": Row(method="_attn", function=method_attn, window=_neo_window),
     }
 )
-
 
 AROUND: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -209,20 +184,6 @@ They ask the registry: without `"latents": true` their own forward runs."""
 
 BUILDS_MASKS = frozenset({"MptModel"})
 """Models that take no mask but (b, s)."""
-
-
-def changes_around(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """(module, name, value): what to set in `model` beside the modules that are `unasking`."""
-    found = [
-        (module, name, value)
-        for module in model.modules()
-        for name, value in AROUND.get(type(module).__name__, {}).items()
-        if hasattr(module, name)
-    ]
-    asking = [module for module, asks in _known(model) if asks]
-    windows = [(m, "sliding_window", row_of(m).window(m)) for m in asking]  # by masks alone there
-    found += [one for one in windows if one[2] and not hasattr(one[0], "sliding_window")]
-    return found + [(m, name, x) for m in asking for name, x in row_of(m).asking(m).items()]
 
 
 def builds_masks(model: nn.Module) -> bool:
@@ -264,7 +225,25 @@ def changes(module: Any, attention: Attention) -> dict[str, Any]:
         NotImplementedError: for a kind of it that cannot be spread.
     """
     row = row_of(module)
-    causal = getattr(module, "is_causal", True) if row.causal is None else row.causal
-    own = {row.method: MethodType(row.function, module)}
-    known = {"wallfacer": attention, "wallfacer_row": row, "is_causal": causal}
-    return {**known, **row.attributes(module), **own}
+    known = {"wallfacer": attention, "wallfacer_row": row}
+    known["is_causal"] = getattr(module, "is_causal", True)
+    return {**known, **row.attributes(module), row.method: MethodType(row.function, module)}
+
+
+def changes_in(model: nn.Module, attention: Attention) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """The modules in `model` on which something is to be set, and what.
+
+    Raises:
+        NotImplementedError: as `changes`.
+    """
+    found = [(module, changes(module, attention)) for module in unasking(model)]
+    found += [(module, _told(module)) for module, asks in _known(model) if asks]
+    around = ((module, AROUND.get(type(module).__name__, {})) for module in model.modules())
+    return found + [(m, {k: x for k, x in words.items() if hasattr(m, k)}) for m, words in around]
+
+
+def _told(module: Any) -> dict[str, Any]:
+    """Of a module that asks the registry: its window, of which only masks tell there, and more."""
+    row = row_of(module)
+    window = None if hasattr(module, "sliding_window") else row.window(module)
+    return ({"sliding_window": window} if window else {}) | dict(row.asking(module))
