@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from wf_backends import SequenceParallel
 from wf_backends.schedule import Layout
-from wf_diffusers.attention import Attention, register, take_over
+from wf_diffusers.attention import Attention, take_over
 from wf_diffusers.families import Cut, Family, family_of, find
 from wf_diffusers.streams import cut_streams, take, whole
 from wf_transformers import Handle
@@ -49,9 +49,8 @@ class _Spread:
         self._layout: Layout = ()
         modules = [module for path in family.attention for module in find(model, path)]
         self._expected = len(modules)
-        key = register(self.attention, handle)
         for module in modules:
-            take_over(module, key, self.attention, handle)
+            take_over(module, self.attention, handle)
         self._hook(model)
 
     def _hook(self, model: nn.Module) -> None:

@@ -14,10 +14,6 @@ pytest.importorskip(
     "diffusers.models.attention_dispatch", reason="diffusers before 0.35 has no attention registry"
 )
 
-from diffusers.models.attention_dispatch import (  # noqa: E402
-    _AttentionBackendRegistry as REGISTRY,
-)
-
 import wf_diffusers  # noqa: E402
 from tests.docs.pages import blocks  # noqa: E402
 from tests.helpers import run_processes, run_threads  # noqa: E402
@@ -142,15 +138,15 @@ def test_recomputed_blocks_are_cut_again(family: str) -> None:
     assert_equal(family, 2, checkpoint=True)
 
 
-def test_a_handle_leaves_the_registry_and_the_model_as_they_were() -> None:
-    model, given = build("flux")
-    other, _ = build("dit")
-    before = dict(REGISTRY._backends), [type(m.processor) for m in attention_of(other)]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_handle_leaves_the_model_as_it_was(family: str) -> None:
+    model, given = build(family)
+    modules = [x for m in attention_of(model) for x in (m, m.processor)]
+    before = [dict(vars(x)) for x in modules]
     sample = model(**given).sample
-    with wf_diffusers.attach(model, alone()), wf_diffusers.attach(other, alone()):
-        names = {str(key.value) for key in REGISTRY._backends}
-        assert {"wallfacer", "wallfacer_2"} <= names
-    assert before == (dict(REGISTRY._backends), [type(m.processor) for m in attention_of(other)])
+    with wf_diffusers.attach(model, alone()):
+        assert before != [vars(x) for x in modules]
+    assert before == [vars(x) for x in modules]
     assert torch.equal(model(**given).sample, sample)
 
 
@@ -190,11 +186,19 @@ def test_dropout_in_training_is_refused() -> None:
     run_threads(2, rank)
 
 
-def test_a_backend_that_is_set_afterwards_is_an_error() -> None:
+class Own:
+    """A processor that asks nobody."""
+
+    def __call__(self, _: Any, rows: Any, text: Any = None, *more: Any) -> Any:
+        return rows if text is None else (rows, text)
+
+
+def test_a_processor_that_asks_nobody_is_an_error() -> None:
     def rank(comm: Any) -> None:
         model, given = models[comm.rank]
         with wf_diffusers.attach(model, sequence_parallel(comm)):
-            model.set_attention_backend("native")
+            for module in attention_of(model):
+                module.set_processor(Own())
             with pytest.raises(NotImplementedError, match="0 of the 4 attention modules"):
                 model(**given)
 
@@ -241,4 +245,4 @@ def alone() -> Any:
 
 
 def attention_of(model: Any) -> list[Any]:
-    return [block.attn1 for block in model.transformer_blocks]
+    return [module for module in model.modules() if hasattr(module, "processor")]
