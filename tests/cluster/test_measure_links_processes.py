@@ -19,33 +19,34 @@ from wf_backends.comm import Communicator
 pytestmark = pytest.mark.processes
 
 
-def measure_twice(comm: Communicator, hosts: list[str], folder: str) -> tuple[Any, Any, float]:
+def measure_twice(
+    comm: Communicator, hosts: list[str], folder: str
+) -> tuple[Any, Any, float, float]:
     torch.set_num_threads(1)
     assert job_hosts(comm, hosts[comm.rank]) == hosts
-    start = time.process_time()  # of a core: other tests may run beside this one
+    start, began = time.process_time(), time.perf_counter()
     first = measured_topology(comm, hosts, torch.device("cpu"), Path(folder))
-    took = time.process_time() - start
+    took = time.process_time() - start  # of a core: other tests may run beside this one
+    lasted = time.perf_counter() - began
     assert not comm.sent  # what is measured is no traffic of the job's
-    return first, measured_topology(comm, hosts, torch.device("cpu"), Path(folder)), took
+    return first, measured_topology(comm, hosts, torch.device("cpu"), Path(folder)), took, lasted
 
 
-@pytest.mark.parametrize(
-    ("hosts", "per_host"), [(["a", "a"], 2), (["a", "b"], 1), (["a", "a", "b", "b"], 2)]
-)
+@pytest.mark.parametrize(("hosts", "per_host"), [(["a", "b"], 1), (["a", "a", "b", "b"], 2)])
 def test_a_job_is_measured_once(hosts: list[str], per_host: int, tmp_path: Path) -> None:
     results = run_processes(len(hosts), measure_twice, hosts, str(tmp_path))
-    (topology, known), (again, kept), took = results[0]
+    (topology, known), (again, kept), took, lasted = results[0]
     assert not known and kept
     assert all(
-        first == (topology, False) and second == (again, True) for first, second, _ in results
+        first == (topology, False) and second == (again, True) for first, second, *_ in results
     )
     assert topology == again
     assert took < 10
     assert (topology.hosts, topology.ranks_per_host) == (len(set(hosts)), per_host)
-    assert 0 < topology.inside.latency_s < 0.1 and topology.inside.bytes_per_s > 1e6
-    assert 0 < topology.agreement_s < 0.1
+    assert 0 < topology.inside.latency_s < lasted / 10 and topology.inside.bytes_per_s > 1e6
+    assert 0 < topology.agreement_s < lasted / 10
     assert 0 <= topology.occupied <= 1 and topology.rate().diagonal_keys >= 0
-    assert (0 < topology.exchange_s < 0.1) == (per_host > 1)
+    assert (0 < topology.exchange_s < lasted / 10) == (per_host > 1)
     assert topology.kernels[0][0] == "sdpa" and topology.rate().forward_flops_per_s > 1e8
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -80,7 +80,7 @@ def test_a_call_chooses_what_the_config_leaves_open() -> None:
     assert plan_call(config(), alone, 8192, Mask(), slow).forward.placed.route["name"] != "ring"
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     size=st.sampled_from([1, 2, 4, 6, 8, 12, 64]),
     heads=st.sampled_from([(8, 8), (8, 2), (6, 3), (12, 1), (1, 1)]),
