@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,7 +16,7 @@ from wf_backends.cli import options as o
 from wf_backends.cli.mask_file import mask_lines
 from wf_backends.cluster import PRESETS
 from wf_backends.planner import BACKWARDS, Cost, Plan, Request, Span, price_plan
-from wf_backends.schedule import place, render
+from wf_backends.schedule import ORDER, REVERSE, ROUTES, Placed, place, read_placed, render
 
 PICTURES = (".png", ".svg", ".pdf")
 RANKS = 8  # of a preset: a grid of more is hard to read
@@ -67,7 +68,7 @@ def explain(
     if ranks is None:
         ranks = RANKS if topology in PRESETS else 0
     cluster = o.topology_for(topology, ranks)
-    placed = o.parse_route(route, cluster.size)
+    placed = parse_route(route, cluster.size)
     request = Request(cluster, work := model.workload(), exact_up_to=cluster.size)
     plan = price_plan(request, 1, placed, placed, moves)
     show(plan, cluster.size, o.hosts_added(topology, cluster))
@@ -79,6 +80,32 @@ def explain(
         title = f"{route}, {cluster.size} ranks"
         draw(place(placed, cluster.size), cluster, picture, title=title)
         Console().print(escape(f"drawn: {picture}"))
+
+
+def parse_route(text: str, size: int) -> Placed:
+    """A route from "ring" or "mesh:rows=2,cols=4,order=1-0,reverse=true", if it fits `size` ranks.
+
+    Raises:
+        ValueError: if it is no such text, or the route does not fit.
+    """
+    name, _, rest = text.partition(":")
+    route: dict[str, Any] = {"name": name}
+    for pair in filter(None, rest.split(",")):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if key in route:
+            raise ValueError(f"--route gives {key!r} twice, got {text!r}")
+        if re.fullmatch(r"\d+", value) and key != ORDER:
+            route[key] = int(value)
+        elif re.fullmatch(r"\d+(-\d+)*", value) and key == ORDER:
+            route[key] = [int(digit) for digit in value.split("-")]
+        elif value in ("true", "false") and key == REVERSE:
+            route[key] = value == "true"
+        else:
+            raise ValueError(
+                f"--route must look like ring, mesh:rows=2,cols=4 or "
+                f"mesh:rows=2,cols=4,order=1-0,reverse=true, got {text!r}; routes: {list(ROUTES)}"
+            )
+    return read_placed(route, size)
 
 
 def show(plan: Plan, size: int, added: int) -> None:

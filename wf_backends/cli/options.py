@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -24,16 +23,7 @@ from wf_backends.cli.readers import read_model
 from wf_backends.cluster import KERNEL_NAMES, PRESETS, Topology, load
 from wf_backends.lowering import ACTIVATION, FLOAT32, PARTIALS, Shape
 from wf_backends.planner import MIN_HALVINGS, Workload, draw_documents
-from wf_backends.schedule import (
-    LAYOUTS,
-    ORDER,
-    REVERSE,
-    ROUTES,
-    Placed,
-    check_layout_name,
-    make_mask,
-    read_placed,
-)
+from wf_backends.schedule import LAYOUTS, check_layout_name, make_mask
 
 ITEMSIZES: Mapping[str, int] = MappingProxyType(
     {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
@@ -286,29 +276,3 @@ def keeping(layers: int) -> dict[str, Any]:
     """The arguments of a Request for --layers; 0 = the backward gathers everything again."""
     check_least("--layers", layers, 0)
     return {"keeps": (False, True), "layers": layers} if layers else {}
-
-
-def parse_route(text: str, size: int) -> Placed:
-    """A route from "ring" or "mesh:rows=2,cols=4,order=1-0,reverse=true", if it fits `size` ranks.
-
-    Raises:
-        ValueError: if it is no such text, or the route does not fit.
-    """
-    name, _, rest = text.partition(":")
-    route: dict[str, Any] = {"name": name}
-    for pair in filter(None, rest.split(",")):
-        key, _, value = (part.strip() for part in pair.partition("="))
-        if key in route:
-            raise ValueError(f"--route gives {key!r} twice, got {text!r}")
-        if re.fullmatch(r"\d+", value) and key != ORDER:
-            route[key] = int(value)
-        elif re.fullmatch(r"\d+(-\d+)*", value) and key == ORDER:
-            route[key] = [int(digit) for digit in value.split("-")]
-        elif value in ("true", "false") and key == REVERSE:
-            route[key] = value == "true"
-        else:
-            raise ValueError(
-                f"--route must look like ring, mesh:rows=2,cols=4 or "
-                f"mesh:rows=2,cols=4,order=1-0,reverse=true, got {text!r}; routes: {list(ROUTES)}"
-            )
-    return read_placed(route, size)
