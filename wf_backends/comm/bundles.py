@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from wf_backends.comm.protocol import Message, Pending
+from wf_backends.comm.protocol import Message, Pending, Post
 
 SMALL_BYTES = 1 << 17  # copying as many twice takes a core about as long as a message of gloo
-Post = Callable[[str, Sequence[Message], Sequence[Message]], Pending]
 
 
 def post_bundled(
@@ -25,6 +24,8 @@ def post_bundled(
     Args:
         post: posts messages of CPU tensors, as `Communicator._post`.
     """
+    if len(sends) < 2 and len(recvs) < 2:
+        return post(label, sends, recvs)
     out, sends = _bundles(sends)
     into, recvs = _bundles(recvs)
     if not out and not into:

@@ -123,7 +123,7 @@ class ConsistencyCheck:
             ValueError: on every rank, naming what differs and the values by rank.
         """
         names, values = (*same, *lengths), (*same.values(), *lengths.values())
-        if (names, values) in self._seen:
+        if self._seen and (names, values) in self._seen:
             return self._seen[names, values]
         headers, size = self._exchange((_kind(names), _name(layer), *values), like), self.comm.size
         if headers == headers[: len(headers) // size] * size:

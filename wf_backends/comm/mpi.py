@@ -8,25 +8,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
-from wf_backends.comm.faults import failure, job_board
 from wf_backends.comm.protocol import (
     CONTROL,
     DEFAULT_TIMEOUT_S,
     NOBODYS_TAG,
-    Communicator,
     Message,
     Pending,
     Wait,
 )
 from wf_backends.comm.staging import Staged
 from wf_backends.comm.termination import Termination, noticed_termination
-from wf_backends.comm.watch import Watch
+from wf_backends.comm.watch import ProcessComm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -35,7 +34,6 @@ POLLS_AT_ONCE = 1000  # polls before the waiting rank lets others have the core
 PAUSE_S = 20e-6  # seconds between polls after that
 LOOK_S = 0.5  # seconds between looks whether the peer has ended: not by polls, a busy core has few
 ENDED = NOBODYS_TAG  # of the empty message that a rank sends as it ends
-What = tuple[str, str, int]  # label, kind of message, peer
 HOST_COPIES = "CUDA tensors go through host copies"
 
 
@@ -61,7 +59,7 @@ def library_name(MPI: Any) -> str:
     return f"{name} {'.'.join(str(part) for part in version)}"
 
 
-class MpiComm(Communicator):
+class MpiComm(ProcessComm):
     """An MPI communicator, duplicated so that its messages never meet the program's own.
 
     Making one is collective. MPI moves large messages only inside its calls: to overlap them with
@@ -85,19 +83,15 @@ class MpiComm(Communicator):
     def __init__(
         self, comm: MPI.Comm, timeout: float = DEFAULT_TIMEOUT_S, max_message: int = 2**30
     ) -> None:
-        super().__init__()
         self.MPI = load_mpi()
         if comm == self.MPI.COMM_NULL or comm.Is_inter():
             raise ValueError(f"group must be an MPI intracommunicator of this process, got {comm}")
+        world, group = self.MPI.COMM_WORLD.Get_group(), comm.Get_group()
+        super().__init__(group.Translate_ranks(None, world))
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.timeout, self.max_message = timeout, max_message
         self.cuda_aware = _cuda_aware(self.MPI)
         self.comm, request = comm.Idup()
-        world, group = self.MPI.COMM_WORLD.Get_group(), comm.Get_group()
-        self._global_ranks = group.Translate_ranks(range(self.size), world)
-        self.waits: Wait | None = None
-        self.verdict = ""
-        self._watch: Watch | None = None
         wait_until(request.Test, timeout, f"{self.me}: the meeting of all ranks")
         atexit.register(_call, WeakMethod(self.leave))
 
@@ -110,17 +104,6 @@ class MpiComm(Communicator):
     def has_ended(self, peer: int) -> bool:
         """Whether a peer said so."""
         return self.comm.Iprobe(peer, ENDED)
-
-    @property
-    def global_ranks(self) -> Sequence[int]:
-        return self._global_ranks
-
-    def watch(self) -> None:
-        """See Communicator.watch."""
-        board = job_board() if self.size > 1 else None
-        if board is not None and self._watch is None:
-            self._watch = Watch(self, board)
-            self._watch.start()
 
     def break_off(self, verdict: str) -> None:
         """End the running wait, at its next look."""
@@ -151,43 +134,36 @@ class MpiComm(Communicator):
     def _post_direct(
         self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> Pending:
-        flights, tag = [], CONTROL.get(label, self.tag)
-        for way, start, messages in (
-            ("from", self.comm.Irecv, recvs),
-            ("to", self.comm.Isend, sends),
-        ):
+        flights: list[_Flight] = []
+        tag, kind, start = CONTROL.get(label, self.tag), "message from", self.comm.Irecv
+        for messages in (recvs, sends):
             for peer, tensor in messages:
-                what = label, f"message {way}", peer
                 for part in self._parts(tensor):
-                    with self.naming(what):
+                    with self.naming(label, kind, peer):
                         request = start([part, part.numel(), self.MPI.BYTE], peer, tag)
-                    expected = part.numel() if way == "from" else None
-                    flights.append(_Flight(what, peer, request, expected, part))
-        return _MpiPending(self, flights)
+                    expected = part.numel() if messages is recvs else None
+                    flights.append(_Flight(kind, peer, request, expected, part))
+            kind, start = "message to", self.comm.Isend
+        return _MpiPending(self, label, flights)
 
     def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The tensor's bytes, in the pieces that are sent; one empty piece if it is empty."""
         return tensor.detach().view(-1).view(torch.uint8).split(self.max_message)
 
     @contextmanager
-    def naming(self, what: What) -> Iterator[None]:
+    def naming(self, label: str, kind: str, peer: int) -> Iterator[None]:
         """Errors of the library with ranks and label."""
         try:
             yield
         except self.MPI.Exception as error:
-            raise self.named(what, error) from error
-
-    def named(self, what: What, error: object) -> RuntimeError:
-        """An error with ranks and label."""
-        wait, self.waits = self.waits, None
-        return failure(self, wait or Wait(self.now, *what, time.monotonic()), error)
+            raise self.failed(label, kind, peer, error) from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Flight:
     """One MPI request."""
 
-    what: What
+    kind: str
     peer: int
     request: MPI.Request
     expected: int | None  # bytes of a receive, None for a send
@@ -195,57 +171,56 @@ class _Flight:
 
 
 class _MpiPending(Pending):
-    def __init__(self, comm: MpiComm, flights: list[_Flight]) -> None:
-        self.comm, self.flights = comm, flights
+    def __init__(self, comm: MpiComm, label: str, flights: list[_Flight]) -> None:
+        self.comm, self.label, self.flights = comm, label, flights
         self.gone: _Flight | None = None  # the first one, if its peer has ended
 
     def poll(self) -> None:
         self.flights = [flight for flight in self.flights if not self._landed(flight)]
 
     def wait(self) -> None:
-        if self._done():
+        self.poll()
+        if not self.flights:
             return
         comm, since = self.comm, time.monotonic()
         with noticed_termination() as job:
             while self.flights:
-                what = self.flights[0].what
-                comm.waits = Wait(comm.now, *what, since)
+                first = self.flights[0]
+                comm.waits = Wait(comm.now, self.label, first.kind, first.peer, since)
                 try:
-                    wait_until(lambda: self._moved(job), comm.timeout, "it", self._look)
+                    wait_until(partial(self._moved, job), comm.timeout, "it", self._look)
                 except TimedOut as error:
-                    raise comm.named(what, error) from error
+                    raise self._failed(first, error) from error
         comm.waits = None
+
+    def _failed(self, flight: _Flight, error: object) -> RuntimeError:
+        return self.comm.failed(self.label, flight.kind, flight.peer, error)
 
     def _moved(self, job: Termination) -> bool:
         """Whether the first message that is waited for is there."""
         first = self.flights[0]
         self.poll()
         if self.flights and job.told:
-            raise self.comm.named(first.what, "the launcher ends the job")
+            raise self._failed(first, "the launcher ends the job")
         return not self.flights or self.flights[0] is not first
-
-    def _done(self) -> bool:
-        self.poll()
-        return not self.flights
 
     def _look(self) -> None:
         """Give up if the peer has ended: what it sent before is here by the next look."""
         first, comm = self.flights[0], self.comm
         if comm.verdict:
-            raise comm.named(first.what, comm.verdict)
-        if self.gone is not first:
-            self.gone = first if comm.has_ended(first.peer) else None
-            return
-        raise comm.named(first.what, f"{comm.name_of(first.peer)} has ended and sends nothing more")
+            raise self._failed(first, comm.verdict)
+        if self.gone is first:
+            error = f"{comm.name_of(first.peer)} has ended and sends nothing more"
+            raise self._failed(first, error)
+        self.gone = first if comm.has_ended(first.peer) else None
 
     def _landed(self, flight: _Flight) -> bool:
         status = self.comm.MPI.Status()
-        with self.comm.naming(flight.what):
+        with self.comm.naming(self.label, flight.kind, flight.peer):
             if not flight.request.Test(status):
                 return False
         if flight.expected is not None and (got := status.Get_count()) != flight.expected:
-            error = f"it has {got} bytes, expected {flight.expected}"
-            raise self.comm.named(flight.what, error)
+            raise self._failed(flight, f"it has {got} bytes, expected {flight.expected}")
         return True
 
 

@@ -6,17 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from wf_backends.comm.bundles import post_bundled
-from wf_backends.comm.faults import failure, job_board
-from wf_backends.comm.protocol import CONTROL, NOBODYS_TAG, Communicator, Message, Pending, Wait
+from wf_backends.comm.protocol import CONTROL, NOBODYS_TAG, Message, Pending, Wait
 from wf_backends.comm.staging import Staged
-from wf_backends.comm.watch import Watch
-
-What = tuple[str, str, int]  # label, kind of message, peer: put into words if something fails
+from wf_backends.comm.watch import ProcessComm
 
 WINDOW_BYTES = 1 << 17  # what fills a link of 10 Gbit/s for 100 us, a round trip
 
@@ -53,7 +51,7 @@ def own_group(timeout: float | None = None) -> dist.ProcessGroup | None:
     return group
 
 
-class GroupComm(Communicator):
+class GroupComm(ProcessComm):
     """A process group; peers are ranks inside the group.
 
     CPU tensors travel by gloo, CUDA tensors by NCCL where the group has it and otherwise through
@@ -69,38 +67,28 @@ class GroupComm(Communicator):
     def __init__(
         self, group: dist.ProcessGroup | None = None, timeout: float | None = None
     ) -> None:
-        super().__init__()
-        self.timeout = () if timeout is None else (timedelta(seconds=timeout),)
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         found = dist.group.WORLD if group is None else group
         assert found is not None
         self.group: dist.ProcessGroup = found
-        self._global_ranks = dist.get_process_group_ranks(self.group)
-        self.waits: Wait | None = None
-        self._verdict = ""
-        self._watch: Watch | None = None
-        pairs = dist.get_backend_config(self.group).split(",")  # such as cpu:gloo,cuda:nccl
+        super().__init__(dist.get_process_group_ranks(found))
+        self.timeout = () if timeout is None else (timedelta(seconds=timeout),)
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        pairs = dist.get_backend_config(found).split(",")  # such as cpu:gloo,cuda:nccl
         self._backends = dict(pair.split(":") for pair in pairs)
         self.on_host = "cpu" in self._backends
         if self._backends.get("cuda") == "nccl":
             # NCCL connects at the first operation, in which every rank must take part
-            device = self.group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
-            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
-
-    @property
-    def global_ranks(self) -> Sequence[int]:
-        return self._global_ranks
+            device = found.bound_device_id or torch.device("cuda", torch.cuda.current_device())
+            dist.all_reduce(torch.zeros(1, device=device), group=found)
 
     def watch(self) -> None:
         """See Communicator.watch. A wait of NCCL orders a stream, and is watched by torch."""
-        board = job_board() if self._backends.get("cpu") == "gloo" and self.size > 1 else None
-        if board is not None and self._watch is None:
-            self._watch = Watch(self, board)
-            self._watch.start()
+        if self._backends.get("cpu") == "gloo":
+            super().watch()
 
     def break_off(self, verdict: str) -> None:
         """End the running wait: what no peer sends closes all connections as it times out."""
-        self._verdict = verdict
+        self.verdict = verdict
         nothing, peer = torch.empty(1), (self.rank + 1) % self.size
         with suppress(RuntimeError):
             self.group.recv([nothing], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
@@ -114,7 +102,9 @@ class GroupComm(Communicator):
         return None if self._backends.get(device.type) == "nccl" else WINDOW_BYTES
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        device = (sends or recvs)[0][1].device.type if sends or recvs else "cpu"
+        if not (sends or recvs):
+            return _GroupPending(self, label, [])
+        device = (sends or recvs)[0][1].device.type
         backend = self._backends.get(device)
         if backend is None:
             raise ValueError(
@@ -124,34 +114,29 @@ class GroupComm(Communicator):
         if backend == "nccl":
             return self._post_batch(label, sends, recvs)
         if device != "cpu":
-            return Staged(self._post_bundled, label, sends, recvs)
-        if backend == "gloo" and (len(sends) > 1 or len(recvs) > 1):
-            return self._post_bundled(label, sends, recvs)
+            return Staged(partial(post_bundled, self._post_each), label, sends, recvs)
+        if backend == "gloo":
+            return post_bundled(self._post_each, label, sends, recvs)
         return self._post_each(label, sends, recvs)
-
-    def _post_bundled(
-        self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
-    ) -> Pending:
-        return post_bundled(self._post_each, label, sends, recvs)
 
     def _post_each(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Receives first: gloo takes twice as long in the other order.
 
         What is empty is left out: both sides know the sizes.
         """
-        works: list[tuple[What, dist.Work]] = []
-        tag = CONTROL.get(label, self.tag)
-        recv, send = ("message from", self.group.recv), ("message to", self.group.send)
-        for (kind, start), messages in ((recv, recvs), (send, sends)):
+        works: list[tuple[str, int, dist.Work]] = []
+        tag, kind, start = CONTROL.get(label, self.tag), "message from", self.group.recv
+        for messages in (recvs, sends):
             for peer, tensor in messages:
                 if not tensor.numel():
                     continue
                 tensor = tensor.detach() if tensor.requires_grad else tensor
                 try:
-                    works.append(((label, kind, peer), start([tensor], peer, tag)))
+                    works.append((kind, peer, start([tensor], peer, tag)))
                 except RuntimeError as error:
-                    raise self.named((label, kind, peer), error) from error
-        return _GroupPending(self, works)
+                    raise self.failed(label, kind, peer, error) from error
+            kind, start = "message to", self.group.send
+        return _GroupPending(self, label, works)
 
     def _post_batch(
         self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
@@ -159,40 +144,36 @@ class GroupComm(Communicator):
         """One NCCL launch; `wait` orders the current stream after it and does not stop the host."""
         ops = [self._op(dist.irecv, message) for message in recvs if message[1].numel()]
         ops += [self._op(dist.isend, message) for message in sends if message[1].numel()]
-        peers = sorted({peer for peer, _ in (*sends, *recvs)})
-        what = (label, "messages from and to", peers[0] if peers else self.rank)
+        kind, peer = "messages from and to", min(peer for peer, _ in (*sends, *recvs))
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
-            raise self.named(what, error) from error
-        return _GroupPending(self, [(what, work) for work in works], keep=ops)
+            raise self.failed(label, kind, peer, error) from error
+        return _GroupPending(self, label, [(kind, peer, work) for work in works], keep=ops)
 
     def _op(self, start: Callable[..., dist.Work | None], message: Message) -> dist.P2POp:
         peer, tensor = message
         return dist.P2POp(start, tensor.detach(), self._global_ranks[peer], group=self.group)
 
-    def named(self, what: What, error: RuntimeError) -> RuntimeError:
-        """An error of the library, which names an address at best, with ranks and label."""
-        wait, self.waits = self.waits, None
-        return failure(
-            self, wait or Wait(self.now, *what, time.monotonic()), self._verdict or error
-        )
-
 
 class _GroupPending(Pending):
     def __init__(
-        self, comm: GroupComm, works: list[tuple[What, dist.Work]], keep: object = None
+        self,
+        comm: GroupComm,
+        label: str,
+        works: list[tuple[str, int, dist.Work]],
+        keep: object = None,
     ) -> None:
-        self.comm, self.works = comm, works
+        self.comm, self.label, self.works = comm, label, works
         self.keep = keep  # buffers stay alive until waited for
 
     def wait(self) -> None:
-        comm = self.comm
-        for what, work in self.works:
-            comm.waits = Wait(comm.now, *what, time.monotonic())
+        comm, since = self.comm, time.monotonic()
+        for kind, peer, work in self.works:
+            comm.waits = Wait(comm.now, self.label, kind, peer, since)
             try:
                 work.wait(*comm.timeout)
             except RuntimeError as error:
-                raise comm.named(what, error) from error
+                raise comm.failed(self.label, kind, peer, error) from error
         comm.waits = None
         self.works, self.keep = [], None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -90,6 +90,10 @@ class Pending(Protocol):
         """Let messages move on without waiting. Only MPI needs it: it moves them in calls alone."""
 
 
+Post = Callable[[str, Sequence[Message], Sequence[Message]], Pending]
+"""Starts the messages (label, sends, receives); see `Communicator.post`."""
+
+
 class Communicator(ABC):
     """The ranks of one sequence-parallel group, numbered 0 to size - 1.
 
@@ -108,7 +112,6 @@ class Communicator(ABC):
     def __init__(self) -> None:
         self.sent: defaultdict[str, int] = defaultdict(int)
         self.now, self.tag = NO_PASS, NO_PASS.tag()
-        self.waits: Wait | None = None
 
     @property
     def global_ranks(self) -> Sequence[int]:

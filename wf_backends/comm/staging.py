@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from wf_backends.comm.protocol import Message, Pending
+from wf_backends.comm.protocol import Message, Pending, Post
 
 
 class Staged(Pending):
@@ -17,11 +17,7 @@ class Staged(Pending):
     """
 
     def __init__(
-        self,
-        post: Callable[[str, Sequence[Message], Sequence[Message]], Pending],
-        label: str,
-        sends: Sequence[Message],
-        recvs: Sequence[Message],
+        self, post: Post, label: str, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> None:
         self._landings = [(torch.empty_like(tensor, device="cpu"), tensor) for _, tensor in recvs]
         peers = [peer for peer, _ in recvs]

@@ -9,13 +9,14 @@ broken.
 from __future__ import annotations
 
 import time
+from abc import abstractmethod
 from collections.abc import Sequence
 from threading import Thread
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import ref
 
-from wf_backends.comm.faults import Board, Note, note_of
-from wf_backends.comm.protocol import Wait
+from wf_backends.comm.faults import Board, Note, failure, job_board, note_of
+from wf_backends.comm.protocol import Communicator, Wait
 
 LOOK_S = 0.5  # between two looks
 NOTE_S = 2.0  # a wait that is noted
@@ -23,18 +24,41 @@ SILENT_S = 2.0  # after which a wait that was noted has ended
 STUCK_S = 6.0  # a circle that stays for as long will not end: longer than bytes are on their way
 
 
-class Watched(Protocol):
-    """What is watched: a communicator."""
+class ProcessComm(Communicator):
+    """A communicator whose ranks are processes: its waits are watched, and tell where they failed.
 
-    rank: int
-    waits: Wait | None
+    Args:
+        global_ranks: see Communicator.global_ranks.
+    """
+
+    def __init__(self, global_ranks: Sequence[int]) -> None:
+        super().__init__()
+        self.verdict = ""
+        """Why the running wait is broken off."""
+        self.waits: Wait | None = None
+        self._global_ranks = global_ranks
+        self._watch: Watch | None = None
 
     @property
-    def global_ranks(self) -> Sequence[int]: ...
+    def global_ranks(self) -> Sequence[int]:
+        return self._global_ranks
 
+    def watch(self) -> None:
+        """See Communicator.watch."""
+        board = job_board() if self.size > 1 else None
+        if board is not None and self._watch is None:
+            self._watch = Watch(self, board)
+            self._watch.start()
+
+    @abstractmethod
     def break_off(self, verdict: str) -> None:
         """End the running wait by an error that says so."""
-        ...
+
+    def failed(self, label: str, kind: str, peer: int, error: object) -> RuntimeError:
+        """An error of the library, which names an address at best, with ranks and label."""
+        wait, self.waits = self.waits, None
+        wait = wait or Wait(self.now, label, kind, peer, time.monotonic())
+        return failure(self, wait, self.verdict or error)
 
 
 class _Met(NamedTuple):
@@ -48,7 +72,7 @@ class _Met(NamedTuple):
 class Watch(Thread):
     """Watches one communicator until it is gone."""
 
-    def __init__(self, comm: Watched, board: Board) -> None:
+    def __init__(self, comm: ProcessComm, board: Board) -> None:
         super().__init__(name="wallfacer watch", daemon=True)
         self._comm, self._board, self._me = ref(comm), board, comm.global_ranks[comm.rank]
         self._beat = 0
