@@ -293,5 +293,4 @@ def fuse(k: Tensor, v: Tensor) -> Tensor:
 
 def unfuse(kv: Tensor, head_dim: int) -> Tensors:
     """The two parts of [K|V] or [dK|dV], as views; K's last dimension is `head_dim`."""
-    k, v = kv.split((head_dim, kv.size(-1) - head_dim), -1)
-    return k, v
+    return kv.split_with_sizes((head_dim, kv.size(-1) - head_dim), -1)

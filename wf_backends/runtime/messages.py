@@ -7,7 +7,6 @@ Buffers are rows-first: dimension 0 counts rows, and a message carries whole row
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -146,7 +145,7 @@ class Messages:
         self._in_flight = [] if in_flight is None else in_flight
         self._sends: list[Message] = []
         self._recvs: list[Message] = []
-        self.to_self: deque[Tensors] = deque()
+        self.to_self: list[Tensors] = []
         self._arrivals: list[tuple[int, Place, Ranges, Tensors]] = []
         self._pending: Pending | None = None
 
@@ -155,13 +154,13 @@ class Messages:
 
         A parcel to oneself is kept as it is.
         """
-        peer, rows = parcel.peer, parcel.rows
+        peer, packed = parcel.peer, [pack(buffer, parcel.rows) for buffer in buffers]
         if peer == self.comm.rank:
-            self.to_self.append(tuple([pack(buffer, rows) for buffer in buffers]))
+            self.to_self.append(tuple(packed))
             return
-        for buffer, dtype in zip(buffers, dtypes or repeat(None), strict=False):
-            packed = pack(buffer, rows)
-            self._sends.append((peer, packed if dtype is None else packed.to(dtype)))
+        if dtypes is not None:
+            packed = map(Tensor.to, packed, dtypes)
+        self._sends += [(peer, rows) for rows in packed]
 
     def receive(self, parcel: Parcel, buffers: Tensors) -> None:
         """Receive into the parcel's rows of the buffers."""
@@ -183,7 +182,7 @@ class Messages:
         """
         peer = parcel.peer
         if peer == self.comm.rank:
-            arriving = self.to_self.popleft()
+            arriving = self.to_self.pop(0)
         else:
             arriving = empty_rows(parcel.num_rows, like, dtypes)
             for tensor in arriving:
@@ -251,7 +250,7 @@ def gather(messages: Messages, rows: Gather, shard: Tensors) -> Tensors:
     for parcel in rows.give:
         messages.send(parcel, shard)
     if len(rows.take) == 1 and rows.take[0].peer == messages.comm.rank:
-        return messages.to_self.popleft()
+        return messages.to_self.pop(0)
     buffers = empty_rows(rows.num_rows, shard)
     for parcel in rows.take:
         messages.receive(parcel, buffers)

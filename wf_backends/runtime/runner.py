@@ -94,6 +94,8 @@ class _Pass:
         walk: Side,
     ) -> None:
         self.program, self.comm, self.name, self.tile = program, comm, name, compute
+        self.label = ""
+        """Of the step's messages."""
         self.in_flight: list[Messages] = []
         self.walkers = walk.shard
         self.gathered = self.held = (*walk.kept, *self._gather(self.walkers[len(walk.kept) :]))
@@ -109,6 +111,7 @@ class _Pass:
         self.stay = (*stay.kept, *self.room)
         self.stay_found = stay.found
         self.partial = stay.found.prepare(program.stay.num_rows, program.blank)
+        self.add_partial = partial(scatter, self.partial, stay.found.combine)
         self.stay_total = Total(program.stay.shard_rows, stay.found)
         self.returning: list[Messages] = []
         self.fetched = [self._fetch(one.fetch, self.shard) for one in program.steps[0].rounds]
@@ -128,7 +131,8 @@ class _Pass:
         if (step.take or step.get) and not self.arriving:
             fits = self.spare and self.spare[0].size(0) == step.more
             self.arriving = self.spare if fits else empty_rows(step.more, self.walkers)
-        hop = Messages(self.comm, f"{self.name} step {index}", self.in_flight)
+        self.label = f"{self.name} step {index}"
+        hop = Messages(self.comm, self.label, self.in_flight)
         for parcel in step.forwarded:
             hop.send(parcel, self.held)
         for parcel in step.take:
@@ -147,7 +151,7 @@ class _Pass:
                 if arriving:
                     arriving.wait()
             passed = self._fetch(one.pass_on, self.room)
-            with span("compute", f"{self.name} step {index}"):
+            with span("compute", self.label):
                 for tile in one.tiles:  # hides what travels
                     if queries_walk:
                         self.tile(tile, self.held, self.stay, self.moving, self.partial)
@@ -157,9 +161,7 @@ class _Pass:
                         self._poll()
             if back:
                 back.wait()
-            back = self._return(
-                one.pass_back, partial(scatter, self.partial, self.stay_found.combine)
-            )
+            back = self._return(one.pass_back, self.add_partial)
             self._return(one.home, self.stay_total.add)
 
     def _poll(self) -> None:
