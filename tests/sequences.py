@@ -8,7 +8,7 @@ from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.schedule.mask import make_mask
-from wf_backends.schedule.slices import WORDS as SLICE_WORDS
+from wf_backends.schedule.slices import SLICE_WORDS
 
 SEQLEN = 45
 MASKS = (

@@ -15,7 +15,9 @@ Seen = set[tuple[int, int]]
 
 
 def seen(rows: int, keys: int, band: Band) -> Seen:
-    return {(i, j) for i, j in product(range(rows), range(keys)) if band.sees(i, j)}
+    return {
+        (i, j) for i, j in product(range(rows), range(keys)) if (-band.left <= j - i <= band.right)
+    }
 
 
 def is_trimmed(rows: int, keys: int, band: Band) -> bool:

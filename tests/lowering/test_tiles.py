@@ -46,7 +46,7 @@ def test_every_visible_pair_lies_in_exactly_one_trimmed_tile(q, kv, mask, same):
             (i, j)
             for row, i in enumerate(positions(tile.rows))
             for key, j in enumerate(positions(tile.keys))
-            if tile.band.sees(row, key)
+            if (-tile.band.left <= key - row <= tile.band.right)
         ]
         assert {i for i, _ in pairs} == set(positions(tile.rows)), "a row that sees nothing"
         assert {j for _, j in pairs} == set(positions(tile.keys)), "a key that nobody sees"

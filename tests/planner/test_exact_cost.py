@@ -9,7 +9,7 @@ from itertools import product
 
 import pytest
 
-from tests.planning import lab_cluster
+from tests.planning import both_ways, lab_cluster
 from tests.slices import window_with_sinks
 from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.message_bytes import RowBytes, Shape, bytes_sent, total
@@ -85,7 +85,7 @@ def test_a_wider_value_and_partial_results_in_16_bits_are_priced(walk: PassKind)
 def test_predicted_bytes_are_those_of_the_plans(size: int, walk: PassKind, mask: Mask) -> None:
     job = HeadSplit(Workload(SHAPE, 96, mask), lab_cluster(1, size, 1))
     rows = walk.row_bytes(job.shape)
-    for placed in placements(size, directed=True):
+    for placed in both_ways(size):
         problem = problem_of(job, place(placed, size), walk)
         for rank in range(size):
             plan = lower(problem, rank)
@@ -186,7 +186,7 @@ def test_closed_forms_are_exact_for_a_full_mask(
     job = HeadSplit(
         Workload(SHAPE, 1024, keys=keys), lab_cluster(hosts, ranks, nics), degree, stride
     )
-    for walk, placed in product((FORWARD, BACKWARD_KEYS), placements(job.route_size, False)):
+    for walk, placed in product((FORWARD, BACKWARD_KEYS), placements(job.route_size)):
         name = placed.route["name"]
         if name == "concentric" or (walk is not FORWARD and name == "double_ring"):
             continue
@@ -203,7 +203,7 @@ def test_closed_forms_are_exact_for_a_full_mask(
 def test_closed_forms_are_near_for_a_causal_mask(layout: str, walk: PassKind) -> None:
     """Which is what they are used for: to sort candidates beyond the sizes counted exactly."""
     job = HeadSplit(Workload(SHAPE, 4096, Mask(CAUSAL), layout), lab_cluster(4, 4, 4), 2)
-    for placed in placements(8, directed=False):
+    for placed in placements(8):
         exact = pass_cost(job, place(placed, 8), walk)
         closed = ClosedForm(job, walk).cost(placed).seconds
         assert closed == pytest.approx(exact.seconds, rel=0.45)

@@ -75,7 +75,7 @@ def test_rows_cross_to_each_reader_where_links_inside_are_no_faster() -> None:
 def test_one_host_and_one_rank_a_host_have_nothing_to_pass_on(hosts) -> None:
     at = replace(A100, hosts=hosts, ranks_per_host=8 // hosts, nics_per_host=1)
     split = HeadSplit(Workload(Shape(1, 8, 8, 64, 2), 4096), at)
-    assert not list(crossing_once(placements(8, False), split))
+    assert not list(crossing_once(placements(8), split))
 
 
 def test_documents_are_planned_with_rows_that_cross_once() -> None:
@@ -94,7 +94,7 @@ def test_documents_are_planned_with_rows_that_cross_once() -> None:
 def test_closed_forms_count_the_same_bytes_and_nearly_the_same_time(size, degree, stride) -> None:
     work = Workload(Shape(1, 8, 4, 16, 2), 1024)
     job = HeadSplit(work, lab_cluster(size // 4, 4, 4), degree, stride)
-    found = list(crossing_once(placements(job.route_size, False), job))
+    found = list(crossing_once(placements(job.route_size), job))
     assert found
     for placed in found:
         for kind in KEYS_STAY if placed.keys_stay else (FORWARD, BACKWARD_KEYS):

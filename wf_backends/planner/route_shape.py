@@ -88,19 +88,13 @@ class RouteShape:
         return sum(times for times, _ in self.hops)
 
 
-def crosses_again(side: Side, topology: Topology) -> bool:
-    """Whether several ranks of a host read the same rows of another host."""
-    if side.axis is None or side.foreign <= 0:
-        return False
-    return 1 < side.axis.on_host(topology) < side.axis.size
-
-
 def crossing_once(found: Iterable[Placed], split: HeadSplit) -> Iterator[Placed]:
     """Of these routes those on which rows would cross to a host several times, to cross once."""
     at = split.topology
     for placed in found:
         shape = shape_of(placed, split.groups)
-        if crosses_again(shape.stay, at) or crosses_again(shape.walk, at):
+        sides = (side for side in (shape.stay, shape.walk) if side.axis and side.foreign > 0)
+        if any(1 < side.axis.on_host(at) < side.axis.size for side in sides if side.axis):
             yield replace(placed, host_size=at.ranks_per_host)
 
 

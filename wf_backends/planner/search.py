@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import chain
 from math import inf
 from threading import Lock
 
+from wf_backends.cluster import Topology
 from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.head_splits import around, even_s, head_splits
@@ -21,7 +23,7 @@ from wf_backends.planner.proxy import alike, counted, packed
 from wf_backends.planner.ranking import TIE, best_of, fastest_of, ranked
 from wf_backends.planner.route_shape import crossing_once
 from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, PassKind
-from wf_backends.schedule import FULL, Placed, place, placements
+from wf_backends.schedule import Placed, place, placements
 
 HEAD_SPLITS_COUNTED = 3  # message by message, of those that closed forms find the best
 
@@ -77,14 +79,14 @@ def best_plan(request: Request) -> Plan:
     """The first of `all_plans`, unless closed forms misjudge its head split.
 
     Where every message is counted, it is for the few head splits that closed forms find the best;
-    under a window, documents or slices for all of them, of which closed forms know little.
+    under a window or documents for all of them, of which closed forms know little.
 
     Raises:
         ValueError: if no plan fits the memory, naming the one that comes closest, or no ulysses
             degree that may be used fits the ranks and heads.
     """
     splits = head_splits(request)
-    if request.is_exact and request.workload.mask.is_dense:
+    if request.is_exact and not request.workload.mask.is_near:
         splits = _promising(request, splits)
     plan = _best_of(request, splits)
     if plan.cost.memory_bytes > request.memory_limit:
@@ -148,7 +150,7 @@ def price_plan(
     split = HeadSplit(request.workload, request.topology, degree, stride, chunks)
     (there,) = _passes(request, split, replace(FORWARD, keep=keep), [forward])
     (back,) = _passes(request, split, replace(BACKWARDS[moves], keep=keep), [backward])
-    return _plan(split, around(split), there, back, layers)
+    return Plan(degree, there, back, around(split), layers, stride, chunks)
 
 
 def price_again(request: Request, plan: Plan) -> Plan:
@@ -167,60 +169,52 @@ def _ranked(plans: list[Plan], request: Request) -> list[Plan]:
 
 
 def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
-    """The plans of a head split, as `all_plans` says, and those that keep what they gather."""
+    """The plans of a head split, as `all_plans` says, and those that keep what they gather.
+
+    These take one route in both passes, and find the gathered rows in memory.
+    """
     outside = around(split)
-    if True in request.keeps:
-        yield from _kept_plans(request, split, outside)
-    if False not in request.keeps:
-        return
-    forward = _passes(request, split, FORWARD, _candidates(request, split, request.forward))
-    candidates = _candidates(request, split, request.backward)
     sides = request.moves if split.route_size > 1 else request.moves[:1]  # nothing moves on one
-    backward = [
-        one for side in sides for one in _passes(request, split, BACKWARDS[side], candidates)
-    ]
-    limit = request.memory_limit - outside.memory_bytes
-    best = best_of(backward, request.topology, limit)
-    alike = {one.placed: one for one in reversed(best)}
-    pairs = [(one, alike.get(one.placed, best[0])) for one in forward]
+    routes = [_candidates(request, split, one) for one in (request.forward, request.backward)]
+    for keep in request.keeps:
+        there, back = routes
+        if keep:
+            named = {*back}
+            both = (one for one in there if one in named)
+            there = back = [one for one in both if one.gathers or False not in request.keeps]
+        forward = _passes(request, split, replace(FORWARD, keep=keep), there)
+        backward = [
+            _passes(request, split, replace(BACKWARDS[side], keep=keep), back) for side in sides
+        ]
+        if keep:
+            pairs = [pair for of_side in backward for pair in zip(forward, of_side, strict=True)]
+        else:
+            limit = request.memory_limit - outside.memory_bytes
+            pairs = _best_pairs(forward, [*chain(*backward)], request.topology, limit)
+        layers, split_up = request.layers if keep else 1, (split.stride, split.chunks)
+        yield from (Plan(split.degree, *pair, outside, layers, *split_up) for pair in pairs)
+
+
+def _best_pairs(
+    forward: Sequence[PassPlan], backward: Sequence[PassPlan], topology: Topology, limit: float
+) -> list[tuple[PassPlan, PassPlan]]:
+    """Every forward with the best backward, on its own route if that is as good; and the fastest
+    forward with the fastest backward."""
+    best = best_of(backward, topology, limit)
+    as_good = {one.placed: one for one in reversed(best)}
+    pairs = [(one, as_good.get(one.placed, best[0])) for one in forward]
     fastest = fastest_of(forward, limit), fastest_of(backward, limit)
-    pairs += [] if fastest in pairs else [fastest]
-    yield from (_plan(split, outside, *pair) for pair in pairs)
-
-
-def _kept_plans(request: Request, split: HeadSplit, outside: Cost) -> Iterator[Plan]:
-    """Plans whose backward takes the forward's route and finds its gathered rows in memory."""
-    backwards = set(_candidates(request, split, request.backward))
-    both = [one for one in _candidates(request, split, request.forward) if one in backwards]
-    forward = _passes(request, split, replace(FORWARD, keep=True), both)
-    if False in request.keeps:
-        forward = [one for one in forward if one.cost.gathered_bytes]
-    for side in request.moves:
-        kind, routes = replace(BACKWARDS[side], keep=True), [one.placed for one in forward]
-        for there, back in zip(forward, _passes(request, split, kind, routes), strict=True):
-            yield _plan(split, outside, there, back, request.layers)
-
-
-def _plan(
-    split: HeadSplit, outside: Cost, forward: PassPlan, backward: PassPlan, layers: int = 1
-) -> Plan:
-    degree, stride, chunks = split.degree, split.stride, split.chunks
-    return Plan(degree, forward, backward, outside, layers, stride, chunks)
+    return pairs if fastest in pairs else [*pairs, fastest]
 
 
 def _candidates(
     request: Request, split: HeadSplit, named: Sequence[Placed] | None
 ) -> Sequence[Placed]:
-    """The routes that are named; else all, counted backwards too where the mask has a direction.
-
-    Those on which hosts read rows several times also with rows that cross once.
-    """
+    """The routes that are named; else all, and those on which hosts read rows several times also
+    with rows that cross once."""
     if named is not None:
         return named
-    mask, band = split.workload.mask, split.workload.mask.band
-    has_direction = band != FULL and band.left == inf  # windows turn by themselves
-    directed = request.is_exact and (has_direction or mask.slices is not None)
-    found = placements(split.route_size, directed)
+    found = placements(split.route_size)
     return (*found, *crossing_once(found, split))
 
 

@@ -39,8 +39,7 @@ from wf_backends.schedule.render import render
 from wf_backends.schedule.routes import ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, carriers, check
 from wf_backends.schedule.segments import slices_load
-from wf_backends.schedule.slices import WORDS as SLICE_WORDS
-from wf_backends.schedule.slices import Slice
+from wf_backends.schedule.slices import SLICE_WORDS, Slice
 
 __all__ = [
     "Band",

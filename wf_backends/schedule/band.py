@@ -28,10 +28,6 @@ class Band:
         """How many of its two sides have a limit."""
         return (self.left < inf) + (self.right < inf)
 
-    def sees(self, row: int, key: int) -> bool:
-        """Whether the query at `row` sees the key at `key`."""
-        return -self.left <= key - row <= self.right
-
     def __str__(self) -> str:
         if self == FULL:
             return "full"

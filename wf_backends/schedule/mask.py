@@ -16,8 +16,6 @@ from typing import Any
 from wf_backends.schedule.band import CAUSAL, FULL, Band, Bound
 from wf_backends.schedule.slices import Slice, make_slices
 
-__all__ = ["CAUSAL", "FULL", "Band", "Bound", "Mask", "make_mask"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mask:
@@ -34,11 +32,10 @@ class Mask:
     def __str__(self) -> str:
         if self.slices is not None:
             return f"slices: {'; '.join(map(str, self.slices))}"
-        borders = self.cu_seqlens
-        band = f"{self.band}"
+        band = str(self.band)
         if self.band not in (FULL, CAUSAL):
             band = f"window of {self.band.left} tokens to the left, {self.band.right} to the right"
-        return band if borders is None else f"{band}, documents with borders {[*borders]}"
+        return band + (f", documents with borders {[*self.cu_seqlens]}" if self.cu_seqlens else "")
 
     @property
     def is_near(self) -> bool:

@@ -185,14 +185,8 @@ def permutation(placed: Placed, n: int) -> tuple[int, ...]:
 
 
 def relabel(schedule: Schedule, ranks: tuple[int, ...]) -> Schedule:
-    """The schedule in which rank `ranks[r]` plays the part of rank r, shards and all.
-
-    Raises:
-        ValueError: if `ranks` is no permutation of the schedule's ranks.
-    """
+    """The schedule in which rank `ranks[r]` (a permutation) plays the part of rank r."""
     n = schedule.num_ranks
-    if sorted(ranks) != list(range(n)):
-        raise ValueError(f"ranks must be a permutation of the {n} ranks, got {ranks}")
     part = {rank: at for at, rank in enumerate(ranks)}
 
     def moved(shards: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
@@ -232,17 +226,10 @@ def routes(n: int) -> list[dict[str, Any]]:
 
 
 @lru_cache(maxsize=64)  # forward and backward have the same
-def placements(n: int, directed: bool) -> tuple[Placed, ...]:
-    """Every route for n ranks with every order of its digits.
-
-    Args:
-        directed: also count the ranks backwards, which changes nothing unless the mask tells
-            earlier from later.
-    """
-    found: list[Placed] = []
-    for route in routes(n):
-        words = tuple(sorted(route.items()))
-        for order in orders(digits(route, n)):
-            ways = (False, True) if directed and n > 1 else (False,)
-            found += [Placed(words, order, back) for back in ways]
-    return tuple(found)
+def placements(n: int) -> tuple[Placed, ...]:
+    """Every route for n ranks with every order of its digits."""
+    return tuple(
+        Placed(tuple(sorted(route.items())), order)
+        for route in routes(n)
+        for order in orders(digits(route, n))
+    )

@@ -7,7 +7,7 @@ messages, their bytes and the way home are derived from them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -170,18 +170,11 @@ def check(schedule: Schedule) -> Schedule:
         keys = list(chain.from_iterable(held))
         for i in queries:
             met[i] += keys
-    bad = [pair for i, keys in enumerate(met) for pair in _not_once(i, keys, n)]
+    wrong = ((i, keys) for i, keys in enumerate(met) if sorted(keys) != list(range(n)))
+    bad = [(i, j, keys.count(j)) for i, keys in wrong for j in range(n) if keys.count(j) != 1]
     if bad:
         raise ValueError(
             "every (query shard, key shard) pair must meet exactly once; "
             f"{len(bad)} do not, as (query, key, times): {bad[:4]}"
         )
     return schedule
-
-
-def _not_once(i: int, keys: list[int], n: int) -> list[tuple[int, int, int]]:
-    """(query shard, key shard, times) of all key shards that i does not meet exactly once."""
-    if sorted(keys) == list(range(n)):
-        return []
-    times = Counter(keys)
-    return [(i, j, times[j]) for j in range(n) if times[j] != 1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import inf
 
 from wf_backends.schedule.filling import Load, Segment
 from wf_backends.schedule.slices import Slice
@@ -30,18 +29,11 @@ def segments_of(slices: Sequence[Slice], seqlen: int) -> list[Segment]:
     found, base, rise = list[Segment](), 0, 0
     for start, stop in pairwise(edges):
         base, rise = base + value[start], rise + slope[start]
-        here = Segment(start, stop, base + rise * start, rise)
-        found[-1:] = _joined(found[-1], here) if found else [here]
+        if (value[start] or slope[start]) or not found:
+            found.append(Segment(start, stop, base + rise * start, rise))
+        else:  # one piece goes on as another ends
+            found[-1] = found[-1]._replace(stop=stop)
     return found
-
-
-def _joined(before: Segment, here: Segment) -> list[Segment]:
-    """Both as one segment, if the one goes on as the other."""
-    slope = before.slope if before.length > 1 else here.first - before.first
-    follows = here.length == 1 or here.slope == slope
-    if follows and here.first == before.first + slope * before.length:
-        return [Segment(before.start, here.stop, before.first, slope)]
-    return [before, here]
 
 
 def _pieces(one: Slice) -> Iterator[Segment]:
@@ -51,10 +43,9 @@ def _pieces(one: Slice) -> Iterator[Segment]:
     def keys(query: int) -> int:
         return int(min(k1, query + one.right + 1) - max(k0, query - one.left))
 
-    turns = (k0 - one.right, k1 - one.right, k0 + one.left, k1 + one.left)
-    near = (int(at) + by for at in turns if at not in (inf, -inf) for by in (-1, 0, 1))
-    edges = sorted({q0, q1, *(at for at in near if q0 < at < q1)})
+    first, last = int(max(q0, k0 - one.right)), int(min(q1, k1 + one.left))  # who see any
+    turns = k1 - one.right, k0 + one.left + 1  # where keys stop rising, and begin to fall
+    edges = sorted({first, last, *(int(at) for at in turns if first < at < last)})
     for start, stop in pairwise(edges):
-        if keys(start) > 0:
-            slope = keys(start + 1) - keys(start) if stop - start > 1 else 0
-            yield Segment(start, stop, keys(start), slope)
+        slope = keys(start + 1) - keys(start) if stop - start > 1 else 0
+        yield Segment(start, stop, keys(start), slope)

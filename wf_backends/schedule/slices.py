@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 
 from wf_backends._validation import nearest
 from wf_backends.schedule.band import Band, Bound
-from wf_backends.schedule.ranges import Range
+from wf_backends.schedule.ranges import Range, intersect
 
 
 class Slice(NamedTuple):
@@ -43,15 +43,12 @@ class Slice(NamedTuple):
 
     def overlaps(self, other: Slice) -> bool:
         """Whether some query sees some key in both."""
-        both = Slice(_common(self.q, other.q), _common(self.k, other.k))
-        if min(both.q[1] - both.q[0], both.k[1] - both.k[0]) <= 0:
+        q, k = intersect((self.q,), (other.q,)), intersect((self.k,), (other.k,))
+        if not q or not k:
             return False
+        both = Slice(q[0], k[0])
         least, most = zip(self.distances, other.distances, both.distances, strict=True)
         return max(least) <= min(most)
-
-
-def _common(a: Range, b: Range) -> Range:
-    return max(a[0], b[0]), min(a[1], b[1])
 
 
 TYPES: Mapping[str, Callable[[Range, Range], tuple[Bound, Bound]]] = MappingProxyType(
@@ -64,7 +61,7 @@ TYPES: Mapping[str, Callable[[Range, Range], tuple[Bound, Bound]]] = MappingProx
 )
 """type -> the (left, right) bounds of a slice of these queries and keys."""
 
-WORDS = ("q_ranges", "k_ranges", "attn_mask_types")
+SLICE_WORDS = ("q_ranges", "k_ranges", "attn_mask_types")
 
 
 def make_slices(q_ranges: Any, k_ranges: Any, attn_mask_types: Any) -> tuple[Slice, ...]:
@@ -78,10 +75,13 @@ def make_slices(q_ranges: Any, k_ranges: Any, attn_mask_types: Any) -> tuple[Sli
         ValueError: if one is missing, the lengths differ, a range or a type is malformed, or some
             query sees some key in two slices; names the slices.
     """
-    given = dict(zip(WORDS, (q_ranges, k_ranges, attn_mask_types), strict=True))
+    given = dict(zip(SLICE_WORDS, (q_ranges, k_ranges, attn_mask_types), strict=True))
     if missing := [name for name, value in given.items() if value is None]:
         raise ValueError(f"q_ranges, k_ranges and attn_mask_types go together: {missing} missing")
-    queries, keys = _ranges("q_ranges", q_ranges), _ranges("k_ranges", k_ranges)
+    queries, keys = (
+        tuple(_range(f"{name}[{at}]", pair) for at, pair in enumerate(_listed(name, given[name])))
+        for name in SLICE_WORDS[:2]
+    )
     types = tuple(_type(name) for name in _listed("attn_mask_types", attn_mask_types))
     counts = len(queries), len(keys), len(types)
     if len({*counts}) > 1:
@@ -128,10 +128,6 @@ def _listed(name: str, value: Any) -> list[Any]:
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ValueError(f"{name} must be a list with an entry for every slice, got {value!r}")
     return list(cast(Sequence[Any], value))
-
-
-def _ranges(name: str, value: Any) -> tuple[Range, ...]:
-    return tuple(_range(f"{name}[{at}]", pair) for at, pair in enumerate(_listed(name, value)))
 
 
 def _range(name: str, pair: Any) -> Range:
