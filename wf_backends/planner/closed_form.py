@@ -54,8 +54,8 @@ class ClosedForm:
         step rows that stay arrive, in the last their results leave: see `_edge_s`.
         """
         at = self.topology
-        live, both_ways = self._live_hops(shape), self._goes_both_ways(shape)
-        step_s, call_s = self.busiest_s / (live + 1), self.call_s * (1 + both_ways)
+        live, call_s = self._live_hops(shape), self.call_s
+        step_s = self.busiest_s / (live + 1)
         gather, fetch, leave, home = around = self._exchanges(shape)
         took = gather.seconds(at) + home.seconds(at)
         transfer_s = took + fetch.seconds(at) + leave.seconds(at)
@@ -77,27 +77,19 @@ class ClosedForm:
         return Cost(took, computed, transfer_s, nic, inside, memory, gathered)
 
     def _edge_s(
-        self,
-        stay: Side,
-        step_s: float,
-        call_s: float,
-        arrives: Load,
-        hop: Load,
-        leaves: Load,
+        self, stay: Side, step_s: float, call_s: float, arrives: Load, hop: Load, leaves: Load
     ) -> tuple[float, float]:
         """(seconds of the first or the last step, seconds that it computes more than other steps).
 
-            max(max(hold + c - o, F + p) + max(o, l), F + max(h, p) + L, r + L)
+            max(max(hold + c, F + p) + l, F + max(h, p) + L, r + L)
 
         where rows that stay arrive in F seconds and their results leave in L, the last of them in
         l. p are the tiles that wait for the last rows, r those that the first results wait for
-        which take the longer link, and o those of the rank's own rows if they come last.
+        which take the longer link.
         """
         at, owners = self.topology, bundles(stay.foreign)
         parts, last_share, passing_s = self._edge_rounds(stay)
-        part_s = last_share * step_s + call_s
-        own_s = stay.own / stay.shards * step_s + min(1, stay.own) * call_s
-        own_s = own_s if arrives is NOTHING else 0.0
+        part_s, calls_s = last_share * step_s + call_s, (parts - 1) * call_s
         near = stay.axis.on_host(at) - 1 if stay.axis is not None and leaves.nic else 0
         rounds, done = next(pair for pair in enumerate(accumulate(owners), 1) if pair[1] > near)
         first_s = done / stay.shards * step_s + rounds * call_s
@@ -107,13 +99,13 @@ class ClosedForm:
             last = Load(leaves.nic - before.nic, leaves.inside - before.inside)
         come_s, gone_s = arrives.seconds(at) + passing_s, leaves.seconds(at)
         hold_s = arrives.hold_s(at) + hop.hold_s(at) + leaves.hold_s(at)
-        others_s = max(hold_s + step_s + parts * call_s - own_s, come_s + part_s)
+        computed_s = hold_s + step_s + call_s + calls_s
         took = max(
-            others_s + max(own_s, last.seconds(at)),
+            max(computed_s, come_s + part_s) + last.seconds(at),
             come_s + max(hop.seconds(at), part_s) + gone_s,
             first_s + gone_s,
         )
-        return took, (parts - 1) * call_s
+        return took, calls_s
 
     def _edge_rounds(self, stay: Side) -> tuple[int, float, float]:
         """(kernel calls, the share of a step's tiles that wait for the last rows, seconds in which
@@ -186,14 +178,6 @@ class ClosedForm:
             return self.split.rate.call_s
         pieces = 2 * (self.split.degree if self.split.stride > 1 else 1)
         return (pieces - (self.mask.band.left == inf)) * self.split.rate.call_s
-
-    def _goes_both_ways(self, shape: RouteShape) -> bool:
-        """Whether zigzag shards go in one direction, then in the other (lowering/direction.py).
-
-        A hop here then stands for two, of half a shard each.
-        """
-        zigzag = self.split.workload.layout == "zigzag"
-        return self.mask.band.left < inf and zigzag and not shape.gathers
 
     def _live_hops(self, shape: RouteShape) -> int:
         """How many hops carry anything: in a causal window all readers of a key are near.
