@@ -17,14 +17,13 @@ from wf_transformers import (
     Handle,
     ModelWords,
     WholeBatchHooks,
-    attach_by,
+    attach_compared,
     attach_model,
     compared_first,
     counted_by_group,
     counted_once,
     loss_only,
     temporarily_replace,
-    verify,
 )
 from wf_transformers.whole_batches.fused import has_fused_head
 from wf_transformers.whole_batches.log_probabilities import (
@@ -91,35 +90,26 @@ def _connect(
         )
     sp = SequenceParallel(words, own_group(words.timeout))
     settle_at_exit()  # Trainers do not destroy the group that they started
-    handle = _attach(model, sp, run, whole_logits, trl)
+    hooks = WholeBatchHooks if trl is None else LogProbabilityHooks
+    hook = partial(hooks, model, whole_logits=whole_logits)
+    # A trainer of TRL's calls the model without labels: there is no loss of a call to compare.
+    handle, _ = attach_compared(
+        run,
+        model,
+        sp,
+        partial(attach_model, model, sp),
+        hook,
+        whole_batches=True,
+        first=trl is None,
+    )
     handle.advice = (
         f"all {sp.size} ranks of a sequence read the same samples: have the Accelerator that was "
         f"connected prepare the loader, or shard the data by rank // {sp.size}"
     )
     with handle.removed_on_error():
+        hook(handle)
         handle.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
     return handle
-
-
-def _attach(
-    model: nn.Module,
-    sp: SequenceParallel,
-    run: ModelWords,
-    whole_logits: bool,
-    trl: TrlTrainer | None,
-) -> Handle:
-    """Attach a model that is called with whole batches from then on."""
-    attach = run.attaching(model, partial(attach_model, model, sp))
-
-    def hooked(handle: Handle) -> Handle:
-        with handle.removed_on_error():
-            hooks = WholeBatchHooks if trl is None else LogProbabilityHooks
-            hooks(model, handle, whole_logits)
-        return handle
-
-    verify(model, sp, lambda: hooked(attach()), run.verify, whole_batches=True)
-    # A trainer of TRL's calls the model without labels: there is no loss of a call to compare.
-    return hooked(attach_by(run, model, sp, attach, compares=trl is None)[0])
 
 
 def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) -> Handle:

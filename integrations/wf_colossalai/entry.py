@@ -24,9 +24,8 @@ from wf_transformers import (
     AUTOCHUNK,
     Handle,
     ModelWords,
-    attach_by,
+    attach_compared,
     data_parallel,
-    verify,
 )
 
 OTHERS: Mapping[str, Any] = MappingProxyType(
@@ -81,10 +80,8 @@ def apply(
         if stages is None
         else partial(attach_whole, model, sp, stages, run.verify)
     )
-    make = run.attaching(model, make)
-    if stages is None:  # else it is compared in its first forward
-        verify(model, sp, make, run.verify, whole_batches=True)
-    handle, _ = attach_by(run, model, sp, make, compares=stages is None)
+    plain = stages is None  # else it is compared in its first forward
+    handle, _ = attach_compared(run, model, sp, make, whole_batches=True, drawn=plain, first=plain)
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)
     return handle
 

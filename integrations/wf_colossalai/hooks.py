@@ -17,20 +17,12 @@ from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends.parallel import count_valid
 from wf_colossalai.sequence import plain
-from wf_transformers import MASK_WORDS, Handle, WholeBatchHooks, mask_words
+from wf_transformers import Handle, WholeBatchHooks, mask_words
 from wf_transformers.whole_batches.call import Call
 from wf_transformers.whole_batches.heads import HeadHooks
-from wf_transformers.whole_batches.own_loss import own_loss
+from wf_transformers.whole_batches.own_loss import INPUTS, own_loss
 
-BATCH_KEYS = (
-    "input_ids",
-    "inputs_embeds",
-    "labels",
-    "position_ids",
-    "token_type_ids",
-    "attention_mask",
-    *MASK_WORDS,
-)
+BATCH_KEYS = (*INPUTS, "labels")
 
 
 class TokenHooks(WholeBatchHooks):

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -33,10 +34,9 @@ from wf_deepspeed.saving import save_whole
 from wf_transformers import (
     Handle,
     WholeBatchHooks,
-    attach_by,
+    attach_compared,
     attach_model,
     attach_stages,
-    verify,
 )
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
@@ -102,19 +102,19 @@ def _attach(
     def plain() -> Handle:
         return attach_stages(model, sp, stages, mode) if stages else attach_model(model, sp)
 
-    attach = block.model.attaching(model, plain)
-
-    def compared() -> Handle:
-        handle = attach()
-        if whole_batches:
-            WholeBatchHooks(model, handle)
-        return handle
-
     partitioned = any(hasattr(p, "ds_id") for p in model.parameters())
-    gather = _own_parameters if partitioned else None
-    if not stages:  # which are compared in their first forward
-        verify(model, sp, compared, mode, whole_batches=whole_batches, gather=gather)
-    return attach_by(block.model, model, sp, attach, labelled=sp.size == 1, compares=stages is None)
+    return attach_compared(
+        block.model,
+        model,
+        sp,
+        plain,
+        hook=partial(WholeBatchHooks, model) if whole_batches else None,
+        whole_batches=whole_batches,
+        gather=_own_parameters if partitioned else None,
+        drawn=stages is None,  # else it is compared in its first forward
+        first=stages is None,
+        labelled=sp.size == 1,
+    )
 
 
 def _own_parameters(module: nn.Module) -> AbstractContextManager[Any]:

@@ -28,7 +28,7 @@ from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_t
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
 from wf_transformers.whole_batches.loaders import counted_by_group
 from wf_transformers.whole_batches.trainer import compared_first, counted_once, loss_only
-from wf_transformers.words import MODEL_WORDS, ModelWords, attach_by
+from wf_transformers.words import MODEL_WORDS, ModelWords, attach_by, attach_compared
 
 __all__ = [
     "AUTOCHUNK",
@@ -46,6 +46,7 @@ __all__ = [
     "apply_tiles",
     "attach",
     "attach_by",
+    "attach_compared",
     "attach_model",
     "attach_pretrained",
     "attach_stages",

@@ -20,12 +20,11 @@ from wf_transformers.attach import (
 from wf_transformers.attention import Attention
 from wf_transformers.checkpoints import CHECKPOINTING
 from wf_transformers.comparison.verify import VERIFY, Mode
-from wf_transformers.comparison.verify import verify as compare
 from wf_transformers.families.table import unasking
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, refuse_mixing, refuse_virtual_tokens
 from wf_transformers.registry import registered_for
-from wf_transformers.words import LATENTS, ModelWords, attach_by
+from wf_transformers.words import LATENTS, ModelWords, attach_compared
 
 
 def attach(
@@ -59,9 +58,7 @@ def attach(
     if activation_checkpointing is not None:
         words[CHECKPOINTING] = activation_checkpointing
     _, read = ModelWords.split(words)
-    make = read.attaching(model, partial(attach_model, model, sp))
-    compare(model, sp, make, verify)
-    return attach_by(read, model, sp, make)[0]
+    return attach_compared(read, model, sp, partial(attach_model, model, sp))[0]
 
 
 def attach_model(model: nn.Module, sp: SequenceParallel) -> Handle:

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from wf_backends import SequenceParallel
 from wf_backends.parallel import IGNORE_INDEX
 from wf_transformers.attention import Attention
+from wf_transformers.replace import set_until
 
 OPERATIONS = "floating_point_ops"
 
@@ -165,11 +166,7 @@ class Handle:
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """owner.name = value, until `remove()`."""
-        if name in vars(owner):
-            self.undo.callback(setattr, owner, name, vars(owner)[name])
-        else:
-            self.undo.callback(delattr, owner, name)
-        setattr(owner, name, value)
+        set_until(self.undo, owner, name, value)
 
     def hooks(self, *registered: RemovableHandle) -> None:
         """Hooks of torch that `remove()` takes off."""

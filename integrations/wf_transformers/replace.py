@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +30,15 @@ class InPlaceOfTorchAttention(TorchFunctionMode):
         return called(*args, **(kwargs or {}))
 
 
+def set_until(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """owner.name = value, until `stack` closes."""
+    if name in vars(owner):
+        stack.callback(setattr, owner, name, vars(owner)[name])
+    else:
+        stack.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
 @contextmanager
 def temporarily_replace(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
     """Inside, a call of owner.name is `function(original, *args, **kwargs)`; then all is as before.
@@ -38,18 +47,13 @@ def temporarily_replace(owner: Any, name: str, function: Callable[..., Any]) -> 
         owner: a module, a class or an object.
         name: one that `owner` may lack; `original` is None then.
     """
-    original, own = getattr(owner, name, None), name in vars(owner)
+    original = getattr(owner, name, None)
 
     def replacement(*args: Any, **kwargs: Any) -> Any:
         return function(original, *args, **kwargs)
 
     if original is not None:
         functools.update_wrapper(replacement, original)
-    setattr(owner, name, replacement)
-    try:
+    with ExitStack() as stack:
+        set_until(stack, owner, name, replacement)
         yield
-    finally:
-        if own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)

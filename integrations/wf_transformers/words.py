@@ -20,7 +20,8 @@ from wf_transformers.calls import has_tokens, parameter_names
 from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing, checkpoint_activations
 from wf_transformers.comparison.first import FirstStep
 from wf_transformers.comparison.inner import InnerCalls
-from wf_transformers.comparison.verify import VERIFY, Mode, check_mode
+from wf_transformers.comparison.runs import Gather
+from wf_transformers.comparison.verify import VERIFY, Mode, check_mode, verify
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
@@ -108,10 +109,47 @@ def attach_by(
             checkpoint_activations(model, handle, words.checkpointing)
             tiled = apply_tiles(model, handle, plan)
             if first.due and sp.size > 1:
-                InnerCalls(model, handle, first.changes, first.mode)
+                InnerCalls(model, handle, first)
     handle.first = first
     _compare_whole_calls(model, handle)
     return handle, tiled
+
+
+def attach_compared(
+    words: ModelWords,
+    model: nn.Module,
+    sp: SequenceParallel,
+    attach: Callable[[], Handle],
+    hook: Callable[[Handle], Any] | None = None,
+    whole_batches: bool = False,
+    gather: Gather | None = None,
+    drawn: bool = True,
+    first: bool = True,
+    labelled: bool = False,
+) -> tuple[Handle, list[nn.Module]]:
+    """Compare a model with itself alone on a drawn batch, then `attach_by`: what all doors do.
+
+    Args:
+        attach: attaches it, without what the words say.
+        hook: what it is compared under, beside that: its hooks of whole batches.
+        whole_batches, gather: as those of `verify`.
+        drawn, first: whether it is compared on a drawn batch, and on its first one.
+        labelled: as that of `plan_tiles`.
+
+    Returns, Raises: as `attach_by` and `verify`.
+    """
+    make = words.attaching(model, attach)
+
+    def hooked() -> Handle:
+        handle = make()
+        if hook is not None:
+            with handle.removed_on_error():
+                hook(handle)
+        return handle
+
+    if drawn:
+        verify(model, sp, hooked, words.verify, whole_batches=whole_batches, gather=gather)
+    return attach_by(words, model, sp, make, labelled, first)
 
 
 def _compare_whole_calls(model: nn.Module, handle: Handle) -> None:

@@ -26,6 +26,10 @@ from wf_transformers.handle import Handle
 from wf_transformers.whole_batches.fused import VARLEN
 
 LONGEST = 2048  # tokens of a batch that cannot be cut
+TOO_LONG = (
+    "its first batch cannot be cut short: it has a mask in slices, several sequences a sample, or "
+    f"images in more than {LONGEST} tokens"
+)
 BORDERS = ("cu_seqlens", *VARLEN)
 LIKE_DRAWS = (
     "{name} drops the same places of different tokens on several ranks, the first in {where}: they "
@@ -72,19 +76,35 @@ class FirstStep:
         if not whole_batches:
             known = [name for name in parameter_names(self.model) if name not in LABELS]
             given = {key: x for key, x in given.items() if key in (*known, *BORDERS)}
-        batch = shortened(given, handle.sp)
+        batch, on = shortened(given, handle.sp), "the first tokens of its first batch"
+        run = self.run(self.model, handle, batch, TOO_LONG, on, whole_batches, call)
+        if run is not None and run.drops:
+            _refuse_like_draws(run, handle)
+
+    def run(
+        self,
+        model: nn.Module,
+        handle: Handle,
+        batch: Mapping[str, Any] | None,
+        lacking: str,
+        on: str,
+        whole_batches: bool,
+        call: Call | None,
+    ) -> Comparison | None:
+        """Compare the attached model, or one inside it; None where that could not be done.
+
+        Args:
+            batch: None for the reason that is `lacking`.
+            on: what batch it is, in words.
+        """
         with self.changes.taken_back():
-            problem = obstacle(self.model, handle.sp, sharded=True)
-        if batch is None:
-            problem = "its first batch cannot be cut short: it has a mask in slices, several "
-            problem += f"sequences a sample, or images in more than {LONGEST} tokens"
+            problem = obstacle(model, handle.sp, sharded=True)
+        problem = lacking if batch is None else problem
         batch = {} if problem else batch or {}
-        run = Comparison(self.model, handle.sp, batch, whole_batches, call=call)
+        run = Comparison(model, handle.sp, batch, whole_batches, call=call)
         if problem is None:
             problem = compare(run, lambda: nullcontext(handle), self.changes.taken_back)
-        found = conclude(run, problem, self.mode, "the first tokens of its first batch")
-        if found is not None and run.drops:
-            _refuse_like_draws(run, handle)
+        return None if conclude(run, problem, self.mode, on) is None else run
 
 
 def _refuse_like_draws(run: Comparison, handle: Handle) -> None:

@@ -7,7 +7,6 @@ a call is compared as it is made: on a drawn batch, with the arguments that this
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,31 +14,29 @@ from torch import nn
 
 from wf_backends._compile import eager
 from wf_transformers.calls import TOKENS, has_tokens, parameter_names
-from wf_transformers.comparison.changes import Changes
 from wf_transformers.comparison.drawn import drawn_tokens
-from wf_transformers.comparison.runs import Comparison
-from wf_transformers.comparison.verify import Mode, compare, conclude, obstacle
+from wf_transformers.comparison.first import FirstStep
 from wf_transformers.documents import MASK_WORDS
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
 from wf_transformers.models import inner_models, outermost
+
+UNKNOWN = "what inputs it takes is not known"
 
 
 class InnerCalls:
     """Compares the models inside those that `handle` attached, when they are first called.
 
     Args:
-        changes: what attaching did to `model`, the hooks of this among it.
+        first: what knows how `model` was attached, the hooks of this among it.
     """
 
-    def __init__(self, model: nn.Module, handle: Handle, changes: Changes, mode: Mode) -> None:
-        self._handle, self._changes = handle, changes
-        self._mode: Mode = mode
+    def __init__(self, model: nn.Module, handle: Handle, first: FirstStep) -> None:
+        self._handle, self._first = handle, first
         around = (one for one in outermost(model) if not stacks_of(one))
         self._due = {inner for one in around for inner in inner_models(one)}
         for inner in self._due:
-            hook = inner.register_forward_pre_hook(self._before, with_kwargs=True)
-            handle.undo.callback(hook.remove)
+            handle.hooks(inner.register_forward_pre_hook(self._before, with_kwargs=True))
 
     @eager
     def _before(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -60,11 +57,5 @@ class InnerCalls:
             return inner(**no_cache | (asked if alone else told | asked))
 
         batch = drawn_tokens(inner, handle.sp)
-        with self._changes.taken_back():
-            problem = obstacle(inner, handle.sp, sharded=True)
-        if batch is None:
-            problem = "what inputs it takes is not known"
-        run = Comparison(inner, handle.sp, batch or {}, handle.whole_batches, call=call)
-        if problem is None:
-            problem = compare(run, lambda: nullcontext(handle), self._changes.taken_back)
-        conclude(run, problem, self._mode, f"a drawn batch, with {', '.join(names)} alone as here")
+        on = f"a drawn batch, with {', '.join(names)} alone as here"
+        self._first.run(inner, handle, batch, UNKNOWN, on, handle.whole_batches, call)

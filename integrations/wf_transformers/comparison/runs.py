@@ -29,6 +29,7 @@ from wf_transformers.comparison.gradients import gradients_of, is_partitioned, s
 from wf_transformers.comparison.rows import Rows
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import OPERATIONS, Handle
+from wf_transformers.replace import set_until
 
 SMALL_GRADIENT = 0.1  # of the largest of all: key biases have gradients of rounding errors alone
 KEPT_BYTES = 1 << 28  # of a part's module outputs; those of later modules are not compared
@@ -131,16 +132,9 @@ class Comparison:
             return local
 
         with ExitStack() as stack:
-            for owner, name, value in (
-                (handle, "shard_batch", shard_batch),
-                (handle, "first", None),
-                (handle.attention, "drops", False),
-            ):
-                if name in vars(owner):
-                    stack.callback(setattr, owner, name, vars(owner)[name])
-                else:
-                    stack.callback(delattr, owner, name)
-                setattr(owner, name, value)
+            set_until(stack, handle, "shard_batch", shard_batch)
+            set_until(stack, handle, "first", None)
+            set_until(stack, handle.attention, "drops", False)
             yield
 
     def _beside(self, words: Mapping[str, Any], counted: bool, size: int = 1) -> Named:
