@@ -92,16 +92,8 @@ def _connect(
     settle_at_exit()  # Trainers do not destroy the group that they started
     hooks = WholeBatchHooks if trl is None else LogProbabilityHooks
     hook = partial(hooks, model, whole_logits=whole_logits)
-    # A trainer of TRL's calls the model without labels: there is no loss of a call to compare.
-    handle, _ = attach_compared(
-        run,
-        model,
-        sp,
-        partial(attach_model, model, sp),
-        hook,
-        whole_batches=True,
-        first=trl is None,
-    )
+    attach = partial(attach_model, model, sp)
+    handle, _ = attach_compared(run, model, sp, attach, hook, whole_batches=True)
     handle.advice = (
         f"all {sp.size} ranks of a sequence read the same samples: have the Accelerator that was "
         f"connected prepare the loader, or shard the data by rank // {sp.size}"

@@ -47,6 +47,7 @@ class TrlTrainer:
             ValueError: if the completions of a prompt would be made by several sequences' ranks.
         """
         trainer, sp = self._trainer, handle.sp
+        handle.first = None  # the model is called without labels: no loss of a call to compare
         if self._policy:
             _count_groups(trainer, sp.size, handle)
             set_seed(trainer.args.seed + handle.data_parallel_rank)  # as TRL does by process

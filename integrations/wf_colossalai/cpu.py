@@ -7,7 +7,6 @@ through ColossalAI's own hooks, and takes everything back at the end.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -18,6 +17,7 @@ from colossalai.accelerator import api
 from colossalai.accelerator.cpu_accelerator import CpuAccelerator
 from colossalai.kernel.extensions.base_extension import _Extension
 from colossalai.kernel.kernel_loader import CPUAdamLoader
+from colossalai.nn.optimizer import CPUAdam
 from torch import Tensor
 
 from wf_transformers import temporarily_replace
@@ -87,15 +87,9 @@ class _Adam:
     ) -> None:
         """One step of Adam (AdamW if set), in place; gradients are divided by div_scale if > 0."""
         grad = grad.to(param.dtype) if div_scale <= 0 else grad.to(param.dtype) / div_scale
-        if weight_decay and self._adamw:
-            param.mul_(1 - lr * weight_decay)
-        elif weight_decay:
-            grad = grad.add(param, alpha=weight_decay)
-        exp_avg.lerp_(grad, 1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        first, second = (1 - b**step if bias_correction else 1.0 for b in (beta1, beta2))
-        denominator = (exp_avg_sq.sqrt() / math.sqrt(second)).add_(eps)
-        param.addcdiv_(exp_avg, denominator, value=-lr / first)
+        rates = (1 - b**step if bias_correction else 1.0 for b in (beta1, beta2))
+        states, words = (param, grad, exp_avg, exp_avg_sq), (lr, beta1, beta2, eps, weight_decay)
+        CPUAdam.torch_adam_update(self, *states, *words, *rates, self._adamw)  # type: ignore[arg-type]
 
 
 class _AdamExtension(_Extension):

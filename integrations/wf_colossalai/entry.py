@@ -81,7 +81,7 @@ def apply(
         else partial(attach_whole, model, sp, stages, run.verify)
     )
     plain = stages is None  # else it is compared in its first forward
-    handle, _ = attach_compared(run, model, sp, make, whole_batches=True, drawn=plain, first=plain)
+    handle, _ = attach_compared(run, model, sp, make, whole_batches=True, compares=plain)
     handle.data_parallel_rank, handle.data_parallel_size = data_parallel(sp, group)
     return handle
 

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 
 from wf_backends import SequenceParallelConfig, dsp
 from wf_backends.parallel import meant
-from wf_colossalai.config import HYBRID, KEY, load, sequence_parallel_words
-from wf_colossalai.policy import RUN, WallFacerPolicy
+from wf_colossalai.config import HYBRID, load, sequence_parallel_words
+from wf_colossalai.policy import WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_transformers import (
     AUTOCHUNK,
@@ -106,7 +106,6 @@ class WallFacerPlugin(HybridParallelPlugin):
         """What takes back what is done to the model when it is boosted."""
         self.handle.data_parallel_rank = dist.get_rank(self.dp_group)
         self.handle.data_parallel_size = self.dp_group.size()
-        self.shard_config.extra_kwargs |= {KEY: self.handle, RUN: self._run}
 
     @classmethod
     def from_config(cls, path: str | Path) -> WallFacerPlugin:
@@ -140,6 +139,7 @@ class WallFacerPlugin(HybridParallelPlugin):
         given = self.custom_policy
         if given is None:
             self.custom_policy = WallFacerPolicy()
+        self.custom_policy.of_plugin = self.handle, self._run
         try:
             return super().configure(model, optimizer, criterion, dataloader, lr_scheduler)
         finally:

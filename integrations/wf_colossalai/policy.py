@@ -15,14 +15,11 @@ from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_colossalai.attach import attach
-from wf_colossalai.config import KEY
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule, find
 from wf_transformers import Handle, ModelWords, attach_by, verify
 
 CARRIERS = ("ring_attn", "all_to_all")
-RUN = f"{KEY} model"
-"""Where the plugin puts its ModelWords in `shard_config.extra_kwargs`."""
 
 
 class WallFacerPolicy(Policy):
@@ -34,7 +31,7 @@ class WallFacerPolicy(Policy):
     Args:
         words: a SequenceParallelConfig or its words, "activation_checkpointing" and "verify" among
             them if they are wanted; sequence_parallel_size may be left out (it is the plugin's
-            sp_size). None: what the plugin put under "wallfacer" in `shard_config.extra_kwargs`.
+            sp_size). None: those of the WallFacerPlugin.
         native: the policy for tensor and pipeline parallelism. None: ColossalAI's own for this
             class of models, if it has one.
     """
@@ -48,6 +45,8 @@ class WallFacerPolicy(Policy):
     ) -> None:
         super().__init__()
         self._words, self._native = words, native
+        self.of_plugin: tuple[Handle, ModelWords] | None = None
+        """What takes back what is done to the model of a WallFacerPlugin, and how it is run."""
         self.handle: Handle | None = None
         """What was done to the model, once it is boosted; `handle.report()`."""
 
@@ -154,19 +153,14 @@ class WallFacerPolicy(Policy):
         make = self._run.attaching(self.model, make)
         cut = self._config.enable_tensor_parallelism or self.pipeline_stage_manager is not None
         self.handle, _ = attach_by(self._run, self.model, self._sp, make, compares=not cut)
-        if isinstance(self._given, Handle):
-            self._given.undo.push(self.handle.undo)
+        if self._words is None and self.of_plugin is not None:
+            self.of_plugin[0].undo.push(self.handle.undo)
         return self.model
 
-    @property
-    def _given(self) -> Any:
-        """The policy's own words, or the handle of the plugin."""
-        return self._config.extra_kwargs.get(KEY) if self._words is None else self._words
-
     def _read(self) -> tuple[SequenceParallel, ModelWords]:
-        given = self._given
-        if isinstance(given, Handle):
-            return given.sp, self._config.extra_kwargs[RUN]
+        given = self._words
+        if given is None and self.of_plugin is not None:
+            return self.of_plugin[0].sp, self.of_plugin[1]
         words = given.to_dict() if isinstance(given, SequenceParallelConfig) else given or {}
         words, run = ModelWords.split(words)
         return self._sequence_parallel(words), run

@@ -271,30 +271,21 @@ def check_batch(config: Mapping[str, Any], replicas: int) -> None:
         value = config[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f'"{key}" must be a positive integer, got {_as_json(value)}')
-    values = {key: config.get(key) for key in BATCH_KEYS}
-    train, micro, steps = values.values()
+    train, micro, steps = (config.get(key) for key in BATCH_KEYS)
     if train is None and micro is None:
         raise ValueError(f'one of "{BATCH_KEYS[0]}", "{BATCH_KEYS[1]}" must be given')
-    if train is None:
+    right = (micro or 1) * (steps or 1) * replicas
+    if train is None or train == right:
         return
     if micro is not None and steps is not None:
-        _check_product(train, micro, steps, replicas)
-        return
-    key = BATCH_KEYS[1] if micro is not None else BATCH_KEYS[2]
-    unit = (values[key] or 1) * replicas
-    if train % unit:
-        named = f' x "{key}": {values[key]}' if values[key] else ""
-        raise ValueError(
-            f'"train_batch_size": {train} is no multiple of data parallel size {replicas} '
-            f"(world size / sequence_parallel_size){named}; right would be a multiple of {unit}"
-        )
-
-
-def _check_product(train: int, micro: int, steps: int, replicas: int) -> None:
-    right = micro * steps * replicas
-    if train != right:
         raise ValueError(
             f'"train_batch_size": {train} is not "train_micro_batch_size_per_gpu": {micro} x '
             f'"gradient_accumulation_steps": {steps} x data parallel size {replicas} (world size / '
             f'sequence_parallel_size); right would be "train_batch_size": {right}'
+        )
+    if train % right:
+        named = "".join(f' x "{key}": {config[key]}' for key in BATCH_KEYS[1:] if key in config)
+        raise ValueError(
+            f'"train_batch_size": {train} is no multiple of data parallel size {replicas} '
+            f"(world size / sequence_parallel_size){named}; right would be a multiple of {right}"
         )

@@ -111,8 +111,7 @@ def _attach(
         hook=partial(WholeBatchHooks, model) if whole_batches else None,
         whole_batches=whole_batches,
         gather=_own_parameters if partitioned else None,
-        drawn=stages is None,  # else it is compared in its first forward
-        first=stages is None,
+        compares=stages is None,  # else it is compared in its first forward
         labelled=sp.size == 1,
     )
 

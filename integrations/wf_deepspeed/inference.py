@@ -88,7 +88,7 @@ def init_inference(
         return _split(model, block[HETEGEN], budget, device, list(theirs))
     engine = deepspeed.init_inference(model, theirs)
     if budget is not None:
-        engine.module = _in_slices(engine.module, budget, 1, _longest(engine.module, budget))
+        engine.module = _in_slices(engine.module, budget, 1, budget.longest(engine.module))
     return engine
 
 
@@ -140,14 +140,6 @@ def _dispatch(model: nn.Module, given: Any, device: Any) -> Handle:
     if not isinstance(memory, Mapping):
         raise ValueError(f'"{HETEGEN}" must have "max_memory": {{"0": "20GB"}}, got {memory!r}')
     return dispatch_model(model, memory, device, **words)
-
-
-def _longest(model: nn.Module, budget: TrainingBudget) -> int:
-    config = getattr(model, "config", None)
-    seqlen = budget.seqlen or getattr(config, "max_position_embeddings", None)
-    if seqlen is None:
-        raise ValueError(f'"{AUTOCHUNK}.seqlen" must be given: the model has no longest sequence')
-    return seqlen
 
 
 def _in_slices(model: nn.Module, budget: TrainingBudget, batch: int, seqlen: int) -> nn.Module:

@@ -60,19 +60,18 @@ def _initialize(
         WholeBatchHooks(engine.module, engine.wallfacer)
         if "transformers.trainer" in sys.modules:  # imported by the script, if it is used at all
             trainer = sys.modules["transformers.trainer"].Trainer
+            counted = functools.partial(_step_of, counted_once)
+            compared = functools.partial(_step_of, compared_first)
             stack.enter_context(temporarily_replace(trainer, "prediction_step", loss_only))
             if not hasattr(trainer.compute_loss, "__wrapped__"):  # by an engine before this one
-                stack.enter_context(temporarily_replace(trainer, "compute_loss", _counted_once))
-                stack.enter_context(temporarily_replace(trainer, "training_step", _compared_first))
+                stack.enter_context(temporarily_replace(trainer, "compute_loss", counted))
+                stack.enter_context(temporarily_replace(trainer, "training_step", compared))
     return engine, optimizer, loader, scheduler
 
 
-def _counted_once(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    return counted_once(trainer, functools.partial(original, trainer), *args, **kwargs)
-
-
-def _compared_first(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    return compared_first(trainer, functools.partial(original, trainer), *args, **kwargs)
+def _step_of(step: Any, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """`step` in place of a method of all Trainers."""
+    return step(trainer, functools.partial(original, trainer), *args, **kwargs)
 
 
 def corrected(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,20 @@ class TrainingBudget:
         budget = checked_budget(memory, slowdown, f'"{AUTOCHUNK}.max_{{}}"')
         return cls(budget.memory, budget.slowdown, words.get("seqlen"))
 
+    def longest(self, model: nn.Module) -> int:
+        """Tokens of the longest sequence that `model` may be given.
+
+        Raises:
+            ValueError: if nothing says.
+        """
+        config = getattr(model, "config", None)
+        seqlen = self.seqlen or getattr(config, "max_position_embeddings", None)
+        if seqlen is None:
+            raise ValueError(
+                f'"{AUTOCHUNK}.seqlen" must be given: the model has no longest sequence'
+            )
+        return seqlen
+
 
 def plan_tiles(
     model: nn.Module, budget: TrainingBudget | None, ranks: int, labelled: bool = False
@@ -78,11 +92,8 @@ def plan_tiles(
         raise NotImplementedError(
             f'"{AUTOCHUNK}" plans on whole parameters: build the model outside deepspeed.zero.Init'
         )
-    seqlen = budget.seqlen or getattr(models[0].config, "max_position_embeddings", None)
-    if seqlen is None:
-        raise ValueError(f'"{AUTOCHUNK}.seqlen" must be given: the model has no longest sequence')
     device = next(model.parameters()).device
-    ids = torch.zeros(1, -(-seqlen // ranks), dtype=torch.int64, device=device)
+    ids = torch.zeros(1, -(-budget.longest(model) // ranks), dtype=torch.int64, device=device)
     given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
     given |= {"labels": ids.clone()} if labelled and head_of(model) == "causal" else {}
     training = model.training

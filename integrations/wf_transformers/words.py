@@ -123,8 +123,7 @@ def attach_compared(
     hook: Callable[[Handle], Any] | None = None,
     whole_batches: bool = False,
     gather: Gather | None = None,
-    drawn: bool = True,
-    first: bool = True,
+    compares: bool = True,
     labelled: bool = False,
 ) -> tuple[Handle, list[nn.Module]]:
     """Compare a model with itself alone on a drawn batch, then `attach_by`: what all doors do.
@@ -133,8 +132,7 @@ def attach_compared(
         attach: attaches it, without what the words say.
         hook: what it is compared under, beside that: its hooks of whole batches.
         whole_batches, gather: as those of `verify`.
-        drawn, first: whether it is compared on a drawn batch, and on its first one.
-        labelled: as that of `plan_tiles`.
+        compares, labelled: as those of `attach_by`.
 
     Returns, Raises: as `attach_by` and `verify`.
     """
@@ -147,9 +145,9 @@ def attach_compared(
                 hook(handle)
         return handle
 
-    if drawn:
+    if compares:
         verify(model, sp, hooked, words.verify, whole_batches=whole_batches, gather=gather)
-    return attach_by(words, model, sp, make, labelled, first)
+    return attach_by(words, model, sp, make, labelled, compares)
 
 
 def _compare_whole_calls(model: nn.Module, handle: Handle) -> None:
