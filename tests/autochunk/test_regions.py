@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.autochunk.test_autochunk import ANY, largest_difference, measured_peak
 from wf_backends.autochunk import autochunk
-from wf_backends.autochunk.region import region_of
+from wf_backends.autochunk.region import Bodies, ChunkedRegion, region_of, slice_length
 from wf_backends.autochunk.search import candidates_at
 from wf_backends.graph.capture import capture
 from wf_backends.graph.memory import Effects, read_steps
@@ -62,6 +62,18 @@ def test_rows_that_no_slice_computes_are_not_lost() -> None:
 
     parts = nn.Conv2d(2, 8, 1), nn.Conv2d(8, 2, 1, stride=2)
     chunked_equals(Lambda(skipping, *parts), torch.randn(1, 2, 24, 24))
+
+    def beside(x: torch.Tensor, wide: nn.Module, down: nn.Module) -> torch.Tensor:
+        hidden = torch.tanh(wide(x))
+        return down(hidden).sum() + hidden
+
+    parts = nn.Conv2d(2, 32, 1), nn.Conv2d(32, 2, 1, stride=2)
+    graph = capture(Lambda(beside, *parts).eval(), (torch.randn(1, 2, 24, 24),), {}).graph
+    effects = Effects()
+    steps = read_steps(graph, effects)
+    for candidate in (c for place in range(len(steps.steps)) for c in candidates_at(steps, place)):
+        length = slice_length(candidate.flow, 4)
+        ChunkedRegion(region_of(candidate.flow, length), Bodies(effects))  # or it raises
 
 
 def test_a_write_in_place_within_a_region() -> None:

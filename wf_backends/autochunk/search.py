@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from wf_backends.autochunk.flow import Flow, around, trace
+from wf_backends.autochunk.flow import Flow, around, rows_of, size, trace
 from wf_backends.autochunk.region import slice_length
 from wf_backends.graph import Step, Steps, profile, tensors
 from wf_backends.slicing import writes
@@ -118,6 +118,7 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     if not (
         born.issuperset(outputs)
         and _reads_tensors(flow, members)
+        and _computes_all(flow, members)
         and all(_may_move(graph, step, members, born) for step in window)
     ):
         return None
@@ -153,6 +154,22 @@ def _reads_tensors(flow: Flow, members: set[fx.Node]) -> bool:
     """Whether what the region reads is tensors, not lists of them."""
     outside = (s.node for op in flow.operators for s in op.sources if s.node not in members)
     return all(isinstance(node.meta["val"], torch.Tensor) for node in outside)
+
+
+def _computes_all(flow: Flow, members: set[fx.Node]) -> bool:
+    """Whether slices compute all rows that others read: a stride may skip some of them, and a part
+    of a tensor lacks its ends. What is so for two slices is so for any number."""
+    if not any(source.before or source.after for op in flow.operators for source in op.sources):
+        return True
+    middle = flow.rows // flow.unit // 2 * flow.unit
+    front, back = rows_of(flow, 0, middle), rows_of(flow, middle, flow.rows)
+    return all(
+        front[op.node][0] == 0
+        and back[op.node][0] <= front[op.node][1]
+        and back[op.node][1] == size(op.node, op.dim)
+        for op in flow.operators
+        if any(user not in members for user in op.node.users)
+    )
 
 
 def _may_move(graph: Steps, step: Step, members: set[fx.Node], born: set[int]) -> bool:
