@@ -115,9 +115,9 @@ def gpt2(tokens: int, fused: bool, width: int = 256, layers: int = 2, heads: int
         **implementation(fused),
     )
     model = GPT2Model(config)
-    layers: Any = model.h if fused else ()
-    for layer in layers:
-        del layer.attn.bias  # the causal mask of all positions, which eager attention alone reads
+    blocks: Any = model.h if fused else ()
+    for block in blocks:
+        del block.attn.bias  # the causal mask of all positions, which eager attention alone reads
     return model, {"input_ids": torch.randint(1000, (1, tokens)), "use_cache": False}
 
 
