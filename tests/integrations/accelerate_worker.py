@@ -63,7 +63,7 @@ def trainer_of(case: Result, folder: str, **more: Any) -> tuple[Trainer, Any]:
     if case["kind"] == "recomputed":
         more |= {"gradient_checkpointing": True, "dataloader_num_workers": 2}
     if case["kind"] == "compiled":
-        more |= {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+        more |= {"torch_compile": True, "torch_compile_backend": "eager"}
     trainer = Trainer(
         model(),
         arguments(folder, **more),

@@ -6,8 +6,11 @@ Everything is imported once, then the ranks are forked. A case's result is in FO
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
 import json
 import multiprocessing
+import signal
 import sys
 import traceback
 from datetime import timedelta
@@ -43,6 +46,8 @@ OTHER_PLUGINS: dict[str, Any] = {
     "gemini": GeminiPlugin,
 }
 
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
+
 Steps = list[list[dict[str, Any]]]
 Data = tuple[str, str, int, int]  # as `steps_of` takes it
 
@@ -66,7 +71,8 @@ class Run:
             model = build(self.family)
         if case.get("checkpointing") == "before":
             model.gradient_checkpointing_enable()
-        self.plugin, self.sp = self._plugin(model)
+        self.plugin, self.handle = self._plugin(model)
+        self.sp = self.handle.sp
         self.booster = Booster(plugin=self.plugin)
         optimizer = OPTIMIZERS[self.optimizer](model.parameters())
         self.model, self.update, *_ = self.booster.boost(model, optimizer)
@@ -76,14 +82,14 @@ class Run:
     def _plugin(self, model: Any) -> tuple[Any, Any]:
         if "config" in self.case:
             opened = wf_colossalai.from_config(self.case["config"], model)
-            return opened.plugin, opened.sp
+            return opened.plugin, opened
         words, options = self.case["words"], self.case.get("options", {})
         kind = self.case.get("plugin", "hybrid")
         if kind == "hybrid":
             plugin = wf_colossalai.WallFacerPlugin(**words, **options)
-            return plugin, plugin.sp
-        applied = wf_colossalai.apply(model, words)
-        return OTHER_PLUGINS[kind](**options), applied.sp
+            return plugin, plugin.handle
+        handle = wf_colossalai.apply(model, words)
+        return OTHER_PLUGINS[kind](**options), handle
 
     @property
     def data_parallel(self) -> tuple[int, int]:
@@ -151,6 +157,7 @@ def compared(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     result["offloads"] = inputs_on_host in [getattr(f, "func", None) for f in functions]
     forwards = [vars(module).get("forward") for module in run.model.unwrap().modules()]
     result["tiled"] = sum(isinstance(forward, TiledCall) for forward in forwards)
+    run.handle.remove()
     if dist.get_rank() == 0:
         options = case.get("options", {})
         data = run.family, run.kind, run.data_parallel[1], case.get("steps", 20)
@@ -189,12 +196,14 @@ def resumed(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     first.booster.save_model(first.model, str(path / "model"), shard=True)
     first.booster.save_optimizer(first.update, str(path / "optimizer"), shard=True)
     dist.barrier()
+    first.handle.remove()
     second = Run(case | {"words": case["then"]}, folder)
     second.booster.load_model(second.model, str(path / "model"))
     second.booster.load_optimizer(second.update, str(path / "optimizer"))
     losses += second.mean_over_data(second.train(10, 20), 10)
     steps = first.steps()[:10] + second.steps()[10:]  # more data parallelism reads more
     result: dict[str, Any] = {"losses": losses, "weights": second.weights("end")}
+    second.handle.remove()
     if dist.get_rank():
         return result
     expected = alone(build(second.family), steps, ALONE[second.optimizer])
@@ -236,9 +245,19 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
             if rank == 0:
                 torch.save(result, folder / f"{case['name']}.pt")
             dist.barrier()
+            destroy_groups()
+
+
+def destroy_groups() -> None:
+    """End all groups of a case: each of gloo's has a thread that looks a hundred times a second."""
+    gc.collect()  # what still holds one
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def rank_or_traceback(rank: int, ranks: int, folder: Path) -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives a job that is killed
     try:
         rank_main(rank, ranks, folder)
     except BaseException:

@@ -32,6 +32,7 @@ FIXED["PYTHONWARNINGS"] = "ignore::FutureWarning"  # DeepSpeed's, thousands of t
 IMPORTED = (
     "tests.integrations.deepspeed_jobs",
     "tests.dsp.test_video_dit",
+    "tests.integrations.uncompiled",
     "deepspeed.runtime.zero.muon.muon_optimizer",
     "deepspeed.runtime.zero.stage3",
     "deepspeed.ops.op_builder.all_ops",

@@ -35,16 +35,24 @@ from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_transformers import Handle, WholeBatchHooks, attach, loss_only  # noqa: E402
 
 CONCENTRIC = {"sequence_parallel_size": 4, "route": {"name": "concentric", "team_size": 2}}
-RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}}
+RING = {"sequence_parallel_size": 2, "route": {"name": "ring"}, "verify": False}
 OFFLOAD = {"activation_checkpointing": {"offload": True}}
 CASES: dict[str, dict[str, Any]] = {
     "trainer": {"kind": "trainer", "words": CONCENTRIC, "gradient_accumulation": 4},
     "trainer_groups": {"kind": "trainer", "words": RING, "gradient_accumulation": 2},
-    "trainer_fsdp": {"kind": "trainer_fsdp", "words": RING, "gradient_accumulation": 1},
+    "trainer_fsdp": {
+        "kind": "trainer_fsdp",
+        "words": RING | {"verify": True},
+        "gradient_accumulation": 1,
+    },
     "recomputed": {"kind": "recomputed", "words": RING, "gradient_accumulation": 1},
     "offloaded": {"kind": "recomputed", "words": RING | OFFLOAD, "gradient_accumulation": 1},
     "own_loss": {"kind": "own_loss", "words": RING, "gradient_accumulation": 1},
-    "smoothed": {"kind": "smoothed", "words": CONCENTRIC, "gradient_accumulation": 1},
+    "smoothed": {
+        "kind": "smoothed",
+        "words": CONCENTRIC | {"verify": False},
+        "gradient_accumulation": 1,
+    },
     "penalised": {"kind": "penalised", "words": RING, "gradient_accumulation": 2},
     "stream": {"kind": "stream", "words": RING, "gradient_accumulation": 1},
     "ddp": {"kind": "ddp", "words": RING, "gradient_accumulation": 1},

@@ -169,6 +169,8 @@ HALF: dict[str, dict[str, Any]] = {
     },
 }
 EXACT = HYBRID | MODELS | OVER_ALL_ROWS | OTHERS
+# Each kind of model and engine once: a comparison before the first step takes as long as 20 steps.
+VERIFIED = (*FAMILIES, *CLASSES, "sp4", "tp_bert", "pp_gpt2", "ddp_vit", "zero1", "hybrid_zero1")
 PUBLISHED: dict[str, dict[str, Any]] = {
     path.stem: {
         "config": str(path),
@@ -195,7 +197,10 @@ RESUMED: dict[str, dict[str, Any]] = {
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """One job of 4 ranks over everything."""
     folder: Path = tmp_path_factory.mktemp("colossalai")
-    cases = EXACT | HALF | RESUMED | PUBLISHED
+    cases = EXACT | HALF | RESUMED
+    for name in cases.keys() - set(VERIFIED):
+        cases[name] = cases[name] | {"words": cases[name]["words"] | {"verify": False}}
+    cases |= PUBLISHED
     return run_cases([{"name": name} | case for name, case in cases.items()], 4, folder)
 
 
