@@ -81,9 +81,9 @@ def test_slices(name, n):
     for at, schedule in enumerate(schedules(n).values()):
         slices = IN_SLICES[name].slices
         layout = make_layout(("zigzag", "contiguous", "balanced")[at % 3], n, SEQLEN, None, slices)
-        for walks in (False, True):
-            case = Case(schedule, schedule, layout, IN_SLICES[name], queries_walk=walks)
-            assert_exact(replace(case, keep=any(schedule.gathers()) and walks))
+        walks = (at + n + list(SLICES).index(name)) % 2 == 0
+        case = Case(schedule, schedule, layout, IN_SLICES[name], queries_walk=walks)
+        assert_exact(replace(case, keep=any(schedule.gathers()) and (at // 2) % 2 == 0))
     assert_exact(replace(case, queries_walk_there=True))
 
 
@@ -103,7 +103,8 @@ def test_what_the_forward_gathered_may_be_kept(schedule, mask, queries_walk):
     again = Case(schedule, schedule, layout, mask, queries_walk)
     kept = replace(again, keep=True)
     assert_exact(kept)
-    assert_exact(replace(kept, queries_walk_there=True))
+    if schedule.num_ranks in (4, 6):
+        assert_exact(replace(kept, queries_walk_there=True))
     if mask == MASKS["full"]:
         assert bytes_gathered(kept) < bytes_gathered(again)
 
