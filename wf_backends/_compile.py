@@ -25,22 +25,37 @@ def eager(fn: Callable[P, T]) -> Callable[P, T]:
     itself, in every process that imports this package.
     """
     outside: Any = None  # fn as the compiler leaves it alone, once it is there
+    refusal = (
+        f"torch.export of a model that calls sp.{fn.__name__} is not supported, since what a rank "
+        "does follows from the other ranks: export the model without it, with torch's own "
+        "attention on one process"
+    )
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         nonlocal outside
         if _is_exporting():
-            raise NotImplementedError(
-                f"torch.export of a model that calls sp.{fn.__name__} is not supported, since what "
-                "a rank does follows from the other ranks: export the model without it, with "
-                "torch's own attention on one process"
-            )
+            raise NotImplementedError(refusal)
         if "torch._dynamo" not in sys.modules:  # then nothing is compiled
             return fn(*args, **kwargs)
         outside = outside or torch.compiler.disable(fn)
         return outside(*args, **kwargs)
 
+    _leave_alone(call, refusal)
     return call
+
+
+def _leave_alone(fn: Any, why: str) -> None:
+    """torch.compile breaks its graph at fn, and looks neither at its frames nor at their callees.
+
+    Else the frame of `call`, which all have in common, is compiled anew for every fn and number of
+    arguments, up to the compiler's limit.
+    """
+    fn._torchdynamo_disable, fn._torchdynamo_disable_msg = True, why
+    frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+    if hasattr(frames, "set_code_exec_strategy"):  # not in torch 2.6
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(skip, skip))
 
 
 def refuse_transforms(name: str, x: Tensor) -> None:

@@ -257,7 +257,9 @@ def destroy_groups() -> None:
 
 
 def rank_or_traceback(rank: int, ranks: int, folder: Path) -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # no rank outlives a job that is killed
+    ctypes.CDLL(None).prctl(
+        PR_SET_PDEATHSIG, signal.SIGKILL
+    )  # no rank outlives a job that is killed
     try:
         rank_main(rank, ranks, folder)
     except BaseException:

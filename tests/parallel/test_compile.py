@@ -7,6 +7,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends._compile import eager
 from wf_backends.comm import World
 
 
@@ -31,3 +32,15 @@ def test_a_compiled_model_gets_the_same_gradients():
         assert found[0].abs().max() > 0
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
     assert counter.frame_count == 2, "what is before the attention and what is after it"
+
+
+def test_what_stays_outside_is_never_compiled():
+    """However many such functions a model calls: all have one wrapper."""
+    double, square, negate = map(eager, (lambda x: 2 * x, lambda x: x * x, lambda x, y: y - x))
+
+    def model(x):
+        return negate(square(double(x) + 1), x) + 1
+
+    x = torch.randn(3)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(torch.compile(model, backend="eager")(x), model(x))
