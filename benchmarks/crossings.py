@@ -65,6 +65,8 @@ def routes(hosts: int, per_host: int) -> Iterator[dict[str, Any]]:
     yield {"name": "mesh", "rows": per_host, "cols": hosts}
     for team in (t for t in (2, 4) if n % t**2 == 0):
         yield {"name": "concentric", "team_size": team}
+        if team < per_host:  # its sub-rings lie inside a host
+            yield {"name": "concentric", "team_size": team, "order": [0, 2, 1]}
     wide = [{"name": "mesh", "rows": n // cols, "cols": cols} for cols in (2, 1) if cols < hosts]
     for route in (*wide, {"name": "all_gather"}):
         yield route
