@@ -34,10 +34,10 @@ FEW, SOME = {"steps": 4}, {"steps": 10}
 
 HYBRID: dict[str, dict[str, Any]] = {
     "sp4": {"words": SP4},
-    "dp2_sp2": {"words": RING2},
-    "tp2_sp2": {"words": RING2, "options": {"tp_size": 2}},
+    "dp2_sp2": {"words": RING2} | SOME,
+    "tp2_sp2": {"words": RING2, "options": {"tp_size": 2}} | SOME,
     "tp2_sp2_auto": {"words": SP2, "options": {"tp_size": 2}} | FEW,
-    "pp2_sp2": {"words": RING2} | PIPELINE,
+    "pp2_sp2": {"words": RING2} | PIPELINE | SOME,
     "checkpointed": {"words": RING4, "checkpointing": "before"} | SOME,
     "checkpointed_ragged": {"words": RING4, "checkpointing": "after", "kind": "ragged"} | FEW,
     "offloaded": {"words": RING4 | OFFLOAD, "kind": "ragged"} | FEW,
@@ -116,19 +116,21 @@ OVER_ALL_ROWS: dict[str, dict[str, Any]] = (
     }
 )
 OTHERS: dict[str, dict[str, Any]] = {
-    "ddp": {"words": RING4, "plugin": "ddp"},
+    "ddp": {"words": RING4, "plugin": "ddp"} | SOME,
     "ddp_vit": {"words": RING4, "plugin": "ddp", "family": "vit"} | FEW,
     "zero1": {
         "words": RING4,
         "plugin": "zero",
         "options": {"stage": 1, "precision": "fp32"} | NO_OVERLAP,
-    },
+    }
+    | SOME,
     "zero2_offload": {
         "words": RING2 | OFFLOAD,
         "plugin": "zero",
         "optimizer": "hybrid_adam",
         "options": {"stage": 2, "precision": "fp32", "cpu_offload": True} | NO_OVERLAP,
-    },
+    }
+    | SOME,
 }
 FP16: dict[str, Any] = {"precision": "fp16", "initial_scale": 256}  # at which nothing overflows
 HALF: dict[str, dict[str, Any]] = {
