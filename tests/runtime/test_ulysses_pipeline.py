@@ -72,7 +72,7 @@ def test_heads_traded_in_chunks(degree, stride, chunks, kv_heads, mask):
         }
         error, sent = run_attend(words | {"ulysses_chunks": chunks}, 8, kv_heads, MASKS[mask])
         assert error < 1e-10, words
-        if route != "auto":  # which may take another route in chunks
+        if route != "auto" and not mask:  # "auto" may take another route in chunks
             assert sent == run_attend(words, 8, kv_heads, MASKS[mask])[1]
 
 
