@@ -10,10 +10,13 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_di
 
 from __future__ import annotations
 
+import threading
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from wf_backends.kernels.dropout import mix
 
 FLASH_3_SCHEMAS = (
     "fwd(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None, "
@@ -78,10 +81,51 @@ def capped(q: Tensor, k: Tensor, scale: float, cap: float) -> Tensor:
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: tuple[int, int], cap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: tuple[int, int],
+    cap: float = 0.0,
+    factors: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     p, lse = probabilities(q.float(), k.float(), scale, window, cap=cap)
-    return weigh(p, v).to(q.dtype), lse
+    return weigh(p * factors, v).to(q.dtype), lse
+
+
+class PhiloxGenerator(threading.local):
+    """A CUDA device's generator: a seed and an offset in multiples of 4; each thread is a rank."""
+
+    def __init__(self) -> None:
+        self.state = (0, 0)
+
+    def get_state(self) -> tuple[int, int]:
+        return self.state
+
+    def set_state(self, state: tuple[int, int]) -> None:
+        self.state = state
+
+    def manual_seed(self, seed: int) -> None:
+        assert 0 <= seed < 1 << 64
+        self.state = (seed, 0)
+
+    def set_offset(self, offset: int) -> None:
+        assert offset % 4 == 0
+        self.state = (self.state[0], offset)
+
+    def advance(self, by: int) -> tuple[int, int]:
+        before = self.state
+        self.state = (before[0], before[1] + by)
+        return before
+
+
+def dropped(state: tuple[int, int], p: float, q: Tensor, k: Tensor) -> Tensor:
+    """(b, h, i, j): 0 or 1 / (1 - p), by seed, offset + (sample heads + head) 32, row and key."""
+    (seed, offset), (b, rows, h, _) = state, q.shape
+    number = offset + 32 * torch.arange(b * h).view(b, h, 1, 1)
+    for one in (torch.arange(rows)[:, None], torch.arange(k.shape[1])):
+        number = mix(number + seed) + one
+    return ((mix(number) & 0xFFFF) >= int(p * (1 << 16))) / (1 - p)
 
 
 def weigh(p: Tensor, v: Tensor) -> Tensor:
@@ -100,10 +144,11 @@ def backward(
     scale: float,
     window: tuple[int, int],
     cap: float = 0.0,
+    factors: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert lse.is_contiguous(), "flash-attn reads lse as contiguous memory"
     p, _ = probabilities(q.float(), k.float(), scale, window, lse, cap)
-    return gradients(p, dout, q, k, v, out, scale, cap)
+    return gradients(p, dout, q, k, v, out, scale, cap, factors)
 
 
 def gradients(
@@ -115,23 +160,28 @@ def gradients(
     out: Tensor,
     scale: float,
     cap: float = 0.0,
+    factors: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of flash-attn's backward, which computes delta from dout and out."""
     assert dout.dtype == out.dtype == q.dtype
     g, group = k.shape[2], q.shape[2] // k.shape[2]
     dtype, (dout, q, k, v, out) = q.dtype, (x.float() for x in (dout, q, k, v, out))
-    dp = torch.einsum("bihd,bjhd->bhij", dout, v.repeat_interleave(group, 2))
+    dp = torch.einsum("bihd,bjhd->bhij", dout, v.repeat_interleave(group, 2)) * factors
     ds = p * (dp - (dout * out).sum(-1).transpose(1, 2)[..., None]) * scale
     if cap:
         ds = ds * (1 - (capped(q, k, scale, cap) / cap).square())
     dq = torch.einsum("bhij,bjhd->bihd", ds, k.repeat_interleave(group, 2))
     dk = torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (g, group)).sum(3)
-    dv = torch.einsum("bhij,bihd->bjhd", p, dout).unflatten(2, (g, group)).sum(3)
+    dv = torch.einsum("bhij,bihd->bjhd", p * factors, dout).unflatten(2, (g, group)).sum(3)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
-def flash_attn_2() -> ModuleType:
-    """`flash_attn.flash_attn_interface` of flash-attn 2.7 and 2.8."""
+def flash_attn_2(generator: PhiloxGenerator | None = None) -> ModuleType:
+    """`flash_attn.flash_attn_interface` of flash-attn 2.7 and 2.8.
+
+    Args:
+        generator: that of the device, from which dropout draws.
+    """
 
     def _flash_attn_forward(
         q,
@@ -146,9 +196,14 @@ def flash_attn_2() -> ModuleType:
         alibi_slopes,
         return_softmax,
     ):
-        assert (dropout_p, causal, alibi_slopes) == (0.0, False, None)
-        out, lse = forward(q, k, v, softmax_scale, (window_size_left, window_size_right), softcap)
-        return out, lse, torch.empty(0), torch.empty(2, dtype=torch.int64)
+        assert (causal, alibi_slopes) == (False, None) and not (softcap and dropout_p)
+        state, factors = (0, 0), 1.0
+        if dropout_p:
+            state = generator.advance(q.shape[0] * q.shape[2] * 32)
+            factors = dropped(state, dropout_p, q, k)
+        window = (window_size_left, window_size_right)
+        out, lse = forward(q, k, v, softmax_scale, window, softcap, factors)
+        return out, lse, torch.empty(0), torch.tensor(state)
 
     def _flash_attn_backward(
         dout,
@@ -170,9 +225,13 @@ def flash_attn_2() -> ModuleType:
         deterministic,
         rng_state=None,
     ):
-        assert (dropout_p, causal, alibi_slopes) == (0.0, False, None)
+        assert (causal, alibi_slopes) == (False, None) and not (softcap and dropout_p)
+        factors = 1.0
+        if dropout_p:
+            assert rng_state.dtype == torch.int64 and rng_state.is_contiguous()
+            factors = dropped(tuple(rng_state.tolist()), dropout_p, q, k)
         window = (window_size_left, window_size_right)
-        grads = backward(dout, q, k, v, out, softmax_lse, softmax_scale, window, softcap)
+        grads = backward(dout, q, k, v, out, softmax_lse, softmax_scale, window, softcap, factors)
         for buffer, grad in zip((dq, dk, dv), grads, strict=True):
             buffer.copy_(grad)
         return torch.empty(0)

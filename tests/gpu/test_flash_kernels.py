@@ -64,7 +64,7 @@ def emulated(monkeypatch, request) -> Kernel:
 
 def with_operators(monkeypatch, operators: Operators) -> FlashKernel:
     kernel = FlashKernel()
-    monkeypatch.setattr(kernel, "_loaded", operators)
+    monkeypatch.setattr(kernel, "_loaded", {False: operators})
     return kernel
 
 

@@ -57,6 +57,18 @@ class Dropout:
         drawn = mix(state[..., None] + keys * GAMMA) & ((1 << RANDOM_BITS) - 1)
         return drawn >= int(self.p * (1 << RANDOM_BITS))
 
+    def seeds(self, batch: int, row: Tensor, key: Tensor) -> Tensor:
+        """(b,) int64, not negative: of a generator for each sample of a tile that begins here.
+
+        Args:
+            row: () int64, the global position of the tile's first query. key: of its first key.
+        """
+        assert self.seed is not None, "no seed was drawn"
+        state = mix(row.new_zeros(1) + self.seed)
+        for number in (torch.arange(batch, device=row.device), row, key):
+            state = mix(state + number)
+        return state.bitwise_and_((1 << 63) - 1)
+
 
 def mix(x: Tensor) -> Tensor:
     """The finaliser of splitmix64, on the bits of int64; x is left as it is."""

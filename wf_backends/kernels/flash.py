@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.merge import Operators, split_backward, split_forward
+from wf_backends.kernels.flash_dropout import by_sample
+from wf_backends.kernels.merge import Operators, OperatorsFor, split_backward, split_forward
 from wf_backends.kernels.protocol import (
     FLASH_DTYPES,
     Grads,
@@ -32,26 +33,37 @@ from wf_backends.schedule import Band
 
 _HOPPER = (9, 0)
 _OLDEST = (2, 7)
+_OPTIONS = "softcap", "dropout"
+_DROPOUT = (
+    "flash-attn 2's own dropout falls on the same weights for every number of ranks only where a "
+    "rank computes the whole sequence for some heads (one rank, or ulysses_degree = all ranks), "
+    'without a soft cap; kernel "reference" has dropout on every route'
+)
 _INSTALL = 'pip install "flash-attn>=2.7" --no-build-isolation'
 
 
-def flash_attn_2() -> Operators:
-    """flash-attn 2.7 and later: functions that are told of dropout and ALiBi too."""
+def flash_attn_2(drops: bool = False) -> Operators:
+    """flash-attn 2.7 and later: functions that are told of dropout and ALiBi too.
+
+    Args:
+        drops: by flash-attn's own dropout (flash_dropout.py).
+    """
     interface = import_module("flash_attn.flash_attn_interface")
     without = {"dropout_p": 0.0, "causal": False, "alibi_slopes": None}
 
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
+        q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band, **dropout: Any
     ) -> tuple[Tensor, Tensor]:
-        options = without | _options(q, k, scores, band)
+        options = without | _options(q, k, scores, band) | dropout
         out, lse, *_ = interface._flash_attn_forward(q, k, v, return_softmax=False, **options)
         return out, lse
 
-    def backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
-        options = without | _options(tile.q, tile.k, scores, band)
+    def backward(tile: TileGrad, scores: Scores, band: Band, **dropout: Any) -> Grads:
+        options = without | _options(tile.q, tile.k, scores, band) | dropout
         return _filled(interface._flash_attn_backward, tile, options)
 
-    return Operators("flash-attn 2", split_window, forward, backward)
+    both = by_sample(forward, backward) if drops else (forward, backward)
+    return Operators("flash-attn 2", split_window, *both)
 
 
 def flash_attn_3() -> Operators:
@@ -72,12 +84,15 @@ def flash_attn_3() -> Operators:
 
 
 class FlashKernel:
-    """The Kernel protocol on the newest flash-attn that is installed and runs on this GPU."""
+    """The Kernel protocol on the newest flash-attn that is installed and runs on this GPU.
+
+    Dropout is for flash-attn 2: 3 has none.
+    """
 
     name = "flash"
 
     def __init__(self) -> None:
-        self._loaded: Operators | None = None
+        self._loaded: dict[bool, Operators] = {}
 
     def refuses(self, spec: KernelSpec) -> str | None:
         """What flash-attn lacks, or what to type to have it; see Kernel.refuses."""
@@ -85,29 +100,36 @@ class FlashKernel:
             return f"flash-attn needs a CUDA device, got {spec.device}"
         if spec.dtype not in FLASH_DTYPES:
             return f"flash-attn takes torch.bfloat16 and torch.float16, got {spec.dtype}"
-        if lacking := lacks(spec, "flash-attn's functions as they are called here", "softcap"):
+        if lacking := lacks(spec, "flash-attn's functions as they are called here", *_OPTIONS):
             return lacking
-        return flash_refuses(spec) or (None if _has_flash_3() else missing_flash_2())
+        if spec.dropout and not (spec.whole and not spec.softcap):
+            return _DROPOUT
+        newer = _has_flash_3() and not spec.dropout
+        return flash_refuses(spec) or (None if newer else missing_flash_2())
 
     def runs(self, spec: KernelSpec) -> str:
         """See Kernel.runs."""
+        if spec.dropout:
+            return "flash-attn 2 and its own dropout"
         return "flash-attn 3" if _has_flash_3() else "flash-attn 2"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
     ) -> tuple[Tensor, Tensor]:
         """See Kernel.forward."""
-        return split_forward(self._operators, q, k, v, scores, band)
+        return split_forward(self._operators(scores), q, k, v, scores, band)
 
     def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """See Kernel.backward; flash-attn computes delta again, from dout and out."""
-        return split_backward(self._operators, tile, scores, band)
+        return split_backward(self._operators(scores), tile, scores, band)
 
-    def _operators(self, *_: object) -> Operators:
+    def _operators(self, scores: Scores) -> OperatorsFor:
         """The same for every tile."""
-        if self._loaded is None:
-            self._loaded = flash_attn_3() if _has_flash_3() else flash_attn_2()
-        return self._loaded
+        drops = scores.dropout is not None
+        if drops not in self._loaded:
+            newer = _has_flash_3() and not drops
+            self._loaded[drops] = flash_attn_3() if newer else flash_attn_2(drops)
+        return lambda q, k, band: self._loaded[drops]
 
 
 def missing_flash_2() -> str | None:

@@ -83,7 +83,8 @@ def split_forward(
     out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
     begun = 0  # rows before have met keys already
     for rows, keys, part_band in parts:
-        block_out, block_lse = run.forward(q[:, rows], k[:, keys], v[:, keys], scores, part_band)
+        part = scores.part(rows, keys)
+        block_out, block_lse = run.forward(q[:, rows], k[:, keys], v[:, keys], part, part_band)
         block_lse = block_lse.transpose(1, 2)
         if rows.start < begun:
             merge(out[:, rows], lse[:, rows], block_out, block_lse)
@@ -117,7 +118,7 @@ def split_backward(
     dtype = torch.promote_types(q.dtype, torch.float32)
     totals = dq, dk, dv = [x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)]
     for rows, keys, part_band in parts:
-        grads = run.backward(tile.part(rows, keys), scores, part_band)
+        grads = run.backward(tile.part(rows, keys), scores.part(rows, keys), part_band)
         for total, where, grad in zip(totals, (rows, keys, keys), grads, strict=True):
             total[:, where] += grad
     return dq, dk, dv

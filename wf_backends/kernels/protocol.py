@@ -34,6 +34,9 @@ class KernelSpec:
     position_bias: bool = False
     looks_back: bool = False
     """Whether no row sees a later key."""
+    whole: bool = False
+    """Whether a rank computes the whole sequence for some heads: its tiles are the same on every
+    number of ranks, and in the backward."""
 
     @property
     def widest(self) -> int:

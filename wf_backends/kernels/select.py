@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from wf_backends._validation import AUTO, one_of
@@ -16,7 +16,8 @@ from wf_backends.kernels.sdpa import SdpaKernel
 KERNELS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
     {"flash": FlashKernel, "sdpa": SdpaKernel, "reference": ReferenceKernel}
 )
-"""Every kernel by name, fastest first: "auto" is the first that does not refuse."""
+"""Every kernel by name, fastest first: "auto" is the first that does not refuse. It never takes
+a library's own dropout (`KernelSpec.whole`), so that dropout is the same on every route."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ def select(name: str, spec: KernelSpec) -> Selection:
 
 def _fastest(spec: KernelSpec) -> Selection:
     refusals: list[str] = []
+    spec = replace(spec, whole=False)
     for make in KERNELS.values():
         kernel, refusal = _asked(make(), spec)
         if refusal is None:

@@ -97,7 +97,13 @@ class PlannedCalls:
         merged = map(groups.merge, (q_layout, kv_layout))
         there, back, keep = _problems(choice, groups, mask, self._at_once, *merged)
         seen = (queries if latent else keys)[0].share
-        tile = replace(spec, heads=queries[0].share, kv_heads=seen, looks_back=mask.looks_back)
+        tile = replace(
+            spec,
+            heads=queries[0].share,
+            kv_heads=seen,
+            looks_back=mask.looks_back,
+            whole=groups.count == 1,
+        )
         kernel = select(self.config.kernel, tile).kernel
         forward, backward = lower(there, at), lower(back, at)
         route = self.comm.view(groups.route(member))
