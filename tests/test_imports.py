@@ -46,6 +46,7 @@ PURE_MODULES = (  # of packages that are not
     "wf_backends.launch.environment",
     "wf_backends.parallel.choose",
     "wf_backends.parallel.config",
+    "wf_backends.parallel.route_words",
 )
 FLAT = 3  # modules beside the packages, at most
 

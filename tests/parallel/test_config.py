@@ -90,6 +90,8 @@ def test_a_topology_goes_in_and_comes_out(source):
         ({}, "auto", "auto", (1, 2, 4, 8)),
         ({"route": "auto", "ulysses_degree": 1}, 1, "auto", (1,)),
         ({"ulysses_degree": 4, "backward_moves": "keys"}, 4, "keys", (4,)),
+        ({"route": {"name": "all_gather", "host_size": 4}}, 1, "queries", (1,)),
+        ({"route": {"name": "all_gather", "host_size": 1}}, 1, "keys", (1,)),
         ({"route": "ring"}, 1, "keys", (1,)),
         ({"route": "ring", "backward_route": "auto"}, 1, "auto", (1,)),
         ({"backward_route": "ring"}, 1, "keys", (1,)),
@@ -220,6 +222,17 @@ def test_rank_order_said_is_the_same_as_unsaid():
         ),
         ({"kernel": "flashh"}, "kernel must be one of.*did you mean 'flash'"),
         ({"backward_moves": "values"}, "backward_moves must be one of"),
+        (
+            {"route": {"name": "all_gather", "host_size": 4}, "backward_moves": "keys"},
+            "host_size 4 of route 'all_gather' does nothing in the backward.*say 'queries'",
+        ),
+        (
+            {
+                "route": {"name": "mesh", "rows": 4, "cols": 2, "host_size": 4},
+                "backward_moves": "queries",
+            },
+            "host_size 4 of route 'mesh' does nothing in the backward.*say 'keys'",
+        ),
         ({"route": {"name": "concentric", "team_size": 4}}, "route: team_size.*8 ranks.*got 4"),
         ({"route": "spiral"}, "route: route name must be one of"),
         ({"route": 3}, 'route must be "auto" or an object'),

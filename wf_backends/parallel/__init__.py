@@ -7,12 +7,13 @@ from wf_backends.parallel.closeness import (
     error_between,
     named_tensors,
 )
-from wf_backends.parallel.config import SequenceParallelConfig, meant
+from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.parallel.data import IGNORE_INDEX, prepare_batch
 from wf_backends.parallel.dense_mask import slices_of_mask
 from wf_backends.parallel.dropout import position_dropout
 from wf_backends.parallel.gradients import DoubleAverage, GradientMean
 from wf_backends.parallel.loss import at_least_one, count_valid, token_loss
+from wf_backends.parallel.route_words import meant
 from wf_backends.parallel.sequence_parallel import SequenceParallel
 
 __all__ = [

@@ -6,16 +6,25 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, cast
 
-from wf_backends._validation import AUTO, is_number, nearest, one_of, positive, seconds
+from wf_backends._validation import AUTO, is_number, one_of, positive, seconds
 from wf_backends.cluster import KERNEL_NAMES, check_source
 from wf_backends.lowering import FLOAT32, PARTIALS
+from wf_backends.parallel.route_words import (
+    Route,
+    as_json,
+    check_host_size,
+    checked_route,
+    fits,
+    meant,
+    usual_moves,
+)
 from wf_backends.planner import MOVES
-from wf_backends.schedule import ORDER, ROUTES, check_layout_name, divisors, read_placed
+from wf_backends.schedule import check_layout_name, divisors
 
 ULYSSES_DETAILS: Mapping[str, str] = MappingProxyType(
     {
@@ -26,8 +35,6 @@ ULYSSES_DETAILS: Mapping[str, str] = MappingProxyType(
 SILENT = ("keep_gathered", "kept_layers", "partials", "strategy", "topology", "timeout")
 """Keys that a configuration leaves out where they say nothing new."""
 LSS = "lss"
-
-Route = Mapping[str, Any] | str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +58,8 @@ class SequenceParallelConfig:
     chooses where route is "auto"."""
     backward_moves: str | None = None
     """Which side is passed from rank to rank in the backward: "keys", "queries", or "auto". None =
-    "keys" where the backward's route is named, else "auto"."""
+    "keys" where the backward's route is named ("queries" on an "all_gather" with "host_size", whose
+    keys stay), else "auto"."""
     ulysses_degree: int | str | None = None
     """Ranks that trade heads for tokens (DeepSpeed-Ulysses). It divides sequence_parallel_size. Or
     "auto": chosen for each call by its heads. None = 1 where a route is named, else "auto"."""
@@ -98,16 +106,21 @@ class SequenceParallelConfig:
         self._fill_in()
         one_of("backward_moves", self.backward_moves, (AUTO, *MOVES))
         self._check_ulysses()
-        self._set("route", self._checked_route("route"))
-        if self.backward_route is not None:
-            self._set("backward_route", self._checked_route("backward_route"))
+        for key in ("route", "backward_route"):
+            self._set(key, self._checked(key))
         self._check_degrees()
+        self._check_host_size()
         seconds("timeout", self.timeout)
         if self.topology is not None:
             self._check_topology()
 
     def _set(self, key: str, value: object) -> None:
         object.__setattr__(self, key, value)  # frozen from here on
+
+    @property
+    def _back(self) -> Route:
+        """The backward's route."""
+        return self.route if self.backward_route is None else self.backward_route
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -120,7 +133,7 @@ class SequenceParallelConfig:
         return tuple(
             degree
             for degree in divisors(size)
-            if all(_fits(route, size // degree) for route in routes)
+            if all(fits(route, size // degree) for route in routes)
             and (near or (degree > 1 and size // degree % cast(int, stride) == 0))
         )
 
@@ -147,7 +160,7 @@ class SequenceParallelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """What `from_dict` takes, as a JSON has it; some keys only where they say something."""
-        words = {f.name: _as_json(getattr(self, f.name)) for f in fields(self)}
+        words = {f.name: as_json(getattr(self, f.name)) for f in fields(self)}
         silent = {f.name: f.default for f in fields(self) if f.name in SILENT}
         silent |= dict.fromkeys(ULYSSES_DETAILS, self._ulysses_default)
         return {k: v for k, v in words.items() if k not in silent or v != silent[k]}
@@ -193,9 +206,9 @@ class SequenceParallelConfig:
 
     def _fill_in(self) -> None:
         """What follows from the other keys where it is not given."""
-        back = self.route if self.backward_route is None else self.backward_route
+        back = self._back
         if self.backward_moves is None:
-            self._set("backward_moves", AUTO if back == AUTO else MOVES[0])
+            self._set("backward_moves", AUTO if back == AUTO else usual_moves(back))
         if self.ulysses_degree is None:
             self._set("ulysses_degree", AUTO if self.route == back == AUTO else 1)
         for key in ULYSSES_DETAILS:
@@ -234,6 +247,13 @@ class SequenceParallelConfig:
             f"both route {words['route']} and backward_route {words['backward_route']}{apart}"
         )
 
+    def _check_host_size(self) -> None:
+        """Refuse rows that are to cross to a host once where nothing in the backward would."""
+        back, moves = self._back, cast(str, self.backward_moves)
+        if AUTO not in (back, moves) and not self.keep_gathered:
+            size = self.sequence_parallel_size // self.degrees[0]
+            check_host_size(cast(Mapping[str, Any], back), size, moves)
+
     def _check_topology(self) -> None:
         check_source(self.topology)
         if not self.leaves_open:
@@ -242,49 +262,9 @@ class SequenceParallelConfig:
                 "leave it out"
             )
 
-    def _checked_route(self, key: str) -> Route:
+    def _checked(self, key: str) -> Route:
         """The route as an object, once it is known to fit."""
         route: Any = getattr(self, key)
-        if route == AUTO:
-            return AUTO
-        if not isinstance(route, str | Mapping):
-            raise ValueError(
-                f'{key} must be "auto" or an object such as {{"name": "ring"}}, got {route!r}'
-            )
-        words = {"name": route} if isinstance(route, str) else dict(cast(Mapping[str, Any], route))
-        size, degree = self.sequence_parallel_size, self.ulysses_degree
-        known = divisors(size) if degree == AUTO else [cast(int, degree)]
-        fits = next((d for d in known if _fits(words, size // d)), known[0])
-        try:
-            words = read_placed(words, size // fits).to_words()
-        except ValueError as error:
-            ranks = f"sequence_parallel_size {size} / ulysses_degree {degree} = {size // fits}"
-            ranks = f"and fits no ulysses_degree of {known}" if degree == AUTO else ranks
-            raise ValueError(f"{key}: {error} ({ranks})") from None
-        if ORDER in words:
-            words[ORDER] = tuple(words[ORDER])
-        return MappingProxyType(dict(sorted(words.items())))
-
-
-def _fits(route: Mapping[str, Any], size: int) -> bool:
-    try:
-        read_placed(route, size)
-    except ValueError:
-        return False
-    return True
-
-
-def _as_json(value: Any) -> Any:
-    """A route with its order as a list; any other value as it is."""
-    if not isinstance(value, Mapping):
-        return value
-    route = cast(Mapping[str, Any], value)
-    return {key: list(part) if key == ORDER else part for key, part in route.items()}
-
-
-def meant(key: str, known: Sequence[str]) -> str:
-    """Where a key that stands outside its route belongs, or the nearest known key."""
-    owner = next((name for name, kind in ROUTES.items() if key in kind.keys), None)
-    if owner is None:
-        return nearest(key, known)
-    return f'; it belongs inside "route": {{"name": "{owner}", "{key}": ...}}'
+        if route == AUTO or (route is None and key == "backward_route"):
+            return route
+        return checked_route(key, route, self.sequence_parallel_size, self.ulysses_degree)
