@@ -98,9 +98,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Memory that nobody wrote holds NaN where ranks are threads, so that no sum passes with it."""
     if request.path.parent.name in RANKS_ARE_THREADS and not _is_job(request.node.nodeid):
-        torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty gives
+        # fills what torch.empty gives; torch.use_deterministic_algorithms imports the compiler, too
+        torch.set_deterministic_debug_mode("warn")
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture(autouse=True, scope="session")
