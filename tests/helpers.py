@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import subprocess
@@ -106,6 +107,14 @@ def run_mpi(size: int, fn: Callable[..., T], *args: object, timeout: float = 120
 def python() -> tuple[str, ...]:
     """`python` for a rank: a fork of a process that has imported torch and the core."""
     return forked.python("tests.helpers", "pytest", "wf_backends.parallel")
+
+
+def destroy_groups() -> None:
+    """End all groups but the world: each of gloo's has a thread that looks 100 times a second."""
+    gc.collect()  # what still holds one
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def run_command(

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import forked
 from tests.helpers import run_command
+from tests.integrations import deepspeed_jobs
 
 Case = dict[str, Any]
 Results = dict[str, dict[str, Any]]
@@ -27,7 +27,7 @@ needs_colossalai = pytest.mark.skipif(
 
 def python() -> tuple[str, ...]:
     """`python` for a rank: a fork of a process that has imported ColossalAI and transformers."""
-    return forked.python(IMPORTED, **FIXED)
+    return deepspeed_jobs.python(IMPORTED)
 
 
 def run_cases(cases: list[Case], ranks: int, folder: Path, timeout: float = 280.0) -> Results:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import gc
 import json
 import multiprocessing
 import signal
@@ -27,6 +26,7 @@ from colossalai.logging import disable_existing_loggers
 from colossalai.nn.optimizer import HybridAdam
 
 import wf_colossalai
+from tests.helpers import destroy_groups
 from tests.integrations import colossalai_faults as faults
 from tests.integrations.colossalai_models import alone, alone_in_16_bits, batch, build, total
 from wf_backends.tiling.tiled_call import TiledCall
@@ -246,14 +246,6 @@ def rank_main(rank: int, ranks: int, folder: Path) -> None:
                 torch.save(result, folder / f"{case['name']}.pt")
             dist.barrier()
             destroy_groups()
-
-
-def destroy_groups() -> None:
-    """End all groups of a case: each of gloo's has a thread that looks a hundred times a second."""
-    gc.collect()  # what still holds one
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
 
 
 def rank_or_traceback(rank: int, ranks: int, folder: Path) -> None:
