@@ -192,6 +192,7 @@ def test_a_topology_that_contradicts_the_job_is_refused_on_every_rank(tmp_path: 
 
 
 def use_by_mpi(world: Any, folder: str) -> tuple[str, float, int]:
+    measure.HURRY_S = 0.5
     os.environ["XDG_CACHE_HOME"] = folder
     rank = world.rank
     socket.gethostname = lambda: "ab"[rank]

@@ -42,9 +42,13 @@ def run_fault(
 )
 def test_a_rank_that_ends_under_mpirun_ends_the_job(kind: str, transport: str, tmp_path: Path):
     pytest.importorskip("mpi4py")
+    start: Sequence[str] = ()
     if transport == "deepspeed":
         pytest.importorskip("deepspeed")
-    printed = run_fault(tmp_path, kind, transport)
+        from tests.integrations import deepspeed_jobs
+
+        start = deepspeed_jobs.python()
+    printed = run_fault(tmp_path, kind, transport, start=start)
     assert re.search("rank [02] of 3: .*(the|from|to) .*rank [01]", printed), printed
     assert ("a fault on purpose" in printed) == (kind == "raise")
 

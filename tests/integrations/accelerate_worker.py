@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
@@ -20,6 +21,7 @@ from transformers import EvalPrediction, Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 import wf_accelerate
+from tests.helpers import destroy_groups
 from tests.integrations.deepspeed_trainer import Text, arguments, leave, model
 from wf_transformers.checkpoints import inputs_on_host
 
@@ -162,6 +164,8 @@ def run_cases(folder: Path, run: Callable[[Result, str], Result]) -> None:
         result = run(case, str(folder / "trainer"))
         if AcceleratorState().is_main_process:
             (folder / f"{case['name']}.json").write_text(json.dumps(result))
+        if dist.is_initialized():
+            destroy_groups()
     leave()
 
 
