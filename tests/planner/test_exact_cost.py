@@ -18,6 +18,7 @@ from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost, problem_of
 from wf_backends.planner.link_loads import LinkEnd, link_ends
 from wf_backends.planner.rank_phases import rank_phases
+from wf_backends.planner.route_shape import shape_of
 from wf_backends.planner.ulysses_cost import exchange_loads, exchange_s, ulysses_cost
 from wf_backends.planner.workload import (
     BACKWARD_KEYS,
@@ -191,7 +192,7 @@ def test_closed_forms_are_exact_for_a_full_mask(
         if name == "concentric" or (walk is not FORWARD and name == "double_ring"):
             continue
         exact = pass_cost(job, place(placed, job.route_size), walk)
-        closed = ClosedForm(job, walk).cost(placed)
+        closed = ClosedForm(job, walk).cost(shape_of(placed, job))
         assert closed.nic_bytes == pytest.approx(exact.nic_bytes), placed
         least = 0.8 if len(digits(placed.route, 8)) > 1 else 0.999  # two axes use links in turn
         assert least * closed.seconds < exact.seconds < 1.001 * closed.seconds, placed
@@ -205,7 +206,7 @@ def test_closed_forms_are_near_for_a_causal_mask(layout: str, walk: PassKind) ->
     job = HeadSplit(Workload(SHAPE, 4096, Mask(CAUSAL), layout), lab_cluster(4, 4, 4), 2)
     for placed in placements(8):
         exact = pass_cost(job, place(placed, 8), walk)
-        closed = ClosedForm(job, walk).cost(placed).seconds
+        closed = ClosedForm(job, walk).cost(shape_of(placed, job)).seconds
         assert closed == pytest.approx(exact.seconds, rel=0.45)
 
 
@@ -221,7 +222,7 @@ def test_a_window_ends_the_walk_towards_its_readers(layout, window, hops, revers
     ring = replace(named(8, name="ring"), reverse=reverse)
     exact = pass_cost(job, place(ring, 8), FORWARD)
     assert len({span.label for span in exact.spans if span.kind == "transfer"}) == hops
-    closed = ClosedForm(job, FORWARD).cost(ring)
+    closed = ClosedForm(job, FORWARD).cost(shape_of(ring, job))
     if window % (100 if layout == "contiguous" else 50) == 0:
         assert closed.nic_bytes == exact.nic_bytes
     assert closed.nic_bytes >= exact.nic_bytes
@@ -295,7 +296,9 @@ def test_closed_forms_know_how_many_calls_pools_of_ranks_apart_take(
     job = HeadSplit(Workload(SHAPE, 960, mask), lab_cluster(4, 4, 4, call_s=1.0), 4, stride)
     ring = named(4, name="ring")
     counted = pass_cost(job, place(ring, 4), FORWARD).compute_s
-    assert ClosedForm(job, FORWARD).cost(ring).compute_s == pytest.approx(counted, rel=0.5)
+    assert ClosedForm(job, FORWARD).cost(shape_of(ring, job)).compute_s == pytest.approx(
+        counted, rel=0.5
+    )
 
 
 @pytest.mark.parametrize("walk", (FORWARD, BACKWARD_KEYS), ids=lambda w: w.name)
@@ -309,7 +312,7 @@ def test_keys_computed_in_vain_take_time_in_both_counts(walk: PassKind, mask: Ma
     more = 24 * 5 * walk.seconds_per_score(jobs[0]) * mask.band.edges
     for price in (
         lambda job: pass_cost(job, place(ring, 4), walk),
-        lambda job: ClosedForm(job, walk).cost(ring),
+        lambda job: ClosedForm(job, walk).cost(shape_of(ring, job)),
     ):
         before, after = (price(job).compute_s for job in jobs)
         assert after - before == pytest.approx(more, abs=1e-12)

@@ -24,9 +24,10 @@ from wf_backends.planner.ranking import TIE, ranked, rounded
 from wf_backends.planner.search import all_plans, best_plan, price_plan
 from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
-from wf_backends.schedule.placement import divisors, in_rank_order, place, read_placed
+from wf_backends.schedule.placement import divisors, in_rank_order, place, placements, read_placed
 from wf_backends.schedule.schedule import check
 
+TURNED = {"name": "mesh", "rows": 4, "cols": 4, "order": [1, 0]}
 DOCUMENTS = Mask(CAUSAL, (0, 90, 100, 500, 720, 1000, 1024))
 
 
@@ -85,6 +86,20 @@ def test_every_candidate_is_there() -> None:
     assert (2, "mesh cols=1 rows=2") in names
     apart = {(p.degree, str(p.forward.placed)) for p in everything if p.stride == 2}
     assert apart == {(degree, name) for degree, name in names if degree == 2}
+
+
+@pytest.mark.parametrize("named", (None, (read_placed(TURNED, 16),)), ids=("open", "named"))
+def test_in_closed_form_routes_of_one_shape_are_one_candidate(named) -> None:
+    """One host tells no order of digits from another: the first, or that of the other pass."""
+    request = Request(cluster(1, 16), Workload(SHAPE, 2400), degrees=(1,), forward=named)
+    plans = all_plans(request)
+    routes = {plan.forward.placed for plan in plans}
+    if named is None:
+        assert all(placed.in_rank_order for placed in routes)
+        assert len(routes) == len({placed.words for placed in placements(16)})
+    else:
+        mesh = [plan for plan in plans if plan.backward.placed.words == named[0].words]
+        assert routes == {*named} and all(plan.backward.placed in named for plan in mesh)
 
 
 def test_every_plan_can_run() -> None:

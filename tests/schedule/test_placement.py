@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning import both_ways
-from wf_backends.lowering.ulysses_groups import UlyssesGroups
+from tests.planning import SHAPE, both_ways, cluster
 from wf_backends.planner.route_shape import shape_of
+from wf_backends.planner.workload import HeadSplit, Workload
 from wf_backends.schedule.placement import (
     Placed,
     digits,
@@ -130,9 +130,10 @@ def test_every_divisor_pair_team_and_double_ring_is_a_route() -> None:
 
 
 def test_every_route_has_the_shape_of_its_schedule() -> None:
+    split = HeadSplit(Workload(SHAPE, 1024), cluster(4, 4))
     for route in routes(16):
         shape, schedule = (
-            shape_of(in_rank_order(route, 16), UlyssesGroups(16)),
+            shape_of(in_rank_order(route, 16), split),
             make_schedule(route, 16),
         )
         assert (shape.gathers, shape.num_hops) == (any(schedule.gathers()), len(schedule.hops))
@@ -140,7 +141,9 @@ def test_every_route_has_the_shape_of_its_schedule() -> None:
 
 def test_a_route_without_a_shape_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="'spiral' has no shape"):
-        shape_of(in_rank_order({"name": "spiral"}, 4), UlyssesGroups(4))
+        shape_of(
+            in_rank_order({"name": "spiral"}, 4), HeadSplit(Workload(SHAPE, 64), cluster(1, 4))
+        )
 
 
 def test_divisors() -> None:

@@ -15,10 +15,10 @@ from math import ceil, inf
 from wf_backends.lowering import bundles, unevenness
 from wf_backends.planner.exact_cost import buffer_bytes
 from wf_backends.planner.link_loads import NOTHING, Load
-from wf_backends.planner.route_shape import RouteShape, Side, shape_of
+from wf_backends.planner.route_shape import RouteShape, Side
 from wf_backends.planner.ulysses_cost import pipelined
 from wf_backends.planner.workload import Cost, HeadSplit, PassKind
-from wf_backends.schedule import FULL, Placed
+from wf_backends.schedule import FULL
 
 CALLS_OF_A_BUNDLE = 6
 """Kernel calls on rows that cross once: what a rank fetched lies between what others pass on."""
@@ -31,7 +31,7 @@ class ClosedForm:
         self.split, self.kind, self.topology = split, kind, split.topology
         self.rows, self.mask = kind.row_bytes(split.shape), split.workload.mask
         size, seqlen = split.route_size, split.workload.seqlen
-        self.groups, self.call_s = split.groups, self._calls_s()
+        self.call_s = self._calls_s()
         self.shards = kind.ordered(seqlen / size, split.workload.num_keys / size)
         uneven = unevenness(self.mask, seqlen, split.workload.layout)  # of many ranks
         uneven -= (uneven - 1) / size  # one rank of the route has everything
@@ -39,10 +39,10 @@ class ClosedForm:
         scores = split.workload.scores * uneven + in_vain
         self.busiest_s = scores / size * kind.seconds_per_score(split)
 
-    def cost(self, placed: Placed) -> Cost:
-        """What the pass costs on a route, all chunks of heads."""
-        shape = shape_of(placed, self.groups, self.kind.queries_walk)
-        return pipelined(self.split, self._one_chunk(shape))
+    def cost(self, shape: RouteShape) -> Cost:
+        """What the pass costs on routes of a shape (see `shape_of`), all chunks of heads."""
+        walked = shape.turned() if self.kind.queries_walk else shape
+        return pipelined(self.split, self._one_chunk(walked))
 
     def _one_chunk(self, shape: RouteShape) -> Cost:
         """What one chunk costs.
@@ -90,7 +90,7 @@ class ClosedForm:
         at, owners = self.topology, bundles(stay.foreign)
         parts, last_share, passing_s = self._edge_rounds(stay)
         part_s, calls_s = last_share * step_s + call_s, (parts - 1) * call_s
-        near = stay.axis.on_host(at) - 1 if stay.axis is not None and leaves.nic else 0
+        near = stay.axis.near - 1 if stay.axis is not None and leaves.nic else 0
         rounds, done = next(pair for pair in enumerate(accumulate(owners), 1) if pair[1] > near)
         first_s = done / stay.shards * step_s + rounds * call_s
         before = stay.exchange(at, self.shards[0] * self.rows.stay_partial, fewer=owners[-1])
@@ -117,7 +117,7 @@ class ClosedForm:
         owners = bundles(stay.foreign)
         if not stay.once or stay.axis is None:
             return len(owners) + min(1, stay.own), owners[-1] / stay.shards, 0.0
-        here = stay.axis.on_host(self.topology)
+        here = stay.axis.near
         hosts = bundles(max(1, ceil(stay.axis.size / here) - 1))
         last = [count * here / stay.shards for count in hosts[-2:]]
         passed = hosts[-1] * (here - 1) * self.shards[0] * self.rows.stay_gathered
@@ -138,7 +138,7 @@ class ClosedForm:
         if not shape.num_hops:
             home = shape.walk.exchange(at, partial)
         elif shape.walk.shards == 1:
-            home = shape.hops[-1][1].hop(at, partial)
+            home = shape.hops[-1][1].hop(partial)
         else:
             home = Side(shape.walk.shards, own=0).exchange(at, partial)
         gather = shape.walk.exchange(at, walk * rows.walk_gathered)
@@ -155,7 +155,7 @@ class ClosedForm:
         Partial results of walkers leave one step after they were computed; of the first step only
         those of other ranks' rows.
         """
-        at, walk = self.topology, shape.walk
+        walk = shape.walk
         partial = self.shards[1] * self.rows.walk_partial
         moved = (0.0, walk.foreign * partial, walk.shards * partial)
         done, hop = 0, self.shards[1] * walk.shards * self.rows.walk
@@ -163,10 +163,10 @@ class ClosedForm:
             for start, stop, results in zip((0, 1, 2), (1, 2, live), moved, strict=True):
                 count = min(done + times, stop, live) - max(done, start)
                 if count > 0:
-                    yield count, axis.hop(at, hop + results)
+                    yield count, axis.hop(hop + results)
             done += times
         last = moved[min(live, 2)]
-        yield 1, shape.hops[0][1].hop(at, last) if last and shape.hops else NOTHING
+        yield 1, shape.hops[0][1].hop(last) if last and shape.hops else NOTHING
 
     def _calls_s(self) -> float:
         """Of a step's kernel calls, beside their FLOPs.

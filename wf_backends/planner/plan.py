@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
@@ -117,7 +118,7 @@ class Choice:
         return words | {"keep_gathered": True} if self.keep else words
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """A whole way to run attention, forward and backward."""
 
@@ -138,7 +139,7 @@ class Plan:
         """Whether what the forward gathers is kept for the backward."""
         return self.backward.kind.keep
 
-    @property
+    @cached_property  # plans are compared by it
     def cost(self) -> Cost:
         """The cost of both passes and of what is around them."""
         total = self.around + self.forward.cost + self.backward.cost

@@ -6,32 +6,27 @@ messages go along one digit, an axis: to the next value of it, or to all other v
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from wf_backends.cluster import Topology
-from wf_backends.lowering import UlyssesGroups
-from wf_backends.planner.link_loads import Load
+from wf_backends.planner.link_loads import NOTHING, Load
 from wf_backends.planner.workload import HeadSplit
 from wf_backends.schedule import Placed, digits, strides
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Ranks that differ in one digit: how many, and how far apart in rank numbers."""
+    """Ranks that differ in one digit."""
 
     size: int
-    stride: int
+    near: float
+    """How many of them one host holds."""
+    leaving: int
+    """How many ranks send through one NIC if every rank sends to the next one along the axis."""
 
-    def on_host(self, topology: Topology) -> float:
-        """How many of them one host holds."""
-        return max(1.0, min(self.size, topology.ranks_per_host / self.stride))
-
-    def hop(self, topology: Topology, num_bytes: float) -> Load:
+    def hop(self, num_bytes: float) -> Load:
         """Every rank sends to the next one along the axis."""
-        near = self.on_host(topology)
-        leaving = min(topology.ranks_per_nic, self.stride) if near < self.size else 0
-        return Load(leaving * num_bytes, num_bytes if near > 1 else 0.0)
+        return Load(self.leaving * num_bytes, num_bytes if self.near > 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +52,15 @@ class Side:
             fewer: leave out so many, the last ones: neighbours exchange first.
         """
         count, per_nic = self.foreign - fewer, topology.ranks_per_nic
+        if not count:
+            return NOTHING
         if self.axis is None:
             one_host = topology.hosts == 1
             return Load(0.0, count * each) if one_host else Load(per_nic * count * each, 0.0)
-        near = min(count, self.axis.on_host(topology) - 1)
+        near = min(count, self.axis.near - 1)
         inside = min(near, 1) if topology.direct_links else near
         if self.once:
-            here = self.axis.on_host(topology)
+            here = self.axis.near
             far = (count - near) / here  # of the others on a host one gets them, and passes them on
             passed = far if topology.direct_links else far * (here - 1)
             return Load(per_nic * far * each, (inside + passed) * each)
@@ -87,27 +84,32 @@ class RouteShape:
     def num_hops(self) -> int:
         return sum(times for times, _ in self.hops)
 
+    @property
+    def crosses_several_times(self) -> bool:
+        """Whether several ranks of a host read a row of another one."""
+        axes = (one.axis for one in (self.stay, self.walk) if one.axis and one.foreign > 0)
+        return any(1 < axis.near < axis.size for axis in axes)
 
-def crossing_once(found: Iterable[Placed], split: HeadSplit) -> Iterator[Placed]:
-    """Of these routes those on which rows would cross to a host several times, to cross once."""
-    at = split.topology
-    for placed in found:
-        shape = shape_of(placed, split.groups)
-        sides = (side for side in (shape.stay, shape.walk) if side.axis and side.foreign > 0)
-        if any(1 < side.axis.on_host(at) < side.axis.size for side in sides if side.axis):
-            yield replace(placed, host_size=at.ranks_per_host)
+    def once(self) -> RouteShape:
+        """The same, with rows of the side that stays crossing to a host once."""
+        return replace(self, stay=replace(self.stay, once=True))
+
+    def turned(self) -> RouteShape:
+        """The same, with the other side walking."""
+        stay, walk = replace(self.walk, once=self.stay.once), replace(self.stay, once=False)
+        return RouteShape(stay, walk, self.hops)
 
 
-def shape_of(placed: Placed, groups: UlyssesGroups, queries_walk: bool = False) -> RouteShape:
-    """The shape of a route whose ranks are groups of the cluster's.
+def shape_of(placed: Placed, split: HeadSplit) -> RouteShape:
+    """The shape of a route whose ranks are groups of the cluster's, in a pass whose keys walk.
 
     Raises:
         NotImplementedError: for a route whose shape nobody has written here.
     """
-    size, route = groups.count, placed.route
+    size, route = split.route_size, placed.route
     sizes = digits(route, size)
     apart = strides(sizes, placed.order)
-    axes = [Axis(count, groups.apart(far)) for count, far in zip(sizes, apart, strict=True)]
+    axes = [_axis(split, count, far) for count, far in zip(sizes, apart, strict=True)]
     queries, keys = Side(), Side()
     match route["name"]:
         case "ring":
@@ -126,5 +128,11 @@ def shape_of(placed: Placed, groups: UlyssesGroups, queries_walk: bool = False) 
             hops = ((place.size - 1, place),)
         case name:
             raise NotImplementedError(f"route {name!r} has no shape: add it to shape_of")
-    stay, walk = (keys, queries) if queries_walk else (queries, keys)
-    return RouteShape(replace(stay, once=placed.host_size > 1), walk, hops)
+    return RouteShape(replace(queries, once=placed.host_size > 1), keys, hops)
+
+
+def _axis(split: HeadSplit, size: int, groups: int) -> Axis:
+    """Ranks of the route that are so many groups apart."""
+    at, apart = split.topology, split.groups.apart(groups)
+    near = max(1.0, min(size, at.ranks_per_host / apart))
+    return Axis(size, near, min(at.ranks_per_nic, apart) if near < size else 0)

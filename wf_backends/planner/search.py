@@ -7,7 +7,7 @@ without a message. Up to `exact_up_to` ranks a cost is derived message by messag
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
@@ -21,8 +21,8 @@ from wf_backends.planner.head_splits import around, even_s, head_splits
 from wf_backends.planner.plan import BACKWARDS, PassPlan, Plan, Request
 from wf_backends.planner.proxy import alike, counted, packed
 from wf_backends.planner.ranking import TIE, best_of, fastest_of, ranked
-from wf_backends.planner.route_shape import crossing_once
-from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, PassKind
+from wf_backends.planner.route_shape import RouteShape, shape_of
+from wf_backends.planner.workload import FORWARD, HeadSplit, PassKind
 from wf_backends.schedule import Placed, place, placements
 
 HEAD_SPLITS_COUNTED = 3  # message by message, of those that closed forms find the best
@@ -101,9 +101,10 @@ def _best_of(request: Request, splits: Sequence[HeadSplit]) -> Plan:
     for least_s, split in sorted(least, key=lambda pair: pair[0]):
         if least_s > (1 + TIE) * fastest:
             break
-        plans += _plans(request, split)
-        fits = (one.cost for one in plans if one.cost.memory_bytes <= request.memory_limit)
-        fastest = min((cost.seconds for cost in fits), default=inf)
+        found = list(_plans(request, split))
+        fits = (one.cost for one in found if one.cost.memory_bytes <= request.memory_limit)
+        fastest = min([fastest, *(cost.seconds for cost in fits)])
+        plans += found
     return _ranked(plans, request)[0]
 
 
@@ -148,8 +149,9 @@ def price_plan(
 ) -> Plan:
     """The plan of these routes and this head split, with its cost. See `Plan`."""
     split = HeadSplit(request.workload, request.topology, degree, stride, chunks)
-    (there,) = _passes(request, split, replace(FORWARD, keep=keep), [forward])
-    (back,) = _passes(request, split, replace(BACKWARDS[moves], keep=keep), [backward])
+    routes = [{one: shape_of(one, split)} for one in (forward, backward)]
+    (there,) = _passes(request, split, replace(FORWARD, keep=keep), routes[0])
+    (back,) = _passes(request, split, replace(BACKWARDS[moves], keep=keep), routes[1])
     return Plan(degree, there, back, around(split), layers, stride, chunks)
 
 
@@ -175,16 +177,22 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
     """
     outside = around(split)
     sides = request.moves if split.route_size > 1 else request.moves[:1]  # nothing moves on one
-    routes = [_candidates(request, split, one) for one in (request.forward, request.backward)]
+    named = request.forward, request.backward
+    there = _candidates(request, split, *named)
+    back = there if named[0] == named[1] else _candidates(request, split, *named[::-1])
     for keep in request.keeps:
-        there, back = routes
+        routes = there, back
         if keep:
-            named = {*back}
-            both = (one for one in there if one in named)
-            there = back = [one for one in both if one.gathers or False not in request.keeps]
-        forward = _passes(request, split, replace(FORWARD, keep=keep), there)
+            both = {
+                placed: shape
+                for placed, shape in there.items()
+                if placed in back and (placed.gathers or False not in request.keeps)
+            }
+            routes = both, both
+        forward = _passes(request, split, replace(FORWARD, keep=keep), routes[0])
         backward = [
-            _passes(request, split, replace(BACKWARDS[side], keep=keep), back) for side in sides
+            _passes(request, split, replace(BACKWARDS[side], keep=keep), routes[1])
+            for side in sides
         ]
         if keep:
             pairs = [pair for of_side in backward for pair in zip(forward, of_side, strict=True)]
@@ -208,28 +216,49 @@ def _best_pairs(
 
 
 def _candidates(
-    request: Request, split: HeadSplit, named: Sequence[Placed] | None
-) -> Sequence[Placed]:
+    request: Request,
+    split: HeadSplit,
+    named: Sequence[Placed] | None,
+    beside: Sequence[Placed] | None,
+) -> Mapping[Placed, RouteShape]:
     """The routes that are named; else all, and those on which hosts read rows several times also
-    with rows that cross once."""
+    with rows that cross once.
+
+    Closed forms know no more of a route than its shape: of several routes of one shape only the
+    first is a candidate, or the one that is named for the other pass.
+
+    Args:
+        beside: the routes that are named for the other pass.
+    """
+    routes = placements(split.route_size) if named is None else named
+    found = {placed: shape_of(placed, split) for placed in routes}
     if named is not None:
-        return named
-    found = placements(split.route_size)
-    return (*found, *crossing_once(found, split))
+        return found
+    found |= {
+        replace(placed, host_size=split.topology.ranks_per_host): shape.once()
+        for placed, shape in found.items()
+        if shape.crosses_several_times
+    }
+    if request.is_exact:
+        return found
+    by_shape = {shape: placed for placed, shape in reversed(found.items())}
+    by_shape |= {found[placed]: placed for placed in beside or () if placed in found}
+    return {placed: shape for placed, shape in found.items() if by_shape[shape] == placed}
 
 
 def _passes(
-    request: Request, split: HeadSplit, kind: PassKind, candidates: Iterable[Placed]
+    request: Request, split: HeadSplit, kind: PassKind, candidates: Mapping[Placed, RouteShape]
 ) -> list[PassPlan]:
     """One pass on each of these routes. In a forward whose keys stay, queries walk."""
     turned = replace(kind, queries_walk=True) if kind.name == FORWARD.name else kind
-    kinds = kind, turned
-    forms = [ClosedForm(split, one) for one in kinds]
-
-    def cost(placed: Placed) -> Cost:
-        if request.is_exact:
-            schedule = place(placed, split.route_size)
-            return pass_cost(split, schedule, kinds[placed.keys_stay], placed.host_size)
-        return forms[placed.keys_stay].cost(placed)
-
-    return [PassPlan(placed, kinds[placed.keys_stay], cost(placed)) for placed in candidates]
+    kinds, size = (kind, turned), split.route_size
+    ways = {placed: kinds[placed.keys_stay] for placed in candidates}
+    if request.is_exact:
+        return [
+            PassPlan(placed, way, pass_cost(split, place(placed, size), way, placed.host_size))
+            for placed, way in ways.items()
+        ]
+    forms = {way: ClosedForm(split, way) for way in {*ways.values()}}
+    return [
+        PassPlan(placed, way, forms[way].cost(candidates[placed])) for placed, way in ways.items()
+    ]
