@@ -58,17 +58,18 @@ def _leave_alone(fn: Any, why: str) -> None:
         frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(skip, skip))
 
 
-def refuse_transforms(name: str, x: Tensor) -> None:
-    """Refuse a tensor inside torch.vmap, torch.func or forward-mode differentiation.
+def refuse_transforms(**tensors: Tensor) -> None:
+    """Refuse tensors inside torch.vmap, torch.func or forward-mode differentiation, by name.
 
     Raises:
         NotImplementedError: with what to do instead.
     """
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
-    wrapped = functorch.is_functorch_wrapped_tensor(x)
-    if wrapped or forward_ad.unpack_dual(x).tangent is not None:
-        raise NotImplementedError(
-            f"sp.attention under torch.vmap, torch.func or forward-mode differentiation (jvp) is "
-            f"not supported, and {name} is inside one of them: give samples as the batch dimension "
-            "of q, k, v, and take gradients by .backward() or torch.autograd.grad"
-        )
+    for name, x in tensors.items():
+        wrapped = functorch.is_functorch_wrapped_tensor(x)
+        if wrapped or forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(
+                f"sp.attention under torch.vmap, torch.func or forward-mode differentiation (jvp) "
+                f"is not supported, and {name} is inside one of them: give samples as the batch "
+                "dimension of q, k, v, and take gradients by .backward() or torch.autograd.grad"
+            )

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from wf_backends.comm.all_to_all import Sizes, all_to_all, chunk_sizes, sum_on_all_ranks
-from wf_backends.comm.autograd import first_order_only, move, move_all
+from wf_backends.comm.autograd import below_autograd, first_order_only, move, move_all
 from wf_backends.comm.consistency import (
     HEADER_INTEGERS,
     ConsistencyCheck,
@@ -48,6 +48,7 @@ __all__ = [
     "World",
     "all_to_all",
     "as_timeout",
+    "below_autograd",
     "chunk_sizes",
     "exchange",
     "fingerprint",

@@ -14,6 +14,13 @@ Backward = Callable[..., Any]
 Move = Callable[[Tensor, str], Tensor]  # (tensor, label of its messages) -> tensor
 MoveAll = Callable[[Tensors, str], Tensors]  # the same of several tensors, in one exchange
 
+below_autograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
+"""`with below_autograd():` operators skip autograd, which would note every view and every write.
+For functions that compute their gradients themselves, and that alone hold what they write to.
+
+Source: Note [AutoDispatchBelowAutograd] in ATen/core/LegacyTypeDispatch.h, "for kernel
+implementations"."""
+
 
 def first_order_only(backward: Backward) -> Backward:
     """A backward of an autograd function that is refused where its result is differentiated again.

@@ -207,7 +207,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) 
                 f"{name} must be a plain torch.Tensor, got a {type(x).__name__}: pass the local "
                 "tensor, such as x.to_local() or x.as_subclass(torch.Tensor)"
             )
-        refuse_transforms(name, x)
+    refuse_transforms(q=q, k=k, v=v)
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(
             f"q, k, v must be (batch, seqlen, heads, head_dim), got {_shapes(q, k, v)}"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wf_backends.comm import NO_PASS, Communicator, Pass, first_order_only
+from wf_backends.comm import NO_PASS, Communicator, Pass, below_autograd, first_order_only
 from wf_backends.kernels import Kernel, PositionBias, Scores, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.latents import LatentKernel
@@ -67,7 +67,8 @@ class Attention(torch.autograd.Function):
         *learned: Tensor | None,
     ) -> Tensor:
         q = dense(q)
-        out, *held = attend(q, k, v, call, Learned(*learned))
+        with below_autograd():
+            out, *held = attend(q, k, v, call, Learned(*learned))
         ctx.call, ctx.num_learned = call, len(learned)
         ctx.save_for_backward(*learned, q, k, v, out, *held)
         return out
@@ -77,7 +78,8 @@ class Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         ctx.call.comm.enter(ctx.call.now.back())
         given, n = ctx.saved_tensors, ctx.num_learned
-        *grads, parts = differentiate(given[n:], dout, ctx.call, Learned(*given[:n]))
+        with below_autograd():
+            *grads, parts = differentiate(given[n:], dout, ctx.call, Learned(*given[:n]))
         return (*grads, None, *parts[:n])
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.comm import first_order_only
+from wf_backends.comm import below_autograd, first_order_only
 from wf_backends.runtime.attention import Call, attend, differentiate
 from wf_backends.runtime.learned import Learned
 from wf_backends.runtime.messages import Messages, Tensors
@@ -48,7 +48,8 @@ class ChunkedAttention(torch.autograd.Function):
         def compute(here: Tensors) -> Tensors:
             q, k, v = here
             heads = group.heads(len(held))
-            out, *more = attend(q, k, v, call.of_heads(heads), parameters.of_heads(heads))
+            with below_autograd():
+                out, *more = attend(q, k, v, call.of_heads(heads), parameters.of_heads(heads))
             held.append((*here, out, *more))
             return (out,)
 
@@ -74,7 +75,8 @@ class ChunkedAttention(torch.autograd.Function):
             chunk = next(chunks)
             held, heads = saved[chunk * each : (chunk + 1) * each], group.heads(chunk)
             of_these = learned.of_heads(heads)
-            *grads, parts = differentiate(held, here[0], call.of_heads(heads), of_these)
+            with below_autograd():
+                *grads, parts = differentiate(held, here[0], call.of_heads(heads), of_these)
             for total, part in zip(totals, parts, strict=False):
                 if total is not None and part is not None:
                     total[slice(*heads)] = part
