@@ -93,6 +93,25 @@ def test_a_model_that_fits_runs_as_it_is() -> None:
     assert "nothing is sliced" in chunked.explain()
 
 
+class Constant(nn.Module):
+    """Has a tensor that is neither a parameter nor a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.tensor(3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.T).softmax(-1) @ x * self.factor
+
+
+@pytest.mark.parametrize("model", [Constant(), nn.Identity()])
+def test_constants_and_models_without_operators(model: nn.Module) -> None:
+    x = torch.randn(128, 8)
+    chunked = autochunk(model.eval(), (x,), max_slowdown=ANY)
+    with torch.no_grad():
+        torch.testing.assert_close(chunked(x), model(x))
+
+
 def test_a_budget_that_the_graph_keeps_without_regions_is_kept() -> None:
     """Eager Python holds `first` to the end, the graph does not."""
 
@@ -307,6 +326,34 @@ class TestRefusals:
         with pytest.raises(ValueError, match="Branching cannot be captured: .*data-dependent"):
             autochunk(Branching(), (torch.randn(8, 8),))
         assert capfd.readouterr() == ("", "")  # the error says it all
+
+    @pytest.mark.parametrize("training", [False, True])
+    def test_rows_whose_number_the_values_decide(self, training: bool) -> None:
+        class Routed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.expert = nn.Linear(8, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.expert(x[torch.nonzero(x[:, 0] > 0)[:, 0]])
+
+        told = "Routed cannot be captured: what aten.nonzero.default gives depends on the values"
+        with pytest.raises(ValueError, match=told):
+            autochunk(Routed().train(training), (torch.randn(8, 8),))
+
+    def test_what_has_no_fake_tensors(self, capfd: pytest.CaptureFixture[str]) -> None:
+        class Sparse(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.sparse.mm(torch.eye(8).to_sparse(), x)
+
+        with pytest.raises(ValueError, match="Sparse cannot run on fake tensors: .*Sparse"):
+            autochunk(Sparse().eval(), (torch.randn(8, 8),))
+        assert capfd.readouterr() == ("", "")
+
+    @pytest.mark.parametrize("args", [(), (torch.ones(8), 1, 2)])
+    def test_arguments_that_the_forward_does_not_take(self, args: tuple[Any, ...]) -> None:
+        with pytest.raises(ValueError, match="not arguments of Linear.forward: .*argument"):
+            autochunk(nn.Linear(8, 8).eval(), args)
 
     def test_a_model_that_changes_its_buffers(self) -> None:
         class Counting(nn.Module):

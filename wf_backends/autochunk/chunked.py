@@ -130,6 +130,7 @@ class ChunkedForward:
         self._budget = budget
         self._plan = plan
         self._compiled: dict[Any, Compiled] = {}
+        self._modules = _modules(model)
         self._elements = 0
         self._warned = False
 
@@ -138,6 +139,10 @@ class ChunkedForward:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if self._needs_gradients() or self._is_small(leaves):
             return self._model.forward(*args, **kwargs)
+        modules = _modules(self._model)
+        if modules != self._modules:  # what was captured is of a model that is no more
+            self._compiled.clear()
+            self._modules = modules
         compiled = self._compiled.get(_form(leaves, spec))
         weights = compiled.captured.read_weights() if compiled else None
         if compiled is None or weights is None:  # a new form of inputs, or a model that was cast
@@ -193,6 +198,21 @@ def _elements(leaves: list[Any]) -> int:
 
 
 def _form(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-    """What the graph depends on: shapes, types and devices of tensors, the values of all else."""
-    described = (layout(x) if isinstance(x, torch.Tensor) else x for x in leaves)
-    return (spec, torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda"), *described)
+    """What the graph depends on beside the model: shapes, types and devices of tensors, the values
+    of all other inputs, and autocast."""
+    described = tuple(layout(x) if isinstance(x, torch.Tensor) else x for x in leaves)
+    autocast = tuple(
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+    )
+    return spec, described, autocast
+
+
+def _modules(model: nn.Module) -> list[Any]:
+    """What of the model is in the graph beside its weights: its modules, their modes, forwards of
+    single instances, and the hooks of those inside, whose numbers are given once."""
+    found: list[Any] = []
+    for module in model.modules():
+        found += module, module.training, vars(module).get("forward")
+        found += () if module is model else (*module._forward_pre_hooks, *module._forward_hooks)
+    return found

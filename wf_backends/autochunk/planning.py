@@ -43,7 +43,7 @@ def find_plan(
     limit = budget.bytes(before)
     plain = Search(captured.graph, effects, rates)
     model = ChunkPlan(captured.fingerprint, (), before, before, 0.0, plain.walls())
-    if limit is not None and before <= limit:
+    if not plain.steps.steps or (limit is not None and before <= limit):
         return model, lower(captured.graph, (), effects)
     forms: list[_Form] = []
     for copied in FORMS[:2] if limit is None else FORMS:

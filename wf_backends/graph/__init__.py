@@ -1,7 +1,7 @@
 """A model's forward pass as a graph, and the memory that its operators need.
 
-`capture` makes the graph; `memory` finds the live bytes at each step; `copies` computes masks and
-the like anew for each reader; `budget` is what a user allows.
+`capture` makes the graph; `memory` finds the live bytes at each step, `tracker` those of a run;
+`copies` computes masks and the like anew for each reader; `budget` is what a user allows.
 """
 
 from wf_backends.graph.budget import Budget, checked_budget
@@ -25,13 +25,12 @@ from wf_backends.graph.memory import (
     Effects,
     Step,
     Steps,
-    StorageTracker,
     arguments,
     profile,
     read_steps,
     submodule,
-    unchunked_peak,
 )
+from wf_backends.graph.tracker import StorageTracker, unchunked_peak
 
 __all__ = [
     "Budget",

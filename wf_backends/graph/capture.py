@@ -52,6 +52,10 @@ def _read(weight: Weight | torch.Tensor) -> torch.Tensor:
     return weight.read() if isinstance(weight, Weight) else weight
 
 
+def _kind(weight: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+    return weight.dtype, weight.device, weight.shape
+
+
 @dataclass(frozen=True)
 class Captured:
     """One forward pass for one form of inputs.
@@ -64,27 +68,33 @@ class Captured:
 
     graph: fx.Graph
     weights: tuple[Weight | torch.Tensor, ...]
-    kinds: tuple[tuple[torch.dtype, torch.device], ...]
+    kinds: tuple[tuple[torch.dtype, torch.device, torch.Size], ...]
     output_spec: pytree.TreeSpec
     fingerprint: str
 
     @property
     def main_kind(self) -> tuple[torch.device, torch.dtype]:
         """The device and the dtype of the first weight of floating point."""
-        found = ((device, dtype) for dtype, device in self.kinds if dtype.is_floating_point)
+        found = ((device, dtype) for dtype, device, _ in self.kinds if dtype.is_floating_point)
         return next(found, (torch.device("cpu"), torch.float32))
 
     def read_weights(self) -> list[torch.Tensor] | None:
-        """The weights as they are now; None where one has another dtype or device than when the
-        graph was captured."""
+        """The weights as they are now; None where one has another dtype, device or shape than
+        when the graph was captured."""
         weights = [_read(weight) for weight in self.weights]
-        same = all((w.dtype, w.device) == k for w, k in zip(weights, self.kinds, strict=True))
-        return weights if same else None
+        return weights if tuple(map(_kind, weights)) == self.kinds else None
 
 
 def bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The same call, with every argument where the forward's signature puts it."""
-    bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    """The same call, with every argument where the forward's signature puts it.
+
+    Raises ValueError for arguments that the forward does not take.
+    """
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        name = f"{type(model).__name__}.forward"
+        raise ValueError(f"args and kwargs are not arguments of {name}: {error}") from None
     return bound.args, bound.kwargs
 
 
@@ -120,7 +130,13 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     try:
         program = _export_as_eager(_forward_alone(model), args, kwargs)
     except Exception as error:  # torch.export raises every kind of error for what it cannot trace
-        raise CaptureError(_reason(model, error)) from error
+        raise CaptureError(reason(model, error)) from error
+    unknown = next((node for node in program.graph.nodes if _depends_on_values(node)), None)
+    if unknown is not None:
+        raise CaptureError(
+            f"{type(model).__name__} cannot be captured: what {operator_name(unknown)} gives "
+            f"depends on the values of tensors, in {module_path(unknown) or 'the model itself'}"
+        )
     signature = program.graph_signature
     changed = [_written_input(node) for node in program.graph.nodes if writes(node)]
     if any(changed):
@@ -133,7 +149,7 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     for node, weight in zip(graph.find_nodes(op="placeholder"), weights, strict=False):
         node.meta["whole"] = has_torch_function((_read(weight),))
     _clean(graph)
-    kinds = tuple((t.dtype, t.device) for t in map(_read, weights))
+    kinds = tuple(_kind(_read(weight)) for weight in weights)
     return Captured(graph, weights, kinds, program.call_spec.out_spec, _fingerprint(graph))
 
 
@@ -162,7 +178,7 @@ def _export_as_eager(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> A
     """
     no_stacks = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
     lazy = _use_lazy_graph_module(True)
-    with torch.no_grad(), _no_log(), no_stacks, lazy:
+    with torch.no_grad(), no_log(), no_stacks, lazy:
         try:
             with mock.patch.object(torch.compiler, "is_compiling", lambda: False):
                 return torch.export.export(model, args, kwargs, strict=False)
@@ -171,8 +187,8 @@ def _export_as_eager(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> A
 
 
 @contextmanager
-def _no_log() -> Iterator[None]:
-    """Keeps torch from printing the graph of a trace that fails: the error has the reason."""
+def no_log() -> Iterator[None]:
+    """Keeps torch from printing why a trace, or a run on fake tensors, fails: the error has it."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -230,6 +246,13 @@ def _shapes(node: fx.Node) -> list[tuple[Any, ...]]:
     return [(tuple(t.shape), t.dtype, t.device.type) for t in tensors(node)]
 
 
+def _depends_on_values(node: fx.Node) -> bool:
+    """Whether it gives a number, or rows whose number is, known only when it runs."""
+    symbols = torch.SymInt, torch.SymFloat, torch.SymBool
+    sizes = [size for tensor in tensors(node) for size in tensor.shape]
+    return any(isinstance(value, symbols) for value in (node.meta.get("val"), *sizes))
+
+
 def _is_weight(spec: Any) -> bool:
     return spec.kind is not InputKind.USER_INPUT
 
@@ -257,8 +280,9 @@ def _clean(graph: fx.Graph) -> None:
     graph.eliminate_dead_code()
 
 
-def _reason(model: nn.Module, error: Exception) -> str:
+def reason(model: nn.Module, error: Exception, what: str = "be captured") -> str:
+    """Why a model cannot do `what`: the first line of an error, and where in the model's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     where = next((line for line in lines if line.startswith("File ") or "model code" in line), "")
-    return f"{type(model).__name__} cannot be captured: {first} {where}".rstrip()
+    return f"{type(model).__name__} cannot {what}: {first} {where}".rstrip()

@@ -1,0 +1,87 @@
+"""A model that is changed after it was planned: the outputs are those of the model as it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from wf_backends.autochunk import Rates, autochunk, planning
+
+ANY = 4.0  # slowdown: these models are small, and memory is the matter here
+WIDTH = 16
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out((x @ x.transpose(-1, -2)).softmax(-1) @ x)
+
+
+def attention() -> nn.Sequential:
+    return nn.Sequential(Attention(), Attention()).eval()
+
+
+def other_linear(model: nn.Sequential) -> None:
+    model[0].out = nn.Linear(WIDTH, WIDTH)
+
+
+def wider(model: nn.Sequential) -> None:
+    model[1].out = nn.Linear(WIDTH, 2 * WIDTH)
+
+
+def weight_of_another_shape(model: nn.Sequential) -> None:
+    model[1].out.weight = nn.Parameter(torch.randn(2 * WIDTH, WIDTH))
+    model[1].out.bias = nn.Parameter(torch.randn(2 * WIDTH))
+
+
+def hooked(model: nn.Sequential) -> None:
+    model[0].out.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def pre_hooked(model: nn.Sequential) -> None:
+    model[0].out.register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+
+
+def another_forward(model: nn.Sequential) -> None:
+    model[0].forward = torch.tanh  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [other_linear, wider, weight_of_another_shape, hooked, pre_hooked, another_forward],
+)
+def test_what_is_changed_inside_is_seen(change: Callable[[nn.Sequential], None]) -> None:
+    model, x = attention(), torch.randn(1, 256, WIDTH)
+    chunked = autochunk(model, (x,), max_memory=0.5, max_slowdown=ANY)
+    assert chunked.plan.regions
+    change(model)
+    with torch.no_grad():
+        torch.testing.assert_close(chunked(x), model(x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_that_is_put_in_training_drops_again() -> None:
+    model = nn.Sequential(Attention(), nn.Dropout(0.5)).eval()
+    x = torch.randn(1, 256, WIDTH)
+    chunked = autochunk(model, (x,), max_slowdown=ANY)
+    with torch.no_grad():
+        kept = chunked(x)
+        chunked.train()
+        assert 0.4 < (chunked(x) == 0).float().mean() < 0.6
+        chunked.eval()
+        assert torch.equal(chunked(x), kept)
+
+
+def test_autocast_in_another_dtype_is_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "measure_rates", lambda *_: Rates())  # float16 takes 30 s
+    model, x = attention(), torch.randn(1, 256, WIDTH)
+    chunked = autochunk(model, (x,), max_memory=0.5, max_slowdown=ANY)
+    with torch.no_grad():
+        for dtype in (torch.bfloat16, torch.float16):
+            with torch.autocast("cpu", dtype=dtype):
+                assert chunked(x).dtype == dtype

@@ -1,0 +1,83 @@
+"""The bytes that a run allocates, and the peak of a model as it is, found on fake tensors."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wf_backends.graph.capture import CaptureError, no_log, reason
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of the storages that operators allocate while it is on.
+
+    `live` and `peak` are bytes. What existed before (`known`) is not counted.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.live = 0
+        self.peak = 0
+        self._seen = {t.untyped_storage()._cdata for t in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for value in pytree.tree_leaves(result):
+            if isinstance(value, torch.Tensor):
+                self._count(value.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata in self._seen:
+            return
+        self._seen.add(storage._cdata)
+        self.live += storage.nbytes()
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
+
+    def _free(self, name: int, count: int) -> None:
+        self._seen.discard(name)
+        self.live -= count
+
+
+class _FakeRun(StorageTracker):
+    """Counts a run on fake tensors; a branch on a tensor's value is taken as if it were true, as
+    for a mask without padding."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return True
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The peak of live bytes of ``model(*args, **kwargs)``, beyond weights and inputs, by a run on
+    fake tensors without gradients.
+
+    Raises `CaptureError` where the model does not run on these.
+    """
+    known = next((w.fake_mode for w in model.parameters() if isinstance(w, FakeTensor)), None)
+    mode = known or FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(value: torch.Tensor) -> torch.Tensor:
+        return value if isinstance(value, FakeTensor) else mode.from_tensor(value)
+
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    weights: dict[str, torch.Tensor] = {name: fake(weight) for name, weight in named}
+    args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
+    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    tracker = _FakeRun((*weights.values(), *inputs))
+    try:
+        with torch.no_grad(), no_log(), mode, tracker:
+            torch.func.functional_call(model, weights, args, kwargs)
+    except Exception as error:  # sparse and nested tensors, TorchScript, what else has no fake
+        raise CaptureError(reason(model, error, "run on fake tensors")) from error
+    return tracker.peak
