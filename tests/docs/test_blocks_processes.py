@@ -12,6 +12,7 @@ from tests.docs.pages import blocks
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
+from tests.integrations import colossalai_jobs  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 
 RANKS = 4
@@ -57,4 +58,6 @@ def test_python_blocks_run(engines: str, pages: list[str], tmp_path: Path):
     write_files(pages, tmp_path)
     every = [script for page in pages for script in scripts(page)]
     (tmp_path / "scripts.json").write_text(json.dumps(every))
-    run_ranks(["-m", "tests.docs.run_blocks", str(tmp_path)], RANKS, timeout=120)
+    imported = [colossalai_jobs.IMPORTED] if "colossalai" in engines else []
+    command = ["-m", "tests.docs.run_blocks", str(tmp_path)]
+    run_ranks(command, RANKS, timeout=120, imported=imported)

@@ -23,6 +23,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import wf_deepspeed
 import wf_transformers
+from tests.helpers import destroy_groups
 from tests.integrations.deepspeed_jobs import dense_loss_sum, text, tiny_llama
 from wf_transformers.checkpoints import inputs_on_host
 
@@ -36,6 +37,8 @@ def main(folder: Path) -> None:
         result = run(case)
         if dist.get_rank() == 0:
             torch.save(result, folder / f"{case['name']}.pt")
+        if dist.get_world_size() > 1:  # of one rank DeepSpeed keeps a group of its own
+            destroy_groups()
     dist.barrier()
     dist.destroy_process_group()
 
