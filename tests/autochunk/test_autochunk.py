@@ -14,7 +14,7 @@ from transformers import DynamicCache
 
 from tests.graph.models import NAMES, TOKENS, model_and_inputs
 from wf_backends.autochunk import ChunkPlan, autochunk
-from wf_backends.graph.memory import StorageTracker
+from wf_backends.graph import StorageTracker
 
 ANY = 4.0  # slowdown: these models are small, and memory is the matter here
 

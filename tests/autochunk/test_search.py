@@ -11,12 +11,11 @@ import torch
 from torch import nn
 
 from wf_backends.autochunk.cost import Cost, Rates
-from wf_backends.autochunk.flow import Flow, Sliced, trace
 from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.select import Search
 from wf_backends.graph.capture import capture
-from wf_backends.graph.memory import Effects
-from wf_backends.slicing import sources
+from wf_backends.graph.memory import Effects, read_steps
+from wf_backends.slicing import Flow, Sliced, sources, trace
 
 RATES = Rates(2e-6, 1e11, 2.5e10, 1e10)
 
@@ -67,6 +66,15 @@ def test_slices_that_read_a_large_weight_whole_cost_more_than_slices_of_it() -> 
         return cost.seconds(chunks) - cost.seconds(1)
 
     assert added(by_rows, 8) > 4 * added(by_columns, 8) > 0
+
+
+def test_fused_attention_computes_as_many_flops_as_its_two_products() -> None:
+    class Fused(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    graph = capture(Fused().eval(), (torch.zeros(2, 4, 128, 16),), {}).graph
+    assert [step.flops for step in read_steps(graph, Effects()).steps] == [4 * 2 * 4 * 128**2 * 16]
 
 
 class Layers(nn.Module):

@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.hetegen.models import fast_device, make_model, split_memory
 from wf_backends.autochunk import autochunk
-from wf_backends.graph.memory import StorageTracker
+from wf_backends.graph import StorageTracker
 from wf_backends.hetegen import Handle, ShapedDevice, dispatch_model
 
 ANY = 100.0  # slowdown: these models are small, and memory is the matter here

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from tests.tiling.test_tiled_loss import ForCausalLMLoss
 from wf_backends.autochunk import ChunkPlan, autochunk
+from wf_backends.graph import StorageTracker
 from wf_backends.graph.capture import capture
-from wf_backends.graph.memory import StorageTracker
 from wf_backends.tiling import TrainingPlan, apply_training, plan_training
 from wf_backends.tiling.tileable import Candidate, candidates, head_candidate
 

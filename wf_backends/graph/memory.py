@@ -20,11 +20,19 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from wf_backends.graph.capture import layout, tensors
 from wf_backends.graph.tracker import StorageTracker
 from wf_backends.slicing import Source, sources, writes
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(query, key, value)
+
+
+# Of fused attention on a CPU, which torch's counter leaves out.
+FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,8 @@ class Effects:
         with self._mode:
             args, kwargs = fx.map_arg((node.args, node.kwargs), _fresh)
             inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-            with FlopCounterMode(display=False) as counter, StorageTracker(inputs) as tracker:
+            flops = FlopCounterMode(display=False, custom_mapping=FLOPS)
+            with flops as counter, StorageTracker(inputs) as tracker:
                 result = node.target(*args, **kwargs)
         known = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(inputs)))}
         allocated, places = [], []
@@ -160,6 +169,15 @@ class Steps:
         last = {s: i for i, step in enumerate(self.steps) for s, _ in step.allocates}
         last.update((s, i) for i, step in enumerate(self.steps) for s in step.reads)
         return last | dict.fromkeys(self.outputs, len(self.steps))
+
+    @cached_property
+    def nodes(self) -> dict[int, list[fx.Node]]:
+        """The nodes whose tensors lie in each storage; the first of them allocates it."""
+        found: dict[int, list[fx.Node]] = {}
+        for node, storages in self.of.items():
+            for storage in storages:
+                found.setdefault(storage, []).append(node)
+        return found
 
     @cached_property
     def live(self) -> list[int]:
