@@ -4,8 +4,9 @@ In the paper's order:
 
     graph/capture  the forward pass as a graph, whose live bytes are known at every step
     graph/copies   where masks and the like are computed anew for each reader
-    flow           which operators may be computed slice by slice together (section 3.2)
+    slicing/flow   which operators may be computed slice by slice together (section 3.2)
     search         the regions around the step that needs most (3.3)
+    overwrite      the input whose memory a region's output may take
     cost           what slices add to the time
     select         which regions, and how many slices (3.4)
     region, lower  the slices' loops, and the graph that calls them (3.5)

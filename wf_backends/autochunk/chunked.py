@@ -137,7 +137,7 @@ class ChunkedForward:
     def __call__(self, chunked: ChunkedModel, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = bind(self._model, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if self._needs_gradients() or self._is_small(leaves):
+        if self._needs_gradients(leaves) or self._is_small(leaves):
             return self._model.forward(*args, **kwargs)
         modules = _modules(self._model)
         if modules != self._modules:  # what was captured is of a model that is no more
@@ -172,10 +172,10 @@ class ChunkedForward:
         chunked.plan = plan
         return compiled
 
-    def _needs_gradients(self) -> bool:
-        if not torch.is_grad_enabled() or not any(
-            p.requires_grad for p in self._model.parameters()
-        ):
+    def _needs_gradients(self, leaves: list[Any]) -> bool:
+        given = (x for x in leaves if isinstance(x, torch.Tensor))
+        tracked = any(t.requires_grad for t in (*self._model.parameters(), *given))
+        if not torch.is_grad_enabled() or not tracked:
             return False
         if not self._warned:
             warnings.warn(

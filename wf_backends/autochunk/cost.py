@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from wf_backends.autochunk.flow import Sliced
 from wf_backends.graph import nbytes
+from wf_backends.slicing import Sliced
 
 _SQUARE = 256  # rows of the matrices that are multiplied to find the rate of arithmetic
 _WIDE = 2048  # rows of a matrix that no cache holds

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from wf_backends.autochunk.flow import around, trace
 from wf_backends.autochunk.plan import ChunkedPart
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, kind_of, region_of
-from wf_backends.graph import Effect, Effects, module_path, read_steps, submodule
-from wf_backends.slicing import join_group_norms
+from wf_backends.autochunk.search import candidate_in
+from wf_backends.graph import Effect, Effects, Steps, module_path, read_steps, submodule
+from wf_backends.slicing import around, join_group_norms
 
 
 @dataclass(frozen=True)
@@ -83,27 +83,38 @@ class _Writer:
             self._copies[node] = output
 
 
-def find_region(graph: fx.Graph, part: ChunkedPart) -> tuple[list[fx.Node], Region]:
+def find_region(graph: Steps, part: ChunkedPart) -> tuple[list[fx.Node], Region]:
     """The operators from `part.first` to `part.last`, and the region that they hold.
 
-    Raises ValueError where the graph has no such region.
+    Raises ValueError where the graph has no such region, or it may not overwrite that input.
     """
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    nodes = [step.node for step in graph.steps]
     names = [node.name for node in nodes]
     if part.first not in names or part.last not in names:
         raise ValueError(f"the plan's region {part.first} to {part.last} is not in this graph")
-    window = nodes[names.index(part.first) : names.index(part.last) + 1]
-    flow = trace(window, part.dim) if window else None
-    if flow is None or flow.rows != part.rows or len(flow.operators) != part.operators:
+    lo, hi = names.index(part.first), names.index(part.last)
+    found = candidate_in(graph, lo, hi, part.dim) if lo <= hi else None
+    if found is None or (found.flow.rows, len(found.flow.operators)) != (part.rows, part.operators):
         raise ValueError(f"the plan's region {part.first} to {part.last} is not this graph's")
-    return window, region_of(flow, part.length)
+    free = found.overwritten
+    if part.overwritten not in ("", free and free.name):
+        raise ValueError(
+            f"the plan's region {part.first} to {part.last} may not overwrite {part.overwritten}"
+        )
+    return nodes[lo : hi + 1], region_of(
+        found.flow, part.length, free if part.overwritten else None
+    )
 
 
 def _effect(module: ChunkedRegion, effects: Effects) -> Effect:
-    """What a region does to memory: its outputs whole, the rest for the slice that needs most."""
+    """What a region does to memory: its outputs whole, but for one in an input's place; of the
+    rest what the slice needs that needs most."""
     allocated = tuple(
-        torch.Size(shape).numel() * dtype.itemsize for shape, _, dtype, _ in module.outputs
+        torch.Size(shape).numel() * dtype.itemsize for shape, _, dtype, _ in module.allocated
     )
     bodies = {id(chunk.body): chunk.body.graph for chunk in module.chunks}
     inner = max(max(read_steps(graph, effects).peaks) for graph in bodies.values())
-    return Effect(allocated, tuple(-1 - i for i in range(len(allocated))), inner, 0)
+    places = [-1 - i for i in range(len(allocated))]
+    if module.overwritten is not None:
+        places.append(module.overwritten)
+    return Effect(allocated, tuple(places), inner, 0)

@@ -16,7 +16,8 @@ class ChunkedPart:
     """One region: the operators from `first` to `last` (names in the graph) that are computed in
     slices of `length` rows of dimension `dim` of `last`, which has `rows`.
 
-    `where` names the modules that they belong to.
+    `where` names the modules that they belong to. `overwritten` is the input of the region whose
+    memory `last` takes (its name in the graph), "" where it has memory of its own.
     """
 
     first: str
@@ -26,6 +27,7 @@ class ChunkedPart:
     rows: int
     operators: int
     where: str
+    overwritten: str = ""
 
     @property
     def chunks(self) -> int:
@@ -85,7 +87,8 @@ class ChunkPlan:
             lines.append(
                 f"  {part.where}{f' and {places - 1} alike' if places > 1 else ''}: "
                 f"{part.operators} operators in {part.chunks} slices of {part.length} of "
-                f"{part.rows} (dimension {part.dim} of {part.last})"
+                f"{part.rows} (dimension {part.dim} of {part.last}"
+                f"{part.overwritten and f', written over {part.overwritten}'})"
             )
         if self.copied:
             norms = ", normed inputs and what else lives anyway" if self.copied == "norms" else ""
@@ -104,7 +107,8 @@ def _folded(regions: tuple[ChunkedPart, ...]) -> list[tuple[ChunkedPart, int]]:
     """Equal regions of different layers as one, with their number."""
     groups: dict[tuple[int, ...], list[ChunkedPart]] = {}
     for part in regions:
-        groups.setdefault((part.dim, part.length, part.rows, part.operators), []).append(part)
+        kind = part.dim, part.length, part.rows, part.operators, bool(part.overwritten)
+        groups.setdefault(kind, []).append(part)
     return [(group[0], len(group)) for group in groups.values()]
 
 

@@ -121,20 +121,23 @@ def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
             f"{plan.fingerprint}, this one {captured.fingerprint}; leave plan out to search anew"
         )
     graph, effects = captured.graph, Effects()
-    if plan.copied:
-        graph = with_copies(graph, read_steps(graph, effects), plan.copied) or graph
-    return lower(graph, [find_region(graph, part) for part in plan.regions], effects)
+    steps = read_steps(graph, effects)
+    if plan.copied and (copies := with_copies(graph, steps, plan.copied)):
+        graph, steps = copies, read_steps(copies, effects)
+    return lower(graph, [find_region(steps, part) for part in plan.regions], effects)
 
 
 def _window(search: Search, choice: Choice) -> tuple[list[fx.Node], Region]:
     found = choice.candidate
     steps = search.steps.steps[found.lo : found.hi + 1]
-    region = region_of(found.flow, slice_length(found.flow, choice.chunks))
+    length = slice_length(found.flow, choice.chunks)
+    region = region_of(found.flow, length, found.overwritten)
     return [step.node for step in steps], region
 
 
 def _part(search: Search, choice: Choice) -> ChunkedPart:
     flow, steps = choice.candidate.flow, search.steps.steps
+    overwritten = choice.candidate.overwritten
     return ChunkedPart(
         first=steps[choice.candidate.lo].node.name,
         last=steps[choice.candidate.hi].node.name,
@@ -143,6 +146,7 @@ def _part(search: Search, choice: Choice) -> ChunkedPart:
         rows=flow.rows,
         operators=len(flow.operators),
         where=_where([op.node for op in flow.operators]),
+        overwritten=overwritten.name if overwritten else "",
     )
 
 

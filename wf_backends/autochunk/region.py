@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from wf_backends.autochunk.flow import Flow, rows_of, size
 from wf_backends.graph import Effects, layout
-from wf_backends.slicing import emit
+from wf_backends.slicing import Flow, emit, rows_of, size
 
 EVEN = 16
 
@@ -43,13 +42,15 @@ class Region:
     """A flow that is cut into slices of `length` rows of its end (the last may be shorter).
 
     `inputs` are the values that it reads, each with the dimension that is sliced (None: read
-    whole); `outputs` those that the rest of the graph reads.
+    whole); `outputs` those that the rest of the graph reads, the flow's end last of them. The end
+    takes the memory of `overwritten`, one of the inputs (None: memory of its own).
     """
 
     flow: Flow
     length: int
     inputs: tuple[tuple[fx.Node, int | None], ...]
     outputs: tuple[fx.Node, ...]
+    overwritten: fx.Node | None = None
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
@@ -67,7 +68,8 @@ def kind_of(region: Region) -> str:
         names[op.node] = f"y{len(names)}"
         lines.append(f"{names[op.node]} = {op.node.target} {args} {kwargs} by {op.dim}")
     outputs = [names[node] for node in region.outputs]
-    return "\n".join([*lines, f"{outputs} in slices of {region.length}"])
+    over = names.get(region.overwritten) if region.overwritten else None
+    return "\n".join([*lines, f"{outputs} in slices of {region.length} over {over}"])
 
 
 def slice_length(flow: Flow, chunks: int) -> int:
@@ -81,8 +83,8 @@ def slice_length(flow: Flow, chunks: int) -> int:
     return min(-(-length // unit) * unit, -(-flow.rows // flow.unit) * flow.unit)
 
 
-def region_of(flow: Flow, length: int) -> Region:
-    """The flow in slices of `length` rows of its end.
+def region_of(flow: Flow, length: int, overwritten: fx.Node | None = None) -> Region:
+    """The flow in slices of `length` rows of its end, over those of `overwritten`.
 
     Raises `RegionError` where slices would not begin at whole rows of every operator.
     """
@@ -95,6 +97,7 @@ def region_of(flow: Flow, length: int) -> Region:
         length,
         tuple((node, dim) for node, dim in inputs if node not in members),
         tuple(op.node for op in flow.operators if any(u not in members for u in op.node.users)),
+        overwritten,
     )
 
 
@@ -134,7 +137,10 @@ class ChunkedRegion(nn.Module):
 
     def __init__(self, region: Region, bodies: Bodies) -> None:
         super().__init__()
-        self.outputs = [_dense(node) for node in region.outputs]
+        nodes = [node for node, _ in region.inputs]
+        self.overwritten = nodes.index(region.overwritten) if region.overwritten else None
+        own = region.outputs if region.overwritten is None else region.outputs[:-1]
+        self.allocated = [_dense(node) for node in own]
         self.chunks = [_chunk(region, rows_of(region.flow, *b), bodies) for b in region.bounds]
         for index, node in enumerate(region.outputs):
             _check_cover(node, [chunk.outputs[index] for chunk in self.chunks])
@@ -142,8 +148,10 @@ class ChunkedRegion(nn.Module):
     def forward(self, *values: torch.Tensor) -> list[torch.Tensor]:
         outputs = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device)
-            for shape, stride, dtype, device in self.outputs
+            for shape, stride, dtype, device in self.allocated
         ]
+        if self.overwritten is not None:
+            outputs.append(values[self.overwritten])
         for chunk in self.chunks:
             given = (_narrow(v, s) for v, s in zip(values, chunk.inputs, strict=True))
             results = chunk.body(*given)

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from wf_backends.autochunk.flow import Flow, around, rows_of, size, trace
+from wf_backends.autochunk.overwrite import input_to_overwrite
 from wf_backends.autochunk.region import slice_length
-from wf_backends.graph import Step, Steps, profile, tensors
-from wf_backends.slicing import writes
+from wf_backends.graph import Step, Steps, nbytes, profile, tensors
+from wf_backends.slicing import Flow, around, rows_of, size, trace, writes
 
 REACH = 160  # operators that a region may span on each side of the peak
 ENDS = 5  # of the places where a region may begin or end, so many nearest to the peak and farthest
@@ -30,7 +30,8 @@ class Candidate:
 
     `whole` is what lives while the region runs (its inputs, its outputs and what passes by),
     `sliced` what its inner values would need whole, `copied` the bytes of its outputs. `beside` is
-    the peak of the steps around the region, at step `place`.
+    the peak of the steps around the region, at step `place`. `overwritten` is the input whose
+    memory the flow's end takes, if any.
     """
 
     lo: int
@@ -41,6 +42,7 @@ class Candidate:
     copied: int
     beside: int
     place: int
+    overwritten: fx.Node | None
 
     @property
     def most(self) -> int:
@@ -123,19 +125,24 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     ):
         return None
     reads = tuple({s: None for step in inner for s in step.reads if s not in born})
-    region = Step(flow.end.node, reads, tuple(outputs.items()))
     before, after = around([step.node for step in window], members)
+    overwritten = input_to_overwrite(graph, flow, members, hi, after)
+    new, taken = dict(outputs), graph.of[overwritten] if overwritten else ()
+    if overwritten:
+        new[graph.of[flow.end.node][0]] -= nbytes(overwritten)
+    region = Step(flow.end.node, reads, tuple(new.items()))
     order = [graph.steps[graph.position[node]] for node in (*before, *after)]
     order.insert(len(before), region)
     touched = {s for step in window for s in (*step.reads, *(s for s, _ in step.allocates))}
-    kept = {s for s in touched if graph.last.get(s, 0) > hi}
+    kept = {s for s in touched if s in taken or graph.last.get(s, 0) > hi}
     peaks = profile(order, kept, graph.size, graph.live[lo])
     whole = peaks[len(before)]
     peaks[len(before)] = 0
     beside = max(peaks)
     place = graph.position[order[peaks.index(beside)].node]
     sliced = max(profile(inner, set(outputs)))
-    return Candidate(lo, hi, flow, whole, sliced, sum(outputs.values()), beside, place)
+    copied = sum(outputs.values())
+    return Candidate(lo, hi, flow, whole, sliced, copied, beside, place, overwritten)
 
 
 def _outputs(graph: Steps, inner: list[Step], members: set[fx.Node]) -> dict[int, int]:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from wf_backends.autochunk.cost import Cost, Rates
-from wf_backends.autochunk.flow import Sliced
 from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
 from wf_backends.graph import (
     Effects,
@@ -26,7 +25,7 @@ from wf_backends.graph import (
     read_steps,
     tensors,
 )
-from wf_backends.slicing import sources
+from wf_backends.slicing import Sliced, sources
 
 HALVINGS = 8  # of the range of budgets, to find the least memory within a slowdown
 

@@ -1,21 +1,29 @@
 """Which operators may be computed slice by slice, and what a slice reads: a rule for each.
 
 In reading order: `call` has the words of a rule; each of the `rules_*` files the rules of some
-operators; `rules` asks them about a node of a graph, and adds the call of a slice to another one.
+operators; `rules` asks them about a node of a graph, and adds the call of a slice to another one;
+`flow` finds the operators of a graph that are sliced together.
 `group_norm` is in two passes, so that space can be sliced.
 """
 
+from wf_backends.slicing.flow import Flow, Sliced, around, rows_of, size, trace
 from wf_backends.slicing.group_norm import join_group_norms, split_group_norms
 from wf_backends.slicing.rules import Source, emit, granule, rule_of, sources, viewed, writes
 
 __all__ = [
+    "Flow",
+    "Sliced",
     "Source",
+    "around",
     "emit",
     "granule",
     "join_group_norms",
+    "rows_of",
     "rule_of",
+    "size",
     "sources",
     "split_group_norms",
+    "trace",
     "viewed",
     "writes",
 ]

@@ -16,7 +16,7 @@ from fractions import Fraction
 
 from torch import fx
 
-from wf_backends.slicing import Source, granule, sources
+from wf_backends.slicing.rules import Source, granule, sources
 
 
 @dataclass(frozen=True)
