@@ -46,7 +46,7 @@ def test_no_mask_of_all_queries_and_keys_is_left_of_a_llama(padded: bool) -> Non
 
 
 class Normed(nn.Module):
-    """Attention whose queries, keys and values read one normed input, as what comes after does."""
+    """Attention whose queries, keys and values read one normed input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(2):
             y = self.norm(x)
-            x = x + (self.q(y) @ self.k(y).t()).softmax(-1) @ self.v(y)
-            x = x * y.mean()
+            k, v = self.k(y).t(), self.v(y)
+            x = x + (self.q(y) @ k).softmax(-1) @ v
         return x
 
 
