@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from reprlib import repr as short
-from typing import cast
+from typing import Any, cast
 
 AUTO = "auto"
 UNITS = {
@@ -46,6 +46,16 @@ def check_block(name: str, words: object, known: Iterable[str], such: str) -> No
             )
 
 
+def of_type(name: str, value: object, kind: Any, right: str) -> None:
+    if not isinstance(value, kind):
+        raise ValueError(f"{name} must be {right}, got a {type(value).__name__}")
+
+
+def is_real(value: object) -> bool:
+    """Whether it is an integer or a float; True and False are neither."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def positive(name: str, value: object, most: int = MOST) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
@@ -57,8 +67,7 @@ def seconds(name: str, value: object) -> None:
     """None, or a positive and finite number of seconds; ValueError otherwise."""
     if value is None:
         return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < cast(float, value) < MOST_SECONDS:
+    if not is_real(value) or not 0 < cast(float, value) < MOST_SECONDS:
         raise ValueError(
             f"{name} must be a positive number of seconds below {MOST_SECONDS:g}, got {value!r}"
         )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from wf_backends._validation import of_type
 from wf_backends.autochunk.lower import Lowered
 from wf_backends.autochunk.plan import ChunkPlan
 from wf_backends.autochunk.planning import find_plan, use_plan
@@ -86,8 +87,7 @@ def _check_call(model: object, args: object, kwargs: object, plan: object) -> No
         "plan": (plan, ChunkPlan | TrainingPlan | None, "a plan: ChunkPlan.from_json(text)"),
     }
     for name, (value, kind, right) in expected.items():
-        if not isinstance(value, kind):
-            raise ValueError(f"{name} must be {right}, got a {type(value).__name__}")
+        of_type(name, value, kind, right)
 
 
 class ChunkedModel(nn.Module):

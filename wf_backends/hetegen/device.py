@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ class Lane:
     nbytes: int = 0
 
 
+@runtime_checkable
 class Device(Protocol):
     """An accelerator, the link to it and the host: a lane each.
 

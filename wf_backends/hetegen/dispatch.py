@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
-from typing import Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from wf_backends._validation import nearest, parse_bytes
+from wf_backends._validation import is_real, nearest, of_type, parse_bytes
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import Device
 from wf_backends.hetegen.modules import HostWeight, find_weights
@@ -21,6 +21,7 @@ from wf_backends.hetegen.runner import Runner
 from wf_backends.hetegen.split_weight import split_weights
 
 ACCELERATOR = "accelerator"
+MARK = "_wf_hetegen_split"  # an attribute of modules while they are split
 KEYS = (ACCELERATOR, "cpu")
 
 
@@ -88,10 +89,13 @@ def dispatch_model(
         batch, prompt: sequences, and tokens of a prompt, that the plan is made for.
 
     Raises:
-        ValueError: for a bad size or setting, if there is nothing to split, or if what is not
-            split exceeds the memory.
+        ValueError: for a bad size or setting, a model that is not on the CPU or is split already,
+            if there is nothing to split, or if what is not split exceeds the memory.
     """
+    of_type("pin_memory", pin_memory, bool, "True or False")
     _check(alpha, prefetch, batch, prompt)
+    _check_model(model)
+    of_type("device", device, Device | None, "an Accelerator() or a ShapedDevice(...)")
     accelerator_bytes, host_bytes = _parse(max_memory)
     weights = find_weights(model)
     device = Accelerator() if device is None else device
@@ -120,6 +124,7 @@ def _parse(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
     Raises:
         ValueError: for a key that there is not, a bad size, or no size for the accelerator.
     """
+    of_type("max_memory", max_memory, Mapping, 'sizes such as {0: "20GB"}')
     sizes: dict[str, int] = {}
     for key, value in max_memory.items():
         memory = ACCELERATOR if str(key) == "0" else str(key)
@@ -140,12 +145,21 @@ def _parse(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
 
 
 def _check(alpha: object, prefetch: object, batch: object, prompt: object) -> None:
-    if alpha != "auto" and not (isinstance(alpha, int | float) and 0 <= alpha <= 1):
+    if alpha != "auto" and not (is_real(alpha) and 0 <= cast(float, alpha) <= 1):
         raise ValueError(f'alpha must be "auto" or a share from 0 to 1, got {alpha!r}')
     least = {"prefetch": (prefetch, 0), "batch": (batch, 1), "prompt": (prompt, 1)}
     for name, (value, low) in least.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
+
+
+def _check_model(model: nn.Module) -> None:
+    of_type("model", model, nn.Module, "a torch.nn.Module")
+    if any(hasattr(module, MARK) for module in model.modules()):
+        raise ValueError("model is split already, or a part of it: call handle.remove() first")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"model must be on the CPU, got {name} on {tensor.device}")
 
 
 def _others(model: nn.Module, weights: list[HostWeight]) -> list[Tensor]:
@@ -169,12 +183,28 @@ def _split(
                 f"{plan.request.accelerator_bytes}: it is simply resident, and nothing is split",
                 stacklevel=3,
             )
+        for module in model.modules():
+            _mark(module, undo)
         _place(_others(model, weights), device, undo)
         if not plan.fits:
             plan, pinned = _pin(plan, device) if pin else (plan, [])
             runner = Runner(plan, weights, device, pinned)
             split_weights(weights, runner, undo)
         return Handle(model, plan, runner, undo.pop_all())
+
+
+def _mark(module: nn.Module, undo: ExitStack) -> None:
+    """Note that it is split, and refuse to load weights: copies of the old ones would be used."""
+    setattr(module, MARK, True)
+    undo.callback(delattr, module, MARK)
+    undo.callback(module.register_load_state_dict_pre_hook(_refuse_to_load).remove)
+
+
+def _refuse_to_load(module: nn.Module, *_: Any) -> None:
+    raise ValueError(
+        f"{type(module).__name__} is split by dispatch_model and takes no weights: "
+        "call handle.remove() first, and dispatch_model after load_state_dict"
+    )
 
 
 def _place(tensors: list[Tensor], device: Device, undo: ExitStack) -> None:

@@ -15,6 +15,8 @@ from collections import defaultdict
 from dataclasses import dataclass, fields, replace
 from math import inf, isfinite
 
+from wf_backends._validation import is_real
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -49,9 +51,9 @@ class Rates:
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
             if name.endswith("_seconds"):
-                if not (isfinite(value) and value >= 0):
+                if not (is_real(value) and 0 <= value < inf):
                     raise ValueError(f"{name} must be at least 0 seconds, got {value!r}")
-            elif not value > 0:
+            elif not (is_real(value) and value > 0):
                 raise ValueError(f"{name} must be a positive rate, got {value!r}")
             if name in ("link", "host") and not isfinite(value):
                 raise ValueError(f"{name} must be a finite rate, got {value!r}")

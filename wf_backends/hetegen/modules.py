@@ -41,13 +41,13 @@ class HostWeight:
 def find_weights(model: nn.Module) -> list[HostWeight]:
     """The weights that can be split, in the model's order.
 
-    One that other modules read as well is split only where those are embeddings.
+    One that other modules read as well is split only where those are tables.
 
     Raises:
         ValueError: if there are none.
     """
     users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    tables = Counter(id(m.weight) for m in model.modules() if type(m) is nn.Embedding)
+    tables = Counter(id(m.weight) for m in model.modules() if is_table(m))
     linears: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if is_linear(m)]
     experts = {match[0]: match[1] for name, _ in linears if (match := EXPERT.match(name))}
     beside = Counter(experts.values())  # how many experts a layer has
@@ -68,6 +68,11 @@ def find_weights(model: nn.Module) -> list[HostWeight]:
             f"with {MIN_ROWS} output features or more"
         )
     return found
+
+
+def is_table(module: Any) -> bool:
+    """Whether it is an nn.Embedding that only reads: one with max_norm rescales rows in place."""
+    return type(module) is nn.Embedding and module.max_norm is None
 
 
 def is_linear(module: Any) -> bool:

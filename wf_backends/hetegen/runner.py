@@ -78,13 +78,14 @@ class Runner:
         """x (..., columns) times the transposed weight `index`: (..., rows).
 
         Raises:
-            NotImplementedError: where a gradient would be needed.
+            NotImplementedError: where a gradient would be needed, or weights of another type.
             Exception: what a lane raised. The lanes are stopped then; the next call starts anew.
         """
         if torch.is_grad_enabled() and x.requires_grad:
             raise NotImplementedError(
                 "a split linear has no gradient: call the model under torch.no_grad()"
             )
+        x = _as_autocast(x, self._weights[index].tensor.dtype)
         rows = self._plan.splits[index].linear.rows
         out = x.new_empty(*x.shape[:-1], rows)
         if x.numel() == 0:
@@ -177,6 +178,20 @@ class Runner:
             "idle_seconds": max(0.0, wall - lane.busy_seconds),
             "bytes": lane.nbytes,
         }
+
+
+def _as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The input as autocast, where it is on, would give it to a product with weights of `dtype`."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x
+    if torch.get_autocast_dtype(kind) != dtype:
+        raise NotImplementedError(
+            f"a split linear of {dtype} is not computed in another type, and autocast asks for "
+            f"{torch.get_autocast_dtype(kind)}: call without autocast, or convert the model before "
+            "dispatch_model"
+        )
+    return x.to(dtype)
 
 
 def _like(rows: Tensor, memory: Tensor) -> Tensor:
