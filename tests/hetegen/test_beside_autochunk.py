@@ -52,8 +52,9 @@ def test_the_same_tokens_within_both_budgets(name: str) -> None:
     assert torch.equal(ours.generate(IDS, **words), tokens)  # type: ignore[operator]
 
 
-def test_a_split_weight_is_not_sliced() -> None:
-    """A slice of it would be computed where it lies, in host memory, by nobody's plan."""
+def test_a_model_that_is_split_after_its_chunks_were_planned_is_planned_anew() -> None:
+    """A slice of a split weight would be computed where it lies, in host memory, by nobody's plan:
+    it is refused, and no region has one."""
     model = nn.Sequential(nn.Linear(64, 4096), nn.GELU(), nn.Linear(4096, 64)).eval()
     x, memory = torch.randn(1, 64), {0: 400_000}
     plain = autochunk(model, (x,), max_slowdown=ANY)
@@ -61,9 +62,10 @@ def test_a_split_weight_is_not_sliced() -> None:
         expected = model(x)
         with dispatch_model(model, memory, fast_device()):
             with pytest.raises(NotImplementedError, match="call dispatch_model before autochunk"):
-                plain(x)
-            ours = autochunk(model, (x,), max_slowdown=ANY)
-            torch.testing.assert_close(ours(x), expected, rtol=0, atol=1e-5)
+                model[0].weight.narrow(0, 0, 8)
+            for ours in (plain, autochunk(model, (x,), max_slowdown=ANY)):
+                torch.testing.assert_close(ours(x), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(plain(x), expected, rtol=0, atol=1e-5)
 
 
 def test_the_parameter_says_where_its_products_are() -> None:
