@@ -164,3 +164,29 @@ def test_each_peak_is_lowered_where_live_bytes_only_grow() -> None:
         Skipping().eval(), (torch.randn(1, 512, 4),), max_memory=0.3, max_slowdown=ANY
     )
     assert len(chunked.plan.regions) == 4
+
+
+def test_a_region_that_moves_what_runs_under_autocast() -> None:
+    """Its operator reads a graph of its own, which stands behind the place where it goes."""
+    transformers = pytest.importorskip("transformers")
+    special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0)
+    config = transformers.ModernBertConfig(
+        vocab_size=99,
+        hidden_size=128,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        global_attn_every_n_layers=2,
+        local_attention=16,
+        attn_implementation="eager",
+        reference_compile=False,
+        **special,
+        cls_token_id=0,
+        sep_token_id=0,
+    )
+    model, ids = transformers.ModernBertModel(config).eval(), torch.arange(128).view(2, 64) % 99
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    chunked = autochunk(model, (), given, max_slowdown=ANY)
+    with torch.no_grad():
+        found, right = chunked(**given)[0], model(**given)[0]
+    assert chunked.plan.regions and largest_difference(found, right) <= 1e-5

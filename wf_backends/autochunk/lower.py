@@ -61,6 +61,10 @@ class _Writer:
 
     def copy(self, nodes: Iterable[fx.Node]) -> None:
         for node in nodes:
+            if node in self._copies:
+                continue
+            # a region may move a node before what the graph stores, which it is given
+            self.copy(arg for arg in node.all_input_nodes if arg.op == "get_attr")
             self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
             if node.op == "get_attr":
                 self.root.add_module(str(node.target), submodule(node))
