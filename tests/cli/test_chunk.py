@@ -45,7 +45,7 @@ def test_a_large_model_under_a_budget(wallfacer, folder: str, tmp_path: Path) ->
     code, out, err = wallfacer(*words, "--layers", "1", "--json", "--longest")
     plan = json.loads(out)
     assert plan["peak"] <= 250e6 < plan["peak_before"]
-    assert plan["longest_sequence"] > 2048
+    assert plan["longest_sequence"] == 3072  # on every machine: by a GPU's rates
 
 
 @pytest.mark.parametrize(

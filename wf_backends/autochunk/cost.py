@@ -15,6 +15,7 @@ _SQUARE = 256  # rows of the matrices that are multiplied to find the rate of ar
 _WIDE = 2048  # rows of a matrix that no cache holds
 _FEW = 16  # rows that are multiplied with it
 _RUNS = 10  # of which the least time counts
+_ENOUGH = 0.05  # seconds after which no further run is timed: 16-bit products on some CPUs
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Rates:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The rates of this device, in about 100 ms. Fake and meta devices get those of one GPU."""
+    """The rates of this device, in about 100 ms (16 bits on some CPUs: 2 s). Fake and meta devices get those of one GPU."""
     if device.type != "cpu" and not torch.accelerator.is_available():
         return Rates()
     small = torch.zeros(1, dtype=dtype, device=device)
@@ -59,15 +60,15 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """The least of a few runs."""
-    least = float("inf")
+    took: list[float] = []
     run()
-    for _ in range(_RUNS):
+    while len(took) < _RUNS and sum(took) < _ENOUGH:
         _wait(device)
         start = time.perf_counter()
         run()
         _wait(device)
-        least = min(least, time.perf_counter() - start)
-    return least
+        took.append(time.perf_counter() - start)
+    return min(took)
 
 
 def _wait(device: torch.device) -> None:

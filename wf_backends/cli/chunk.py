@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from wf_backends._validation import parse_bytes
-from wf_backends.autochunk import BudgetError, Profiles, longest, memory_profiles
+from wf_backends.autochunk import BudgetError, Profiles, Rates, longest, memory_profiles
 from wf_backends.cli.draw import draw_memory
 from wf_backends.cli.options import check_file, check_least, new_table
 from wf_backends.cli.readers import call_reader, check_folder
@@ -37,12 +37,16 @@ def chunk(
     longest_sequence: Annotated[
         bool, typer.Option("--longest", help="Also find the longest sequence that fits.")
     ] = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Times at this machine's rates, not at a GPU's.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the memory over the run.")] = None,
 ) -> None:
     """Find the parts of a model's forward pass to run slice by slice under a memory budget.
 
-    Nothing is computed and no weights are read: a model of any size is looked at on any machine.
+    Nothing is computed and no weights are read: a model of any size is looked at on any machine,
+    with the same result on each, unless it is to `--measure` itself.
 
     Example:
 
@@ -59,7 +63,8 @@ def chunk(
 
     def profiles_of(tokens: int, some: int) -> Profiles:
         made, inputs = call_reader(SKELETONS, "chunk", model, tokens, batch, attention, some)
-        return memory_profiles(made, inputs, memory, max_slowdown)
+        rates = None if measure else Rates()
+        return memory_profiles(made, inputs, memory, max_slowdown, rates)
 
     found = profiles_of(seqlen, layers)
     reach = _longest(partial(profiles_of, some=layers or FEW)) if longest_sequence else None
