@@ -41,7 +41,8 @@ class Rates:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The rates of this device, in about 100 ms (16 bits on some CPUs: 2 s). Fake and meta devices get those of one GPU."""
+    """The rates of this device, in about 100 ms (16 bits on some CPUs: 2 s). Fake and meta devices
+    get those of one GPU."""
     if device.type != "cpu" and not torch.accelerator.is_available():
         return Rates()
     small = torch.zeros(1, dtype=dtype, device=device)
