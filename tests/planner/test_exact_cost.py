@@ -12,12 +12,12 @@ import pytest
 from tests.planning import both_ways, lab_cluster
 from tests.slices import window_with_sinks
 from wf_backends.lowering.derivation import lower
-from wf_backends.lowering.message_bytes import RowBytes, Shape, bytes_sent, total
+from wf_backends.lowering.message_bytes import Shape, bytes_sent, total
 from wf_backends.lowering.program import RankProgram
 from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost, problem_of
 from wf_backends.planner.link_loads import LinkEnd, link_ends
-from wf_backends.planner.rank_phases import rank_phases
+from wf_backends.planner.rank_phases import Messages, rank_phases
 from wf_backends.planner.route_shape import shape_of
 from wf_backends.planner.ulysses_cost import exchange_loads, exchange_s, ulysses_cost
 from wf_backends.planner.workload import (
@@ -49,15 +49,14 @@ def named(n: int, order: tuple[int, ...] | None = None, **route: object) -> Plac
 
 
 def messages_of(
-    plan: RankProgram, rows: RowBytes, name: str
-) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    plan: RankProgram, job: HeadSplit, kind: PassKind
+) -> Iterator[tuple[str, Messages]]:
     """Everything that a rank sends, with the label under which a communicator counts it."""
-    for phase in rank_phases(plan, rows, name):
-        yield phase.label, phase.hop + phase.gives
-        for fetch in phase.fetches:
-            yield f"{name} gather", fetch
-        for leave in phase.leaves:
-            yield f"{name} home", leave
+    for phase in rank_phases(plan, job, kind):
+        yield phase.label, phase.hop
+        for one in phase.rounds:
+            yield f"{kind.name} gather", one.fetch
+            yield f"{kind.name} home", one.home
 
 
 @pytest.mark.parametrize("walk", KINDS, ids=lambda w: f"{w.name} {w.queries_walk}")
@@ -91,7 +90,7 @@ def test_predicted_bytes_are_those_of_the_plans(size: int, walk: PassKind, mask:
         for rank in range(size):
             plan = lower(problem, rank)
             sent = Counter[str]()
-            for label, messages in messages_of(plan, rows, walk.name):
+            for label, messages in messages_of(plan, job, walk):
                 sent[label] += sum(num_bytes for _, num_bytes in messages)
             told = bytes_sent(plan, rows, walk.name)
             assert {label: n for label, n in sent.items() if n} == told
@@ -104,7 +103,7 @@ def test_every_byte_crosses_one_link_out_and_one_in() -> None:
     for rank in range(8):
         plan = lower(problem, rank)
         told += total(bytes_sent(plan, FORWARD.row_bytes(SHAPE), "forward"))
-        for _, messages in messages_of(plan, FORWARD.row_bytes(SHAPE), "forward"):
+        for _, messages in messages_of(plan, job, FORWARD):
             for peer, num_bytes in messages:
                 for end in link_ends(job.topology, rank, peer):
                     sent[end] += num_bytes

@@ -15,9 +15,9 @@ from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.plan import Request
 from wf_backends.planner.proxy import alike
-from wf_backends.planner.rank_phases import RankPhase
+from wf_backends.planner.rank_phases import PhaseRound, RankPhase
 from wf_backends.planner.route_shape import shape_of
-from wf_backends.planner.search import best_plan, price_again
+from wf_backends.planner.search import best_plan, price_plan
 from wf_backends.planner.simulator import Simulator
 from wf_backends.planner.words import scheme
 from wf_backends.planner.workload import (
@@ -51,10 +51,10 @@ def test_rows_cross_once_where_that_is_faster(exact_up_to) -> None:
     plan = best_plan(asked)
     assert 4 in once(plan)
     assert "all-gather 8, rows once to hosts of 4" in scheme(plan, 8)
-    crosses_again = price_again(asked, without(plan))
+    crosses_again = price_plan(asked, without(plan).choice)
     assert crosses_again.cost.seconds > 1.2 * plan.cost.seconds
     assert crosses_again.cost.nic_bytes > 1.2 * plan.cost.nic_bytes
-    assert plan.to_config(8, "zigzag")["route"]["host_size"] == 4
+    assert plan.choice.to_config(8, "zigzag")["route"]["host_size"] == 4
 
 
 def without(plan):
@@ -122,11 +122,12 @@ def test_closed_forms_count_the_same_bytes_and_nearly_the_same_time(size, degree
 
 def test_what_is_passed_on_arrives_before_the_next_round_and_hides_behind_this_one() -> None:
     """Two hosts of two; the bytes take 1 s between hosts and 0.25 s inside."""
-    rounds = ([], []), ((), ()), ([], [])
-    owner = replace(RankPhase("step 0", [], *rounds), fetches=([(0, BYTES)], []))
-    relay = replace(RankPhase("step 0", [], *rounds), pass_on=([(1, BYTES)], []))
-    idle = RankPhase("step 0", [], *rounds)
+    owner = RankPhase("step 0", rounds=(PhaseRound(fetch=[(0, BYTES)]), PhaseRound()))
     for computed, took in ((0.0, [1.25, 1.25, 1.0, 0.0]), (3.0, [4.0, 3.0, 1.0, 0.0])):
+        relay, reader = (
+            RankPhase("step 0", rounds=(PhaseRound(pass_on=sent, seconds=computed), PhaseRound()))
+            for sent in ([(1, BYTES)], [])
+        )
         simulator = Simulator(plain_cluster(2, 2, 2), UlyssesGroups(4))
-        simulator.run([relay, idle, owner, idle], [[computed, 0], [computed, 0], [0, 0], [0, 0]])
+        simulator.run([relay, reader, owner, RankPhase("step 0")])
         assert simulator.now == pytest.approx(took)

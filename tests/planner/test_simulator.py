@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,21 +14,22 @@ from tests.planning import BYTES, plain_cluster
 from wf_backends.cluster.topology import Link, Topology
 from wf_backends.lowering.ulysses_groups import UlyssesGroups
 from wf_backends.planner.link_loads import Load
-from wf_backends.planner.rank_phases import Messages, RankPhase
+from wf_backends.planner.rank_phases import Messages, PhaseRound, RankPhase
 from wf_backends.planner.simulator import Simulator, shared
 
 
 def simulated(
-    at: Topology, phases: list[dict[int, Messages]], computes=None, degree=1, stride=1
+    at: Topology, phases: Sequence[Mapping[int, Messages]], computes=None, degree=1, stride=1
 ) -> Simulator:
     """After phases of one round: messages by rank, and seconds of tiles by phase and rank."""
     simulator, size = Simulator(at, UlyssesGroups(at.size, degree, stride)), at.size // degree
     for index, sent in enumerate(phases):
+        seconds = computes[index] if computes else [0.0] * size
         ranks = [
-            RankPhase(f"step {index}", sent.get(rank, []), ([],), ((),), ([],))
+            RankPhase(f"step {index}", sent.get(rank, []), (PhaseRound(seconds=seconds[rank]),))
             for rank in range(size)
         ]
-        simulator.run(ranks, [[s] for s in (computes[index] if computes else [0.0] * size)])
+        simulator.run(ranks)
     return simulator
 
 
@@ -44,17 +46,6 @@ def test_a_message_sets_off_when_both_ends_are_ready() -> None:
     simulator = simulated(at, [{}, {0: [(1, BYTES)]}], [[0, 5, 0, 7], [1, 1, 1, 1]])
     assert simulator.now == pytest.approx([6.25, 6.25, 1, 8])
     assert simulator.cost(0, 0).compute_s == pytest.approx(8)
-
-
-def test_who_only_gives_does_not_wait() -> None:
-    """The one that gets it does, and so does one that gives and gets."""
-    simulator = Simulator(plain_cluster(4, 1, 1), UlyssesGroups(4))
-    given = {0: [(1, BYTES)], 1: [(2, BYTES)]}
-    simulator.run(
-        [RankPhase("step", [], ([],), ((),), ([],), given.get(rank, [])) for rank in range(4)],
-        [[0.25]] * 4,
-    )
-    assert simulator.now == pytest.approx([0.25, 1, 1, 0.25])
 
 
 def test_messages_of_one_moment_share_a_nic_both_ways() -> None:
@@ -136,32 +127,29 @@ def test_only_the_ranks_at_the_ends_of_a_message_are_held() -> None:
 
 
 def test_results_on_their_way_home_hold_both_ends() -> None:
-    quiet: Messages = []
     at = plain_cluster(2, 1, 1, occupied=1.0)
     simulator = Simulator(at, UlyssesGroups(2))
-    leaving = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), ([(1, BYTES)], quiet))
-    alone = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), (quiet, quiet))
-    simulator.run([leaving, alone], [[1, 1], [0, 2]])
+    first = PhaseRound(seconds=1, home=[(1, BYTES)])
+    leaving = RankPhase("step 0", rounds=(first, PhaseRound(seconds=1)))
+    alone = RankPhase("step 0", rounds=(PhaseRound(), PhaseRound(seconds=2)))
+    simulator.run([leaving, alone])
     assert simulator.now == pytest.approx([2.5, 2.5])
 
 
 def test_results_go_home_while_their_rank_goes_on() -> None:
     simulator = Simulator(plain_cluster(2, 1, 1), UlyssesGroups(2))
-    quiet: Messages = []
-    leaving = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), ([(1, 3 * BYTES)], quiet))
-    alone = RankPhase("step 0", quiet, (quiet, quiet), ((), ()), (quiet, quiet))
-    simulator.run([leaving, alone], [[1, 1], [0, 0]])
+    first = PhaseRound(seconds=1, home=[(1, 3 * BYTES)])
+    leaving = RankPhase("step 0", rounds=(first, PhaseRound(seconds=1)))
+    simulator.run([leaving, RankPhase("step 0")])
     assert simulator.now == pytest.approx([2, 0])
     assert simulator.cost(0, 0).seconds == pytest.approx(4)
 
 
 def test_what_leaves_goes_behind_what_was_posted_before() -> None:
-    quiet: Messages = []
     one: Messages = [(0, BYTES)]
-    sends = RankPhase("step 0", quiet, (quiet, one, one), ((), (), ()), (one, quiet, quiet))
-    waits = RankPhase("step 0", quiet, (quiet, quiet, quiet), ((), (), ()), (quiet,) * 3)
+    rounds = PhaseRound(home=one), PhaseRound(fetch=one), PhaseRound(fetch=one)
     simulator = Simulator(plain_cluster(2, 1, 1), UlyssesGroups(2))
-    simulator.run([waits, sends], [[0, 0, 0], [0, 0, 0]])
+    simulator.run([RankPhase("step 0"), RankPhase("step 0", rounds=rounds)])
     assert simulator.now == pytest.approx([2, 2]) and simulator.cost(0, 0).seconds == pytest.approx(
         3
     )

@@ -5,18 +5,8 @@ Pure: standard library only. How long it takes is told by planner/simulator.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from wf_backends.cluster import KernelRate, Topology
-from wf_backends.lowering import (
-    Problem,
-    RankProgram,
-    RowBytes,
-    Tile,
-    area_in_vain,
-    lower,
-    tile_area,
-)
+from wf_backends.cluster import Topology
+from wf_backends.lowering import Problem, RankProgram, RowBytes, lower
 from wf_backends.planner.rank_phases import rank_phases
 from wf_backends.planner.simulator import Simulator
 from wf_backends.planner.ulysses_cost import pipelined
@@ -37,21 +27,14 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: i
     rows = kind.row_bytes(split.shape)
     problem = problem_of(split, schedule, kind, host_size)
     programs = [lower(problem, rank) for rank in range(split.route_size)]
-    each = [rank_phases(one, rows, kind.name) for one in programs]
-    in_order = zip(*each, strict=True)
-    phases = [ranks for ranks in in_order if any(one.hop or one.tiles for one in ranks)]
-    score_s, rate = kind.seconds_per_score(split), split.rate
-    took = [
-        [[tile_seconds(tiles, score_s, rate) for tiles in rank.tiles] for rank in ranks]
-        for ranks in phases
-    ]
+    in_order = zip(*(rank_phases(one, split, kind) for one in programs), strict=True)
+    simulator = Simulator(split.topology, split.groups)
+    for ranks in in_order:
+        if any(one.hop or one.rounds for one in ranks):
+            simulator.run(ranks)
     gathers = kind.ordered(*schedule.gathers())
     memory = max(_program_bytes(one, rows) for one in programs)
     gathered = max(_gathered_bytes(one, gathers, rows) for one in programs)
-
-    simulator = Simulator(split.topology, split.groups)
-    for ranks, tiles_s in zip(phases, took, strict=True):
-        simulator.run(ranks, tiles_s)
     return pipelined(split, simulator.cost(memory, gathered))
 
 
@@ -68,12 +51,6 @@ def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: 
     queries, keys = merged(workload.seqlen), merged(workload.num_keys)
     near = split.groups.on_host(host_size)
     return Problem(schedule, queries, keys, workload.mask, kind.queries_walk, kind.keep, near)
-
-
-def tile_seconds(found: Sequence[Tile], score_s: float, rate: KernelRate) -> float:
-    """How long one rank computes on these tiles: scores * score_s + calls * call_s."""
-    scores = sum(tile_area(tile) + area_in_vain(tile, rate.diagonal_keys) for tile in found)
-    return scores * score_s + len(found) * rate.call_s
 
 
 def buffer_bytes(shards: SideRows, held: SideRows, rows: RowBytes) -> float:

@@ -5,36 +5,44 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from wf_backends.lowering import Parcel, RankProgram, RowBytes, Step, Tile, met
+from wf_backends.cluster import KernelRate
+from wf_backends.lowering import Parcel, RankProgram, Round, Step, Tile, area_in_vain, tile_area
+from wf_backends.planner.workload import HeadSplit, PassKind
 
-Messages = list[tuple[int, int]]  # (peer, bytes)
+Messages = Sequence[tuple[int, int]]  # (peer, bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRound:
+    """A round of a step: what is sent before and after its tiles (see lowering's `Round`)."""
+
+    fetch: Messages = ()
+    pass_on: Messages = ()
+    seconds: float = 0.0
+    """Of its tiles."""
+    pass_back: Messages = ()
+    home: Messages = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RankPhase:
-    """What one rank does in a phase: the messages and tiles of the rounds, and the hop."""
+    """What one rank does in a phase: the hop goes on meanwhile, the rounds follow each other."""
 
     label: str
-    hop: Messages
-    fetches: tuple[Messages, ...] = ()
-    tiles: tuple[tuple[Tile, ...], ...] = ()
-    leaves: tuple[Messages, ...] = ()
-    gives: Messages = field(default_factory=list[tuple[int, int]])
-    """What others read next, sent apart from the hop; who gets nothing so does not wait for it."""
-    pass_on: tuple[Messages, ...] = ()
-    """By round: what was fetched, sent on inside the host."""
-    pass_back: tuple[Messages, ...] = ()
+    hop: Messages = ()
+    rounds: tuple[PhaseRound, ...] = ()
 
 
-def rank_phases(program: RankProgram, rows: RowBytes, name: str) -> Iterator[RankPhase]:
+def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Iterator[RankPhase]:
     """Everything that one rank does in a pass, in order.
 
     The bytes are those of `message_bytes.bytes_sent`, and of the executor; there fetches count as
-    gathering, and `leaves` as results sent home.
+    gathering, and results that leave as sent home.
     """
+    rows, score_s, rate = kind.row_bytes(split.shape), kind.seconds_per_score(split), split.rate
 
     def messages(parcels: Iterable[Parcel | None], row: int) -> Messages:
         sent = ((parcel.peer, parcel.num_rows * row) for parcel in parcels if parcel)
@@ -45,25 +53,28 @@ def rank_phases(program: RankProgram, rows: RowBytes, name: str) -> Iterator[Ran
             return []
         return messages((step.partial_out, *step.home_out), rows.walk_partial)
 
-    yield RankPhase(f"{name} gather", messages(program.walk.give, rows.walk_gathered))
+    def phase_round(one: Round) -> PhaseRound:
+        return PhaseRound(
+            messages(one.fetch.send, rows.stay_gathered),
+            messages(one.pass_on.send, rows.stay_gathered),
+            tile_seconds(one.tiles, score_s, rate),
+            messages(one.pass_back.send, rows.stay_partial),
+            messages(one.home.send, rows.stay_partial),
+        )
+
+    yield RankPhase(f"{kind.name} gather", messages(program.walk.give, rows.walk_gathered))
     before, busy = None, set(program.busy)
     for index, step in enumerate(program.steps):
-        if index not in busy:
-            yield RankPhase(f"{name} step {index}", [])
-            before = step
-            continue
-        hop = met(step, before)
-        along = [parcel for parcel in step.give if parcel.peer in hop]
-        apart = [parcel for parcel in step.give if parcel.peer not in hop]
-        yield RankPhase(
-            f"{name} step {index}",
-            hop=messages((*step.forwarded, *along), rows.walk) + partials(before),
-            fetches=tuple(messages(one.fetch.send, rows.stay_gathered) for one in step.rounds),
-            tiles=tuple(one.tiles for one in step.rounds),
-            leaves=tuple(messages(one.home.send, rows.stay_partial) for one in step.rounds),
-            pass_on=tuple(messages(one.pass_on.send, rows.stay_gathered) for one in step.rounds),
-            pass_back=tuple(messages(one.pass_back.send, rows.stay_partial) for one in step.rounds),
-            gives=messages(apart, rows.walk),
-        )
+        phase = RankPhase(f"{kind.name} step {index}")
+        if index in busy:
+            hop = *messages((*step.forwarded, *step.give), rows.walk), *partials(before)
+            phase = replace(phase, hop=hop, rounds=tuple(map(phase_round, step.rounds)))
+        yield phase
         before = step
-    yield RankPhase(f"{name} home", partials(before))
+    yield RankPhase(f"{kind.name} home", partials(before))
+
+
+def tile_seconds(found: Sequence[Tile], score_s: float, rate: KernelRate) -> float:
+    """How long one rank computes on these tiles: scores * score_s + calls * call_s."""
+    scores = sum(tile_area(tile) + area_in_vain(tile, rate.diagonal_keys) for tile in found)
+    return scores * score_s + len(found) * rate.call_s

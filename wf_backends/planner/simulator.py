@@ -9,8 +9,7 @@ next go after them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import zip_longest
 from operator import add
@@ -18,25 +17,15 @@ from operator import add
 from wf_backends.cluster import Link, Topology
 from wf_backends.lowering import UlyssesGroups
 from wf_backends.planner.link_loads import LinkEnd, link_ends
-from wf_backends.planner.rank_phases import Messages, RankPhase
+from wf_backends.planner.rank_phases import Messages, PhaseRound, RankPhase
 from wf_backends.planner.workload import Cost, Span
 
-
-@dataclass(frozen=True, slots=True)
-class Posted:
-    """Messages of one moment."""
-
-    label: str
-    set_off: dict[int, float]
-    """By rank: when the first message that it waits for begins."""
-    landed: dict[int, float]
-    """By rank: when the last message that it waits for is there."""
-
-
-NOTHING_POSTED = Posted("", {}, {})
-Queued = tuple[float, float, list[int]]
+Queued = tuple[float, float, tuple[int, int]]
 """A message on one end of its link: when both its ranks are ready, how many seconds it takes alone,
-and the ranks that wait for it."""
+and these ranks."""
+Landed = dict[int, float]
+"""By rank: when the last of its messages of one moment is there."""
+NO_ROUND = PhaseRound()
 
 
 class Simulator:
@@ -70,41 +59,28 @@ class Simulator:
             spans=tuple(ends_last),
         )
 
-    def run(self, ranks: Sequence[RankPhase], took: Sequence[Sequence[float]]) -> None:
-        """One phase of all ranks, posted in the executor's order.
-
-        Args:
-            took: seconds of every rank's tiles, round by round. Some ranks may have fewer rounds.
-        """
+    def run(self, ranks: Sequence[RankPhase]) -> None:
+        """One phase of all ranks, posted in the executor's order; some may have fewer rounds."""
         label = ranks[0].label
-
-        def by_round(sent: Iterable[Sequence[Messages]]) -> Iterator[tuple[Messages, ...]]:
-            return zip_longest(*sent, fillvalue=Messages())
-
-        fetches = [self._post(label, sent) for sent in by_round(one.fetches for one in ranks)]
-        hops = self._post(label, [rank.hop for rank in ranks], [rank.gives for rank in ranks])
-        computed = zip_longest(*took, fillvalue=0.0)
-        on, back = by_round(one.pass_on for one in ranks), by_round(one.pass_back for one in ranks)
-        leaves = by_round(one.leaves for one in ranks)
-        passed_on = passed_back = NOTHING_POSTED
-        rounds = enumerate(zip_longest(on, computed, back, leaves, fillvalue=()))
-        for at, (onward, tiles_s, backward, leaving) in rounds:
-            self._wait(fetches[at], passed_on)
-            passed_on = self._post(label, onward)
-            self._compute(label, tiles_s)
+        rounds = [*zip_longest(*(one.rounds for one in ranks), fillvalue=NO_ROUND)]
+        fetched = [self._post(label, [one.fetch for one in each]) for each in rounds]
+        hopped = self._post(label, [one.hop for one in ranks])
+        passed_on, passed_back = Landed(), Landed()
+        for fetch, each in zip(fetched, rounds, strict=True):
+            self._wait(fetch)
+            self._wait(passed_on)
+            passed_on = self._post(label, [one.pass_on for one in each])
+            self._compute(label, [one.seconds for one in each])
             self._wait(passed_back)
-            passed_back = self._post(label, backward)
-            gone = self._post(label, leaving)
-            self._note_transfers(gone)
-            self.done = max([self.done, *gone.landed.values()])
-        self._wait(hops)
+            passed_back = self._post(label, [one.pass_back for one in each])
+            home = self._post(label, [one.home for one in each])
+            self.done = max([self.done, *home.values()])
+        self._wait(hopped)
 
-    def _wait(self, *several: Posted) -> None:
-        """Every rank waits for its messages of these moments."""
-        for posted in several:
-            self._note_transfers(posted)
-            for rank, there in posted.landed.items():
-                self.now[rank] = max(self.now[rank], there)
+    def _wait(self, landed: Landed) -> None:
+        """Every rank waits for its messages of a moment."""
+        for rank, there in landed.items():
+            self.now[rank] = max(self.now[rank], there)
 
     def _compute(self, label: str, tiles_s: Sequence[float]) -> None:
         for rank, own_s in enumerate(tiles_s):
@@ -113,47 +89,38 @@ class Simulator:
             self.computed[rank] += own_s
             self._note(rank, label, "compute", start, start + own_s)
 
-    def _post(self, label: str, sent: Sequence[Messages], given: Sequence[Messages] = ()) -> Posted:
-        """Send all messages of one moment.
-
-        Args:
-            given: those that ranks wait for which receive any of them, and no others.
-        """
-        if not (any(sent) or any(given)):
-            return NOTHING_POSTED
-        posted, held_s = Posted(label, {}, {}), [0.0] * len(sent)
+    def _post(self, label: str, sent: Sequence[Messages]) -> Landed:
+        """Send all messages of one moment."""
+        if not any(sent):
+            return {}
         queues = defaultdict[LinkEnd, list[Queued]](list)
-        readers = {peer for messages in given for peer, _ in messages}
-        for by_rank, who_waits in ((sent, range(len(sent))), (given, readers)):
-            for rank, messages in enumerate(by_rank):
-                for peer, num_bytes in messages:
-                    ready = max(self.now[rank], self.now[peer])
-                    waiting = [one for one in (rank, peer) if one in who_waits]
-                    for one in waiting:
-                        posted.set_off[one] = min(posted.set_off.get(one, ready), ready)
-                    for end in self._link_ends(rank, peer):
-                        took = num_bytes / self._link(end).bytes_per_s
-                        queues[end].append((ready, took, waiting))
-                        self._bytes[end] += num_bytes
-                    for one in (rank, peer):
-                        held_s[one] += self.topology.hold_s(num_bytes)
-        self.transfer_s += max(self._send(end, queue, posted) for end, queue in queues.items())
+        set_off, held_s = dict[int, float](), [0.0] * len(sent)
+        for rank, messages in enumerate(sent):
+            for peer, num_bytes in messages:
+                ready = max(self.now[rank], self.now[peer])
+                for end in self._link_ends(rank, peer):
+                    took = num_bytes / self._link(end).bytes_per_s
+                    queues[end].append((ready, took, (rank, peer)))
+                    self._bytes[end] += num_bytes
+                for one in (rank, peer):
+                    set_off[one] = min(set_off.get(one, ready), ready)
+                    held_s[one] += self.topology.hold_s(num_bytes)
+        landed = Landed()
+        self.transfer_s += max(self._send(end, queue, landed) for end, queue in queues.items())
+        for rank, there in landed.items():
+            self._note(rank, label, "transfer", set_off[rank], there)
         self.now = list(map(add, self.now, held_s))
-        return posted
+        return landed
 
-    def _send(self, end: LinkEnd, queue: list[Queued], posted: Posted) -> float:
+    def _send(self, end: LinkEnd, queue: list[Queued], landed: Landed) -> float:
         """Note when these messages are through one end; seconds that they take by themselves."""
         free, link = self._free.get(end, 0.0), self._link(end)
         through = shared([(ready, took) for ready, took, _ in queue], free)
         self._free[end] = max(through)
-        for (_, _, waiting), upto in zip(queue, through, strict=True):
-            for rank in waiting:
-                posted.landed[rank] = max(posted.landed.get(rank, 0.0), upto + link.latency_s)
+        for (_, _, ranks), upto in zip(queue, through, strict=True):
+            for rank in ranks:
+                landed[rank] = max(landed.get(rank, 0.0), upto + link.latency_s)
         return sum(took for _, took, _ in queue) + link.latency_s
-
-    def _note_transfers(self, posted: Posted) -> None:
-        for rank, there in posted.landed.items():
-            self._note(rank, posted.label, "transfer", posted.set_off[rank], there)
 
     def _note(self, rank: int, label: str, kind: str, start: float, stop: float) -> None:
         if stop > start:
