@@ -23,7 +23,7 @@ from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.plan import EXACT_UP_TO, Plan, Request
-from wf_backends.planner.search import best_plan, price_again
+from wf_backends.planner.search import best_plan, price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
 
@@ -59,7 +59,9 @@ def row(request: Request, median: int, batches: int) -> Iterator[str]:
         mask = Mask(CAUSAL, drawn(request.workload.seqlen, median, seed))
         workload = replace(request.workload, mask=mask, layout=LAYOUT)
         real = replace(request, workload=workload, exact_up_to=request.topology.size)
-        untold, told = (price_again(real, called(request, one)) for one in (Mask(CAUSAL), mask))
+        untold, told = (
+            price_plan(real, called(request, one).choice) for one in (Mask(CAUSAL), mask)
+        )
         few = request.topology.size <= EXACT_UP_TO
         best = best_plan(real) if few else told
         times.append((untold.cost.seconds, told.cost.seconds, best.cost.seconds if few else 0.0))

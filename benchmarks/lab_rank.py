@@ -41,7 +41,7 @@ from wf_backends.cluster.topology import Topology, from_dict
 from wf_backends.comm import make_comm
 from wf_backends.comm.consistency import sum_over_ranks
 from wf_backends.planner.plan import Plan, Request
-from wf_backends.planner.search import price_again
+from wf_backends.planner.search import price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.runtime.shards import positions
 from wf_backends.schedule.layout import make_layout
@@ -131,7 +131,7 @@ def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
         "topologies": [one.topology.to_dict() for one in clusters],
         "measured_in_s": max(one.seconds for one in clusters),
         "schemes": [
-            figures(scheme, price_again(by_middle, scheme.plan), ran)
+            figures(scheme, price_plan(by_middle, scheme.plan.choice), ran)
             for scheme, ran in zip(compared, runs, strict=True)
         ],
     }

@@ -16,8 +16,8 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
 from wf_backends.parallel.choose import plan_call
 from wf_backends.planner.head_splits import legal_degrees
-from wf_backends.planner.plan import Plan, Request
-from wf_backends.planner.search import price_again, price_plan
+from wf_backends.planner.plan import Choice, Plan, Request
+from wf_backends.planner.search import price_plan
 from wf_backends.schedule.mask import Mask
 from wf_backends.schedule.placement import divisors, in_rank_order, read_placed
 
@@ -56,13 +56,13 @@ def schemes(request: Request) -> list[Scheme]:
     found: list[Scheme] = []
     for name, degree, size, route in named(request):
         placed = in_rank_order(route, size)
-        found.append(Scheme(name, price_plan(request, degree, placed, placed)))
+        found.append(Scheme(name, price_plan(request, Choice(degree, placed, placed))))
     for name, route in once(request):
         placed = read_placed(route, request.topology.size)
         moves = "queries" if placed.keys_stay else "keys"
-        found.append(Scheme(name, price_plan(request, 1, placed, placed, moves)))
+        found.append(Scheme(name, price_plan(request, Choice(1, placed, placed, moves))))
     for name, plan in answers(request):
-        found.append(Scheme(name, price_again(request, plan)))
+        found.append(Scheme(name, price_plan(request, plan.choice)))
     return found
 
 
@@ -131,5 +131,5 @@ def once(request: Request) -> Iterator[tuple[str, dict[str, Any]]]:
 def attention_of(plan: Plan, layout: str, comm: Communicator) -> SequenceParallel:
     """Attention by the config that names the plan."""
     return SequenceParallel(
-        SequenceParallelConfig.from_dict(plan.to_config(comm.size, layout)), comm
+        SequenceParallelConfig.from_dict(plan.choice.to_config(comm.size, layout)), comm
     )

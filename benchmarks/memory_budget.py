@@ -26,7 +26,7 @@ from measure import cores_and_load, cpu_name
 from wf_backends.budget import Buckets, Decoder, Options, Training
 from wf_backends.cluster import load
 from wf_backends.lowering import Shape
-from wf_backends.planner import Request, Workload, price_plan
+from wf_backends.planner import Choice, Request, Workload, price_plan
 from wf_backends.schedule import in_rank_order, make_mask
 
 RANK = Path(__file__).with_name("memory_rank.py")
@@ -85,7 +85,7 @@ class Point:
         work = Workload(shape, 4096, make_mask(True, (-1, -1)).within(4096), "zigzag", "auto")
         topology = replace(load("one-host"), ranks_per_host=self.ranks)
         route = in_rank_order({"name": self.route}, self.ranks)
-        plan = price_plan(Request(topology, work), 1, route, route)
+        plan = price_plan(Request(topology, work), Choice(1, route, route))
         return plan.cost.memory_bytes / (4096 / self.ranks)
 
     def predicted(self) -> float:

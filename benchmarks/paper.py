@@ -26,8 +26,8 @@ from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.topology import Topology
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.planner.head_splits import legal_degrees
-from wf_backends.planner.plan import Plan, Request
-from wf_backends.planner.search import best_plan, price_again, price_plan
+from wf_backends.planner.plan import Choice, Plan, Request
+from wf_backends.planner.search import best_plan, price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.placement import divisors, in_rank_order
@@ -91,7 +91,7 @@ def schemes(request: Request) -> Mapping[str, Plan | None]:
         if degree not in legal_degrees(request):
             return None
         placed = in_rank_order(route, size // degree)
-        return price_plan(request, degree, placed, placed, moves)
+        return price_plan(request, Choice(degree, placed, placed, moves))
 
     def teams(size: int) -> Plan | None:
         return plan(1, "queries", name="concentric", team_size=size)
@@ -99,7 +99,7 @@ def schemes(request: Request) -> Mapping[str, Plan | None]:
     usp = max(d for d in legal_degrees(request) if d <= per_host)
     square = min((d for d in divisors(size)), key=lambda d: abs(d - size**0.5))
     chosen = best_plan(replace(request, exact_up_to=0))  # sorted by formulas, priced exactly
-    auto = price_again(request, chosen)
+    auto = price_plan(request, chosen.choice)
     return {
         "Ring": plan(1, name="ring"),
         "StarTrail C=2": teams(2),

@@ -22,7 +22,7 @@ from wf_backends.cli.draw import draw_memory
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.planner.head_splits import legal_degrees
-from wf_backends.planner.plan import Plan, Request
+from wf_backends.planner.plan import Choice, Plan, Request
 from wf_backends.planner.search import best_plan, price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
@@ -47,7 +47,7 @@ def named(request: Request, degree: int, **route: Any) -> Plan | None:
         return None
     try:
         placed = in_rank_order(route, size)
-        return price_plan(request, degree, placed, placed, "keys")
+        return price_plan(request, Choice(degree, placed, placed, "keys"))
     except ValueError:  # a team size whose square does not divide, and the like
         return None
 

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import ROOT
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.planner.plan import Request
+from wf_backends.planner.plan import Choice, Request
 from wf_backends.planner.search import price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
@@ -28,7 +28,7 @@ def test_every_predicted_second_is_told_once(route) -> None:
     topology = replace(PRESETS["h100-8x400g"].with_ranks(8), agreement_s=0.01)
     request = Request(topology, Workload(Shape(1, 8, 8, 64, 2), 4096, Mask(CAUSAL)))
     placed = in_rank_order(route, 4)
-    plan = price_plan(request, 2, placed, placed)
+    plan = price_plan(request, Choice(2, placed, placed))
     expected = lab_timeline.predicted(plan)
     both = (plan.around, plan.forward.cost, plan.backward.cost)
     assert sum(expected.values()) == pytest.approx(sum(one.seconds for one in both))

@@ -150,7 +150,7 @@ def test_bench_says_what_was_fastest(capsys: pytest.CaptureFixture[str]) -> None
     show(plans, [0.3, 0.1, 0.2], request, as_json=False)
     said = capsys.readouterr().out
     words = json.loads(said[said.index("{") :])
-    assert words == plans[1].to_config(8, "zigzag")
+    assert words == plans[1].choice.to_config(8, "zigzag")
     assert not SequenceParallelConfig.from_dict(words).leaves_open
     show(plans, [0.3, 0.1, 0.2], request, as_json=True)
     assert json.loads(capsys.readouterr().out)["fastest"] == words

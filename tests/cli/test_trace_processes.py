@@ -13,7 +13,7 @@ from wf_backends.cli.bench import Job
 from wf_backends.cli.options import Model
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.comm import Communicator
-from wf_backends.planner.plan import Request
+from wf_backends.planner.plan import Choice, Request
 from wf_backends.planner.search import price_plan
 from wf_backends.schedule.placement import in_rank_order
 
@@ -32,7 +32,7 @@ def trace(comm: Communicator, path: str) -> None:
     model = Model(4, 2, 16, 256, dtype="float32")
     request = Request(PRESETS["one-host"].with_ranks(comm.size), model.workload())
     mesh = in_rank_order({"name": "mesh", "rows": 2, "cols": comm.size // 2}, comm.size)
-    Joined(comm).trace([price_plan(request, 1, mesh, mesh)], model, Path(path))
+    Joined(comm).trace([price_plan(request, Choice(1, mesh, mesh))], model, Path(path))
 
 
 def test_every_rank_writes_what_it_computed_and_waited_for(tmp_path: Path) -> None:

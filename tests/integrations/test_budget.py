@@ -20,7 +20,7 @@ from wf_backends.budget import Decoder, Options, Training  # noqa: E402
 from wf_backends.cluster import load  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
 from wf_backends.lowering import Shape  # noqa: E402
-from wf_backends.planner import Request, Workload, price_plan  # noqa: E402
+from wf_backends.planner import Choice, Request, Workload, price_plan  # noqa: E402
 from wf_backends.schedule import in_rank_order, make_mask  # noqa: E402
 from wf_transformers.shape import model_shape  # noqa: E402
 
@@ -88,7 +88,7 @@ def predicted(model: nn.Module, checkpoints: Any) -> float:
     )
     ring = in_rank_order({"name": "ring"}, 1)
     request = Request(replace(load("one-host"), ranks_per_host=1), work)
-    buffers = price_plan(request, 1, ring, ring).cost.memory_bytes / SEQLEN
+    buffers = price_plan(request, Choice(1, ring, ring)).cost.memory_bytes / SEQLEN
     found = Training(sizes, 1, buffers).activations(SEQLEN, Options(checkpoints))
     return found.peak + found.host
 

@@ -16,9 +16,10 @@ from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.plan import EXACT_UP_TO, Request
 from wf_backends.planner.proxy import on_few, on_fewer_ranks
 from wf_backends.planner.ranking import ranked
-from wf_backends.planner.search import best_plan, price_again
+from wf_backends.planner.search import best_plan, price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
+from wf_backends.schedule.placement import place
 from wf_backends.schedule.schedule import check
 
 
@@ -74,7 +75,7 @@ def test_a_call_keeps_what_the_config_names() -> None:
 def test_a_call_chooses_what_the_config_leaves_open() -> None:
     plan = plan_call(config(ulysses_degree=2, backward_moves="keys"), SHAPE, 240, Mask(CAUSAL))
     assert plan.degree == 2 and plan.moves == "keys"
-    check(plan.forward.schedule(4))
+    check(place(plan.forward.placed, 4))
     slow = cluster(8, 1, gbit=0.001)
     alone = replace(SHAPE, heads=1, kv_heads=1, itemsize=4)
     assert plan_call(config(), alone, 8192, Mask(), slow).forward.placed.route["name"] != "ring"
@@ -97,16 +98,16 @@ def test_a_size_alone_gives_the_best_of_all(
     request = Request(topology, Workload(shape, 2048, mask))
     best = best_plan(request)
     if mask.is_near and size > EXACT_UP_TO:  # counted, and not by closed forms
-        by_forms, counted = (price_again(on_few(request), one) for one in (best, plan))
+        by_forms, counted = (price_plan(on_few(request), one.choice) for one in (best, plan))
         assert counted.cost.seconds <= 1.02 * by_forms.cost.seconds
         if on_fewer_ranks(request) is None:
-            both = ranked([by_forms, plan], topology, request.memory_limit)
+            both = ranked([by_forms, plan], request)
             assert plan == counted == both[0]
     else:
         assert plan == best
     asked = request_of(alone, shape, 2048, mask, topology)
     assert choose(alone, asked, lambda *told: None) == plan.choice
-    said = SequenceParallelConfig.from_dict(plan.to_config(size, "zigzag"))
+    said = SequenceParallelConfig.from_dict(plan.choice.to_config(size, "zigzag"))
     assert not said.leaves_open
     assert choose(said, request_of(said, shape, 2048, mask), pytest.fail) == plan.choice
 
@@ -132,7 +133,7 @@ def test_cross_attention_moves_the_shorter_side() -> None:
 
     def gathers_queries(keys: int | None) -> list[bool]:
         plan = plan_call(config(), shape, 65536, Mask(), slow, keys)
-        return [one.schedule(8).gathers()[0] for one in (plan.forward, plan.backward)]
+        return [place(one.placed, 8).gathers()[0] for one in (plan.forward, plan.backward)]
 
     assert gathers_queries(None) == [True, True]
     assert gathers_queries(128) == [False, False]

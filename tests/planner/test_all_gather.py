@@ -7,7 +7,7 @@ import pytest
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.planner.exact_cost import pass_cost
-from wf_backends.planner.plan import Request
+from wf_backends.planner.plan import Choice, Request
 from wf_backends.planner.search import price_plan
 from wf_backends.planner.workload import FORWARD, HeadSplit, Workload
 from wf_backends.schedule.placement import Placed, in_rank_order, place, routes
@@ -34,7 +34,7 @@ def job_of(bytes_per_s: float) -> HeadSplit:
 
 def forward_of(job: HeadSplit, placed: Placed, exact_up_to: int):
     request = Request(job.topology, job.workload, exact_up_to=exact_up_to)
-    return price_plan(request, 1, placed, placed).forward
+    return price_plan(request, Choice(1, placed, placed)).forward
 
 
 @pytest.mark.parametrize("exact_up_to", (1, 4), ids=("closed form", "message by message"))

@@ -16,9 +16,10 @@ from wf_backends.parallel.choose import plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.proxy import NEAR_UP_TO, of_its_kind, on_fewer_ranks, packed
-from wf_backends.planner.search import best_plan, price_again
+from wf_backends.planner.search import best_plan, price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask, make_mask
+from wf_backends.schedule.placement import place
 
 SHAPE = Shape(1, 32, 8, 128, 2)
 SHARD = 8192
@@ -52,8 +53,10 @@ def test_a_window_costs_all_ranks_what_it_costs_some(layout, window) -> None:
     mask = make_mask(True, (window, -1))
     plan = planned(48, mask, layout)
     all_ranks = replace(request(48, mask, layout), exact_up_to=48)
-    assert price_again(all_ranks, plan).cost.seconds == pytest.approx(plan.cost.seconds, rel=1e-3)
-    assert price_again(all_ranks, plan).cost.seconds <= 1.02 * best_of_few(all_ranks)
+    assert price_plan(all_ranks, plan.choice).cost.seconds == pytest.approx(
+        plan.cost.seconds, rel=1e-3
+    )
+    assert price_plan(all_ranks, plan.choice).cost.seconds <= 1.02 * best_of_few(all_ranks)
 
 
 def best_of_few(asked: Request) -> float:
@@ -75,7 +78,7 @@ def test_what_documents_send_is_known_beyond_what_is_counted() -> None:
     asked = "document_zigzag", ETHERNET
     plans = [planned(size, one, *asked) for one in (Mask(CAUSAL), mask)]
     real = replace(request(size, mask, *asked), exact_up_to=size)
-    untold, told = (price_again(real, plan).cost.seconds for plan in plans)
+    untold, told = (price_plan(real, plan.choice).cost.seconds for plan in plans)
     assert told < untold / 1.5
 
 
@@ -130,7 +133,7 @@ def test_one_host_of_any_number_of_ranks() -> None:
     mask = make_mask(True, (1024, -1))
     plan = plan_call(config, SHAPE, 97 * SHARD, mask, one_host(97))
     assert plan.degree == 1
-    assert plan.forward.schedule(97).num_ranks == 97
+    assert place(plan.forward.placed, 97).num_ranks == 97
 
 
 def test_long_documents_beyond_what_is_counted_are_one() -> None:

@@ -19,7 +19,7 @@ from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import choose, request_of
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.exact_cost import pass_cost
-from wf_backends.planner.plan import PassPlan, Plan, Request
+from wf_backends.planner.plan import Choice, PassPlan, Plan, Request
 from wf_backends.planner.ranking import TIE, ranked, rounded
 from wf_backends.planner.search import all_plans, best_plan, price_plan
 from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, Workload
@@ -105,8 +105,8 @@ def test_in_closed_form_routes_of_one_shape_are_one_candidate(named) -> None:
 def test_every_plan_can_run() -> None:
     for plan in all_plans(Request(cluster(2, 4), Workload(SHAPE, 240, Mask(CAUSAL)))):
         for one in (plan.forward, plan.backward):
-            check(one.schedule(8 // plan.degree))
-        words = json.loads(json.dumps(plan.to_config(8, "zigzag")))
+            check(place(one.placed, 8 // plan.degree))
+        words = json.loads(json.dumps(plan.choice.to_config(8, "zigzag")))
         again = SequenceParallelConfig.from_dict(words)
         assert not again.leaves_open
         asked = request_of(again, SHAPE, 240, Mask(CAUSAL))
@@ -135,7 +135,7 @@ def test_more_memory_never_slows_a_plan() -> None:
     shape = Shape(batch=1, heads=4, kv_heads=4, head_dim=64, itemsize=4)
     request = Request(cluster(8, 1, gbit=0.025), Workload(shape, 8192), degrees=(1,))
     ring = in_rank_order({"name": "ring"}, 8)
-    least = price_plan(request, 1, ring, ring).cost.memory_bytes
+    least = price_plan(request, Choice(1, ring, ring)).cost.memory_bytes
     limits = [least * factor for factor in (1, 1.25, 1.5, 2, 3, 4)]
     plans = [best_plan(replace(request, memory_bytes=limit)) for limit in limits]
     times = [plan.cost.seconds for plan in plans]
@@ -162,7 +162,7 @@ def test_gathered_rows_are_kept_where_memory_allows() -> None:
     assert not again.keep and kept.keep
     assert kept.cost.seconds < again.cost.seconds
     assert kept.forward.placed == kept.backward.placed
-    assert SequenceParallelConfig.from_dict(kept.to_config(8, "zigzag")).keep_gathered
+    assert SequenceParallelConfig.from_dict(kept.choice.to_config(8, "zigzag")).keep_gathered
     held = 8 * kept.forward.cost.gathered_bytes
     assert kept.cost.memory_bytes > held > 0
     least = replace(request, keeps=(False, True), layers=8, memory_bytes=again.cost.memory_bytes)
@@ -191,7 +191,7 @@ def test_few_heads_on_slow_links_leave_the_ring() -> None:
     request = Request(cluster(8, 1, gbit=0.025), Workload(shape, 8192))
     best = best_plan(request)
     ring = in_rank_order({"name": "ring"}, 8)
-    alone = price_plan(request, 1, ring, ring)
+    alone = price_plan(request, Choice(1, ring, ring))
     assert best.forward.placed.route["name"] != "ring"
     assert best.cost.nic_bytes < alone.cost.nic_bytes
     assert best.cost.seconds < alone.cost.seconds
@@ -203,7 +203,7 @@ def test_where_computing_hides_everything_the_fewest_bytes_win() -> None:
     best, ring = best_plan(request), in_rank_order({"name": "ring"}, 8)
     assert best.in_rank_order and best.moves == "keys"
     assert best.cost.exposed_s < 0.01 * best.cost.compute_s
-    plain = price_plan(request, 1, ring, ring)
+    plain = price_plan(request, Choice(1, ring, ring))
     assert best.cost.seconds == pytest.approx(plain.cost.seconds, rel=0.01)
     assert best.cost.nic_bytes < plain.cost.nic_bytes  # as fast, and sends less
 
@@ -248,8 +248,9 @@ MESH = {"name": "mesh", "rows": 2, "cols": 2}
 )
 def test_which_of_two_plans_is_better(better: Plan, worse: Plan) -> None:
     fastest = priced(RING, seconds=1.0, nic_bytes=1e3, memory_bytes=100)
+    request = Request(cluster(2, 2), Workload(SHAPE, 240), memory_bytes=100)
     for both in ([better, worse, fastest], [fastest, worse, better]):
-        order = ranked(both, cluster(2, 2), limit=100)
+        order = ranked(both, request)
         assert order.index(better) < order.index(worse)
 
 

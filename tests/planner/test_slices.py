@@ -8,7 +8,7 @@ import pytest
 
 from tests.planning import SHAPE, cluster
 from tests.slices import block_causal, prefix_lm, words
-from wf_backends.planner import Request, Workload, all_plans, plan_for, price_plan
+from wf_backends.planner import Choice, Request, Workload, all_plans, plan_for, price_plan
 from wf_backends.planner.proxy import alike
 from wf_backends.schedule.mask import CAUSAL, Band, Mask, make_mask
 from wf_backends.schedule.placement import in_rank_order
@@ -58,7 +58,7 @@ def test_a_mask_costs_the_same_in_slices(route):
     )
     for plain, sliced in told:
         costs = [
-            price_plan(request(mask, "contiguous"), 1, placed, placed).cost
+            price_plan(request(mask, "contiguous"), Choice(1, placed, placed)).cost
             for mask in (plain, make_mask(**sliced))
         ]
         assert costs[1].nic_bytes <= (1.1 if plain.band.left == 300 else 1) * costs[0].nic_bytes
@@ -70,7 +70,8 @@ def test_even_work_is_faster_than_uneven():
     frames = [(a, a + 128, 1408 * (a >= 1408), a + 128, "full") for a in range(0, S, 128)]
     mask, ring = make_mask(**words(*frames)), in_rank_order({"name": "ring"}, 8)
     even, zigzag = (
-        price_plan(request(mask, layout), 1, ring, ring).cost for layout in ("balanced", "zigzag")
+        price_plan(request(mask, layout), Choice(1, ring, ring)).cost
+        for layout in ("balanced", "zigzag")
     )
     assert even.compute_s < 0.9 * zigzag.compute_s
 
@@ -81,7 +82,7 @@ def test_on_more_ranks_than_are_counted_formulas_go_by_the_slices_scores():
         replace(request(one, "balanced", 16, 8), exact_up_to=0) for one in (mask, Mask())
     )
     ring = in_rank_order({"name": "ring"}, 128)
-    costs = [price_plan(one, 1, ring, ring).cost for one in (some, every)]
+    costs = [price_plan(one, Choice(1, ring, ring)).cost for one in (some, every)]
     share = some.workload.scores / every.workload.scores
     calls_s = 2 * 128 * 1e-5
     found, full = (cost.compute_s - calls_s for cost in costs)

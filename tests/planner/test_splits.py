@@ -10,8 +10,8 @@ from tests.planning import SHAPE, cluster
 from wf_backends.parallel.choose import plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.head_splits import legal_chunks, legal_degrees, legal_strides
-from wf_backends.planner.plan import Request
-from wf_backends.planner.search import all_plans, best_plan, price_again, price_plan
+from wf_backends.planner.plan import Choice, Request
+from wf_backends.planner.search import all_plans, best_plan, price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.placement import in_rank_order
@@ -76,27 +76,17 @@ def test_where_exchanges_are_long_heads_are_traded_in_chunks(exact_up_to: int) -
     found, at_once = best_plan(request), best_plan(replace(request, chunks=(1,)))
     assert found.chunks > 1 == at_once.chunks
     assert found.cost.seconds < 0.8 * at_once.cost.seconds
-    words = found.to_config(8, "zigzag")
+    words = found.choice.to_config(8, "zigzag")
     assert words["ulysses_chunks"] == found.chunks
     call = plan_call(SequenceParallelConfig.from_dict(words), work.shape, 8192, work.mask, topology)
     assert call.choice == found.choice
-    assert price_again(request, found).cost == found.cost
-    alike = price_plan(
-        request,
-        found.degree,
-        found.forward.placed,
-        found.backward.placed,
-        found.moves,
-        found.stride,
-        found.chunks,
-    )
-    assert alike == found
+    assert price_plan(request, found.choice) == found
 
 
 def test_all_heads_at_once_in_rank_order_is_the_simplest() -> None:
     ring = in_rank_order({"name": "ring"}, 4)
     request = Request(cluster(4, 2), Workload(SHAPE, 4096))
-    plain = price_plan(request, 2, ring, ring)
+    plain = price_plan(request, Choice(2, ring, ring))
     assert plain.complexity < replace(plain, chunks=2).complexity
     assert plain.complexity < replace(plain, stride=2).complexity
     assert replace(plain, chunks=2).in_rank_order
@@ -120,11 +110,11 @@ def test_where_hosts_are_many_heads_are_traded_between_them(exact_up_to: int) ->
     assert (found.degree, found.stride) == (4, 2)
     assert found.cost.seconds < 0.9 * near.cost.seconds
     assert found.cost.nic_bytes < near.cost.nic_bytes
-    words = found.to_config(8, "zigzag")
+    words = found.choice.to_config(8, "zigzag")
     assert words["ulysses_stride"] == 2
     call = plan_call(SequenceParallelConfig.from_dict(words), work.shape, 4096, work.mask, topology)
     assert (call.choice.degree, call.choice.stride) == (4, 2)
-    assert price_again(request, found).cost == found.cost
+    assert price_plan(request, found.choice).cost == found.cost
 
 
 def test_where_nothing_fits_the_memory_chunks_are_looked_at_that_only_save_it() -> None:

@@ -17,7 +17,7 @@ from wf_backends.parallel.choose import plan_call
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.proxy import LENGTHS, typical_documents
-from wf_backends.planner.search import best_plan, price_again
+from wf_backends.planner.search import best_plan, price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask, make_mask
 
@@ -113,7 +113,7 @@ def test_who_knows_the_kind_is_faster_on_the_real_documents(size) -> None:
         workload = Workload(SHAPE, seqlen, Mask(CAUSAL, borders), "document_zigzag")
         request = Request(topology, workload, exact_up_to=size)
         untold, told = (
-            price_again(request, planned(cut, seqlen, topology, size)).cost.seconds
+            price_plan(request, planned(cut, seqlen, topology, size).choice).cost.seconds
             for cut in (None, borders)
         )
         gains.append(untold / told)
@@ -130,7 +130,7 @@ def test_windows_are_counted_where_closed_forms_count_too_much(layout, window, g
     request = Request(topology, workload)
     config = SequenceParallelConfig(sequence_parallel_size=16, layout=layout)
     plan = plan_call(config, workload.shape, seqlen, mask, topology)
-    by_forms = price_again(replace(request, exact_up_to=16), best_plan(request))
+    by_forms = price_plan(replace(request, exact_up_to=16), best_plan(request).choice)
     assert by_forms.cost.seconds >= gain * plan.cost.seconds
 
 
@@ -157,9 +157,9 @@ def test_a_plan_priced_again_costs_what_it_would_have(keep) -> None:
     workload = Workload(SHAPE, 8192, Mask(CAUSAL))
     request = Request(topology, workload, degrees=(2,), keeps=(keep,), layers=3)
     plan = best_plan(request)
-    assert price_again(request, plan) == plan
+    assert price_plan(request, plan.choice) == plan
     longer = replace(request, workload=replace(workload, seqlen=16384))
     both = (plan.forward.placed,), (plan.backward.placed,)
     split = {"strides": (plan.stride,), "chunks": (plan.chunks,)}
     named = replace(longer, forward=both[0], backward=both[1], moves=(plan.moves,), **split)
-    assert price_again(longer, plan) == best_plan(named)
+    assert price_plan(longer, plan.choice) == best_plan(named)

@@ -16,6 +16,7 @@ from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.comm import View
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import request_of
+from wf_backends.planner.plan import Choice
 from wf_backends.planner.search import price_plan
 from wf_backends.schedule.layout import contiguous, make_layout, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask, make_mask
@@ -100,7 +101,9 @@ def nic_bytes(hosts: int, per_host: int, words: dict) -> tuple[int, float]:
     request = request_of(config, shape, size * rows, mask, topology)
     degree = config.degrees[0]
     (forward,), (backward,) = request.forward, request.backward
-    plan = price_plan(replace(request, exact_up_to=size), degree, forward, backward, *request.moves)
+    plan = price_plan(
+        replace(request, exact_up_to=size), Choice(degree, forward, backward, *request.moves)
+    )
     return max(run_threads(size, one_rank)), plan.cost.nic_bytes
 
 

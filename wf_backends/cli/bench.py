@@ -202,7 +202,7 @@ def prepare(
 
     from wf_backends import SequenceParallel, SequenceParallelConfig
 
-    words = plan.to_config(comm.size, model.layout) | {
+    words = plan.choice.to_config(comm.size, model.layout) | {
         "kernel": model.kernel,
         "partials": model.partials,
     }

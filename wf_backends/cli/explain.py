@@ -15,7 +15,7 @@ from rich.table import Table
 from wf_backends.cli import options as o
 from wf_backends.cli.mask_file import mask_lines
 from wf_backends.cluster import PRESETS
-from wf_backends.planner import BACKWARDS, Cost, Plan, Request, Span, price_plan
+from wf_backends.planner import BACKWARDS, Choice, Cost, Plan, Request, Span, price_plan
 from wf_backends.schedule import ORDER, REVERSE, ROUTES, Placed, place, read_placed, render
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -70,7 +70,7 @@ def explain(
     cluster = o.topology_for(topology, ranks)
     placed = parse_route(route, cluster.size)
     request = Request(cluster, work := model.workload(), exact_up_to=cluster.size)
-    plan = price_plan(request, 1, placed, placed, moves)
+    plan = price_plan(request, Choice(1, placed, placed, moves))
     show(plan, cluster.size, o.hosts_added(topology, cluster))
     if work.mask.slices is not None:
         typer.echo("\n".join(mask_lines(work, cluster.size)))

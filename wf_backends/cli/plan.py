@@ -19,6 +19,7 @@ from wf_backends.lowering import ACTIVATION
 from wf_backends.planner import (
     EXACT_UP_TO,
     NEAR_UP_TO,
+    Choice,
     Plan,
     Request,
     alike,
@@ -165,7 +166,7 @@ def priced(asked: Request) -> Request:
 def plain_ring(request: Request) -> Plan:
     """Ring Attention, with which every plan is compared."""
     ring = in_rank_order({"name": "ring"}, request.topology.size)
-    return price_plan(request, 1, ring, ring)
+    return price_plan(request, Choice(1, ring, ring))
 
 
 def block(plan: Plan, request: Request) -> str:
@@ -179,7 +180,7 @@ def block(plan: Plan, request: Request) -> str:
 def config(plan: Plan, request: Request) -> dict[str, Any]:
     """The config that runs a plan, with the kernel and partials if they were asked for by name."""
     work = request.workload
-    words = plan.to_config(request.topology.size, work.layout)
+    words = plan.choice.to_config(request.topology.size, work.layout)
     if work.shape.partial_size is not None:
         words |= {"partials": ACTIVATION}
     return words if work.kernel == AUTO else words | {"kernel": work.kernel}

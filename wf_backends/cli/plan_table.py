@@ -10,7 +10,7 @@ from dataclasses import replace
 from rich.table import Table
 
 from wf_backends.cli import options as o
-from wf_backends.planner import Plan, Request, legal_degrees, price_plan, ranked, scheme
+from wf_backends.planner import Choice, Plan, Request, legal_degrees, price_plan, ranked, scheme
 from wf_backends.schedule import divisors, in_rank_order
 
 Cells = tuple[str, ...]
@@ -77,8 +77,8 @@ def named_schemes(ring: Plan, request: Request, size: int) -> dict[str, Plan | s
 
     def best(pairs: Iterable[tuple[int, dict[str, object]]], why_not: str) -> Plan | str:
         placed = [(degree, in_rank_order(route, own // degree)) for degree, route in pairs]
-        plans = [price_plan(request, degree, one, one) for degree, one in placed]
-        return ranked(plans, request.topology, request.memory_limit)[0] if plans else why_not
+        plans = [price_plan(request, Choice(degree, one, one)) for degree, one in placed]
+        return ranked(plans, request)[0] if plans else why_not
 
     plain: dict[str, object] = {"name": "ring"}
     between = [(degree, plain) for degree in degrees if 1 < degree < own]

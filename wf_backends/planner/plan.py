@@ -78,10 +78,6 @@ class PassPlan:
         placed, queries_walk = self.placed, self.kind.queries_walk
         return not placed.in_rank_order, placed.host_size, len(placed.words), queries_walk
 
-    def schedule(self, size: int) -> Schedule:
-        """The schedule for `size` ranks of the route."""
-        return place(self.placed, size)
-
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -90,7 +86,7 @@ class Choice:
     degree: int
     forward: Placed
     backward: Placed
-    moves: str
+    moves: str = "keys"
     keep: bool = False
     stride: int = 1
     """How far apart the ranks are that trade heads for tokens."""
@@ -182,7 +178,3 @@ class Plan:
             and self.forward.placed.in_rank_order
             and self.backward.placed.in_rank_order
         )
-
-    def to_config(self, size: int, layout: str) -> dict[str, Any]:
-        """The words of the config that runs this plan and no other."""
-        return self.choice.to_config(size, layout)

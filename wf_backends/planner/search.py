@@ -14,11 +14,10 @@ from itertools import chain
 from math import inf
 from threading import Lock
 
-from wf_backends.cluster import Topology
 from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.head_splits import around, even_s, head_splits
-from wf_backends.planner.plan import BACKWARDS, PassPlan, Plan, Request
+from wf_backends.planner.plan import BACKWARDS, Choice, PassPlan, Plan, Request
 from wf_backends.planner.proxy import alike, counted, packed
 from wf_backends.planner.ranking import TIE, best_of, fastest_of, ranked
 from wf_backends.planner.route_shape import RouteShape, shape_of
@@ -47,8 +46,8 @@ def _planned(request: Request) -> Plan:
     if few == request:
         return best_plan(request)
     one = replace(request, workload=packed(request.workload, None))
-    plans = [*(price_again(few, plan) for plan in _fitting(one)), *_fitting(few)]
-    return ranked(plans, few.topology, few.memory_limit)[0] if plans else best_plan(few)
+    plans = [*(price_plan(few, plan.choice) for plan in _fitting(one)), *_fitting(few)]
+    return ranked(plans, few)[0] if plans else best_plan(few)
 
 
 def _fitting(request: Request) -> list[Plan]:
@@ -105,14 +104,14 @@ def _best_of(request: Request, splits: Sequence[HeadSplit]) -> Plan:
         fits = (one.cost for one in found if one.cost.memory_bytes <= request.memory_limit)
         fastest = min([fastest, *(cost.seconds for cost in fits)])
         plans += found
-    return _ranked(plans, request)[0]
+    return ranked(plans, request)[0]
 
 
 def _promising(request: Request, splits: Sequence[HeadSplit]) -> list[HeadSplit]:
     """The head splits that closed forms find the best: a few of all, and a few without chunks."""
     roughly = replace(request, exact_up_to=0)
     found = {_best_of(roughly, [split]): split for split in splits}
-    splits = [found[plan] for plan in _ranked(list(found), roughly)]
+    splits = [found[plan] for plan in ranked(list(found), roughly)]
     by_ranks: dict[tuple[int, int], HeadSplit] = {}
     for split in splits:
         by_ranks.setdefault((split.degree, split.stride), split)
@@ -136,38 +135,17 @@ def check_memory(first: Plan, request: Request) -> Plan:
     return first
 
 
-def price_plan(
-    request: Request,
-    degree: int,
-    forward: Placed,
-    backward: Placed,
-    moves: str = "keys",
-    stride: int = 1,
-    chunks: int = 1,
-    keep: bool = False,
-    layers: int = 1,
-) -> Plan:
-    """The plan of these routes and this head split, with its cost. See `Plan`."""
-    split = HeadSplit(request.workload, request.topology, degree, stride, chunks)
-    routes = [{one: shape_of(one, split)} for one in (forward, backward)]
-    (there,) = _passes(request, split, replace(FORWARD, keep=keep), routes[0])
-    (back,) = _passes(request, split, replace(BACKWARDS[moves], keep=keep), routes[1])
-    return Plan(degree, there, back, around(split), layers, stride, chunks)
-
-
-def price_again(request: Request, plan: Plan) -> Plan:
-    """The same plan with its cost in another request."""
-    one, routes = plan, (plan.forward.placed, plan.backward.placed)
-    split = one.moves, one.stride, one.chunks
-    return price_plan(request, one.degree, *routes, *split, one.keep, one.layers)
+def price_plan(request: Request, choice: Choice) -> Plan:
+    """The plan of a choice, with its cost in this request."""
+    routes = {"forward": (choice.forward,), "backward": (choice.backward,)}
+    named = replace(request, **routes, moves=(choice.moves,), keeps=(choice.keep,))
+    parts = choice.degree, choice.stride, choice.chunks
+    (plan,) = _plans(named, HeadSplit(request.workload, request.topology, *parts))
+    return plan
 
 
 def _sorted_plans(request: Request, splits: Iterable[HeadSplit]) -> list[Plan]:
-    return _ranked([plan for split in splits for plan in _plans(request, split)], request)
-
-
-def _ranked(plans: list[Plan], request: Request) -> list[Plan]:
-    return ranked(plans, request.topology, request.memory_limit)
+    return ranked([plan for split in splits for plan in _plans(request, split)], request)
 
 
 def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
@@ -180,38 +158,35 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
     named = request.forward, request.backward
     there = _candidates(request, split, *named)
     back = there if named[0] == named[1] else _candidates(request, split, *named[::-1])
-    for keep in request.keeps:
-        routes = there, back
+    within = replace(request, memory_bytes=request.memory_limit - outside.memory_bytes)
+    for keep in sorted(request.keeps):
         if keep:
-            both = {
+            there = back = {
                 placed: shape
                 for placed, shape in there.items()
                 if placed in back and (placed.gathers or False not in request.keeps)
             }
-            routes = both, both
-        forward = _passes(request, split, replace(FORWARD, keep=keep), routes[0])
+        forward = _passes(request, split, replace(FORWARD, keep=keep), there)
         backward = [
-            _passes(request, split, replace(BACKWARDS[side], keep=keep), routes[1])
-            for side in sides
+            _passes(request, split, replace(BACKWARDS[side], keep=keep), back) for side in sides
         ]
         if keep:
             pairs = [pair for of_side in backward for pair in zip(forward, of_side, strict=True)]
         else:
-            limit = request.memory_limit - outside.memory_bytes
-            pairs = _best_pairs(forward, [*chain(*backward)], request.topology, limit)
+            pairs = _best_pairs(forward, [*chain(*backward)], within)
         layers, split_up = request.layers if keep else 1, (split.stride, split.chunks)
         yield from (Plan(split.degree, *pair, outside, layers, *split_up) for pair in pairs)
 
 
 def _best_pairs(
-    forward: Sequence[PassPlan], backward: Sequence[PassPlan], topology: Topology, limit: float
+    forward: Sequence[PassPlan], backward: Sequence[PassPlan], request: Request
 ) -> list[tuple[PassPlan, PassPlan]]:
     """Every forward with the best backward, on its own route if that is as good; and the fastest
     forward with the fastest backward."""
-    best = best_of(backward, topology, limit)
+    best = best_of(backward, request)
     as_good = {one.placed: one for one in reversed(best)}
     pairs = [(one, as_good.get(one.placed, best[0])) for one in forward]
-    fastest = fastest_of(forward, limit), fastest_of(backward, limit)
+    fastest = fastest_of(forward, request), fastest_of(backward, request)
     return pairs if fastest in pairs else [*pairs, fastest]
 
 

@@ -5,17 +5,10 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.proxy import alike
 from wf_backends.planner.ranking import TIE, busiest_link
 from wf_backends.schedule import Placed
-
-LINKS: Mapping[str, str] = MappingProxyType(
-    {"nic": "the busiest NIC", "inside": "the busiest link inside a host"}
-)
 
 
 def reason(plan: Plan, request: Request) -> str:
@@ -29,7 +22,7 @@ def reason(plan: Plan, request: Request) -> str:
     cost = plan.cost
     link, _, sent = busiest_link(cost, request.topology)
     why = f"of all plans within {TIE:.0%} of the fastest it sends the least, {sent / 1e9:.3g} GB"
-    why = f"{why} through {LINKS[link]}" if sent else "it sends nothing"
+    why = f"{why} through {link}" if sent else "it sends nothing"
     took = f"{milliseconds(cost.seconds)} ms predicted for forward and backward"
     return f"{scheme(plan, request.topology.size)} for {tokens}: {took}; {why}"
 
