@@ -16,8 +16,15 @@ from tests.gpu.test_flash_kernels import SCORES, compare
 from wf_backends.kernels import TileGrad
 from wf_backends.kernels.merge import Operators
 from wf_backends.kernels.sdpa import SdpaKernel
-from wf_backends.kernels.sdpa_choice import CUDNN, Machine, choose, cuda_tile, machine
-from wf_backends.kernels.sdpa_cudnn import cudnn_backward, cudnn_forward
+from wf_backends.kernels.sdpa_cuda import (
+    CUDNN,
+    Machine,
+    choose,
+    cuda_tile,
+    cudnn_backward,
+    cudnn_forward,
+    machine,
+)
 from wf_backends.schedule.layout import zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
 from wf_backends.schedule.routes import concentric, ring
@@ -51,7 +58,7 @@ EXECUTED = {
 
 def on_hopper(q: Tensor, k: Tensor, band: Band) -> Operators:
     """The choice for a bfloat16 tile on a Hopper, whatever q is."""
-    return choose(replace(cuda_tile(HOPPER, q, k, band), dtype=torch.bfloat16)).operators
+    return choose(replace(cuda_tile(HOPPER, q, k, band), dtype=torch.bfloat16))[0]
 
 
 @pytest.fixture
@@ -160,7 +167,7 @@ def test_cudnn_refuses_a_tile_that_it_would_get_wrong():
 def cudnn_here(q: Tensor, k: Tensor, band: Band) -> Operators:
     """cuDNN for a tile on this machine; skips where the choice is another."""
     choice = choose(cuda_tile(machine(q.device), q, k, band))
-    if choice.operators is not CUDNN:
+    if choice[0] is not CUDNN:
         pytest.skip(choice.reason)
     return CUDNN
 

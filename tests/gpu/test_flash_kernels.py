@@ -17,8 +17,7 @@ from wf_backends.kernels.flash import FlashKernel, flash_attn_2, flash_attn_3
 from wf_backends.kernels.merge import Operators
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
-from wf_backends.kernels.sdpa_choice import FLASH
-from wf_backends.kernels.sdpa_cuda import cuda_backward, cuda_forward
+from wf_backends.kernels.sdpa_cuda import FLASH, cuda_backward, cuda_forward
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 SCORES = Scores(0.3)

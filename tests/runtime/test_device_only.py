@@ -29,7 +29,7 @@ from wf_backends.dsp.switch import DynamicSequenceParallel
 from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
-from wf_backends.kernels.sdpa_choice import Machine, choose, cuda_tile
+from wf_backends.kernels.sdpa_cuda import Machine, choose, cuda_tile
 from wf_backends.kernels.select import Selection
 from wf_backends.kernels.tile_split import split_window
 from wf_backends.parallel.attention import DistributedAttention, run
@@ -107,7 +107,7 @@ def attention_on_gpu(words: dict[str, Any], kernel: Kernel) -> DistributedAttent
 
 def sdpa_on(capability: tuple[int, int]) -> SdpaKernel:
     machine = Machine((2, 13), 91501, capability, enabled=True, deterministic=False)
-    return SdpaKernel(lambda q, k, band: choose(cuda_tile(machine, q, k, band)).operators)
+    return SdpaKernel(lambda q, k, band: choose(cuda_tile(machine, q, k, band))[0])
 
 
 KERNELS: dict[str, Callable[[], Any]] = {

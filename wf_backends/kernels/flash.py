@@ -4,12 +4,18 @@ Nothing is imported before a CUDA device asks for it. flash-attn 4, which change
 from week to week, is reached through torch and the sdpa kernel instead:
 `torch.nn.attention.activate_flash_attention_impl("FA4")`.
 
+flash-attn 2 drops by (seed, offset + 32 head, row, key), heads, rows and keys counted from the
+tile's first ones. So a tile that is the whole sequence's drops the same weights on any number of
+ranks, and again in the backward, if seed and offset follow from what is global.
+
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -17,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.flash_dropout import by_sample
-from wf_backends.kernels.merge import Operators, OperatorsFor, split_backward, split_forward
+from wf_backends.kernels.merge import Operators, SplitKernel
 from wf_backends.kernels.protocol import (
     FLASH_DTYPES,
     Grads,
@@ -39,6 +44,7 @@ _DROPOUT = (
     "rank computes the whole sequence for some heads (one rank, or ulysses_degree = all ranks), "
     'without a soft cap; kernel "reference" has dropout on every route'
 )
+NUMBERS_OF_A_HEAD = 32  # that flash-attn 2 draws dropout from
 _INSTALL = 'pip install "flash-attn>=2.7" --no-build-isolation'
 
 
@@ -46,7 +52,7 @@ def flash_attn_2(drops: bool = False) -> Operators:
     """flash-attn 2.7 and later: functions that are told of dropout and ALiBi too.
 
     Args:
-        drops: by flash-attn's own dropout (flash_dropout.py).
+        drops: by flash-attn's own dropout.
     """
     interface = import_module("flash_attn.flash_attn_interface")
     without = {"dropout_p": 0.0, "causal": False, "alibi_slopes": None}
@@ -62,8 +68,9 @@ def flash_attn_2(drops: bool = False) -> Operators:
         options = without | _options(tile.q, tile.k, scores, band) | dropout
         return _filled(interface._flash_attn_backward, tile, options)
 
-    both = by_sample(forward, backward) if drops else (forward, backward)
-    return Operators("flash-attn 2", split_window, *both)
+    if drops:
+        forward, backward = partial(drop_forward, forward), partial(drop_backward, backward)
+    return Operators("flash-attn 2", split_window, forward, backward)
 
 
 def flash_attn_3() -> Operators:
@@ -83,7 +90,7 @@ def flash_attn_3() -> Operators:
     return Operators("flash-attn 3", split_window, forward, backward)
 
 
-class FlashKernel:
+class FlashKernel(SplitKernel):
     """The Kernel protocol on the newest flash-attn that is installed and runs on this GPU.
 
     Dropout is for flash-attn 2: 3 has none.
@@ -113,23 +120,13 @@ class FlashKernel:
             return "flash-attn 2 and its own dropout"
         return "flash-attn 3" if _has_flash_3() else "flash-attn 2"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-    ) -> tuple[Tensor, Tensor]:
-        """See Kernel.forward."""
-        return split_forward(self._operators(scores), q, k, v, scores, band)
-
-    def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
-        """See Kernel.backward; flash-attn computes delta again, from dout and out."""
-        return split_backward(self._operators(scores), tile, scores, band)
-
-    def _operators(self, scores: Scores) -> OperatorsFor:
+    def operators(self, q: Tensor, k: Tensor, scores: Scores, band: Band) -> Operators:
         """The same for every tile."""
         drops = scores.dropout is not None
         if drops not in self._loaded:
             newer = _has_flash_3() and not drops
             self._loaded[drops] = flash_attn_3() if newer else flash_attn_2(drops)
-        return lambda q, k, band: self._loaded[drops]
+        return self._loaded[drops]
 
 
 def missing_flash_2() -> str | None:
@@ -166,3 +163,55 @@ def _filled(backward: Callable[..., Any], tile: TileGrad, options: dict[str, Any
     given = dout, q, k, v, out, lse.contiguous(), dq, dk, dv
     backward(*given, deterministic=deterministic, **options)
     return dq, dk, dv
+
+
+def drop_forward(
+    forward: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
+) -> tuple[Tensor, Tensor]:
+    """flash-attn 2's `forward`, which takes `dropout_p` too, sample by sample.
+
+    It waits for the device once a tile, since a generator is seeded by the host.
+    """
+    p, states = _states(q, scores)
+    found: list[tuple[Tensor, Tensor]] = []
+    for at, (seed, offset) in enumerate(states.tolist()):
+        one = (x[at : at + 1] for x in (q, k, v))
+        with _drawing_from(seed, offset, q.device):
+            found.append(forward(*one, scores, band, dropout_p=p))
+    out, lse = map(torch.cat, zip(*found, strict=True))
+    return out, lse
+
+
+def drop_backward(
+    backward: Callable[..., Any], tile: TileGrad, scores: Scores, band: Band
+) -> Grads:
+    """flash-attn 2's `backward`, which takes `dropout_p` and `rng_state` too, likewise."""
+    p, states = _states(tile.q, scores)
+    found: list[Grads] = []
+    for at, state in enumerate(states):
+        one = TileGrad(*(x[at : at + 1] for x in tile))
+        found.append(backward(one, scores, band, dropout_p=p, rng_state=state))
+    dq, dk, dv = map(torch.cat, zip(*found, strict=True))
+    return dq, dk, dv
+
+
+def _states(q: Tensor, scores: Scores) -> tuple[float, Tensor]:
+    """p, and (b, 2) int64: the seed and offset of each sample of a tile."""
+    dropout, rows, keys = scores.dropout, scores.rows, scores.keys
+    assert dropout is not None and rows is not None and keys is not None
+    seeds = dropout.seeds(q.shape[0], rows[0], keys[0])
+    offsets = torch.full_like(seeds, NUMBERS_OF_A_HEAD * dropout.heads[0])
+    return dropout.p, torch.stack((seeds, offsets), dim=1)
+
+
+@contextmanager
+def _drawing_from(seed: int, offset: int, device: torch.device) -> Iterator[None]:
+    """Let the device's generator, from which flash-attn 2 draws, begin here."""
+    generator = torch.cuda.default_generators[device.index]
+    before = generator.get_state()
+    generator.manual_seed(seed)
+    generator.set_offset(offset)
+    try:
+        yield
+    finally:
+        generator.set_state(before)

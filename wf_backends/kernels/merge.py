@@ -7,6 +7,7 @@ keys, e of values; s rows of a buffer, which is rows-first.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -57,71 +58,71 @@ class Operators:
     backward: Backward
 
 
-OperatorsFor = Callable[[Tensor, Tensor, Band], Operators]
-"""What computes a tile, by its q, k and band."""
+class SplitKernel(ABC):
+    """What kernels have in common that run a library's operators, sub-tile by sub-tile."""
 
+    @abstractmethod
+    def operators(self, q: Tensor, k: Tensor, scores: Scores, band: Band) -> Operators:
+        """What computes the tile of q (b, i, h, d) and k (b, j, g, d) under `band`."""
 
-def split_forward(
-    operators_for: OperatorsFor, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-) -> tuple[Tensor, Tensor]:
-    """Kernel.forward of a tile by `operators_for`, sub-tile by sub-tile.
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
+    ) -> tuple[Tensor, Tensor]:
+        """See Kernel.forward.
 
-    Returns:
-        out (b, i, h, e), in the dtype that the library gives if there is one sub-tile, else float32
-        or float64; lse (b, h, i).
-    """
-    width = v.shape[3]
-    if q.shape[3] != width:
-        q, k, v = _one_width(q, k, v)
-        out, lse = split_forward(operators_for, q, k, v, scores, band)
-        return out[..., :width], lse
-    run = operators_for(q, k, band)
-    parts = run.split(q.shape[1], k.shape[1], band)
-    if len(parts) == 1:  # has all rows and keys
-        return run.forward(q, k, v, scores, parts[0].band)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
-    begun = 0  # rows before have met keys already
-    for rows, keys, part_band in parts:
-        part = scores.part(rows, keys)
-        block_out, block_lse = run.forward(q[:, rows], k[:, keys], v[:, keys], part, part_band)
-        block_lse = block_lse.transpose(1, 2)
-        if rows.start < begun:
-            merge(out[:, rows], lse[:, rows], block_out, block_lse)
-        else:
-            out[:, rows], lse[:, rows], begun = block_out, block_lse, rows.stop
-    return out, lse.transpose(1, 2)
+        Returns:
+            out, in the dtype that the library gives if there is one sub-tile, else float32 or
+            float64; lse.
+        """
+        width = v.shape[3]
+        if q.shape[3] != width:
+            out, lse = self.forward(*_one_width(q, k, v), scores, band)
+            return out[..., :width], lse
+        run = self.operators(q, k, scores, band)
+        parts = run.split(q.shape[1], k.shape[1], band)
+        if len(parts) == 1:  # has all rows and keys
+            return run.forward(q, k, v, scores, parts[0].band)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
+        begun = 0  # rows before have met keys already
+        for rows, keys, part_band in parts:
+            part = scores.part(rows, keys)
+            block_out, block_lse = run.forward(q[:, rows], k[:, keys], v[:, keys], part, part_band)
+            block_lse = block_lse.transpose(1, 2)
+            if rows.start < begun:
+                merge(out[:, rows], lse[:, rows], block_out, block_lse)
+            else:
+                out[:, rows], lse[:, rows], begun = block_out, block_lse, rows.stop
+        return out, lse.transpose(1, 2)
 
+    def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
+        """See Kernel.backward. The library gets out and dout in the dtype of q, and computes delta
+        again from them.
 
-def split_backward(
-    operators_for: OperatorsFor, tile: TileGrad, scores: Scores, band: Band
-) -> Grads:
-    """Kernel.backward of a tile by `operators_for`, which gets out and dout in the dtype of q.
-
-    Returns:
-        dq (b, i, h, d), dk (b, j, g, d) and dv (b, j, g, e), in the dtype that the library gives if
-        there is one sub-tile, else float32 or float64.
-    """
-    dout, q, k, v, out, lse, delta = tile
-    if q.shape[3] != v.shape[3]:
-        dout, wide_q, wide_k, wide_v, out = _one_width(dout, q, k, v, out)
-        even = TileGrad(dout, wide_q, wide_k, wide_v, out, lse, delta)
-        grads = split_backward(operators_for, even, scores, band)
-        dq, dk, dv = (one[..., : x.shape[3]] for one, x in zip(grads, (q, k, v), strict=True))
+        Returns:
+            dq, dk and dv, in the dtype that the library gives if there is one sub-tile, else
+            float32 or float64.
+        """
+        dout, q, k, v, out, lse, delta = tile
+        if q.shape[3] != v.shape[3]:
+            dout, wide_q, wide_k, wide_v, out = _one_width(dout, q, k, v, out)
+            even = TileGrad(dout, wide_q, wide_k, wide_v, out, lse, delta)
+            grads = self.backward(even, scores, band)
+            dq, dk, dv = (one[..., : x.shape[3]] for one, x in zip(grads, (q, k, v), strict=True))
+            return dq, dk, dv
+        run = self.operators(q, k, scores, band)
+        if not dout.dtype == out.dtype == q.dtype:
+            tile = TileGrad(dout.to(q.dtype), q, k, v, out.to(q.dtype), lse, delta)
+        parts = run.split(q.shape[1], k.shape[1], band)
+        if len(parts) == 1:  # has all rows and keys
+            return run.backward(tile, scores, parts[0].band)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        totals = dq, dk, dv = [x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)]
+        for rows, keys, part_band in parts:
+            grads = run.backward(tile.part(rows, keys), scores.part(rows, keys), part_band)
+            for total, where, grad in zip(totals, (rows, keys, keys), grads, strict=True):
+                total[:, where] += grad
         return dq, dk, dv
-    run = operators_for(q, k, band)
-    if not dout.dtype == out.dtype == q.dtype:
-        tile = TileGrad(dout.to(q.dtype), q, k, v, out.to(q.dtype), lse, delta)
-    parts = run.split(q.shape[1], k.shape[1], band)
-    if len(parts) == 1:  # has all rows and keys
-        return run.backward(tile, scores, parts[0].band)
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    totals = dq, dk, dv = [x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)]
-    for rows, keys, part_band in parts:
-        grads = run.backward(tile.part(rows, keys), scores.part(rows, keys), part_band)
-        for total, where, grad in zip(totals, (rows, keys, keys), grads, strict=True):
-            total[:, where] += grad
-    return dq, dk, dv
 
 
 def _one_width(*tensors: Tensor) -> list[Tensor]:

@@ -1,5 +1,5 @@
 """torch's own kernels, through the aten operators that return lse: flash on CPUs; on CUDA see
-`sdpa_choice`.
+`sdpa_cuda`.
 
 The public F.scaled_dot_product_attention returns no lse, and its backward knows only its own rows'.
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.kernels.cpu_split import is_reversed, split_causal
-from wf_backends.kernels.merge import Operators, OperatorsFor, split_backward, split_forward
+from wf_backends.kernels.merge import Operators, SplitKernel
 from wf_backends.kernels.protocol import (
     FLASH_DTYPES,
     Grads,
@@ -28,7 +28,7 @@ from wf_backends.kernels.protocol import (
 )
 from wf_backends.kernels.reference import band_mask
 from wf_backends.kernels.scores import Scores
-from wf_backends.kernels.sdpa_choice import CUDNN_MULTIPLE, CudaTile, choose, cuda_tile, machine
+from wf_backends.kernels.sdpa_cuda import CUDNN_MULTIPLE, CudaTile, choose, cuda_tile, machine
 from wf_backends.schedule import CAUSAL, FULL, Band
 
 MaskOf = Callable[[int, int, Band, torch.dtype], Tensor]
@@ -96,7 +96,7 @@ def operators_for(q: Tensor, k: Tensor, band: Band) -> Operators:
     return _CPU if inf in (band.left, band.right) else cpu_operators()
 
 
-class SdpaKernel:
+class SdpaKernel(SplitKernel):
     """The Kernel protocol on the operators behind torch's scaled_dot_product_attention.
 
     On a CPU it takes float64, float32, bfloat16 and float16; on CUDA bfloat16 and float16.
@@ -109,7 +109,7 @@ class SdpaKernel:
 
     def __init__(
         self,
-        operators_for: OperatorsFor = operators_for,
+        operators_for: Callable[[Tensor, Tensor, Band], Operators] = operators_for,
         release: tuple[int, int] | None = None,
     ) -> None:
         self._operators_for, self._release = operators_for, release or torch_release()
@@ -138,12 +138,6 @@ class SdpaKernel:
         best = CudaTile(machine(), spec.dtype, spec.widest, CUDNN_MULTIPLE, CUDNN_MULTIPLE, FULL)
         return f"torch's operators for full tiles: {choose(best)[1]}"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
-    ) -> tuple[Tensor, Tensor]:
-        """See Kernel.forward."""
-        return split_forward(self._operators_for, q, k, v, scores, band)
-
-    def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
-        """See Kernel.backward; the operators compute delta again, from dout and out."""
-        return split_backward(self._operators_for, tile, scores, band)
+    def operators(self, q: Tensor, k: Tensor, scores: Scores, band: Band) -> Operators:
+        """See SplitKernel.operators."""
+        return self._operators_for(q, k, band)

@@ -9,7 +9,7 @@ import torch
 
 from wf_backends.kernels import KernelSpec, sdpa
 from wf_backends.kernels.sdpa import SdpaKernel
-from wf_backends.kernels.sdpa_choice import CudaTile, Machine, choose, machine
+from wf_backends.kernels.sdpa_cuda import CudaTile, Machine, choose, machine
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 HOPPER = Machine((2, 13), 91900, (9, 0), enabled=True, deterministic=False)
@@ -31,7 +31,7 @@ TILE = CudaTile(HOPPER, torch.bfloat16, head_dim=128, rows=256, keys=256, band=C
     ids=str,
 )
 def test_cudnn_comes_first_where_it_lacks_nothing(tile):
-    assert choose(tile).operators.name == choose(tile).reason == "cudnn"
+    assert choose(tile)[0].name == choose(tile)[1] == "cudnn"
 
 
 @pytest.mark.parametrize(
@@ -57,10 +57,10 @@ def test_cudnn_comes_first_where_it_lacks_nothing(tile):
     ids=lambda x: x if isinstance(x, str) else "",
 )
 def test_what_cudnn_lacks_goes_to_flash_and_the_reason_says_what(tile, says):
-    choice = choose(tile)
-    assert choice.operators.name == "flash"
-    assert choice.reason.startswith("flash; not cudnn, which needs ")
-    assert says in choice.reason
+    operators, reason = choose(tile)
+    assert operators.name == "flash"
+    assert reason.startswith("flash; not cudnn, which needs ")
+    assert says in reason
 
 
 def test_a_machine_without_a_gpu_has_no_capability(monkeypatch):
