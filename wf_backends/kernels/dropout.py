@@ -48,14 +48,9 @@ class Dropout:
 
     def kept(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
         """(b, h, i, j) bool: which weights are not dropped; see `factors`."""
-        assert self.seed is not None, "no seed was drawn"
         samples = torch.arange(batch, device=rows.device)[:, None, None]
         heads = torch.arange(*self.heads, device=rows.device)[:, None]
-        state = mix(rows.new_zeros(1) + self.seed)
-        for number in (samples, heads, rows):
-            state = mix(state + number)  # at last (b, h, i)
-        drawn = mix(state[..., None] + keys * GAMMA) & ((1 << RANDOM_BITS) - 1)
-        return drawn >= int(self.p * (1 << RANDOM_BITS))
+        return keeps(mix(self._mixed(samples, heads, rows)[..., None] + keys * GAMMA), self.p)
 
     def seeds(self, batch: int, row: Tensor, key: Tensor) -> Tensor:
         """(b,) int64, not negative: of a generator for each sample of a tile that begins here.
@@ -63,11 +58,21 @@ class Dropout:
         Args:
             row: () int64, the global position of the tile's first query. key: of its first key.
         """
+        samples = torch.arange(batch, device=row.device)
+        return self._mixed(samples, row, key).bitwise_and_((1 << 63) - 1)
+
+    def _mixed(self, *numbers: Tensor) -> Tensor:
+        """int64 of the seed and these numbers, which are broadcast."""
         assert self.seed is not None, "no seed was drawn"
-        state = mix(row.new_zeros(1) + self.seed)
-        for number in (torch.arange(batch, device=row.device), row, key):
+        state = mix(numbers[0].new_zeros(1) + self.seed)
+        for number in numbers:
             state = mix(state + number)
-        return state.bitwise_and_((1 << 63) - 1)
+        return state
+
+
+def keeps(random: Tensor, p: float) -> Tensor:
+    """Whether what has this random number, by `mix`, is not dropped with probability p."""
+    return (random & ((1 << RANDOM_BITS) - 1)) >= int(p * (1 << RANDOM_BITS))
 
 
 def mix(x: Tensor) -> Tensor:

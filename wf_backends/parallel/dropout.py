@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wf_backends.kernels import RANDOM_BITS, mix
+from wf_backends.kernels import keeps, mix
 
 
 def position_dropout(x: Tensor, positions: Tensor, p: float, seed: int) -> Tensor:
@@ -28,5 +28,4 @@ def position_dropout(x: Tensor, positions: Tensor, p: float, seed: int) -> Tenso
         return x
     samples, channels = (torch.arange(n, device=x.device) for n in (x.shape[0], x.shape[2]))
     rows = mix(mix(samples + seed)[:, None] + positions)
-    drawn = mix(rows[..., None] + channels) & ((1 << RANDOM_BITS) - 1)
-    return x * (drawn >= int(p * (1 << RANDOM_BITS))) / (1 - p)
+    return x * keeps(mix(rows[..., None] + channels), p) / (1 - p)
