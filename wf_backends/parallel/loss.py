@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from wf_backends.comm import first_order_only
 from wf_backends.parallel.data import IGNORE_INDEX
@@ -55,34 +56,30 @@ def at_least_one(num_valid: Tensor | int) -> Tensor | int:
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """sum over valid rows of logsumexp(row) - row[label]; n rows, v columns."""
+    """The sum of the cross entropies of the valid rows (n, v), a chunk of rows at a time."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        lse = logits.new_empty(len(logits), dtype=wide)
-        total = logits.new_zeros((), dtype=wide)
-        for rows in _chunks(logits):
-            valid, index = _index(labels[rows], ignore_index)
-            chunk = logits[rows].to(wide)
-            lse[rows] = torch.logsumexp(chunk, dim=-1)
-            picked = chunk.gather(1, index).squeeze(1)
-            total += (lse[rows] - picked).masked_fill(~valid, 0).sum()
-        ctx.save_for_backward(logits, labels, lse)
+        ctx.save_for_backward(logits, labels)
         ctx.ignore_index = ignore_index
+        total = logits.new_zeros((), dtype=torch.promote_types(logits.dtype, torch.float32))
+        options = {"ignore_index": ignore_index, "reduction": "sum"}
+        for rows in _chunks(logits):
+            total += cross_entropy(logits[rows].to(total.dtype), labels[rows], **options)
         return total
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Row by row, grad * (softmax - one hot)."""
-        logits, labels, lse = ctx.saved_tensors
+        logits, labels = ctx.saved_tensors
         out = torch.empty_like(logits)
         for rows in _chunks(logits):
-            valid, index = _index(labels[rows], ctx.ignore_index)
-            chunk = torch.exp(logits[rows].to(lse.dtype) - lse[rows, None])
-            chunk.scatter_add_(1, index, -torch.ones_like(index, dtype=chunk.dtype))
-            out[rows] = (chunk * grads[0]).masked_fill(~valid[:, None], 0).to(out.dtype)
+            label = labels[rows, None]
+            ignored = label == ctx.ignore_index
+            chunk = logits[rows].softmax(-1, dtype=grad.dtype)
+            chunk.scatter_add_(1, label.masked_fill(ignored, 0), -torch.ones_like(chunk[:, :1]))
+            out[rows] = chunk.mul_(grad).masked_fill_(ignored, 0)
         return out, None, None
 
 
@@ -90,9 +87,3 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
     """Ranges of rows whose logits may be upcast at one time."""
     step = max(1, CHUNK_ELEMENTS // logits.shape[1])
     return (slice(start, start + step) for start in range(0, len(logits), step))
-
-
-def _index(labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """(n,) whether a row counts, (n, 1) the column of its label (0 where it does not)."""
-    valid = labels != ignore_index
-    return valid, labels.masked_fill(~valid, 0)[:, None]
