@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from threading import Thread
-from typing import NamedTuple
 from weakref import ref
 
 from wf_backends.comm.faults import Board, Note, failure, job_board, note_of
@@ -20,8 +20,8 @@ from wf_backends.comm.protocol import Communicator, Wait
 
 LOOK_S = 0.5  # between two looks
 NOTE_S = 2.0  # a wait that is noted
-SILENT_S = 2.0  # after which a wait that was noted has ended
-STUCK_S = 6.0  # a circle that stays for as long will not end: longer than bytes are on their way
+SILENT_LOOKS = 5  # a wait whose note is the same for as many has ended
+STUCK_LOOKS = 12  # a circle that stays for more will not end: longer than bytes are on their way
 
 
 class ProcessComm(Communicator):
@@ -61,22 +61,16 @@ class ProcessComm(Communicator):
         return failure(self, wait, self.verdict or error)
 
 
-class _Met(NamedTuple):
-    """A rank's note, since when it has waited at this place, and when it said so last."""
-
-    note: Note
-    since: float
-    beat_at: float
-
-
 class Watch(Thread):
     """Watches one communicator until it is gone."""
 
     def __init__(self, comm: ProcessComm, board: Board) -> None:
         super().__init__(name="wallfacer watch", daemon=True)
         self._comm, self._board, self._me = ref(comm), board, comm.global_ranks[comm.rank]
+        self._wait: Wait | None = None
         self._beat = 0
-        self._met: dict[int, _Met] = {}
+        """Looks at the running wait; others see by it that this rank is alive."""
+        self._circles = deque[dict[int, Note]](maxlen=SILENT_LOOKS)
 
     def run(self) -> None:
         """Look, again and again."""
@@ -92,12 +86,13 @@ class Watch(Thread):
     def look(self, wait: Wait | None, global_ranks: Sequence[int]) -> str | None:
         """What to say of a wait that will not end; None of any other."""
         if wait is None or time.monotonic() - wait.since < NOTE_S:
-            self._met.clear()
+            self._circles.clear()
             return None
-        self._beat += 1
+        self._wait, self._beat = wait, 1 + (self._beat if wait is self._wait else 0)
         self._board.write("wait", self._me, note_of(wait, global_ranks) | {"beat": self._beat})
         circle = self._circle()
-        stuck = circle and all(map(self._stays, circle))
+        self._circles.append(circle)
+        stuck = circle and all(self._stays(rank, note) for rank, note in circle.items())
         if not stuck or len({note["tag"] for note in circle.values()}) == 1:
             return None
         told = "; ".join(
@@ -118,22 +113,10 @@ class Watch(Thread):
             note = self._board.read("wait", rank)
             if note is None:
                 return {}
-            self._meet(rank, note)
             found[rank], rank = note, note["peer"]
         return found
 
-    def _meet(self, rank: int, note: Note) -> None:
-        now = time.monotonic()
-        met = self._met.get(rank)
-        if met is None or _place(met.note) != _place(note) or now - met.beat_at > SILENT_S:
-            self._met[rank] = _Met(note, now, now)
-        elif note["beat"] > met.note["beat"]:
-            self._met[rank] = _Met(note, met.since, now)
-
-    def _stays(self, rank: int) -> bool:
-        """Whether a rank has waited at one place all the time, and still does."""
-        return self._met[rank].beat_at - self._met[rank].since > STUCK_S
-
-
-def _place(note: Note) -> tuple[str, int, int]:
-    return note["where"], note["tag"], note["peer"]
+    def _stays(self, rank: int, note: Note) -> bool:
+        """Whether a rank has been in this wait for long, and still is."""
+        earlier = self._circles[0].get(rank, note)
+        return note["beat"] > max(earlier["beat"], STUCK_LOOKS)
