@@ -16,10 +16,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from wf_backends._compile import eager, refuse_transforms
-from wf_backends.cluster import JobTopology
-from wf_backends.comm import Communicator, ConsistencyCheck, Pass, gather_small
+from wf_backends.comm import ConsistencyCheck, Pass, gather_small
 from wf_backends.kernels import Dropout, KernelSpec, Scores
-from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.parallel.planned_calls import PlannedCalls
 from wf_backends.parallel.softmax import Softmax, check_latents, make_softmax, plain_softmax
 from wf_backends.runtime import (
@@ -136,12 +134,8 @@ class AttentionOfSequence:
 class DistributedAttention(PlannedCalls):
     """Attention calls of one sequence-parallel group; arguments as those of `PlannedCalls`."""
 
-    def __init__(
-        self, config: SequenceParallelConfig, comm: Communicator, topology: JobTopology
-    ) -> None:
-        super().__init__(config, comm, topology)
-        self._consistency = ConsistencyCheck(comm)
-        self._calls = 0
+    _calls = 0
+    """So far, counted alike on all ranks."""
 
     def call(
         self,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from wf_backends.cluster import JobTopology
-from wf_backends.comm import Communicator, fingerprint
+from wf_backends.comm import Communicator, ConsistencyCheck, fingerprint
 from wf_backends.kernels import KernelSpec, Scores, select
 from wf_backends.lowering import ACTIVATION, Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import choose, request_of
@@ -36,6 +36,7 @@ class PlannedCalls:
         self, config: SequenceParallelConfig, comm: Communicator, topology: JobTopology
     ) -> None:
         self.config, self.comm, self.topology = config, comm, topology
+        self._consistency = ConsistencyCheck(comm)
         self._told = set[Choice]()
         self._at_once = config.strategy == LSS
         self._narrow = config.partials == ACTIVATION or self._at_once
