@@ -25,7 +25,6 @@ def everything(world: Any) -> dict[str, object]:
         "type": type(comm).__name__,
         "contract": comm_contract.run_all(comm),
         "parts": comm_contract.exchange(small_parts),
-        "cuda": (small_parts.cuda_aware, small_parts.cuda_support),
         "foreign": foreign_messages(world, comm),
         "short": wrong_size(MpiComm(world), 3, 4),
         "long": wrong_size(MpiComm(world), 4, 3),
@@ -96,12 +95,6 @@ def test_wrong_sizes_are_reported_by_the_receiver(ranks):
 
 def test_messages_of_the_program_are_left_alone(ranks):
     assert all(facts["foreign"] for facts in ranks)
-
-
-def test_cuda_support_is_said_in_words(ranks):
-    words = {False: "is not CUDA-aware", None: "cannot say", True: "is CUDA-aware"}
-    for aware, text in (facts["cuda"] for facts in ranks):
-        assert words[aware] in text and "MPI" in text
 
 
 def test_null_communicator_is_refused(ranks):

@@ -12,7 +12,7 @@ from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
-from wf_backends.comm.turns import TURNS, exchange
+from wf_backends.comm.exchanges import TURNS, exchange
 from wf_backends.runtime.ulysses import make_head_exchange
 from wf_backends.schedule.layout import lengths, make_layout
 from wf_backends.schedule.mask import CAUSAL, Mask

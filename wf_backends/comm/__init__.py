@@ -6,7 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wf_backends.comm.all_to_all import Sizes, all_to_all, chunk_sizes, sum_on_all_ranks
 from wf_backends.comm.autograd import below_autograd, first_order_only, move, move_all
 from wf_backends.comm.consistency import (
     HEADER_INTEGERS,
@@ -16,9 +15,9 @@ from wf_backends.comm.consistency import (
     gather_texts,
     sum_over_ranks,
 )
-from wf_backends.comm.faults import FOLDER, Board, job_board, last_words, leave_note
-from wf_backends.comm.mpi import library_name, load_mpi
-from wf_backends.comm.process_group import as_timeout, own_group, timeout_of
+from wf_backends.comm.faults import FOLDER, job_board, last_words, leave_note
+from wf_backends.comm.mpi import MpiComm, library_name, load_mpi
+from wf_backends.comm.process_group import GroupComm, as_timeout, own_group, timeout_of
 from wf_backends.comm.protocol import (
     DEFAULT_TIMEOUT_S,
     NO_PASS,
@@ -29,10 +28,9 @@ from wf_backends.comm.protocol import (
     View,
 )
 from wf_backends.comm.threads import ThreadComm, World, run_threads
-from wf_backends.comm.turns import exchange
+from wf_backends.comm.exchanges import Sizes, all_to_all, chunk_sizes, exchange, sum_on_all_ranks
 
 __all__ = [
-    "Board",
     "FOLDER",
     "ConsistencyCheck",
     "Communicator",
@@ -67,7 +65,6 @@ __all__ = [
     "run_threads",
     "sum_on_all_ranks",
     "sum_over_ranks",
-    "timeout_of",
 ]
 
 
@@ -86,17 +83,13 @@ def make_comm(group: Any = None, timeout: float | None = None) -> Communicator:
     """
     if isinstance(group, Communicator):
         return group
-    if group is None and not (dist.is_available() and dist.is_initialized()):
+    if group is None and not dist.is_initialized():
         return World(1).comm(0)
-    if dist.is_available() and group is dist.GroupMember.NON_GROUP_MEMBER:
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"group does not hold this process (global rank {dist.get_rank()})")
     if group is None or isinstance(group, dist.ProcessGroup):
-        from wf_backends.comm.process_group import GroupComm
-
         return GroupComm(group, timeout)
     if type(group).__module__.startswith("mpi4py"):
-        from wf_backends.comm.mpi import MpiComm
-
         return MpiComm(group, _default_timeout() if timeout is None else timeout)
     raise ValueError(
         f"group must be None, a torch ProcessGroup, an mpi4py communicator or a Communicator; "
@@ -106,6 +99,5 @@ def make_comm(group: Any = None, timeout: float | None = None) -> Communicator:
 
 def _default_timeout() -> float:
     """Seconds that the default group waits, which `launch.init(timeout=...)` made."""
-    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    found = None if world is None else timeout_of(world)
+    found = timeout_of(dist.group.WORLD) if dist.group.WORLD else None
     return DEFAULT_TIMEOUT_S if found is None else found.total_seconds()

@@ -196,7 +196,7 @@ class ConsistencyCheck:
             )
         if len({*kinds}) > 1 or len({*layers}) > 1:
             call = f"layer {layer!r}" if layer else f"a call that compares {', '.join(names)}"
-            told = self._by_words(gather_texts(self.comm, call))
+            told = by_words(gather_texts(self.comm, call), self.comm.names_of)
             raise ValueError(
                 f"the ranks do not agree: {told}. A rank that leaves out a call (LayerDrop, "
                 "stochastic depth, a branch that its own data decides) takes part in the wrong one"
@@ -226,13 +226,10 @@ class ConsistencyCheck:
         for name in dict.fromkeys(name for one in every for name in one):
             texts = [one.get(name, "not given") for one in every]
             if len({*texts}) > 1:
-                told.append(f"{name}: {self._by_words(texts)}")
+                told.append(f"{name}: {by_words(texts, self.comm.names_of)}")
         ranks = self.comm.names_of(range(self.comm.size))
         by = f"rank, of {ranks}" if ranks.startswith("global") else "rank"
         raise ValueError(f"the ranks do not agree (values by {by}): {'; '.join(told)}")
-
-    def _by_words(self, texts: list[str]) -> str:
-        return by_words(texts, self.comm.names_of)
 
 
 def _by_rank(headers: array[int], comm: Communicator) -> Iterator[tuple[int, ...]]:

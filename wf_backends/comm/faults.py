@@ -69,7 +69,7 @@ class Board:
 
 def job_board() -> Board | None:
     """The board of this job; None without torch.distributed."""
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_initialized():
         return None
     return Board(dist.distributed_c10d._get_default_store())
 

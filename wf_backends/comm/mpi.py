@@ -15,6 +15,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from wf_backends.comm.copies import post_on_host
 from wf_backends.comm.protocol import (
     CONTROL,
     DEFAULT_TIMEOUT_S,
@@ -23,7 +24,6 @@ from wf_backends.comm.protocol import (
     Pending,
     Wait,
 )
-from wf_backends.comm.staging import Staged
 from wf_backends.comm.termination import Termination, noticed_termination
 from wf_backends.comm.watch import ProcessComm
 
@@ -34,7 +34,6 @@ POLLS_AT_ONCE = 1000  # polls before the waiting rank lets others have the core
 PAUSE_S = 20e-6  # seconds between polls after that
 LOOK_S = 0.5  # seconds between looks whether the peer has ended: not by polls, a busy core has few
 ENDED = NOBODYS_TAG  # of the empty message that a rank sends as it ends
-HOST_COPIES = "CUDA tensors go through host copies"
 
 
 def load_mpi() -> Any:
@@ -92,7 +91,9 @@ class MpiComm(ProcessComm):
         self.timeout, self.max_message = timeout, max_message
         self.cuda_aware = _cuda_aware(self.MPI)
         self.comm, request = comm.Idup()
-        wait_until(request.Test, timeout, f"{self.me}: the meeting of all ranks")
+        if not wait_until(request.Test, timeout):
+            told = f"the meeting of all ranks did not end within {timeout:g} s"
+            raise RuntimeError(f"{self.me}: {told}")
         atexit.register(_call, WeakMethod(self.leave))
 
     def leave(self) -> None:
@@ -109,24 +110,14 @@ class MpiComm(ProcessComm):
         """End the running wait, at its next look."""
         self.verdict = verdict
 
-    @property
-    def cuda_support(self) -> str:
-        """How CUDA tensors travel, in words."""
-        library = library_name(self.MPI)
-        if self.cuda_aware is None:
-            return f"{library} cannot say whether it is CUDA-aware: {HOST_COPIES}"
-        if self.cuda_aware:
-            return f"{library} is CUDA-aware: CUDA tensors are sent from device memory"
-        return f"{library} is not CUDA-aware: {HOST_COPIES}"
-
     def carries(self, device: torch.device) -> bool:
         """See Communicator.carries."""
-        return device.type == "cpu" or bool(self.cuda_aware)
+        return device.type == "cpu" or self.cuda_aware
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         devices = {tensor.device for _, tensor in (*sends, *recvs)} - {torch.device("cpu")}
         if devices and not self.cuda_aware:
-            return Staged(self._post_direct, label, sends, recvs)
+            return post_on_host(self._post_direct, label, sends, recvs)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()  # MPI knows nothing of streams
         return self._post_direct(label, sends, recvs)
@@ -187,10 +178,8 @@ class _MpiPending(Pending):
             while self.flights:
                 first = self.flights[0]
                 comm.waits = Wait(comm.now, self.label, first.kind, first.peer, since)
-                try:
-                    wait_until(partial(self._moved, job), comm.timeout, "it", self._look)
-                except TimedOut as error:
-                    raise self._failed(first, error) from error
+                if not wait_until(partial(self._moved, job), comm.timeout, self._look):
+                    raise self._failed(first, f"it did not end within {comm.timeout:g} s")
         comm.waits = None
 
     def _failed(self, flight: _Flight, error: object) -> RuntimeError:
@@ -224,37 +213,26 @@ class _MpiPending(Pending):
         return True
 
 
-class TimedOut(RuntimeError):
-    """A wait took longer than its timeout."""
-
-
 def wait_until(
-    done: Callable[[], bool],
-    timeout: float,
-    what: str,
-    look: Callable[[], None] = lambda: None,
-) -> None:
-    """Call `done` until it is true.
+    done: Callable[[], bool], timeout: float, look: Callable[[], None] = lambda: None
+) -> bool:
+    """Call `done` until it is true; False if it is not within `timeout` seconds.
 
     Args:
-        timeout: seconds.
-        what: is waited for, in the error.
-        look: called about twice a second; may give up by an error of its own.
-
-    Raises:
-        TimedOut: if the timeout passes.
+        look: called about twice a second; may give up by an error.
     """
     now = time.monotonic()
     deadline, next_look, polls = now + timeout, now + LOOK_S, 0
     while not done():
         now = time.monotonic()
         if now > deadline:
-            raise TimedOut(f"{what} did not end within {timeout:g} s")
+            return False
         polls += 1
         time.sleep(PAUSE_S if polls > POLLS_AT_ONCE else 0)
         if now > next_look:
             next_look = now + LOOK_S
             look()
+    return True
 
 
 def _call(method: WeakMethod[Callable[[], None]]) -> None:
@@ -264,9 +242,9 @@ def _call(method: WeakMethod[Callable[[], None]]) -> None:
         alive()
 
 
-def _cuda_aware(MPI: Any) -> bool | None:
-    """Whether the MPI library reads device memory; None if it has no way to say."""
+def _cuda_aware(MPI: Any) -> bool:
+    """Whether the MPI library reads device memory; not where it has no way to say."""
     try:
         return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
     except (AttributeError, OSError):
-        return None
+        return False

@@ -11,9 +11,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from wf_backends.comm.bundles import post_bundled
+from wf_backends.comm.copies import post_bundled, post_on_host
 from wf_backends.comm.protocol import CONTROL, NOBODYS_TAG, Message, Pending, Wait
-from wf_backends.comm.staging import Staged
 from wf_backends.comm.watch import ProcessComm
 
 WINDOW_BYTES = 1 << 17  # what fills a link of 10 Gbit/s for 100 us, a round trip
@@ -114,7 +113,7 @@ class GroupComm(ProcessComm):
         if backend == "nccl":
             return self._post_batch(label, sends, recvs)
         if device != "cpu":
-            return Staged(partial(post_bundled, self._post_each), label, sends, recvs)
+            return post_on_host(partial(post_bundled, self._post_each), label, sends, recvs)
         if backend == "gloo":
             return post_bundled(self._post_each, label, sends, recvs)
         return self._post_each(label, sends, recvs)

@@ -163,7 +163,7 @@ class Communicator(ABC):
     def window(self, device: torch.device) -> int | None:
         """Bytes that a rank should have on their way at a time in an exchange all wait for.
 
-        None: the library does best with all messages at once. See `turns.exchange`.
+        None: the library does best with all messages at once. See `exchanges.exchange`.
 
         Args:
             device: where the messages lie.

@@ -1,9 +1,12 @@
-"""Small messages to one peer, sent as one: a message may cost more than copying what it carries."""
+"""Messages that travel as copies: of device tensors in host memory, of small ones as one.
+
+A library may read host memory alone, and a message may cost more than copying what it carries.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +14,40 @@ from torch import Tensor
 from wf_backends.comm.protocol import Message, Pending, Post
 
 SMALL_BYTES = 1 << 17  # copying as many twice takes a core about as long as a message of gloo
+
+
+class Copied(Pending):
+    """Messages in flight, and what is copied from where they land to where it belongs.
+
+    Args:
+        copies: (from, to).
+    """
+
+    def __init__(self, inner: Pending, copies: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._inner, self._copies = inner, copies
+
+    def wait(self) -> None:
+        self._inner.wait()
+        for landed, target in self._copies:
+            target.detach().copy_(landed)
+        self._copies = ()
+
+    def poll(self) -> None:
+        self._inner.poll()
+
+
+def post_on_host(
+    post: Post, label: str, sends: Sequence[Message], recvs: Sequence[Message]
+) -> Pending:
+    """Post messages of device tensors as host copies. Posting and waiting synchronise.
+
+    Args:
+        post: posts messages of CPU tensors, as `Communicator._post`.
+    """
+    landing = [(peer, torch.empty_like(tensor, device="cpu")) for peer, tensor in recvs]
+    pending = post(label, [(peer, tensor.cpu()) for peer, tensor in sends], landing)
+    copies = [(host, tensor) for (_, host), (_, tensor) in zip(landing, recvs, strict=True)]
+    return Copied(pending, copies)
 
 
 def post_bundled(
@@ -31,27 +68,11 @@ def post_bundled(
     if not out and not into:
         return post(label, sends, recvs)
     packed = [(peer, torch.cat(small)) for peer, small in out.items()]
-    landing = [(peer, _room(small)) for peer, small in into.items()]
+    sizes = {peer: [part.numel() for part in small] for peer, small in into.items()}
+    landing = [(peer, small[0].new_empty(sum(sizes[peer]))) for peer, small in into.items()]
     pending = post(label, [*packed, *sends], [*landing, *recvs])
-    return _Bundled(pending, [(room, into[peer]) for peer, room in landing])
-
-
-class _Bundled(Pending):
-    """Bundles in flight, and what they carry as it lies in the tensors it belongs in."""
-
-    def __init__(self, inner: Pending, arrivals: list[tuple[Tensor, list[Tensor]]]) -> None:
-        self._inner, self._arrivals = inner, arrivals
-
-    def wait(self) -> None:
-        self._inner.wait()
-        for room, targets in self._arrivals:
-            pieces = room.split([target.numel() for target in targets])
-            for target, piece in zip(targets, pieces, strict=True):
-                target.copy_(piece)
-        self._arrivals = []
-
-    def poll(self) -> None:
-        self._inner.poll()
+    pairs = (zip(room.split(sizes[peer]), into[peer], strict=True) for peer, room in landing)
+    return Copied(pending, [pair for peer in pairs for pair in peer])
 
 
 def _bundles(messages: Sequence[Message]) -> tuple[dict[int, list[Tensor]], list[Message]]:
@@ -73,7 +94,3 @@ def _flat(tensors: list[Tensor]) -> list[Tensor]:
     if len({tensor.dtype for tensor in tensors}) == 1:
         return flat
     return [tensor.view(torch.uint8) for tensor in flat]
-
-
-def _room(flat: list[Tensor]) -> Tensor:
-    return flat[0].new_empty(sum(tensor.numel() for tensor in flat))
