@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.merge import Operators, SplitKernel
+from wf_backends.kernels.merge import Backward, Forward, Operators, SplitKernel
 from wf_backends.kernels.protocol import (
     FLASH_DTYPES,
     Grads,
@@ -68,9 +68,10 @@ def flash_attn_2(drops: bool = False) -> Operators:
         options = without | _options(tile.q, tile.k, scores, band) | dropout
         return _filled(interface._flash_attn_backward, tile, options)
 
+    both: tuple[Forward, Backward] = forward, backward
     if drops:
-        forward, backward = partial(drop_forward, forward), partial(drop_backward, backward)
-    return Operators("flash-attn 2", split_window, forward, backward)
+        both = partial(drop_forward, forward), partial(drop_backward, backward)
+    return Operators("flash-attn 2", split_window, *both)
 
 
 def flash_attn_3() -> Operators:

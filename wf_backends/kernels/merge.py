@@ -76,7 +76,8 @@ class SplitKernel(ABC):
         """
         width = v.shape[3]
         if q.shape[3] != width:
-            out, lse = self.forward(*_one_width(q, k, v), scores, band)
+            q, k, v = _one_width(q, k, v)
+            out, lse = self.forward(q, k, v, scores, band)
             return out[..., :width], lse
         run = self.operators(q, k, scores, band)
         parts = run.split(q.shape[1], k.shape[1], band)
