@@ -65,7 +65,7 @@ def several_messages_to_one_peer(comm: Communicator) -> None:
 
 
 def small_ones_among_large_ones(comm: Communicator) -> None:
-    """A backend may send the small ones of a post as one, and must not mix anything up."""
+    """Several of one post to a peer, small and large, of several dtypes: none is mixed up."""
     sizes = (3, 1 << 17, 0, 5, 1 << 18, 1)
     dtypes = (torch.bfloat16, torch.float32, torch.int64, torch.int64, torch.float16, torch.bool)
     kinds = list(zip(sizes, dtypes, strict=True))

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from tests import comm_contract
 from tests.helpers import run_processes
 from wf_backends.comm import Communicator, Pending, make_comm
-from wf_backends.comm.copies import post_on_host
 from wf_backends.comm.process_group import GroupComm, own_group, timeout_of
+from wf_backends.comm.staging import Staged
 
 pytestmark = pytest.mark.processes
 
@@ -34,7 +34,7 @@ def everything(comm: Communicator) -> dict[str, object]:
     if comm.size == 4:
         assert isinstance(comm, GroupComm)
         facts |= {
-            "staged": ring(comm, partial(post_on_host, comm.post)),
+            "staged": ring(comm, partial(Staged, comm.post)),
             "batched": ring(comm, comm._post_batch),
             "subgroup": subgroup(comm),
             "own": own(comm.group),

@@ -15,6 +15,7 @@ from wf_backends.comm.consistency import (
     gather_texts,
     sum_over_ranks,
 )
+from wf_backends.comm.exchanges import Sizes, all_to_all, chunk_sizes, exchange, sum_on_all_ranks
 from wf_backends.comm.faults import FOLDER, job_board, last_words, leave_note
 from wf_backends.comm.mpi import MpiComm, library_name, load_mpi
 from wf_backends.comm.process_group import GroupComm, as_timeout, own_group, timeout_of
@@ -28,7 +29,6 @@ from wf_backends.comm.protocol import (
     View,
 )
 from wf_backends.comm.threads import ThreadComm, World, run_threads
-from wf_backends.comm.exchanges import Sizes, all_to_all, chunk_sizes, exchange, sum_on_all_ranks
 
 __all__ = [
     "FOLDER",

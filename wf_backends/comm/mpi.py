@@ -15,7 +15,6 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from wf_backends.comm.copies import post_on_host
 from wf_backends.comm.protocol import (
     CONTROL,
     DEFAULT_TIMEOUT_S,
@@ -24,6 +23,7 @@ from wf_backends.comm.protocol import (
     Pending,
     Wait,
 )
+from wf_backends.comm.staging import Staged
 from wf_backends.comm.termination import Termination, noticed_termination
 from wf_backends.comm.watch import ProcessComm
 
@@ -117,7 +117,7 @@ class MpiComm(ProcessComm):
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         devices = {tensor.device for _, tensor in (*sends, *recvs)} - {torch.device("cpu")}
         if devices and not self.cuda_aware:
-            return post_on_host(self._post_direct, label, sends, recvs)
+            return Staged(self._post_direct, label, sends, recvs)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()  # MPI knows nothing of streams
         return self._post_direct(label, sends, recvs)

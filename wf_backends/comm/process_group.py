@@ -6,13 +6,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
 
-from wf_backends.comm.copies import post_bundled, post_on_host
 from wf_backends.comm.protocol import CONTROL, NOBODYS_TAG, Message, Pending, Wait
+from wf_backends.comm.staging import Staged
 from wf_backends.comm.watch import ProcessComm
 
 WINDOW_BYTES = 1 << 17  # what fills a link of 10 Gbit/s for 100 us, a round trip
@@ -113,9 +112,7 @@ class GroupComm(ProcessComm):
         if backend == "nccl":
             return self._post_batch(label, sends, recvs)
         if device != "cpu":
-            return post_on_host(partial(post_bundled, self._post_each), label, sends, recvs)
-        if backend == "gloo":
-            return post_bundled(self._post_each, label, sends, recvs)
+            return Staged(self._post_each, label, sends, recvs)
         return self._post_each(label, sends, recvs)
 
     def _post_each(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:

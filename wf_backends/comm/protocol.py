@@ -99,7 +99,7 @@ class Communicator(ABC):
 
     A backend implements `rank`, `size`, `on_host` and `_post`; everything else is written once.
     Messages between one pair of ranks arrive in the order in which both sides posted them, and what
-    one post sends to a peer is what one post of that peer receives: a backend may send it as one.
+    one post sends to a peer is what one post of that peer receives: NCCL starts it as one.
     """
 
     rank: int

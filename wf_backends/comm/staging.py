@@ -1,0 +1,33 @@
+"""Device tensors over a library that only reads host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from wf_backends.comm.protocol import Message, Pending, Post
+
+
+class Staged(Pending):
+    """Messages of device tensors that travel as host copies. Posting and waiting synchronise.
+
+    Args:
+        post: posts messages of CPU tensors, as `Communicator._post`.
+    """
+
+    def __init__(
+        self, post: Post, label: str, sends: Sequence[Message], recvs: Sequence[Message]
+    ) -> None:
+        self._landings = [(torch.empty_like(tensor, device="cpu"), tensor) for _, tensor in recvs]
+        peers = [peer for peer, _ in recvs]
+        host_recvs = [(peer, host) for peer, (host, _) in zip(peers, self._landings, strict=True)]
+        self._inner = post(label, [(peer, tensor.cpu()) for peer, tensor in sends], host_recvs)
+
+    def wait(self) -> None:
+        self._inner.wait()
+        for host, tensor in self._landings:
+            tensor.detach().copy_(host)
+
+    def poll(self) -> None:
+        self._inner.poll()
