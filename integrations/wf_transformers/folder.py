@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
@@ -16,33 +17,83 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 
-def model_from_folder(folder: str | Path) -> PreTrainedModel:
+def model_from_folder(
+    folder: str | Path, torch_dtype: torch.dtype | None = None
+) -> PreTrainedModel:
     """A causal language model whose weights are mapped from files, and not read.
 
     The system reads what is used, and may drop it again: host memory holds no copy of the model
-    beside the files' pages.
+    beside the files' pages. Weights of another type than the model's are read and converted.
 
     Args:
         folder: what `save_pretrained` wrote, with safetensors.
+        torch_dtype: of the model. None: what its config says, and if it says nothing, as the files
+            have it.
 
     Raises:
-        ValueError: if it has no safetensors files, or tensors with other names than the model's.
+        ValueError: if it has no safetensors files or lacks some, or holds quantized weights, or
+            tensors of other names or shapes than the model's.
     """
     from accelerate import init_empty_weights
 
-    files = sorted(Path(folder).glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} has no *.safetensors files")
+    if not isinstance(torch_dtype, torch.dtype | None):
+        raise ValueError(
+            f"torch_dtype must be such as torch.bfloat16, or None, got {torch_dtype!r}"
+        )
+    files = _weight_files(Path(folder))
     config = AutoConfig.from_pretrained(folder)
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        raise ValueError(f"{folder} holds quantized weights, which are not split: {quantized}")
+    dtype = config.torch_dtype if torch_dtype is None else torch_dtype
     with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, torch_dtype=config.torch_dtype)
+        model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
     tensors: dict[str, Tensor] = {}
     for file in files:
+        tensors |= _mapped(file, dtype)
+    _take(model, tensors, folder)
+    if (Path(folder) / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would read; others may be left from an earlier save."""
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if (whole := folder / SAFE_WEIGHTS_NAME).exists():
+        return [whole]
+    if not index.exists():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise ValueError(f"{folder} has no *.safetensors files")
+        return files
+    names = sorted({*json.loads(index.read_text())["weight_map"].values()})
+    if missing := [name for name in names if not (folder / name).exists()]:
+        raise ValueError(f"{folder} lacks {missing}, which {index.name} names")
+    return [folder / name for name in names]
+
+
+def _mapped(file: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of a file by name; floating ones of another type than `dtype` converted."""
+    try:
         with safe_open(file, framework="pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}
-    unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+            found = {name: opened.get_tensor(name) for name in opened.keys()}
+    except SafetensorError as error:
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if dtype is None:
+        return found
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in found.items()}
+
+
+def _take(model: PreTrainedModel, tensors: dict[str, Tensor], folder: str | Path) -> None:
+    """Give the model these weights; ValueError if they are not all of them, and only these."""
+    try:
+        unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
+    except RuntimeError as error:  # of shapes, a line each
+        first = str(error).splitlines()[1].strip()
+        raise ValueError(f"{folder} does not hold what its config says: {first}") from error
     model.tie_weights()
     missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if missing or unknown:
@@ -50,9 +101,6 @@ def model_from_folder(folder: str | Path) -> PreTrainedModel:
             f"{folder} does not hold a {type(model).__name__} as save_pretrained writes it: "
             f"missing {missing[:3]}, unknown {list(unknown)[:3]}"
         )
-    if (Path(folder) / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model.eval()
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,3 +135,37 @@ def test_autocast_to_another_type_is_refused() -> None:
             out = half(x)
     assert out.dtype == expected.dtype == torch.bfloat16
     torch.testing.assert_close(out, expected, rtol=0, atol=0.02)
+
+
+def test_autocast_leaves_float64_alone() -> None:
+    model, x = Plain().double(), torch.randn(2, 64, dtype=torch.float64)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+        with dispatch_model(model, {0: 60_000}, fast_device()):
+            out = model(x)
+    assert out.dtype == expected.dtype == torch.float64
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+
+
+def test_a_gradient_of_the_weights_is_not_left_out() -> None:
+    """Without a bias nothing else would say that it is missing."""
+    model, x = nn.Sequential(nn.Linear(64, 64, bias=False)), torch.randn(1, 64)
+    with dispatch_model(model, {0: 9_000}, fast_device()):
+        with pytest.raises(NotImplementedError, match=r"under torch\.no_grad\(\)"):
+            model(x)
+        model.requires_grad_(False)
+        assert not model(x).requires_grad
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2, 63), torch.ones(2, 64).double(), torch.ones(())])
+def test_an_input_that_does_not_fit_is_named_before_any_lane_works(wrong: torch.Tensor) -> None:
+    model, x = Plain(), torch.randn(2, 64)
+    with torch.no_grad(), dispatch_model(model, SPLIT, fast_device()) as handle:
+        model(x)
+        before = handle.report()["lanes"]["link"]["bytes"]
+        with pytest.raises(
+            ValueError, match=r"layers\.0 takes an input \(\.\.\., 64\) of .*32, got"
+        ):
+            model(wrong)
+        torch.testing.assert_close(model(x), Plain()(x), rtol=0, atol=1e-5)
+        assert handle.report()["lanes"]["link"]["bytes"] <= 2 * before  # slabs were not lost

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +69,81 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
     make_model("gpt2").config.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
     with pytest.raises(ValueError, match="does not hold a GPT2LMHeadModel.*missing.*unknown"):
         model_from_folder(tmp_path)
+
+
+def save_in_shards(model: Any, folder: Path) -> list[Path]:
+    model.save_pretrained(folder, max_shard_size="20KB")
+    return sorted(folder.glob("*.safetensors"))
+
+
+def same_weights(one: Any, other: Any) -> bool:
+    state = other.state_dict()
+    return all(torch.equal(x, state[key]) for key, x in one.state_dict().items())
+
+
+def test_files_of_an_earlier_save_are_not_mixed_in(tmp_path: Path) -> None:
+    earlier, model = make_model("llama"), make_model("llama")
+    with torch.no_grad():
+        for parameter in earlier.parameters():
+            parameter.mul_(1.5)
+    assert len(save_in_shards(earlier, tmp_path)) > 2
+    index = (tmp_path / "model.safetensors.index.json").read_text()
+    saved = {file.name: file.read_bytes() for file in tmp_path.glob("*.safetensors")}
+    model.save_pretrained(tmp_path, max_shard_size="60KB")  # type: ignore[operator]
+    for name, data in saved.items():  # of another number of shards
+        (tmp_path / name).write_bytes(data)
+    assert same_weights(model_from_folder(tmp_path), model)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    for name, data in saved.items():
+        (tmp_path / name).write_bytes(data)
+    assert same_weights(model_from_folder(tmp_path), model)
+
+
+def test_files_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> None:
+    first, second, *_ = save_in_shards(make_model("llama"), tmp_path)
+    data = first.read_bytes()
+    first.write_bytes(data[:100])
+    with pytest.raises(ValueError, match=f"{first.name} cannot be read"):
+        model_from_folder(tmp_path)
+    first.write_bytes(data)
+    second.unlink()
+    with pytest.raises(ValueError, match=rf"lacks \['{second.name}'\], which .*index.json names"):
+        model_from_folder(tmp_path)
+
+
+def test_a_config_that_is_not_of_these_weights_is_told(tmp_path: Path) -> None:
+    make_model("llama").save_pretrained(tmp_path)  # type: ignore[operator]
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"intermediate_size": 80}))
+    with pytest.raises(ValueError, match="does not hold what its config says.*size mismatch"):
+        model_from_folder(tmp_path)
+    file.write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ValueError, match="holds quantized weights, .*gptq"):
+        model_from_folder(tmp_path)
+
+
+def test_the_type_of_a_folders_model(tmp_path: Path) -> None:
+    """Its config's, as from_pretrained(torch_dtype="auto") has it, or what is asked for."""
+    model = make_model("llama").bfloat16()
+    model.lm_head.float()
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+
+    def types(said: str | None, **words: Any) -> set[torch.dtype]:
+        file.write_text(json.dumps(config | {"torch_dtype": said}))
+        found = model_from_folder(tmp_path, **words)
+        with dispatch_model(found, split_memory(found, 0.5), fast_device()):
+            found.generate(IDS, **WORDS)  # type: ignore[operator]
+        return {parameter.dtype for parameter in found.parameters()}
+
+    assert types("bfloat16") == {torch.bfloat16}
+    assert types("float32") == {torch.float32}
+    assert types("bfloat16", torch_dtype=torch.float32) == {torch.float32}
+    with pytest.raises(ValueError, match="torch_dtype must be such as torch.bfloat16.*'bf16'"):
+        model_from_folder(tmp_path, torch_dtype="bf16")  # type: ignore[arg-type]
 
 
 @pytest.mark.deepspeed

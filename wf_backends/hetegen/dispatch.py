@@ -9,6 +9,7 @@ from dataclasses import replace
 from math import inf
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 
 from wf_backends._validation import is_real, nearest, of_type, parse_bytes
@@ -21,8 +22,32 @@ from wf_backends.hetegen.runner import Runner
 from wf_backends.hetegen.split_weight import split_weights
 
 ACCELERATOR = "accelerator"
-MARK = "_wf_hetegen_split"  # an attribute of modules while they are split
+MARK = "_wf_hetegen_split"  # an attribute of modules while they are split, and of the device
 KEYS = (ACCELERATOR, "cpu")
+
+
+class Mark:
+    """What modules have while they are split. It refuses to be copied, and so do they.
+
+    Its methods are hooks around a module's forward, from which the runner tells passes.
+    """
+
+    def __init__(self) -> None:
+        self.runner: Runner | None = None  # None where everything is resident
+
+    def enter(self, *_: Any) -> None:
+        if self.runner is not None and not torch.compiler.is_compiling():
+            self.runner.enter()
+
+    def leave(self, *_: Any) -> None:
+        if self.runner is not None and not torch.compiler.is_compiling():
+            self.runner.leave()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise ValueError(
+            "a model that is split by dispatch_model is neither copied nor pickled: call "
+            "handle.remove() first, or take its state_dict()"
+        )
 
 
 class Handle:
@@ -47,7 +72,7 @@ class Handle:
 
         call_seconds: from the end of a call to the next, the mean of a pass, the median of passes.
         idle: of the time from the first pass to the end of the last. {"fits": True} where
-        everything is resident.
+        everything is resident. After `remove` it is what it was then.
         """
         return {"fits": True} if self._runner is None else self._runner.report()
 
@@ -90,12 +115,18 @@ def dispatch_model(
 
     Raises:
         ValueError: for a bad size or setting, a model that is not on the CPU or is split already,
-            if there is nothing to split, or if what is not split exceeds the memory.
+            a device that another model uses, if there is nothing to split, or if what is not split
+            exceeds the memory.
     """
     of_type("pin_memory", pin_memory, bool, "True or False")
     _check(alpha, prefetch, batch, prompt)
     _check_model(model)
     of_type("device", device, Device | None, "an Accelerator() or a ShapedDevice(...)")
+    if hasattr(device, MARK):
+        raise ValueError(
+            f"device is that of another model that is split: give each a {type(device).__name__} "
+            "of its own, or call the other's handle.remove() first"
+        )
     accelerator_bytes, host_bytes = _parse(max_memory)
     weights = find_weights(model)
     device = Accelerator() if device is None else device
@@ -175,6 +206,8 @@ def _split(
     """Take memory, and have linears ask the runner; an error undoes all of it."""
     with ExitStack() as undo:
         undo.callback(device.close)
+        setattr(device, MARK, True)
+        undo.callback(delattr, device, MARK)
         runner = None
         if plan.fits:
             weights = []
@@ -183,20 +216,26 @@ def _split(
                 f"{plan.request.accelerator_bytes}: it is simply resident, and nothing is split",
                 stacklevel=3,
             )
+        mark = Mark()
         for module in model.modules():
-            _mark(module, undo)
+            _mark(module, mark, undo)
         _place(_others(model, weights), device, undo)
         if not plan.fits:
             plan, pinned = _pin(plan, device) if pin else (plan, [])
             runner = Runner(plan, weights, device, pinned)
+            undo.callback(runner.end)
             split_weights(weights, runner, undo)
+            mark.runner = runner
         return Handle(model, plan, runner, undo.pop_all())
 
 
-def _mark(module: nn.Module, undo: ExitStack) -> None:
+def _mark(module: nn.Module, mark: Mark, undo: ExitStack) -> None:
     """Note that it is split, and refuse to load weights: copies of the old ones would be used."""
-    setattr(module, MARK, True)
+    setattr(module, MARK, mark)
     undo.callback(delattr, module, MARK)
+    if any(True for _ in module.children()):
+        undo.callback(module.register_forward_pre_hook(mark.enter, prepend=True).remove)
+        undo.callback(module.register_forward_hook(mark.leave, always_call=True).remove)
     undo.callback(module.register_load_state_dict_pre_hook(_refuse_to_load).remove)
 
 
@@ -219,7 +258,7 @@ def _pin(plan: Plan, device: Device) -> tuple[Plan, list[Tensor]]:
     if not plan.slabs:
         return plan, []
     try:
-        return plan, list(device.pinned(plan.slabs * plan.slab_bytes).split(plan.slab_bytes))
+        return plan, [device.pinned(plan.slab_bytes) for _ in range(plan.slabs)]
     except MemoryError as error:
         slower = make_plan(replace(plan.request, rates=plan.rates.unpinned()))
         warnings.warn(

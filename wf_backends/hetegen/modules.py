@@ -55,7 +55,7 @@ def find_weights(model: nn.Module) -> list[HostWeight]:
     found = []
     for name, module in linears:
         tensor = module.weight.detach()
-        if users[id(module.weight)] - tables[id(module.weight)] == 1:
+        if tensor.numel() and users[id(module.weight)] - tables[id(module.weight)] == 1:
             expert = match[0] if (match := EXPERT.match(name)) else ""
             routed = min(1.0, chosen / beside[experts[expert]]) if expert else 1.0
             dim = 0 if type(module) is nn.Linear else 1

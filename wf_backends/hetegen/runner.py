@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
+from threading import Lock
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ class Runner:
         pinned: memory as large as the slabs, through which copies pass; empty: they do not.
 
     Attributes:
-        passes: the latest.
+        passes: the latest; all of them are counted.
         where: the torch device of inputs and outputs.
     """
 
@@ -66,8 +67,33 @@ class Runner:
         ]
         self.where = self._resident[0].device
         self.passes: deque[Pass] = deque(maxlen=PASSES_KEPT)
+        self._num_passes: Counter[Phase] = Counter()
+        self._began: Moment = None
         self._predicted: dict[str, float] = dict.fromkeys(LANES, 0.0)
+        self._before, self._after = self._counts(), None
+        self._depth = 0  # of modules that run
+        self._versions = [_version(weight.tensor) for weight in weights]
+        self._lock = Lock()  # one call at a time, whichever thread it comes from
         self._restart()
+
+    def enter(self) -> None:
+        """A module is called: a pass begins with the next split linear if none was running."""
+        if not self._depth:
+            self._maker.first = None
+        self._depth += 1
+
+    def leave(self) -> None:
+        """A module's call has ended, also one whose hooks failed before `enter`."""
+        self._depth = max(0, self._depth - 1)
+
+    def end(self) -> None:
+        """The report stays as it is, whatever the device does later."""
+        self._after = self._counts()
+
+    def _counts(self) -> dict[str, tuple[float, int]]:
+        """Lane -> what it was busy for, and the bytes, since there is the device."""
+        lanes = self._device.lanes
+        return {name: (lanes[name].busy_seconds, lanes[name].nbytes) for name in LANES}
 
     def _restart(self) -> None:
         """Forget what is in the slabs."""
@@ -79,13 +105,12 @@ class Runner:
 
         Raises:
             NotImplementedError: where a gradient would be needed, or weights of another type.
+            ValueError: for an input that does not fit, or weights that were changed meanwhile.
             Exception: what a lane raised. The lanes are stopped then; the next call starts anew.
         """
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise NotImplementedError(
-                "a split linear has no gradient: call the model under torch.no_grad()"
-            )
+        self._refuse_gradient(index, x)
         x = _as_autocast(x, self._weights[index].tensor.dtype)
+        self._check(index, x)
         rows = self._plan.splits[index].linear.rows
         out = x.new_empty(*x.shape[:-1], rows)
         if x.numel() == 0:
@@ -121,8 +146,10 @@ class Runner:
             return device.copy(rows, pinned, there, after)
         return device.compute(partial(weight.multiply, x, there, out), rows.nbytes, after)
 
-    def lookup(self, table: Tensor, ids: Tensor) -> Tensor:
-        """Rows `ids` (...) of a table (n, d) in host memory, on the device: (..., d)."""
+    def lookup(self, index: int, ids: Tensor) -> Tensor:
+        """Rows `ids` (...) of weight `index` (n, d), a table in host memory: (..., d)."""
+        self._refuse_gradient(index, ids)
+        table = self._weights[index].tensor
         out = table.new_empty(*ids.shape, table.shape[1], device=ids.device)
         with self._stopping_on_errors():
             ids_host, ready = self._device.to_host(ids)
@@ -133,23 +160,47 @@ class Runner:
             self._device.wait([self._device.on_host(look_up, out, out.nbytes, ready)])
         return out
 
+    def _refuse_gradient(self, index: int, x: Tensor) -> None:
+        learned = self._weights[index].module.weight.requires_grad
+        if torch.is_grad_enabled() and (x.requires_grad or learned):
+            raise NotImplementedError(
+                "a split linear has no gradient: call the model under torch.no_grad()"
+            )
+
+    def _check(self, index: int, x: Tensor) -> None:
+        """Refuse an input that the lanes cannot multiply, and weights that they have copies of."""
+        linear, tensor = self._plan.splits[index].linear, self._weights[index].tensor
+        if x.shape[-1:] != (linear.columns,) or x.dtype != tensor.dtype:
+            raise ValueError(
+                f"{linear.name} takes an input (..., {linear.columns}) of {tensor.dtype}, "
+                f"got {tuple(x.shape)} of {x.dtype}"
+            )
+        if _version(tensor) != self._versions[index]:
+            raise ValueError(
+                f"{linear.name}.weight was changed while the model is split, and the accelerator "
+                "has copies of the old one: call handle.remove(), then dispatch_model again"
+            )
+
     def _note_start(self, index: int, phase: Phase) -> None:
         """Of a call, which may begin a pass."""
         now = self._device.now()
         if not self.passes or index == self._maker.first:
             self.passes.append(Pass(phase, now, now, []))
+            self._num_passes[phase] += 1
+            self._began = now if self._began is None else self._began
         else:
             self.passes[-1].between_calls.append((self.passes[-1].end, now))
 
     @contextmanager
     def _stopping_on_errors(self) -> Iterator[None]:
         """Stop the lanes if the block raises anything, Ctrl-C too, and begin anew afterwards."""
-        try:
-            yield
-        except BaseException:
-            self._device.stop()
-            self._restart()
-            raise
+        with self._lock:
+            try:
+                yield
+            except BaseException:
+                self._device.stop()
+                self._restart()
+                raise
 
     def report(self) -> dict:
         """What `Handle.report` returns."""
@@ -161,29 +212,33 @@ class Runner:
             thought = [[between(*pair) for pair in each.between_calls] for each in own]
             calls = [fmean(each) for each in thought if each]
             told[phase] = {
-                "passes": len(own),
+                "passes": self._num_passes[phase],
                 "measured_seconds": median(between(p.start, p.end) for p in own) if own else None,
                 "predicted_seconds": seconds[phase],
                 "call_seconds": median(calls) if calls else None,
             }
-        wall = between(passes[0].start, passes[-1].end) if passes else 0.0
+        wall = between(self._began, passes[-1].end) if passes else 0.0
         told["lanes"] = {name: self._lane_report(name, wall) for name in LANES}
         return told
 
     def _lane_report(self, name: Lane, wall: float) -> dict[str, float]:
-        lane = self._device.lanes[name]
+        now = (self._after or self._counts())[name]
+        busy, nbytes = (late - early for early, late in zip(self._before[name], now, strict=True))
         return {
-            "busy_seconds": lane.busy_seconds,
+            "busy_seconds": busy,
             "predicted_busy_seconds": self._predicted[name],
-            "idle_seconds": max(0.0, wall - lane.busy_seconds),
-            "bytes": lane.nbytes,
+            "idle_seconds": max(0.0, wall - busy),
+            "bytes": nbytes,
         }
 
 
 def _as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The input as autocast, where it is on, would give it to a product with weights of `dtype`."""
+    """The input as autocast, where it is on, would give it to a product with weights of `dtype`.
+
+    It leaves float64 alone.
+    """
     kind = x.device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.is_autocast_enabled(kind) or torch.float64 in (x.dtype, dtype):
         return x
     if torch.get_autocast_dtype(kind) != dtype:
         raise NotImplementedError(
@@ -192,6 +247,11 @@ def _as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
             "dispatch_model"
         )
     return x.to(dtype)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to; 0 of one that does not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _like(rows: Tensor, memory: Tensor) -> Tensor:

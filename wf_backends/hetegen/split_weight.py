@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wf_backends._compile import eager
 from wf_backends.hetegen.modules import HostWeight
 from wf_backends.hetegen.runner import Runner
 
@@ -43,6 +44,10 @@ class SplitWeight(nn.Parameter):
             )
         if func == Tensor.device.__get__ and "where" in vars(args[0]):
             return args[0].where
+        if func == Tensor.data.__get__:  # that counts what is written to it, unlike data
+            return args[0].detach()
+        if func == Tensor.data.__set__:
+            return _refuse_to_move(*args)
         name, place = PRODUCTS.get(func, ("", 0))
         weight = args[place] if len(args) > place else kwargs.get("weight")
         products = vars(weight).get("products", {}) if isinstance(weight, cls) else {}
@@ -65,6 +70,18 @@ PRODUCTS: dict[Any, tuple[str, int]] = {
 SLICES = (Tensor.narrow, aten.slice.Tensor)  # by which a chunked graph reads part of a weight
 
 
+def _refuse_to_move(weight: Tensor, other: Tensor) -> None:
+    """Refuse other memory or another type, as model.to(...) gives it; the same again is no change.
+
+    Raises:
+        ValueError: naming what would be right.
+    """
+    if (other.data_ptr(), other.dtype) != (weight.data_ptr(), weight.dtype):
+        raise ValueError(
+            "a split weight is neither moved nor converted nor replaced: call handle.remove() first"
+        )
+
+
 def split_weights(weights: list[HostWeight], runner: Runner, undo: ExitStack) -> None:
     """Have the runner compute the products of these weights."""
     for index, weight in enumerate(weights):
@@ -78,12 +95,14 @@ def split_weights(weights: list[HostWeight], runner: Runner, undo: ExitStack) ->
 
 
 def _products(weight: HostWeight, runner: Runner, index: int) -> dict[str, Callable[..., Tensor]]:
+    @eager
     def linear(input: Tensor, bias: Tensor | None = None) -> Tensor:
         out = runner.linear(index, input)
         return out if bias is None else out.add_(bias)
 
+    @eager
     def embedding(input: Tensor, *_: Any, **__: Any) -> Tensor:
-        return runner.lookup(weight.tensor, input)
+        return runner.lookup(index, input)
 
     if weight.dim == 1:
         return {"addmm": lambda bias, input: linear(input, bias)}

@@ -1,0 +1,133 @@
+"""A split model whose weights are changed, copied or shared out: made right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.hetegen.models import Plain, fast_device
+from wf_backends.hetegen import dispatch_model
+
+SPLIT = {0: 30_000}
+FITS = {0: "1MB"}
+
+
+def by_data(weight: Tensor) -> None:
+    weight.data += 1
+
+
+def by_its_state(weight: Tensor) -> None:
+    weight.detach()[0].add_(1)
+
+
+@pytest.mark.parametrize("change", [lambda weight: weight.add_(1), by_data, by_its_state])
+def test_weights_that_are_written_to_are_not_computed_with_old_copies(
+    change: Callable[[Tensor], object],
+) -> None:
+    model, other, x = Plain(), Plain(), torch.randn(2, 64)
+    with torch.no_grad():
+        handle = dispatch_model(model, SPLIT, fast_device())
+        model(x)
+        for one in (model, other):
+            change(one.layers[1].weight)
+        with pytest.raises(ValueError, match=r"layers\.1\.weight was changed.*handle\.remove\(\)"):
+            model(x)
+        handle.remove()
+        assert torch.equal(model(x), other(x))
+        with dispatch_model(model, SPLIT, fast_device()):
+            torch.testing.assert_close(model(x), other(x), rtol=0, atol=1e-5)
+
+
+def test_a_split_model_is_not_converted() -> None:
+    """The lanes would compute with the weights of before, and keep their memory."""
+    model, x = Plain(), torch.randn(2, 64)
+    with torch.no_grad():
+        expected = model(x)
+        handle = dispatch_model(model, SPLIT, fast_device())
+        model.to("cpu").float()  # what changes nothing is taken
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5)
+        for convert in (lambda: model.bfloat16(), lambda: model.to(torch.float16)):
+            with pytest.raises(ValueError, match=r"neither moved nor converted.*handle\.remove"):
+                convert()
+        handle.remove()
+        assert torch.equal(model(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore:the model takes")
+@pytest.mark.parametrize("memory", [SPLIT, FITS])
+def test_a_split_model_is_neither_copied_nor_pickled(memory: dict) -> None:
+    """A copy would hold an accelerator's memory that no `remove` gives back."""
+    model, x = Plain(), torch.randn(2, 64)
+    with dispatch_model(model, memory, fast_device()):
+        for act in (copy.deepcopy, lambda one: torch.save(one, io.BytesIO())):
+            with pytest.raises(ValueError, match=r"neither copied nor pickled.*handle\.remove\(\)"):
+                act(model)
+        torch.save(model.state_dict(), saved := io.BytesIO())
+    saved.seek(0)
+    assert all(torch.equal(x, Plain().state_dict()[k]) for k, x in torch.load(saved).items())
+    assert torch.equal(copy.deepcopy(model)(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore:the model takes")
+@pytest.mark.parametrize("memory", [SPLIT, FITS])
+def test_a_device_is_that_of_one_model(memory: dict) -> None:
+    """Its lanes stop at an error of either, and its memory is counted for one."""
+    model, other, device = Plain(), Plain(), fast_device()
+    handle = dispatch_model(model, memory, device)
+    with pytest.raises(ValueError, match="device is that of another model.*a ShapedDevice of its"):
+        dispatch_model(other, memory, device)
+    handle.remove()
+    dispatch_model(other, memory, device).remove()
+
+
+def test_several_threads_call_one_model() -> None:
+    model, alone = Plain(6), Plain(6)
+    wrong: list[object] = []
+
+    def call(seed: int) -> None:
+        x = torch.randn(2, 64, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            for _ in range(20):
+                try:
+                    torch.testing.assert_close(model(x), alone(x), rtol=0, atol=1e-5)
+                except Exception as error:
+                    wrong.append(error)
+
+    with dispatch_model(model, {0: 50_000}, fast_device()):
+        threads = [threading.Thread(target=call, args=(seed,), daemon=True) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+class Mixed(nn.Module):
+    """Rows of 66 bytes in bfloat16, beside float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.narrow = nn.Linear(33, 65, dtype=torch.bfloat16)
+        self.whole = nn.Linear(16, 40)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.whole(self.narrow(x.bfloat16()).float()[..., :16])
+
+
+def test_slabs_hold_rows_of_several_types() -> None:
+    x = torch.ones(2, 33)
+    with torch.no_grad():
+        expected = Mixed()(x)
+        model = Mixed()
+        with dispatch_model(model, {0: 2_500}, fast_device(), alpha=0.0) as handle:
+            assert handle.plan.slab_bytes % 4  # where each begins in one memory
+            for _ in range(2):
+                torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-2)
