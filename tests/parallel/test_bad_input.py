@@ -68,6 +68,19 @@ def test_a_scale_that_is_learned_is_refused_not_left_without_its_gradient():
     alone().attention(*qkv(), softmax_scale=scale.detach())
 
 
+def test_a_scale_that_is_no_number_is_refused():
+    for scale in (float("nan"), float("inf"), "0.5", True, [1], 1j, torch.ones(2)):
+        refused(same, "softmax_scale must be a finite number or None", softmax_scale=scale)
+
+
+def test_lengths_and_names_that_are_none_are_refused():
+    for seqlen in ("8", 8.0, 0, -8, True):
+        refused(same, "seqlen must be a positive integer, got", seqlen=seqlen)
+    refused(same, r"seqlen must be the rows of q of all ranks, \[8\], together; got 9", seqlen=9)
+    for name in (5, ["layer"]):
+        refused(same, "name must be the name of a layer or None", name=name)
+
+
 def test_dropout_that_is_no_probability_or_seed_is_refused():
     for p in (-0.1, 1.0, 1.5, float("nan"), "0.1", True, None):
         refused(same, r"dropout_p must be a number in \[0, 1\)", dropout_p=p)
@@ -115,7 +128,10 @@ def test_masks_that_do_not_fit_are_refused():
     refused(same, "end at the sequence length 8, got 6", cu_seqlens=[0, 3, 6])
     refused(same, "host integers", cu_seqlens=torch.tensor([0, 8]))
     refused(same, r"host integers, got \[0, 3.5, 8\]", cu_seqlens=[0, 3.5, 8])
-    for window in ((-3, 0), (1, 2, 3), 3, None):
+    for causal in ("no", "False", 1, None, torch.tensor(True)):
+        refused(same, "causal must be True or False, got", causal=causal)
+        refused(same, "causal must be True or False, got", causal=causal, window_size=(2, 0))
+    for window in ((-3, 0), (1, 2, 3), 3, None, (True, False)):
         refused(same, r"window_size must be \(left, right\)", window_size=window)
 
     def shorter(q, k, v):
@@ -239,6 +255,24 @@ def test_a_dim_that_the_tensor_lacks_is_named(act):
         ValueError, match=r"dim must be one of the 1 dimensions of a tensor \(8,\), got 1"
     ):
         getattr(alone(), act)(torch.zeros(8))
+
+
+@pytest.mark.parametrize("dim", ["1", 1.0, None])
+def test_a_dim_that_is_no_number_is_refused(dim):
+    for act in (alone().shard, alone().unshard):
+        with pytest.raises(ValueError, match="dim must be one of the 2 dimensions"):
+            act(torch.zeros(2, 8), dim)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "document_zigzag"])
+def test_documents_that_are_none_are_refused_where_a_tensor_is_cut(layout):
+    """Under document_zigzag ranks would own rows twice, or none would."""
+    sp, x = alone(layout=layout), torch.zeros(1, 8)
+    acts = sp.shard, sp.unshard, lambda x, **words: sp.positions(8, **words)
+    for borders in ([0, 5, 3, 8], [0, 4, 4, 8], [2, 8], [0, 8.5], torch.tensor([0, 8]), []):
+        for act in acts:
+            with pytest.raises(ValueError, match="cu_seqlens must be"):
+                act(x, cu_seqlens=borders)
 
 
 def test_a_tensor_that_is_no_shard_is_not_joined():

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from wf_backends._compile import eager, refuse_transforms
+from wf_backends._validation import positive
 from wf_backends.comm import ConsistencyCheck, Pass, gather_small
 from wf_backends.kernels import Dropout, KernelSpec, Scores
 from wf_backends.parallel.planned_calls import PlannedCalls
@@ -31,6 +32,7 @@ from wf_backends.runtime import (
 )
 from wf_backends.schedule import Mask, make_mask
 
+MAX_TOKENS = 1 << 62
 PLAIN = (make_mask(), make_mask(causal=True))  # the masks of most calls, causal or not
 
 
@@ -121,10 +123,11 @@ class AttentionOfSequence:
             softmax = (
                 plain_softmax(q.shape[-1]) if usual else make_softmax(q, *options, position_bias)
             )
+            _check_words(seqlen, name)
             slices = q_ranges, k_ranges, attn_mask_types
             plain = cu_seqlens is q_ranges is k_ranges is attn_mask_types is None
-            if plain and window_size == (-1, -1):
-                mask = PLAIN[bool(causal)]
+            if plain and window_size == (-1, -1) and isinstance(causal, bool):
+                mask = PLAIN[causal]
             else:
                 mask = make_mask(causal, window_size, cu_seqlens, seqlen, *slices)
         planned = self._attention.call(q, k, v, mask, softmax, seqlen, name)
@@ -165,6 +168,11 @@ class DistributedAttention(PlannedCalls):
         self.comm.enter(now)
         told = self._consistency.check(same, lengths, q, layer=layer, words=words)
         self._calls = now.number  # not where a rank refused
+        if seqlen is not None and sum(told["q rows"]) != seqlen:  # as it is on all ranks
+            raise ValueError(
+                f"seqlen must be the rows of q of all ranks, {list(told['q rows'])}, together; "
+                f"got {seqlen}"
+            )
         call, group = self._planned(tuple(told.items()), mask, spec, b, latent)
         if scores.dropout is not None and scores.dropout.seed is None:
             scores = self._draw_seed(scores, scores.dropout, q.device)
@@ -191,6 +199,14 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, group: HeadGroup, learned: 
     q, k, v = heads_for_tokens((q, k, v), group.qkv(0), group.comm, "ulysses qkv", call.now)
     out = Attention.apply(q, k, v, call.of_heads(heads), *learned.of_heads(heads))
     return tokens_for_heads((out,), group.out(0), group.comm, "ulysses out", call.now)[0]
+
+
+def _check_words(seqlen: object, name: object) -> None:
+    """Refuse what is no length and no name; ValueError."""
+    if seqlen is not None:
+        positive("seqlen", seqlen, most=MAX_TOKENS)
+    if name is not None and not isinstance(name, str):
+        raise ValueError(f"name must be the name of a layer or None, got {name!r}")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) -> None:

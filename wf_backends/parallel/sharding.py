@@ -16,7 +16,7 @@ from wf_backends._compile import eager
 from wf_backends.comm import Communicator, ConsistencyCheck, fingerprint, move
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.runtime import dimension, gather_shards, positions, take_shard
-from wf_backends.schedule import Layout, Mask, Slice, layout_of, make_layout, make_mask
+from wf_backends.schedule import Layout, layout_of, make_layout, make_mask
 
 
 class SliceWords(TypedDict, total=False):
@@ -91,13 +91,11 @@ class Sharding:
             ValueError: if the ranks' tensors are not the shards of one tensor, or have no such dim.
         """
         with self._consistency:  # if it is refused here, it is on all ranks
-            dim = dimension(x, dim)
+            dim, mask = dimension(x, dim), make_mask(cu_seqlens=cu_seqlens, **slices)
         others = [n for axis, n in enumerate(x.shape) if axis != dim]
         same = {"dtype": fingerprint(x.dtype), "shape beside dim": fingerprint(others)}
         told = self._consistency.check(same, {"rows": x.shape[dim]}, x, remember=False)
         rows = told["rows"]  # of others they may have changed where this rank's are the same
-        borders = None if cu_seqlens is None else tuple(cu_seqlens)
-        mask = Mask(cu_seqlens=borders, slices=_slices(cu_seqlens, slices))
         layout = layout_of(self.config.layout, rows, mask, f"dim {dim} of x")
         there, back = (partial(f, self.comm, layout, dim) for f in (gather_shards, take_shard))
         return move(x, there, back, "unshard")
@@ -113,10 +111,5 @@ class Sharding:
         return positions(self._layout(seqlen, cu_seqlens, slices)[self.rank], device)
 
     def _layout(self, seqlen: int, cu_seqlens: Sequence[int] | None, words: SliceWords) -> Layout:
-        slices = _slices(cu_seqlens, words)
-        return make_layout(self.config.layout, self.size, seqlen, cu_seqlens, slices)
-
-
-def _slices(cu_seqlens: Sequence[int] | None, words: SliceWords) -> tuple[Slice, ...] | None:
-    """The slices of a mask that is told in these words; None where it is told otherwise."""
-    return make_mask(cu_seqlens=cu_seqlens, **words).slices if words else None
+        mask = make_mask(cu_seqlens=cu_seqlens, seqlen=seqlen, **words)
+        return make_layout(self.config.layout, self.size, seqlen, mask.cu_seqlens, mask.slices)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from math import inf, sqrt
+from math import inf, isfinite, sqrt
+from numbers import Real
 from typing import Any
 
 import torch
@@ -49,11 +50,11 @@ def make_softmax(
     """What `SequenceParallel.attention` was told.
 
     Raises:
-        ValueError: for a softmax_scale that requires a gradient, a softcap that is no number from
-            0 on, sinks or slopes of another length than the heads, of another device or no floats,
-            slopes that require a gradient or a scale of 0 beside them, a position_bias that is no
-            (heads, odd number), a dropout_p outside [0, 1), and a dropout_seed that is no integer
-            in [0, 2**63).
+        ValueError: for a softmax_scale that requires a gradient or is no finite number, a softcap
+            that is no number from 0 on, sinks or slopes of another length than the heads, of
+            another device or no floats, slopes that require a gradient or a scale of 0 beside them,
+            a position_bias that is no (heads, odd number), a dropout_p outside [0, 1), and a
+            dropout_seed that is no integer in [0, 2**63).
     """
     scale = _scale(softmax_scale, q.shape[3])
     cap = _softcap(softcap)
@@ -87,7 +88,13 @@ def _scale(softmax_scale: Any, head_dim: int) -> float:
             "softmax_scale must be a number, got a tensor that requires a gradient, which would be "
             "lost: multiply q by it"
         )
-    return 1 / sqrt(head_dim) if softmax_scale is None else float(softmax_scale)
+    if softmax_scale is None:
+        return 1 / sqrt(head_dim)
+    is_scalar = isinstance(softmax_scale, Tensor) and softmax_scale.numel() == 1
+    is_number = isinstance(softmax_scale, Real) and not isinstance(softmax_scale, bool)
+    if not (is_scalar or is_number) or not isfinite(softmax_scale):
+        raise ValueError(f"softmax_scale must be a finite number or None, got {softmax_scale!r}")
+    return float(softmax_scale)
 
 
 def _softcap(softcap: Any) -> float:

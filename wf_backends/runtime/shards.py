@@ -17,10 +17,10 @@ def dimension(x: Tensor, dim: int, name: str = "dim") -> int:
     Raises:
         ValueError: if x has no such dimension, naming it by `name`.
     """
-    if not -x.dim() <= dim < x.dim():
+    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise ValueError(
             f"{name} must be one of the {x.dim()} dimensions of a tensor {tuple(x.shape)}, "
-            f"got {dim}"
+            f"got {dim!r}"
         )
     return dim % x.dim()
 

@@ -101,13 +101,15 @@ def make_mask(
         q_ranges, k_ranges, attn_mask_types: slices, see `slices.make_slices`; in place of the rest.
 
     Raises:
-        ValueError: if a window is malformed, cu_seqlens is not 0 = c0 < c1 < ... = S, or slices
-            are malformed, overlap or come with causal, window_size or cu_seqlens.
+        ValueError: if causal is no bool, a window is malformed, cu_seqlens is not 0 = c0 < c1 < ...
+            = S, or slices are malformed, overlap or come with causal, window_size or cu_seqlens.
     """
     words = (q_ranges, k_ranges, attn_mask_types)
     if any(value is not None for value in words):
         _refuse_beside_slices(causal, window_size, cu_seqlens)
         return Mask(slices=make_slices(*words))
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be True or False, got {causal!r}")
     left, right = _bounds(window_size)
     borders = None if cu_seqlens is None else _borders(cu_seqlens, seqlen)
     return Mask(Band(left, min(right, 0) if causal else right), borders)
@@ -127,7 +129,7 @@ def _refuse_beside_slices(
 
 def _bounds(window_size: tuple[int, int]) -> tuple[Bound, Bound]:
     pair = isinstance(window_size, Sequence) and len(window_size) == 2
-    if not pair or not all(isinstance(w, int) and w >= -1 for w in window_size):
+    if not pair or not all(type(w) is int and w >= -1 for w in window_size):
         raise ValueError(
             f"window_size must be (left, right) in tokens, -1 = unlimited; got {window_size!r}"
         )
