@@ -257,6 +257,15 @@ def test_a_dim_that_the_tensor_lacks_is_named(act):
         getattr(alone(), act)(torch.zeros(8))
 
 
+def test_a_batch_and_labels_that_are_none_are_refused():
+    for batch in ([torch.zeros(1, 8)], None, torch.zeros(1, 8)):
+        with pytest.raises(ValueError, match='a batch must be such as {"input_ids": ids}, got a'):
+            alone().shard_batch(batch)
+    for dtype in (torch.float32, torch.bool):
+        with pytest.raises(ValueError, match=f"labels must be integers, got {dtype}"):
+            alone().loss(torch.zeros(1, 8, 5), torch.zeros(1, 8, dtype=dtype))
+
+
 @pytest.mark.parametrize("dim", ["1", 1.0, None])
 def test_a_dim_that_is_no_number_is_refused(dim):
     for act in (alone().shard, alone().unshard):

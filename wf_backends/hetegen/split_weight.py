@@ -19,6 +19,7 @@ from wf_backends.hetegen.modules import HostWeight
 from wf_backends.hetegen.runner import Runner
 
 aten = torch.ops.aten
+DATA: Any = Tensor.data  # the descriptor
 
 
 class SplitWeight(nn.Parameter):
@@ -44,9 +45,9 @@ class SplitWeight(nn.Parameter):
             )
         if func == Tensor.device.__get__ and "where" in vars(args[0]):
             return args[0].where
-        if func == Tensor.data.__get__:  # that counts what is written to it, unlike data
+        if func == DATA.__get__:  # that counts what is written to it, unlike data
             return args[0].detach()
-        if func == Tensor.data.__set__:
+        if func == DATA.__set__:
             return _refuse_to_move(*args)
         name, place = PRODUCTS.get(func, ("", 0))
         weight = args[place] if len(args) > place else kwargs.get("weight")

@@ -60,6 +60,8 @@ def prepare_batch(
     """
     if multiple < 1:
         raise ValueError(f"multiple must be at least 1 token, got {multiple}")
+    if not isinstance(batch, Mapping):
+        raise ValueError(f'a batch must be such as {{"input_ids": ids}}, got a {_describe(batch)}')
     told = {k: batch[k] for k in ("cu_seqlens", *SLICE_WORDS) if batch.get(k) is not None}
     tensors = {k: v for k, v in batch.items() if k not in told and v is not None}
     size, seqlen = _shape(tensors)

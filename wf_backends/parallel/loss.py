@@ -34,13 +34,15 @@ def token_loss(
         A scalar, float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: if the shapes of logits and labels do not belong together.
+        ValueError: if the shapes of logits and labels do not belong together, or labels are none.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
             f"labels must have the shape of logits without the vocabulary, "
             f"{tuple(logits.shape[:-1])}, got {tuple(labels.shape)}"
         )
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels must be integers, got {labels.dtype}")
     total = _CrossEntropySum.apply(logits.flatten(0, -2), labels.flatten(), ignore_index)
     return total / at_least_one(num_valid)
 
