@@ -56,10 +56,10 @@ def head_splits(request: Request, min_hidden_share: float = MIN_HIDDEN_SHARE) ->
 def _hides(split: HeadSplit, share: float) -> bool:
     """Whether exchanges in chunks may hide more than this share of the computing time."""
     hidden_s = ulysses_cost(replace(split, chunks=1)).seconds - ulysses_cost(split).seconds
-    return 2 * hidden_s > share * even_s(split)
+    return 2 * hidden_s > share * _even_s(split)
 
 
-def even_s(split: HeadSplit) -> float:
+def _even_s(split: HeadSplit) -> float:
     """Seconds of computing in both passes if every rank has the same share: no plan takes less."""
     rates = (kind.seconds_per_score(split) for kind in (FORWARD, BACKWARDS["keys"]))
     return split.workload.scores / split.route_size * split.chunks * sum(rates)

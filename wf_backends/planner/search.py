@@ -11,15 +11,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
-from math import inf
 from threading import Lock
 
 from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost
-from wf_backends.planner.head_splits import around, even_s, head_splits
+from wf_backends.planner.head_splits import around, head_splits
 from wf_backends.planner.plan import BACKWARDS, Choice, PassPlan, Plan, Request
 from wf_backends.planner.proxy import alike, counted, packed
-from wf_backends.planner.ranking import TIE, best_of, fastest_of, ranked
+from wf_backends.planner.ranking import best_of, fastest_of, ranked
 from wf_backends.planner.route_shape import RouteShape, shape_of
 from wf_backends.planner.workload import FORWARD, HeadSplit, PassKind
 from wf_backends.schedule import Placed, place, placements
@@ -87,30 +86,16 @@ def best_plan(request: Request) -> Plan:
     splits = head_splits(request)
     if request.is_exact and not request.workload.mask.is_near:
         splits = _promising(request, splits)
-    plan = _best_of(request, splits)
+    plan = _sorted_plans(request, splits)[0]
     if plan.cost.memory_bytes > request.memory_limit:
         plan = all_plans(request)[0]
     return check_memory(plan, request)
 
 
-def _best_of(request: Request, splits: Sequence[HeadSplit]) -> Plan:
-    """The best plan of these head splits; splits that cannot be as fast as it are not priced."""
-    least = ((around(split).seconds + even_s(split), split) for split in splits)
-    plans, fastest = list[Plan](), inf
-    for least_s, split in sorted(least, key=lambda pair: pair[0]):
-        if least_s > (1 + TIE) * fastest:
-            break
-        found = list(_plans(request, split))
-        fits = (one.cost for one in found if one.cost.memory_bytes <= request.memory_limit)
-        fastest = min([fastest, *(cost.seconds for cost in fits)])
-        plans += found
-    return ranked(plans, request)[0]
-
-
 def _promising(request: Request, splits: Sequence[HeadSplit]) -> list[HeadSplit]:
     """The head splits that closed forms find the best: a few of all, and a few without chunks."""
     roughly = replace(request, exact_up_to=0)
-    found = {_best_of(roughly, [split]): split for split in splits}
+    found = {_sorted_plans(roughly, [split])[0]: split for split in splits}
     splits = [found[plan] for plan in ranked(list(found), roughly)]
     by_ranks: dict[tuple[int, int], HeadSplit] = {}
     for split in splits:
