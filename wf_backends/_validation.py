@@ -1,5 +1,5 @@
 # pyright: reportUnnecessaryIsInstance=false
-"""Checks of a user's values, and what was meant by a misspelt one.
+"""Checks of a user's values, and what was meant by a misspelt one; plain data read back.
 
 Pure: standard library only.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
+from math import isfinite
 from reprlib import repr as short
-from typing import Any, cast
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 AUTO = "auto"
 UNITS = {
@@ -19,6 +21,9 @@ UNITS = {
 }
 MOST = 2**16  # ranks, layers and parts that anyone has; more would take long to look at
 MOST_SECONDS = 1e9  # of a timeout; torch counts nanoseconds in 64 bits
+
+_NAMES = {int: "an integer", float: "a finite number", str: "a string", bool: "true or false"}
+Data = TypeVar("Data")
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
@@ -105,3 +110,56 @@ def parse_bytes(name: str, value: object) -> int:
             f'{name} must be a number of bytes or a size such as "20GB" or "20GiB", got {value!r}'
         )
     return int(float(match[1]) * units[match[2].upper()])
+
+
+def read_plain(kind: type[Data], words: object, where: str) -> Data:
+    """The dataclass `kind` of a JSON object that has its fields as keys.
+
+    Fields are integers, floats, strings, booleans, literals, other such dataclasses, and tuples of
+    these. `where` is what the object is called in errors.
+
+    Raises:
+        ValueError: naming the key that is unknown, missing or of another type, and its value.
+    """
+    known = {field.name: field for field in fields(cast(Any, kind))}
+    if not isinstance(words, Mapping):
+        raise ValueError(
+            f"{where} must be an object with the keys {list(known)}, got {short(words)}"
+        )
+    given = cast(Mapping[str, object], words)
+    for key in given:
+        if key not in known:
+            raise ValueError(
+                f"{where} has no key {key!r}{nearest(key, known)} (keys: {list(known)})"
+            )
+    for key, field in known.items():
+        if key not in given and field.default is MISSING:
+            raise ValueError(f"{where}: {key!r} is missing (keys: {list(known)})")
+    kinds = get_type_hints(kind)
+    return kind(**{key: _read(kinds[key], value, f"{where}.{key}") for key, value in given.items()})
+
+
+def _read(kind: Any, value: object, where: str) -> Any:
+    if is_dataclass(kind):
+        return read_plain(cast(type[Any], kind), value, where)
+    if get_origin(kind) is Literal:
+        one_of(where, value, get_args(kind))
+        return value
+    if get_origin(kind) is tuple:
+        return tuple(_items(get_args(kind), value, where))
+    right = type(value) is kind or (kind is float and type(value) is int)
+    if not right or (kind is float and not isfinite(cast(float, value))):
+        raise ValueError(f"{where} must be {_NAMES[kind]}, got {short(value)}")
+    return value
+
+
+def _items(kinds: tuple[Any, ...], value: object, where: str) -> Iterable[Any]:
+    if not isinstance(value, list):
+        raise ValueError(f"{where} must be a list, got {short(value)}")
+    items = cast(list[object], value)
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(items)
+    if len(items) != len(kinds):
+        raise ValueError(f"{where} must have {len(kinds)} items, got {short(items)}")
+    each = enumerate(zip(kinds, items, strict=True))
+    return [_read(kind, item, f"{where}[{i}]") for i, (kind, item) in each]

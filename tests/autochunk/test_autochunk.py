@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -13,10 +15,11 @@ from torch.utils import _pytree as pytree
 from transformers import DynamicCache
 
 from tests.graph.models import NAMES, TOKENS, model_and_inputs
-from wf_backends.autochunk import ChunkPlan, autochunk
+from wf_backends.autochunk import ChunkedPart, ChunkPlan, autochunk
 from wf_backends.graph import StorageTracker
 
 ANY = 4.0  # slowdown: these models are small, and memory is the matter here
+PART = asdict(ChunkedPart("a", "b", 0, 1, 4, 2, "layer"))
 
 
 def measured_peak(model: nn.Module, kwargs: dict[str, Any]) -> int:
@@ -273,6 +276,14 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"max_memory=1000 bytes: no plan fits. The closest"):
             autochunk(model, kwargs=kwargs, max_memory=1000, max_slowdown=ANY)
 
+    def test_what_the_closest_plan_needs_is_enough(self) -> None:
+        """A region that is built may need more than was predicted."""
+        model, x = nn.Sequential(Constant(), Constant()).eval(), torch.randn(128, 8)
+        with pytest.raises(ValueError, match="The closest one needs") as refused:
+            autochunk(model, (x,), max_memory=0.01, max_slowdown=1e9)
+        least = int(str(refused.value).split("needs ")[1].split()[0])
+        assert autochunk(model, (x,), max_memory=least, max_slowdown=1e9).plan.peak == least
+
     def test_a_budget_that_only_a_slow_plan_fits_says_how_slow(self) -> None:
         model, kwargs = model_and_inputs("gpt2", "eager")
         with pytest.raises(ValueError, match=r"only with a predicted slowdown of .*max_slowdown=0"):
@@ -311,10 +322,37 @@ class TestRefusals:
         with pytest.raises(ValueError, match="plan was made for another model or other input"):
             autochunk(model, kwargs=kwargs, plan=plan)
 
-    def test_a_text_that_is_no_plan(self) -> None:
-        for text in ("", "3", "{}", '{"regions": [1]}'):
-            with pytest.raises(ValueError, match="no chunk plan"):
-                ChunkPlan.from_json(text)
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            ("", "no chunk plan .*Expecting value"),
+            ("3", "plan must be an object"),
+            ({"peak": None}, "plan.peak must be an integer, got None"),
+            ({"peak": -1}, "plan.peak must be 0 or more, got -1"),
+            ({"peak": ...}, "plan: 'peak' is missing"),
+            ({"peeks": 3}, "plan has no key 'peeks'; did you mean 'peak'"),
+            ({"slowdown": float("nan")}, "plan.slowdown must be a finite number, got nan"),
+            ({"copied": "all"}, "plan.copied must be one of .*got 'all'"),
+            ({"walls": [["sort"]]}, r"plan.walls\[0\] must have 2 items"),
+            ({"regions": {}}, "plan.regions must be a list"),
+            ({"regions": [1]}, r"plan.regions\[0\] must be an object"),
+            ({"regions": [PART | {"dim": True}]}, r"regions\[0\].dim must be an integer, got True"),
+            ({"regions": [PART | {"length": 0}]}, r"regions\[0\].length must be 1 or more, got 0"),
+        ],
+    )
+    def test_a_text_that_is_no_plan(self, words: Any, told: str) -> None:
+        if isinstance(words, dict):
+            whole = asdict(ChunkPlan("f", (), 1, 2, 0.0)) | words
+            words = json.dumps({key: value for key, value in whole.items() if value is not ...})
+        with pytest.raises(ValueError, match=told):
+            ChunkPlan.from_json(words)
+
+    def test_a_plan_whose_regions_overlap(self) -> None:
+        x = torch.randn(128, 8)
+        plan = autochunk(Constant().eval(), (x,), max_slowdown=ANY).plan
+        twice = replace(plan, regions=plan.regions * 2)
+        with pytest.raises(ValueError, match="the plan's regions .* overlap"):
+            autochunk(Constant().eval(), (x,), plan=twice)
 
     def test_control_flow_by_values_names_the_reason(
         self, capfd: pytest.CaptureFixture[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,8 @@ def test_a_plan_is_plain_data() -> None:
     for wrong in ("[]", "{}", "no", '{"tiles": [{"name": "a"}], "refused": []}'):
         with pytest.raises(ValueError, match="no training plan"):
             TrainingPlan.from_json(wrong)
+    with pytest.raises(ValueError, match="plan.peak must be an integer, got '3'"):
+        TrainingPlan.from_json(json.dumps(json.loads(plan.to_json()) | {"peak": "3"}))
 
 
 def test_autochunk_of_a_model_in_training() -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
 
+from wf_backends._validation import read_plain
 from wf_backends.graph import Copied
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -65,14 +65,13 @@ class ChunkPlan:
     def from_json(text: str) -> ChunkPlan:
         """The plan that `to_json` wrote.
 
-        Raises ValueError for a text that holds no plan.
+        Raises ValueError for a text that holds no plan, with the key that is wrong.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
-            regions = tuple(ChunkedPart(**part) for part in data.pop("regions"))
-            walls = tuple((name, count) for name, count in data.pop("walls"))
-            return ChunkPlan(regions=regions, walls=walls, **data)
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            plan = read_plain(ChunkPlan, json.loads(text), "plan")
+            _check_numbers(plan)
+            return plan
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"this text is no chunk plan (see ChunkPlan.to_json): {error}"
             ) from error
@@ -101,6 +100,21 @@ class ChunkPlan:
             named = ", ".join(f"{name} ({count} times)" for name, count in self.walls)
             lines.append(f"  never sliced, because there is no rule for it: {named}")
         return "\n".join(lines)
+
+
+def _check_numbers(plan: ChunkPlan) -> None:
+    """Refuse numbers that no search gives."""
+    least = {"plan": {"peak": 0, "peak_before": 0}}
+    least |= {
+        f"plan.regions[{i}]": {"dim": 0, "length": 1, "rows": 1, "operators": 1}
+        for i in range(len(plan.regions))
+    }
+    for (where, names), owner in zip(least.items(), (plan, *plan.regions), strict=True):
+        for name, lowest in names.items():
+            if getattr(owner, name) < lowest:
+                raise ValueError(
+                    f"{where}.{name} must be {lowest} or more, got {getattr(owner, name)}"
+                )
 
 
 def _folded(regions: tuple[ChunkedPart, ...]) -> list[tuple[ChunkedPart, int]]:

@@ -57,8 +57,6 @@ def find_plan(
             if _fits(plan, limit, budget):
                 return plan, lowered
     best = min(forms, key=lambda form: _badness(form.found, limit, budget))
-    if limit is not None:  # what is built needs no less than is predicted
-        _check_fits(_planned(best, best.found, model), limit, budget)
     plan, lowered = _built(best, model, limit, effects)
     if limit is not None:
         _check_fits(plan, limit, budget)
@@ -113,7 +111,7 @@ def _planned(form: _Form, found: Selection, model: ChunkPlan) -> ChunkPlan:
 def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
     """The module of a plan that was made before.
 
-    Raises ValueError where it was made for another model or other inputs.
+    Raises ValueError where it was made for another model or other inputs, or its regions overlap.
     """
     if plan.fingerprint != captured.fingerprint:
         raise ValueError(
@@ -124,7 +122,22 @@ def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
     steps = read_steps(graph, effects)
     if plan.copied and (copies := with_copies(graph, steps, plan.copied)):
         graph, steps = copies, read_steps(copies, effects)
-    return lower(graph, [find_region(steps, part) for part in plan.regions], effects)
+    windows = [find_region(steps, part) for part in plan.regions]
+    _check_apart(plan, [nodes for nodes, _ in windows])
+    return lower(graph, windows, effects)
+
+
+def _check_apart(plan: ChunkPlan, windows: list[list[fx.Node]]) -> None:
+    """Refuse regions that hold the same operator."""
+    owners: dict[fx.Node, ChunkedPart] = {}
+    for part, nodes in zip(plan.regions, windows, strict=True):
+        other = next((owners[node] for node in nodes if node in owners), None)
+        if other is not None:
+            raise ValueError(
+                f"the plan's regions {other.first} to {other.last} and {part.first} to {part.last} "
+                "overlap"
+            )
+        owners |= dict.fromkeys(nodes, part)
 
 
 def _window(search: Search, choice: Choice) -> tuple[list[fx.Node], Region]:

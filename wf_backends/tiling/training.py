@@ -15,6 +15,7 @@ from typing import Any
 from torch import fx, nn
 from torch.distributed import ProcessGroup
 
+from wf_backends._validation import read_plain
 from wf_backends.graph import Effects, bind, capture, checked_budget
 from wf_backends.tiling.handle import Handle
 from wf_backends.tiling.tileable import Candidate, candidates, head_candidate
@@ -57,14 +58,11 @@ class TrainingPlan:
         """The plan that `to_json` wrote.
 
         Raises:
-            ValueError: for a text that holds none.
+            ValueError: for a text that holds none, with the key that is wrong.
         """
         try:
-            words: dict[str, Any] = json.loads(text)
-            tiles = tuple(Tiles(**one) for one in words.pop("tiles"))
-            refused = tuple((kind, why) for kind, why in words.pop("refused"))
-            return TrainingPlan(tiles, refused=refused, **words)
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            return read_plain(TrainingPlan, json.loads(text), "plan")
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 f"this text is no training plan (see TrainingPlan.to_json): {error}"
             ) from error
