@@ -190,3 +190,26 @@ def test_a_region_that_moves_what_runs_under_autocast() -> None:
     with torch.no_grad():
         found, right = chunked(**given)[0], model(**given)[0]
     assert chunked.plan.regions and largest_difference(found, right) <= 1e-5
+
+
+def test_who_reads_before_a_write_in_place_reads_what_was_there() -> None:
+    """Sums along the sliced rows are not in the region, and run after it."""
+
+    def written_later(x: torch.Tensor, wide: nn.Module, narrow: nn.Module) -> torch.Tensor:
+        hidden = wide(x)
+        before = hidden.cumsum(1)[:, -1:, :8]
+        return narrow(hidden.relu_()) + before
+
+    parts = nn.Linear(8, 64), nn.Linear(64, 8)
+    chunked_equals(Lambda(written_later, *parts), torch.randn(1, 128, 8))
+
+
+def test_two_views_of_an_output_see_what_is_written_later() -> None:
+    def written_through_one(x: torch.Tensor, wide: nn.Module) -> torch.Tensor:
+        hidden = (wide(x) * 2).tanh()
+        view = hidden.view(1, 128, 8, 8)
+        total = hidden.cumsum(1)
+        hidden[:, 0] = 5
+        return view + total.view(1, 128, 8, 8)
+
+    chunked_equals(Lambda(written_through_one, nn.Linear(8, 64)), torch.randn(1, 128, 8))

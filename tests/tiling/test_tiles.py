@@ -60,6 +60,25 @@ class Around(nn.Module):
         return x
 
 
+class InTwoPlaces(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.both = nn.Sequential(self.first, nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.both(self.first(x))
+
+
+def test_a_module_in_two_places_keeps_its_parameters() -> None:
+    model, x = nn.Sequential(InTwoPlaces()).double(), torch.randn(2, ROWS, WIDTH).double()
+    parameters = list(model.parameters())
+    right = gradients(model, lambda m: m(x).square().sum())
+    tile_modules(model, [Tiles("0", 1, 3)])
+    close(gradients(model, lambda m: m(x).square().sum()), right)
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+
+
 MLPS = [Tiles("layers.0", 1, 3), Tiles("layers.1", 1, 4)]
 
 

@@ -24,6 +24,7 @@ from wf_backends.graph import (
     capture,
     checked_budget,
     containers,
+    is_known,
     layout,
     refill,
     unchunked_peak,
@@ -132,12 +133,12 @@ class ChunkedForward:
         self._compiled: dict[Any, Compiled] = {}
         self._modules = _modules(model)
         self._elements = 0
-        self._warned = False
+        self._warned = set[str]()
 
     def __call__(self, chunked: ChunkedModel, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = bind(self._model, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if self._needs_gradients(leaves) or self._is_small(leaves):
+        if self._needs_gradients(leaves) or self._is_small(leaves) or self._is_foreign(leaves):
             return self._model.forward(*args, **kwargs)
         modules = _modules(self._model)
         if modules != self._modules:  # what was captured is of a model that is no more
@@ -177,14 +178,27 @@ class ChunkedForward:
         tracked = any(t.requires_grad for t in (*self._model.parameters(), *given))
         if not torch.is_grad_enabled() or not tracked:
             return False
-        if not self._warned:
-            warnings.warn(
-                "gradients are enabled: the model runs unchunked. Call it under torch.no_grad(), "
-                "or set model.train() before autochunk() for tiles with recomputation",
-                stacklevel=4,
-            )
-            self._warned = True
+        self._warn(
+            "gradients are enabled: the model runs unchunked. Call it under torch.no_grad(), "
+            "or set model.train() before autochunk() for tiles with recomputation"
+        )
         return True
+
+    def _is_foreign(self, leaves: list[Any]) -> bool:
+        """Whether an argument is an object that no graph is made for, and that may be filled: a
+        key-value cache of a type that pytree does not know."""
+        kinds = [type(leaf).__name__ for leaf in leaves if not is_known(leaf)]
+        if kinds:
+            self._warn(
+                f"an argument is a {kinds[0]}, which no graph takes: the model runs unchunked"
+            )
+        return bool(kinds)
+
+    def _warn(self, text: str) -> None:
+        """Once for each text."""
+        if text not in self._warned:
+            warnings.warn(text, stacklevel=5)
+            self._warned.add(text)
 
     def _is_small(self, leaves: list[Any]) -> bool:
         """Whether the inputs are those of one decoding step after a planned prefill."""
@@ -198,14 +212,21 @@ def _elements(leaves: list[Any]) -> int:
 
 
 def _form(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-    """What the graph depends on beside the model: shapes, types and devices of tensors, the values
-    of all other inputs, and autocast."""
-    described = tuple(layout(x) if isinstance(x, torch.Tensor) else x for x in leaves)
+    """What the graph depends on beside the model: shapes, types and devices of tensors, which of
+    them are one, the values of all other inputs, and autocast."""
+    described = tuple(layout(x) if isinstance(x, torch.Tensor) else _value(x) for x in leaves)
+    first = dict[int, int]()
+    same = tuple(first.setdefault(id(x), i) for i, x in enumerate(leaves) if torch.is_tensor(x))
     autocast = tuple(
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         for device in ("cpu", "cuda")
     )
-    return spec, described, autocast
+    return spec, described, same, autocast
+
+
+def _value(leaf: object) -> tuple[type, object]:
+    """1, 1.0 and True compare equal and are three values, 0.0 and -0.0 are two."""
+    return type(leaf), repr(leaf) if isinstance(leaf, float) else leaf
 
 
 def _modules(model: nn.Module) -> list[Any]:

@@ -179,11 +179,21 @@ def _chunk(region: Region, rows: dict[fx.Node, tuple[int, int]], bodies: Bodies)
         held[op.node, op.dim] = emit(graph, op.node, op.dim, rows[op.node], args, kwargs)
     outputs = {op.node: op.dim for op in region.flow.operators if op.node in region.outputs}
     graph.output(tuple(held[item] for item in outputs.items()))
-    return Chunk(
-        bodies.of(graph),
-        tuple(_slice(dim, needed[node, dim]) for node, dim in region.inputs),
-        tuple((dim, *rows[node]) for node, dim in outputs.items()),
-    )
+    places = tuple((dim, *rows[node]) for node, dim in outputs.items())
+    body = bodies.of(graph)
+    (output,) = body.graph.find_nodes(op="output")
+    for node, place, found in zip(outputs, places, output.args[0], strict=True):
+        _check_result(node, found.meta["val"], bodies.part(node, place))
+    return Chunk(body, tuple(_slice(dim, needed[node, dim]) for node, dim in region.inputs), places)
+
+
+def _check_result(node: fx.Node, found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Refuse rows that copying them would make wider, or of another dtype."""
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        raise RegionError(
+            f"a slice of {node.name} has {tuple(found.shape)} of {found.dtype}, "
+            f"not {tuple(wanted.shape)} of {wanted.dtype}"
+        )
 
 
 def _with_arguments(node: fx.Node, given: Sequence[fx.Node]) -> tuple[Any, Any]:

@@ -122,6 +122,7 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
         and _reads_tensors(flow, members)
         and _computes_all(flow, members)
         and all(_may_move(graph, step, members, born) for step in window)
+        and _loses_no_write(graph, lo, hi, members)
     ):
         return None
     reads = tuple({s: None for step in inner for s in step.reads if s not in born})
@@ -186,6 +187,25 @@ def _may_move(graph: Steps, step: Step, members: set[fx.Node], born: set[int]) -
         return not _random(step.node)
     written = graph.of[step.node.args[0]] if isinstance(step.node.args[0], fx.Node) else ()
     return step.node in members and bool(written) and born.issuperset(written)
+
+
+def _loses_no_write(graph: Steps, lo: int, hi: int, members: set[fx.Node]) -> bool:
+    """Whether what is written in place is seen as the graph has it: by nobody who reads before it,
+    but runs after the region, and by all views of it (two outputs would be two copies)."""
+    window = graph.steps[lo : hi + 1]
+    for place, written in graph.written.items():
+        if lo <= place <= hi:
+            early = (step for step in window[: place - lo] if step.node not in members)
+            if any(written.intersection(step.reads) for step in early):
+                return False
+        if place > hi and any(len(_leaving(graph.nodes[s], members)) > 1 for s in written):
+            return False
+    return True
+
+
+def _leaving(nodes: list[fx.Node], members: set[fx.Node]) -> list[fx.Node]:
+    """Those of a region's nodes that others read."""
+    return [n for n in nodes if n in members and any(user not in members for user in n.users)]
 
 
 def _random(node: fx.Node) -> bool:

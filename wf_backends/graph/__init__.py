@@ -9,17 +9,15 @@ from wf_backends.graph.capture import (
     Captured,
     CaptureError,
     Weight,
-    bind,
     capture,
-    containers,
     layout,
     module_path,
     nbytes,
     operator_name,
-    refill,
     tensors,
 )
 from wf_backends.graph.copies import Copied, with_copies
+from wf_backends.graph.inputs import bind, containers, is_known, refill
 from wf_backends.graph.memory import (
     Effect,
     Effects,
@@ -30,7 +28,7 @@ from wf_backends.graph.memory import (
     read_steps,
     submodule,
 )
-from wf_backends.graph.tracker import StorageTracker, unchunked_peak
+from wf_backends.graph.tracker import StorageTracker, named_weights, unchunked_peak
 
 __all__ = [
     "Budget",
@@ -48,8 +46,10 @@ __all__ = [
     "capture",
     "checked_budget",
     "containers",
+    "is_known",
     "layout",
     "module_path",
+    "named_weights",
     "nbytes",
     "operator_name",
     "profile",

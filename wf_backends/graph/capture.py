@@ -8,9 +8,7 @@ are read from the model at every call, so that what moves or loads them is seen.
 from __future__ import annotations
 
 import copy
-import functools
 import hashlib
-import inspect
 import io
 import logging
 from collections.abc import Iterator
@@ -28,6 +26,12 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
+from wf_backends.graph.inputs import (
+    CONSTANTS,
+    apart_from_weights,
+    containers,
+    names_of_leaves,
+)
 from wf_backends.slicing import split_group_norms, viewed, writes
 
 _CHECKS = (torch.ops.aten._assert_tensor_metadata.default,)
@@ -85,41 +89,6 @@ class Captured:
         return weights if tuple(map(_kind, weights)) == self.kinds else None
 
 
-def bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The same call, with every argument where the forward's signature puts it.
-
-    Raises ValueError for arguments that the forward does not take.
-    """
-    try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        name = f"{type(model).__name__}.forward"
-        raise ValueError(f"args and kwargs are not arguments of {name}: {error}") from None
-    return bound.args, bound.kwargs
-
-
-def containers(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments' parts that a forward may fill: key-value caches, lists and dicts."""
-
-    def may_change(value: Any) -> bool:
-        kind = type(value)
-        return kind is not tuple and kind in pytree.SUPPORTED_NODES
-
-    found = pytree.tree_leaves((args, tuple(kwargs.values())), is_leaf=may_change)
-    return [value for value in found if may_change(value)]
-
-
-def refill(container: Any, filled: Any) -> None:
-    """Gives a container of the inputs what the forward left in another of its type."""
-    if isinstance(container, list):
-        container[:] = filled
-    elif isinstance(container, dict):
-        container.clear()
-        container.update(filled)
-    else:
-        vars(container).update(vars(filled))
-
-
 def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     """The graph of ``model.forward(*args, **kwargs)`` without gradients, hooks of the model itself
     aside: they run around every call of what comes of it.
@@ -128,7 +97,10 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     own buffers.
     """
     try:
-        program = _export_as_eager(_forward_alone(model), args, kwargs)
+        leaves, spec = pytree.tree_flatten(apart_from_weights(model, args, kwargs))
+        alone = _forward_alone(model, leaves, spec)
+        given = (None if isinstance(leaf, CONSTANTS) else leaf for leaf in leaves)
+        program = _export_as_eager(alone, tuple(given))
     except Exception as error:  # torch.export raises every kind of error for what it cannot trace
         raise CaptureError(reason(model, error)) from error
     unknown = next((node for node in program.graph.nodes if _depends_on_values(node)), None)
@@ -140,7 +112,8 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     signature = program.graph_signature
     changed = [_written_input(node) for node in program.graph.nodes if writes(node)]
     if any(changed):
-        names = ", ".join(sorted({str(name) for name in changed if name}))
+        known = names_of_leaves(model, args, kwargs)
+        names = ", ".join(sorted({known.get(name, name) for name in changed if name}))
         raise CaptureError(f"{type(model).__name__} changes {names} in its forward")
     weights = tuple(
         _weight(model, program, spec) for spec in signature.input_specs if _is_weight(spec)
@@ -153,22 +126,26 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     return Captured(graph, weights, kinds, program.call_spec.out_spec, _fingerprint(graph))
 
 
-def _forward_alone(model: nn.Module) -> nn.Module:
-    """The model without its own hooks, whose forward also returns the `containers` it was given."""
+def _forward_alone(model: nn.Module, example: list[Any], spec: pytree.TreeSpec) -> nn.Module:
+    """The model without its own hooks, whose forward takes the leaves of (args, kwargs), with None
+    for `CONSTANTS`, and also returns the `containers` among these. Export does not know every
+    container; pytree does."""
     alone, forward = copy.copy(model), model.forward
     for name in [name for name in vars(model) if name.endswith("_hooks")]:
         setattr(alone, name, type(vars(model)[name])())
 
-    @functools.wraps(forward)
-    def with_containers(*args: Any, **kwargs: Any) -> Any:
+    def of_leaves(*leaves: Any) -> Any:
+        pairs = zip(leaves, example, strict=True)
+        whole = [known if isinstance(known, CONSTANTS) else leaf for leaf, known in pairs]
+        args, kwargs = pytree.tree_unflatten(whole, spec)
         given = containers(args, kwargs)
         return forward(*args, **kwargs), given
 
-    alone.forward = with_containers
+    alone.forward = of_leaves
     return alone
 
 
-def _export_as_eager(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _export_as_eager(model: nn.Module, args: tuple) -> Any:
     """The program of what the model runs eagerly.
 
     A model that asks `torch.compiler.is_compiling()` is told no: transformers' models would build
@@ -181,9 +158,9 @@ def _export_as_eager(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> A
     with torch.no_grad(), no_log(), no_stacks, lazy:
         try:
             with mock.patch.object(torch.compiler, "is_compiling", lambda: False):
-                return torch.export.export(model, args, kwargs, strict=False)
+                return torch.export.export(model, args, strict=False)
         except Exception:  # for instance a branch on a tensor's value, which only eager runs take
-            return torch.export.export(model, args, kwargs, strict=False)
+            return torch.export.export(model, args, strict=False)
 
 
 @contextmanager

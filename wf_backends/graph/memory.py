@@ -171,6 +171,17 @@ class Steps:
         return last | dict.fromkeys(self.outputs, len(self.steps))
 
     @cached_property
+    def written(self) -> dict[int, set[int]]:
+        """The storages that each step writes to in place, of those that do."""
+        return {
+            i: {*self.of[first]}
+            if isinstance(first := step.node.args[0], fx.Node)
+            else {*step.reads}
+            for i, step in enumerate(self.steps)
+            if writes(step.node)
+        }
+
+    @cached_property
     def nodes(self) -> dict[int, list[fx.Node]]:
         """The nodes whose tensors lie in each storage; the first of them allocates it."""
         found: dict[int, list[fx.Node]] = {}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,6 +13,18 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wf_backends.graph.capture import CaptureError, no_log, reason
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each module's own parameters and buffers, once for each place where one is read.
+
+    For `torch.func.functional_call` with `tie_weights=False`: by default it leaves others in a
+    module that stands in two places, as T5's embedding does.
+    """
+    for path, module in model.named_modules():
+        own = {"recurse": False, "remove_duplicate": False}
+        yield from module.named_parameters(path, **own)
+        yield from module.named_buffers(path, **own)
 
 
 class StorageTracker(TorchDispatchMode):
@@ -70,14 +81,13 @@ def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     def fake(value: torch.Tensor) -> torch.Tensor:
         return value if isinstance(value, FakeTensor) else mode.from_tensor(value)
 
-    named = itertools.chain(model.named_parameters(), model.named_buffers())
-    weights: dict[str, torch.Tensor] = {name: fake(weight) for name, weight in named}
+    weights = {name: fake(weight) for name, weight in named_weights(model)}
     args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     tracker = _FakeRun((*weights.values(), *inputs))
     try:
         with torch.no_grad(), no_log(), mode, tracker:
-            torch.func.functional_call(model, weights, args, kwargs)
+            torch.func.functional_call(model, weights, args, kwargs, tie_weights=False)
     except Exception as error:  # sparse and nested tensors, TorchScript, what else has no fake
         raise CaptureError(reason(model, error, "run on fake tensors")) from error
     return tracker.peak

@@ -53,9 +53,11 @@ def group_normalize(
 
 
 def split_group_norms(graph: fx.Graph) -> None:
-    """Replaces every group norm by the two functions above."""
+    """Replaces every group norm by the two functions above, but one that autocast widens."""
     for node in graph.find_nodes(op="call_function", target=aten.group_norm.default):
         call = defaults(node.target) | by_name(node.target, node.args, node.kwargs)
+        if call["input"].meta["val"].dtype != node.meta["val"].dtype:
+            continue
         x, groups, parameters = call["input"], call["num_groups"], (call["weight"], call["bias"])
         with graph.inserting_before(node):
             statistics = graph.call_function(group_statistics, (x, groups, call["eps"]))

@@ -64,7 +64,7 @@ class TiledCall:
 
     def __init__(self, fn: nn.Module, dim: int, tiles: int) -> None:
         self.fn, self.dim, self.tiles = fn, dim, tiles
-        self.names = [name for name, _ in fn.named_parameters()]
+        self.names = list(_parameters_of(fn))
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,13 +76,22 @@ class TiledCall:
 
     def _parameters(self) -> list[Tensor]:
         """The parameters as they are now: FSDP2 and ZeRO 3 exchange them around every call."""
-        now = dict(self.fn.named_parameters())
+        now = _parameters_of(self.fn)
         if list(now) != self.names:
             raise NotImplementedError(
                 f"{self.names[0]!r} is no parameter of the tiled module any more, as under FSDP "
                 "with use_orig_params=False: use FSDP2 (fully_shard)"
             )
         return list(now.values())
+
+
+def _parameters_of(fn: nn.Module) -> dict[str, Tensor]:
+    """By each module's first name, as `functional_call` with `tie_weights=False` wants them."""
+    return {
+        name: parameter
+        for path, module in fn.named_modules()
+        for name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False)
+    }
 
 
 class _Call:
@@ -120,7 +129,7 @@ class _Call:
         leaves = [next(given) if leaf is _HOLE else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.spec)
         named = dict(zip(self.tiled.names, parameters, strict=True))
-        found = torch.func.functional_call(self.tiled.fn, named, args, kwargs)
+        found = torch.func.functional_call(self.tiled.fn, named, args, kwargs, tie_weights=False)
         leaves, self.result_spec = tree_flatten(found)
         self.results = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

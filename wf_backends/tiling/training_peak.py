@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from wf_backends.graph import StorageTracker
+from wf_backends.graph import StorageTracker, named_weights
 
 
 def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -21,13 +21,14 @@ def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     summed. A weight's gradient counts until it is added to what earlier batches left.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    named = itertools.chain(model.named_parameters(), model.named_buffers())
-    weights = {name: _fake(mode, weight) for name, weight in named}
+    named = dict(named_weights(model))
+    fakes = {id(weight): _fake(mode, weight) for weight in named.values()}
+    weights = {name: fakes[id(weight)] for name, weight in named.items()}
     args, words = pytree.tree_map_only(Tensor, mode.from_tensor, (args, dict(kwargs)))
     grads = [w.grad for w in weights.values() if w.grad is not None]
     inputs = [x for x in pytree.tree_leaves((args, words)) if isinstance(x, Tensor)]
     with mode, StorageTracker((*weights.values(), *grads, *inputs)) as tracker, torch.enable_grad():
-        _loss(torch.func.functional_call(model, weights, args, words)).backward()
+        _loss(functional_call(model, weights, args, words, tie_weights=False)).backward()
     return tracker.peak
 
 

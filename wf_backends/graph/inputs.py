@@ -1,0 +1,83 @@
+"""The arguments of a forward: what a graph takes of them, and what a forward fills."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections import deque
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+# Arguments that export does not take, and that never change: the graph has them as constants.
+CONSTANTS = (complex, bytes, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_TAKEN = (torch.Tensor, nn.Module, torch.Generator, torch.Size, Enum, int, float, str, type(None))
+
+
+def bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The same call, with every argument where the forward's signature puts it.
+
+    Raises ValueError for arguments that the forward does not take.
+    """
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        name = f"{type(model).__name__}.forward"
+        raise ValueError(f"args and kwargs are not arguments of {name}: {error}") from None
+    return bound.args, bound.kwargs
+
+
+def is_known(leaf: object) -> bool:
+    """Whether a graph can be made for an argument such as this; for a cache of a type that pytree
+    does not know it cannot."""
+    return isinstance(leaf, (*_TAKEN, *CONSTANTS))
+
+
+def containers(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments' parts that a forward may fill: key-value caches, lists and dicts."""
+
+    def may_change(value: Any) -> bool:
+        kind = type(value)
+        return kind is not tuple and kind in pytree.SUPPORTED_NODES
+
+    found = pytree.tree_leaves((args, tuple(kwargs.values())), is_leaf=may_change)
+    return [value for value in found if may_change(value)]
+
+
+def refill(container: Any, filled: Any) -> None:
+    """Gives a container of the inputs what the forward left in another of its type."""
+    if isinstance(container, list):
+        container[:] = filled
+    elif isinstance(container, deque):
+        container.clear()
+        container.extend(filled)
+    elif isinstance(container, dict):  # transformers' outputs are some that know no update()
+        for key in [key for key in container if key not in filled]:
+            del container[key]
+        for key, value in filled.items():
+            container[key] = value
+    else:
+        vars(container).update(vars(filled))
+
+
+def names_of_leaves(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, str]:
+    """What a user calls the arguments to which the inputs of the exported forward belong."""
+    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    names = [name for name, value in bound.items() for _ in pytree.tree_leaves(value)]
+    return {f"leaves_{i}": name for i, name in enumerate(names)}
+
+
+def apart_from_weights(
+    model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """The inputs with other tensors in the place of weights, which the graph would read instead."""
+    own = {id(weight) for weight in itertools.chain(model.parameters(), model.buffers())}
+    found = dict[int, torch.Tensor]()
+
+    def apart(x: torch.Tensor) -> torch.Tensor:
+        return found.setdefault(id(x), x.detach()) if id(x) in own else x
+
+    return pytree.tree_map_only(torch.Tensor, apart, (args, kwargs))
