@@ -69,7 +69,9 @@ def _weight_files(folder: Path) -> list[Path]:
         if not files:
             raise ValueError(f"{folder} has no *.safetensors files")
         return files
-    names = sorted({*json.loads(index.read_text())["weight_map"].values()})
+    names = sorted({*json.loads(index.read_text()).get("weight_map", {}).values()})
+    if not names:
+        raise ValueError(f'{index} names no files: it must have a "weight_map"')
     if missing := [name for name in names if not (folder / name).exists()]:
         raise ValueError(f"{folder} lacks {missing}, which {index.name} names")
     return [folder / name for name in names]

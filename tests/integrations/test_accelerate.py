@@ -205,6 +205,24 @@ def test_whose_logits_a_call_with_labels_gives(always: bool) -> None:
     assert run_threads(2, rank) == [[24, 12, 24, 12] + always * [24]] * 2
 
 
+def test_a_batch_is_not_cut_twice() -> None:
+    given = batch(seqlen=24)
+
+    def rank(comm: Any) -> tuple[float, float]:
+        model, sp = build("llama", "eager", {}), sequence_parallel(comm)
+        first = attach(model, sp)
+        WholeBatchHooks(model, first)
+        with attach(model, sp, verify=False) as second:
+            with pytest.raises(ValueError, match="LlamaForCausalLM takes whole batches already"):
+                WholeBatchHooks(model, second)
+        loss = model(**given).loss.item()
+        first.remove()
+        WholeBatchHooks(model, attach(model, sp))
+        return loss, model(**given).loss.item()
+
+    assert all(one == again for one, again in run_threads(2, rank))
+
+
 def test_a_mean_over_local_logits_is_refused() -> None:
     """As a Trainer's `compute_loss` takes one beside `outputs.loss`."""
 

@@ -110,6 +110,9 @@ def test_files_that_are_missing_or_cut_off_are_named(tmp_path: Path) -> None:
     second.unlink()
     with pytest.raises(ValueError, match=rf"lacks \['{second.name}'\], which .*index.json names"):
         model_from_folder(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="index.json names no files"):
+        model_from_folder(tmp_path)
 
 
 def test_a_config_that_is_not_of_these_weights_is_told(tmp_path: Path) -> None:

@@ -74,6 +74,11 @@ class WholeBatchHooks:
         whole_logits: bool = False,
         head: Head | None = None,
     ) -> None:
+        if handle.sp.size > 1 and any(map(_is_ours, model._forward_pre_hooks.values())):
+            raise ValueError(
+                f"{type(model).__name__} takes whole batches already, and would cut them twice: "
+                "call remove() of what connected it first"
+            )
         self.model, self.handle, self._always_whole = model, handle, whole_logits
         self._media = next((one for one in outermost(model) if media_of(one)), None)
         self._head: Head = head or ("causal" if self._media else head_of(model))
@@ -282,3 +287,7 @@ class WholeBatchHooks:
         num_valid = sp.sum_over_ranks(count_valid(labels))
         share = token_loss(logits, labels, num_valid) * sp.size
         return torch.where(num_valid > 0, share, torch.nan)  # as the mean over nothing
+
+
+def _is_ours(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), WholeBatchHooks)
