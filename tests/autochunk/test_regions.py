@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.autochunk.test_autochunk import ANY, largest_difference, measured_peak
 from wf_backends.autochunk import autochunk
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, region_of, slice_length
-from wf_backends.autochunk.search import candidates_at
+from wf_backends.autochunk.search import candidate_in, candidates_at
 from wf_backends.graph.capture import capture
 from wf_backends.graph.memory import Effects, read_steps
 
@@ -192,24 +192,35 @@ def test_a_region_that_moves_what_runs_under_autocast() -> None:
     assert chunked.plan.regions and largest_difference(found, right) <= 1e-5
 
 
-def test_who_reads_before_a_write_in_place_reads_what_was_there() -> None:
-    """Sums along the sliced rows are not in the region, and run after it."""
-
-    def written_later(x: torch.Tensor, wide: nn.Module, narrow: nn.Module) -> torch.Tensor:
-        hidden = wide(x)
-        before = hidden.cumsum(1)[:, -1:, :8]
-        return narrow(hidden.relu_()) + before
-
-    parts = nn.Linear(8, 64), nn.Linear(64, 8)
-    chunked_equals(Lambda(written_later, *parts), torch.randn(1, 128, 8))
+def candidate_from(function: Callable[..., torch.Tensor], first: str, last: str) -> object:
+    """The candidate of the steps between two operators, sliced along rows."""
+    model = Lambda(function, nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+    steps = read_steps(capture(model, (torch.randn(1, 64, 8),), {}).graph, Effects())
+    names = [step.node.name for step in steps.steps]
+    return candidate_in(steps, names.index(first), names.index(last), 1)
 
 
-def test_two_views_of_an_output_see_what_is_written_later() -> None:
-    def written_through_one(x: torch.Tensor, wide: nn.Module) -> torch.Tensor:
-        hidden = (wide(x) * 2).tanh()
-        view = hidden.view(1, 128, 8, 8)
-        total = hidden.cumsum(1)
-        hidden[:, 0] = 5
-        return view + total.view(1, 128, 8, 8)
+@pytest.mark.parametrize("write", [False, True])
+def test_who_reads_before_a_write_in_place_is_not_put_behind_it(write: bool) -> None:
+    """Sums along the sliced rows are in no region, and would run after it."""
 
-    chunked_equals(Lambda(written_through_one, nn.Linear(8, 64)), torch.randn(1, 128, 8))
+    def written_later(x: torch.Tensor, first: nn.Module, last: nn.Module) -> torch.Tensor:
+        hidden = first(x)
+        sums = hidden.cumsum(1)
+        return last(hidden.relu_() if write else hidden.relu()) + sums
+
+    assert (candidate_from(written_later, "linear", "linear_1") is None) == write
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_two_views_that_leave_a_region_are_not_two_copies_of_what_is_written_later(
+    write: bool,
+) -> None:
+    def written_through_one(x: torch.Tensor, first: nn.Module, _: nn.Module) -> torch.Tensor:
+        hidden = first(x).tanh()
+        view = hidden.view(1, 64, 2, 4)
+        if write:
+            hidden[:, 0] = 5
+        return view.flatten(2) + hidden.cumsum(1)
+
+    assert (candidate_from(written_through_one, "linear", "view") is None) == write
