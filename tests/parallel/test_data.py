@@ -77,6 +77,17 @@ def test_positions_given_by_the_user_count_on() -> None:
     assert out["position_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11, 12]]
 
 
+@pytest.mark.parametrize(
+    "told",
+    [{"cu_seqlens": [0, 3, 7]}, {"cu_seqlens": [0, 7]}, {"attention_mask": mask(3)}],
+    ids=str,
+)
+def test_positions_begin_anew_where_documents_or_padding_do(told: dict[str, Any]) -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 0, 0, 0]])
+    out = prepare_batch(batch(position_ids=positions, **told), multiple=7)
+    assert torch.equal(out["position_ids"], positions)
+
+
 def test_other_tensors_are_padded_with_zeros_and_keep_their_dtype() -> None:
     given = batch(2, weights=torch.ones(2, 7, 3, dtype=torch.bfloat16), flag=mask(7, 7).bool())
     out = prepare_batch(given, multiple=4, pad_token_id=3)
@@ -131,6 +142,7 @@ def test_nothing_is_lost(cuts: set[int], multiple: int, length: int) -> None:
         ({"attention_mask": torch.ones(1, 1, 7, 7)}, r"attention_mask must .*\(1, 1, 7, 7\)"),
         ({"labels": torch.tensor([1])}, r"labels must be a tensor \(1, 7\), got \(1,\)"),
         ({"position_ids": torch.ones(3, 7)}, r"position_ids must be .*\(3, 7\)"),
+        ({"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]])}, r"token 3.* \[0, 3, 7\]"),
         ({"extra": torch.ones(1, 6, 2)}, r"extra must be a tensor \(1, 7, ...\), got \(1, 6, 2\)"),
         ({"name": "text"}, "name must be a tensor .* got str"),
         ({"cu_seqlens": [0, 3, 8]}, "cu_seqlens must end at the sequence length 7, got 8"),

@@ -3,7 +3,7 @@
 Beside its ids or embeddings a batch may hold
     "labels" (b, S), as Hugging Face has them: the token itself, not the next one;
     "attention_mask" (b, S), 1 = valid, padding on the right only;
-    "position_ids" (b, S) or (1, S);
+    "position_ids" (b, S) or (1, S), which begin anew only where documents or padding do;
     "cu_seqlens": host integers 0 = c0 < ... = S, the documents of every sample;
     "q_ranges", "k_ranges", "attn_mask_types": in its place, the mask of every sample as slices;
     anything else: tensors (b, S, ...).
@@ -55,8 +55,8 @@ def prepare_batch(
 
     Raises:
         ValueError: for a tensor that is not (b, S, ...), a mask with holes or padding on the
-            left, an impossible multiple, cu_seqlens that do not end at S, or slices that hold
-            padding; names the key.
+            left, an impossible multiple, cu_seqlens that do not end at S, position_ids that tell
+            of documents of which nothing else does, or slices that hold padding; names the key.
     """
     if multiple < 1:
         raise ValueError(f"multiple must be at least 1 token, got {multiple}")
@@ -71,6 +71,8 @@ def prepare_batch(
     borders = documents or (0, seqlen)
     if "position_ids" not in tensors:
         tensors["position_ids"] = _positions(borders, tensors).expand(size, -1)
+    elif not told:
+        _check_positions(tensors["position_ids"], valid)
     if "labels" in tensors:
         ends = () if labels_are_shifted else borders[1:]
         tensors["labels"] = _targets(tensors["labels"], valid, ends)
@@ -119,6 +121,18 @@ def _valid(mask: Tensor | None) -> Tensor | None:
             f"attention_mask {what}: a sample must be ones and then zeros (pad on the right)"
         )
     return valid
+
+
+def _check_positions(positions: Tensor, valid: Tensor | None) -> None:
+    """Refuse documents of which only positions tell: attention would take them for one."""
+    anew = positions[:, 1:] < positions[:, :-1]
+    anew = (anew if valid is None else anew & valid[:, 1:]).any(dim=0)
+    if bool(anew.any()):
+        first, seqlen = 1 + int(anew.int().argmax()), positions.shape[1]
+        raise ValueError(
+            f'position_ids begin anew at token {first}, without "cu_seqlens": give those of the '
+            f"packed documents, such as [0, {first}, {seqlen}], or [0, {seqlen}] for one document"
+        )
 
 
 def _positions(borders: Borders, tensors: Mapping[str, Tensor]) -> Tensor:
