@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from wf_backends.autochunk import Rates, autochunk, planning
+from wf_backends.autochunk import autochunk
 
 ANY = 4.0  # slowdown: these models are small, and memory is the matter here
 WIDTH = 16
@@ -74,11 +74,10 @@ def test_a_model_that_is_put_in_training_drops_again() -> None:
         chunked.train()
         assert 0.4 < (chunked(x) == 0).float().mean() < 0.6
         chunked.eval()
-        torch.testing.assert_close(chunked(x), kept)  # planned anew, with rates measured anew
+        assert torch.equal(chunked(x), kept)
 
 
-def test_autocast_in_another_dtype_is_another_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "measure_rates", lambda *_: Rates())  # float16 takes 2 s
+def test_autocast_in_another_dtype_is_another_form() -> None:
     model, x = attention(), torch.randn(1, 256, WIDTH)
     chunked = autochunk(model, (x,), max_memory=0.5, max_slowdown=ANY)
     with torch.no_grad():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from wf_backends.autochunk.cost import Cost, Rates
+from wf_backends.autochunk.cost import Cost, Rates, measure_rates
 from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.select import Search
 from wf_backends.graph.capture import capture
@@ -114,3 +114,11 @@ def test_a_fingerprint_is_the_same_in_another_process() -> None:
     script = FINGERPRINT + "print(found)"
     there = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert there.stdout.split() == [here["found"]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rates_of_this_machine(dtype: torch.dtype) -> None:
+    rates = measure_rates(torch.device("cpu"), dtype)
+    assert 1e-7 < rates.launch_seconds < 1e-2
+    assert all(1e7 < rate < 1e15 for rate in (rates.flops_per_s, rates.bytes_per_s))
+    assert 1e7 < rates.packed_bytes_per_s < 1e15
