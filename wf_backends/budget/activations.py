@@ -125,13 +125,14 @@ def _mlp_alive(model: Decoder, tokens: int, options: Options) -> float:
 
 
 def _loss(model: Decoder, tokens: int, options: Options) -> float:
-    """The last norm, logits and their gradient, and three tensors of some logits in WIDE bytes.
+    """The last norm, logits and their gradient, and some probabilities in WIDE bytes.
 
-    In tiles also e h n, the gradient that the tiles fill.
+    Where logits are narrower, these logits in WIDE bytes too. In tiles also e h n, the gradient that the tiles fill.
     """
     some = min(options.tile, tokens) if options.tile else tokens
     wide = max(WIDE, model.itemsize)
     elements = model.vocabulary * some
-    logits = 2 * model.itemsize * elements + 3 * wide * min(elements, LOSS_ELEMENTS)
+    tensors = 1 if model.itemsize >= WIDE else 2
+    logits = 2 * model.itemsize * elements + tensors * wide * min(elements, LOSS_ELEMENTS)
     rows = model.itemsize * model.hidden * tokens if options.tile else 0
     return tokens * _norm_saved(model) + logits + rows

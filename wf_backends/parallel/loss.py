@@ -82,6 +82,7 @@ class _CrossEntropySum(torch.autograd.Function):
             chunk = logits[rows].softmax(-1, dtype=grad.dtype)
             chunk.scatter_add_(1, label.masked_fill(ignored, 0), -torch.ones_like(chunk[:, :1]))
             out[rows] = chunk.mul_(grad).masked_fill_(ignored, 0)
+            del chunk  # before the next is made
         return out, None, None
 
 
