@@ -127,7 +127,8 @@ def _mlp_alive(model: Decoder, tokens: int, options: Options) -> float:
 def _loss(model: Decoder, tokens: int, options: Options) -> float:
     """The last norm, logits and their gradient, and some probabilities in WIDE bytes.
 
-    Where logits are narrower, these logits in WIDE bytes too. In tiles also e h n, the gradient that the tiles fill.
+    Where logits are narrower, these logits in WIDE bytes too. In tiles also e h n, the gradient
+    that the tiles fill.
     """
     some = min(options.tile, tokens) if options.tile else tokens
     wide = max(WIDE, model.itemsize)
