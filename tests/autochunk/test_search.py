@@ -118,7 +118,9 @@ def test_a_fingerprint_is_the_same_in_another_process() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rates_of_this_machine(dtype: torch.dtype) -> None:
+    """CPUs differ by much: 16-bit products of few rows take seconds where no instruction does them
+    (5 MB/s on one without)."""
     rates = measure_rates(torch.device("cpu"), dtype)
-    assert 1e-7 < rates.launch_seconds < 1e-2
-    assert all(1e7 < rate < 1e15 for rate in (rates.flops_per_s, rates.bytes_per_s))
-    assert 1e7 < rates.packed_bytes_per_s < 1e15
+    assert 0 < rates.launch_seconds < 1
+    assert all(1e5 < rate < 1e15 for rate in (rates.flops_per_s, rates.bytes_per_s))
+    assert 1e5 < rates.packed_bytes_per_s < 1e15
