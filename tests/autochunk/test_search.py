@@ -15,7 +15,7 @@ from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.select import Search
 from wf_backends.graph.capture import capture
 from wf_backends.graph.memory import Effects, read_steps
-from wf_backends.slicing import Flow, Sliced, sources, trace
+from wf_backends.slicing import Flow, Sliced, is_interleaved, sources, trace
 
 RATES = Rates(2e-6, 1e11, 2.5e10, 1e10)
 
@@ -27,8 +27,8 @@ found = capture(model, (torch.zeros(1, 2, 8, 8),), {}).fingerprint
 """
 
 
-def flow_of(function: nn.Module, x: torch.Tensor, dim: int) -> Flow:
-    captured = capture(function, (x,), {})
+def flow_of(function: nn.Module, args: tuple[torch.Tensor, ...], dim: int) -> Flow:
+    captured = capture(function, args, {})
     flow = trace([n for n in captured.graph.nodes if n.op == "call_function"], dim)
     assert flow is not None
     return flow
@@ -51,7 +51,7 @@ def test_no_region_is_cut_finer_than_the_peak_needs() -> None:
 
 
 def test_long_slices_have_an_even_number_of_rows() -> None:
-    flow = flow_of(nn.Linear(4, 4).eval(), torch.zeros(577, 4), 0)
+    flow = flow_of(nn.Linear(4, 4).eval(), (torch.zeros(577, 4),), 0)
     lengths = {chunks: slice_length(flow, chunks) for chunks in (1, 2, 14, 36, 64, 577)}
     assert lengths == {1: 577, 2: 304, 14: 48, 36: 32, 64: 10, 577: 1}
 
@@ -59,7 +59,7 @@ def test_long_slices_have_an_even_number_of_rows() -> None:
 def test_slices_that_read_a_large_weight_whole_cost_more_than_slices_of_it() -> None:
     linear, x = nn.Linear(1024, 4096).eval(), torch.zeros(512, 1024)
     flops = 2 * 512 * 1024 * 4096
-    by_rows, by_columns = (flow_of(linear, x, dim).end for dim in (0, 1))
+    by_rows, by_columns = (flow_of(linear, (x,), dim).end for dim in (0, 1))
 
     def added(op: Sliced, chunks: int) -> float:
         cost = Cost.of(op, flops, RATES)
@@ -124,3 +124,51 @@ def test_rates_of_this_machine(dtype: torch.dtype) -> None:
     assert 0 < rates.launch_seconds < 1
     assert all(1e5 < rate < 1e15 for rate in (rates.flops_per_s, rates.bytes_per_s))
     assert 1e5 < rates.packed_bytes_per_s < 1e15
+    assert 1e5 < rates.interleaved_bytes_per_s < 1e15
+
+
+class Product(nn.Module):
+    """An einsum of two tensors; without "->" in `equation`, a product of them permuted so."""
+
+    def __init__(self, equation: str) -> None:
+        super().__init__()
+        self.equation = equation
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if "->" in self.equation:
+            return torch.einsum(self.equation, x, y)
+        order = [int(dim) for dim in self.equation]
+        return x.permute(order) @ y.permute(order)
+
+
+@pytest.mark.parametrize(
+    ("equation", "expected"),
+    [
+        ("bikc,bjkc->bijc", True),
+        ("...ikc, ...jkc -> ...ijc", True),
+        ("bcik,bcjk->bcij", False),
+        ("bikc,bjkc->bijk", False),  # c is summed
+        ("bikc,bjkd->bijcd", False),
+        ("0312", True),
+        ("0123", False),
+        ("0213", False),
+    ],
+)
+def test_matrices_whose_elements_lie_between_each_other(equation: str, expected: bool) -> None:
+    x = torch.zeros(2, 3, 3, 3)
+    captured = capture(Product(equation).eval(), (x, x), {})
+    *_, product = (n for n in captured.graph.nodes if n.op == "call_function")
+    read = list(product.all_input_nodes)
+    assert [is_interleaved(product, node) for node in read] == [expected] * len(read)
+
+
+def test_slices_that_copy_the_other_matrices_each_time_pay_for_it() -> None:
+    """A product over the pairs of 64 residues, 128 channels: a row costs half of the whole."""
+    x = torch.zeros(1, 64, 64, 128)
+    rows, channels = (flow_of(Product("bikc,bjkc->bijc").eval(), (x, x), dim).end for dim in (1, 3))
+    flops = 2 * 64**3 * 128
+    dear, cheap = (
+        Cost.of(op, flops, Rates(5e-6, 5e10, 1e10, 1e10, 4e8)) for op in (rows, channels)
+    )
+    assert dear.seconds(64) > 64 * x.nbytes / 4e8
+    assert cheap.seconds(64) < 2 * cheap.seconds(1)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import torch
 
 from wf_backends.graph import nbytes
-from wf_backends.slicing import Sliced
+from wf_backends.slicing import Sliced, is_interleaved
 
 _SQUARE = 256  # rows of the matrices that are multiplied to find the rate of arithmetic
 _WIDE = 2048  # rows of a matrix that no cache holds
 _FEW = 16  # rows that are multiplied with it
+_BATCH, _ROWS = 32, 128  # of the products that are summed over neither's innermost dimension
 _RUNS = 10  # of which the least time counts
 _ENOUGH = 0.05  # seconds after which no further run is timed: 16-bit products on some CPUs
 
@@ -21,12 +22,14 @@ _ENOUGH = 0.05  # seconds after which no further run is timed: 16-bit products o
 @dataclass(frozen=True)
 class Rates:
     """What a device does: seconds to launch an operator, flops a second, bytes a second that are
-    read or written, and bytes a second of a large matrix with which few rows are multiplied."""
+    read or written, bytes a second of a large matrix with which few rows are multiplied, and bytes
+    a second of a batch of matrices whose innermost dimension is the batch: libraries copy it."""
 
     launch_seconds: float = 5e-6
     flops_per_s: float = 2e14
     bytes_per_s: float = 2e12
     packed_bytes_per_s: float = 2e12
+    interleaved_bytes_per_s: float = 5e11
 
     def seconds(self, flops: float, count: float) -> float:
         """The time of an operator that moves `count` bytes and computes `flops`."""
@@ -41,7 +44,7 @@ class Rates:
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The rates of this device, in about 100 ms (16 bits on some CPUs: 2 s). Fake and meta devices
+    """The rates of this device, in about 200 ms (16 bits on some CPUs: 2 s). Fake and meta devices
     get those of one GPU."""
     if device.type != "cpu" and not torch.accelerator.is_available():
         return Rates()
@@ -51,11 +54,14 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     launch = _seconds(lambda: small + small, device)
     flops = 2 * _SQUARE**3 / _seconds(lambda: square @ square, device)
     few = _seconds(lambda: wide[:_FEW] @ wide, device) - 2 * _FEW * _WIDE**2 / flops
+    mixed = torch.zeros(_ROWS, _ROWS, _BATCH, dtype=dtype, device=device)
+    row = _seconds(lambda: torch.einsum("ikc,jkc->ijc", mixed[:1], mixed), device)
     return Rates(
         launch,
         flops,
         2 * wide.nbytes / _seconds(lambda: wide + 1, device),
         wide.nbytes / max(few, launch),
+        mixed.nbytes / row,
     )
 
 
@@ -89,12 +95,14 @@ class Cost:
 
     @staticmethod
     def of(op: Sliced, flops: int, rates: Rates) -> Cost:
-        """What a product reads whole is packed for every slice."""
+        """What a product reads whole is packed, or copied, for every slice."""
         moved, each, launch = nbytes(op.node), 0, rates.launch_seconds
         for source in op.sources:
             count = nbytes(source.node)
             if source.dim is not None:
                 moved += count
+            elif is_interleaved(op.node, source.node):
+                launch += count / rates.interleaved_bytes_per_s
             elif flops:
                 launch += rates.packing_seconds(count)
             else:

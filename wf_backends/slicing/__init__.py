@@ -9,6 +9,7 @@ operators; `rules` asks them about a node of a graph, and adds the call of a sli
 from wf_backends.slicing.flow import Flow, Sliced, around, rows_of, size, trace
 from wf_backends.slicing.group_norm import join_group_norms, split_group_norms
 from wf_backends.slicing.rules import Source, emit, granule, rule_of, sources, viewed, writes
+from wf_backends.slicing.rules_products import is_interleaved
 
 __all__ = [
     "Flow",
@@ -17,6 +18,7 @@ __all__ = [
     "around",
     "emit",
     "granule",
+    "is_interleaved",
     "join_group_norms",
     "rows_of",
     "rule_of",

@@ -6,6 +6,8 @@ that has the letter of the output's sliced dimension is sliced along it, any oth
 
 from __future__ import annotations
 
+from torch import fx
+
 from wf_backends.slicing.call import Call, Reads, Rows, Rule, Shape, Table, aten, axis, shape_of
 
 Letters = tuple[str | int, ...]  # int: a batch dimension, counted from the end
@@ -88,6 +90,29 @@ def einsum(call: Call, dim: int) -> Reads | None:
         "tensors": [rows(t, s, letter, call.shape[dim]) for t, s in zip(split, sizes, strict=True)]
     }
 
+
+def is_interleaved(product: fx.Node, operand: fx.Node) -> bool:
+    """Whether elements of an operand that lie side by side belong to different matrices of a batch.
+
+    A library copies such matrices one by one before it multiplies.
+    """
+    strides = operand.meta["val"].stride()
+    inner = strides.index(min(strides)) if strides else 0
+    if product.target in BATCHED:
+        return inner < len(strides) - 2
+    if product.target is not aten.einsum.default:
+        return False
+    equation, operands = product.args[:2]
+    terms, _, out = str(equation).replace(" ", "").partition("->")
+    tensors = [*operands, product]  # type: ignore[misc]
+    every = [
+        letters(term, len(tensor.meta["val"].shape))
+        for term, tensor in zip([*terms.split(","), out], tensors, strict=True)
+    ]
+    return all(every[tensors.index(operand)][inner] in own for own in every)
+
+
+BATCHED = (aten.bmm.default, aten.baddbmm.default, aten.matmul.default)
 
 TABLE: Table = {
     aten.addbmm: product("ik,bij,bjk->ik", "self", "batch1", "batch2"),
