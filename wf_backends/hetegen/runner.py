@@ -127,8 +127,8 @@ class Runner:
                 self._predicted[job.lane] += self._plan.seconds_of(job, phase)
             rows_done = [self._events[number] for number in join.after]
             self.passes[-1].end = self._device.wait(rows_done)
-        oldest = self._maker.oldest
-        self._events = {n: event for n, event in self._events.items() if n >= oldest}
+            oldest = self._maker.oldest
+            self._events = {n: event for n, event in self._events.items() if n >= oldest}
         return out
 
     def _submit(self, job: Job, x: Tensor, out: Tensor, after: list[Event]) -> Event:
