@@ -104,7 +104,7 @@ class Cost:
             elif is_interleaved(op.node, source.node):
                 launch += count / rates.interleaved_bytes_per_s
             elif flops:
-                launch += rates.packing_seconds(count)
+                launch += max(rates.packing_seconds(count), count / rates.bytes_per_s)
             else:
                 each += count
         per_byte = 1 / rates.bytes_per_s
