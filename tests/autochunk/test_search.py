@@ -163,7 +163,7 @@ def test_matrices_whose_elements_lie_between_each_other(equation: str, expected:
 
 
 def test_slices_that_copy_the_other_matrices_each_time_pay_for_it() -> None:
-    """A product over the pairs of 64 residues, 128 channels: a row costs half of the whole."""
+    """A product over the pairs of 64 residues, of 128 channels."""
     x = torch.zeros(1, 64, 64, 128)
     rows, channels = (flow_of(Product("bikc,bjkc->bijc").eval(), (x, x), dim).end for dim in (1, 3))
     flops = 2 * 64**3 * 128

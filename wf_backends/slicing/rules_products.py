@@ -96,12 +96,12 @@ def is_interleaved(product: fx.Node, operand: fx.Node) -> bool:
 
     A library copies such matrices one by one before it multiplies.
     """
+    if product.target not in (*BATCHED, aten.einsum.default):
+        return False
     strides = operand.meta["val"].stride()
     inner = strides.index(min(strides)) if strides else 0
     if product.target in BATCHED:
         return inner < len(strides) - 2
-    if product.target is not aten.einsum.default:
-        return False
     equation, operands = product.args[:2]
     terms, _, out = str(equation).replace(" ", "").partition("->")
     tensors = [*operands, product]  # type: ignore[misc]
