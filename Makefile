@@ -1,5 +1,6 @@
 # make demo   the main job: a language model on real text, 4 ranks under mpirun
 # make test   format, lint, types, tests
+# make test-all   the same with the long tests (tests/long.py), as CI does
 # make docs   the documentation as a site, in build/site; a warning is an error
 # All of them set up .venv first (`make setup`), once. Needs Python 3.11, pip and a C++ compiler.
 
@@ -16,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 # DeepSpeed compiles what a job needs at its first use, not now.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup demo test check docs clean
+.PHONY: setup demo test test-all check docs clean
 .DELETE_ON_ERROR:
 
 setup: .venv/stamp
@@ -44,6 +45,9 @@ docs: setup
 	mkdocs build --strict
 
 test: check
+	pytest -n $(WORKERS) -m "not long"
+
+test-all: check
 	pytest -n $(WORKERS)
 
 clean:

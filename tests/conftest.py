@@ -16,6 +16,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.long import is_long
+
 ROOT = Path(__file__).parents[1]
 RANKS_ARE_THREADS = ("comm", "runtime", "parallel", "dsp")  # folders of tests
 SLURM = ("ip", "unshare", "munged", "slurmctld", "slurmd", "srun")
@@ -77,6 +79,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return "jobs" if _is_job(nodeid) else nodeid
 
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if is_long(item.nodeid):
+            item.add_marker("long")
 
 
 def pytest_collection_finish() -> None:

@@ -28,6 +28,8 @@ def run_both(
     ours, plain = _job(worker, named, RANKS, folder / "ours", imported), Results()
     for groups in (1, 2):
         some = [c for c in named if c["words"]["sequence_parallel_size"] * groups == RANKS]
+        if not some:
+            continue
         alone = [case | {"words": None} | case.get("alone", {}) for case in some]
         plain |= _job(worker, alone, groups, folder / f"plain{groups}", imported)
     return ours, plain

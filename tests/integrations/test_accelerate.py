@@ -31,6 +31,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
     gradients,
     sequence_parallel,
 )
+from tests.long import chosen  # noqa: E402
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_transformers import Handle, WholeBatchHooks, attach, loss_only  # noqa: E402
 
@@ -69,12 +70,14 @@ TRAINERS = [name for name in CASES if name not in (*LOOPS, "resumed")]
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
+def found(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Results, Results]:
     """With us, and without: under DDP, whatever it is with us."""
     kinds = {"fsdp": "ddp"} | dict.fromkeys(("trainer_fsdp", "resumed", "compiled"), "trainer")
     cases = {
-        name: case | {"alone": {"kind": kinds.get(case["kind"], case["kind"])}}
-        for name, case in CASES.items()
+        name: CASES[name] | {"alone": {"kind": kinds.get(CASES[name]["kind"], CASES[name]["kind"])}}
+        for name in chosen(request, CASES)
     }
     return run_both("accelerate_worker.py", cases, tmp_path_factory.mktemp("accelerate"))
 
@@ -99,8 +102,9 @@ def test_the_trainer_trains_as_without_us(name: str, found: tuple[Results, Resul
 @pytest.mark.skipif(
     not LOADS_ON_CPUS, reason="transformers 4 loads an optimizer to cpu:0, which torch has not"
 )
-def test_the_trainer_goes_on_from_a_checkpoint(found: tuple[Results, Results]) -> None:
-    ours, plain = (results["resumed"] for results in found)
+@pytest.mark.parametrize("name", ["resumed"])
+def test_the_trainer_goes_on_from_a_checkpoint(name: str, found: tuple[Results, Results]) -> None:
+    ours, plain = (results[name] for results in found)
     assert_same_curve(ours, plain)
 
 
@@ -112,16 +116,20 @@ def assert_same_curve(ours: dict[str, Any], plain: dict[str, Any]) -> None:
 
 
 @pytest.mark.processes
-def test_logits_travel_where_somebody_wants_them(found: tuple[Results, Results]) -> None:
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("trainer", [False, True, True]),
+        ("smoothed", [True, True, True]),
+        ("stream", [False, False, True]),  # it has no metrics
+    ],
+)
+def test_logits_travel_where_somebody_wants_them(
+    name: str, expected: list[bool], found: tuple[Results, Results]
+) -> None:
     """In training, evaluation and prediction: for a loss of one's own, for metrics, for both."""
     ours, _ = found
-    whole = {
-        name: [any("unshard" in label for label in sent) for sent in ours[name]["sent"]]
-        for name in ("trainer", "smoothed", "stream")
-    }
-    assert whole["trainer"] == [False, True, True]
-    assert whole["smoothed"] == [True, True, True]
-    assert whole["stream"] == [False, False, True]  # it has no metrics
+    assert [any("unshard" in label for label in sent) for sent in ours[name]["sent"]] == expected
 
 
 @pytest.mark.processes

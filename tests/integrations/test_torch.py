@@ -24,6 +24,7 @@ from tests.integrations.deepspeed_jobs import (  # noqa: E402
     text,
     tiny_llama,
 )
+from tests.long import chosen  # noqa: E402
 from wf_backends.comm import Communicator  # noqa: E402
 
 pytestmark = pytest.mark.processes
@@ -78,8 +79,8 @@ def train(comm: Communicator, folder: str) -> tuple[Found, Found]:
     """All settings, one after another; and from their checkpoints, half-way, once more."""
     whole: Found = {}
     resumed: Found = {}
-    for name, words in SETTINGS.items():
-        config = Path(folder, f"{name}.json")
+    for config in sorted(Path(folder).glob("*.json")):
+        name, words = config.stem, SETTINGS[config.stem]
         first, again = (engine(str(config), dtype_of(words)) for _ in range(2))
         batches = [next_of(first, words, step) for step in range(STEPS)]
         whole[name] = [step(first, some) for some in batches[: STEPS // 2]]
@@ -110,10 +111,12 @@ def step(engine: Any, batches: list[Any]) -> tuple[float, float]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Found, Found]]:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> list[tuple[Found, Found]]:
     folder = tmp_path_factory.mktemp("torch")
-    for name, words in SETTINGS.items():
-        (folder / f"{name}.json").write_text(json.dumps(words))
+    for name in chosen(request, SETTINGS):
+        (folder / f"{name}.json").write_text(json.dumps(SETTINGS[name]))
     return run_processes(RANKS, train, str(folder), timeout=280.0, start=python())
 
 

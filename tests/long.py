@@ -1,0 +1,86 @@
+"""What `make test` leaves to `make test-all`, which CI runs: the long part.
+
+Tables whose rows take long keep in the short part what differs most; in the long part they run in
+full. `SIX_AND_EIGHT` ranks as threads walk the same code as 2, 3 and 4, but for concentric rings,
+whose teams have a ring within a ring only from 8 ranks on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+TWO = r"-2\]"  # ranks, where there is a row of 4, too
+SIX_AND_EIGHT = r"(?<!concentric/2)\([68]\)"
+
+
+def all_but(*rows: str) -> str:
+    """A pattern of the rows of a table that are none of these."""
+    return rf"\[(?!({'|'.join(rows)})\])"
+
+
+ENGINES = ("sp4", "tp2_sp2", "pp2_sp2", "offloaded", "tiled", "packed", "concentric", "ulysses")
+MODELS = ("gpt2", "tp_bert", "pp_opt", "llama_classes", "zero1", "hybrid_zero1", "resumed_4_to_2")
+
+# file -> regular expression of its long tests, "" for all
+LONG: dict[str, str] = {
+    # jobs of several processes
+    "tests/docs/test_blocks_processes.py": "",
+    "tests/examples/test_restart_processes.py": "",
+    "tests/examples/test_autochunk.py": "long_prefill",
+    "tests/integrations/test_colossalai_exact.py": all_but(*ENGINES, *MODELS),
+    "tests/integrations/test_colossalai_door.py": r"launcher_trains\[colossalai run",
+    "tests/integrations/test_colossalai_faults.py": "model_test",
+    "tests/integrations/test_accelerate.py": r"penalised|smoothed|own_loss|recomputed|ddp_auto|"
+    r"trainer_groups|compiled|the_example",
+    "tests/integrations/test_deepspeed_unmodified.py": r"without_us\[1-4-2\]",
+    "tests/integrations/test_torch.py": r"data_parallel|bf16|no_sequence|mesh|fsdp_hybrid\]",
+    "tests/integrations/test_preferences.py": r"_groups\]|reward",
+    "tests/cluster/test_discover_processes.py": r"'a', 'a'|'a', 'b', 'a'|spoilt|side_by_side|"
+    r"cannot_be_written",
+    "tests/cluster/test_measure_links_processes.py": "hosts0",
+    "tests/cluster/test_faults_processes.py": r"gloo-1|mpi-1|exit 3-deepspeed|without_a_name",
+    "tests/benchmarks/test_peers_processes.py": "fewer_key_heads|absent_wrong",
+    "tests/launch/test_launch_processes.py": "end_well",
+    # ranks as threads
+    "tests/runtime/test_exact.py": rf"{SIX_AND_EIGHT}|test_slices\[[68]|test_long|test_many",
+    "tests/runtime/test_scores.py": SIX_AND_EIGHT,
+    "tests/runtime/test_alibi.py": SIX_AND_EIGHT,
+    "tests/runtime/test_ulysses_pipeline.py": r"\[[12]-",
+    "tests/runtime/test_hosts_once.py": r"\(6\)",
+    "tests/runtime/test_device_only.py": r"no_value\[sdpa on a Hopper",
+    "tests/parallel/test_chosen.py": r"chosen\[.*-[1-9]\]",
+    "tests/dsp/test_video_dit.py": r"published|exact\[[12]",
+    "tests/gpu/test_cudnn.py": r"executor_on_cudnn_is_exact\[documents",
+    "tests/integrations/test_families.py": TWO,
+    "tests/integrations/test_stacks.py": TWO,
+    "tests/integrations/test_mixers.py": TWO,
+    "tests/integrations/test_own_loss.py": TWO,
+    "tests/integrations/test_checkpoints.py": "without.*gpt2",
+    # one process
+    "tests/planner/test_typical.py": "who_knows_the_kind",
+    "tests/planner/test_search.py": "best_of_all.*heads=6|better_links",
+    "tests/planner/test_proxy.py": "beyond_what_is_counted",
+    "tests/planner/test_exact_cost.py": r"those_of_the_plans\[[68]",
+    "tests/cli/test_plan.py": "part_of_many_ranks",
+    "tests/schedule/test_documents.py": r"are_cut\[64",
+    "tests/kernels/test_kernels.py": "long_tiles.*dtype0",
+    "tests/autochunk/test_autochunk.py": r"outputs_.*\[(?!gpt2|vit)",
+    "tests/autochunk/test_evoformer_unet.py": "True",
+}
+
+
+def is_long(nodeid: str) -> bool:
+    file, _, test = nodeid.partition("::")
+    return file in LONG and re.search(LONG[file], test) is not None
+
+
+def chosen(request: pytest.FixtureRequest, cases: Mapping[str, Any]) -> list[str]:
+    """The cases that this run's tests of the module are about, by their parameter `name`."""
+    module = request.node.nodeid
+    tests = [item for item in request.session.items if item.nodeid.startswith(f"{module}::")]
+    named = {item.callspec.params.get("name") for item in tests if hasattr(item, "callspec")}
+    return [name for name in cases if name in named]
