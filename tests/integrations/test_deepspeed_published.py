@@ -28,6 +28,7 @@ from tests.integrations.deepspeed_jobs import (  # noqa: E402
     text,
     tiny_llama,
 )
+from tests.long import chosen  # noqa: E402
 
 pytestmark = [pytest.mark.deepspeed, pytest.mark.processes]
 
@@ -76,9 +77,12 @@ def assert_trains(found: dict[str, Any], config: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+def trained(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[str, dict[str, Any]]:
     folder = tmp_path_factory.mktemp("published")
-    return run_cases([case(stem, folder) for stem in CPU_STEMS], RANKS, folder)
+    asked = [case(stem, folder) for stem in chosen(request, CPU_STEMS, "stem")]
+    return run_cases(asked, RANKS, folder)
 
 
 @pytest.mark.parametrize("stem", CPU_STEMS)
