@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests import comm_contract
 from tests.helpers import run_processes
+from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator, Pending, make_comm
 from wf_backends.comm.process_group import GroupComm, own_group, timeout_of
 from wf_backends.comm.staging import Staged
@@ -148,6 +149,27 @@ def test_a_dead_peer_is_named():
     with pytest.raises(RuntimeError, match="rank 1: ended with exit code 7") as error:
         run_processes(2, die_and_tell, group_timeout=60)
     assert "rank 0 of 2: 'hop 7', the message from rank 1 failed: " in str(error.value)
+
+
+def outlive_its_group(comm: Communicator) -> list[str]:
+    """What attention says of a group that was destroyed, and where there is another one since."""
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
+    x, told = torch.ones(1, 8, 2, 8), list[str]()
+    sp.attention(x, x, x)
+    dist.destroy_process_group()
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as error:
+            sp.attention(x, x, x)
+        told.append(str(error.value))
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return told
+
+
+def test_a_group_that_was_destroyed_is_named():
+    for rank, told in enumerate(run_processes(2, outlive_its_group)):
+        says = f"rank {rank} of 2: the process group was destroyed"
+        assert all(error.startswith(says) for error in told)
 
 
 def die_and_tell(comm: Communicator) -> None:

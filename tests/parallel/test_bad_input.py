@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -200,6 +201,37 @@ def test_different_calls_on_different_ranks_are_named():
 
     with pytest.raises(ValueError, match=r"a call that compares batch size, .* \(ranks \[1\]\)"):
         run_threads(2, call, timeout=20)
+
+
+@pytest.mark.parametrize("call", ("attention", "shard_batch"))
+def test_threads_that_use_one_sequence_parallel_at_the_same_time_are_refused(call):
+    """Whoever comes second; the first goes on as if nothing had been."""
+    refused = Event()
+
+    def act(sp, told):
+        try:
+            if call == "attention":
+                told.append(sp.attention(*qkv()).shape)
+            else:
+                told.append(sp.shard_batch({"input_ids": torch.ones(1, 8)})["input_ids"].shape)
+        except RuntimeError as error:
+            told.append(str(error))
+            refused.set()
+
+    def rank(comm):
+        sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=2), comm)
+        told = []
+        both = [Thread(target=act, args=(sp, told)) for _ in range(2 - comm.rank)]
+        assert comm.rank == 0 or refused.wait(10)
+        for thread in both:
+            thread.start()
+        for thread in both:
+            thread.join()
+        return told
+
+    (error, first), (second,) = run_threads(2, rank, timeout=20)
+    assert "call from one thread" in error and "new_group" in error
+    assert first == second
 
 
 def test_options_and_configs_that_differ_between_ranks_are_named():

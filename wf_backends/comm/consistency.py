@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cache, lru_cache
 from os.path import commonprefix
+from threading import RLock
 from types import MappingProxyType
 from typing import cast
 from zlib import crc32
@@ -83,6 +84,27 @@ def _doubling(comm: Communicator, held: Tensor) -> Iterator[Round]:
         ahead += count
 
 
+class OneThread:
+    """`with` it one thread at a time uses a group; another one that comes meanwhile is refused.
+
+    Ranks match their messages by the order of their calls, which threads would take by chance.
+    """
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "two threads use one SequenceParallel at the same time, and the other ranks cannot "
+                "tell their messages apart: call from one thread, or give each thread a "
+                "SequenceParallel of a group of its own (torch.distributed.new_group())"
+            )
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class ConsistencyCheck:
     """Checks, call by call, that the ranks pass tensors and options that belong together.
 
@@ -93,6 +115,9 @@ class ConsistencyCheck:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self.one_thread: AbstractContextManager[None] = nullcontext()  # of one rank: no messages
+        if comm.size > 1:
+            self.one_thread = OneThread()
         self._seen: dict[tuple[tuple[str, ...], tuple[int, ...]], Lengths] = {}
         self._room = lru_cache(maxsize=8)(self._make_room)
 
@@ -158,13 +183,14 @@ class ConsistencyCheck:
         """
         length = len(values) + -len(values) % HEADER_INTEGERS
         headers, host, held, rounds = self._room(length, _home(self.comm, like))
-        headers[:length] = array("q", values + (0,) * (length - len(values)))
-        if held is not host:
-            held[0] = host[0]
-        for sends, recvs in rounds:
-            self.comm.post("agreement", sends, recvs).wait()
-        if held is not host:
-            host.copy_(held)
+        with self.one_thread:
+            headers[:length] = array("q", values + (0,) * (length - len(values)))
+            if held is not host:
+                held[0] = host[0]
+            for sends, recvs in rounds:
+                self.comm.post("agreement", sends, recvs).wait()
+            if held is not host:
+                host.copy_(held)
         return headers
 
     def _make_room(

@@ -102,6 +102,8 @@ class GroupComm(ProcessComm):
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         if not (sends or recvs):
             return _GroupPending(self, label, [])
+        if label in CONTROL:  # a header goes before every call; a look at each message would cost
+            self._refuse_destroyed()
         device = (sends or recvs)[0][1].device.type
         backend = self._backends.get(device)
         if backend is None:
@@ -114,6 +116,16 @@ class GroupComm(ProcessComm):
         if device != "cpu":
             return Staged(self._post_each, label, sends, recvs)
         return self._post_each(label, sends, recvs)
+
+    def _refuse_destroyed(self) -> None:
+        """Refuse a group that torch no longer knows: gloo would go on with it, or hang."""
+        try:
+            dist.get_group_rank(self.group, self._global_ranks[self.rank])
+        except ValueError as error:
+            raise RuntimeError(
+                f"{self.me}: the process group was destroyed (destroy_process_group() of "
+                "torch.distributed): make a SequenceParallel of a new one"
+            ) from error
 
     def _post_each(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         """Receives first: gloo takes twice as long in the other order.

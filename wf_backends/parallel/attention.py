@@ -113,7 +113,8 @@ class AttentionOfSequence:
         Raises:
             ValueError: if shapes, dtypes, devices, heads or the mask do not fit, here or between
                 ranks. NotImplementedError: for masked cross attention, torch.vmap, torch.func,
-                forward-mode differentiation and torch.export.
+                forward-mode differentiation and torch.export. RuntimeError: while another thread
+                is in a call of this object, and after the group was destroyed.
         """
         with self._consistency:  # if it is refused here, it is on all ranks
             check_tensors(q, k, v, kv_up)
@@ -130,8 +131,9 @@ class AttentionOfSequence:
                 mask = PLAIN[causal]
             else:
                 mask = make_mask(causal, window_size, cu_seqlens, seqlen, *slices)
-        planned = self._attention.call(q, k, v, mask, softmax, seqlen, name)
-        return run(q, k, v, *planned, softmax.learned)
+        with self._consistency.one_thread:
+            planned = self._attention.call(q, k, v, mask, softmax, seqlen, name)
+            return run(q, k, v, *planned, softmax.learned)
 
 
 class DistributedAttention(PlannedCalls):
@@ -156,17 +158,16 @@ class DistributedAttention(PlannedCalls):
         """
         (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
         scores, (_, up, bias) = softmax.scores, softmax.learned
-        tensors = (x is not None for x in (scores.slopes, scores.dropout, bias))
-        options = scores.softcap > 0, *tensors
+        there = scores.slopes is not None, scores.dropout is not None, bias is not None
         width, latent = v.shape[3], 0
         if up is not None:
             width, latent = up.shape[1] - d + k.shape[3], k.shape[3] + width
-        spec = KernelSpec(q.device.type, q.dtype, d, h, g, width, *options)
+        spec = KernelSpec(q.device.type, q.dtype, d, h, g, width, scores.softcap > 0, *there)
         same, words = self._same(spec, b, mask, softmax.told, seqlen)
         lengths = {"q rows": s, "key rows": keys}
         now = Pass(self._calls + 1, layer)
         self.comm.enter(now)
-        told = self._consistency.check(same, lengths, q, layer=layer, words=words)
+        told = self.consistency.check(same, lengths, q, layer=layer, words=words)
         self._calls = now.number  # not where a rank refused
         if seqlen is not None and sum(told["q rows"]) != seqlen:  # as it is on all ranks
             raise ValueError(

@@ -36,7 +36,7 @@ class PlannedCalls:
         self, config: SequenceParallelConfig, comm: Communicator, topology: JobTopology
     ) -> None:
         self.config, self.comm, self.topology = config, comm, topology
-        self._consistency = ConsistencyCheck(comm)
+        self.consistency = ConsistencyCheck(comm)
         self._told = set[Choice]()
         self._at_once = config.strategy == LSS
         self._narrow = config.partials == ACTIVATION or self._at_once

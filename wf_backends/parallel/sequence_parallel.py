@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wf_backends._compile import eager
 from wf_backends.cluster import JobTopology, Topology, cache_folder
-from wf_backends.comm import ConsistencyCheck, fingerprint, make_comm, sum_over_ranks
+from wf_backends.comm import fingerprint, make_comm, sum_over_ranks
 from wf_backends.parallel.attention import AttentionOfSequence, DistributedAttention
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.parallel.data import prepare_batch
@@ -56,9 +56,9 @@ class SequenceParallel(AttentionOfSequence, Sharding):
         self.comm = everyone.view(range(first, first + size))
         self.rank, self.size = self.comm.rank, size
         self.comm.watch()
-        self._consistency = ConsistencyCheck(self.comm)
         found = JobTopology(self.comm, config.topology, topology, cache_folder(os.environ))
         self._attention = DistributedAttention(config, self.comm, found)
+        self._consistency = self._attention.consistency
 
     @eager
     def shard_batch(
