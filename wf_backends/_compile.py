@@ -58,18 +58,21 @@ def _leave_alone(fn: Any, why: str) -> None:
         frames.set_code_exec_strategy(fn.__code__, frames._FrameExecStrategy(skip, skip))
 
 
-def refuse_transforms(**tensors: Tensor) -> None:
+def refuse_transforms(call: str, instead: str, /, **tensors: Tensor) -> None:
     """Refuse tensors inside torch.vmap, torch.func or forward-mode differentiation, by name.
 
+    Args:
+        call: what does not go through them.
+        instead: what to do.
+
     Raises:
-        NotImplementedError: with what to do instead.
+        NotImplementedError: with both.
     """
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     for name, x in tensors.items():
         wrapped = functorch.is_functorch_wrapped_tensor(x)
         if wrapped or forward_ad.unpack_dual(x).tangent is not None:
             raise NotImplementedError(
-                f"sp.attention under torch.vmap, torch.func or forward-mode differentiation (jvp) "
-                f"is not supported, and {name} is inside one of them: give samples as the batch "
-                "dimension of q, k, v, and take gradients by .backward() or torch.autograd.grad"
+                f"{call} under torch.vmap, torch.func or forward-mode differentiation (jvp) is not "
+                f"supported, and {name} is inside one of them: {instead}"
             )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from difflib import get_close_matches
-from math import isfinite
+from math import inf, isfinite
 from reprlib import repr as short
 from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -103,13 +103,17 @@ def parse_bytes(name: str, value: object) -> int:
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(value))
     units = {unit.upper(): size for unit, size in UNITS.items()}
-    if not isinstance(value, str) or match is None or match[2].upper() not in units:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", str(value))
+    size = inf
+    if isinstance(value, str) and match is not None:
+        size = float(match[1]) * units.get(match[2].upper(), inf)
+    if not isfinite(size):
         raise ValueError(
-            f'{name} must be a number of bytes or a size such as "20GB" or "20GiB", got {value!r}'
+            f'{name} must be a number of bytes or a size such as "20GB" or "20GiB", '
+            f"got {short(value)}"
         )
-    return int(float(match[1]) * units[match[2].upper()])
+    return int(size)
 
 
 def read_plain(kind: type[Data], words: object, where: str) -> Data:

@@ -123,8 +123,13 @@ class Generator:
         """Call `write` with the text of each new token, in order; sample if there is a seed.
 
         on_host: whether the model's inputs are on the host and not on torch's accelerator.
+
+        Raises:
+            ValueError: for a prompt without tokens.
         """
         ids = self.tokenizer(prompt, return_tensors="pt").input_ids
+        if not ids.numel():
+            raise ValueError(f"the prompt must have a token at least, got {prompt!r}")
         if not on_host:
             ids = ids.to(torch.accelerator.current_accelerator())
         if seed is not None:

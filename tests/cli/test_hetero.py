@@ -95,6 +95,8 @@ def test_generate_refuses(wallfacer, folder: Path, tmp_path: Path) -> None:
     args = ("generate", "--prompt", "w3", "--max-memory", "80kB", "--model")
     code, _, err = wallfacer(*args, str(folder), "--shaped", "1,2")
     assert code == 2 and "--shaped must be three rates" in err
+    code, _, err = wallfacer(*args, str(folder), "--shaped", "1,2,3", "--prompt", " ")
+    assert code == 2 and "the prompt must have a token at least, got ' '" in err
     code, _, err = wallfacer(*args, str(tmp_path / "nowhere"))
     assert code == 2 and "there is no config.json" in err
     code, _, err = wallfacer(*args[:3], "--max-memory", "lots", "--model", str(folder))

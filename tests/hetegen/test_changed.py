@@ -60,6 +60,68 @@ def test_a_split_model_is_not_converted() -> None:
         assert torch.equal(model(x), expected)
 
 
+class Scaled(nn.Module):
+    """With a tensor that is not split before one that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((64,), 0.3))
+        self.plain = Plain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(x * self.scale.float())
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda model: model.half(),
+        lambda model: model.to("meta"),
+        lambda model: model.to_empty(device="cpu"),
+    ],
+)
+def test_a_conversion_is_refused_before_it_has_changed_anything(
+    convert: Callable[[nn.Module], object],
+) -> None:
+    """Also where the first tensors would be changed in place, or modules be given others."""
+    model, x = Scaled(), torch.randn(2, 64)
+    with torch.no_grad():
+        expected = model(x)
+        handle = dispatch_model(model, SPLIT, fast_device())
+        with pytest.raises(ValueError, match=r"nor converted, and layers.*would.*handle\.remove"):
+            convert(model.plain)
+        with pytest.raises(ValueError, match=r"nor converted, and scale would.*handle\.remove"):
+            convert(model)
+        torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5)
+        handle.remove()
+        assert torch.equal(model(x), expected)
+        assert model.half().scale.dtype == torch.float16
+
+
+def test_a_weight_of_two_models_is_split_for_one() -> None:
+    """Either `remove` would make it plain, or leave it split for lanes that have ended."""
+    one, other, x = Plain(), Plain(), torch.randn(2, 64)
+    other.layers[1].weight = one.layers[2].weight
+    with torch.no_grad():
+        expected = other(x)
+        handle = dispatch_model(one, SPLIT, fast_device())
+        with pytest.raises(ValueError, match=r"shares layers\.1\.weight .*the other's handle\.rem"):
+            dispatch_model(other, SPLIT, fast_device())
+        torch.testing.assert_close(other(x), expected, rtol=0, atol=1e-5)
+        handle.remove()
+        with dispatch_model(other, SPLIT, fast_device()):
+            torch.testing.assert_close(other(x), expected, rtol=0, atol=1e-5)
+
+
+def test_weights_that_are_saved_alone_are_plain() -> None:
+    model = Plain()
+    with dispatch_model(model, SPLIT, fast_device()):
+        torch.save(list(model.parameters()), saved := io.BytesIO())
+    saved.seek(0)
+    for loaded, parameter in zip(torch.load(saved), Plain().parameters(), strict=True):
+        assert type(loaded) is nn.Parameter and torch.equal(loaded, parameter)
+
+
 @pytest.mark.filterwarnings("ignore:the model takes")
 @pytest.mark.parametrize("memory", [SPLIT, FITS])
 def test_a_split_model_is_neither_copied_nor_pickled(memory: dict) -> None:
@@ -118,6 +180,31 @@ def test_several_threads_call_one_model() -> None:
             thread.join(20)
         assert not any(thread.is_alive() for thread in threads)
     assert not wrong
+
+
+@pytest.mark.usefixtures("threads_in_turns")
+def test_passes_are_told_apart_after_calls_of_several_threads() -> None:
+    """However threads meet inside of it, the count of running modules comes back to none."""
+    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(64, 64))))
+    with dispatch_model(model, {0: 14_000}, fast_device()) as handle:
+        runner = handle._runner
+        assert runner is not None
+
+        def run_modules() -> None:
+            for _ in range(20_000):
+                runner.enter()
+                runner.leave()
+
+        threads = [threading.Thread(target=run_modules, daemon=True) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        for passes in (1, 2):
+            with torch.no_grad():
+                model(torch.randn(1, 64))
+            assert runner._depth == 0
+            assert handle.report()["decode"]["passes"] == passes
 
 
 class Mixed(nn.Module):

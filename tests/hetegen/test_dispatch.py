@@ -36,6 +36,7 @@ def test_sizes(text: object, nbytes: int) -> None:
     [
         ({0: "20 parsecs"}, r"max_memory\[0\].*'20 parsecs'"),
         ({0: -1}, r"max_memory\[0\].*-1"),
+        ({0: "9" * 400 + "GB"}, r"max_memory\[0\] must be a number of bytes .* got '999"),
         ({0: True}, r"max_memory\[0\].*True"),
         ({"accelerator": "GB"}, r"max_memory\['accelerator'\].*'GB'"),
         ({0: "1GB", "cpu": 1.5}, r"max_memory\['cpu'\].*1.5"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.hetegen.models import Plain, fast_device
 from wf_backends.hetegen import Accelerator, ShapedDevice, dispatch_model
@@ -31,6 +31,7 @@ FITS = {0: "1MB"}
         ({"alpha": True}, "alpha must be .* got True"),
         ({"alpha": float("nan")}, "alpha must be .* got nan"),
         ({"pin_memory": "no"}, "pin_memory must be True or False, got a str"),
+        ({"prompt": 10**400}, "prompt must be at most 1099511627776, got 1000"),
         ({"pin_memory": 1}, "pin_memory must be True or False, got a int"),
     ],
 )
@@ -170,3 +171,44 @@ def test_an_input_that_does_not_fit_is_named_before_any_lane_works(wrong: torch.
         torch.testing.assert_close(model(x), Plain()(x), rtol=0, atol=1e-5)
         after = handle.report()["lanes"]["link"]["predicted_busy_seconds"]
         assert after <= 2.001 * before  # slabs were not lost
+
+
+def test_what_transforms_of_torch_would_take_apart() -> None:
+    model, x = Plain(), torch.randn(2, 64)
+    with torch.no_grad(), dispatch_model(model, SPLIT, fast_device()):
+        for transform in (torch.vmap(model), lambda x: torch.func.jvp(model, (x,), (x,))):
+            with pytest.raises(NotImplementedError, match=r"a split linear under torch\.vmap.*jvp"):
+                transform(x)
+
+
+def test_an_input_on_another_device_is_named() -> None:
+    model = Plain()
+    with torch.no_grad(), dispatch_model(model, SPLIT, fast_device()):
+        with pytest.raises(ValueError, match=r"layers\.0 takes an input on cpu, got meta"):
+            model(torch.ones(2, 64, device="meta"))
+
+
+class Twofold(Tensor):
+    """A weight that is not what its memory says, as quantized ones are."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func == torch.nn.functional.linear:
+            x, weight, bias = args
+            return func(x, 2 * weight.as_subclass(Tensor), bias)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_weights_that_are_not_plain_are_left_whole() -> None:
+    def make() -> Plain:
+        model = Plain()
+        weight = model.layers[1].weight.detach().as_subclass(Twofold)
+        model.layers[1].weight = nn.Parameter(weight, requires_grad=False)
+        return model
+
+    model, x = make(), torch.randn(2, 64)
+    with torch.no_grad():
+        expected = make()(x)
+        with dispatch_model(model, {0: 60_000}, fast_device()) as handle:
+            assert len(handle.plan.splits) == 3
+            torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-5)

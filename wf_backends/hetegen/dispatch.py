@@ -7,14 +7,15 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
-from typing import Any, Literal, cast
+from reprlib import repr as short
+from typing import Literal, cast
 
-import torch
 from torch import Tensor, nn
 
 from wf_backends._validation import is_real, nearest, of_type, parse_bytes
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import Device
+from wf_backends.hetegen.mark import MARK, check_not_split, mark_modules
 from wf_backends.hetegen.modules import HostWeight, find_weights
 from wf_backends.hetegen.plan import Plan, Request
 from wf_backends.hetegen.planning import make_plan
@@ -22,32 +23,8 @@ from wf_backends.hetegen.runner import Runner
 from wf_backends.hetegen.split_weight import split_weights
 
 ACCELERATOR = "accelerator"
-MARK = "_wf_hetegen_split"  # an attribute of modules while they are split, and of the device
 KEYS = (ACCELERATOR, "cpu")
-
-
-class Mark:
-    """What modules have while they are split. It refuses to be copied, and so do they.
-
-    Its methods are hooks around a module's forward, from which the runner tells passes.
-    """
-
-    def __init__(self) -> None:
-        self.runner: Runner | None = None  # None where everything is resident
-
-    def enter(self, *_: Any) -> None:
-        if self.runner is not None and not torch.compiler.is_compiling():
-            self.runner.enter()
-
-    def leave(self, *_: Any) -> None:
-        if self.runner is not None and not torch.compiler.is_compiling():
-            self.runner.leave()
-
-    def __reduce_ex__(self, _: Any) -> Any:
-        raise ValueError(
-            "a model that is split by dispatch_model is neither copied nor pickled: call "
-            "handle.remove() first, or take its state_dict()"
-        )
+MOST_TOKENS = 2**40  # and slabs
 
 
 class Handle:
@@ -182,12 +159,13 @@ def _check(alpha: object, prefetch: object, batch: object, prompt: object) -> No
     for name, (value, low) in least.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
             raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
+        if value > MOST_TOKENS:
+            raise ValueError(f"{name} must be at most {MOST_TOKENS}, got {short(value)}")
 
 
 def _check_model(model: nn.Module) -> None:
     of_type("model", model, nn.Module, "a torch.nn.Module")
-    if any(hasattr(module, MARK) for module in model.modules()):
-        raise ValueError("model is split already, or a part of it: call handle.remove() first")
+    check_not_split(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.device.type != "cpu":
             raise ValueError(f"model must be on the CPU, got {name} on {tensor.device}")
@@ -216,9 +194,7 @@ def _split(
                 f"{plan.request.accelerator_bytes}: it is simply resident, and nothing is split",
                 stacklevel=3,
             )
-        mark = Mark()
-        for module in model.modules():
-            _mark(module, mark, undo)
+        mark = mark_modules(model, undo)
         _place(_others(model, weights), device, undo)
         if not plan.fits:
             plan, pinned = _pin(plan, device) if pin else (plan, [])
@@ -227,23 +203,6 @@ def _split(
             split_weights(weights, runner, undo)
             mark.runner = runner
         return Handle(model, plan, runner, undo.pop_all())
-
-
-def _mark(module: nn.Module, mark: Mark, undo: ExitStack) -> None:
-    """Note that it is split, and refuse to load weights: copies of the old ones would be used."""
-    setattr(module, MARK, mark)
-    undo.callback(delattr, module, MARK)
-    if any(True for _ in module.children()):
-        undo.callback(module.register_forward_pre_hook(mark.enter, prepend=True).remove)
-        undo.callback(module.register_forward_hook(mark.leave, always_call=True).remove)
-    undo.callback(module.register_load_state_dict_pre_hook(_refuse_to_load).remove)
-
-
-def _refuse_to_load(module: nn.Module, *_: Any) -> None:
-    raise ValueError(
-        f"{type(module).__name__} is split by dispatch_model and takes no weights: "
-        "call handle.remove() first, and dispatch_model after load_state_dict"
-    )
 
 
 def _place(tensors: list[Tensor], device: Device, undo: ExitStack) -> None:

@@ -76,7 +76,12 @@ def is_table(module: Any) -> bool:
 
 
 def is_linear(module: Any) -> bool:
-    """Whether it is an nn.Linear or transformers' Conv1D, and has rows enough."""
+    """Whether it is an nn.Linear or transformers' Conv1D with rows enough, and a plain weight.
+
+    Of a quantized or sharded one, rows may not be views.
+    """
     if type(module) is nn.Linear:
-        return module.out_features >= MIN_ROWS
-    return type(module).__name__ == "Conv1D" and getattr(module, "nf", 0) >= MIN_ROWS
+        rows = module.out_features
+    else:
+        rows = getattr(module, "nf", 0) if type(module).__name__ == "Conv1D" else 0
+    return rows >= MIN_ROWS and type(module.weight) is nn.Parameter

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from wf_backends._compile import refuse_transforms
 from wf_backends.hetegen.device import Device, Event, Moment
 from wf_backends.hetegen.jobs import LANES, PHASES, Job, Lane, Phase
 from wf_backends.hetegen.modules import HostWeight
@@ -78,13 +79,15 @@ class Runner:
 
     def enter(self) -> None:
         """A module is called: a pass begins with the next split linear if none was running."""
-        if not self._depth:
-            self._maker.first = None
-        self._depth += 1
+        with self._lock:
+            if not self._depth:
+                self._maker.first = None
+            self._depth += 1
 
     def leave(self) -> None:
         """A module's call has ended, also one whose hooks failed before `enter`."""
-        self._depth = max(0, self._depth - 1)
+        with self._lock:
+            self._depth = max(0, self._depth - 1)
 
     def end(self) -> None:
         """The report stays as it is, whatever the device does later."""
@@ -109,8 +112,7 @@ class Runner:
             Exception: what a lane raised. The lanes are stopped then; the next call starts anew.
         """
         self._refuse_gradient(index, x)
-        x = _as_autocast(x, self._weights[index].tensor.dtype)
-        self._check(index, x)
+        x = self._checked(index, x)
         rows = self._plan.splits[index].linear.rows
         out = x.new_empty(*x.shape[:-1], rows)
         if x.numel() == 0:
@@ -161,15 +163,20 @@ class Runner:
         return out
 
     def _refuse_gradient(self, index: int, x: Tensor) -> None:
+        """Refuse an input or a weight whose gradient is asked for, in whatever way."""
+        refuse_transforms("a split linear", "give samples as a batch", input=x)
         learned = self._weights[index].module.weight.requires_grad
         if torch.is_grad_enabled() and (x.requires_grad or learned):
             raise NotImplementedError(
                 "a split linear has no gradient: call the model under torch.no_grad()"
             )
 
-    def _check(self, index: int, x: Tensor) -> None:
-        """Refuse an input that the lanes cannot multiply, and weights that they have copies of."""
+    def _checked(self, index: int, x: Tensor) -> Tensor:
+        """The input as autocast has it, if the lanes can multiply it, with weights as they were."""
         linear, tensor = self._plan.splits[index].linear, self._weights[index].tensor
+        if x.device != self.where:
+            raise ValueError(f"{linear.name} takes an input on {self.where}, got {x.device}")
+        x = _as_autocast(x, tensor.dtype)
         if x.shape[-1:] != (linear.columns,) or x.dtype != tensor.dtype:
             raise ValueError(
                 f"{linear.name} takes an input (..., {linear.columns}) of {tensor.dtype}, "
@@ -180,6 +187,7 @@ class Runner:
                 f"{linear.name}.weight was changed while the model is split, and the accelerator "
                 "has copies of the old one: call handle.remove(), then dispatch_model again"
             )
+        return x
 
     def _note_start(self, index: int, phase: Phase) -> None:
         """Of a call, which may begin a pass."""

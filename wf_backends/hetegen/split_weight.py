@@ -34,6 +34,10 @@ class SplitWeight(nn.Parameter):
     products: Mapping[str, Callable[..., Tensor]]
     where: torch.device
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A parameter that is not split, where it alone is copied or pickled."""
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None

@@ -33,6 +33,10 @@ from wf_backends.runtime import (
 from wf_backends.schedule import Mask, make_mask
 
 MAX_TOKENS = 1 << 62
+INSTEAD_OF_TRANSFORMS = (
+    "give samples as the batch dimension of q, k, v, and take gradients by .backward() or "
+    "torch.autograd.grad"
+)
 PLAIN = (make_mask(), make_mask(causal=True))  # the masks of most calls, causal or not
 
 
@@ -218,7 +222,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) 
                 f"{name} must be a plain torch.Tensor, got a {type(x).__name__}: pass the local "
                 "tensor, such as x.to_local() or x.as_subclass(torch.Tensor)"
             )
-    refuse_transforms(q=q, k=k, v=v)
+    refuse_transforms("sp.attention", INSTEAD_OF_TRANSFORMS, q=q, k=k, v=v)
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(
             f"q, k, v must be (batch, seqlen, heads, head_dim), got {_shapes(q, k, v)}"

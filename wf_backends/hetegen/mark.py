@@ -1,0 +1,92 @@
+"""What the modules of a split model refuse, and how the runner knows which calls are passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wf_backends.hetegen.runner import Runner
+from wf_backends.hetegen.split_weight import SplitWeight
+
+MARK = "_wf_hetegen_split"  # an attribute of modules while they are split, and of the device
+
+
+class Mark:
+    """What modules have while they are split. It refuses to be copied, and so do they.
+
+    Its methods are hooks around a module's forward, from which the runner tells passes.
+    """
+
+    def __init__(self) -> None:
+        self.runner: Runner | None = None  # None where everything is resident
+
+    def enter(self, *_: Any) -> None:
+        if self.runner is not None and not torch.compiler.is_compiling():
+            self.runner.enter()
+
+    def leave(self, *_: Any) -> None:
+        if self.runner is not None and not torch.compiler.is_compiling():
+            self.runner.leave()
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise ValueError(
+            "a model that is split by dispatch_model is neither copied nor pickled: call "
+            "handle.remove() first, or take its state_dict()"
+        )
+
+
+def check_not_split(model: nn.Module) -> None:
+    """Refuse a model that is split, has a part that is, or a weight that another model splits."""
+    if any(hasattr(module, MARK) for module in model.modules()):
+        raise ValueError("model is split already, or a part of it: call handle.remove() first")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, SplitWeight):
+            raise ValueError(
+                f"model shares {name} with another model that is split: call the other's "
+                "handle.remove() first"
+            )
+
+
+def mark_modules(model: nn.Module, undo: ExitStack) -> Mark:
+    """Have its modules refuse what would leave copies of old weights in use, until `undo`."""
+    mark = Mark()
+    for module in model.modules():
+        added = {MARK: mark, "_apply": partial(_refuse_to_convert, module)}
+        for name, value in added.items():
+            setattr(module, name, value)
+            undo.callback(delattr, module, name)
+        if any(True for _ in module.children()):
+            undo.callback(module.register_forward_pre_hook(mark.enter, prepend=True).remove)
+            undo.callback(module.register_forward_hook(mark.leave, always_call=True).remove)
+        undo.callback(module.register_load_state_dict_pre_hook(_refuse_to_load).remove)
+    return mark
+
+
+def _refuse_to_load(module: nn.Module, *_: Any) -> None:
+    raise ValueError(
+        f"{type(module).__name__} is split by dispatch_model and takes no weights: "
+        "call handle.remove() first, and dispatch_model after load_state_dict"
+    )
+
+
+def _refuse_to_convert(
+    module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """What model.to(...) calls, in place of `nn.Module._apply`: take what changes no tensor.
+
+    It refuses before the first is changed, since a model that is half converted computes wrongly.
+    """
+    named = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
+    with torch.no_grad():
+        for name, tensor in named:
+            if convert(tensor) is not tensor:
+                raise ValueError(
+                    f"a split model is neither moved nor converted, and {name} would be: call "
+                    "handle.remove() first"
+                )
+    return module
