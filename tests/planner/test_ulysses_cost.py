@@ -12,6 +12,7 @@ from wf_backends.planner.ulysses_cost import (
     exchange_hold_s,
     exchange_loads,
     pipelined,
+    smallest_s,
     ulysses_cost,
 )
 from wf_backends.planner.workload import Cost, HeadSplit, Workload
@@ -71,6 +72,18 @@ def test_what_occupies_a_rank_is_added_to_its_pass() -> None:
     measured = job(2, occupied=0.5, exchange_s=1e3)
     held = [exchange_hold_s(measured, one) for one in exchange_loads(measured)]
     assert held == pytest.approx([500, 500])
+
+
+def test_where_no_exchange_was_measured_its_messages_count_one_by_one() -> None:
+    """q, k and v to three peers and from them: each takes half a latency of the rank."""
+    at = replace(AT, hosts=1, ranks_per_host=4, inside=Link(LATENCY, 1e12), occupied=1.0)
+    four = HeadSplit(WORK, at, degree=4)
+    assert smallest_s(four) == pytest.approx(9 * LATENCY)
+    assert ulysses_cost(four).seconds == pytest.approx(2 * 9 * LATENCY)
+    assert exchange_hold_s(four, exchange_loads(four)[0]) == pytest.approx(9 * LATENCY)
+    assert smallest_s(replace(four, topology=replace(at, exchange_s=0.25))) == 0.25
+    free = replace(four, topology=replace(at, occupied=0.0))
+    assert ulysses_cost(free).seconds == pytest.approx(2 * LATENCY)
 
 
 def test_connections_inside_a_host_carry_the_pass_beside_the_exchanges() -> None:

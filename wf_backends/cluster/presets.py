@@ -22,16 +22,17 @@ SUFFIXES = (".json", ".toml")
 
 # Nominal figures of the makers; kernel rates of the FlashAttention-2 paper (arXiv 2307.08691):
 # 73 % and 63 % of an A100's 312 TFLOP/s, 335 TFLOP/s on an H100. one-host: gloo and one CPU core
-# a rank, in round numbers. Measure your own cluster.
+# a rank, which moves messages or computes, in round numbers. Measure your own cluster.
 _H100 = (("flash", KernelRate(335e12, 335e12, 10e-6)),)
 _A100 = (("flash", KernelRate(228e12, 197e12, 10e-6)),)
+_LOOPBACK, _TEN_GIGABIT = Link(100e-6, 1.3e9), Link(200e-6, 1.25e9)
 _CPU = (("sdpa", KernelRate(2e10, 4e10, 50e-6)),)
 
 # name, hosts, ranks of a host, NICs of a host, link inside, link between; kernels, memory of a rank
 _TOPOLOGIES = (
     Topology("h100-8x400g", 8, 8, 8, Link(5e-6, 450e9), Link(10e-6, 50e9), _H100, 80 * 2**30),
     Topology("a100-4x-100gbe", 8, 4, 1, Link(5e-6, 300e9), Link(30e-6, 12.5e9), _A100, 40 * 2**30),
-    Topology("one-host", 1, 8, 1, Link(100e-6, 1.3e9), Link(200e-6, 1.25e9), _CPU, 8 * 2**30),
+    Topology("one-host", 1, 8, 1, _LOOPBACK, _TEN_GIGABIT, _CPU, 8 * 2**30, occupied=1.0),
 )
 PRESETS: Mapping[str, Topology] = MappingProxyType({one.name: one for one in _TOPOLOGIES})
 

@@ -71,7 +71,8 @@ class Topology:
     agreement_s: float = 0.0
     """Seconds of the check that all ranks pass the same, once a call; 0 where it is remembered."""
     exchange_s: float = 0.0
-    """Seconds of an all-to-all of heads for tokens without its bytes; 0 = a message's latency."""
+    """Seconds of an all-to-all of heads for tokens without its bytes; 0 = a message's latency, or
+    what its messages take of a rank by `occupied` if that is more."""
     occupied: float = 0.0
     """The share of a message's time during which its sender and receiver cannot compute: 0 if
     tiles hide all of it, 1 if nothing, as where ranks share a core."""

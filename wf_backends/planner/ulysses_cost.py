@@ -41,13 +41,23 @@ def exchange_s(split: HeadSplit, load: Load) -> float:
         ((at.inside, load.inside), (at.between, load.nic)),
         key=lambda pair: pair[0].seconds(pair[1]),
     )
-    return sent / link.bytes_per_s + max(link.latency_s, at.exchange_s) if sent else at.exchange_s
+    return sent / link.bytes_per_s + max(link.latency_s, smallest_s(split))
+
+
+def smallest_s(split: HeadSplit) -> float:
+    """Seconds of an exchange of hardly any bytes, beside its latency.
+
+    As measured on a whole host; or else for how long its messages keep a rank from computing: q, k
+    and v to every peer, and as many from it.
+    """
+    at, peers = split.topology, split.degree - 1
+    return at.exchange_s or at.hold_s(0.0, messages=2 * 3 * peers)
 
 
 def exchange_hold_s(split: HeadSplit, load: Load) -> float:
     """How long an exchange with all peers keeps a rank from computing."""
     held = load.hold_s(split.topology, messages=split.degree - 1)
-    return max(held, split.topology.occupied * split.topology.exchange_s)
+    return max(held, split.topology.occupied * smallest_s(split))
 
 
 def ulysses_cost(split: HeadSplit) -> Cost:
