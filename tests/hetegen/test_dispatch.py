@@ -109,7 +109,11 @@ def test_without_pinned_memory_copies_are_pageable_and_the_warning_names_the_cos
 
 def test_pinned_memory_may_be_declined() -> None:
     device = fast_device()
-    with dispatch_model(Plain(), {0: 20_000}, device, pin_memory=False) as handle:
+    weights = 4 * 64 * 64 * 4  # no more is needed of the host
+    memory: dict[int | str, int | str] = {0: 20_000, "cpu": weights}
+    with pytest.raises(ValueError, match=rf"at least {weights + 2304} bytes.* got {weights}$"):
+        dispatch_model(Plain(), memory, device)
+    with dispatch_model(Plain(), memory, device, pin_memory=False) as handle:
         assert device.pinned_bytes == 0 and handle.plan.rates.link == 5e7
 
 

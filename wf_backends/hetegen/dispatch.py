@@ -82,8 +82,8 @@ def dispatch_model(
 
     Args:
         model: on the CPU. nn.Linear and transformers' Conv1D are split, other modules resident.
-        max_memory: {0: "20GB", "cpu": "100GB"}: bytes for weights and slabs, "cpu" may be left
-            out. Leave room for activations and caches. "accelerator" may stand for 0.
+        max_memory: {0: "20GB", "cpu": "100GB"}: bytes for weights and slabs, without activations
+            and caches. "cpu" may be left out; "accelerator" may stand for 0.
         device: where it runs; the accelerator that torch finds if not given.
         alpha: the share of each linear that the host computes, "auto" for the fastest.
         pin_memory: whether copies pass through pinned memory, as much as slabs take.
@@ -95,35 +95,27 @@ def dispatch_model(
             a device that another model uses, if there is nothing to split, or if what is not split
             exceeds the memory.
     """
-    of_type("pin_memory", pin_memory, bool, "True or False")
-    _check(alpha, prefetch, batch, prompt)
     _check_model(model)
-    of_type("device", device, Device | None, "an Accelerator() or a ShapedDevice(...)")
-    if hasattr(device, MARK):
-        raise ValueError(
-            f"device is that of another model that is split: give each a {type(device).__name__} "
-            "of its own, or call the other's handle.remove() first"
-        )
+    _check_device(device)
+    _check(alpha, pin_memory, prefetch, batch, prompt)
     accelerator_bytes, host_bytes = _parse(max_memory)
     weights = find_weights(model)
     device = Accelerator() if device is None else device
-    request = Request(
-        linears=tuple(weight.linear for weight in weights),
-        rates=device.rates() if pin_memory else device.rates().unpinned(),
-        accelerator_bytes=accelerator_bytes,
-        other_bytes=sum(tensor.nbytes for tensor in _others(model, weights)),
-        decode_tokens=batch,
-        prefill_tokens=batch * prompt,
-        alpha=None if alpha == "auto" else float(alpha),
-        slabs=prefetch + 2,
-    )
-    plan = make_plan(request)
-    if plan.host_bytes > host_bytes:
-        raise ValueError(
-            f'max_memory["cpu"] must be at least {plan.host_bytes} bytes, which the weights that '
-            f"are split and pinned memory take; got {max_memory['cpu']!r}"
+    plan = make_plan(
+        Request(
+            linears=tuple(weight.linear for weight in weights),
+            rates=device.rates() if pin_memory else device.rates().unpinned(),
+            accelerator_bytes=accelerator_bytes,
+            host_bytes=host_bytes,
+            other_bytes=sum(tensor.nbytes for tensor in _others(model, weights)),
+            decode_tokens=batch,
+            prefill_tokens=batch * prompt,
+            alpha=None if alpha == "auto" else float(alpha),
+            slabs=prefetch + 2,
+            pinned=pin_memory,
         )
-    return _split(model, weights, device, plan, pin_memory)
+    )
+    return _split(model, weights, device, plan)
 
 
 def _parse(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
@@ -152,9 +144,21 @@ def _parse(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
     return sizes[ACCELERATOR], sizes.get("cpu", inf)
 
 
-def _check(alpha: object, prefetch: object, batch: object, prompt: object) -> None:
+def _check_device(device: object) -> None:
+    of_type("device", device, Device | None, "an Accelerator() or a ShapedDevice(...)")
+    if hasattr(device, MARK):
+        raise ValueError(
+            f"device is that of another model that is split: give each a {type(device).__name__} "
+            "of its own, or call the other's handle.remove() first"
+        )
+
+
+def _check(
+    alpha: object, pin_memory: object, prefetch: object, batch: object, prompt: object
+) -> None:
     if alpha != "auto" and not (is_real(alpha) and 0 <= cast(float, alpha) <= 1):
         raise ValueError(f'alpha must be "auto" or a share from 0 to 1, got {alpha!r}')
+    of_type("pin_memory", pin_memory, bool, "True or False")
     least = {"prefetch": (prefetch, 0), "batch": (batch, 1), "prompt": (prompt, 1)}
     for name, (value, low) in least.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < low:
@@ -178,9 +182,7 @@ def _others(model: nn.Module, weights: list[HostWeight]) -> list[Tensor]:
     return [tensor for tensor in tensors if id(tensor) not in split]
 
 
-def _split(
-    model: nn.Module, weights: list[HostWeight], device: Device, plan: Plan, pin: bool
-) -> Handle:
+def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Plan) -> Handle:
     """Take memory, and have linears ask the runner; an error undoes all of it."""
     with ExitStack() as undo:
         undo.callback(device.close)
@@ -197,7 +199,7 @@ def _split(
         mark = mark_modules(model, undo)
         _place(_others(model, weights), device, undo)
         if not plan.fits:
-            plan, pinned = _pin(plan, device) if pin else (plan, [])
+            plan, pinned = _pin(plan, device)
             runner = Runner(plan, weights, device, pinned)
             undo.callback(runner.end)
             split_weights(weights, runner, undo)
@@ -213,13 +215,13 @@ def _place(tensors: list[Tensor], device: Device, undo: ExitStack) -> None:
 
 
 def _pin(plan: Plan, device: Device) -> tuple[Plan, list[Tensor]]:
-    """Pinned memory as large as the slabs; without it another plan, none of it, and a warning."""
-    if not plan.slabs:
+    """Pinned memory as large as the slabs; where none is left a plan without it, and a warning."""
+    if not (plan.slabs and plan.request.pinned):
         return plan, []
     try:
         return plan, [device.pinned(plan.slab_bytes) for _ in range(plan.slabs)]
     except MemoryError as error:
-        slower = make_plan(replace(plan.request, rates=plan.rates.unpinned()))
+        slower = make_plan(replace(plan.request, rates=plan.rates.unpinned(), pinned=False))
         warnings.warn(
             f"pinned memory ran out ({error}): copies are pageable, {slower.rates.link:.3g} "
             f"bytes/s instead of {plan.rates.link:.3g}, and a decoding pass should take "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 
 from wf_backends.hetegen.jobs import PHASES, Job, JobMaker, Linear, Phase, Split
 from wf_backends.hetegen.law import Rates
@@ -22,20 +23,24 @@ class Request:
         linears: of the model, in its order.
         rates: of the device, for one token.
         accelerator_bytes: of its memory, for weights and slabs.
-        other_bytes: what is not split takes of it.
+        host_bytes: of the host's memory, for weights that are split and pinned memory.
+        other_bytes: what is not split takes of the accelerator's memory.
         decode_tokens, prefill_tokens: in a pass.
         alpha: the host's share of every linear; None for the best.
         slabs: how many there are.
+        pinned: whether copies pass through pinned memory.
     """
 
     linears: tuple[Linear, ...]
     rates: Rates
     accelerator_bytes: int
+    host_bytes: float = inf
     other_bytes: int = 0
     decode_tokens: int = 1
     prefill_tokens: int = 512
     alpha: float | None = None
     slabs: int = 3
+    pinned: bool = True
 
     @property
     def room(self) -> int:
@@ -91,8 +96,9 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory: all weights that are split, and as much pinned as slabs take."""
-        return sum(s.linear.nbytes for s in self.splits) + self.slabs * self.slab_bytes
+        """Bytes of host memory: all weights that are split, and pinned memory as slabs take."""
+        pinned = self.slabs * self.slab_bytes * self.request.pinned
+        return sum(split.linear.nbytes for split in self.splits) + pinned
 
     def seconds_of(self, job: Job, phase: Phase) -> float:
         """What a job of a lane should take in a pass."""

@@ -20,12 +20,23 @@ def make_plan(request: Request) -> Plan:
     """The plan whose decoding pass takes the least time; everything resident where that fits.
 
     Raises:
-        ValueError: where slabs of a single row, and what is not split, exceed the memory.
+        ValueError: where slabs of a single row, and what is not split, exceed the accelerator's
+            memory, or weights and pinned memory the host's.
     """
+    plan = _with_seconds(_fastest(request))
+    if plan.host_bytes > request.host_bytes:
+        raise ValueError(
+            f'max_memory["cpu"] must be at least {plan.host_bytes} bytes, which the weights that '
+            f"are split and pinned memory take; got {request.host_bytes}"
+        )
+    return plan
+
+
+def _fastest(request: Request) -> Plan:
     need = request.other_bytes + request.slabs * _largest_row(request)
     if sum(linear.nbytes for linear in request.linears) <= request.room:
         splits = tuple(Split(linear, linear.rows, 0, 0) for linear in request.linears)
-        return _with_seconds(Plan(request, splits, slab_bytes=0, slabs=0))
+        return Plan(request, splits, slab_bytes=0, slabs=0)
     if need > request.accelerator_bytes:
         raise ValueError(
             f"max_memory[0] must be at least {need} bytes, which what is not split "
@@ -33,7 +44,7 @@ def make_plan(request: Request) -> Plan:
             f"got {request.accelerator_bytes}"
         )
     shares = (None, 0.0, 1.0) if request.alpha is None else (request.alpha,)
-    return _with_seconds(min((split_plan(request, a) for a in shares), key=decode_seconds))
+    return min((split_plan(request, a) for a in shares), key=decode_seconds)
 
 
 def decode_seconds(plan: Plan) -> float:
