@@ -45,6 +45,9 @@ from wf_transformers.registry import register_free, registered_for
 
 Words = dict[str, Any]
 
+APPLIED = "wallfacer_applied"
+"""Of models that tell their Attention their documents, whatever they pass down."""
+
 
 def attach_pretrained(models: Sequence[Any], sp: SequenceParallel) -> Handle:
     """Switch Hugging Face models to a free name that is registered for `sp`, and prepare them.
@@ -126,10 +129,10 @@ def _draw_by_rank(model: nn.Module, handle: Handle) -> None:
     draws, names = RankDraws(handle.sp.rank), parameter_names(model)
 
     @eager
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Words) -> None:
+    def enter(called: nn.Module, args: tuple[Any, ...], kwargs: Words) -> None:
         given = dict(zip(names, args, strict=False)) | kwargs
         own = model not in handle.attention.cut_inside
-        if own and model.training and has_tokens(given) and draws_in_training(model):
+        if own and called.training and has_tokens(given) and draws_in_training(called):
             draws.enter(given[next(key for key in TOKENS if given.get(key) is not None)].device)
 
     handle.hooks(
@@ -185,8 +188,7 @@ def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
 
     problem = None if receivers(model) else attends_alone(model)
     scope_documents(model, handle, check, problem)
-    attention.applied.add(model)
-    handle.undo.callback(attention.applied.discard, model)
+    handle.set(model, APPLIED, attention)
     if handle.sp.size > 1:
         _check_inner_models(model, handle)
 
@@ -267,7 +269,8 @@ def can_ask(model: PreTrainedModel) -> bool:
 
 
 def is_applied(model: nn.Module) -> bool:
-    """Whether `apply` was called on this very module."""
+    """Whether `apply` was called on this very module, or on one that it is a copy of."""
     mine = [getattr(module, "wallfacer", None) for module in unasking(model)]
     named = registered_for(model)
-    return any(attention is not None and model in attention.applied for attention in [*mine, named])
+    applied = vars(model).get(APPLIED)
+    return applied is not None and any(applied is attention for attention in [*mine, named])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
+from wf_backends.comm import Shared
 from wf_backends.schedule import SLICE_WORDS
 from wf_transformers.calls import ON_ONE_PROCESS
 from wf_transformers.documents import Documents
@@ -48,7 +49,7 @@ BOTH_SIDES = ("ModernBertAttention",)
 """Layers of transformers 5 of whose window w it is known that rows see w - 1 on either side."""
 
 
-class Attention:
+class Attention(Shared):
     """sp.attention in the words of transformers' attention interface.
 
     One object per SequenceParallel, called by every layer of every model that uses it.
@@ -59,8 +60,6 @@ class Attention:
         self.name = name
         """In transformers' registry; "" if it is not there."""
         self.documents = Documents()
-        self.applied: WeakSet[nn.Module] = WeakSet()
-        """Models that tell this object their documents, whatever they pass down."""
         self.cut_inside: WeakSet[nn.Module] = WeakSet()
         """Models that take whole batches, of which the model inside is cut: see heads.py."""
         self.asked = False

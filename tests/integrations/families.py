@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,15 +196,33 @@ def alone(family: Family, model: nn.Module, given: dict[str, Any]) -> tuple[Tens
     return logits.detach(), loss.detach(), gradients(model)
 
 
+def copied(model: nn.Module) -> nn.Module:
+    """A copy of an attached model, which nothing of the model itself reaches: that holds NaN."""
+    twin = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.fill_(torch.nan)
+    return twin
+
+
 def on_ranks(
-    family: Family, size: int, given: dict[str, Any], name: str = "sdpa", **more: Any
+    family: Family,
+    size: int,
+    given: dict[str, Any],
+    name: str = "sdpa",
+    twin: bool = False,
+    **more: Any,
 ) -> Any:
-    """[(logits of all tokens, share of the loss, gradients)] by rank."""
+    """[(logits of all tokens, share of the loss, gradients)] by rank.
+
+    Args:
+        twin: whether a copy of the attached model is run.
+    """
     models = [build(family, name, **more) for _ in range(size)]
 
     def rank(comm: Any) -> tuple[Tensor, Tensor, Any]:
         sp, model = sequence_parallel(comm), models[comm.rank]
         with wf_transformers.attach(model, sp, verify=False), Doubles():
+            model = copied(model) if twin else model
             local = sp.shard_batch(given, labels_are_shifted=family.masked)
             logits = model(**wf_transformers.forward_kwargs(model, local)).logits
             loss = sp.loss(logits, local["labels"])
@@ -215,11 +234,16 @@ def on_ranks(
 
 
 def assert_equal(
-    family: Family, size: int, given: dict[str, Any], name: str = "sdpa", **more: Any
+    family: Family,
+    size: int,
+    given: dict[str, Any],
+    name: str = "sdpa",
+    twin: bool = False,
+    **more: Any,
 ) -> None:
     """Logits, loss and every gradient are those of one device to 1e-9."""
     logits, loss, wanted = alone(family, build(family, family.reference, **more), given)
-    found = on_ranks(family, size, given, name, **more)
+    found = on_ranks(family, size, given, name, twin, **more)
     for full, _, _ in found:
         assert_close(full[:, : logits.shape[1]], logits, "logits")
     assert_close(sum(share for _, share, _ in found), loss, "loss")

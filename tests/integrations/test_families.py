@@ -27,6 +27,12 @@ def test_loss_and_gradients(name: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+def test_a_copy_of_an_attached_model(name: str) -> None:
+    """As an average of weights over steps makes it: by its own parameters, on the same ranks."""
+    assert_equal(FAMILIES[name], 2, batch(), twin=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_verify_passes(name: str) -> None:
     assert verified(name) is not None
 

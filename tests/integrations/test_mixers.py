@@ -14,6 +14,7 @@ import transformers as tf  # noqa: E402
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
+from tests.integrations.families import copied  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     BUILDING,
     SEQLEN,
@@ -105,12 +106,14 @@ def assert_equal(
     layout: str = "zigzag",
     checkpoint: bool = False,
     valid: Any = ...,
+    twin: bool = False,
 ) -> None:
     """Logits of `valid` tokens, loss and gradients to 1e-9."""
     logits, loss, wanted = one_device(family, given)
 
     def rank(comm: Any) -> Any:
         sp, model, handle = attached(family, comm, layout)
+        model = copied(model) if twin else model
         if checkpoint:
             model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
         local = sp.shard_batch(given)
@@ -132,6 +135,11 @@ def assert_equal(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixers(family: str, size: int) -> None:
     assert_equal(family, size, batch(2))
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "zamba", "jamba", "recurrent_gemma"])
+def test_a_copy_of_an_attached_model(family: str) -> None:
+    assert_equal(family, 2, batch(2), twin=True)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous", "document_zigzag"])

@@ -26,6 +26,7 @@ from wf_backends.comm.protocol import (
     Message,
     Pass,
     Pending,
+    Shared,
     View,
 )
 from wf_backends.comm.threads import ThreadComm, World, run_threads
@@ -40,6 +41,7 @@ __all__ = [
     "NO_PASS",
     "Pass",
     "Pending",
+    "Shared",
     "Sizes",
     "ThreadComm",
     "View",

@@ -16,7 +16,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from wf_backends.comm.protocol import Communicator, Message
+from wf_backends.comm.protocol import Communicator, Message, Shared
 
 HEADER_INTEGERS = 32  # of all calls, so that no header overruns another's buffer
 MAX_REMEMBERED = 1024  # headers; packed documents bring a new one with every batch
@@ -105,7 +105,7 @@ class OneThread:
         self._lock.release()
 
 
-class ConsistencyCheck:
+class ConsistencyCheck(Shared):
     """Checks, call by call, that the ranks pass tensors and options that belong together.
 
     Where messages pass through host memory every call is checked. Elsewhere a check would stall

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -94,7 +94,14 @@ Post = Callable[[str, Sequence[Message], Sequence[Message]], Pending]
 """Starts the messages (label, sends, receives); see `Communicator.post`."""
 
 
-class Communicator(ABC):
+class Shared:
+    """What copies of a model share, since they are spread over the same ranks."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+class Communicator(Shared, ABC):
     """The ranks of one sequence-parallel group, numbered 0 to size - 1.
 
     A backend implements `rank`, `size`, `on_host` and `_post`; everything else is written once.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wf_backends._compile import eager
 from wf_backends.cluster import JobTopology, Topology, cache_folder
-from wf_backends.comm import fingerprint, make_comm, sum_over_ranks
+from wf_backends.comm import Shared, fingerprint, make_comm, sum_over_ranks
 from wf_backends.parallel.attention import AttentionOfSequence, DistributedAttention
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.parallel.data import prepare_batch
@@ -25,7 +25,7 @@ from wf_backends.parallel.sharding import Sharding
 from wf_backends.schedule import SLICE_WORDS, padding_multiple
 
 
-class SequenceParallel(AttentionOfSequence, Sharding):
+class SequenceParallel(AttentionOfSequence, Sharding, Shared):
     """Exact attention, batches and losses over one sequence-parallel group.
 
     Args:
