@@ -67,8 +67,7 @@ def prepare_batch(
     size, seqlen = _shape(tensors)
     valid = _valid(tensors.get("attention_mask"))
     mask = make_mask(**told, seqlen=seqlen)
-    documents = mask.cu_seqlens
-    borders = documents or (0, seqlen)
+    borders = mask.cu_seqlens or (0, seqlen)
     if "position_ids" not in tensors:
         tensors["position_ids"] = _positions(borders, tensors).expand(size, -1)
     elif not told:
@@ -81,7 +80,7 @@ def prepare_batch(
     if mask.slices is not None:
         mask.check_lengths(*2 * [seqlen if valid is None else int(valid.sum(dim=1).min())])
         return out | told
-    closed = _pad_borders(documents, valid, seqlen, padded)
+    closed = _pad_borders(mask.cu_seqlens, valid, seqlen, padded)
     return out if closed is None else out | {"cu_seqlens": closed}
 
 
