@@ -33,12 +33,6 @@ def fingerprint(value: object) -> int:
 
 
 @cache
-def _name(layer: str | None) -> int:
-    """The fingerprint of a layer's name; 0 of none."""
-    return 0 if layer is None else fingerprint(layer)
-
-
-@cache
 def _kind(names: tuple[str, ...]) -> int:
     """The fingerprint of what a call compares."""
     return fingerprint([*names])
@@ -150,7 +144,8 @@ class ConsistencyCheck(Shared):
         names, values = (*same, *lengths), (*same.values(), *lengths.values())
         if self._seen and (names, values) in self._seen:
             return self._seen[names, values]
-        headers, size = self._exchange((_kind(names), _name(layer), *values), like), self.comm.size
+        headers = self._exchange((_kind(names), fingerprint(layer), *values), like)
+        size = self.comm.size
         if headers == headers[: len(headers) // size] * size:
             found = {name: (length,) * size for name, length in lengths.items()}
         else:
