@@ -6,7 +6,7 @@ import pytest
 
 from wf_backends.autochunk import Rates, planning
 
-CPU = Rates(5e-6, 5e10, 1e10, 1e10, 4e8)
+CPU = Rates(5e-6, 5e10, 1e10, 1e10, 4e8, 5e-5, 4e-4)
 
 
 @pytest.fixture(autouse=True)

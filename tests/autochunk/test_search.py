@@ -12,7 +12,7 @@ from torch import nn
 
 from wf_backends.autochunk.cost import Cost, Rates, measure_rates
 from wf_backends.autochunk.region import slice_length
-from wf_backends.autochunk.select import Search
+from wf_backends.autochunk.select import Search, Selection
 from wf_backends.graph.capture import capture
 from wf_backends.graph.memory import Effects, read_steps
 from wf_backends.slicing import Flow, Sliced, is_interleaved, sources, trace
@@ -125,6 +125,8 @@ def test_rates_of_this_machine(dtype: torch.dtype) -> None:
     assert all(1e5 < rate < 1e15 for rate in (rates.flops_per_s, rates.bytes_per_s))
     assert 1e5 < rates.packed_bytes_per_s < 1e15
     assert 1e5 < rates.interleaved_bytes_per_s < 1e15
+    assert 0 < rates.slice_seconds < 1
+    assert 0 <= rates.halo_seconds < 1
 
 
 class Product(nn.Module):
@@ -172,3 +174,51 @@ def test_slices_that_copy_the_other_matrices_each_time_pay_for_it() -> None:
     )
     assert dear.seconds(64) > 64 * x.nbytes / 4e8
     assert cheap.seconds(64) < 2 * cheap.seconds(1)
+
+
+@pytest.mark.parametrize(
+    ("channels", "kernel", "expected"), [(128, 3, 7 * 4e-4), (32, 3, 7e-4), (128, 1, 0.0)]
+)
+def test_slices_of_a_convolution_with_a_halo_take_longer(
+    channels: int, kernel: int, expected: float
+) -> None:
+    conv = nn.Conv2d(channels, channels, kernel, padding=kernel // 2).eval()
+    x = torch.zeros(1, channels, 32, 32)
+    op = flow_of(conv, (x,), 2).end
+    without, with_halo = (
+        Cost.of(op, 1, Rates(2e-6, 1e11, 2.5e10, halo_seconds=each)) for each in (0.0, 4e-4)
+    )
+    added = [cost.seconds(8) - cost.seconds(1) for cost in (without, with_halo)]
+    assert added[1] - added[0] == pytest.approx(expected, abs=1e-12)
+
+
+def test_each_slice_costs_a_turn_of_the_loop() -> None:
+    captured = capture(ScoresAndSpectrum().eval(), (torch.zeros(512, 8),), {})
+
+    def added(turn: float) -> tuple[int, float]:
+        rates = Rates(2e-6, 1e11, 2.5e10, 1e10, slice_seconds=turn)
+        (choice,) = Search(captured.graph, Effects(), rates).within_memory(1).choices
+        return choice.chunks, choice.added_seconds
+
+    (chunks, free), (same, dear) = added(0.0), added(5e-5)
+    assert chunks == same
+    assert dear - free == pytest.approx(chunks * 5e-5, abs=1e-12)
+
+
+def test_a_larger_budget_that_takes_longer_does_not_hide_a_smaller_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of an Evoformer block, whose smallest plan takes longer than allowed, too."""
+    captured = capture(ScoresAndSpectrum().eval(), (torch.zeros(512, 8),), {})
+    search = Search(captured.graph, Effects(), RATES)
+    whole = max(search.steps.peaks)
+
+    def within(budget: int) -> Selection:
+        share = max(budget / whole, 0.17)
+        slow = share < 0.175 or 0.185 < share < 0.232
+        return Selection((), int(share * whole), 0.2 if slow else 0.05)
+
+    monkeypatch.setattr(search, "within_memory", within)
+    found = search.within_slowdown(0.1)
+    assert found.slowdown == 0.05
+    assert found.peak < 0.185 * whole

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import nn
 
 from wf_backends.graph import nbytes
 from wf_backends.slicing import Sliced, is_interleaved
@@ -15,6 +17,7 @@ _SQUARE = 256  # rows of the matrices that are multiplied to find the rate of ar
 _WIDE = 2048  # rows of a matrix that no cache holds
 _FEW = 16  # rows that are multiplied with it
 _BATCH, _ROWS = 32, 128  # of the products that are summed over neither's innermost dimension
+_CHANNELS, _WIDTH = 128, 64  # of a row that is convolved, with the rows and places around it
 _RUNS = 10  # of which the least time counts
 _ENOUGH = 0.05  # seconds after which no further run is timed: 16-bit products on some CPUs
 
@@ -22,14 +25,19 @@ _ENOUGH = 0.05  # seconds after which no further run is timed: 16-bit products o
 @dataclass(frozen=True)
 class Rates:
     """What a device does: seconds to launch an operator, flops a second, bytes a second that are
-    read or written, bytes a second of a large matrix with which few rows are multiplied, and bytes
-    a second of a batch of matrices whose innermost dimension is the batch: libraries copy it."""
+    read or written, bytes a second of a large matrix with which few rows are multiplied, bytes a
+    second of a batch of matrices whose innermost dimension is the batch (libraries copy it),
+    seconds of a turn of the loop over slices beside its operators (0 where the host runs ahead of
+    the device), and seconds that a convolution of few rows with a halo takes beside its arithmetic
+    and the reading of its weight, of 128 channels and 3 x 3."""
 
     launch_seconds: float = 5e-6
     flops_per_s: float = 2e14
     bytes_per_s: float = 2e12
     packed_bytes_per_s: float = 2e12
     interleaved_bytes_per_s: float = 5e11
+    slice_seconds: float = 0.0
+    halo_seconds: float = 0.0
 
     def seconds(self, flops: float, count: float) -> float:
         """The time of an operator that moves `count` bytes and computes `flops`."""
@@ -42,39 +50,66 @@ class Rates:
         share = count / (4 * _WIDE**2)
         return count * min(1.0, share**0.5) / self.packed_bytes_per_s
 
+    def convolution_seconds(self, count: int) -> float:
+        """The time that a slice's convolution with a halo takes beside its arithmetic, with a
+        weight of `count` bytes: it grows by the root of them (torch on a CPU, 144 KiB to 7 MiB)."""
+        return self.halo_seconds * (count / (4 * 9 * _CHANNELS**2)) ** 0.5
+
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The rates of this device, in about 200 ms (16 bits on some CPUs: 2 s). Fake and meta devices
-    get those of one GPU."""
+    """The rates of this device, in about 250 ms (16 bits on some CPUs: 2 s). Fake and meta devices
+    get those of one GPU.
+
+    What every slice repeats is timed after other data has passed through the caches, as between
+    two operators of a slice: on a CPU a launch takes twice as long then, or more.
+    """
     if device.type != "cpu" and not torch.accelerator.is_available():
         return Rates()
     small = torch.zeros(1, dtype=dtype, device=device)
     square = torch.zeros(_SQUARE, _SQUARE, dtype=dtype, device=device)
     wide = torch.zeros(_WIDE, _WIDE, dtype=dtype, device=device)
-    launch = _seconds(lambda: small + small, device)
+
+    def passing() -> torch.Tensor:
+        return wide[:_SQUARE] + 1
+
+    launch = _seconds(lambda: small + small, device, passing)
+    turn = _seconds(partial(_turn, nn.Identity(), small), device, passing)
     flops = 2 * _SQUARE**3 / _seconds(lambda: square @ square, device)
     few = _seconds(lambda: wide[:_FEW] @ wide, device) - 2 * _FEW * _WIDE**2 / flops
     mixed = torch.zeros(_ROWS, _ROWS, _BATCH, dtype=dtype, device=device)
     row = _seconds(lambda: torch.einsum("ikc,jkc->ijc", mixed[:1], mixed), device)
-    return Rates(
-        launch,
-        flops,
-        2 * wide.nbytes / _seconds(lambda: wide + 1, device),
-        wide.nbytes / max(few, launch),
-        mixed.nbytes / row,
-    )
+    moved = 2 * wide.nbytes / _seconds(lambda: wide + 1, device)
+    image = torch.zeros(1, _CHANNELS, 3, _WIDTH + 2, dtype=dtype, device=device)
+    weight = torch.zeros(_CHANNELS, _CHANNELS, 3, 3, dtype=dtype, device=device)
+    halo = _seconds(lambda: torch.conv2d(image, weight), device, passing)
+    halo -= 2 * _WIDTH * weight.numel() / flops + weight.nbytes / moved
+    packed = wide.nbytes / max(few, launch)
+    return Rates(launch, flops, moved, packed, mixed.nbytes / row, turn, max(halo, 0.0))
 
 
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The least of a few runs."""
+def _turn(body: nn.Module, value: torch.Tensor) -> None:
+    """What the loop over slices does beside its operators, for three inputs and one output."""
+    given = [value.narrow(0, 0, 1) for _ in range(3)]
+    value.narrow(0, 0, 1).copy_(body(given[0]))
+
+
+def _seconds(
+    run: Callable[[], object],
+    device: torch.device,
+    before: Callable[[], object] = lambda: None,
+) -> float:
+    """The least of a few runs, each after one of `before`. On a CPU it is the time of this thread,
+    so that other processes do not count."""
+    clock = time.thread_time if device.type == "cpu" else time.perf_counter
     took: list[float] = []
     run()
     while len(took) < _RUNS and sum(took) < _ENOUGH:
+        before()
         _wait(device)
-        start = time.perf_counter()
+        start = clock()
         run()
         _wait(device)
-        took.append(time.perf_counter() - start)
+        took.append(clock() - start)
     return min(took)
 
 
@@ -95,7 +130,8 @@ class Cost:
 
     @staticmethod
     def of(op: Sliced, flops: int, rates: Rates) -> Cost:
-        """What a product reads whole is packed, or copied, for every slice."""
+        """What a product reads whole is packed, or copied, for every slice. A convolution that
+        reads a halo takes longer for each slice."""
         moved, each, launch = nbytes(op.node), 0, rates.launch_seconds
         for source in op.sources:
             count = nbytes(source.node)
@@ -107,6 +143,9 @@ class Cost:
                 launch += max(rates.packing_seconds(count), count / rates.bytes_per_s)
             else:
                 each += count
+        if flops and any(source.before or source.after for source in op.sources):
+            whole = (nbytes(source.node) for source in op.sources if source.dim is None)
+            launch += rates.convolution_seconds(max(whole))
         per_byte = 1 / rates.bytes_per_s
         return Cost(flops / rates.flops_per_s, moved * per_byte, each * per_byte, launch)
 

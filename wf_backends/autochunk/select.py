@@ -28,6 +28,7 @@ from wf_backends.graph import (
 from wf_backends.slicing import Sliced, sources
 
 HALVINGS = 8  # of the range of budgets, to find the least memory within a slowdown
+BETWEEN = 5  # parts of what is left between the least memory that was found and that selection
 
 
 @dataclass(frozen=True)
@@ -91,16 +92,26 @@ class Search:
     def within_slowdown(self, most: float) -> Selection:
         """The selection of least memory whose slowdown is at most `most`."""
         best = self.within_memory(max(self.steps.peaks))
-        low, high = 0, best.peak
+        low, high, least = 0, best.peak, best.peak
         for _ in range(HALVINGS):
             budget = (low + high) // 2
             found = self.within_memory(budget)
+            least = min(least, found.peak)
             if found.slowdown <= most and found.peak < best.peak:
                 best, high = found, found.peak
             else:
                 low = budget
             if high - low <= high // 100:
                 break
+        return self._between(least, best, most) if least < best.peak else best
+
+    def _between(self, least: int, best: Selection, most: float) -> Selection:
+        """A selection between `least` bytes and `best`, if one is within the slowdown: a larger
+        budget may take longer, and then halving turns away from the smaller ones."""
+        for part in range(1, BETWEEN):
+            found = self.within_memory(least + (best.peak - least) * part // BETWEEN)
+            if found.slowdown <= most and found.peak < best.peak:
+                return found
         return best
 
     def within_memory(self, budget: int) -> Selection:
@@ -159,10 +170,12 @@ class Search:
         return min(choices, key=lambda choice: choice.added_seconds, default=None)
 
     def _added(self, candidate: Candidate, chunks: int) -> float:
-        """The seconds that so many chunks add: those of the operators, and of writing outputs."""
+        """The seconds that so many chunks add: those of the operators, of writing outputs, and of
+        the turns of the loop."""
         costs = map(self._cost, candidate.flow.operators)
         added = sum(cost.seconds(chunks) - cost.seconds(1) for cost in costs)
-        return added + candidate.copied / self._rates.bytes_per_s
+        turns = chunks * self._rates.slice_seconds
+        return added + candidate.copied / self._rates.bytes_per_s + turns
 
     def _cost(self, op: Sliced) -> Cost:
         step = self.steps.steps[self.steps.position[op.node]]
