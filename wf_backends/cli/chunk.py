@@ -69,9 +69,7 @@ def chunk(
     found = profiles_of(seqlen, layers)
     reach = _longest(partial(profiles_of, some=layers or FEW)) if longest_sequence else None
     if picture is not None:
-        limit = parse_bytes("--max-memory", memory) if isinstance(memory, str) else None
-        before, after = ([count for _, count in side] for side in (found.before, found.after))
-        draw_memory(before, after, limit, picture, f"{model.name}, {seqlen} tokens")
+        _draw(found, memory, picture, f"{model.name}, {seqlen} tokens")
     if as_json:
         print(json.dumps({**asdict(found.plan), "longest_sequence": reach}, indent=2))
         return
@@ -100,6 +98,13 @@ def _memory(text: str) -> str | float | None:
         return float(text)
     except ValueError:
         return text or None
+
+
+def _draw(found: Profiles, memory: str | float | None, path: Path, title: str) -> None:
+    """The live bytes over the run, before and after, beside a budget that is a size."""
+    limit = parse_bytes("--max-memory", memory) if isinstance(memory, str) else None
+    before, after = ([count for _, count in side] for side in (found.before, found.after))
+    draw_memory(before, after, limit, path, title)
 
 
 def _table(found: Profiles) -> Table:

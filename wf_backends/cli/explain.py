@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from wf_backends._validation import one_of
 from wf_backends.cli import options as o
 from wf_backends.cli.mask_file import mask_lines
 from wf_backends.cluster import PRESETS
-from wf_backends.planner import BACKWARDS, Choice, Cost, Plan, Request, Span, price_plan
+from wf_backends.planner import MOVES, Choice, Cost, Plan, Request, Span, price_plan
 from wf_backends.schedule import ORDER, REVERSE, ROUTES, Placed, place, read_placed, render
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -62,8 +63,7 @@ def explain(
 
         wallfacer explain ring --ranks 8 --seqlen 65536 --mask mask.json --layout balanced
     """
-    if moves not in BACKWARDS:
-        raise ValueError(f"--moves must be one of {list(BACKWARDS)}, got {moves!r}")
+    one_of("--moves", moves, MOVES)
     o.check_file("--picture", picture, PICTURES)
     if ranks is None:
         ranks = RANKS if topology in PRESETS else 0

@@ -52,20 +52,34 @@ def generate(
             f"{1 / handle.plan.streaming_seconds:.2f}, the CPU alone "
             f"{1 / handle.plan.host_seconds:.2f}"
         )
-        times: list[float] = []  # at which the text of a token came
-
-        def write(text: str) -> None:
-            times.append(time.perf_counter())
-            print(text, end="", flush=True)
-            if told.is_terminal and not sys.stdout.isatty():
-                told.print(f"{len(times)} of {max_new_tokens} tokens", end="\r")
-
+        text = Text(told, max_new_tokens)
         drawn = seed if sample else None
-        loaded.generate_text(prompt, max_new_tokens, write, drawn, on_host=bool(shaped))
+        loaded.generate_text(prompt, max_new_tokens, text.write, drawn, on_host=bool(shaped))
     print()
-    took = times[-1] - times[0] if times else 0.0  # without the prompt's pass
-    rate = f"{(len(times) - 1) / took:.2f} tokens/s" if took > 0 else "one token"
-    told.print(f"{len(times)} tokens, {rate}")
+    told.print(text.rate())
+
+
+class Text:
+    """The generated text on stdout, and when each token's part of it came."""
+
+    def __init__(self, told: Console, most: int) -> None:
+        self.told, self.most = told, most
+        self.times: list[float] = []
+
+    def write(self, text: str) -> None:
+        """Print a token's text; on a terminal that does not show it, how many there are."""
+        self.times.append(time.perf_counter())
+        print(text, end="", flush=True)
+        if self.told.is_terminal and not sys.stdout.isatty():
+            self.told.print(f"{len(self.times)} of {self.most} tokens", end="\r")
+
+    def rate(self) -> str:
+        """Tokens, and tokens a second without the prompt's pass."""
+        count = len(self.times)
+        took = self.times[-1] - self.times[0] if self.times else 0.0
+        return (
+            f"{count} tokens, {f'{(count - 1) / took:.2f} tokens/s' if took > 0 else 'one token'}"
+        )
 
 
 def shaped_device(rates: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from math import floor, log2, log10
+from math import log2
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, get_type_hints
@@ -23,6 +23,7 @@ from wf_backends.cli.readers import read_model
 from wf_backends.cluster import KERNEL_NAMES, PRESETS, Topology, load
 from wf_backends.lowering import ACTIVATION, FLOAT32, PARTIALS, Shape
 from wf_backends.planner import MIN_HALVINGS, Workload, draw_documents
+from wf_backends.planner import milliseconds as milliseconds
 from wf_backends.schedule import LAYOUTS, check_layout_name, make_mask
 
 ITEMSIZES: Mapping[str, int] = MappingProxyType(
@@ -217,13 +218,6 @@ def check_file(option: str, path: Path | None, endings: tuple[str, ...] = ()) ->
         raise ValueError(f"{option} {path} is a folder: name a file, which may be in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"{option} {path}: you may not write there; name another file")
-
-
-def milliseconds(seconds: float) -> str:
-    """In milliseconds, with four digits, but none beyond a tenth of a microsecond."""
-    value = 1e3 * seconds
-    whole = floor(log10(value)) if value else 3
-    return f"{value:,.{min(4, max(0, 3 - whole))}f}"
 
 
 def new_table(

@@ -188,10 +188,9 @@ def config(plan: Plan, request: Request) -> dict[str, Any]:
 
 def why(best: Plan, baseline: Plan, request: Request) -> str:
     """The choice beside the plain ring."""
-    exact = request.topology.size <= request.exact_up_to
     return (
         f"That is {baseline.cost.seconds / best.cost.seconds:.2f} x the ring's speed{hidden(best)} "
-        f"(counted {'message by message' if exact else 'by formulas'})"
+        f"(counted {'message by message' if request.is_exact else 'by formulas'})"
     )
 
 
@@ -218,7 +217,7 @@ def other_layout(best: Plan, request: Request) -> list[str]:
         return []
     return [
         f'Under this mask "layout": "{layout}" is faster, '
-        f"{1e3 * found[layout].cost.seconds:.4g} ms predicted: add --layout {layout}"
+        f"{o.milliseconds(found[layout].cost.seconds)} ms predicted: add --layout {layout}"
     ]
 
 

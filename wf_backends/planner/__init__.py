@@ -2,7 +2,6 @@
 
 from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import (
-    BACKWARDS,
     EXACT_UP_TO,
     MOVES,
     Choice,
@@ -12,11 +11,10 @@ from wf_backends.planner.plan import (
 from wf_backends.planner.proxy import MIN_HALVINGS, NEAR_UP_TO, alike, counted, draw_documents
 from wf_backends.planner.ranking import ranked
 from wf_backends.planner.search import all_plans, best_plan, check_memory, plan_for, price_plan
-from wf_backends.planner.words import reason, scheme
+from wf_backends.planner.words import milliseconds, reason, scheme
 from wf_backends.planner.workload import Cost, Span, Workload
 
 __all__ = [
-    "BACKWARDS",
     "Choice",
     "Cost",
     "EXACT_UP_TO",
@@ -34,6 +32,7 @@ __all__ = [
     "counted",
     "draw_documents",
     "legal_degrees",
+    "milliseconds",
     "plan_for",
     "price_plan",
     "ranked",

@@ -24,7 +24,7 @@ from wf_backends.schedule import Placed, Schedule, place
 BACKWARDS: Mapping[str, PassKind] = MappingProxyType(
     {"keys": BACKWARD_KEYS, "queries": BACKWARD_QUERIES}
 )
-MOVES = ("keys", "queries")  # which side walks in a backward
+MOVES = tuple(BACKWARDS)  # which side walks in a backward
 EXACT_UP_TO = 8  # ranks up to which every message is counted, by default
 
 

@@ -5,6 +5,8 @@ Pure: standard library only.
 
 from __future__ import annotations
 
+from math import floor, log10
+
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.proxy import alike
 from wf_backends.planner.ranking import TIE, busiest_link
@@ -67,5 +69,7 @@ def _route(placed: Placed, size: int) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """In milliseconds with four digits."""
-    return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.4g}"
+    """In milliseconds, with four digits, but none beyond a tenth of a microsecond."""
+    value = 1e3 * seconds
+    whole = floor(log10(value)) if value else 3
+    return f"{value:,.{min(4, max(0, 3 - whole))}f}"
