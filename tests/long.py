@@ -37,6 +37,9 @@ LONG: dict[str, str] = {
     "tests/integrations/test_accelerate.py": r"penalised|smoothed|own_loss|recomputed|ddp_auto|"
     r"trainer_groups|compiled|the_example",
     "tests/integrations/test_deepspeed_unmodified.py": r"without_us\[1-4-2\]",
+    "tests/integrations/test_deepspeed_exact.py": "two_ranks|compiled_engine",
+    "tests/integrations/test_diffusers.py": "script_of_the_page",
+    "tests/integrations/test_silent.py": r"as_without\[2\]",
     "tests/integrations/test_deepspeed_published.py": all_but("zero0_ring", "zero3_offload.*"),
     "tests/integrations/test_torch.py": r"data_parallel|bf16|no_sequence|mesh|fsdp_hybrid\]",
     "tests/integrations/test_preferences.py": r"_groups\]|reward",

@@ -156,7 +156,10 @@ def test_gathering_along_another_dimension_names_both():
         (lambda dsp: dsp.split(X, -4), "dim must be one of the 3 dimensions"),
         (lambda dsp: dsp.switch(X, 0, 1), "takes what split or switch gave, got Tensor"),
         (lambda dsp: dsp.switch(Sharded(X, 0, (2, 2)), 0, 1), "got the shape (4, 6, 2)"),
-        (lambda dsp: dsp.gather(Sharded(X, 0, (4,)), 0), "of 2 must have the size that (4,) give it"),
+        (
+            lambda dsp: dsp.gather(Sharded(X, 0, (4,)), 0),
+            "of 2 must have the size that (4,) give it",
+        ),
         (lambda dsp: dsp.split(X[dsp.rank :], 1), "do not agree"),
         (lambda dsp: dsp.split(X.to((X.dtype, torch.half)[dsp.rank]), 1), "dtype"),
         (lambda dsp: dsp.switch(dsp.split(X, 0), 0, 1 + dsp.rank), "to_dim: [1, 2]"),
