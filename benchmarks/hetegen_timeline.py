@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
 from wf_backends.hetegen import Rates  # noqa: E402
-from wf_backends.hetegen.jobs import LANES, Linear  # noqa: E402
+from wf_backends.hetegen.jobs import LANE_NAMES, Linear  # noqa: E402
 from wf_backends.hetegen.plan import Request  # noqa: E402
 from wf_backends.hetegen.planning import make_plan  # noqa: E402
 
@@ -47,14 +47,14 @@ def draw(axes: Axes, title: str, request: Request) -> None:
     start = sum(took[:WARM])
     for done in device.done:
         if done.job.lane != "join" and done.end > start:
-            lane = LANES.index(done.job.lane)
+            lane = LANE_NAMES.index(done.job.lane)
             span = 1e3 * (done.start - start), 1e3 * (done.end - done.start)
             color = f"C{done.job.linear}"
             axes.broken_barh([span], (lane - 0.35, 0.7), color=color, edgecolor="white", lw=0.4)
     joins = [d.end for d in device.done if d.job.lane == "join" and d.job.linear == LINEARS - 1]
     for end in joins[WARM:]:
         axes.axvline(1e3 * (end - start), color="black", linewidth=1)
-    axes.set_yticks(range(3), LANES)
+    axes.set_yticks(range(3), LANE_NAMES)
     axes.set_xlim(left=0)
     alpha = plan.splits[0].alpha("decode")
     axes.set_title(f"{title}: alpha {alpha:.2f}, {1e3 * took[-1]:.2f} ms a token", loc="left")

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from tests.hetegen.models import Plain, fast_device, make_model, split_memory
 from wf_backends._validation import parse_bytes
 from wf_backends.hetegen import ShapedDevice, dispatch_model
-from wf_backends.hetegen.jobs import LANES, Lane
+from wf_backends.hetegen.jobs import LANE_NAMES, LaneName
 from wf_backends.hetegen.split_weight import SplitWeight
 
 
 def lane_threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.split("_")[0] in LANES]
+    return [each.name for each in threading.enumerate() if each.name.split("_")[0] in LANE_NAMES]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ SLOW = 1e5  # times slower than before
 class Broken(ShapedDevice):
     """From some work on one of its lanes raises, while all others are very slow."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: LaneName) -> None:
         super().__init__(1e8, 2e8, 1e10, call_seconds=0)
         self.broken, self.raised, real = False, 0.0, self.lanes[lane]
         submit = real.submit
@@ -141,9 +141,9 @@ class Broken(ShapedDevice):
         return super()._seconds(lane, nbytes) * (SLOW if self.broken else 1.0)
 
 
-@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("lane", LANE_NAMES)
 def test_an_error_in_a_lane_reaches_the_caller_while_others_work_and_threads_end(
-    lane: Lane,
+    lane: LaneName,
 ) -> None:
     model, x, device = Plain(), torch.randn(1, 64), Broken(lane)
     expected = Plain()(x).detach()

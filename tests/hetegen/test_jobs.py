@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from wf_backends.hetegen.jobs import LANES, Job, Linear, Phase
+from wf_backends.hetegen.jobs import LANE_NAMES, Job, Linear, Phase
 from wf_backends.hetegen.law import Rates
 from wf_backends.hetegen.plan import Plan, Request, used
 from wf_backends.hetegen.planning import decode_seconds, make_plan, split_plan
@@ -99,7 +99,7 @@ def test_every_row_is_computed_once_and_no_slab_is_written_while_it_is_read(seed
 @pytest.mark.parametrize("seed", range(100))
 def test_no_pass_is_faster_than_its_bounds(seed: int) -> None:
     plan, device = drawn(seed)
-    for lane in LANES:
+    for lane in LANE_NAMES:
         jobs = [d for d in device.done if d.job.lane == lane]
         assert all(a.end <= b.start for a, b in zip(jobs, jobs[1:], strict=False))
         waited_for = [d for d in jobs if d.end <= device.now]  # copies may run on after the end

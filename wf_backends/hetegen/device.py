@@ -32,7 +32,7 @@ class Device(Protocol):
     """
 
     @property
-    def lanes(self) -> Mapping[str, Lane]: ...  # those of `jobs.LANES`
+    def lanes(self) -> Mapping[str, Lane]: ...  # those of `jobs.LANE_NAMES`
 
     def rates(self) -> Rates:
         """Of its lanes, for one token."""

@@ -16,8 +16,8 @@ from typing import Literal
 
 Phase = Literal["decode", "prefill"]
 PHASES: tuple[Phase, ...] = ("decode", "prefill")
-Lane = Literal["link", "host", "accelerator"]
-LANES: tuple[Lane, ...] = ("link", "host", "accelerator")
+LaneName = Literal["link", "host", "accelerator"]
+LANE_NAMES: tuple[LaneName, ...] = ("link", "host", "accelerator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Job:
     """
 
     number: int
-    lane: Lane | Literal["join"]
+    lane: LaneName | Literal["join"]
     after: tuple[int, ...]
     linear: int
     start: int

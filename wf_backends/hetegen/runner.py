@@ -16,7 +16,7 @@ from torch import Tensor
 
 from wf_backends._compile import refuse_transforms
 from wf_backends.hetegen.device import Device, Event, Moment
-from wf_backends.hetegen.jobs import LANES, PHASES, Job, Lane, Phase
+from wf_backends.hetegen.jobs import LANE_NAMES, PHASES, Job, LaneName, Phase
 from wf_backends.hetegen.modules import HostWeight
 from wf_backends.hetegen.plan import Plan
 
@@ -70,7 +70,7 @@ class Runner:
         self.passes: deque[Pass] = deque(maxlen=PASSES_KEPT)
         self._num_passes: Counter[Phase] = Counter()
         self._began: Moment = None
-        self._predicted: dict[str, float] = dict.fromkeys(LANES, 0.0)
+        self._predicted: dict[str, float] = dict.fromkeys(LANE_NAMES, 0.0)
         self._before, self._after = self._counts(), None
         self._depth = 0  # of modules that run
         self._versions = [_version(weight.tensor) for weight in weights]
@@ -96,7 +96,7 @@ class Runner:
     def _counts(self) -> dict[str, tuple[float, int]]:
         """Lane -> what it was busy for, and the bytes, since there is the device."""
         lanes = self._device.lanes
-        return {name: (lanes[name].busy_seconds, lanes[name].nbytes) for name in LANES}
+        return {name: (lanes[name].busy_seconds, lanes[name].nbytes) for name in LANE_NAMES}
 
     def _restart(self) -> None:
         """Forget what is in the slabs."""
@@ -226,10 +226,10 @@ class Runner:
                 "call_seconds": median(calls) if calls else None,
             }
         wall = between(self._began, passes[-1].end) if passes else 0.0
-        told["lanes"] = {name: self._lane_report(name, wall) for name in LANES}
+        told["lanes"] = {name: self._lane_report(name, wall) for name in LANE_NAMES}
         return told
 
-    def _lane_report(self, name: Lane, wall: float) -> dict[str, float]:
+    def _lane_report(self, name: LaneName, wall: float) -> dict[str, float]:
         now = (self._after or self._counts())[name]
         busy, nbytes = (late - early for early, late in zip(self._before[name], now, strict=True))
         return {

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wf_backends.hetegen.device import Run, Write
-from wf_backends.hetegen.jobs import LANES
+from wf_backends.hetegen.jobs import LANE_NAMES
 from wf_backends.hetegen.lane_thread import LaneThread, Stop, end_lanes
 from wf_backends.hetegen.law import Rates
 
@@ -44,7 +44,7 @@ class ShapedDevice:
         self._rates = Rates(*rates, call_seconds=call_seconds)
         self.bytes = self.peak_bytes = self.pinned_bytes = 0
         self._stop = Stop()
-        self.lanes = {name: LaneThread(name, self._stop) for name in LANES}
+        self.lanes = {name: LaneThread(name, self._stop) for name in LANE_NAMES}
 
     def rates(self) -> Rates:
         return self._rates

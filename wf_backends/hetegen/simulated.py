@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from wf_backends.hetegen.jobs import LANES, Job, JobMaker, Phase
+from wf_backends.hetegen.jobs import LANE_NAMES, Job, JobMaker, Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Simulated:
     now: float = 0.0
     done: list[Done] = field(default_factory=list)
     _ends: dict[int, float] = field(default_factory=dict)
-    _lanes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANES, 0.0))
+    _lanes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANE_NAMES, 0.0))
 
     def call(self, jobs: Iterable[Job], phase: Phase) -> None:
         """Take the jobs of a call at the caller's time, which its join moves on."""
