@@ -145,7 +145,7 @@ def test_what_a_call_waits_for_is_submitted_before_copies_for_others(seed: int) 
 @pytest.mark.parametrize("seed", range(5))
 def test_each_job_of_a_lane_takes_its_overhead(seed: int) -> None:
     plan = drawn(seed)[0]
-    slower = replace(plan.request, rates=replace(plan.rates, job_seconds=0.5))
+    slower = replace(plan.request, device_rates=replace(plan.rates, job_seconds=0.5))
     job = plan.job_maker().call(0, "decode")[0]
     assert replace(plan, request=slower).seconds_of(job, "decode") == pytest.approx(
         plan.seconds_of(job, "decode") + 0.5

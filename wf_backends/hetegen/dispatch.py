@@ -97,25 +97,23 @@ def dispatch_model(
     """
     _check_model(model)
     _check_device(device)
-    _check(alpha, pin_memory, prefetch, batch, prompt)
+    _check_settings(alpha, pin_memory, prefetch, batch, prompt)
     accelerator_bytes, host_bytes = _parse(max_memory)
     weights = find_weights(model)
     device = Accelerator() if device is None else device
-    plan = make_plan(
-        Request(
-            linears=tuple(weight.linear for weight in weights),
-            rates=device.rates() if pin_memory else device.rates().unpinned(),
-            accelerator_bytes=accelerator_bytes,
-            host_bytes=host_bytes,
-            other_bytes=sum(tensor.nbytes for tensor in _others(model, weights)),
-            decode_tokens=batch,
-            prefill_tokens=batch * prompt,
-            alpha=None if alpha == "auto" else float(alpha),
-            slabs=prefetch + 2,
-            pinned=pin_memory,
-        )
+    request = Request(
+        linears=tuple(weight.linear for weight in weights),
+        device_rates=device.rates(),
+        accelerator_bytes=accelerator_bytes,
+        host_bytes=host_bytes,
+        other_bytes=sum(tensor.nbytes for tensor in _others(model, weights)),
+        decode_tokens=batch,
+        prefill_tokens=batch * prompt,
+        alpha=None if alpha == "auto" else float(alpha),
+        slabs=prefetch + 2,
+        pinned=pin_memory,
     )
-    return _split(model, weights, device, plan)
+    return _split(model, weights, device, make_plan(request))
 
 
 def _parse(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
@@ -153,7 +151,7 @@ def _check_device(device: object) -> None:
         )
 
 
-def _check(
+def _check_settings(
     alpha: object, pin_memory: object, prefetch: object, batch: object, prompt: object
 ) -> None:
     if alpha != "auto" and not (is_real(alpha) and 0 <= cast(float, alpha) <= 1):
@@ -221,7 +219,7 @@ def _pin(plan: Plan, device: Device) -> tuple[Plan, list[Tensor]]:
     try:
         return plan, [device.pinned(plan.slab_bytes) for _ in range(plan.slabs)]
     except MemoryError as error:
-        slower = make_plan(replace(plan.request, rates=plan.rates.unpinned(), pinned=False))
+        slower = make_plan(replace(plan.request, pinned=False))
         warnings.warn(
             f"pinned memory ran out ({error}): copies are pageable, {slower.rates.link:.3g} "
             f"bytes/s instead of {plan.rates.link:.3g}, and a decoding pass should take "

@@ -21,7 +21,7 @@ class Request:
 
     Attributes:
         linears: of the model, in its order.
-        rates: of the device, for one token.
+        device_rates: of its lanes, for one token, where copies pass through pinned memory.
         accelerator_bytes: of its memory, for weights and slabs.
         host_bytes: of the host's memory, for weights that are split and pinned memory.
         other_bytes: what is not split takes of the accelerator's memory.
@@ -32,7 +32,7 @@ class Request:
     """
 
     linears: tuple[Linear, ...]
-    rates: Rates
+    device_rates: Rates
     accelerator_bytes: int
     host_bytes: float = inf
     other_bytes: int = 0
@@ -41,6 +41,11 @@ class Request:
     alpha: float | None = None
     slabs: int = 3
     pinned: bool = True
+
+    @property
+    def rates(self) -> Rates:
+        """Of the lanes, for one token, with copies as they are."""
+        return self.device_rates if self.pinned else self.device_rates.unpinned()
 
     @property
     def room(self) -> int:
@@ -80,7 +85,7 @@ class Plan:
 
     @property
     def rates(self) -> Rates:
-        """Of the device, for one token."""
+        """Those that were planned with."""
         return self.request.rates
 
     @property
