@@ -31,7 +31,7 @@ def bench_hetero(
         str, typer.Option(help="How much of the accelerator's memory weights may take.")
     ] = "0B",
     cache_dir: o.CacheDir = None,
-    fresh: Annotated[bool, typer.Option(help="Measure again, and keep nothing.")] = False,
+    fresh: o.Fresh = False,
 ) -> None:
     """Measure this machine's rates, and predict tokens a second of HeteGen, streaming and the CPU.
 

@@ -16,7 +16,7 @@ from rich.table import Table
 from wf_backends._validation import parse_bytes
 from wf_backends.autochunk import BudgetError, Profiles, Rates, longest, memory_profiles
 from wf_backends.cli.draw import draw_memory
-from wf_backends.cli.options import check_file, check_least, new_table
+from wf_backends.cli.options import AsJson, check_file, check_least, new_table
 from wf_backends.cli.readers import call_reader, check_folder
 
 SKELETONS = "wallfacer.skeletons"  # entry points: a folder -> a model on fake tensors, its inputs
@@ -40,7 +40,7 @@ def chunk(
     measure: Annotated[
         bool, typer.Option("--measure", help="Times at this machine's rates, not at a GPU's.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON.")] = False,
+    as_json: AsJson = False,
     picture: Annotated[Path | None, typer.Option(help="Draw the memory over the run.")] = None,
 ) -> None:
     """Find the parts of a model's forward pass to run slice by slice under a memory budget.
@@ -72,7 +72,12 @@ def chunk(
         _draw(found, memory, picture, f"{model.name}, {seqlen} tokens")
     if as_json:
         print(json.dumps({**asdict(found.plan), "longest_sequence": reach}, indent=2))
-        return
+    else:
+        _show(found, memory, reach)
+
+
+def _show(found: Profiles, memory: str | float | None, reach: int | None) -> None:
+    """The plan in words, the longest sequence if it was looked for, and the memory by modules."""
     print(found.plan.explain())
     if reach is not None:
         print(f"longest sequence within {memory}: {reach} tokens")

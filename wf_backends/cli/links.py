@@ -20,7 +20,7 @@ def bench_links(
         Path | None, typer.Option(help="Write the topology here, as JSON; else print it.")
     ] = None,
     cache_dir: o.CacheDir = None,
-    fresh: Annotated[bool, typer.Option(help="Measure again, and keep nothing.")] = False,
+    fresh: o.Fresh = False,
 ) -> None:
     """Measure links, NICs, kernel rates and memory of the running job.
 

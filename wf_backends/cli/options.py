@@ -43,6 +43,7 @@ CacheDir = Annotated[
     Path | None,
     typer.Option(help="Where measured topologies are kept, by host list; ~/.cache/wallfacer."),
 ]
+Fresh = Annotated[bool, typer.Option(help="Measure again, and keep nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
