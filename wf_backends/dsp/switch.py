@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from wf_backends.comm import (
     make_comm,
     move,
 )
-from wf_backends.runtime import dimension
+from wf_backends.runtime import dimension, gather_shards, take_shard
+from wf_backends.schedule import Layout
 
 GRADIENTS = ("whole", "averaged")
 
@@ -77,8 +79,9 @@ class DynamicSequenceParallel:
         dim = dimension(x, dim)
         self._agree({"dim": dim, "dtype": fingerprint(x.dtype), "shape": fingerprint(x.shape)}, x)
         sizes = chunk_sizes(x.shape[dim], self.size)
-        to_whole = _gather if self.gradients == "whole" else _embed
-        forward, backward = (partial(f, self.comm, dim, sizes) for f in (_take, to_whole))
+        to_whole = gather_shards if self.gradients == "whole" else _embed
+        cut = self.comm, ranges_of(sizes), dim
+        forward, backward = partial(take_shard, *cut), partial(to_whole, *cut)
         return Sharded(move(x, forward, backward, "split"), dim, sizes)
 
     def switch(self, x: Sharded, from_dim: int, to_dim: int) -> Sharded:
@@ -110,9 +113,9 @@ class DynamicSequenceParallel:
         """
         dim = self._check(x, dim, "dim", "gather")
         self._agree_on_shards(x, {})
-        scale = 1 if self.gradients == "whole" else self.size
-        forward = partial(_gather, self.comm, dim, x.sizes)
-        backward = partial(_take, self.comm, dim, x.sizes, scale=scale)
+        to_shard = take_shard if self.gradients == "whole" else _take_sum
+        cut = self.comm, ranges_of(x.sizes), dim
+        forward, backward = partial(gather_shards, *cut), partial(to_shard, *cut)
         return move(x.tensor, forward, backward, "gather")
 
     def _check(self, x: Sharded, dim: int, name: str, what: str) -> int:
@@ -146,6 +149,13 @@ class DynamicSequenceParallel:
             self._consistency.check(same, {}, like)
 
 
+def ranges_of(sizes: Sizes) -> Layout:
+    """The rows of every rank as a range, which may be empty."""
+    return tuple(
+        ((stop - size, stop),) for size, stop in zip(sizes, accumulate(sizes), strict=True)
+    )
+
+
 ShardedDim = tuple[int, Sizes]  # a dimension, and how much of it each rank holds
 
 
@@ -159,24 +169,16 @@ def _exchange(
     return torch.cat(all_to_all(comm, label, parts, shapes), dim)
 
 
-def _gather(comm: Communicator, dim: int, sizes: Sizes, x: Tensor, label: str) -> Tensor:
-    """The whole tensor from all shards along `dim`."""
-    shapes = [_with(x.shape, dim, size) for size in sizes]
-    return torch.cat(all_to_all(comm, label, [x] * comm.size, shapes), dim)
+def _take_sum(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
+    """This rank's chunk of the sum of whole tensors that are alike on all ranks."""
+    return take_shard(comm, layout, dim, x, label) * comm.size
 
 
-def _take(
-    comm: Communicator, dim: int, sizes: Sizes, x: Tensor, label: str, scale: int = 1
-) -> Tensor:
-    """This rank's chunk of the whole tensor."""
-    mine = x.split(sizes, dim)[comm.rank]
-    return mine.clone() if scale == 1 else mine * scale
-
-
-def _embed(comm: Communicator, dim: int, sizes: Sizes, x: Tensor, label: str) -> Tensor:
+def _embed(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
     """This rank's chunk in a whole tensor of zeros."""
-    whole = x.new_zeros(_with(x.shape, dim, sum(sizes)))
-    whole.split(sizes, dim)[comm.rank].copy_(x)
+    ((start, stop),) = layout[comm.rank]
+    whole = x.new_zeros(_with(x.shape, dim, layout[-1][-1][1]))
+    whole.narrow(dim, start, stop - start).copy_(x)
     return whole
 
 

@@ -32,16 +32,20 @@ def take_shard(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: s
 
 
 def gather_shards(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
-    """The whole tensor along `dim`, in sequence order, from this rank's rows x and all others'."""
+    """The whole tensor along `dim`, in sequence order, from this rank's rows x and all others'.
+
+    Empty shards are not sent.
+    """
     rows = x.movedim(dim, 0).contiguous()
     shape = list(x.shape)
     shape[dim] = sum(map(size, layout))
     whole = x.new_empty(shape)
     messages = Messages(comm, label)
-    for peer in range(comm.size):
-        messages.send(Parcel(peer, ((0, len(rows)),)), (rows,))
     for peer, shard in enumerate(layout):
-        messages.receive(Parcel(peer, shard), (whole.movedim(dim, 0),))
+        if len(rows):
+            messages.send(Parcel(peer, ((0, len(rows)),)), (rows,))
+        if size(shard):
+            messages.receive(Parcel(peer, shard), (whole.movedim(dim, 0),))
     messages.deliver()
     return whole
 
