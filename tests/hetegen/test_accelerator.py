@@ -172,7 +172,7 @@ def test_the_same_tokens_and_the_caller_waits_for_nothing(
     assert (waits[caller] == 0) == gates
     assert handle.report()["decode"]["measured_seconds"] > 0
     handle.remove()
-    assert streams.counts["all"] == 1  # at the end, before memory is given back
+    assert streams.counts["all"] == 2  # at the end, before memory is given back
     assert torch.equal(model.generate(ids, **words), expected)  # type: ignore[operator]
 
 
@@ -257,6 +257,18 @@ def test_the_caller_is_no_more_gates_ahead_than_a_drivers_queue_holds() -> None:
         shut.append(i + 1 - gate.count)
     assert AHEAD / 2 < max(shut) <= AHEAD
     device.close()
+
+
+def test_what_was_asked_for_before_the_end_is_done() -> None:
+    """The caller is gone before the host has begun: a result read after `remove` has no NaN."""
+    streams = StandIn()
+    caller = streams.stream()
+    streams.current = lambda: caller  # type: ignore[method-assign]
+    device, out = Accelerator(RATES, streams), torch.zeros(4)
+    device.on_host(lambda memory: time.sleep(0.2), torch.empty(4), 16, [])
+    device.wait([device.on_host(lambda memory: memory.fill_(3), out, 16, [])])
+    device.close()
+    assert out.tolist() == [3, 3, 3, 3]
 
 
 def test_a_gate_of_cuda_is_a_count_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

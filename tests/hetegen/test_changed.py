@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.hetegen.models import Plain, fast_device
-from wf_backends.hetegen import dispatch_model
+from wf_backends.hetegen import ShapedDevice, dispatch_model
 
 SPLIT = {0: 30_000}
 FITS = {0: "1MB"}
@@ -203,8 +203,75 @@ def test_passes_are_told_apart_after_calls_of_several_threads() -> None:
         for passes in (1, 2):
             with torch.no_grad():
                 model(torch.randn(1, 64))
-            assert runner._depth == 0
+            assert not runner._running
             assert handle.report()["decode"]["passes"] == passes
+
+
+class Waiting(nn.Module):
+    """A call that ends when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain, self.begun, self.go_on = Plain(), threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.plain(x)
+        self.begun.set()
+        assert self.go_on.wait(20)
+        return self.plain(x)
+
+
+def test_a_model_is_not_put_back_while_another_thread_calls_it() -> None:
+    model, x, found = Waiting(), torch.randn(2, 64), list[Tensor]()
+
+    def call() -> None:
+        with torch.no_grad():
+            found.append(model(x))
+
+    device = fast_device()
+    handle = dispatch_model(model, SPLIT, device)
+    thread = threading.Thread(target=call, name="caller", daemon=True)
+    thread.start()
+    assert model.begun.wait(20)
+    with pytest.raises(RuntimeError, match=r"the thread 'caller' calls the model: wait for the en"):
+        handle.remove()
+    assert device.bytes == handle.plan.accelerator_bytes
+    model.go_on.set()
+    thread.join(20)
+    with torch.no_grad():
+        torch.testing.assert_close(found[0], Plain()(Plain()(x)), rtol=0, atol=1e-5)
+        handle.remove()
+        handle.remove()
+        assert device.bytes == 0 and torch.equal(model(x), Plain()(Plain()(x)))
+
+
+@pytest.mark.usefixtures("threads_in_turns")
+def test_linears_that_another_thread_calls_meanwhile_are_right_or_refused() -> None:
+    """No module tells of such calls; none starts the lanes again that `remove` has ended."""
+    x, alone, wrong = torch.randn(2, 64), Plain().layers[0], list[object]()
+    lanes = set(threading.enumerate())
+
+    def call(model: Plain, ready: threading.Event) -> None:
+        with torch.no_grad():
+            for _ in range(30):
+                ready.set()
+                try:
+                    torch.testing.assert_close(model.layers[0](x), alone(x), rtol=0, atol=1e-5)
+                except RuntimeError as error:
+                    if "while handle.remove() puts it back" not in str(error):
+                        wrong.append(error)
+                except Exception as error:
+                    wrong.append(error)
+
+    for _ in range(20):
+        model, ready = Plain(), threading.Event()
+        with dispatch_model(model, SPLIT, ShapedDevice(1e6, 1e6, 1e9)):
+            thread = threading.Thread(target=call, args=(model, ready), daemon=True)
+            thread.start()
+            assert ready.wait(20)
+        thread.join(20)
+        assert set(threading.enumerate()) <= lanes
+    assert not wrong
 
 
 class Mixed(nn.Module):

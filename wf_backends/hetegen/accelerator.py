@@ -264,6 +264,7 @@ class Accelerator:
         self.streams.synchronize()  # what is on the streams still uses slabs and outputs
 
     def close(self) -> None:
+        self.streams.synchronize()  # the caller's stream may wait for the host's rows
         error = self._stop.error
         self.stop()
         if error is not None:

@@ -54,7 +54,13 @@ class Handle:
         return {"fits": True} if self._runner is None else self._runner.report()
 
     def remove(self) -> None:
-        """Put the model back as it was, and give the memory back. Twice is as good as once."""
+        """Put the model back as it was, and give the memory back. Twice is as good as once.
+
+        Raises:
+            RuntimeError: while another thread calls the model, which stays split.
+        """
+        if self._runner is not None:
+            self._runner.end()
         self._undo.close()
 
     def __enter__(self) -> Handle:
@@ -199,7 +205,6 @@ def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Pl
         if not plan.fits:
             plan, pinned = _pin(plan, device)
             runner = Runner(plan, weights, device, pinned)
-            undo.callback(runner.end)
             split_weights(weights, runner, undo)
             mark.runner = runner
         return Handle(model, plan, runner, undo.pop_all())

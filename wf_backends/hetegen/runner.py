@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
-from threading import Lock
+from threading import Lock, Thread, current_thread
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +72,8 @@ class Runner:
         self._began: Moment = None
         self._predicted: dict[str, float] = dict.fromkeys(LANE_NAMES, 0.0)
         self._before, self._after = self._counts(), None
-        self._depth = 0  # of modules that run
+        self._running: Counter[Thread] = Counter()  # how many modules each is in
+        self._ended = False
         self._versions = [_version(weight.tensor) for weight in weights]
         self._lock = Lock()  # one call at a time, whichever thread it comes from
         self._restart()
@@ -80,18 +81,38 @@ class Runner:
     def enter(self) -> None:
         """A module is called: a pass begins with the next split linear if none was running."""
         with self._lock:
-            if not self._depth:
+            self._refuse_if_ended()
+            if current_thread() not in self._running:
                 self._maker.first = None
-            self._depth += 1
+            self._running[current_thread()] += 1
 
     def leave(self) -> None:
         """A module's call has ended, also one whose hooks failed before `enter`."""
         with self._lock:
-            self._depth = max(0, self._depth - 1)
+            self._running -= Counter([current_thread()])  # no count is below 0
 
     def end(self) -> None:
-        """The report stays as it is, whatever the device does later."""
-        self._after = self._counts()
+        """Take no more calls; the report stays as it is, whatever the device does later.
+
+        Raises:
+            RuntimeError: while another thread calls the model.
+        """
+        with self._lock:
+            if self._ended:
+                return
+            for thread in self._running:
+                if thread is not current_thread() and thread.is_alive():
+                    raise RuntimeError(
+                        f"handle.remove() while the thread {thread.name!r} calls the model: wait "
+                        "for the end of its call, then call handle.remove() again"
+                    )
+            self._ended, self._after = True, self._counts()
+
+    def _refuse_if_ended(self) -> None:
+        if self._ended:
+            raise RuntimeError(
+                "the model is called while handle.remove() puts it back: call it again afterwards"
+            )
 
     def _counts(self) -> dict[str, tuple[float, int]]:
         """Lane -> what it was busy for, and the bytes, since there is the device."""
@@ -203,6 +224,7 @@ class Runner:
     def _stopping_on_errors(self) -> Iterator[None]:
         """Stop the lanes if the block raises anything, Ctrl-C too, and begin anew afterwards."""
         with self._lock:
+            self._refuse_if_ended()
             try:
                 yield
             except BaseException:
