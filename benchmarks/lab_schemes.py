@@ -40,11 +40,11 @@ class Scheme:
     @property
     def words(self) -> str:
         """The plan on one line."""
-        plan = self.plan
+        plan = self.plan.choice
         degree = f"u={plan.split} x " if plan.degree > 1 else ""
         walk = ", queries walk" if plan.moves == "queries" else ""
         kept = ", kept" if plan.keep else ""
-        return f"{degree}{plan.forward.placed} | {plan.backward.placed}{walk}{kept}"
+        return f"{degree}{plan.forward} | {plan.backward}{walk}{kept}"
 
 
 def schemes(request: Request) -> list[Scheme]:
@@ -71,9 +71,9 @@ def answers(request: Request) -> Iterator[tuple[str, Plan]]:
     mask = request.workload.mask
     yield AGAIN, _answer(request, mask, keep_gathered=False)
     yield AUTO, (auto := _answer(request, mask))
-    if auto.chunks > 1:
+    if auto.choice.chunks > 1:
         yield AT_ONCE, _answer(request, mask, ulysses_chunks=1)
-    if any(one.placed.host_size > 1 for one in (auto.forward, auto.backward)):
+    if any(one.host_size > 1 for one in (auto.choice.forward, auto.choice.backward)):
         yield READERS, to_each_reader(auto)
     if mask.cu_seqlens is not None:
         yield UNTOLD, _answer(request, Mask(mask.band))
@@ -81,11 +81,9 @@ def answers(request: Request) -> Iterator[tuple[str, Plan]]:
 
 def to_each_reader(plan: Plan) -> Plan:
     """The same plan with rows that cross to a host once for each rank that reads them."""
-    forward, backward = (
-        replace(one, placed=replace(one.placed, host_size=1))
-        for one in (plan.forward, plan.backward)
-    )
-    return replace(plan, forward=forward, backward=backward)
+    choice = plan.choice
+    forward, backward = (replace(one, host_size=1) for one in (choice.forward, choice.backward))
+    return replace(plan, choice=replace(choice, forward=forward, backward=backward))
 
 
 def _answer(request: Request, mask: Mask, **words: Any) -> Plan:

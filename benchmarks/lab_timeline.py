@@ -78,7 +78,7 @@ def phases(timeline: Timeline) -> dict[str, float]:
 def predicted(plan: Plan) -> dict[str, float]:
     """A plan's phases by the labels of their messages, as the rank sees them that ends last."""
     found: dict[str, float] = {}
-    for one in (plan.around, plan.forward.cost, plan.backward.cost):
+    for one in (plan.around, plan.forward, plan.backward):
         before, label = 0.0, ""
         for span in sorted(one.spans, key=lambda span: span.stop):
             label = span.label

@@ -130,8 +130,9 @@ def rows(case: Case) -> list[list[str]]:
 
 def describe(plan: Plan) -> str:
     """The plan in a cell."""
-    forward, backward = plan.forward.placed, plan.backward.placed
-    return f"u={plan.split}; {forward}; back: {backward}, {plan.moves} walk"
+    choice = plan.choice
+    forward, backward = choice.forward, choice.backward
+    return f"u={choice.split}; {forward}; back: {backward}, {choice.moves} walk"
 
 
 def markdown(table: list[list[str]]) -> str:

@@ -76,8 +76,8 @@ def test_bench_compares_with_the_ring() -> None:
     plans = all_plans(request)
     chosen = with_ring(plans, request, 2)
     assert chosen[:2] == plans[:2] and len(chosen) == 3
-    assert (chosen[2].degree, str(chosen[2].forward.placed)) == (1, "ring")
-    assert str(chosen[2].backward.placed) == "ring" and chosen[2].moves == "keys"
+    assert (chosen[2].choice.degree, str(chosen[2].choice.forward)) == (1, "ring")
+    assert str(chosen[2].choice.backward) == "ring" and chosen[2].choice.moves == "keys"
     assert with_ring(chosen[2:], request, 1) == chosen[2:]
 
 
@@ -105,11 +105,13 @@ def run_on(comm: Communicator, topology: dict) -> list[frozenset[str]]:
     model, found = Model(8, 8, 8, 256, dtype="float32"), []
     inputs = partial(draw_inputs, model, comm.rank, torch.device("cpu"))
     request = Request(from_dict(topology), model.workload())
-    for plan in [p for p in all_plans(request) if not p.in_rank_order or p.degree > 1][:6]:
+    for plan in [
+        p for p in all_plans(request) if not p.choice.in_rank_order or p.choice.degree > 1
+    ][:6]:
         comm.sent.clear()
         prepare(plan, model, comm, inputs)()
         found.append(frozenset(label for label in comm.sent if "ulysses" in label))
-        assert bool(found[-1]) == (plan.degree > 1)
+        assert bool(found[-1]) == (plan.choice.degree > 1)
     return found
 
 

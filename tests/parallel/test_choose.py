@@ -49,36 +49,36 @@ def test_a_call_keeps_as_many_layers_as_fit() -> None:
     links = cluster(2, 2, gbit=0.025)
     words = {"sequence_parallel_size": 4, "ulysses_degree": 1, "keep_gathered": "auto"}
     one = plan_call(config(**words), shape, 8192, Mask(), links)
-    room = replace(links, memory_bytes=one.cost.memory_bytes + 3 * one.forward.cost.gathered_bytes)
+    room = replace(links, memory_bytes=one.cost.memory_bytes + 3 * one.forward.gathered_bytes)
     keeps = [
-        plan_call(config(**words, kept_layers=layers), shape, 8192, Mask(), room).keep
+        plan_call(config(**words, kept_layers=layers), shape, 8192, Mask(), room).choice.keep
         for layers in (1, 4, 64)
     ]
-    assert one.keep and keeps == [True, True, False]
+    assert one.choice.keep and keeps == [True, True, False]
 
 
 def test_a_call_keeps_what_the_config_names() -> None:
     named = config(route={"name": "concentric", "team_size": 2}, backward_moves="queries")
     plan = plan_call(named, SHAPE, 240, Mask())
-    for one in (plan.forward, plan.backward):
-        assert one.placed.route == {"name": "concentric", "team_size": 2}
-        assert one.placed.in_rank_order
-    assert plan.moves == "queries"
+    for one in (plan.choice.forward, plan.choice.backward):
+        assert one.route == {"name": "concentric", "team_size": 2}
+        assert one.in_rank_order
+    assert plan.choice.moves == "queries"
     placed = {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True}
     plan = plan_call(config(route=placed), SHAPE, 240, Mask())
-    assert plan.forward.placed == plan.backward.placed
-    assert plan.forward.placed.to_words() == placed
+    assert plan.choice.forward == plan.choice.backward
+    assert plan.choice.forward.to_words() == placed
     half = plan_call(config(route="ring", backward_route="auto"), SHAPE, 240, Mask())
-    assert half.forward.placed.route == {"name": "ring"}
+    assert half.choice.forward.route == {"name": "ring"}
 
 
 def test_a_call_chooses_what_the_config_leaves_open() -> None:
     plan = plan_call(config(ulysses_degree=2, backward_moves="keys"), SHAPE, 240, Mask(CAUSAL))
-    assert plan.degree == 2 and plan.moves == "keys"
-    check(place(plan.forward.placed, 4))
+    assert plan.choice.degree == 2 and plan.choice.moves == "keys"
+    check(place(plan.choice.forward, 4))
     slow = cluster(8, 1, gbit=0.001)
     alone = replace(SHAPE, heads=1, kv_heads=1, itemsize=4)
-    assert plan_call(config(), alone, 8192, Mask(), slow).forward.placed.route["name"] != "ring"
+    assert plan_call(config(), alone, 8192, Mask(), slow).choice.forward.route["name"] != "ring"
 
 
 @settings(max_examples=15)
@@ -116,12 +116,12 @@ def test_auto_degrees_keep_to_what_heads_and_named_routes_allow() -> None:
     fast = cluster(4, 2, gbit=0.01)
     many = replace(SHAPE, heads=8, kv_heads=8)
     at_once = config(ulysses_chunks=1, ulysses_stride=1)
-    assert plan_call(at_once, many, 8192, Mask(), fast).degree == 8
+    assert plan_call(at_once, many, 8192, Mask(), fast).choice.degree == 8
     six = replace(SHAPE, heads=6, kv_heads=6)  # of 8 ranks only 1 and 2 divide them
-    assert plan_call(config(), six, 8192, Mask(), fast).degree == 2
+    assert plan_call(config(), six, 8192, Mask(), fast).choice.degree == 2
     teams = config(route={"name": "concentric", "team_size": 2}, ulysses_degree="auto")
     plan = plan_call(teams, many, 8192, Mask(), fast)
-    assert plan.degree == 2 and plan.forward.placed.route["team_size"] == 2
+    assert plan.choice.degree == 2 and plan.choice.forward.route["team_size"] == 2
     mesh = config(route={"name": "mesh", "rows": 2, "cols": 1}, ulysses_degree="auto")
     with pytest.raises(ValueError, match=r"no ulysses_degree of \(4,\) divides.*6 heads"):
         plan_call(mesh, six, 240, Mask())
@@ -133,7 +133,7 @@ def test_cross_attention_moves_the_shorter_side() -> None:
 
     def gathers_queries(keys: int | None) -> list[bool]:
         plan = plan_call(config(), shape, 65536, Mask(), slow, keys)
-        return [place(one.placed, 8).gathers()[0] for one in (plan.forward, plan.backward)]
+        return [schedule.gathers()[0] for schedule in plan.choice.schedules(8)]
 
     assert gathers_queries(None) == [True, True]
     assert gathers_queries(128) == [False, False]
@@ -147,7 +147,7 @@ def test_queries_walk_back_where_that_is_faster() -> None:
         moves: plan_call(config(backward_moves=moves), shape, 8192, Mask(), links)
         for moves in ("keys", "queries", "auto")
     }
-    assert plans["keys"].moves == "keys" and plans["queries"].moves == "queries"
+    assert plans["keys"].choice.moves == "keys" and plans["queries"].choice.moves == "queries"
     best = min(plans["keys"].cost.seconds, plans["queries"].cost.seconds)
     assert plans["auto"].cost.seconds == pytest.approx(best, rel=0.01)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
@@ -46,7 +48,7 @@ def test_an_owners_keys_travel_behind_the_tiles_of_another(bytes_per_s, exact_up
     now = tile_s
     for owner in range(3):
         now = max(now, (owner + 1) * fetch_s + LATENCY_S) + tile_s
-    cost = forward_of(job, ROUTE, exact_up_to).cost
+    cost = forward_of(job, ROUTE, exact_up_to)
     assert cost.seconds == pytest.approx(now)
     at_once = pass_cost(job, place(ROUTE, 4), FORWARD)
     assert at_once.seconds == pytest.approx(3 * fetch_s + LATENCY_S + 4 * tile_s)
@@ -64,4 +66,5 @@ def test_keys_stay_where_nothing_walks_and_only_they_are_gathered() -> None:
             assert placed.keys_stay == alone, route
             job = job_of(1e6)
             if size == 4:
-                assert forward_of(job, placed, 4).kind.queries_walk == alone
+                walks = replace(FORWARD, queries_walk=alone)
+                assert forward_of(job, placed, 4) == pass_cost(job, schedule, walks)

@@ -41,7 +41,7 @@ def request(topology: Topology, heads: int, kv_heads: int, tokens: int, **more) 
 
 
 def once(plan) -> tuple[int, int]:
-    return plan.forward.placed.host_size, plan.backward.placed.host_size
+    return plan.choice.forward.host_size, plan.choice.backward.host_size
 
 
 @pytest.mark.parametrize("exact_up_to", (8, 0))
@@ -58,12 +58,9 @@ def test_rows_cross_once_where_that_is_faster(exact_up_to) -> None:
 
 
 def without(plan):
-    passes = (
-        replace(one, placed=replace(one.placed, host_size=1))
-        for one in (plan.forward, plan.backward)
-    )
-    there, back = passes
-    return replace(plan, forward=there, backward=back)
+    choice = plan.choice
+    there, back = (replace(one, host_size=1) for one in (choice.forward, choice.backward))
+    return replace(plan, choice=replace(choice, forward=there, backward=back))
 
 
 def test_rows_cross_to_each_reader_where_links_inside_are_no_faster() -> None:

@@ -119,21 +119,21 @@ def test_a_route_that_has_no_part_is_planned_for_as_it_is() -> None:
     mask = make_mask(True, (1024, -1))
     named = {"name": "mesh", "rows": 8, "cols": 16}
     plan = planned(128, mask, backward_route=named, ulysses_degree=1)
-    assert plan.backward.placed.route == named
+    assert plan.choice.backward.route == named
 
 
 def test_heads_traded_among_ranks_that_are_apart_by_name_are_on_any_number_of_ranks() -> None:
     mask = make_mask(True, (1024, -1))
     plan = planned(128, mask, ulysses_degree=8, ulysses_stride=16)
-    assert (plan.degree, plan.stride) == (8, 16)
+    assert (plan.choice.degree, plan.choice.stride) == (8, 16)
 
 
 def test_one_host_of_any_number_of_ranks() -> None:
     config = SequenceParallelConfig(sequence_parallel_size=97)
     mask = make_mask(True, (1024, -1))
     plan = plan_call(config, SHAPE, 97 * SHARD, mask, one_host(97))
-    assert plan.degree == 1
-    assert place(plan.forward.placed, 97).num_ranks == 97
+    assert plan.choice.degree == 1
+    assert place(plan.choice.forward, 97).num_ranks == 97
 
 
 def test_long_documents_beyond_what_is_counted_are_one() -> None:
@@ -151,4 +151,4 @@ def test_few_ranks_take_the_best_of_all_routes() -> None:
     asked = of_its_kind(request(8, mask, "document_zigzag", ETHERNET))
     assert asked.workload.mask.cu_seqlens is not None
     assert plan == best_plan(asked)
-    assert plan.forward.placed.route["name"] not in ("ring", "all_gather")
+    assert plan.choice.forward.route["name"] not in ("ring", "all_gather")

@@ -19,7 +19,7 @@ from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import choose, request_of
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.exact_cost import pass_cost
-from wf_backends.planner.plan import Choice, PassPlan, Plan, Request
+from wf_backends.planner.plan import Choice, Plan, Request
 from wf_backends.planner.ranking import TIE, ranked, rounded
 from wf_backends.planner.search import all_plans, best_plan, price_plan
 from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, Workload
@@ -73,10 +73,10 @@ def test_the_search_finds_the_best_of_all(request_: Request) -> None:
 
 def test_every_candidate_is_there() -> None:
     everything = all_plans(Request(cluster(2, 2), Workload(SHAPE, 240)))
-    plans = [plan for plan in everything if plan.stride == 1]
-    pairs = [(p.degree, p.forward.placed, p.backward.placed, p.moves) for p in plans]
+    plans = [plan for plan in everything if plan.choice.stride == 1]
+    pairs = [(p.choice.degree, p.choice.forward, p.choice.backward, p.choice.moves) for p in plans]
     assert len(set(pairs)) == len(pairs)
-    names = {(plan.degree, str(plan.forward.placed)) for plan in plans}
+    names = {(plan.choice.degree, str(plan.choice.forward)) for plan in plans}
     assert {degree for degree, _ in names} == {1, 2, 4}
     assert len(names) >= len(plans) - 3  # the fastest backward of each degree may be another one
     for name in ("ring", "all_gather", "double_ring inner=2", "mesh cols=2 rows=2"):
@@ -84,7 +84,7 @@ def test_every_candidate_is_there() -> None:
     teams = [name for degree, name in names if degree == 1 and name.startswith("concentric")]
     assert len(teams) == 2  # in sub-rings of one rank only two digits can change places
     assert (2, "mesh cols=1 rows=2") in names
-    apart = {(p.degree, str(p.forward.placed)) for p in everything if p.stride == 2}
+    apart = {(p.choice.degree, str(p.choice.forward)) for p in everything if p.choice.stride == 2}
     assert apart == {(degree, name) for degree, name in names if degree == 2}
 
 
@@ -93,19 +93,19 @@ def test_in_closed_form_routes_of_one_shape_are_one_candidate(named) -> None:
     """One host tells no order of digits from another: the first, or that of the other pass."""
     request = Request(cluster(1, 16), Workload(SHAPE, 2400), degrees=(1,), forward=named)
     plans = all_plans(request)
-    routes = {plan.forward.placed for plan in plans}
+    routes = {plan.choice.forward for plan in plans}
     if named is None:
         assert all(placed.in_rank_order for placed in routes)
         assert len(routes) == len({placed.words for placed in placements(16)})
     else:
-        mesh = [plan for plan in plans if plan.backward.placed.words == named[0].words]
-        assert routes == {*named} and all(plan.backward.placed in named for plan in mesh)
+        mesh = [plan for plan in plans if plan.choice.backward.words == named[0].words]
+        assert routes == {*named} and all(plan.choice.backward in named for plan in mesh)
 
 
 def test_every_plan_can_run() -> None:
     for plan in all_plans(Request(cluster(2, 4), Workload(SHAPE, 240, Mask(CAUSAL)))):
-        for one in (plan.forward, plan.backward):
-            check(place(one.placed, 8 // plan.degree))
+        for one in (plan.choice.forward, plan.choice.backward):
+            check(place(one, 8 // plan.choice.degree))
         words = json.loads(json.dumps(plan.choice.to_config(8, "zigzag")))
         again = SequenceParallelConfig.from_dict(words)
         assert not again.leaves_open
@@ -159,16 +159,16 @@ def test_gathered_rows_are_kept_where_memory_allows() -> None:
     request = Request(cluster(4, 2, gbit=0.025), Workload(shape, 8192), degrees=(1,))
     again = best_plan(request)
     kept = best_plan(replace(request, keeps=(False, True), layers=8))
-    assert not again.keep and kept.keep
+    assert not again.choice.keep and kept.choice.keep
     assert kept.cost.seconds < again.cost.seconds
-    assert kept.forward.placed == kept.backward.placed
+    assert kept.choice.forward == kept.choice.backward
     assert SequenceParallelConfig.from_dict(kept.choice.to_config(8, "zigzag")).keep_gathered
-    held = 8 * kept.forward.cost.gathered_bytes
+    held = 8 * kept.forward.gathered_bytes
     assert kept.cost.memory_bytes > held > 0
     least = replace(request, keeps=(False, True), layers=8, memory_bytes=again.cost.memory_bytes)
-    assert not best_plan(least).keep
+    assert not best_plan(least).choice.keep
     found = all_plans(replace(request, keeps=(False, True), layers=8))
-    assert found[0] == kept and any(not plan.keep for plan in found)
+    assert found[0] == kept and any(not plan.choice.keep for plan in found)
 
 
 def test_a_forward_whose_keys_are_kept_brings_them_all() -> None:
@@ -181,7 +181,7 @@ def test_a_forward_whose_keys_are_kept_brings_them_all() -> None:
     kept, again = (
         pass_cost(split, schedule, replace(FORWARD, keep=keep)) for keep in (True, False)
     )
-    assert best_plan(request).forward.cost == kept
+    assert best_plan(request).forward == kept
     assert kept.nic_bytes > again.nic_bytes
 
 
@@ -192,7 +192,7 @@ def test_few_heads_on_slow_links_leave_the_ring() -> None:
     best = best_plan(request)
     ring = in_rank_order({"name": "ring"}, 8)
     alone = price_plan(request, Choice(1, ring, ring))
-    assert best.forward.placed.route["name"] != "ring"
+    assert best.choice.forward.route["name"] != "ring"
     assert best.cost.nic_bytes < alone.cost.nic_bytes
     assert best.cost.seconds < alone.cost.seconds
 
@@ -201,7 +201,7 @@ def test_where_computing_hides_everything_the_fewest_bytes_win() -> None:
     shape = Shape(batch=1, heads=4, kv_heads=1, head_dim=64, itemsize=4)
     request = Request(cluster(8, 1, gbit=10_000), Workload(shape, 65536), degrees=(1,))
     best, ring = best_plan(request), in_rank_order({"name": "ring"}, 8)
-    assert best.in_rank_order and best.moves == "keys"
+    assert best.choice.in_rank_order and best.choice.moves == "keys"
     assert best.cost.exposed_s < 0.01 * best.cost.compute_s
     plain = price_plan(request, Choice(1, ring, ring))
     assert best.cost.seconds == pytest.approx(plain.cost.seconds, rel=0.01)
@@ -215,7 +215,7 @@ def test_plans_within_the_models_error_are_told_apart_by_bytes() -> None:
     request = Request(topology, Workload(shape, 131072, Mask(CAUSAL)))
     plans = all_plans(request)
     best, fastest = plans[0], min(plans, key=lambda plan: plan.cost.seconds)
-    assert (best.degree, fastest.degree) == (4, 1)
+    assert (best.choice.degree, fastest.choice.degree) == (4, 1)
     assert best.cost.inside_bytes < 0.7 * fastest.cost.inside_bytes
     assert best == best_plan(request)
 
@@ -227,14 +227,17 @@ def test_of_few_tokens_on_cores_heads_are_not_traded_by_all_ranks(size: int, seq
     the best scheme at 128 tokens, in two chunks 2.4 x."""
     shape = Shape(batch=1, heads=8, kv_heads=8, head_dim=64, itemsize=4)
     best = best_plan(Request(one_host(size), Workload(shape, seqlen, Mask(CAUSAL))))
-    assert best.degree < size and best.chunks == 1
+    assert best.choice.degree < size and best.choice.chunks == 1
 
 
 def priced(words: dict[str, Any], back: dict[str, Any] | None = None, **cost: float) -> Plan:
     """A plan of these routes that costs this in its forward, and nothing in its backward."""
     routes = (in_rank_order(one, 4) for one in (words, back or words))
-    passes = PassPlan(next(routes), FORWARD, Cost(**cost)), PassPlan(next(routes), FORWARD, Cost())
-    return Plan(1, *passes, Cost())
+    return Plan(Choice(1, *routes), Cost(**cost), Cost(), Cost())
+
+
+def chunked(plan: Plan) -> Plan:
+    return replace(plan, choice=replace(plan.choice, chunks=2))
 
 
 RING, GATHER = {"name": "ring"}, {"name": "all_gather"}
@@ -253,7 +256,7 @@ MESH = {"name": "mesh", "rows": 2, "cols": 2}
         (priced(RING, memory_bytes=101, seconds=9), priced(RING, memory_bytes=102, seconds=1)),
         (priced(RING), priced(MESH)),
         (priced(MESH), priced(RING, GATHER)),
-        (priced(RING), replace(priced(RING), chunks=2)),
+        (priced(RING), chunked(priced(RING))),
     ],
 )
 def test_which_of_two_plans_is_better(better: Plan, worse: Plan) -> None:

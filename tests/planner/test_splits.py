@@ -74,10 +74,10 @@ def test_where_exchanges_are_long_heads_are_traded_in_chunks(exact_up_to: int) -
     work = Workload(replace(SHAPE, heads=16, kv_heads=16), 8192, Mask(CAUSAL))
     request = Request(topology, work, exact_up_to=exact_up_to)
     found, at_once = best_plan(request), best_plan(replace(request, chunks=(1,)))
-    assert found.chunks > 1 == at_once.chunks
+    assert found.choice.chunks > 1 == at_once.choice.chunks
     assert found.cost.seconds < 0.8 * at_once.cost.seconds
     words = found.choice.to_config(8, "zigzag")
-    assert words["ulysses_chunks"] == found.chunks
+    assert words["ulysses_chunks"] == found.choice.chunks
     call = plan_call(SequenceParallelConfig.from_dict(words), work.shape, 8192, work.mask, topology)
     assert call.choice == found.choice
     assert price_plan(request, found.choice) == found
@@ -86,7 +86,7 @@ def test_where_exchanges_are_long_heads_are_traded_in_chunks(exact_up_to: int) -
 def test_all_heads_at_once_in_rank_order_is_the_simplest() -> None:
     ring = in_rank_order({"name": "ring"}, 4)
     request = Request(cluster(4, 2), Workload(SHAPE, 4096))
-    plain = price_plan(request, Choice(2, ring, ring))
+    plain = price_plan(request, Choice(2, ring, ring)).choice
     assert plain.complexity < replace(plain, chunks=2).complexity
     assert plain.complexity < replace(plain, stride=2).complexity
     assert replace(plain, chunks=2).in_rank_order
@@ -107,7 +107,7 @@ def test_where_hosts_are_many_heads_are_traded_between_them(exact_up_to: int) ->
     work = Workload(replace(SHAPE, heads=4, kv_heads=4), 4096, Mask(CAUSAL))
     request = Request(topology, work, exact_up_to=exact_up_to)
     found, near = best_plan(request), best_plan(replace(request, strides=(1,)))
-    assert (found.degree, found.stride) == (4, 2)
+    assert (found.choice.degree, found.choice.stride) == (4, 2)
     assert found.cost.seconds < 0.9 * near.cost.seconds
     assert found.cost.nic_bytes < near.cost.nic_bytes
     words = found.choice.to_config(8, "zigzag")
@@ -124,7 +124,7 @@ def test_where_nothing_fits_the_memory_chunks_are_looked_at_that_only_save_it() 
     least = min(plan.cost.memory_bytes for plan in all_plans(request))
     limited = replace(request, memory_bytes=0.7 * least)
     plan = best_plan(limited)
-    assert plan.chunks > 1 and plan.cost.memory_bytes <= limited.memory_limit
+    assert plan.choice.chunks > 1 and plan.cost.memory_bytes <= limited.memory_limit
     assert plan == all_plans(limited)[0]
     with pytest.raises(ValueError, match=r"the closest, ulysses_degree 2, 4 chunks, forward"):
         best_plan(replace(request, memory_bytes=0.1 * least))

@@ -138,10 +138,10 @@ def test_windows_are_counted_where_closed_forms_count_too_much(layout, window, g
 def test_what_a_config_names_is_kept(size) -> None:
     borders = drawn(65536, 512, 0)
     named = planned(borders, 65536, size=size, route="ring", ulysses_degree=2)
-    assert (named.degree, named.forward.placed.route) == (2, {"name": "ring"})
+    assert (named.choice.degree, named.choice.forward.route) == (2, {"name": "ring"})
     words = {"backward_route": {"name": "mesh", "rows": 2, "cols": size // 4}, "ulysses_degree": 2}
     plan = planned(borders, 65536, size=size, **words)
-    assert plan.backward.placed.route["name"] == "mesh"
+    assert plan.choice.backward.route["name"] == "mesh"
 
 
 @pytest.mark.parametrize("size", [8, 16])
@@ -159,7 +159,7 @@ def test_a_plan_priced_again_costs_what_it_would_have(keep) -> None:
     plan = best_plan(request)
     assert price_plan(request, plan.choice) == plan
     longer = replace(request, workload=replace(workload, seqlen=16384))
-    both = (plan.forward.placed,), (plan.backward.placed,)
-    split = {"strides": (plan.stride,), "chunks": (plan.chunks,)}
-    named = replace(longer, forward=both[0], backward=both[1], moves=(plan.moves,), **split)
+    both = (plan.choice.forward,), (plan.choice.backward,)
+    split = {"strides": (plan.choice.stride,), "chunks": (plan.choice.chunks,)}
+    named = replace(longer, forward=both[0], backward=both[1], moves=(plan.choice.moves,), **split)
     assert price_plan(longer, plan.choice) == best_plan(named)

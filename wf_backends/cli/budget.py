@@ -56,7 +56,7 @@ def budget_of(
     training = Training(model, ranks, each, shape.batch, data_parallel_size)
     tokens, routes = training.tokens(work.seqlen), dict[str, float]()
     for plan in plans:
-        route, needs = plan.forward.placed.route["name"], plan.cost.memory_bytes / rows * tokens
+        route, needs = plan.choice.forward.route["name"], plan.cost.memory_bytes / rows * tokens
         routes[route] = min(needs, routes.get(route, needs))
     compared = product(CHECKPOINTS, (0, model.hidden))  # tiles as long as the hidden size is wide
     return {

@@ -114,11 +114,11 @@ def show(plan: Plan, size: int, added: int) -> None:
     Args:
         added: hosts that the topology's file does not have.
     """
-    placed, console = plan.forward.placed, Console()
+    placed, console = plan.choice.forward, Console()
     console.print(f"[bold]{placed}[/bold] on {size} ranks{o.added_words(added)}\n")
     typer.echo(render(place(placed, size)))
-    for one in (plan.forward, plan.backward):
-        console.print(timeline(one.cost, one.kind.name))
+    for name, cost in (("forward", plan.forward), ("backward", plan.backward)):
+        console.print(timeline(cost, name))
 
 
 def timeline(cost: Cost, name: str) -> Table:

@@ -239,9 +239,9 @@ def plan_words(plan: Plan, request: Request) -> dict[str, Any]:
     cost = plan.cost
     return {
         "config": config(plan, request),
-        "in_rank_order": plan.in_rank_order,
-        "forward": str(plan.forward.placed),
-        "backward": str(plan.backward.placed),
+        "in_rank_order": plan.choice.in_rank_order,
+        "forward": str(plan.choice.forward),
+        "backward": str(plan.choice.backward),
         "predicted_s": cost.seconds,
         "compute_s": cost.compute_s,
         "exposed_s": cost.exposed_s,

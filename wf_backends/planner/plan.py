@@ -74,9 +74,13 @@ class PassPlan:
 
     @property
     def complexity(self) -> tuple[float, ...]:
-        """A sort key, less for simpler words: rank order, few keys, keys that move."""
-        placed, queries_walk = self.placed, self.kind.queries_walk
-        return not placed.in_rank_order, placed.host_size, len(placed.words), queries_walk
+        """A sort key, less for simpler words."""
+        return _complexity(self.placed, self.kind.queries_walk)
+
+
+def _complexity(placed: Placed, queries_walk: bool) -> tuple[float, ...]:
+    """A pass by its words: rank order, few keys, keys that move."""
+    return not placed.in_rank_order, placed.host_size, len(placed.words), queries_walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,27 @@ class Choice:
     """How far apart the ranks are that trade heads for tokens."""
     chunks: int = 1
     """In how many chunks these heads are traded, one while another is computed."""
+
+    @property
+    def split(self) -> str:
+        """The head split in words."""
+        words = [str(self.degree)]
+        words += [f"{self.stride} apart"] if self.stride > 1 else []
+        words += [f"{self.chunks} chunks"] if self.chunks > 1 else []
+        return ", ".join(words)
+
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether every part is played by the rank of its number."""
+        return self.stride == 1 and self.forward.in_rank_order and self.backward.in_rank_order
+
+    @property
+    def complexity(self) -> tuple[float, ...]:
+        """A sort key, less for simpler words: one scheme in both passes before a mixture."""
+        mixed = self.forward != self.backward, not self.in_rank_order
+        passes = _complexity(self.forward, self.forward.keys_stay)
+        passes += _complexity(self.backward, self.moves == MOVES[1])
+        return *mixed, self.stride, self.chunks, self.keep, self.degree, *passes
 
     def schedules(self, size: int) -> tuple[Schedule, Schedule]:
         """(forward, backward) for `size` ranks, each of the route's being `degree` of them."""
@@ -116,65 +141,27 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """A whole way to run attention, forward and backward."""
+    """A whole way to run attention, forward and backward, and what it costs."""
 
-    degree: int
-    forward: PassPlan
-    backward: PassPlan
+    choice: Choice
+    forward: Cost
+    backward: Cost
+    """Costs of all chunks of heads."""
     around: Cost
     """The ranks' agreement, and trading heads for tokens in both passes."""
     layers: int = 1
     """How many keep what the forward gathers, if the backward uses it."""
-    stride: int = 1
-    """How far apart the ranks are that trade heads for tokens."""
-    chunks: int = 1
-    """In how many chunks these heads are traded; both passes' costs are those of all of them."""
-
-    @property
-    def keep(self) -> bool:
-        """Whether what the forward gathers is kept for the backward."""
-        return self.backward.kind.keep
 
     @cached_property  # plans are compared by it
     def cost(self) -> Cost:
         """The cost of both passes and of what is around them."""
-        total = self.around + self.forward.cost + self.backward.cost
+        total = self.around + self.forward + self.backward
         memory = self.around.memory_bytes
-        memory += max(self.forward.cost.memory_bytes, self.backward.cost.memory_bytes)
-        memory += self.layers * self.forward.cost.gathered_bytes if self.keep else 0.0
+        memory += max(self.forward.memory_bytes, self.backward.memory_bytes)
+        memory += self.layers * self.forward.gathered_bytes if self.choice.keep else 0.0
         return replace(total, memory_bytes=memory)
 
     @property
-    def moves(self) -> str:
-        """Which side walks in the backward, as in the config."""
-        return "queries" if self.backward.kind.queries_walk else "keys"
-
-    @property
-    def choice(self) -> Choice:
-        """The plan without its price."""
-        placed = self.forward.placed, self.backward.placed
-        return Choice(self.degree, *placed, self.moves, self.keep, self.stride, self.chunks)
-
-    @property
-    def split(self) -> str:
-        """The head split in words."""
-        words = [str(self.degree)]
-        words += [f"{self.stride} apart"] if self.stride > 1 else []
-        words += [f"{self.chunks} chunks"] if self.chunks > 1 else []
-        return ", ".join(words)
-
-    @property
     def complexity(self) -> tuple[float, ...]:
-        """A sort key, less for simpler words: one scheme in both passes before a mixture."""
-        split = self.stride, self.chunks, self.keep, self.degree
-        passes = self.forward.complexity + self.backward.complexity
-        return self.forward.placed != self.backward.placed, not self.in_rank_order, *split, *passes
-
-    @property
-    def in_rank_order(self) -> bool:
-        """Whether every part is played by the rank of its number."""
-        return (
-            self.stride == 1
-            and self.forward.placed.in_rank_order
-            and self.backward.placed.in_rank_order
-        )
+        """That of the choice."""
+        return self.choice.complexity

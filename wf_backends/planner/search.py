@@ -16,7 +16,7 @@ from threading import Lock
 from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.head_splits import around, head_splits
-from wf_backends.planner.plan import BACKWARDS, Choice, PassPlan, Plan, Request
+from wf_backends.planner.plan import BACKWARDS, MOVES, Choice, PassPlan, Plan, Request
 from wf_backends.planner.proxy import alike, counted, packed
 from wf_backends.planner.ranking import best_of, fastest_of, ranked
 from wf_backends.planner.route_shape import RouteShape, shape_of
@@ -111,10 +111,11 @@ def check_memory(first: Plan, request: Request) -> Plan:
         ValueError: if it does not, and so none does, saying what it needs.
     """
     needs, limit = first.cost.memory_bytes / 2**30, request.memory_limit / 2**30
+    choice = first.choice
     if needs > limit:
         raise ValueError(
             f"no plan fits the memory limit of {limit:.3g} GiB a rank; the closest, ulysses_degree "
-            f"{first.split}, forward {first.forward.placed}, backward {first.backward.placed}, "
+            f"{choice.split}, forward {choice.forward}, backward {choice.backward}, "
             f"needs {needs:.3g} GiB. Use more ranks, a shorter sequence or a smaller batch"
         )
     return first
@@ -159,8 +160,12 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
             pairs = [pair for of_side in backward for pair in zip(forward, of_side, strict=True)]
         else:
             pairs = _best_pairs(forward, [*chain(*backward)], within)
-        layers, split_up = request.layers if keep else 1, (split.stride, split.chunks)
-        yield from (Plan(split.degree, *pair, outside, layers, *split_up) for pair in pairs)
+        for there_pass, back_pass in pairs:
+            placed = there_pass.placed, back_pass.placed
+            moves = MOVES[back_pass.kind.queries_walk]
+            choice = Choice(split.degree, *placed, moves, keep, split.stride, split.chunks)
+            layers = request.layers if keep else 1
+            yield Plan(choice, there_pass.cost, back_pass.cost, outside, layers)
 
 
 def _best_pairs(

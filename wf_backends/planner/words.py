@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import floor, log10
 
-from wf_backends.planner.plan import Plan, Request
+from wf_backends.planner.plan import Choice, Plan, Request
 from wf_backends.planner.proxy import alike
 from wf_backends.planner.ranking import TIE, busiest_link
 from wf_backends.schedule import Placed
@@ -31,25 +31,26 @@ def reason(plan: Plan, request: Request) -> str:
 
 def scheme(plan: Plan, size: int) -> str:
     """What a plan runs on `size` ranks, by the names of the field."""
-    count = size // plan.degree
-    forward, backward = (_route(one.placed, count) for one in (plan.forward, plan.backward))
+    choice = plan.choice
+    count = size // choice.degree
+    forward, backward = (_route(placed, count) for placed in (choice.forward, choice.backward))
     both = forward if forward == backward else f"{forward} forward, {backward} backward"
-    if plan.degree == size > 1:
+    if choice.degree == size > 1:
         name = f"Ulysses {size}"
-    elif plan.degree > 1:
+    elif choice.degree > 1:
         family = "USP, " if both == f"ring {count}" else ""
-        name = f"{family}Ulysses {plan.degree} x {both}"
+        name = f"{family}Ulysses {choice.degree} x {both}"
     else:
         name = "Ring Attention" if both == f"ring {count}" else both
-    return ", ".join([name, *_details(plan)])
+    return ", ".join([name, *_details(choice)])
 
 
-def _details(plan: Plan) -> list[str]:
-    """What a plan does beside its scheme."""
-    details = [f"its ranks {plan.stride} apart"] if plan.stride > 1 else []
-    details += [f"heads in {plan.chunks} parts"] if plan.chunks > 1 else []
-    details += ["queries move back"] if plan.moves == "queries" else []
-    return details + (["gathered rows kept"] if plan.keep else [])
+def _details(choice: Choice) -> list[str]:
+    """What a choice does beside its scheme."""
+    details = [f"its ranks {choice.stride} apart"] if choice.stride > 1 else []
+    details += [f"heads in {choice.chunks} parts"] if choice.chunks > 1 else []
+    details += ["queries move back"] if choice.moves == "queries" else []
+    return details + (["gathered rows kept"] if choice.keep else [])
 
 
 def _route(placed: Placed, size: int) -> str:
