@@ -34,8 +34,10 @@ SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "mamba
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
 TINY = {**SIZES, **HEADS, "use_mamba_kernels": False}
 ZAMBA2 = {"layers_block_type": ["mamba", "hybrid"], "num_hidden_layers": 2, "n_mamba_heads": 8}
-ZAMBA = {"attn_layer_offset": 1, "attn_layer_period": 2, "num_hidden_layers": 4}
-JAMBA = {**ZAMBA, "num_experts": 2, "expert_layer_offset": 1, "expert_layer_period": 4}
+LAYERS = {"attn_layer_period": 2, "num_hidden_layers": 4}  # Zamba's first three are fixed
+ZAMBA = {**LAYERS, "attn_layer_offset": 0}
+EXPERTS = {"num_experts": 2, "expert_layer_offset": 1, "expert_layer_period": 4}
+JAMBA = {**LAYERS, **EXPERTS, "attn_layer_offset": 1}
 GRIFFIN = {**SIZES, "num_hidden_layers": 3, "num_attention_heads": 4, "lru_width": 48}
 BAMBA = {"attn_layer_indices": [1], "num_hidden_layers": 2, "mamba_chunk_size": 8}
 
@@ -75,8 +77,10 @@ def build(family: str, more: dict[str, Any] | None = None) -> Any:
         torch.manual_seed(1)
         kind = getattr(tf, f"{name}TextConfig", None) or getattr(tf, f"{name}Config")
         config = kind(**words | (more or {}))
+        config._experts_implementation = "eager"  # transformers 5's grouped product has no float64
         model = getattr(tf, f"{name}ForCausalLM")(config).double().train()
-        model.config._attn_implementation = "sdpa"  # Zamba's eager softmax is in float32
+        if hasattr(config, "num_attention_heads"):
+            model.config._attn_implementation = "sdpa"  # Zamba's eager softmax is in float32
         for parameter in model.parameters():
             parameter.data += 0.2 * torch.randn_like(parameter)
     return model

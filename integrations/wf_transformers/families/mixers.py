@@ -83,12 +83,14 @@ def _heads_and_groups(layer: Any, rank: int, size: int) -> tuple[Tensor, Tensor]
 def _takes_groups_in_turn(layer: Any) -> bool:
     """Whether head h reads group h % G, and not h // (H / G).
 
-    transformers 4 computes the former without the CUDA kernels, and the latter with them.
+    transformers 4 computes the former without the CUDA kernels, and the latter with them; later
+    ones have no `torch_forward` and compute the latter always.
     """
     file, kind = sys.modules[type(layer).__module__], type(layer)
     on_cuda = layer.A_log.device.type == "cuda"
     kernels = on_cuda and bool(getattr(file, "is_fast_path_available", False))
-    return not kernels and "B = B.repeat(" in inspect.getsource(kind.torch_forward)
+    by_torch = getattr(kind, "torch_forward", None)
+    return not kernels and by_torch is not None and "B = B.repeat(" in inspect.getsource(by_torch)
 
 
 def _mamba2_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:

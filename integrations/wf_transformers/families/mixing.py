@@ -96,8 +96,11 @@ class SpreadMixer:
             raise NotImplementedError(f"{where} ({type(layer).__name__}): {error}") from None
 
     @eager
-    def __call__(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Tensor:
-        """(b, s, width) -> (b, s, width), this rank's rows. Masks are left out: padding is last."""
+    def __call__(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Any:
+        """(b, s, width) -> (b, s, width), this rank's rows, and what else the layer returns.
+
+        Masks are left out: padding is last.
+        """
         name = type(self.layer).__name__
         if any(kwargs.get(key) is not None for key in CACHES):
             raise NotImplementedError(f"{name} is called with a cache; {ON_ONE_PROCESS}")
@@ -107,9 +110,10 @@ class SpreadMixer:
         features, kept = self.row.project(self.layer, hidden_states)
         there, back = self._orders(features.device)
         sending = features[..., there].unflatten(-1, (self.exchange.sp.size, -1))
-        found = self._run(self.exchange.gather(sending, borders), borders)
+        found, rest = self._run(self.exchange.gather(sending, borders), borders)
         result = self.exchange.bring_back(found, borders).flatten(2)[..., back]
-        return self.row.finish(self.layer, result, kept)
+        result = self.row.finish(self.layer, result, kept)
+        return (result, *rest) if rest else result
 
     def _borders(self) -> Borders:
         told = self.attention.documents.current({})
@@ -120,8 +124,11 @@ class SpreadMixer:
             )
         return told.get("cu_seqlens")
 
-    def _run(self, x: Tensor, borders: Borders) -> Tensor:
-        """The layer's own code on this rank's channels of all rows, (b, S, c) -> (b, S, c')."""
+    def _run(self, x: Tensor, borders: Borders) -> tuple[Tensor, tuple[Any, ...]]:
+        """The layer's own code on this rank's channels of all rows, (b, S, c) -> (b, S, c').
+
+        Beside it what else the layer returns, of its last document.
+        """
         cuts = self._shares(x.device)[self.exchange.sp.rank].parameters
         values: dict[str, Tensor] = {}
         for name, _ in self._small.named_parameters():
@@ -131,7 +138,9 @@ class SpreadMixer:
         values = {f"small.{name}": value for name, value in values.items()}
         edges: Any = borders if borders is not None else (0, x.shape[1])
         found = [functional_call(run, values, (x[:, a:b],)) for a, b in pairwise(edges)]
-        return torch.cat(found, dim=1)
+        if isinstance(found[0], Tensor):
+            return torch.cat(found, dim=1), ()
+        return torch.cat([first for first, *_ in found], dim=1), found[-1][1:]
 
     def _make_shares(self, device: torch.device) -> list[Share]:
         """Of all ranks, for a layer that computes on `device`."""

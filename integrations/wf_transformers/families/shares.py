@@ -60,8 +60,8 @@ class Mixer:
     """Modules whose results are sums over all channels."""
     whole: tuple[str, ...] = ()
     """Parameters that every rank uses whole, on all rows, for its own channels."""
-    run: Callable[[Any, Tensor], Tensor] = lambda layer, x: layer(x)
-    """(layer on a share, (b, S, c)) -> (b, S, c')."""
+    run: Callable[[Any, Tensor], Any] = lambda layer, x: layer(x)
+    """(layer on a share, (b, S, c)) -> (b, S, c'), or a tuple that starts with it."""
 
 
 class Take(nn.Module):
