@@ -26,7 +26,8 @@ def model_from_folder(
     """A causal language model whose weights are mapped from files, and not read.
 
     The system reads what is used, and may drop it again: host memory holds no copy of the model
-    beside the files' pages. Weights of another type than the model's are read and converted.
+    beside the files' pages. Weights of another type than the model's are read and converted; those
+    that transformers 5 itself brings together, such as experts, it reads.
 
     Args:
         folder: what `save_pretrained` wrote, with safetensors.
@@ -48,6 +49,8 @@ def model_from_folder(
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         raise ValueError(f"{folder} holds quantized weights, which are not split: {quantized}")
     dtype = config.torch_dtype if torch_dtype is None else torch_dtype
+    if _conversions(config.model_type):
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
     tensors: dict[str, Tensor] = {}
@@ -57,6 +60,15 @@ def model_from_folder(
     if (Path(folder) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
+
+
+def _conversions(model_type: str) -> Any:
+    """How transformers 5 turns the tensors of a file into other ones, if it does."""
+    try:
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+    except ImportError:  # transformers 4
+        return None
+    return get_checkpoint_conversion_mapping(model_type)
 
 
 def _weight_files(folder: Path) -> list[Path]:

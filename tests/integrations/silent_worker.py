@@ -127,7 +127,7 @@ def llama(kind: type = LlamaForCausalLM, loss: Any = None, **more: Any) -> Any:
 def gpt2() -> Any:
     """Drops a tenth of embeddings and of what layers add."""
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(VOCABULARY, n_embd=32, n_layer=2, n_head=4))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4))
 
 
 def dropping_masks() -> Any:

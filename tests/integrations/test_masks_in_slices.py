@@ -11,6 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
+import transformers as tf  # noqa: E402
+
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import (  # noqa: E402
@@ -40,11 +42,12 @@ MODELS = {"llama": Family("LlamaForCausalLM", "LlamaConfig", LLAMA)} | {
 
 
 def dense(slices: Words, family: Family) -> Tensor:
-    """As the model takes it: (b, 1, S, S), 0 where a key is seen; BERT (b, S, S), 1 there."""
+    """As the model takes it: (b, 1, S, S), 0 where a key is seen; BERT (b, S, S), 1 there, or in
+    transformers 5 (b, 1, S, S), True there."""
     pairs = [[sees(slices, query, key) for key in range(SEQLEN)] for query in range(SEQLEN)]
     seen = torch.tensor(pairs).expand(2, -1, -1)
     if family.masked:
-        return seen.long()
+        return seen.long() if tf.__version__ < "5" else seen[:, None]
     return torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -1e30)[:, None]
 
 

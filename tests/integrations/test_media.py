@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import transformers as tf  # noqa: E402
 
 import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
+from tests.integrations.families import copied  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     BUILDING,
     HEADS,
@@ -55,7 +57,8 @@ def qwen2_5_vl() -> Any:
 def llava() -> Any:
     text = tf.LlamaConfig(**SMALL, **HEADS)
     vision = tf.CLIPVisionConfig(**CLIP, hidden_size=16, intermediate_size=24)
-    config = tf.LlavaConfig(vision, text, image_token_index=IMAGE, vision_feature_layer=-1)
+    given = {"vision_config": vision, "text_config": text, "vision_feature_layer": -1}
+    config = tf.LlavaConfig(**given, image_token_index=IMAGE)
     return tf.LlavaForConditionalGeneration(config)
 
 
@@ -96,7 +99,15 @@ def qwen_batch(counts: tuple[int, ...] = (3, 1), video: bool = False) -> dict[st
             "pixel_values_videos": draw(t * h * w, 24),
             "video_grid_thw": torch.tensor([VIDEO_GRID]),
         }
-    return found | padded(rows)
+    return found | typed(padded(rows))
+
+
+def typed(batch: dict[str, Any]) -> dict[str, Any]:
+    """With the types of tokens that processors of transformers 5 give, and its models ask for."""
+    asked = inspect.signature(tf.Qwen2VLForConditionalGeneration.forward).parameters
+    ids = batch["input_ids"]
+    types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    return batch | ({"mm_token_type_ids": types} if "mm_token_type_ids" in asked else {})
 
 
 def llava_batch(counts: tuple[int, ...] = (3, 1)) -> dict[str, Any]:
@@ -121,7 +132,7 @@ def one_device(family: str, given: dict[str, Any]) -> tuple[Tensor, Tensor, dict
 
 
 def assert_equal(
-    family: str, size: int, given: dict[str, Any], layout: str = "zigzag"
+    family: str, size: int, given: dict[str, Any], layout: str = "zigzag", twin: bool = False
 ) -> list[Any]:
     """Logits, loss and gradients to 1e-9. What of the media every rank encoded, by rank."""
     logits, loss, wanted = one_device(family, given)
@@ -130,6 +141,7 @@ def assert_equal(
         sp, model = sequence_parallel(comm, layout), build(family)
         with BUILDING:
             wf_transformers.attach_model(model, sp)
+        model = copied(model) if twin else model
         local = wf_transformers.shard_media(model, sp, given)
         found = model(**wf_transformers.forward_kwargs(model, local)).logits
         share = sp.loss(found, local["labels"])
@@ -157,6 +169,11 @@ def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_images(family: str, size: int, layout: str) -> None:
     given = llava_batch() if family == "llava" else qwen_batch()
     assert_equal(family, size, given, layout)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_copy_of_an_attached_model(family: str) -> None:
+    assert_equal(family, 2, llava_batch() if family == "llava" else qwen_batch(), twin=True)
 
 
 @pytest.mark.parametrize("size", [2, 4])

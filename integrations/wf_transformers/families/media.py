@@ -11,8 +11,9 @@ Shapes: b batch, S tokens, s tokens of this rank.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -21,14 +22,16 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel
+from wf_transformers.attention import Attention
 from wf_transformers.calls import parameter_names, refuse_call
+from wf_transformers.documents import MASK_WORDS
 from wf_transformers.handle import Handle
 
 ROWS = "media_rows"
 """In a local batch: of each kind of media, which features are this rank's tokens, in order."""
 ROPE = "rope_positions"
-TIMES = "second_per_grid_ts"
-"""Of videos, for positions alone."""
+TIMES, TYPES = "second_per_grid_ts", "mm_token_type_ids"
+"""Of videos, and of tokens (0 text, 1 an image, 2 a video): for positions alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Kind:
     """The argument of pixels."""
     token: str
     """What the config calls the token that stands for a feature."""
+    features: str
+    """The method that encodes them, in models that have it."""
     grid: str | None = None
     """The argument (n, 3) of their patches in time, height and width; None: a row of pixels each,
     with as many tokens as any other."""
@@ -48,25 +53,22 @@ class Kind:
 class Media:
     """How one class of models takes media."""
 
-    encoder: str
-    """The module that gives features, (n, width) or (media, n, width), once for each kind."""
     kinds: tuple[Kind, ...]
-    language: str = ""
-    """The model of tokens in it; "" for itself."""
+    encoder: str = ""
+    """The module that gives features (n, width), once for each kind, where no method does."""
     rope: bool = False
     """Whether positions are (3, b, S), by the model's get_rope_index."""
 
 
-IMAGES = Kind("pixel_values", "image_token_id", "image_grid_thw")
-VIDEOS = Kind("pixel_values_videos", "video_token_id", "video_grid_thw")
-QWEN = Media("visual", (IMAGES, VIDEOS), rope=True)
+IMAGES = Kind("pixel_values", "image_token_id", "get_image_features", "image_grid_thw")
+VIDEOS = Kind("pixel_values_videos", "video_token_id", "get_video_features", "video_grid_thw")
+QWEN = Media((IMAGES, VIDEOS), "visual", rope=True)
+PICTURES = Kind("pixel_values", "image_token_index", "get_image_features")
 TABLE: Mapping[str, Media] = MappingProxyType(
     {
         "Qwen2VLForConditionalGeneration": QWEN,
         "Qwen2_5_VLForConditionalGeneration": QWEN,
-        "LlavaForConditionalGeneration": Media(
-            "multi_modal_projector", (Kind("pixel_values", "image_token_index"),), "language_model"
-        ),
+        "LlavaForConditionalGeneration": Media((PICTURES,)),
     }
 )
 
@@ -79,8 +81,12 @@ def media_of(model: nn.Module) -> Media | None:
 
 def language_model(model: Any) -> PreTrainedModel:
     """What attends over the ranks: the model, or the one of tokens in a model that takes media."""
-    row = media_of(model)
-    return model if row is None else model.get_submodule(row.language)
+    return model if media_of(model) is None else getattr(_merging(model), "language_model", model)
+
+
+def _merging(model: Any) -> Any:
+    """What merges features into embeddings: in transformers 5 the model within."""
+    return getattr(model, "model", model)
 
 
 def shard_media(
@@ -109,17 +115,21 @@ def shard_media(
         )
     media = {key: batch[key] for key in _media_keys(row) if batch.get(key) is not None}
     sp.check_same(media)
-    tokens = {k: v for k, v in batch.items() if k not in (*media, TIMES)}
-    if row.rope:
-        tokens[ROPE] = _rope(model, batch).permute(1, 2, 0)
-        tokens.pop("position_ids", None)
+    tokens = {k: v for k, v in batch.items() if k not in (*media, TIMES, TYPES)}
     kinds = [kind for kind in row.kinds if kind.values in media]
     for kind in kinds:
         tokens[kind.token] = _numbers(batch["input_ids"] == getattr(model.config, kind.token))
+    sizes = [_sizes(model, kind, media, int(tokens[kind.token].max())) for kind in kinds]
+    if row.rope:
+        tokens[ROPE] = _rope(model, batch).permute(1, 2, 0)
+        tokens.pop("position_ids", None)
     local = sp.shard_batch(tokens, pad_token_id)
     if row.rope:
         local["position_ids"] = local.pop(ROPE).permute(2, 0, 1)
-    taken = [_take(model, kind, media, tokens[kind.token], local.pop(kind.token)) for kind in kinds]
+    taken = [
+        _take(kind, media, *size, local.pop(kind.token))
+        for kind, size in zip(kinds, sizes, strict=True)
+    ]
     for parts, _ in taken:
         local |= parts
     return local | ({ROWS: [rows for _, rows in taken]} if taken else {})
@@ -133,7 +143,7 @@ def media_words(model: nn.Module) -> list[str]:
     """The arguments of a model of the table that are not by token."""
     row = media_of(model)
     assert row is not None, "no model of the table"
-    return [*_media_keys(row), *((TIMES, "position_ids") if row.rope else ())]
+    return [*_media_keys(row), *((TIMES, TYPES, "position_ids") if row.rope else ())]
 
 
 def _rope(model: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -142,11 +152,19 @@ def _rope(model: Any, batch: Mapping[str, Any]) -> Tensor:
     if given is None and batch.get("cu_seqlens") is not None:
         raise ValueError("packed documents with media: give position_ids (3, b, S) that restart")
     if given is None:
-        words = inspect.signature(model.get_rope_index).parameters
-        return model.get_rope_index(**{key: batch[key] for key in words if key in batch})[0]
+        find = getattr(model, "get_rope_index", None) or _merging(model).get_rope_index
+        known = {TYPES: _types(model, batch["input_ids"]), **batch}
+        words = inspect.signature(find).parameters
+        return find(**{key: known[key] for key in words if key in known})[0]
     if given.dim() != 3 or len(given) != 3:
         raise ValueError(f"position_ids must be (3, b, S), got {tuple(given.shape)}")
     return given
+
+
+def _types(model: Any, ids: Tensor) -> Tensor:
+    """(b, S): 0 for text, 1 for an image, 2 for a video, as processors of transformers 5 say it."""
+    image, video = ids == model.config.image_token_id, ids == model.config.video_token_id
+    return image.int() + 2 * video.int()
 
 
 def _numbers(stands: Tensor) -> Tensor:
@@ -155,18 +173,24 @@ def _numbers(stands: Tensor) -> Tensor:
 
 
 def _take(
-    model: Any, kind: Kind, media: Mapping[str, Tensor], whole: Tensor, mine: Tensor
+    kind: Kind,
+    media: Mapping[str, Tensor],
+    patches: Sequence[int],
+    features: Sequence[int],
+    mine: Tensor,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """(the media of this rank by argument, the rows of their features that are its tokens)."""
+    """(the media of this rank by argument, the rows of their features that are its tokens).
+
+    `patches` and `features` are the sizes of all media, `mine` the numbers of this rank's tokens.
+    """
     values = media[kind.values]
-    patches, features = _sizes(model, kind, media, int(whole.max()))
     ends = torch.tensor(features).cumsum(0)
     wanted = mine[mine > 0].cpu() - 1
     medium = torch.bucketize(wanted, ends, right=True)
     here = medium.unique().tolist() or [0]  # a rank without any encodes one, for nothing
     starts = dict(zip(here, _starts([features[at] for at in here]), strict=True))
     shift = torch.tensor([starts.get(at, 0) - end for at, end in enumerate(_starts(features))])
-    parts = values.split(patches)
+    parts = values.split(list(patches))
     found = {kind.values: torch.cat([parts[at] for at in here])}
     if kind.grid is not None:
         found[kind.grid] = media[kind.grid][here]
@@ -205,30 +229,58 @@ def take_media(model: nn.Module, handle: Handle) -> None:
     row = media_of(model)
     if row is None:
         return
-    waiting: list[Tensor] = []
-    names = parameter_names(model)
+    taking, within = _Taking(model, row, handle.attention), _merging(model)
+    handle.hooks(model.register_forward_pre_hook(taking.enter, prepend=True, with_kwargs=True))
+    methods = [kind.features for kind in row.kinds if hasattr(within, kind.features)]
+    for method in methods:
+        handle.set(within, method, partial(taking.encode, getattr(within, method)))
+    if not methods:
+        handle.hooks(model.get_submodule(row.encoder).register_forward_hook(taking.leave))
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        waiting[:] = kwargs.pop(ROWS, ())
+
+class _Taking:
+    """The features that a call of a model is to merge."""
+
+    def __init__(self, model: nn.Module, row: Media, attention: Attention) -> None:
+        self.model, self.row, self.attention = model, row, attention
+        self.names = parameter_names(model)
+        self.waiting: list[Tensor] = []  # of each kind, the rows of this rank
+
+    def enter(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Read what `shard_media` says, and refuse media that it did not cut."""
+        self.waiting[:] = kwargs.pop(ROWS, ())
         flat = kwargs.get("position_ids")
-        if row.rope and isinstance(flat, Tensor) and flat.dim() == 2:  # of text alone
+        if self.row.rope and isinstance(flat, Tensor) and flat.dim() == 2:  # of text alone
             kwargs["position_ids"] = flat.expand(3, *flat.shape)
-        if handle.sp.size > 1:
-            given = dict(zip(names, args, strict=False)) | kwargs
-            refuse_call(model, given, names, handle.attention.logits_are_whole)
-            kinds = [kind.values for kind in row.kinds if given.get(kind.values) is not None]
-            if len(kinds) != len(waiting):
+        if self.attention.sp.size > 1:
+            given = dict(zip(self.names, args, strict=False)) | kwargs
+            refuse_call(self.model, given, self.names, self.attention.logits_are_whole)
+            kinds = [kind.values for kind in self.row.kinds if given.get(kind.values) is not None]
+            if len(kinds) != len(self.waiting):
                 raise ValueError(
-                    f"{type(model).__name__} was called with whole {', '.join(kinds)}: cut the "
-                    f"batch by wf_transformers.shard_media(model, sp, batch), which gives a rank "
-                    "those of its tokens"
+                    f"{type(self.model).__name__} was called with whole {', '.join(kinds)}: cut "
+                    "the batch by wf_transformers.shard_media(model, sp, batch), which gives a "
+                    "rank those of its tokens"
                 )
         return args, kwargs
 
-    def select(_: nn.Module, __: Any, features: Tensor) -> Tensor:
-        return features.flatten(0, -2)[waiting.pop(0)] if waiting else features
+    def encode(self, encode: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The model's own method; of its features, medium by medium, those of this rank.
 
-    handle.hooks(
-        model.get_submodule(row.encoder).register_forward_hook(select),
-        model.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
-    )
+        Borders of documents are for the tokens' layers; patches have their own.
+        """
+        found = encode(*args, **{k: v for k, v in kwargs.items() if k not in MASK_WORDS})
+        if not self.waiting:
+            return found
+        if isinstance(found, Tensor):
+            return self._select(found)
+        found.pooler_output = (self._select(torch.cat(list(found.pooler_output))),)
+        return found
+
+    def leave(self, _: nn.Module, __: Any, features: Tensor) -> Tensor:
+        """The same behind a module."""
+        return self._select(features) if self.waiting else features
+
+    def _select(self, features: Tensor) -> Tensor:
+        """(n, width) or (media, n, width) -> (rows of this rank, width)."""
+        return features.flatten(0, -2)[self.waiting.pop(0)]
