@@ -181,4 +181,5 @@ class _Writer(BaseStreamer):
 
 def generator(folder: Path) -> Generator:
     """What `wallfacer generate` asks for."""
-    return Generator(model_from_folder(folder), AutoTokenizer.from_pretrained(folder))
+    tokenizer = AutoTokenizer.from_pretrained(folder)  # first: it fails in less time
+    return Generator(model_from_folder(folder), tokenizer)

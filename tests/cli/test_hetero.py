@@ -51,6 +51,29 @@ def test_bench_hetero_measures_once(wallfacer, tmp_path: Path, monkeypatch) -> N
     assert len(calls) == 2
 
 
+def cut_off(self: Path, text: str) -> None:
+    with self.open("w") as file:
+        file.write(text[:20])
+    raise OSError("no space left")
+
+
+def test_rates_are_kept_whole_or_not_at_all(wallfacer, known: Path, monkeypatch) -> None:
+    """Another run may read them at any moment, and a disk may be full."""
+    import wf_backends.hetegen as hetegen
+
+    kept = known / "hetero-here.json"
+    kept.write_text(kept.read_text().replace("link", "of another version"))
+    before = kept.read_text()
+    monkeypatch.setattr(hetegen, "measure_machine", lambda: ("threads", hetegen.Rates(1, 1, 1)))
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", cut_off)
+        code, out, _ = wallfacer("bench-hetero", "--cache-dir", str(known))
+    assert code == 0 and "not kept (no space left)" in out and "tokens/s" in out
+    assert kept.read_text() == before
+    code, out, _ = wallfacer("bench-hetero", "--cache-dir", str(kept))
+    assert code == 0 and "not kept (" in out  # a file where the folder should be
+
+
 @pytest.mark.parametrize("size", ["many", "0B"])
 def test_bench_hetero_refuses_a_bad_size(wallfacer, known: Path, size: str) -> None:
     code, _, err = wallfacer("bench-hetero", "--model-size", size, "--cache-dir", str(known))
@@ -98,6 +121,51 @@ def test_generate_refuses(wallfacer, folder: Path, tmp_path: Path) -> None:
     code, _, err = wallfacer(*args, str(folder), "--shaped", "1,2,3", "--prompt", " ")
     assert code == 2 and "the prompt must have a token at least, got ' '" in err
     code, _, err = wallfacer(*args, str(tmp_path / "nowhere"))
-    assert code == 2 and "there is no config.json" in err
-    code, _, err = wallfacer(*args[:3], "--max-memory", "lots", "--model", str(folder))
-    assert code == 2
+    assert code == 2 and "there is no such folder" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--seed", str(2**64)), f"--seed must be from -{2**63} to {2**64 - 1}, got {2**64}"),
+        (("--seed", str(-(2**63) - 1)), f"--seed must be from .*, got -{2**63 + 1}"),
+        (("--max-new-tokens", "0"), "--max-new-tokens must be a positive integer, got 0"),
+        (("--max-new-tokens", str(2**41)), f"--max-new-tokens must be at most {2**40}, got"),
+        (("--max-memory", "lots"), "--max-memory must be .* got 'lots'"),
+        (("--cpu-memory", "much"), "--cpu-memory must be .* got 'much'"),
+        (("--shaped", "1,2,nan"), "--shaped must be three rates as 1,3,20, got '1,2,nan'"),
+    ],
+)
+def test_generate_refuses_bad_values_before_it_loads_the_model(
+    wallfacer, folder: Path, words: tuple[str, str], told: str
+) -> None:
+    args = ("generate", "--model", str(folder), "--prompt", "w3", "--max-memory", "80kB")
+    code, _, err = wallfacer(*args, "--shaped", "1,2,3", *words)
+    assert code == 2 and re.search(told, " ".join(err.split())) and "loading" not in err
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**64 - 1])
+def test_any_seed_that_torch_takes_is_taken(wallfacer, folder: Path, seed: int) -> None:
+    args = ("generate", "--model", str(folder), "--prompt", "w3", "--max-memory", "80kB")
+    drawn = ("--sample", "--seed", str(seed), "--max-new-tokens", "1")
+    assert wallfacer(*args, "--shaped", "0.1,0.2,10", *drawn)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ('{"hidden_size": 32}', 'config.json must tell what it is of, as "model_type": "llama"'),
+        ("[1]", 'config.json must tell what it is of, as "model_type": "llama"'),
+        ('{"model_type"', "config.json is no JSON (Expecting ':' delimiter"),
+        ("", "config.json is no JSON (Expecting value"),
+    ],
+)
+def test_a_folder_whose_config_tells_no_model(
+    wallfacer, tmp_path: Path, config: str, told: str
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    args = ("generate", "--prompt", "w3", "--max-memory", "80kB", "--shaped", "1,2,3", "--model")
+    code, _, err = wallfacer(*args, str(tmp_path))
+    assert code == 2 and f"--model {tmp_path}: {told}" in " ".join(err.split())
+    code, _, err = wallfacer(*args, str(tmp_path / "config.json"))
+    assert code == 2 and "there is no such folder" in err

@@ -68,6 +68,7 @@ def bench_hetero(
 
 def known_rates(folder: Path, fresh: bool) -> tuple:
     """(device, rates, where they are from), measured at the first use on this host."""
+    from wf_backends.cluster import keep_text
     from wf_backends.hetegen import Rates, measure_machine
 
     path = folder / f"hetero-{socket.gethostname()}.json"
@@ -76,11 +77,11 @@ def known_rates(folder: Path, fresh: bool) -> tuple:
             words = json.loads(path.read_text())
             rates = {name: inf if rate is None else rate for name, rate in words["rates"].items()}
             return words["device"], Rates(**rates), f"from {path}"
-        except (ValueError, KeyError, TypeError, AttributeError):
-            pass  # of another version, or cut off: measured again
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # of another version, or not readable: measured again
     device, rates = measure_machine()
-    if not fresh:
-        known = {name: None if rate == inf else rate for name, rate in asdict(rates).items()}
-        folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"device": device, "rates": known}, indent=2))
-    return device, rates, "measured"
+    if fresh:
+        return device, rates, "measured"
+    known = {name: None if rate == inf else rate for name, rate in asdict(rates).items()}
+    text = json.dumps({"device": device, "rates": known}, indent=2)
+    return device, rates, f"measured; {keep_text(path, text)}"

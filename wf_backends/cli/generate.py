@@ -10,8 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from wf_backends._validation import parse_bytes, positive
+from wf_backends.cli.options import MOST
 from wf_backends.cli.readers import call_reader, check_folder
 
+LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1  # that torch takes
 GENERATORS = "wallfacer.generators"  # entry points: a folder -> a model with `generate_text`
 
 
@@ -19,7 +22,7 @@ def generate(
     model: Annotated[Path, typer.Option(help="Folder with config.json and *.safetensors.")],
     max_memory: Annotated[str, typer.Option(help="Of the accelerator, such as 20GB.")],
     prompt: Annotated[str, typer.Option(help="What the text begins with.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 64,
     cpu_memory: Annotated[str, typer.Option(help="Of the host; empty for all.")] = "",
     sample: Annotated[bool, typer.Option(help="Draw tokens instead of the likeliest.")] = False,
     seed: Annotated[int, typer.Option(help="Of the draw.")] = 0,
@@ -39,13 +42,16 @@ def generate(
     from wf_backends.hetegen import dispatch_model
 
     check_folder(model)
+    positive("--max-new-tokens", max_new_tokens, MOST["seqlen"])
+    if not LEAST_SEED <= seed <= MOST_SEED:
+        raise ValueError(f"--seed must be from {LEAST_SEED} to {MOST_SEED}, got {seed}")
+    memory: dict[int | str, int | str] = {0: parse_bytes("--max-memory", max_memory)}
+    if cpu_memory:
+        memory["cpu"] = parse_bytes("--cpu-memory", cpu_memory)
     device = shaped_device(shaped) if shaped else None
     told = Console(stderr=True, highlight=False)
     told.print(f"loading {model}")
     loaded = call_reader(GENERATORS, "generate", model)
-    memory: dict[int | str, int | str] = {0: max_memory}
-    if cpu_memory:
-        memory["cpu"] = cpu_memory
     with dispatch_model(loaded.model, memory, device) as handle:
         told.print(
             f"predicted: {1 / handle.plan.decode_seconds:.2f} tokens/s; streaming alone "
@@ -92,6 +98,6 @@ def shaped_device(rates: str) -> Any:
 
     try:
         link, host, accelerator = (float(rate) * 1e9 for rate in rates.split(","))
+        return ShapedDevice(link, host, accelerator)
     except ValueError as error:
         raise ValueError(f"--shaped must be three rates as 1,3,20, got {rates!r}") from error
-    return ShapedDevice(link, host, accelerator)

@@ -5,6 +5,7 @@ The core imports no framework.
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import redirect_stdout
 from importlib.metadata import entry_points
@@ -31,9 +32,20 @@ def call_reader(group: str, command: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def check_folder(model: Path) -> None:
-    """ValueError for a folder without a model's configuration."""
-    if not (model / "config.json").exists():
+    """Refuse, before any framework is loaded, what is no folder with a model's configuration."""
+    config = model / "config.json"
+    if not model.is_dir():
+        raise ValueError(f"--model {model}: there is no such folder")
+    if not config.is_file():
         raise ValueError(f"--model {model}: there is no config.json")
+    try:
+        words = json.loads(config.read_text())
+    except ValueError as error:
+        raise ValueError(f"--model {model}: config.json is no JSON ({error})") from error
+    if not isinstance(words, dict) or "model_type" not in words:
+        raise ValueError(
+            f'--model {model}: config.json must tell what it is of, as "model_type": "llama"'
+        )
 
 
 def read_model(name: str, sizes: bool = False) -> dict[str, int]:

@@ -1,6 +1,12 @@
 """What the hosts, links and kernels are."""
 
-from wf_backends.cluster.discover import JobTopology, cache_folder, job_hosts, measured_topology
+from wf_backends.cluster.discover import (
+    JobTopology,
+    cache_folder,
+    job_hosts,
+    keep_text,
+    measured_topology,
+)
 from wf_backends.cluster.job import check_job
 from wf_backends.cluster.presets import PRESETS, check_source, load, one_host
 from wf_backends.cluster.timer import Timer
@@ -18,6 +24,7 @@ __all__ = [
     "check_job",
     "check_source",
     "job_hosts",
+    "keep_text",
     "load",
     "measured_topology",
     "one_host",

@@ -127,7 +127,7 @@ def measured_topology(
     mine = json.dumps(words, indent=2) if comm.rank == 0 else ""  # memory is a rank's own
     text = gather_texts(comm, mine)[0]
     if comm.rank == 0 and not fresh:
-        log.warning(_summary(json.loads(text), took) + _keep(path, text))
+        log.warning(_summary(json.loads(text), took) + keep_text(path, text))
     return from_dict(json.loads(text)), False
 
 
@@ -159,7 +159,7 @@ def _read(path: Path) -> str:
     return text
 
 
-def _keep(path: Path, text: str) -> str:
+def keep_text(path: Path, text: str) -> str:
     """Write the file, whole or not at all. Returns what to log about it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
