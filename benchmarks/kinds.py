@@ -20,10 +20,10 @@ from statistics import geometric_mean
 
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.parallel.choose import plan_call
+from wf_backends.parallel.choose import request_of
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.plan import EXACT_UP_TO, Plan, Request
-from wf_backends.planner.search import best_plan, price_plan
+from wf_backends.planner.search import best_plan, plan_for, price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
 
@@ -73,8 +73,8 @@ def row(request: Request, median: int, batches: int) -> Iterator[str]:
 def called(request: Request, mask: Mask) -> Plan:
     """The plan that a call gets."""
     config = SequenceParallelConfig(sequence_parallel_size=request.topology.size, layout=LAYOUT)
-    return plan_call(
-        config, request.workload.shape, request.workload.seqlen, mask, request.topology
+    return plan_for(
+        request_of(config, request.workload.shape, request.workload.seqlen, mask, request.topology)
     )
 
 

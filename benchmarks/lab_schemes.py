@@ -14,10 +14,10 @@ from typing import Any
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
-from wf_backends.parallel.choose import plan_call
+from wf_backends.parallel.choose import request_of
 from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import Choice, Plan, Request
-from wf_backends.planner.search import price_plan
+from wf_backends.planner.search import plan_for, price_plan
 from wf_backends.schedule.mask import Mask
 from wf_backends.schedule.placement import divisors, in_rank_order, read_placed
 
@@ -91,7 +91,7 @@ def _answer(request: Request, mask: Mask, **words: Any) -> Plan:
     size, work = request.topology.size, request.workload
     words = {"keep_gathered": "auto", "layout": work.layout, **words}
     config = SequenceParallelConfig(sequence_parallel_size=size, **words)
-    return plan_call(config, work.shape, work.seqlen, mask, request.topology)
+    return plan_for(request_of(config, work.shape, work.seqlen, mask, request.topology))
 
 
 def named(request: Request) -> Iterator[tuple[str, int, int, dict[str, Any]]]:

@@ -13,8 +13,9 @@ from itertools import accumulate
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.parallel.choose import plan_call
+from wf_backends.parallel.choose import request_of
 from wf_backends.parallel.config import SequenceParallelConfig
+from wf_backends.planner.search import plan_for
 from wf_backends.schedule.layout import zigzag
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.routes import concentric, mesh, ring
@@ -45,7 +46,7 @@ def choosing(num_ranks: int, seqlen: int, mask: Mask) -> float:
     topology = PRESETS["h100-8x400g"].with_ranks(num_ranks)
     shape = Shape(batch=1, heads=32, kv_heads=8, head_dim=128, itemsize=2)
     start = time.perf_counter()
-    plan_call(config, shape, seqlen, mask, topology)
+    plan_for(request_of(config, shape, seqlen, mask, topology))
     return (time.perf_counter() - start) * 1e3
 
 

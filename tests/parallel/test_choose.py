@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.planning import MASKS, SHAPE, cluster
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.parallel.choose import choose, plan_call, request_of
+from wf_backends.parallel.choose import choose, request_of
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.plan import EXACT_UP_TO, Request
 from wf_backends.planner.proxy import on_few, on_fewer_ranks
 from wf_backends.planner.ranking import ranked
-from wf_backends.planner.search import best_plan, price_plan
+from wf_backends.planner.search import best_plan, plan_for, price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.placement import place
@@ -32,11 +32,14 @@ def config(**words: object) -> SequenceParallelConfig:
 def test_a_window_over_the_whole_sequence_is_none(size: int, left: int) -> None:
     config = SequenceParallelConfig(sequence_parallel_size=size, route="auto")
     topology = cluster(size // 4, 4)
-    plain = plan_call(config, SHAPE, 240, Mask(CAUSAL), topology)
-    assert plan_call(config, SHAPE, 240, Mask(Band(left, 0)), topology) == plain
+    plain = plan_for(request_of(config, SHAPE, 240, Mask(CAUSAL), topology))
+    assert plan_for(request_of(config, SHAPE, 240, Mask(Band(left, 0)), topology)) == plain
     documents = (0, 200, 240)
-    packed = plan_call(config, SHAPE, 240, Mask(CAUSAL, documents), topology)
-    assert plan_call(config, SHAPE, 240, Mask(Band(left - 40, 0), documents), topology) == packed
+    packed = plan_for(request_of(config, SHAPE, 240, Mask(CAUSAL, documents), topology))
+    assert (
+        plan_for(request_of(config, SHAPE, 240, Mask(Band(left - 40, 0), documents), topology))
+        == packed
+    )
 
 
 def test_a_window_that_hides_something_is_one() -> None:
@@ -48,10 +51,12 @@ def test_a_call_keeps_as_many_layers_as_fit() -> None:
     shape = Shape(batch=1, heads=4, kv_heads=4, head_dim=64, itemsize=4)
     links = cluster(2, 2, gbit=0.025)
     words = {"sequence_parallel_size": 4, "ulysses_degree": 1, "keep_gathered": "auto"}
-    one = plan_call(config(**words), shape, 8192, Mask(), links)
+    one = plan_for(request_of(config(**words), shape, 8192, Mask(), links))
     room = replace(links, memory_bytes=one.cost.memory_bytes + 3 * one.forward.gathered_bytes)
     keeps = [
-        plan_call(config(**words, kept_layers=layers), shape, 8192, Mask(), room).choice.keep
+        plan_for(
+            request_of(config(**words, kept_layers=layers), shape, 8192, Mask(), room)
+        ).choice.keep
         for layers in (1, 4, 64)
     ]
     assert one.choice.keep and keeps == [True, True, False]
@@ -59,26 +64,31 @@ def test_a_call_keeps_as_many_layers_as_fit() -> None:
 
 def test_a_call_keeps_what_the_config_names() -> None:
     named = config(route={"name": "concentric", "team_size": 2}, backward_moves="queries")
-    plan = plan_call(named, SHAPE, 240, Mask())
+    plan = plan_for(request_of(named, SHAPE, 240, Mask()))
     for one in (plan.choice.forward, plan.choice.backward):
         assert one.route == {"name": "concentric", "team_size": 2}
         assert one.in_rank_order
     assert plan.choice.moves == "queries"
     placed = {"name": "concentric", "team_size": 2, "order": [2, 0, 1], "reverse": True}
-    plan = plan_call(config(route=placed), SHAPE, 240, Mask())
+    plan = plan_for(request_of(config(route=placed), SHAPE, 240, Mask()))
     assert plan.choice.forward == plan.choice.backward
     assert plan.choice.forward.to_words() == placed
-    half = plan_call(config(route="ring", backward_route="auto"), SHAPE, 240, Mask())
+    half = plan_for(request_of(config(route="ring", backward_route="auto"), SHAPE, 240, Mask()))
     assert half.choice.forward.route == {"name": "ring"}
 
 
 def test_a_call_chooses_what_the_config_leaves_open() -> None:
-    plan = plan_call(config(ulysses_degree=2, backward_moves="keys"), SHAPE, 240, Mask(CAUSAL))
+    plan = plan_for(
+        request_of(config(ulysses_degree=2, backward_moves="keys"), SHAPE, 240, Mask(CAUSAL))
+    )
     assert plan.choice.degree == 2 and plan.choice.moves == "keys"
     check(place(plan.choice.forward, 4))
     slow = cluster(8, 1, gbit=0.001)
     alone = replace(SHAPE, heads=1, kv_heads=1, itemsize=4)
-    assert plan_call(config(), alone, 8192, Mask(), slow).choice.forward.route["name"] != "ring"
+    assert (
+        plan_for(request_of(config(), alone, 8192, Mask(), slow)).choice.forward.route["name"]
+        != "ring"
+    )
 
 
 @settings(max_examples=15)
@@ -94,7 +104,7 @@ def test_a_size_alone_gives_the_best_of_all(
     shape = replace(SHAPE, heads=heads[0], kv_heads=heads[1])
     topology = cluster(1, size) if size < 4 else cluster(size // 2, 2, gbit=gbit)
     alone = SequenceParallelConfig(sequence_parallel_size=size)
-    plan = plan_call(alone, shape, 2048, mask, topology)
+    plan = plan_for(request_of(alone, shape, 2048, mask, topology))
     request = Request(topology, Workload(shape, 2048, mask))
     best = best_plan(request)
     if mask.is_near and size > EXACT_UP_TO:  # counted, and not by closed forms
@@ -116,15 +126,15 @@ def test_auto_degrees_keep_to_what_heads_and_named_routes_allow() -> None:
     fast = cluster(4, 2, gbit=0.01)
     many = replace(SHAPE, heads=8, kv_heads=8)
     at_once = config(ulysses_chunks=1, ulysses_stride=1)
-    assert plan_call(at_once, many, 8192, Mask(), fast).choice.degree == 8
+    assert plan_for(request_of(at_once, many, 8192, Mask(), fast)).choice.degree == 8
     six = replace(SHAPE, heads=6, kv_heads=6)  # of 8 ranks only 1 and 2 divide them
-    assert plan_call(config(), six, 8192, Mask(), fast).choice.degree == 2
+    assert plan_for(request_of(config(), six, 8192, Mask(), fast)).choice.degree == 2
     teams = config(route={"name": "concentric", "team_size": 2}, ulysses_degree="auto")
-    plan = plan_call(teams, many, 8192, Mask(), fast)
+    plan = plan_for(request_of(teams, many, 8192, Mask(), fast))
     assert plan.choice.degree == 2 and plan.choice.forward.route["team_size"] == 2
     mesh = config(route={"name": "mesh", "rows": 2, "cols": 1}, ulysses_degree="auto")
     with pytest.raises(ValueError, match=r"no ulysses_degree of \(4,\) divides.*6 heads"):
-        plan_call(mesh, six, 240, Mask())
+        plan_for(request_of(mesh, six, 240, Mask()))
 
 
 def test_cross_attention_moves_the_shorter_side() -> None:
@@ -132,7 +142,7 @@ def test_cross_attention_moves_the_shorter_side() -> None:
     slow, shape = cluster(8, 1, gbit=0.025), Shape(1, 1, 1, 64, itemsize=2)
 
     def gathers_queries(keys: int | None) -> list[bool]:
-        plan = plan_call(config(), shape, 65536, Mask(), slow, keys)
+        plan = plan_for(request_of(config(), shape, 65536, Mask(), slow, keys))
         return [schedule.gathers()[0] for schedule in plan.choice.schedules(8)]
 
     assert gathers_queries(None) == [True, True]
@@ -144,7 +154,7 @@ def test_queries_walk_back_where_that_is_faster() -> None:
     shape = Shape(batch=1, heads=1, kv_heads=1, head_dim=64, itemsize=2)
     links = cluster(8, 1, gbit=0.05)
     plans = {
-        moves: plan_call(config(backward_moves=moves), shape, 8192, Mask(), links)
+        moves: plan_for(request_of(config(backward_moves=moves), shape, 8192, Mask(), links))
         for moves in ("keys", "queries", "auto")
     }
     assert plans["keys"].choice.moves == "keys" and plans["queries"].choice.moves == "queries"
@@ -154,24 +164,26 @@ def test_queries_walk_back_where_that_is_faster() -> None:
 
 def test_lengths_that_differ_little_are_planned_as_one() -> None:
     lengths = (8192, 8193, 9000, 9216)
-    plans = [plan_call(config(), SHAPE, length, Mask(CAUSAL)) for length in lengths]
+    plans = [plan_for(request_of(config(), SHAPE, length, Mask(CAUSAL))) for length in lengths]
     assert plans[0] != plans[1] == plans[2] == plans[3]
-    assert all(plan_call(config(), SHAPE, n, Mask()).cost.seconds for n in (16, 17, 31))
+    assert all(plan_for(request_of(config(), SHAPE, n, Mask())).cost.seconds for n in (16, 17, 31))
 
 
 def test_a_call_chooses_the_same_for_every_batch_of_documents() -> None:
     plans = [
-        plan_call(config(), SHAPE, 240, Mask(CAUSAL, borders))
+        plan_for(request_of(config(), SHAPE, 240, Mask(CAUSAL, borders)))
         for borders in (None, (0, 240), (0, 10, 240))
     ]
     assert plans[0] == plans[1] == plans[2]
 
 
 def test_a_call_on_part_of_a_cluster() -> None:
-    plan = plan_call(config(), SHAPE, 240, Mask(), cluster(8, 4))
-    assert plan == plan_call(config(), SHAPE, 240, Mask(), cluster(2, 4))
+    plan = plan_for(request_of(config(), SHAPE, 240, Mask(), cluster(8, 4)))
+    assert plan == plan_for(request_of(config(), SHAPE, 240, Mask(), cluster(2, 4)))
 
 
 def test_a_call_on_hosts_nobody_described_is_never_short_of_memory() -> None:
-    plan = plan_call(config(), replace(SHAPE, heads=64, head_dim=256), 1 << 24, Mask(CAUSAL))
+    plan = plan_for(
+        request_of(config(), replace(SHAPE, heads=64, head_dim=256), 1 << 24, Mask(CAUSAL))
+    )
     assert plan.cost.memory_bytes > PRESETS["one-host"].memory_bytes

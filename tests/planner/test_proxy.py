@@ -12,11 +12,11 @@ import pytest
 from wf_backends.cluster.presets import PRESETS, one_host
 from wf_backends.cluster.topology import Topology
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.parallel.choose import plan_call
+from wf_backends.parallel.choose import request_of
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.proxy import NEAR_UP_TO, of_its_kind, on_fewer_ranks, packed
-from wf_backends.planner.search import best_plan, price_plan
+from wf_backends.planner.search import best_plan, plan_for, price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask, make_mask
 from wf_backends.schedule.placement import place
@@ -44,7 +44,7 @@ def planned(
     size: int, mask: Mask, layout: str = "contiguous", cluster: Topology = CLUSTER, **words: Any
 ) -> Plan:
     config = SequenceParallelConfig(sequence_parallel_size=size, layout=layout, **words)
-    return plan_call(config, SHAPE, SHARD * size, mask, cluster.with_ranks(size))
+    return plan_for(request_of(config, SHAPE, SHARD * size, mask, cluster.with_ranks(size)))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -131,7 +131,7 @@ def test_heads_traded_among_ranks_that_are_apart_by_name_are_on_any_number_of_ra
 def test_one_host_of_any_number_of_ranks() -> None:
     config = SequenceParallelConfig(sequence_parallel_size=97)
     mask = make_mask(True, (1024, -1))
-    plan = plan_call(config, SHAPE, 97 * SHARD, mask, one_host(97))
+    plan = plan_for(request_of(config, SHAPE, 97 * SHARD, mask, one_host(97)))
     assert plan.choice.degree == 1
     assert place(plan.choice.forward, 97).num_ranks == 97
 

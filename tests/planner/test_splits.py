@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from tests.planning import SHAPE, cluster
-from wf_backends.parallel.choose import plan_call
+from wf_backends.parallel.choose import request_of
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.head_splits import legal_chunks, legal_degrees, legal_strides
 from wf_backends.planner.plan import Choice, Request
-from wf_backends.planner.search import all_plans, best_plan, price_plan
+from wf_backends.planner.search import all_plans, best_plan, plan_for, price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.placement import in_rank_order
@@ -78,7 +78,9 @@ def test_where_exchanges_are_long_heads_are_traded_in_chunks(exact_up_to: int) -
     assert found.cost.seconds < 0.8 * at_once.cost.seconds
     words = found.choice.to_config(8, "zigzag")
     assert words["ulysses_chunks"] == found.choice.chunks
-    call = plan_call(SequenceParallelConfig.from_dict(words), work.shape, 8192, work.mask, topology)
+    call = plan_for(
+        request_of(SequenceParallelConfig.from_dict(words), work.shape, 8192, work.mask, topology)
+    )
     assert call.choice == found.choice
     assert price_plan(request, found.choice) == found
 
@@ -112,7 +114,9 @@ def test_where_hosts_are_many_heads_are_traded_between_them(exact_up_to: int) ->
     assert found.cost.nic_bytes < near.cost.nic_bytes
     words = found.choice.to_config(8, "zigzag")
     assert words["ulysses_stride"] == 2
-    call = plan_call(SequenceParallelConfig.from_dict(words), work.shape, 4096, work.mask, topology)
+    call = plan_for(
+        request_of(SequenceParallelConfig.from_dict(words), work.shape, 4096, work.mask, topology)
+    )
     assert (call.choice.degree, call.choice.stride) == (4, 2)
     assert price_plan(request, found.choice).cost == found.cost
 

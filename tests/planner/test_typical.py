@@ -13,11 +13,11 @@ import pytest
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.topology import Topology
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.parallel.choose import plan_call
+from wf_backends.parallel.choose import request_of
 from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.proxy import LENGTHS, typical_documents
-from wf_backends.planner.search import best_plan, price_plan
+from wf_backends.planner.search import best_plan, plan_for, price_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask, make_mask
 
@@ -46,7 +46,7 @@ def planned(
 ) -> Plan:
     words = {"layout": "document_zigzag", **words}
     config = SequenceParallelConfig.from_dict({"sequence_parallel_size": size, **words})
-    return plan_call(config, SHAPE, seqlen, Mask(CAUSAL, borders), topology)
+    return plan_for(request_of(config, SHAPE, seqlen, Mask(CAUSAL, borders), topology))
 
 
 def test_lengths_are_quantiles() -> None:
@@ -129,7 +129,7 @@ def test_windows_are_counted_where_closed_forms_count_too_much(layout, window, g
     workload = Workload(replace(SHAPE, kv_heads=32), seqlen, mask, layout)
     request = Request(topology, workload)
     config = SequenceParallelConfig(sequence_parallel_size=16, layout=layout)
-    plan = plan_call(config, workload.shape, seqlen, mask, topology)
+    plan = plan_for(request_of(config, workload.shape, seqlen, mask, topology))
     by_forms = price_plan(replace(request, exact_up_to=16), best_plan(request).choice)
     assert by_forms.cost.seconds >= gain * plan.cost.seconds
 

@@ -39,15 +39,15 @@ def choose(
     return Choice(*(only for (only,) in named))
 
 
-def plan_call(
+def request_of(
     config: SequenceParallelConfig,
     shape: Shape,
     seqlen: int,
     mask: Mask,
     topology: Topology | None = None,
     keys: int | None = None,
-) -> Plan:
-    """The plan of an attention call, for what a config leaves to "auto".
+) -> Request:
+    """What the planner is asked of an attention call, for what a config leaves to "auto".
 
     The layout is the config's. Where route is "auto" and backward_route is not named, both are
     chosen apart.
@@ -57,22 +57,7 @@ def plan_call(
         topology: of the sequence-parallel ranks, or of more of the same hosts; None = one host,
             of whose memory nothing is known.
         keys: of cross attention, the keys' sequence length; None = seqlen.
-
-    Raises:
-        ValueError: if no plan fits the topology's memory or the heads.
     """
-    return plan_for(request_of(config, shape, seqlen, mask, topology, keys))
-
-
-def request_of(
-    config: SequenceParallelConfig,
-    shape: Shape,
-    seqlen: int,
-    mask: Mask,
-    topology: Topology | None = None,
-    keys: int | None = None,
-) -> Request:
-    """What the planner is asked; see `plan_call`."""
     size, moves, keep = config.sequence_parallel_size, config.backward_moves, config.keep_gathered
     topology = (topology or one_host(size)).with_ranks(size)
     kernel = config.kernel if config.kernel in dict(topology.kernels) else AUTO

@@ -1,6 +1,6 @@
 """What a pass costs, in closed form: for thousands of ranks, without building a schedule.
 
-Pure: standard library only. All figures are those of the busiest rank and link, as if ranks kept
+All figures are those of the busiest rank and link, as if ranks kept
 step. On hosts that hold whole digits (see planner/route_shape.py) this counts a full mask's bytes
 exactly. For other masks it counts those of a full one: on the busiest link of a step most rows are
 needed by someone. Only a sliding window on a contiguous or a zigzag layout ends the walk early.

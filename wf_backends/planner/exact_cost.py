@@ -1,6 +1,6 @@
 """What a pass costs, message by message: from the programs that its ranks run.
 
-Pure: standard library only. How long it takes is told by planner/simulator.py.
+How long it takes is told by planner/simulator.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """The head splits that a request allows: how many ranks trade heads for tokens, which, in how many
-chunks.
-
-Pure: standard library only.
-"""
+chunks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which links a message goes through, and how long bytes take on the busiest one.
-
-Pure: standard library only.
-"""
+"""Which links a message goes through, and how long bytes take on the busiest one."""
 
 from __future__ import annotations
 

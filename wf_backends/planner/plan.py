@@ -1,7 +1,4 @@
-"""Plans as data: what is asked, and what is found.
-
-Pure: standard library only.
-"""
+"""Plans as data: what is asked, and what is found."""
 
 from __future__ import annotations
 

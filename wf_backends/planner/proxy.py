@@ -1,6 +1,6 @@
 """What is planned for where tokens see only some: under a window, in packed documents or slices.
 
-Pure: standard library only. Closed forms count what a full mask sends, so messages are counted, of
+Closed forms count what a full mask sends, so messages are counted, of
 few routes. Hosts that are far apart have nothing to do with each other, so some hosts with their
 share of the tokens stand for all of them, however many there are.
 

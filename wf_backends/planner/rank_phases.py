@@ -1,7 +1,4 @@
-"""What one rank does in a pass, phase by phase: its messages with their bytes, and its tiles.
-
-Pure: standard library only.
-"""
+"""What one rank does in a pass, phase by phase: its messages with their bytes, and its tiles."""
 
 from __future__ import annotations
 

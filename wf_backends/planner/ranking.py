@@ -1,7 +1,4 @@
-"""Which of several plans is the best.
-
-Pure: standard library only.
-"""
+"""Which of several plans is the best."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """What a route brings together and how it walks, for any number of ranks.
 
-Pure: standard library only. A route's ranks are digits (see schedule/placement.py), and all its
+A route's ranks are digits (see schedule/placement.py), and all its
 messages go along one digit, an axis: to the next value of it, or to all other values.
 """
 

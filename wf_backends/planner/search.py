@@ -1,6 +1,6 @@
 """Which plan is the fastest: every route, placement and head split, by predicted time.
 
-Pure: standard library only, and deterministic: the same request gives the same plan on every rank,
+Deterministic: the same request gives the same plan on every rank,
 without a message. Up to `exact_up_to` ranks a cost is derived message by message
 (planner/exact_cost.py), beyond that by closed forms (planner/closed_form.py).
 """

@@ -1,6 +1,6 @@
 """How long a pass takes if every rank and every link goes on as soon as it can.
 
-Pure: standard library only. Ranks do not keep step. A rank waits for the messages that it sends and
+Ranks do not keep step. A rank waits for the messages that it sends and
 receives, and for nothing else. A message sets off when both its ranks have posted it. Messages that
 are posted together share a link evenly, so that a short one lands before a long one; those posted
 next go after them.

@@ -1,6 +1,6 @@
 """What trading heads for tokens costs, and what of it the passes hide.
 
-Pure: standard library only. Where heads are traded in chunks (runtime/ulysses_pipeline.py), one is
+Where heads are traded in chunks (runtime/ulysses_pipeline.py), one is
 on its way while another is computed. The way in of the first and the way out of the last hide
 behind nothing, the others behind the passes.
 """

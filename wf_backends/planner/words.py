@@ -1,7 +1,4 @@
-"""Plans in words: the names that schemes have in papers, and why one was chosen.
-
-Pure: standard library only.
-"""
+"""Plans in words: the names that schemes have in papers, and why one was chosen."""
 
 from __future__ import annotations
 

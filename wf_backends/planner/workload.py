@@ -1,7 +1,4 @@
-"""What is priced, and what a price is.
-
-Pure: standard library only.
-"""
+"""What is priced, and what a price is."""
 
 from __future__ import annotations
 
