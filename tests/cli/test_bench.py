@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from tests.command_line import TWO_HOSTS
 from tests.helpers import run_threads
 from wf_backends import SequenceParallelConfig
 from wf_backends.cli.options import Model
+from wf_backends.cluster import Timer
 from wf_backends.cluster.presets import load
 from wf_backends.cluster.topology import KernelRate, from_dict
 from wf_backends.comm import Communicator
@@ -122,26 +121,18 @@ def test_bench_runs_placements_and_degrees_through_the_config() -> None:
 
 
 def in_turns(comm: Communicator) -> list[str]:
-    """The order in which `bench` runs two plans, three times each."""
-    from wf_backends.cli.bench import Job
+    """The order in which `bench` runs two plans: once for their buffers, then three times each."""
+    from wf_backends.cli.bench import run
 
     ran = list[str]()
-
-    class Recording(Job):
-        def __init__(self) -> None:
-            self.comm, self.device = comm, torch.device("cpu")
-
-        def works(self, plans: Any, model: Model) -> list[Callable[[], None]]:
-            return [partial(ran.append, plan) for plan in plans]
-
-    plans: Any = ["a", "b"]
-    assert len(Recording().run(plans, Model(1, 1, 1, 1), 3)) == 2
+    works = [partial(ran.append, plan) for plan in ("a", "b")]
+    assert len(run(works, Timer(comm, torch.device("cpu")), 3)) == 2
     return ran
 
 
 def test_plans_take_turns() -> None:
     """What the machine does at first, or for a while, is on all of them."""
-    assert run_threads(2, in_turns) == [["a", "b"] * 3] * 2
+    assert run_threads(2, in_turns) == [["a", "b"] * 4] * 2
 
 
 def test_bench_says_what_was_fastest(capsys: pytest.CaptureFixture[str]) -> None:

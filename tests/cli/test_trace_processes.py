@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.helpers import run_processes
-from wf_backends.cli.bench import Job
+from wf_backends.cli.bench import draw_inputs, prepare, write_trace
 from wf_backends.cli.options import Model
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.comm import Communicator
@@ -20,19 +21,14 @@ from wf_backends.schedule.placement import in_rank_order
 pytestmark = pytest.mark.processes
 
 
-class Joined(Job):
-    """A job that is running already."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self.comm, self.device = comm, torch.device("cpu")
-
-
 def trace(comm: Communicator, path: str) -> None:
     torch.set_num_threads(1)
     model = Model(4, 2, 16, 256, dtype="float32")
     request = Request(PRESETS["one-host"].with_ranks(comm.size), model.workload())
     mesh = in_rank_order({"name": "mesh", "rows": 2, "cols": comm.size // 2}, comm.size)
-    Joined(comm).trace([price_plan(request, Choice(1, mesh, mesh))], model, Path(path))
+    plan = price_plan(request, Choice(1, mesh, mesh))
+    work = prepare(plan, model, comm, partial(draw_inputs, model, comm.rank, torch.device("cpu")))
+    write_trace([plan], [work], comm, Path(path))
 
 
 def test_every_rank_writes_what_it_computed_and_waited_for(tmp_path: Path) -> None:

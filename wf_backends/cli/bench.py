@@ -25,7 +25,8 @@ from wf_backends.planner import Plan, Request, all_plans, check_memory, scheme
 from wf_backends.schedule import SLICE_WORDS
 
 if TYPE_CHECKING:
-    from wf_backends.launch import Launch
+    from wf_backends.cluster import Timer
+    from wf_backends.comm import Communicator
 
 EXACT_UP_TO = 16  # ranks; beyond, pricing every candidate message by message takes long
 
@@ -57,6 +58,8 @@ def bench(
         mpirun -n 4 wallfacer bench --top 2 --trace trace.json
     """
     from wf_backends import launch
+    from wf_backends.cluster import Timer
+    from wf_backends.comm import make_comm
 
     o.check_file("--trace", trace, (".json",))
     for option, value in (("--top", top), ("--repeats", repeats)):
@@ -64,75 +67,59 @@ def bench(
     workload = model.workload()
     launched = launch.init()
     try:
-        job = Job(launched, cache_dir)
-        request = Request(
-            job.topology(topology), workload, exact_up_to=EXACT_UP_TO, **o.keeping(layers)
-        )
+        comm, device = make_comm(), launched.device
+        found = job_topology(topology, comm, device, cache_dir)
+        request = Request(found, workload, exact_up_to=EXACT_UP_TO, **o.keeping(layers))
         plans = with_ring(all_plans(priced(request)), priced(request), top)
-        times = job.run(plans, model, repeats)
+        inputs = cache(partial(draw_inputs, model, comm.rank, device))
+        works = [prepare(plan, model, comm, inputs) for plan in plans]
+        times = run(works, Timer(comm, device), repeats)
         if trace is not None:
-            job.trace(plans, model, trace)
+            write_trace(plans, works, comm, trace)
     finally:
         launched.close()
     if launched.rank == 0:
         show(plans, times, request, as_json)
 
 
-class Job:
-    """The running job: its ranks, its hosts and its device."""
+def job_topology(source: str, comm: Communicator, device: Any, cache_dir: Path | None) -> Topology:
+    """The topology of this name, which must describe the job; measured if the name is empty.
 
-    def __init__(self, launched: Launch, cache_dir: Path | None) -> None:
-        from wf_backends.cluster import cache_folder, job_hosts
-        from wf_backends.comm import make_comm
+    A preset gets as many ranks as the job; a file must have as many.
+    """
+    from wf_backends.cluster import cache_folder, job_hosts, measured_topology
 
-        self.device, self.comm = launched.device, make_comm()
-        self.hosts = job_hosts(self.comm)
-        self.folder = cache_dir or cache_folder(os.environ)
+    hosts = job_hosts(comm)
+    if source:
+        named = o.topology_for(source, comm.size) if source in PRESETS else load(source)
+        return check_job(named, hosts)
+    return measured_topology(comm, hosts, device, cache_dir or cache_folder(os.environ))[0]
 
-    def topology(self, source: str) -> Topology:
-        """The topology of this name, which must describe the job; measured if the name is empty.
 
-        A preset gets as many ranks as the job; a file must have as many.
-        """
-        from wf_backends.cluster import measured_topology
+def run(works: list[Callable[[], None]], timer: Timer, repeats: int) -> list[float]:
+    """Median seconds of each plan's work until the slowest rank is done.
 
-        if source:
-            size = self.comm.size
-            named = o.topology_for(source, size) if source in PRESETS else load(source)
-            return check_job(named, self.hosts)
-        return measured_topology(self.comm, self.hosts, self.device, self.folder)[0]
+    The plans take turns, so that whatever else the machine does slows all of them alike.
+    """
+    shown = Console(stderr=True)
+    for work in works:
+        work()  # so that buffers exist
+    rounds = track(range(repeats), "running", disable=timer.comm.rank > 0, console=shown)
+    times = [[timer.times(work, 1)[0] for work in works] for _ in rounds]
+    return [median(of_plan) for of_plan in zip(*times, strict=True)]
 
-    def run(self, plans: list[Plan], model: o.Model, repeats: int) -> list[float]:
-        """Median seconds of each plan until the slowest rank is done.
 
-        The plans take turns, so that whatever else the machine does slows all of them alike.
-        """
-        from wf_backends.cluster import Timer
+def write_trace(
+    plans: list[Plan], works: list[Callable[[], None]], comm: Communicator, path: Path
+) -> None:
+    """Write what this rank does in one run of each plan, as torch's profiler sees it."""
+    from torch.profiler import profile, record_function
 
-        timer, shown = Timer(self.comm, self.device), Console(stderr=True)
-        works = self.works(plans, model)
-        rounds = track(range(repeats), "running", disable=self.comm.rank > 0, console=shown)
-        times = [[timer.times(work, 1)[0] for work in works] for _ in rounds]
-        return [median(of_plan) for of_plan in zip(*times, strict=True)]
-
-    def works(self, plans: list[Plan], model: o.Model) -> list[Callable[[], None]]:
-        """Forward and backward of each plan; each has run once, so that buffers exist."""
-        inputs = cache(partial(draw_inputs, model, self.comm.rank, self.device))
-        works = [prepare(plan, model, self.comm, inputs) for plan in plans]
-        for work in works:
-            work()
-        return works
-
-    def trace(self, plans: list[Plan], model: o.Model, path: Path) -> None:
-        """Write what this rank does in one run of each plan, as torch's profiler sees it."""
-        from torch.profiler import profile, record_function
-
-        works, size = self.works(plans, model), self.comm.size
-        with profile() as found:
-            for plan, work in zip(plans, works, strict=True):
-                with record_function(f"wallfacer plan {scheme(plan, size)}"):
-                    work()
-        found.export_chrome_trace(str(path.with_stem(f"{path.stem}-rank{self.comm.rank}")))
+    with profile() as found:
+        for plan, work in zip(plans, works, strict=True):
+            with record_function(f"wallfacer plan {scheme(plan, comm.size)}"):
+                work()
+    found.export_chrome_trace(str(path.with_stem(f"{path.stem}-rank{comm.rank}")))
 
 
 def show(plans: list[Plan], times: list[float], request: Request, as_json: bool) -> None:
