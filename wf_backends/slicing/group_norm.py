@@ -27,12 +27,12 @@ def group_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
     dtype = torch.promote_types(x.dtype, torch.float32)
     batch, channels = len(x), x.shape[1] // groups
     places = x[0, 0].numel()
-    statistics = x.new_empty(batch, groups, 2, dtype=dtype)
-    for group, part in enumerate(x.chunk(groups, dim=1)):
-        part = part.to(dtype).contiguous()
-        _, mean, rstd = torch.native_group_norm(part, None, None, batch, channels, places, 1, eps)
-        statistics[:, group] = torch.cat([mean, rstd], 1)
-    return statistics
+    sizes = (batch, channels, places, 1, eps)
+    found = [
+        torch.native_group_norm(part.to(dtype).contiguous(), None, None, *sizes)[1:]
+        for part in x.chunk(groups, dim=1)
+    ]
+    return torch.stack([torch.cat(of_groups, 1) for of_groups in zip(*found, strict=True)], -1)
 
 
 def group_normalize(
