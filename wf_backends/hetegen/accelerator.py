@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.device import Lane, Run, Write
+from wf_backends.hetegen.device import Write
 from wf_backends.hetegen.gate import CudaGate
-from wf_backends.hetegen.lane_thread import LaneThread, Stop, end_lanes
+from wf_backends.hetegen.lane_thread import LaneThread, Run, Stop, end_lanes
 from wf_backends.hetegen.law import Rates
 
 AHEAD = 32
@@ -110,7 +110,7 @@ class GatedThread(LaneThread):
         self.gate, self._count = gate, 0
         self._shut: deque[Future[float]] = deque(maxlen=AHEAD)
 
-    def run_after(self, events: Sequence[Recorded], run: Run, nbytes: int) -> Future[float]:
+    def run_after(self, events: Sequence[Recorded], run: Run) -> Future[float]:
         """Have the thread wait for events, which are recorded by then, and run."""
 
         def when_due() -> None:
@@ -118,13 +118,11 @@ class GatedThread(LaneThread):
                 other.event.synchronize()
             run()
 
-        return self.submit(when_due, nbytes)
+        return self.submit(when_due)
 
-    def fill(
-        self, memory: Tensor, pinned: bool, write: Write, nbytes: int, after: Sequence[Recorded]
-    ) -> Filled:
+    def fill(self, memory: Tensor, pinned: bool, write: Write, after: Sequence[Recorded]) -> Filled:
         """Have the thread fill memory; if it is pinned, and there is a gate, a stream may wait."""
-        filled = self.run_after(after, partial(write, memory), nbytes)
+        filled = self.run_after(after, partial(write, memory))
         if self.gate is None or not pinned:
             return Filled(filled, memory, None)
         self._count += 1
@@ -167,8 +165,8 @@ class Accelerator:
         self._link, self._host = (
             GatedThread(name, self._stop, self.streams.gate()) for name in ("link", "host")
         )
-        self._link_stream, self._own = self.streams.stream(), Lane()  # whose time is not measured
-        self.lanes = {"link": self._link, "host": self._host, "accelerator": self._own}
+        self._link_stream = self.streams.stream()
+        self.lanes = {"link": self._link, "host": self._host}
 
     def rates(self) -> Rates:
         if self._rates is None:
@@ -199,8 +197,8 @@ class Accelerator:
             put(rows if pinned is None else pinned.copy_(rows))
 
         if pinned is None or self._link.gate is None:
-            return Recorded(done, self._link.run_after(after, by_thread, rows.nbytes))
-        filled = self._link.fill(pinned, True, lambda to: to.copy_(rows), rows.nbytes, after)
+            return Recorded(done, self._link.run_after(after, by_thread))
+        filled = self._link.fill(pinned, True, lambda to: to.copy_(rows), after)
         for other in after:
             stream.wait_event(other.event)
         self._link.hold(stream, filled)
@@ -210,7 +208,6 @@ class Accelerator:
     def compute(self, run: Run, nbytes: int, after: Sequence[Recorded]) -> Recorded:
         self._follow(after)
         run()
-        self._own.nbytes += nbytes
         return self._record()
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Sequence[Recorded]]:
@@ -221,7 +218,7 @@ class Accelerator:
     def on_host(
         self, write: Write, out: Tensor, nbytes: int, after: Sequence[Recorded]
     ) -> tuple[Filled, Tensor]:
-        return self._host.fill(*self._host_memory(out), write, nbytes, after), out
+        return self._host.fill(*self._host_memory(out), write, after), out
 
     def _host_memory(self, like: Tensor) -> tuple[Tensor, bool]:
         """(memory for an activation, whether it is pinned), as it is while there is some."""

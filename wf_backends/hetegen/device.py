@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from wf_backends.hetegen.lane_thread import LaneThread, Run
 from wf_backends.hetegen.law import Rates
 
 Event = Any  # the end of a lane's work; only the device that made it looks inside
 Moment = Any  # of the caller's time
-Run = Callable[[], object]
 Write = Callable[[Tensor], object]  # fills a tensor
-
-
-@dataclass
-class Lane:
-    """Does one work after the other, like a stream. Counted is what it has done so far."""
-
-    busy_seconds: float = 0.0
-    nbytes: int = 0
 
 
 @runtime_checkable
@@ -32,7 +23,9 @@ class Device(Protocol):
     """
 
     @property
-    def lanes(self) -> Mapping[str, Lane]: ...  # those of `jobs.LANE_NAMES`
+    def lanes(self) -> Mapping[str, LaneThread]:
+        """Those of `jobs.LANE_NAMES` that are threads."""
+        ...
 
     def rates(self) -> Rates:
         """Of its lanes, for one token."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from wf_backends._validation import is_real, nearest, of_type, parse_bytes
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import Device
-from wf_backends.hetegen.mark import MARK, check_not_split, mark_modules
+from wf_backends.hetegen.mark import MARK, check_not_split, mark_modules, tell_calls
 from wf_backends.hetegen.modules import HostWeight, find_weights
 from wf_backends.hetegen.plan import Plan, Request
 from wf_backends.hetegen.planning import make_plan
@@ -51,7 +51,7 @@ class Handle:
         idle: of the time from the first pass to the end of the last. {"fits": True} where
         everything is resident. After `remove` it is what it was then.
         """
-        return {"fits": True} if self._runner is None else self._runner.report()
+        return {"fits": True} if self._runner is None else self._runner.record.report()
 
     def remove(self) -> None:
         """Put the model back as it was, and give the memory back. Twice is as good as once.
@@ -200,13 +200,13 @@ def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Pl
                 f"{plan.request.accelerator_bytes}: it is simply resident, and nothing is split",
                 stacklevel=3,
             )
-        mark = mark_modules(model, undo)
-        _place(_others(model, weights), device, undo)
+        mark_modules(model, undo)
         if not plan.fits:
             plan, pinned = _pin(plan, device)
             runner = Runner(plan, weights, device, pinned)
+            tell_calls(model, runner, undo)
             split_weights(weights, runner, undo)
-            mark.runner = runner
+        _place(_others(model, weights), device, undo)
         return Handle(model, plan, runner, undo.pop_all())
 
 

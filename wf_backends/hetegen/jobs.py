@@ -72,10 +72,6 @@ class Split:
         """The share of the rows that the host computes."""
         return 1 - self.host_start(phase) / self.linear.rows
 
-    @property
-    def resident_bytes(self) -> int:
-        return self.resident * self.linear.row_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class Job:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from wf_backends.hetegen.device import Lane, Run
+Run = Callable[[], object]
 
 
 class LaneStopped(RuntimeError):
@@ -45,26 +45,29 @@ class Stop:
         self.error = None
 
 
-class LaneThread(Lane):
-    """Does work in a thread of its own, which starts at the first work.
+class LaneThread:
+    """Does one work after the other in a thread of its own, which starts at the first work.
 
     Args:
         stop: shared by the lanes of a device. An error of one is that of all their work to come.
+
+    Attributes:
+        busy_seconds: what its works took so far.
     """
 
     def __init__(self, name: str, stop: Stop) -> None:
-        super().__init__()
+        self.busy_seconds = 0.0
         self._name, self._stop = name, stop
         self._due = 0.0  # the end of the last work
         self._thread: ThreadPoolExecutor | None = None
 
     def submit(
-        self, run: Run, nbytes: int = 0, seconds: float = 0.0, after: Sequence[Future[float]] = ()
+        self, run: Run, seconds: float = 0.0, after: Sequence[Future[float]] = ()
     ) -> Future[float]:
         """Have it run, for so many seconds at least; the time at which it ends."""
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, self._name)
-        return self._thread.submit(self._do, [run], nbytes, seconds, after, time.perf_counter())
+        return self._thread.submit(self._do, [run], seconds, after, time.perf_counter())
 
     def end(self) -> None:
         """Wait for the end of the thread, which does what is queued first."""
@@ -73,12 +76,7 @@ class LaneThread(Lane):
         self._thread = None
 
     def _do(
-        self,
-        run: list[Run],
-        nbytes: int,
-        seconds: float,
-        after: Sequence[Future[float]],
-        submitted: float,
+        self, run: list[Run], seconds: float, after: Sequence[Future[float]], submitted: float
     ) -> float:
         """When it ended; with a rate when it was due to, whose thread may have woken late.
 
@@ -97,7 +95,6 @@ class LaneThread(Lane):
         except BaseException as error:  # whoever waits for it raises it
             raise self._stop.set(error) from None
         self.busy_seconds += took
-        self.nbytes += nbytes
         return self._due
 
 

@@ -1,4 +1,4 @@
-"""What the modules of a split model refuse, and how the runner knows which calls are passes."""
+"""What the modules of a split model refuse, and how the runner hears of their calls."""
 
 from __future__ import annotations
 
@@ -17,21 +17,7 @@ MARK = "_wf_hetegen_split"  # an attribute of modules while they are split, and 
 
 
 class Mark:
-    """What modules have while they are split. It refuses to be copied, and so do they.
-
-    Its methods are hooks around a module's forward, from which the runner tells passes.
-    """
-
-    def __init__(self) -> None:
-        self.runner: Runner | None = None  # None where everything is resident
-
-    def enter(self, *_: Any) -> None:
-        if self.runner is not None and not torch.compiler.is_compiling():
-            self.runner.enter()
-
-    def leave(self, *_: Any) -> None:
-        if self.runner is not None and not torch.compiler.is_compiling():
-            self.runner.leave()
+    """What modules have while they are split. It refuses to be copied, and so do they."""
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise ValueError(
@@ -52,7 +38,7 @@ def check_not_split(model: nn.Module) -> None:
             )
 
 
-def mark_modules(model: nn.Module, undo: ExitStack) -> Mark:
+def mark_modules(model: nn.Module, undo: ExitStack) -> None:
     """Have its modules refuse what would leave copies of old weights in use, until `undo`."""
     mark = Mark()
     for module in model.modules():
@@ -60,11 +46,15 @@ def mark_modules(model: nn.Module, undo: ExitStack) -> Mark:
         for name, value in added.items():
             setattr(module, name, value)
             undo.callback(delattr, module, name)
-        if any(True for _ in module.children()):
-            undo.callback(module.register_forward_pre_hook(mark.enter, prepend=True).remove)
-            undo.callback(module.register_forward_hook(mark.leave, always_call=True).remove)
         undo.callback(module.register_load_state_dict_pre_hook(_refuse_to_load).remove)
-    return mark
+
+
+def tell_calls(model: nn.Module, runner: Runner, undo: ExitStack) -> None:
+    """Have the runner told when modules that hold others are called, until `undo`."""
+    for module in model.modules():
+        if any(True for _ in module.children()):
+            undo.callback(module.register_forward_pre_hook(runner.enter, prepend=True).remove)
+            undo.callback(module.register_forward_hook(runner.leave, always_call=True).remove)
 
 
 def _refuse_to_load(module: nn.Module, *_: Any) -> None:

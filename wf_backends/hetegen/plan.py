@@ -96,7 +96,7 @@ class Plan:
     @property
     def accelerator_bytes(self) -> int:
         """Bytes of the accelerator's memory that weights and slabs take."""
-        resident = sum(split.resident_bytes for split in self.splits)
+        resident = sum(split.resident * split.linear.row_bytes for split in self.splits)
         return self.request.other_bytes + resident + self.slabs * self.slab_bytes
 
     @property
@@ -105,11 +105,14 @@ class Plan:
         pinned = self.slabs * self.slab_bytes * self.request.pinned
         return sum(split.linear.nbytes for split in self.splits) + pinned
 
+    def bytes_of(self, job: Job) -> int:
+        """Bytes of its rows."""
+        return (job.stop - job.start) * self.splits[job.linear].linear.row_bytes
+
     def seconds_of(self, job: Job, phase: Phase) -> float:
         """What a job of a lane should take in a pass."""
         rate = getattr(self._rates_of[job.linear, phase], job.lane)
-        nbytes = (job.stop - job.start) * self.splits[job.linear].linear.row_bytes
-        return nbytes / rate + self.rates.job_seconds
+        return self.bytes_of(job) / rate + self.rates.job_seconds
 
     @cached_property
     def _rates_of(self) -> dict[tuple[int, Phase], Rates]:

@@ -23,45 +23,41 @@ def make_plan(request: Request) -> Plan:
         ValueError: where slabs of a single row, and what is not split, exceed the accelerator's
             memory, or weights and pinned memory the host's.
     """
-    plan = _with_seconds(_fastest(request))
+    if sum(linear.nbytes for linear in request.linears) <= request.room:
+        splits = tuple(Split(linear, linear.rows, 0, 0) for linear in request.linears)
+        plan = streaming = Plan(request, splits, slab_bytes=0, slabs=0)
+    else:
+        _check_room(request)
+        streaming = split_plan(request, 0.0)
+        shares = (None, 0.0, 1.0) if request.alpha is None else (request.alpha,)
+        plan = min((split_plan(request, a) for a in shares), key=decode_seconds)
     if plan.host_bytes > request.host_bytes:
         raise ValueError(
             f'max_memory["cpu"] must be at least {plan.host_bytes} bytes, which the weights that '
             f"are split and pinned memory take; got {request.host_bytes}"
         )
-    return plan
+    return replace(
+        plan,
+        decode_seconds=decode_seconds(plan),
+        prefill_seconds=plan.simulate(["prefill"])[0][0],
+        streaming_seconds=decode_seconds(streaming),
+        host_seconds=decode_seconds(split_plan(request, 1.0)),
+    )
 
 
-def _fastest(request: Request) -> Plan:
+def _check_room(request: Request) -> None:
     need = request.other_bytes + request.slabs * _largest_row(request)
-    if sum(linear.nbytes for linear in request.linears) <= request.room:
-        splits = tuple(Split(linear, linear.rows, 0, 0) for linear in request.linears)
-        return Plan(request, splits, slab_bytes=0, slabs=0)
     if need > request.accelerator_bytes:
         raise ValueError(
             f"max_memory[0] must be at least {need} bytes, which what is not split "
             f"({request.other_bytes} bytes) and {request.slabs} slabs of one row take; "
             f"got {request.accelerator_bytes}"
         )
-    shares = (None, 0.0, 1.0) if request.alpha is None else (request.alpha,)
-    return min((split_plan(request, a) for a in shares), key=decode_seconds)
 
 
 def decode_seconds(plan: Plan) -> float:
     """Of a decoding pass after others."""
     return plan.simulate(["decode", "decode", "decode"])[0][-1]
-
-
-def _with_seconds(plan: Plan) -> Plan:
-    """The plan with its predictions, and those of streaming and of the host alone."""
-    streaming = plan if plan.fits else split_plan(plan.request, 0.0)
-    return replace(
-        plan,
-        decode_seconds=decode_seconds(plan),
-        prefill_seconds=plan.simulate(["prefill"])[0][0],
-        streaming_seconds=decode_seconds(streaming),
-        host_seconds=decode_seconds(split_plan(plan.request, 1.0)),
-    )
 
 
 def _largest_row(request: Request) -> int:

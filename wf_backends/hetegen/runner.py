@@ -2,39 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from statistics import fmean, median
 from threading import Lock, Thread, current_thread
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from wf_backends._compile import refuse_transforms
-from wf_backends.hetegen.device import Device, Event, Moment
-from wf_backends.hetegen.jobs import LANE_NAMES, PHASES, Job, LaneName, Phase
+from wf_backends.hetegen.device import Device, Event
+from wf_backends.hetegen.jobs import Job
 from wf_backends.hetegen.modules import HostWeight
 from wf_backends.hetegen.plan import Plan
-
-PASSES_KEPT = 256
-
-
-@dataclass(slots=True)
-class Pass:
-    """A pass of the model, from the jobs of its first split linear to the end of its last.
-
-    Attributes:
-        between_calls: from the end of each call to the jobs of the next.
-    """
-
-    phase: Phase
-    start: Moment
-    end: Moment
-    between_calls: list[tuple[Moment, Moment]]
+from wf_backends.hetegen.record import Record
 
 
 class Runner:
@@ -47,8 +31,8 @@ class Runner:
         pinned: memory as large as the slabs, through which copies pass; empty: they do not.
 
     Attributes:
-        passes: the latest; all of them are counted.
         where: the torch device of inputs and outputs.
+        record: of what the lanes are asked for.
     """
 
     def __init__(
@@ -67,27 +51,27 @@ class Runner:
             for split, weight in zip(plan.splits, weights, strict=True)
         ]
         self.where = self._resident[0].device
-        self.passes: deque[Pass] = deque(maxlen=PASSES_KEPT)
-        self._num_passes: Counter[Phase] = Counter()
-        self._began: Moment = None
-        self._predicted: dict[str, float] = dict.fromkeys(LANE_NAMES, 0.0)
-        self._before, self._after = self._counts(), None
+        self.record = Record(plan, device)
         self._running: Counter[Thread] = Counter()  # how many modules each is in
         self._ended = False
         self._versions = [_version(weight.tensor) for weight in weights]
         self._lock = Lock()  # one call at a time, whichever thread it comes from
         self._restart()
 
-    def enter(self) -> None:
+    def enter(self, *_: Any) -> None:
         """A module is called: a pass begins with the next split linear if none was running."""
+        if torch.compiler.is_compiling():
+            return
         with self._lock:
             self._refuse_if_ended()
             if current_thread() not in self._running:
                 self._maker.first = None
             self._running[current_thread()] += 1
 
-    def leave(self) -> None:
+    def leave(self, *_: Any) -> None:
         """A module's call has ended, also one whose hooks failed before `enter`."""
+        if torch.compiler.is_compiling():
+            return
         with self._lock:
             self._running -= Counter([current_thread()])  # no count is below 0
 
@@ -106,18 +90,14 @@ class Runner:
                         f"handle.remove() while the thread {thread.name!r} calls the model: wait "
                         "for the end of its call, then call handle.remove() again"
                     )
-            self._ended, self._after = True, self._counts()
+            self._ended = True
+            self.record.end()
 
     def _refuse_if_ended(self) -> None:
         if self._ended:
             raise RuntimeError(
                 "the model is called while handle.remove() puts it back: call it again afterwards"
             )
-
-    def _counts(self) -> dict[str, tuple[float, int]]:
-        """Lane -> what it was busy for, and the bytes, since there is the device."""
-        lanes = self._device.lanes
-        return {name: (lanes[name].busy_seconds, lanes[name].nbytes) for name in LANE_NAMES}
 
     def _restart(self) -> None:
         """Forget what is in the slabs."""
@@ -142,14 +122,14 @@ class Runner:
         phase = self._plan.request.phase(len(flat))
         with self._stopping_on_errors():
             *jobs, join = self._maker.call(index, phase)
-            self._note_start(index, phase)
+            self.record.begin_call(phase, index == self._maker.first)
             for job in jobs:
                 after = [self._events[number] for number in job.after]
                 columns = flat_out[:, job.start : job.stop]
                 self._events[job.number] = self._submit(job, flat, columns, after)
-                self._predicted[job.lane] += self._plan.seconds_of(job, phase)
+                self.record.ask(job, phase)
             rows_done = [self._events[number] for number in join.after]
-            self.passes[-1].end = self._device.wait(rows_done)
+            self.record.end_call(self._device.wait(rows_done))
             oldest = self._maker.oldest
             self._events = {n: event for n, event in self._events.items() if n >= oldest}
         return out
@@ -210,16 +190,6 @@ class Runner:
             )
         return x
 
-    def _note_start(self, index: int, phase: Phase) -> None:
-        """Of a call, which may begin a pass."""
-        now = self._device.now()
-        if not self.passes or index == self._maker.first:
-            self.passes.append(Pass(phase, now, now, []))
-            self._num_passes[phase] += 1
-            self._began = now if self._began is None else self._began
-        else:
-            self.passes[-1].between_calls.append((self.passes[-1].end, now))
-
     @contextmanager
     def _stopping_on_errors(self) -> Iterator[None]:
         """Stop the lanes if the block raises anything, Ctrl-C too, and begin anew afterwards."""
@@ -231,35 +201,6 @@ class Runner:
                 self._device.stop()
                 self._restart()
                 raise
-
-    def report(self) -> dict:
-        """What `Handle.report` returns."""
-        plan, passes, between = self._plan, list(self.passes), self._device.seconds
-        seconds = {"decode": plan.decode_seconds, "prefill": plan.prefill_seconds}
-        told: dict = {"fits": False}
-        for phase in PHASES:
-            own = [each for each in passes if each.phase == phase]
-            thought = [[between(*pair) for pair in each.between_calls] for each in own]
-            calls = [fmean(each) for each in thought if each]
-            told[phase] = {
-                "passes": self._num_passes[phase],
-                "measured_seconds": median(between(p.start, p.end) for p in own) if own else None,
-                "predicted_seconds": seconds[phase],
-                "call_seconds": median(calls) if calls else None,
-            }
-        wall = between(self._began, passes[-1].end) if passes else 0.0
-        told["lanes"] = {name: self._lane_report(name, wall) for name in LANE_NAMES}
-        return told
-
-    def _lane_report(self, name: LaneName, wall: float) -> dict[str, float]:
-        now = (self._after or self._counts())[name]
-        busy, nbytes = (late - early for early, late in zip(self._before[name], now, strict=True))
-        return {
-            "busy_seconds": busy,
-            "predicted_busy_seconds": self._predicted[name],
-            "idle_seconds": max(0.0, wall - busy),
-            "bytes": nbytes,
-        }
 
 
 def _as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:

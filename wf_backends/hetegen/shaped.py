@@ -10,9 +10,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.device import Run, Write
+from wf_backends.hetegen.device import Write
 from wf_backends.hetegen.jobs import LANE_NAMES
-from wf_backends.hetegen.lane_thread import LaneThread, Stop, end_lanes
+from wf_backends.hetegen.lane_thread import LaneThread, Run, Stop, end_lanes
 from wf_backends.hetegen.law import Rates
 
 THREAD_CALL_SECONDS = 2e-4  # to hand work to a thread and wait for it, on a core that is shared
@@ -50,7 +50,7 @@ class ShapedDevice:
         return self._rates
 
     def _submit(self, lane: str, run: Run, nbytes: int, after: Ends) -> Future[float]:
-        return self.lanes[lane].submit(run, nbytes, self._seconds(lane, nbytes), after)
+        return self.lanes[lane].submit(run, self._seconds(lane, nbytes), after)
 
     def _seconds(self, lane: str, nbytes: int) -> float:
         """What a work of a lane takes at least."""
