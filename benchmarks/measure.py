@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from wf_backends.comm import all_to_all
 from wf_backends.comm.protocol import CONTROL, Communicator, Message, Pending
-from wf_backends.dsp.switch import all_to_all
 
 Step = Callable[[], float]  # forward and backward; the sum of the squares of this rank's output
 

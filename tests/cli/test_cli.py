@@ -11,12 +11,13 @@ import pytest
 
 from tests.command_line import SMALL, TWO_HOSTS
 from wf_backends.cli import main
-from wf_backends.cli.options import Model, milliseconds
+from wf_backends.cli.options import Model
 from wf_backends.cluster.measure_links import nearest_divisor
 from wf_backends.cluster.presets import load
 from wf_backends.cluster.topology import from_dict
 from wf_backends.planner.plan import Request
 from wf_backends.planner.search import all_plans
+from wf_backends.planner.words import milliseconds
 
 
 def test_doctor_finds_the_core_working(wallfacer) -> None:

@@ -21,7 +21,7 @@ from wf_backends._validation import AUTO
 from wf_backends.cli import options as o
 from wf_backends.cli.plan import block, config, plain_ring, plan_words
 from wf_backends.cluster import PRESETS, Topology, check_job, load
-from wf_backends.planner import Plan, Request, all_plans, check_memory, scheme
+from wf_backends.planner import Plan, Request, all_plans, check_memory, milliseconds, scheme
 from wf_backends.schedule import SLICE_WORDS
 
 if TYPE_CHECKING:
@@ -220,6 +220,6 @@ def table(plans: list[Plan], times: list[float], request: Request) -> Table:
     found = o.new_table(escape(heading(request)), ["plan"], figures)
     for plan, took in zip(plans, times, strict=True):
         expected = plan.cost.seconds
-        both = o.milliseconds(expected), o.milliseconds(took), f"{took / expected:.2f}"
+        both = milliseconds(expected), milliseconds(took), f"{took / expected:.2f}"
         found.add_row(scheme(plan, request.topology.size), *both)
     return found

@@ -16,7 +16,7 @@ from wf_backends._validation import one_of
 from wf_backends.cli import options as o
 from wf_backends.cli.mask_file import mask_lines
 from wf_backends.cluster import PRESETS
-from wf_backends.planner import MOVES, Choice, Cost, Plan, Request, Span, price_plan
+from wf_backends.planner import MOVES, Choice, Cost, Plan, Request, Span, milliseconds, price_plan
 from wf_backends.schedule import ORDER, REVERSE, ROUTES, Placed, place, read_placed, render
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -123,7 +123,7 @@ def show(plan: Plan, size: int, added: int) -> None:
 
 def timeline(cost: Cost, name: str) -> Table:
     """Every phase on one time axis: what the rank that ends last computes, sends and receives."""
-    found = Table(title=f"{name}: {o.milliseconds(cost.seconds)} ms predicted")
+    found = Table(title=f"{name}: {milliseconds(cost.seconds)} ms predicted")
     found.add_column("phase", no_wrap=True)
     for column in ("compute ms", "transfer ms"):
         found.add_column(column, justify="right")
@@ -132,7 +132,7 @@ def timeline(cost: Cost, name: str) -> Table:
         spans = [span for span in cost.spans if span.label == label]
         took = [_seconds(spans, kind) for kind in ("compute", "transfer")]
         line = bar(spans, max(cost.seconds, 1e-12))
-        found.add_row(label, *map(o.milliseconds, took), line)
+        found.add_row(label, *map(milliseconds, took), line)
     return found
 
 

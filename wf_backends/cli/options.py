@@ -23,7 +23,6 @@ from wf_backends.cli.readers import read_model
 from wf_backends.cluster import KERNEL_NAMES, PRESETS, Topology, load
 from wf_backends.lowering import ACTIVATION, FLOAT32, PARTIALS, Shape
 from wf_backends.planner import MIN_HALVINGS, Workload, draw_documents
-from wf_backends.planner import milliseconds as milliseconds
 from wf_backends.schedule import LAYOUTS, check_layout_name, make_mask
 
 ITEMSIZES: Mapping[str, int] = MappingProxyType(

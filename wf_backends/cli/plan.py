@@ -27,6 +27,7 @@ from wf_backends.planner import (
     best_plan,
     check_memory,
     counted,
+    milliseconds,
     plan_for,
     price_plan,
     reason,
@@ -217,7 +218,7 @@ def other_layout(best: Plan, request: Request) -> list[str]:
         return []
     return [
         f'Under this mask "layout": "{layout}" is faster, '
-        f"{o.milliseconds(found[layout].cost.seconds)} ms predicted: add --layout {layout}"
+        f"{milliseconds(found[layout].cost.seconds)} ms predicted: add --layout {layout}"
     ]
 
 

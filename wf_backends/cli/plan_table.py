@@ -10,7 +10,16 @@ from dataclasses import replace
 from rich.table import Table
 
 from wf_backends.cli import options as o
-from wf_backends.planner import Choice, Plan, Request, legal_degrees, price_plan, ranked, scheme
+from wf_backends.planner import (
+    Choice,
+    Plan,
+    Request,
+    legal_degrees,
+    milliseconds,
+    price_plan,
+    ranked,
+    scheme,
+)
 from wf_backends.schedule import divisors, in_rank_order
 
 Cells = tuple[str, ...]
@@ -22,7 +31,7 @@ def full_table(plans: Sequence[Plan], ring: Plan, asked: Request, title: str) ->
     listed = ring.choice in [plan.choice for plan in plans]
     for plan in [*plans, *([] if listed else [ring])]:
         over = plan.cost.memory_bytes > asked.memory_limit
-        exposed = o.milliseconds(plan.cost.exposed_s)
+        exposed = milliseconds(plan.cost.exposed_s)
         found.add_row(*row(plan, ring, asked, exposed), style="dim" if over else None)
     return found
 
@@ -100,7 +109,7 @@ def row(plan: Plan, ring: Plan, asked: Request, *more: str) -> Cells:
     over = " too much" if cost.memory_bytes > asked.memory_limit else ""
     return (
         scheme(plan, asked.topology.size),
-        o.milliseconds(cost.seconds),
+        milliseconds(cost.seconds),
         f"{ring.cost.seconds / cost.seconds:.2f}",
         *more,
         *nic,
