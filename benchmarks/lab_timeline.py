@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 
 from wf_backends.comm import Communicator, Message, Pending
@@ -32,9 +31,6 @@ class Timeline(Communicator):
     @property
     def seconds(self) -> float:
         return self.ended - self.began
-
-    def window(self, device: torch.device) -> int | None:
-        return self.inner.window(device)
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         return _Noted(self.inner._post(label, sends, recvs), label, self)

@@ -1,9 +1,8 @@
-"""Exchanges that all wait for: in turns where the network asks for it, and Ulysses in one mail."""
+"""Ulysses' exchanges: q, k and v in one, and each with the bytes that its heads are."""
 
 from __future__ import annotations
 
 from collections import Counter
-from threading import Event
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
-from wf_backends.comm.exchanges import TURNS, exchange
 from wf_backends.runtime.ulysses import make_head_exchange
 from wf_backends.schedule.layout import lengths, make_layout
 from wf_backends.schedule.mask import CAUSAL, Mask
@@ -22,102 +20,21 @@ BATCH, HEAD_DIM = 2, 8
 
 
 class Network(Communicator):
-    """Another communicator that wants turns, with a list of what was posted and waited for."""
+    """Another communicator, with a list of what was posted."""
 
-    def __init__(self, inner, window):
+    def __init__(self, inner):
         super().__init__()
-        self.inner, self.bytes_in_flight = inner, window
+        self.inner, self.posts = inner, []
         self.rank, self.size, self.on_host = inner.rank, inner.size, inner.on_host
-        self.events = []
-
-    def window(self, device):
-        return self.bytes_in_flight
 
     def _post(self, label, sends, recvs):
-        pending, peers = self.inner._post(label, sends, recvs), {peer for peer, _ in recvs}
-        self.events.append(("post", label, peers))
-        return Noted(pending, lambda: self.events.append(("wait", label, peers)))
-
-    def most_on_the_way(self):
-        counts = [0]
-        for what, *_ in self.events:
-            counts.append(counts[-1] + (1 if what == "post" else -1))
-        return max(counts)
+        self.posts.append(label)
+        return self.inner._post(label, sends, recvs)
 
 
-class Noted:
-    def __init__(self, pending, note):
-        self.pending, self.note = pending, note
-
-    def wait(self):
-        self.pending.wait()
-        self.note()
-
-    def poll(self):
-        self.pending.poll()
-
-
-def messages(comm, count):
-    """(sends, recvs): to and from every other rank, `count` float32, what a rank sends its own."""
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
-    sends = [(peer, torch.full((count,), 1.0 + comm.rank)) for peer in others]
-    return sends, [(peer, torch.empty(count)) for peer in others]
-
-
-def exchanged(comm, window, count):
-    """The order in which ranks came, the peers of every post, and how many were on the way."""
-    network = Network(comm, window)
-    sends, recvs = messages(comm, count)
-    order = list(exchange(network, "all", sends, recvs))
-    for peer, tensor in recvs:
-        assert tensor.eq(1.0 + peer).all()
-    assert network.sent["all"] == 4 * count * (comm.size - 1)
-    posts = [peers for what, _, peers in network.events if what == "post"]
-    return order, posts, network.most_on_the_way()
-
-
-@pytest.mark.parametrize("size", (2, 5, 8))
-def test_peers_take_turns_in_pairs(size):
-    results = run_threads(size, exchanged, 100, 25)
-    for rank, (order, posts, most) in enumerate(results):
-        assert order == sorted(range(size), key=lambda peer: peer ^ rank)
-        assert posts == [{peer} for peer in order[1:]]
-        assert most == min(TURNS, size - 1)
-
-
-def test_small_messages_do_not_wait_for_each_other():
-    for _, posts, most in run_threads(8, exchanged, 500, 25):  # 100 bytes each: five are 500
-        assert (len(posts), most) == (7, 5)
-
-
-def test_without_a_window_all_is_posted_at_once():
-    for rank, (order, posts, most) in enumerate(run_threads(5, exchanged, None, 25)):
-        assert order[0] == rank and sorted(order) == list(range(5))
-        assert (posts, most) == ([set(range(5)) - {rank}], 1)
-
-
-def test_an_exchange_of_one_rank_posts_nothing():
-    assert run_threads(1, exchanged, 100, 25) == [([0], [], 0)]
-    assert run_threads(1, exchanged, None, 25) == [([0], [], 0)]
-
-
-def placed_before_others_send(comm, seen):
-    """Ranks 2 and 3 begin once rank 0 has what rank 1 sent."""
-    if comm.rank > 1:
-        assert seen.wait(20), "rank 0 does not see rank 1's messages before those of 2 and 3"
-    for rank in exchange(Network(comm, 0), "all", *messages(comm, 4)):
-        if (comm.rank, rank) == (0, 1):
-            seen.set()
-    return True
-
-
-def test_what_one_peer_sent_is_there_before_another_sends():
-    assert all(run_threads(4, placed_before_others_send, Event()))
-
-
-def ulysses(comm, window, heads, kv_heads, causal):
+def ulysses(comm, heads, kv_heads, causal):
     """(largest error, posts by label, bytes by label) of attention of uneven shards."""
-    network = Network(comm, window)
+    network = Network(comm)
     words = {"sequence_parallel_size": comm.size, "ulysses_degree": comm.size, "route": "ring"}
     sp = SequenceParallel(SequenceParallelConfig.from_dict(words), network)
     random = torch.Generator().manual_seed(0)
@@ -131,7 +48,7 @@ def ulysses(comm, window, heads, kv_heads, causal):
     wanted = [right, *torch.autograd.grad((right * dout).sum(), (q, k, v))]
     pairs = zip((out, *grads), (sp.shard(x) for x in wanted), strict=True)
     worst = max((a - b).abs().max().item() for a, b in pairs)
-    found = [label for what, label, _ in network.events if what == "post" and "ulysses" in label]
+    found = [label for label in network.posts if "ulysses" in label]
     return worst, Counter(found), sp.report()
 
 
@@ -154,16 +71,13 @@ def derived(rank, size, heads, kv_heads):
     }
 
 
-@pytest.mark.parametrize("window", (None, 0))
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize(("heads", "kv_heads"), ((4, 4), (8, 4), (8, 2), (4, 1)))
-def test_one_exchange_in_each_direction(window, causal, heads, kv_heads):
+def test_one_exchange_in_each_direction(causal, heads, kv_heads):
     """Uneven shards; key heads as many as query heads, fewer, and fewer than ranks: replicated."""
-    for rank, (error, posts, sent) in enumerate(
-        run_threads(4, ulysses, window, heads, kv_heads, causal)
-    ):
+    for rank, (error, posts, sent) in enumerate(run_threads(4, ulysses, heads, kv_heads, causal)):
         right = derived(rank, 4, heads, kv_heads)
         assert error < 1e-10
-        assert posts == dict.fromkeys(right, 1 if window is None else 3)
+        assert posts == dict.fromkeys(right, 1)
         assert {label: sent[label] for label in right} == right
         assert {label for label in sent if "ulysses" in label} == right.keys()

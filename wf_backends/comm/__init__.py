@@ -15,7 +15,7 @@ from wf_backends.comm.consistency import (
     gather_texts,
     sum_over_ranks,
 )
-from wf_backends.comm.exchanges import Sizes, all_to_all, chunk_sizes, exchange, sum_on_all_ranks
+from wf_backends.comm.exchanges import Sizes, all_to_all, chunk_sizes, sum_on_all_ranks
 from wf_backends.comm.faults import FOLDER, job_board, last_words, leave_note
 from wf_backends.comm.mpi import MpiComm, library_name, load_mpi
 from wf_backends.comm.process_group import GroupComm, as_timeout, own_group, timeout_of
@@ -50,7 +50,6 @@ __all__ = [
     "as_timeout",
     "below_autograd",
     "chunk_sizes",
-    "exchange",
     "fingerprint",
     "first_order_only",
     "gather_small",

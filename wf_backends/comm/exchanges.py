@@ -1,89 +1,16 @@
-"""Exchanges between ranks that all wait for them: which messages are sent when; parts and sums.
-
-Everything at once is unfair where a NIC carries it: the flows share the NIC by chance, so that some
-ranks have all they need while others still wait for several, and links idle. In turns, rank r meets
-r ^ t at turn t: no two ranks write to one at the same time, and every NIC is full in both ways.
-"""
+"""Exchanges between ranks that all wait for them: all-to-all, and a sum on all ranks."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Size, Tensor
 
-from wf_backends.comm.protocol import Communicator, Message, Pending
+from wf_backends.comm.protocol import Communicator
 
 Sizes = tuple[int, ...]  # rows of every rank along a dimension
-
-TURNS = 2  # on the way at a time at least, so that the latency of one passes during the other
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """Messages on their way, from and to the peers of one turn or of all."""
-
-    peers: list[int]
-    sends: list[Message]
-    num_bytes: int
-    pending: Pending
-
-
-def exchange(
-    comm: Communicator, label: str, sends: Sequence[Message], recvs: Sequence[Message]
-) -> Iterator[int]:
-    """Post messages and wait for them, peer by peer where `comm.window` asks for turns.
-
-    Nothing is posted before the first rank is asked for.
-
-    Args:
-        sends: packed as their turn comes if they are not contiguous. recvs: contiguous. Both as in
-            `Communicator.post`; messages of one peer keep their order.
-
-    Yields:
-        Every rank whose messages are here: this rank, with the first on their way, then the peers.
-    """
-    out, into = _by_peer(sends), _by_peer(recvs)
-    peers = sorted({*out, *into}, key=comm.rank.__xor__)
-    window = comm.window((*sends, *recvs)[0][1].device) if peers else None
-    waiting = deque([peers] if window is None and peers else [[peer] for peer in peers])
-    flying: deque[_Flight] = deque()
-
-    def fill() -> None:
-        while waiting and (len(flying) < TURNS or sum(f.num_bytes for f in flying) < (window or 0)):
-            flying.append(_post(comm, label, waiting.popleft(), out, into))
-
-    fill()
-    yield comm.rank
-    while flying:
-        flight = flying.popleft()
-        flight.pending.wait()
-        fill()
-        yield from flight.peers
-
-
-def _by_peer(messages: Sequence[Message]) -> dict[int, list[Tensor]]:
-    found: defaultdict[int, list[Tensor]] = defaultdict(list)
-    for peer, tensor in messages:
-        found[peer].append(tensor)
-    return found
-
-
-def _post(
-    comm: Communicator,
-    label: str,
-    peers: list[int],
-    out: Mapping[int, list[Tensor]],
-    into: Mapping[int, list[Tensor]],
-) -> _Flight:
-    """Start all messages from and to these peers."""
-    sends = [(peer, tensor.contiguous()) for peer in peers for tensor in out.get(peer, ())]
-    recvs = [(peer, tensor) for peer in peers for tensor in into.get(peer, ())]
-    num_bytes = sum(tensor.numel() * tensor.element_size() for _, tensor in sends)
-    return _Flight(peers, sends, num_bytes, comm.post(label, sends, recvs))
 
 
 def chunk_sizes(length: int, num_ranks: int) -> Sizes:
@@ -102,12 +29,11 @@ def all_to_all(
         shapes: what arrives from each rank; an empty part is not sent.
     """
     own = parts[comm.rank]
-    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    others = sorted(range(comm.size), key=comm.rank.__xor__)[1:]  # not all begin with rank 0
     arriving = [own if rank == comm.rank else own.new_empty(s) for rank, s in enumerate(shapes)]
-    sends = [(rank, parts[rank]) for rank in others if parts[rank].numel()]
+    sends = [(rank, parts[rank].contiguous()) for rank in others if parts[rank].numel()]
     recvs = [(rank, arriving[rank]) for rank in others if arriving[rank].numel()]
-    for _ in exchange(comm, label, sends, recvs):
-        pass
+    comm.post(label, sends, recvs).wait()
     return arriving
 
 

@@ -14,8 +14,6 @@ from wf_backends.comm.protocol import CONTROL, NOBODYS_TAG, Message, Pending, Wa
 from wf_backends.comm.staging import Staged
 from wf_backends.comm.watch import ProcessComm
 
-WINDOW_BYTES = 1 << 17  # what fills a link of 10 Gbit/s for 100 us, a round trip
-
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """How long operations of a group wait for peers; None if this torch does not tell.
@@ -94,10 +92,6 @@ class GroupComm(ProcessComm):
     def carries(self, device: torch.device) -> bool:
         """See Communicator.carries; gloo copies what is not on the host."""
         return self._backends.get(device.type) == ("gloo" if device.type == "cpu" else "nccl")
-
-    def window(self, device: torch.device) -> int | None:
-        """NCCL takes everything in one launch; gloo's sockets need turns."""
-        return None if self._backends.get(device.type) == "nccl" else WINDOW_BYTES
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         if not (sends or recvs):

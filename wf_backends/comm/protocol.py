@@ -167,16 +167,6 @@ class Communicator(Shared, ABC):
         """Whether tensors of a device travel as they are: from it no copy is made, nor to it."""
         return device.type == "cpu" and self.on_host
 
-    def window(self, device: torch.device) -> int | None:
-        """Bytes that a rank should have on their way at a time in an exchange all wait for.
-
-        None: the library does best with all messages at once. See `exchanges.exchange`.
-
-        Args:
-            device: where the messages lie.
-        """
-        return None
-
     @abstractmethod
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending: ...
 
@@ -207,9 +197,6 @@ class View(Communicator):
 
     def carries(self, device: torch.device) -> bool:
         return self.parent.carries(device)
-
-    def window(self, device: torch.device) -> int | None:
-        return self.parent.window(device)
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         return self.parent._post(label, self._renumber(sends), self._renumber(recvs))

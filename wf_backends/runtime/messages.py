@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
-from wf_backends.comm import Communicator, Message, Pending, exchange
+from wf_backends.comm import Communicator, Message, Pending
 from wf_backends.lowering import Gather, Parcel
 from wf_backends.schedule import Ranges
 
@@ -221,24 +221,6 @@ class Messages:
         for _, place, rows, values in self._arrivals:
             place(rows, values)
         self._arrivals = []
-
-    def deliver(self) -> None:
-        """Return when all rows are in their place; messages that were not posted go in turns.
-
-        Then what one rank sent is put in its place while others' messages are on their way.
-        """
-        if self._pending is not None:
-            self.wait()
-            return
-        ranks = exchange(self.comm, self.label, self._sends, self._recvs)
-        while True:
-            with span("wait", self.label):
-                rank = next(ranks, None)
-            if rank is None:
-                return
-            for peer, place, rows, values in self._arrivals:
-                if peer == rank:
-                    place(rows, values)
 
 
 def gather(messages: Messages, rows: Gather, shard: Tensors) -> Tensors:

@@ -46,7 +46,7 @@ def gather_shards(comm: Communicator, layout: Layout, dim: int, x: Tensor, label
             messages.send(Parcel(peer, ((0, len(rows)),)), (rows,))
         if size(shard):
             messages.receive(Parcel(peer, shard), (whole.movedim(dim, 0),))
-    messages.deliver()
+    messages.post().wait()
     return whole
 
 

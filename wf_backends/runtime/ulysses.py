@@ -177,7 +177,7 @@ def _exchange(
     comm.enter(now)
     messages = Messages(comm, label)
     found = [register(messages, one, x) for one, x in zip(exchanges, xs, strict=True)]
-    messages.deliver()
+    messages.post().wait()
     return tuple(total.to(x.dtype) for total, x in zip(found, xs, strict=True))
 
 

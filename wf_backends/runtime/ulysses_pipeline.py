@@ -104,9 +104,10 @@ def _through(
     totals: Tensors = ()
     coming, going = Messages(group.comm, labels[0]), Messages(group.comm, labels[1])
     arriving = _arrive(coming, come(0), xs)
+    coming.post()
     last = len(group.queries) - 1
     for chunk in range(last + 1):
-        coming.deliver()
+        coming.wait()
         here = arriving
         if chunk < last:
             coming = Messages(group.comm, labels[0])
@@ -115,14 +116,12 @@ def _through(
         found, exchanges = compute(here), leave(chunk)
         me = group.comm.rank
         totals = totals or tuple(one.blank(me, x) for one, x in zip(exchanges, found, strict=True))
-        if chunk:
-            going.deliver()
+        going.wait()
         going = Messages(group.comm, labels[1])
         for one, x, total in zip(exchanges, found, totals, strict=True):
             bring_back(going, one, x, total)
-        if chunk < last:
-            going.post()
-    going.deliver()
+        going.post()
+    going.wait()
     return totals
 
 
