@@ -6,6 +6,7 @@ import copy
 import io
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -243,6 +244,28 @@ def test_a_model_is_not_put_back_while_another_thread_calls_it() -> None:
         handle.remove()
         handle.remove()
         assert device.bytes == 0 and torch.equal(model(x), Plain()(Plain()(x)))
+
+
+@pytest.mark.filterwarnings("ignore:the model takes")
+@pytest.mark.parametrize("memory", [SPLIT, FITS])
+def test_two_threads_put_a_model_back_once(memory: dict) -> None:
+    """The second waits for the first: the model is as it was when either returns."""
+    begun, closed = threading.Event(), list[float]()
+
+    class Slow(ShapedDevice):
+        def close(self) -> None:
+            begun.set()
+            time.sleep(0.3)
+            super().close()
+            closed.append(time.perf_counter())
+
+    handle = dispatch_model(Plain(), memory, Slow(1e8, 2e8, 1e10))
+    thread = threading.Thread(target=handle.remove, daemon=True)
+    thread.start()
+    assert begun.wait(20)
+    handle.remove()
+    assert len(closed) == 1
+    thread.join(20)
 
 
 @pytest.mark.usefixtures("threads_in_turns")

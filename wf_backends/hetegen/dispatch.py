@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from math import inf
 from reprlib import repr as short
+from threading import Lock
 from typing import Literal, cast
 
 from torch import Tensor, nn
@@ -39,7 +40,7 @@ class Handle:
         self, model: nn.Module, plan: Plan, runner: Runner | None, undo: ExitStack
     ) -> None:
         self.model, self.plan = model, plan
-        self._runner, self._undo = runner, undo
+        self._runner, self._undo, self._undoing = runner, undo, Lock()
 
     def report(self) -> dict:
         """Measured beside predicted, as plain data.
@@ -61,7 +62,8 @@ class Handle:
         """
         if self._runner is not None:
             self._runner.end()
-        self._undo.close()
+        with self._undoing:
+            self._undo.close()
 
     def __enter__(self) -> Handle:
         return self
