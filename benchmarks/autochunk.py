@@ -54,7 +54,7 @@ PARTS = ("models", "budgets", "longest", "gpu")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=9, help="timed runs of each")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each")
     parser.add_argument("--only", default="", help="rows whose name holds this")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="tables")
     args = parser.parse_args()
