@@ -365,6 +365,15 @@ class TestRefusals:
             autochunk(Branching(), (torch.randn(8, 8),))
         assert capfd.readouterr() == ("", "")  # the error says it all
 
+    def test_an_error_of_pythons_own_names_the_models_line(self) -> None:
+        class Counting(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * len(set(x[0].long().tolist()))
+
+        told = r"Counting cannot be captured: unhashable .*, in forward: return x \* len\(set"
+        with pytest.raises(ValueError, match=told):
+            autochunk(Counting(), (torch.randn(8, 8),))
+
     @pytest.mark.parametrize("training", [False, True])
     def test_rows_whose_number_the_values_decide(self, training: bool) -> None:
         class Routed(nn.Module):

@@ -11,9 +11,11 @@ import copy
 import hashlib
 import io
 import logging
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -261,5 +263,16 @@ def reason(model: nn.Module, error: Exception, what: str = "be captured") -> str
     """Why a model cannot do `what`: the first line of an error, and where in the model's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
-    where = next((line for line in lines if line.startswith("File ") or "model code" in line), "")
+    told = (line for line in lines if line.startswith("File ") or "model code" in line)
+    where = next(told, "") or _line_of_model(error)
     return f"{type(model).__name__} cannot {what}: {first} {where}".rstrip()
+
+
+def _line_of_model(error: Exception) -> str:
+    """The last line that is neither torch's nor ours, of those that led to an error."""
+    torchs, ours = Path(torch.__file__).parent, Path(__file__).parents[1]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.exists() and not (path.is_relative_to(torchs) or path.is_relative_to(ours)):
+            return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}'
+    return ""
