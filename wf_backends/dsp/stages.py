@@ -274,9 +274,8 @@ class LayoutTracker:
         if not isinstance(out, Tensor):
             raise ValueError(f"{name!r} must return the hidden state, got {type(out).__name__}")
         self._now = None
-        return self.dsp.gather(
-            self._check_shard(name, sharding, out), self.stages.dims[sharding.name]
-        )
+        shard = self._check_shard(name, sharding, out)
+        return self.dsp.gather(shard, self.stages.dims[sharding.name])
 
 
 def _resolve(needs: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
