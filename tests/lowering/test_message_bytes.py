@@ -177,7 +177,7 @@ def test_documents_never_leave_the_ranks_that_hold_them():
 @pytest.mark.parametrize("queries_walk", (False, True))
 @pytest.mark.parametrize(
     ("turn", "mask"),
-    enumerate((Mask(FULL), Mask(CAUSAL), Mask(Band(5, 2)), Mask(CAUSAL, (0, 7, 36)))),
+    list(enumerate((Mask(FULL), Mask(CAUSAL), Mask(Band(5, 2)), Mask(CAUSAL, (0, 7, 36))))),
 )
 def test_every_send_has_its_receive(n, queries_walk, turn, mask):
     """Message by message: what a rank sends a peer is what the peer waits for, in that order.
