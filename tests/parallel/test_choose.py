@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.planning import MASKS, SHAPE, cluster
@@ -98,6 +98,7 @@ def test_a_call_chooses_what_the_config_leaves_open() -> None:
     gbit=st.floats(0.001, 100),
     mask=st.sampled_from(MASKS),
 )
+@example(size=64, heads=(1, 1), gbit=15.0, mask=Mask(Band(30, 0)))  # rows once in one pass alone
 def test_a_size_alone_gives_the_best_of_all(
     size: int, heads: tuple[int, int], gbit: float, mask: Mask
 ) -> None:

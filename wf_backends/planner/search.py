@@ -158,14 +158,24 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
         ]
         if keep:
             pairs = [pair for of_side in backward for pair in zip(forward, of_side, strict=True)]
+            pairs = [pair for pair in pairs if _has_meaning(pair[1], back)]
         else:
-            pairs = _best_pairs(forward, [*chain(*backward)], within)
+            told = [one for one in chain(*backward) if _has_meaning(one, back)]
+            pairs = _best_pairs(forward, told, within)
         for there_pass, back_pass in pairs:
             placed = there_pass.placed, back_pass.placed
             moves = MOVES[back_pass.kind.queries_walk]
             choice = Choice(split.degree, *placed, moves, keep, split.stride, split.chunks)
             layers = request.layers if keep else 1
             yield Plan(choice, there_pass.cost, back_pass.cost, outside, layers)
+
+
+def _has_meaning(back_pass: PassPlan, shapes: Mapping[Placed, RouteShape]) -> bool:
+    """Whether rows that cross to hosts once are brought together in this backward: they are of the
+    side that stays. Of an all-gather whose keys move there are none, and configs refuse it."""
+    placed, kind = back_pass.placed, back_pass.kind
+    shape = shapes[placed]
+    return placed.host_size == 1 or kind.ordered(shape.stay, shape.walk)[0].foreign > 0
 
 
 def _best_pairs(
