@@ -66,8 +66,7 @@ def fitted(model: Stack, guess: Rates) -> Rates:
 
     def rate(lane: str, alpha: float) -> float:
         told = run(model, guess, alpha)[1]["lanes"][lane]
-        uses = 2 if lane == "link" else 1  # the link's thread copies the rows, and computes them
-        return told["bytes"] / uses / told["busy_seconds"]
+        return told["bytes"] / told["busy_seconds"]  # the link's thread computes its rows, too
 
     link, host = rate("link", 0.0), rate("host", 1.0)
     beside = rate("link", FIT_ALPHA), rate("host", FIT_ALPHA)
