@@ -248,6 +248,33 @@ def test_a_model_is_not_put_back_while_another_thread_calls_it() -> None:
 
 @pytest.mark.filterwarnings("ignore:the model takes")
 @pytest.mark.parametrize("memory", [SPLIT, FITS])
+def test_a_model_is_not_put_back_within_a_call_of_it(memory: dict) -> None:
+    """Nor by a hook of a linear that is called alone; other models' calls are no matter."""
+    model, x, device, told = Plain(), torch.randn(2, 64), fast_device(), list[str]()
+    handle = dispatch_model(model, memory, device)
+
+    def remove(*_: object) -> None:
+        try:
+            handle.remove()
+        except RuntimeError as error:
+            told.append(str(error))
+
+    model.layers[1].register_forward_hook(remove)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), Plain()(x), rtol=0, atol=1e-5)
+        torch.testing.assert_close(model.layers[1](x), Plain().layers[1](x), rtol=0, atol=1e-5)
+        assert told == 2 * ["handle.remove() within a call of the model: call it when the call "
+                            "has ended"]  # fmt: skip
+        assert device.bytes == handle.plan.accelerator_bytes
+        other = nn.Identity()
+        other.register_forward_hook(remove)
+        other(x)
+        assert len(told) == 2 and device.bytes == 0
+        assert torch.equal(model(x), Plain()(x)) and len(told) == 2
+
+
+@pytest.mark.filterwarnings("ignore:the model takes")
+@pytest.mark.parametrize("memory", [SPLIT, FITS])
 def test_two_threads_put_a_model_back_once(memory: dict) -> None:
     """The second waits for the first: the model is as it was when either returns."""
     begun, closed = threading.Event(), list[float]()

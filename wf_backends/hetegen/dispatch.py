@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from wf_backends._validation import is_real, nearest, of_type, parse_bytes
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import Device
-from wf_backends.hetegen.mark import MARK, check_not_split, mark_modules, tell_calls
+from wf_backends.hetegen.mark import (
+    MARK,
+    check_not_called,
+    check_not_split,
+    mark_modules,
+    tell_calls,
+)
 from wf_backends.hetegen.modules import HostWeight, find_weights
 from wf_backends.hetegen.plan import Plan, Request
 from wf_backends.hetegen.planning import make_plan
@@ -58,8 +64,9 @@ class Handle:
         """Put the model back as it was, and give the memory back. Twice is as good as once.
 
         Raises:
-            RuntimeError: while another thread calls the model, which stays split.
+            RuntimeError: within a call of the model, this thread's or another's; it stays split.
         """
+        check_not_called(self.model)
         if self._runner is not None:
             self._runner.end()
         with self._undoing:

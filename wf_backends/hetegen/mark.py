@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -36,6 +37,21 @@ def check_not_split(model: nn.Module) -> None:
                 f"model shares {name} with another model that is split: call the other's "
                 "handle.remove() first"
             )
+
+
+def check_not_called(model: nn.Module) -> None:
+    """Refuse to put a split model back within a call of it by this thread.
+
+    The stack tells, since no hook does where Ctrl-C ended a call.
+    """
+    split = {module for module in model.modules() if hasattr(module, MARK)}
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code is nn.Module.__call__.__code__ and frame.f_locals["self"] in split:
+            raise RuntimeError(
+                "handle.remove() within a call of the model: call it when the call has ended"
+            )
+        frame = frame.f_back
 
 
 def mark_modules(model: nn.Module, undo: ExitStack) -> None:
