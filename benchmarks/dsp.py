@@ -22,8 +22,8 @@ from measure import Counting, Measured, Step, check_same, machine, measure
 from torch import Tensor
 
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
-from wf_backends.comm import chunk_sizes, make_comm
-from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded
+from wf_backends.comm import make_comm
+from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, chunk_sizes
 from wf_backends.runtime.ulysses import heads_for_tokens, make_head_exchange, tokens_for_heads
 from wf_backends.schedule.layout import contiguous
 

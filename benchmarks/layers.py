@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wf_backends.comm import Sizes, all_to_all
-from wf_backends.comm.autograd import move
-from wf_backends.comm.protocol import Communicator
+from wf_backends.comm import Communicator, all_to_all
+from wf_backends.dsp import Sizes
+from wf_backends.runtime import move
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, n, h, d) -> (B, n, h, d)
 Move = Callable[[Tensor], Tensor]

@@ -21,7 +21,8 @@ from measure import Counting, Measured, Step, check_same, machine, measure
 from torch import Tensor
 
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
-from wf_backends.comm import chunk_sizes, make_comm
+from wf_backends.comm import make_comm
+from wf_backends.dsp import chunk_sizes
 from wf_backends.parallel.gradients import GradientMean
 
 

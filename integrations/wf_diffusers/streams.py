@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from wf_backends import SequenceParallel
-from wf_backends.comm import move
-from wf_backends.runtime import gather_shards, positions, take_shard
+from wf_backends.runtime import gather_shards, move, positions, take_shard
 from wf_backends.schedule import Layout, intersect, make_layout
 
 

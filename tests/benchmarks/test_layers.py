@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import ROOT, run_threads
-from wf_backends.comm import chunk_sizes
+from wf_backends.dsp import chunk_sizes
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(ROOT / "benchmarks")

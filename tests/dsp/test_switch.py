@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import run_threads
-from wf_backends.comm import chunk_sizes
+from wf_backends.dsp import chunk_sizes
 from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded
 
 SIZES = (1, 2, 3, 4, 6, 8)

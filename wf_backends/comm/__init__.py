@@ -6,7 +6,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wf_backends.comm.autograd import below_autograd, first_order_only, move, move_all
 from wf_backends.comm.consistency import (
     HEADER_INTEGERS,
     ConsistencyCheck,
@@ -15,9 +14,9 @@ from wf_backends.comm.consistency import (
     gather_texts,
     sum_over_ranks,
 )
-from wf_backends.comm.exchanges import Sizes, all_to_all, chunk_sizes, sum_on_all_ranks
-from wf_backends.comm.faults import FOLDER, job_board, last_words, leave_note
-from wf_backends.comm.mpi import MpiComm, library_name, load_mpi
+from wf_backends.comm.exchanges import all_to_all, sum_on_all_ranks
+from wf_backends.comm.faults import FOLDER, Board, Note, in_words, job_board
+from wf_backends.comm.mpi import MpiComm, load_mpi
 from wf_backends.comm.process_group import GroupComm, as_timeout, own_group, timeout_of
 from wf_backends.comm.protocol import (
     DEFAULT_TIMEOUT_S,
@@ -32,6 +31,7 @@ from wf_backends.comm.protocol import (
 from wf_backends.comm.threads import ThreadComm, World, run_threads
 
 __all__ = [
+    "Board",
     "FOLDER",
     "ConsistencyCheck",
     "Communicator",
@@ -39,29 +39,22 @@ __all__ = [
     "HEADER_INTEGERS",
     "Message",
     "NO_PASS",
+    "Note",
     "Pass",
     "Pending",
     "Shared",
-    "Sizes",
     "ThreadComm",
     "View",
     "World",
     "all_to_all",
     "as_timeout",
-    "below_autograd",
-    "chunk_sizes",
     "fingerprint",
-    "first_order_only",
     "gather_small",
     "gather_texts",
+    "in_words",
     "job_board",
-    "last_words",
-    "leave_note",
-    "library_name",
     "load_mpi",
     "make_comm",
-    "move",
-    "move_all",
     "own_group",
     "run_threads",
     "sum_on_all_ranks",

@@ -57,8 +57,7 @@ def gather_texts(comm: Communicator, text: str) -> list[str]:
     """The texts of all ranks, by rank, in two rounds of messages. Not counted as traffic."""
     data = text.encode()
     sizes = gather_small(comm, torch.tensor([len(data)])).flatten().tolist()
-    mine = torch.zeros(max(sizes), dtype=torch.uint8)
-    mine[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+    mine = torch.tensor([*data.ljust(max(sizes))], dtype=torch.uint8)
     rows = gather_small(comm, mine).tolist()
     return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
 

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Size, Tensor
 
 from wf_backends.comm.protocol import Communicator
-
-Sizes = tuple[int, ...]  # rows of every rank along a dimension
-
-
-def chunk_sizes(length: int, num_ranks: int) -> Sizes:
-    """Rows of every rank in the contiguous layout; 0 for some where there are fewer than ranks."""
-    edges = [rank * length // num_ranks for rank in range(num_ranks + 1)]
-    return tuple(stop - start for start, stop in pairwise(edges))
 
 
 def all_to_all(
@@ -42,7 +33,7 @@ def sum_on_all_ranks(comm: Communicator, x: Tensor, label: str, divisor: int = 1
 
     Travels in x's dtype, is summed in float32 or wider. A rank sends 2 (P - 1) / P of x's bytes.
     """
-    parts = x.flatten().split(chunk_sizes(x.numel(), comm.size))
+    parts = x.flatten().tensor_split(comm.size)
     mine = parts[comm.rank]
     theirs = all_to_all(comm, f"{label} reduce", parts, [mine.shape] * comm.size)
     total = mine.new_zeros(mine.shape, dtype=torch.promote_types(x.dtype, torch.float32))

@@ -1,7 +1,8 @@
 """What the ranks of a job tell each other, through its store, when one of them fails.
 
-A rank whose wait fails, or that ends by an error, leaves a note. The lowest rank that waited says
-in one line what all notes say: who answered, who did not, where each was, and since when.
+A rank whose wait fails, or that ends by an error (`launch/ending.py`), leaves a note. The lowest
+rank that waited says in one line what all notes say: who answered, who did not, where each was, and
+since when.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from wf_backends.comm.termination import noticed_termination
 
 ANSWER_S = 2.0  # how long a rank that failed waits for the notes of others
 PAUSE_S = 0.005  # mpirun kills within 0.02 s of telling
-ERROR_LENGTH = 300
 NAMED = 8  # ranks that a report names one by one
 FOLDER, REPORT = "log folder", "report"
 STORE_GONE = "Rank 0 has ended, and with it the store of the ranks' notes: no other rank is heard"
@@ -59,6 +59,21 @@ class Board:
         found = self._try(lambda: self._store.get(key) if self._store.check([key]) else None)
         return None if found is None else json.loads(found)
 
+    @property
+    def reported(self) -> bool:
+        """Whether a rank has reported."""
+        return self.read(REPORT, 0) is not None
+
+    def report(self, line: str) -> None:
+        """Say for all ranks what happened: on the board, in this process's log, in the folder."""
+        self.write(REPORT, 0, line)
+        logging.getLogger(__name__).error("%s", line)
+        folder = self.read(FOLDER, 0)
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with Path(folder, "faults.log").open("a") as file:
+                file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
     def _try(self, act: Callable[[], Any]) -> Any:
         try:
             return None if self.gone else act()
@@ -94,34 +109,6 @@ def failure(comm: Communicator, wait: Wait, error: object) -> RuntimeError:
     return RuntimeError(text)
 
 
-def leave_note(board: Board, rank: int, error: BaseException | None) -> None:
-    """Say why this process ends, unless it has said where a wait of it failed."""
-    if board.read("fault", rank) is None:
-        told = f"{type(error).__name__}: {error}"[:ERROR_LENGTH]
-        board.write("fault", rank, {"ended": told})
-
-
-def last_words(board: Board, me: int, size: int, patience: float) -> None:
-    """Before this process ends by an error: wait until somebody reports, or all ranks have failed.
-
-    Where no rank waited for a message of ours, the lowest that ends reports, unless all end by the
-    same error.
-
-    Args:
-        me, size: this rank and the ranks of the job.
-        patience: seconds.
-    """
-    end = time.monotonic() + patience
-    notes: dict[int, Note] = {}
-    while len(notes) < size and time.monotonic() < end and not board.gone:
-        if board.read(REPORT, 0):
-            return
-        notes |= {r: n for r in range(size) if r not in notes and (n := board.read("fault", r))}
-        time.sleep(PAUSE_S)
-    if notes and me == min(notes) and len({note.get("ended") for note in notes.values()}) > 1:
-        _say(board, in_words(range(size), notes))
-
-
 def report(
     board: Board, ranks: Sequence[int], me: int, own: Note, patience: float = ANSWER_S
 ) -> None:
@@ -138,7 +125,7 @@ def report(
         while len(notes) < len(ranks) and not (over or board.gone):
             if not (over := job.told or time.monotonic() > end):
                 time.sleep(PAUSE_S)
-            if board.read(REPORT, 0):
+            if board.reported:
                 return
             for rank in ranks:
                 if rank not in notes and (note := board.read("fault", rank)):
@@ -147,19 +134,9 @@ def report(
                     notes[rank] = note
         line = in_words(ranks, notes)
         if not board.gone:
-            _say(board, line)
+            board.report(line)
         elif me == min(rank for rank in ranks if rank):
-            _say(board, f"{line}. {STORE_GONE}")
-
-
-def _say(board: Board, line: str) -> None:
-    board.write(REPORT, 0, line)
-    logging.getLogger(__name__).error("%s", line)
-    folder = board.read(FOLDER, 0)
-    if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        with Path(folder, "faults.log").open("a") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+            board.report(f"{line}. {STORE_GONE}")
 
 
 def in_words(ranks: Sequence[int], notes: dict[int, Note]) -> str:

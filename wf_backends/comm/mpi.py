@@ -52,12 +52,6 @@ def load_mpi() -> Any:
     return MPI
 
 
-def library_name(MPI: Any) -> str:
-    """Such as "Open MPI 5.0.11"."""
-    name, version = MPI.get_vendor()
-    return f"{name} {'.'.join(str(part) for part in version)}"
-
-
 class MpiComm(ProcessComm):
     """An MPI communicator, duplicated so that its messages never meet the program's own.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -144,18 +144,18 @@ class GroupComm(ProcessComm):
         self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> Pending:
         """One NCCL launch; `wait` orders the current stream after it and does not stop the host."""
-        ops = [self._op(dist.irecv, message) for message in recvs if message[1].numel()]
-        ops += [self._op(dist.isend, message) for message in sends if message[1].numel()]
+        ops = [
+            dist.P2POp(start, tensor.detach(), self._global_ranks[peer], group=self.group)
+            for start, messages in ((dist.irecv, recvs), (dist.isend, sends))
+            for peer, tensor in messages
+            if tensor.numel()
+        ]
         kind, peer = "messages from and to", min(peer for peer, _ in (*sends, *recvs))
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
             raise self.failed(label, kind, peer, error) from error
         return _GroupPending(self, label, [(kind, peer, work) for work in works], keep=ops)
-
-    def _op(self, start: Callable[..., dist.Work | None], message: Message) -> dist.P2POp:
-        peer, tensor = message
-        return dist.P2POp(start, tensor.detach(), self._global_ranks[peer], group=self.group)
 
 
 class _GroupPending(Pending):

@@ -129,10 +129,14 @@ class Communicator(Shared, ABC):
         """Say which pass the next messages belong to; a peer that is in another gets none."""
         self.now, self.tag = now, now.tag()
 
-    def name_of(self, rank: int) -> str:
-        """A rank in an error: as the job numbers it, and as this group does where that differs."""
-        everywhere = self.global_ranks[rank]
-        return f"rank {rank}" if everywhere == rank else f"global rank {everywhere} (rank {rank})"
+    def name_of(self, rank: int, more: str = "") -> str:
+        """A rank in an error: as the job numbers it, and as this group does where that differs.
+
+        Args:
+            more: what else to say of it as this group's.
+        """
+        here, everywhere = f"rank {rank}{more}", self.global_ranks[rank]
+        return here if everywhere == rank else f"global rank {everywhere} ({here})"
 
     def names_of(self, ranks: Sequence[int]) -> str:
         """Several ranks in an error, likewise."""
@@ -143,8 +147,7 @@ class Communicator(Shared, ABC):
     @property
     def me(self) -> str:
         """This rank in an error."""
-        here, everywhere = f"rank {self.rank} of {self.size}", self.global_ranks[self.rank]
-        return here if everywhere == self.rank else f"global rank {everywhere} ({here})"
+        return self.name_of(self.rank, f" of {self.size}")
 
     def watch(self) -> None:
         """From now on have waits noticed that will not end, where ranks are processes."""

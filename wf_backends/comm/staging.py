@@ -19,14 +19,13 @@ class Staged(Pending):
     def __init__(
         self, post: Post, label: str, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> None:
-        self._landings = [(torch.empty_like(tensor, device="cpu"), tensor) for _, tensor in recvs]
-        peers = [peer for peer, _ in recvs]
-        host_recvs = [(peer, host) for peer, (host, _) in zip(peers, self._landings, strict=True)]
-        self._inner = post(label, [(peer, tensor.cpu()) for peer, tensor in sends], host_recvs)
+        self._recvs = recvs
+        self._landings = [(peer, torch.empty_like(tensor, device="cpu")) for peer, tensor in recvs]
+        self._inner = post(label, [(peer, tensor.cpu()) for peer, tensor in sends], self._landings)
 
     def wait(self) -> None:
         self._inner.wait()
-        for host, tensor in self._landings:
+        for (_, tensor), (_, host) in zip(self._recvs, self._landings, strict=True):
             tensor.detach().copy_(host)
 
     def poll(self) -> None:

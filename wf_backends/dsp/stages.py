@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from wf_backends._validation import nearest
-from wf_backends.comm import chunk_sizes
-from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded
+from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, chunk_sizes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,26 +12,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Size, Tensor
 
-from wf_backends.comm import (
-    Communicator,
-    ConsistencyCheck,
-    Sizes,
-    all_to_all,
-    chunk_sizes,
-    fingerprint,
-    make_comm,
-    move,
-)
-from wf_backends.runtime import dimension, gather_shards, take_shard
+from wf_backends.comm import Communicator, ConsistencyCheck, all_to_all, fingerprint, make_comm
+from wf_backends.runtime import dimension, gather_shards, move, take_shard
 from wf_backends.schedule import Layout
 
 GRADIENTS = ("whole", "averaged")
+Sizes = tuple[int, ...]  # how much of a dimension each rank holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +139,12 @@ class DynamicSequenceParallel:
     def _agree(self, same: dict[str, int], like: Tensor) -> None:
         if self.size > 1:
             self._consistency.check(same, {}, like)
+
+
+def chunk_sizes(length: int, num_ranks: int) -> Sizes:
+    """Of the chunks of the contiguous layout; 0 for some where there is less than ranks."""
+    edges = [rank * length // num_ranks for rank in range(num_ranks + 1)]
+    return tuple(stop - start for start, stop in pairwise(edges))
 
 
 def ranges_of(sizes: Sizes) -> Layout:

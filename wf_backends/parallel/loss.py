@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from wf_backends.comm import first_order_only
 from wf_backends.parallel.data import IGNORE_INDEX
+from wf_backends.runtime import first_order_only
 
 CHUNK_ELEMENTS = 1 << 24  # logits upcast at one time: 64 MiB in float32
 

@@ -9,6 +9,7 @@ from wf_backends.runtime.attention import (
     fuse,
     unfuse,
 )
+from wf_backends.runtime.autograd import first_order_only, move
 from wf_backends.runtime.learned import Learned
 from wf_backends.runtime.messages import Accumulators, Messages, Total, add, gather, send_home
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
@@ -38,11 +39,13 @@ __all__ = [
     "accumulator_dtype",
     "add",
     "dimension",
+    "first_order_only",
     "fuse",
     "gather",
     "gather_shards",
     "heads_for_tokens",
     "make_head_exchange",
+    "move",
     "positions",
     "send_home",
     "take_shard",

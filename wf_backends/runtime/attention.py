@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wf_backends.comm import NO_PASS, Communicator, Pass, below_autograd, first_order_only
+from wf_backends.comm import NO_PASS, Communicator, Pass
 from wf_backends.kernels import Kernel, PositionBias, Scores, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
+from wf_backends.runtime.autograd import below_autograd, first_order_only
 from wf_backends.runtime.latents import LatentKernel
 from wf_backends.runtime.learned import Learned
 from wf_backends.runtime.messages import Accumulators, Combine, Tensors, add, copy, pack, scatter

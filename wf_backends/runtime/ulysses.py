@@ -16,8 +16,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wf_backends.comm import NO_PASS, Communicator, Pass, move_all
+from wf_backends.comm import NO_PASS, Communicator, Pass
 from wf_backends.lowering import Parcels, parcels
+from wf_backends.runtime.autograd import move_all
 from wf_backends.runtime.messages import Messages, Tensors, add, copy, scatter
 from wf_backends.schedule import Range, Ranges, join, locate, size
 

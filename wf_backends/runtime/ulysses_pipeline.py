@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.comm import below_autograd, first_order_only
 from wf_backends.runtime.attention import Call, attend, differentiate
+from wf_backends.runtime.autograd import below_autograd, first_order_only
 from wf_backends.runtime.learned import Learned
 from wf_backends.runtime.messages import Messages, Tensors
 from wf_backends.runtime.ulysses import HeadExchange, HeadGroup, bring_back, gather_rows
