@@ -15,8 +15,8 @@ class Timeline(Communicator):
     """Another communicator, with the moment at which each of a step's mails had landed."""
 
     def __init__(self, comm: Communicator) -> None:
-        super().__init__()
-        self.inner, self.rank, self.size, self.on_host = comm, comm.rank, comm.size, comm.on_host
+        super().__init__(comm.rank, comm.size)
+        self.inner, self.on_host = comm, comm.on_host
         self.landed: dict[str, float] | None = None
         """Seconds of the machine's clock by label; None between steps."""
         self.began = self.ended = 0.0

@@ -27,8 +27,8 @@ class Counting(Communicator):
     """
 
     def __init__(self, comm: Communicator) -> None:
-        super().__init__()
-        self.inner, self.rank, self.size, self.on_host = comm, comm.rank, comm.size, comm.on_host
+        super().__init__(comm.rank, comm.size)
+        self.inner, self.on_host = comm, comm.on_host
         self.posts: Counter[str] = Counter()
 
     def post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:

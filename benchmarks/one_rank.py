@@ -47,8 +47,8 @@ class Alone(Communicator):
     """
 
     def __init__(self, rank: int, size: int, noise: Mapping[torch.dtype, Tensor]) -> None:
-        super().__init__()
-        self.rank, self.size, self.noise = rank, size, noise
+        super().__init__(rank, size)
+        self.noise = noise
         self.on_host = all(x.device.type == "cpu" for x in noise.values())
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:

@@ -45,7 +45,7 @@ FLASH, CUDNN = "_flash_attention_forward", "_scaled_dot_product_cudnn_attention"
 class Silent(Communicator, Pending):
     """A rank over NCCL and gloo whose peers agree with it, take everything and send nothing."""
 
-    rank, size, on_host = RANK, SIZE, True
+    on_host = True
 
     def carries(self, device: torch.device) -> bool:
         return True
@@ -99,7 +99,7 @@ class AttentionOnGpu(OnGpu, DistributedAttention): ...
 def attention_on_gpu(words: dict[str, Any], kernel: Kernel) -> DistributedAttention:
     """The rank's attention, by a config's words."""
     config = SequenceParallelConfig.from_dict({"sequence_parallel_size": SIZE} | words)
-    comm = Silent()
+    comm = Silent(RANK, SIZE)
     found = AttentionOnGpu(config, comm, JobTopology(comm, None, PRESETS["one-host"], Path()))
     found.kernel = kernel
     return found
@@ -235,7 +235,7 @@ def switches(sp: SequenceParallel) -> None:
 
 @pytest.mark.parametrize("work", (shards, loss, dropout, switches))
 def test_so_does_what_stands_around_attention(work: Callable[[SequenceParallel], None]) -> None:
-    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=SIZE), Silent())
+    sp = SequenceParallel(SequenceParallelConfig(sequence_parallel_size=SIZE), Silent(RANK, SIZE))
     with Apart():
         work(sp)
 
@@ -244,7 +244,7 @@ def test_measuring_takes_a_gpus_tensors(monkeypatch: pytest.MonkeyPatch) -> None
     """All but their times; no value of them is asked for either."""
     kernel = Selection(sdpa_on((9, 0)), "")
     monkeypatch.setattr("wf_backends.cluster.measure_kernels.select", lambda *_: kernel)
-    found = measure_topology(Silent(), [f"host {rank // 4}" for rank in range(SIZE)], GPU)
+    found = measure_topology(Silent(RANK, SIZE), [f"host {rank // 4}" for rank in range(SIZE)], GPU)
     assert (found.hosts, found.ranks_per_host, found.kernels[0][0]) == (2, 4, "sdpa")
 
 

@@ -27,9 +27,8 @@ class Recorder(Communicator):
     """Another communicator, with a list of what was posted and waited for."""
 
     def __init__(self, inner, events):
-        super().__init__()
-        self.inner, self.events = inner, events
-        self.rank, self.size, self.on_host = inner.rank, inner.size, inner.on_host
+        super().__init__(inner.rank, inner.size)
+        self.inner, self.events, self.on_host = inner, events, inner.on_host
 
     def _post(self, label, sends, recvs):
         self.events.append(f"post {label}")

@@ -23,9 +23,8 @@ class Network(Communicator):
     """Another communicator, with a list of what was posted."""
 
     def __init__(self, inner):
-        super().__init__()
-        self.inner, self.posts = inner, []
-        self.rank, self.size, self.on_host = inner.rank, inner.size, inner.on_host
+        super().__init__(inner.rank, inner.size)
+        self.inner, self.posts, self.on_host = inner, [], inner.on_host
 
     def _post(self, label, sends, recvs):
         self.posts.append(label)

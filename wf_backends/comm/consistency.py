@@ -108,9 +108,8 @@ class ConsistencyCheck(Shared):
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.one_thread: AbstractContextManager[None] = nullcontext()  # of one rank: no messages
-        if comm.size > 1:
-            self.one_thread = OneThread()
+        one_at_a_time = OneThread() if comm.size > 1 else nullcontext()  # alone: no messages
+        self.one_thread: AbstractContextManager[None] = one_at_a_time
         self._seen: dict[tuple[tuple[str, ...], tuple[int, ...]], Lengths] = {}
         self._room = lru_cache(maxsize=8)(self._make_room)
 

@@ -80,8 +80,8 @@ class MpiComm(ProcessComm):
         if comm == self.MPI.COMM_NULL or comm.Is_inter():
             raise ValueError(f"group must be an MPI intracommunicator of this process, got {comm}")
         world, group = self.MPI.COMM_WORLD.Get_group(), comm.Get_group()
-        super().__init__(group.Translate_ranks(None, world))
-        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        ranks = group.Translate_ranks(None, world)
+        super().__init__(comm.Get_rank(), len(ranks), ranks)
         self.timeout, self.max_message = timeout, max_message
         self.cuda_aware = _cuda_aware(self.MPI)
         self.comm, request = comm.Idup()
@@ -95,10 +95,6 @@ class MpiComm(ProcessComm):
         for peer in range(self.size):
             if peer != self.rank and not self.MPI.Is_finalized():
                 self.comm.Isend([b"", 0, self.MPI.BYTE], peer, ENDED)
-
-    def has_ended(self, peer: int) -> bool:
-        """Whether a peer said so."""
-        return self.comm.Iprobe(peer, ENDED)
 
     def break_off(self, verdict: str) -> None:
         """End the running wait, at its next look."""
@@ -120,20 +116,17 @@ class MpiComm(ProcessComm):
         self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> Pending:
         flights: list[_Flight] = []
-        tag, kind, start = CONTROL.get(label, self.tag), "message from", self.comm.Irecv
-        for messages in (recvs, sends):
+        tag, mpi = CONTROL.get(label, self.tag), self.comm
+        ways = ("message from", mpi.Irecv, recvs), ("message to", mpi.Isend, sends)
+        for kind, start, messages in ways:
             for peer, tensor in messages:
-                for part in self._parts(tensor):
+                data = tensor.detach().view(-1).view(torch.uint8)
+                for part in data.split(self.max_message):  # of nothing: one empty part
                     with self.naming(label, kind, peer):
                         request = start([part, part.numel(), self.MPI.BYTE], peer, tag)
                     expected = part.numel() if messages is recvs else None
                     flights.append(_Flight(kind, peer, request, expected, part))
-            kind, start = "message to", self.comm.Isend
         return _MpiPending(self, label, flights)
-
-    def _parts(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """The tensor's bytes, in the pieces that are sent; one empty piece if it is empty."""
-        return tensor.detach().view(-1).view(torch.uint8).split(self.max_message)
 
     @contextmanager
     def naming(self, label: str, kind: str, peer: int) -> Iterator[None]:
@@ -155,10 +148,12 @@ class _Flight:
     buffer: Tensor  # stays alive until the request is done
 
 
+@dataclass(eq=False)
 class _MpiPending(Pending):
-    def __init__(self, comm: MpiComm, label: str, flights: list[_Flight]) -> None:
-        self.comm, self.label, self.flights = comm, label, flights
-        self.gone: _Flight | None = None  # the first one, if its peer has ended
+    comm: MpiComm
+    label: str
+    flights: list[_Flight]
+    gone: _Flight | None = None  # the first one, if its peer has ended
 
     def poll(self) -> None:
         self.flights = [flight for flight in self.flights if not self._landed(flight)]
@@ -195,7 +190,7 @@ class _MpiPending(Pending):
         if self.gone is first:
             error = f"{comm.name_of(first.peer)} has ended and sends nothing more"
             raise self._failed(first, error)
-        self.gone = first if comm.has_ended(first.peer) else None
+        self.gone = first if comm.comm.Iprobe(first.peer, ENDED) else None
 
     def _landed(self, flight: _Flight) -> bool:
         status = self.comm.MPI.Status()

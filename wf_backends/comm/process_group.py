@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -66,9 +67,9 @@ class GroupComm(ProcessComm):
         found = dist.group.WORLD if group is None else group
         assert found is not None
         self.group: dist.ProcessGroup = found
-        super().__init__(dist.get_process_group_ranks(found))
+        ranks = dist.get_process_group_ranks(found)
+        super().__init__(dist.get_rank(group), len(ranks), ranks)
         self.timeout = () if timeout is None else (timedelta(seconds=timeout),)
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         pairs = dist.get_backend_config(found).split(",")  # such as cpu:gloo,cuda:nccl
         self._backends = dict(pair.split(":") for pair in pairs)
         self.on_host = "cpu" in self._backends
@@ -114,7 +115,7 @@ class GroupComm(ProcessComm):
     def _refuse_destroyed(self) -> None:
         """Refuse a group that torch no longer knows: gloo would go on with it, or hang."""
         try:
-            dist.get_group_rank(self.group, self._global_ranks[self.rank])
+            dist.get_group_rank(self.group, self.global_ranks[self.rank])
         except ValueError as error:
             raise RuntimeError(
                 f"{self.me}: the process group was destroyed (destroy_process_group() of "
@@ -127,8 +128,9 @@ class GroupComm(ProcessComm):
         What is empty is left out: both sides know the sizes.
         """
         works: list[tuple[str, int, dist.Work]] = []
-        tag, kind, start = CONTROL.get(label, self.tag), "message from", self.group.recv
-        for messages in (recvs, sends):
+        tag, group = CONTROL.get(label, self.tag), self.group
+        ways = ("message from", group.recv, recvs), ("message to", group.send, sends)
+        for kind, start, messages in ways:
             for peer, tensor in messages:
                 if not tensor.numel():
                     continue
@@ -137,7 +139,6 @@ class GroupComm(ProcessComm):
                     works.append((kind, peer, start([tensor], peer, tag)))
                 except RuntimeError as error:
                     raise self.failed(label, kind, peer, error) from error
-            kind, start = "message to", self.group.send
         return _GroupPending(self, label, works)
 
     def _post_batch(
@@ -145,7 +146,7 @@ class GroupComm(ProcessComm):
     ) -> Pending:
         """One NCCL launch; `wait` orders the current stream after it and does not stop the host."""
         ops = [
-            dist.P2POp(start, tensor.detach(), self._global_ranks[peer], group=self.group)
+            dist.P2POp(start, tensor.detach(), self.global_ranks[peer], group=self.group)
             for start, messages in ((dist.irecv, recvs), (dist.isend, sends))
             for peer, tensor in messages
             if tensor.numel()
@@ -158,16 +159,12 @@ class GroupComm(ProcessComm):
         return _GroupPending(self, label, [(kind, peer, work) for work in works], keep=ops)
 
 
+@dataclass(eq=False)
 class _GroupPending(Pending):
-    def __init__(
-        self,
-        comm: GroupComm,
-        label: str,
-        works: list[tuple[str, int, dist.Work]],
-        keep: object = None,
-    ) -> None:
-        self.comm, self.label, self.works = comm, label, works
-        self.keep = keep  # buffers stay alive until waited for
+    comm: GroupComm
+    label: str
+    works: list[tuple[str, int, dist.Work]]
+    keep: object = None  # buffers stay alive until waited for
 
     def wait(self) -> None:
         comm, since = self.comm, time.monotonic()

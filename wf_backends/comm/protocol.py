@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -90,10 +90,6 @@ class Pending(Protocol):
         """Let messages move on without waiting. Only MPI needs it: it moves them in calls alone."""
 
 
-Post = Callable[[str, Sequence[Message], Sequence[Message]], Pending]
-"""Starts the messages (label, sends, receives); see `Communicator.post`."""
-
-
 class Shared:
     """What copies of a model share, since they are spread over the same ranks."""
 
@@ -104,26 +100,24 @@ class Shared:
 class Communicator(Shared, ABC):
     """The ranks of one sequence-parallel group, numbered 0 to size - 1.
 
-    A backend implements `rank`, `size`, `on_host` and `_post`; everything else is written once.
-    Messages between one pair of ranks arrive in the order in which both sides posted them, and what
-    one post sends to a peer is what one post of that peer receives: NCCL starts it as one.
+    A backend implements `on_host` and `_post`; everything else is written once. Messages between
+    one pair of ranks arrive in the order in which both sides posted them, and what one post sends
+    to a peer is what one post of that peer receives: NCCL starts it as one.
+
+    Args:
+        global_ranks: the ranks in the whole job, by their ranks here; None = the same.
     """
 
-    rank: int
-    size: int
     on_host: bool
     """Whether CPU tensors can be exchanged, so that a tiny exchange costs no device sync."""
     needs_polls: bool = False
     """Whether messages move only inside the library's calls, so that `Pending.poll` helps."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, size: int, global_ranks: Sequence[int] | None = None) -> None:
+        self.rank, self.size = rank, size
+        self.global_ranks = range(size) if global_ranks is None else global_ranks
         self.sent: defaultdict[str, int] = defaultdict(int)
         self.now, self.tag = NO_PASS, NO_PASS.tag()
-
-    @property
-    def global_ranks(self) -> Sequence[int]:
-        """The ranks in the whole job, by their ranks here."""
-        return range(self.size)
 
     def enter(self, now: Pass) -> None:
         """Say which pass the next messages belong to; a peer that is in another gets none."""
@@ -182,15 +176,11 @@ class View(Communicator):
     """Some ranks of a communicator, renumbered. No new group is made; bytes count in the parent."""
 
     def __init__(self, parent: Communicator, ranks: Sequence[int]) -> None:
-        super().__init__()
+        everywhere = [parent.global_ranks[rank] for rank in ranks]
+        super().__init__(ranks.index(parent.rank), len(ranks), everywhere)
         self.parent, self.ranks = parent, tuple(ranks)
-        self.rank, self.size = self.ranks.index(parent.rank), len(self.ranks)
         self.on_host, self.needs_polls = parent.on_host, parent.needs_polls
         self.sent = parent.sent
-
-    @property
-    def global_ranks(self) -> Sequence[int]:
-        return [self.parent.global_ranks[rank] for rank in self.ranks]
 
     def enter(self, now: Pass) -> None:
         self.parent.enter(now)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from wf_backends.comm.protocol import Message, Pending, Post
+from wf_backends.comm.protocol import Message, Pending
 
 
 class Staged(Pending):
@@ -17,7 +17,11 @@ class Staged(Pending):
     """
 
     def __init__(
-        self, post: Post, label: str, sends: Sequence[Message], recvs: Sequence[Message]
+        self,
+        post: Callable[..., Pending],
+        label: str,
+        sends: Sequence[Message],
+        recvs: Sequence[Message],
     ) -> None:
         self._recvs = recvs
         self._landings = [(peer, torch.empty_like(tensor, device="cpu")) for peer, tensor in recvs]

@@ -30,13 +30,10 @@ def noticed_termination() -> Iterator[Termination]:
     handles it itself keeps it. Blocks inside each other share what they notice.
     """
     handler = signal.getsignal(signal.SIGTERM)
-    if isinstance(handler, Termination):
-        yield handler
+    if handler is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        yield handler if isinstance(handler, Termination) else Termination()
         return
     noticed = Termination()
-    if handler is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
-        yield noticed
-        return
     signal.signal(signal.SIGTERM, noticed)
     try:
         yield noticed

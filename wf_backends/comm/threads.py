@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from threading import Condition, Lock, Thread
 from typing import TypeVar
 
@@ -94,8 +95,8 @@ class ThreadComm(Communicator):
     on_host = True
 
     def __init__(self, world: World, rank: int) -> None:
-        super().__init__()
-        self.world, self.rank, self.size = world, rank, world.size
+        super().__init__(rank, world.size)
+        self.world = world
         self._posts: Counter[tuple[int, int]] = Counter()  # by (sender, receiver)
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
@@ -126,17 +127,13 @@ class ThreadComm(Communicator):
         return found
 
 
+@dataclass(eq=False)
 class _ThreadPending(Pending):
-    def __init__(
-        self,
-        comm: ThreadComm,
-        label: str,
-        tag: int,
-        sent: list[tuple[int, Tensor, Tensor]],
-        expected: list[tuple[Ticket, Tensor]],
-    ) -> None:
-        self.comm, self.label, self.tag = comm, label, tag
-        self.sent, self.expected = sent, expected
+    comm: ThreadComm
+    label: str
+    tag: int
+    sent: list[tuple[int, Tensor, Tensor]]
+    expected: list[tuple[Ticket, Tensor]]
 
     def wait(self) -> None:
         for peer, tensor, message in self.sent:

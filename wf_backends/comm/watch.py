@@ -25,23 +25,12 @@ STUCK_LOOKS = 12  # a circle that stays for more will not end: longer than bytes
 
 
 class ProcessComm(Communicator):
-    """A communicator whose ranks are processes: its waits are watched, and tell where they failed.
+    """A communicator of processes: its waits are watched, and tell where they failed."""
 
-    Args:
-        global_ranks: see Communicator.global_ranks.
-    """
-
-    def __init__(self, global_ranks: Sequence[int]) -> None:
-        super().__init__()
-        self.verdict = ""
-        """Why the running wait is broken off."""
-        self.waits: Wait | None = None
-        self._global_ranks = global_ranks
-        self._watch: Watch | None = None
-
-    @property
-    def global_ranks(self) -> Sequence[int]:
-        return self._global_ranks
+    verdict = ""
+    """Why the running wait is broken off."""
+    waits: Wait | None = None
+    _watch: Watch | None = None
 
     def watch(self) -> None:
         """See Communicator.watch."""
