@@ -45,7 +45,7 @@ LONG: dict[str, str] = {
     "tests/integrations/test_silent.py": r"as_without\[2\]|drop_the_same\[2\]",
     "tests/integrations/test_deepspeed_published.py": all_but("zero0_ring", "zero3_offload.*"),
     "tests/integrations/test_torch.py": r"data_parallel|bf16|no_sequence|mesh|fsdp_hybrid\]",
-    "tests/integrations/test_preferences.py": r"_groups\]|reward",
+    "tests/integrations/test_preferences.py": r"_groups\]|reward|lora",
     "tests/cluster/test_discover_processes.py": r"'a', 'a'|'a', 'b', 'a'|spoilt|side_by_side|"
     r"cannot_be_written",
     "tests/cluster/test_measure_links_processes.py": "hosts0",

@@ -123,7 +123,7 @@ def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) 
         )
     if not isinstance(trainer.model, nn.Module):
         raise ValueError(f"the Trainer has no model, got {type(trainer.model)}")
-    trl = TrlTrainer(trainer) if makes_log_probabilities(type(trainer)) else None
+    trl = TrlTrainer(trainer) if makes_log_probabilities(trainer) else None
     handle = _connect(trainer.model, trainer.accelerator, words, whole_logits, trl)
     with handle.removed_on_error():
         if trl is not None:

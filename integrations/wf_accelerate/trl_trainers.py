@@ -1,4 +1,4 @@
-"""TRL's trainers of preferences and policies (DPO, GRPO and others) around a spread model.
+"""TRL's trainers of preferences and policies (DPO, KTO, GRPO, RLOO) around a spread model.
 
 The rollout is whole: each rank of a sequence generates all of it, and alike. The loss is cut:
 log-probabilities of a rank's own tokens are brought together, (b, S), logits never are.
@@ -72,6 +72,11 @@ def _refuse(trainer: Any, beside: bool) -> None:
         raise NotImplementedError(
             "use_vllm=True: vLLM would be asked once by every rank of a sequence, and they would "
             "get different completions; leave it out, and the model itself generates"
+        )
+    if getattr(trainer, "use_transformers_continuous_batching", False):
+        raise NotImplementedError(
+            "use_transformers_continuous_batching=True: its caches cannot be spread; leave it out, "
+            "and the model generates as ever"
         )
     if trainer.is_fsdp_enabled and beside:
         raise NotImplementedError(

@@ -6,12 +6,15 @@ python preference_worker.py FOLDER, with FOLDER/cases.json: a list of cases. A c
 
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import datasets
 import torch
+import trl
+from accelerate import PartialState
+from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForSequenceClassification
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 
@@ -21,6 +24,7 @@ from tests.integrations.accelerate_worker import run_cases
 from tests.integrations.deepspeed_trainer import VOCABULARY, model
 
 STEPS, SAMPLES = 3, 24
+HAS_FUSED_HEAD = int(version("trl").split(".")[0]) > 0  # and prompts are given their length
 
 
 def tokenizer(side: str = "right") -> Any:
@@ -69,16 +73,31 @@ def tokenized(rows: datasets.Dataset) -> datasets.Dataset:
     return rows.map(pair)
 
 
+def reference() -> Any:
+    """Another model than the one that is trained."""
+    found = model().double().eval()
+    with torch.no_grad():
+        for p in found.parameters():
+            p.mul_(1.1)
+    return found
+
+
 def dpo(words: dict[str, Any], options: dict[str, Any]) -> Any:
     settings = DPOConfig(**words, **options, disable_dropout=True)
     rows: Any = {"train_dataset": preferences(), "eval_dataset": preferences().select(range(4))}
-    reference = model().double().eval()
-    with torch.no_grad():
-        for p in reference.parameters():
-            p.mul_(1.1)
-    return Recording(DPOTrainer)(
-        model().double(), reference, settings, processing_class=tokenizer(), **rows
-    )
+    beside: Any = {"processing_class": tokenizer(), **rows}
+    return Recording(DPOTrainer)(model().double(), reference(), settings, **beside)
+
+
+def dpo_lora(words: dict[str, Any], options: dict[str, Any]) -> Any:
+    """The reference is the model without its adapter."""
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    settings = DPOConfig(**words, **options)
+    rows: Any = {"train_dataset": preferences(), "processing_class": tokenizer()}
+    torch.manual_seed(0)  # the adapter is drawn
+    trainer = Recording(DPOTrainer)(model().double(), None, settings, peft_config=adapter, **rows)
+    trainer.model.double()
+    return trainer
 
 
 def falling(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
@@ -87,11 +106,23 @@ def falling(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
 
 
 def grpo(words: dict[str, Any], options: dict[str, Any]) -> Any:
-    settings = GRPOConfig(**words, **options, max_completion_length=20, max_prompt_length=16)
-    policy, folder = model().double(), mkdtemp(dir=Path(words["output_dir"]).parent)
-    policy.save_pretrained(folder)  # TRL loads its reference from there
+    return policy_trainer(GRPOTrainer, GRPOConfig, words, options)
+
+
+def rloo(words: dict[str, Any], options: dict[str, Any]) -> Any:
+    return policy_trainer(trl.RLOOTrainer, trl.RLOOConfig, words, options)
+
+
+def policy_trainer(kind: type, config: type, words: dict[str, Any], options: dict[str, Any]) -> Any:
+    lengths = {"max_completion_length": 20}
+    lengths |= {} if HAS_FUSED_HEAD else {"max_prompt_length": 16}
+    settings = config(**words, **options, **lengths)
+    policy, folder, job = model().double(), f"{words['output_dir']}-policy", PartialState()
+    if job.is_main_process:
+        policy.save_pretrained(folder)  # TRL loads its reference from there
+    job.wait_for_everyone()
     policy.config._name_or_path = folder
-    trainer = Recording(GRPOTrainer)(
+    trainer = Recording(kind)(
         policy,
         falling,
         settings,
@@ -105,14 +136,30 @@ def grpo(words: dict[str, Any], options: dict[str, Any]) -> Any:
 
 def reward(words: dict[str, Any], options: dict[str, Any]) -> Any:
     settings = RewardConfig(**words, **options, max_length=64)
-    rows = tokenized(preferences())
+    rows = preferences() if HAS_FUSED_HEAD else tokenized(preferences())
     return Recording(RewardTrainer)(
         scorer().double(), settings, train_dataset=rows, processing_class=tokenizer()
     )
 
 
+def kto(words: dict[str, Any], options: dict[str, Any]) -> Any:
+    settings = trl.KTOConfig(**words, **options)
+    rows = [
+        {"prompt": one["prompt"], "completion": one[kind], "label": kind == "chosen"}
+        for one in preferences()
+        for kind in ("chosen", "rejected")
+    ]
+    return Recording(trl.KTOTrainer)(
+        model().double(),
+        reference(),
+        settings,
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=tokenizer(),
+    )
+
+
 KINDS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]]
-KINDS = {"dpo": dpo, "grpo": grpo, "reward": reward}
+KINDS = {"dpo": dpo, "dpo_lora": dpo_lora, "grpo": grpo, "rloo": rloo, "kto": kto, "reward": reward}
 
 
 def Recording(kind: type) -> type:

@@ -145,4 +145,4 @@ def whole_rows(
 def scale_gradient(x: Tensor, factor: float) -> None:
     """In between, a rank's gradients are its share of a sum; outside they are the whole."""
     if x.requires_grad:
-        x.register_hook(lambda grad: grad * factor)
+        x.register_hook(lambda grad: None if grad is None else grad * factor)  # unused under DDP

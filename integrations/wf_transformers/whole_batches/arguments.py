@@ -10,14 +10,27 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends.parallel import slices_of_mask
-from wf_transformers.calls import ON_ONE_PROCESS, PARTIAL_STATES, takes_any_keyword
+from wf_transformers.calls import (
+    ON_ONE_PROCESS,
+    PARTIAL_STATES,
+    parameter_names,
+    takes_any_keyword,
+)
 from wf_transformers.documents import MASK_WORDS, mask_words
-from wf_transformers.models import Head
+from wf_transformers.models import Head, outermost
 
 INSTEAD = (
     "in a loop of your own cut batches by shard_batch(batch, labels_are_shifted=...), of a "
     "SequenceParallel or of DeepSpeed's engine.wallfacer, and make a loss of your own"
 )
+
+
+def argument_names(model: nn.Module) -> list[str]:
+    """What a model's arguments are called, in order; those of the model inside a wrapper that
+    passes on whatever it gets, as some of PEFT's do."""
+    names, inside = parameter_names(model), outermost(model)
+    passes_on = names[:1] == ["args"] and model not in inside
+    return argument_names(inside[0]) if passes_on and inside else names
 
 
 def seqlen_of(given: Mapping[str, Any]) -> int:

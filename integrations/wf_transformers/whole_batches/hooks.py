@@ -8,7 +8,6 @@ and in evaluation, the output has the logits of the whole batch on every rank; b
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Mapping
 from functools import partial
@@ -30,6 +29,7 @@ from wf_transformers.handle import Handle, recorded
 from wf_transformers.models import Head, head_of, inner_models, outermost
 from wf_transformers.whole_batches.arguments import (
     INSTEAD,
+    argument_names,
     is_by_token,
     keep_padding_in_range,
     logits_of,
@@ -82,7 +82,7 @@ class WholeBatchHooks:
         self.model, self.handle, self._always_whole = model, handle, whole_logits
         self._media = next((one for one in outermost(model) if media_of(one)), None)
         self._head: Head = head or ("causal" if self._media else head_of(model))
-        _, *self._names = inspect.signature(type(model).forward).parameters  # without self
+        self._names = argument_names(model)
         self._call: Call | None = None
         self._head_called = self._told = False
         self._noise = WholeNoise()

@@ -1,6 +1,7 @@
-"""Models whose trainers make log-probabilities of logits: those of TRL (DPO, GRPO and others).
+"""Models whose trainers make a loss of log-probabilities: those of TRL (DPO, GRPO and others).
 
-Called with whole batches and without labels, such a model gives `ShardedLogits`.
+Those of TRL 0.19 make them of logits: called with whole batches and without labels, the model gives
+`ShardedLogits`. Those of TRL 1.16 have a fused LM head that gives them (see fused.py).
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from torch.nn.functional import pad
 
 from wf_backends._compile import eager
 from wf_transformers.handle import Handle
-from wf_transformers.models import own_class
+from wf_transformers.models import outermost, own_class
 from wf_transformers.replace import temporarily_replace
 from wf_transformers.whole_batches.arguments import is_by_token, keep_padding_in_range, seqlen_of
 from wf_transformers.whole_batches.call import Call
+from wf_transformers.whole_batches.fused import FUSED, has_fused_head
 from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
 from wf_transformers.whole_batches.sharded_logits import Rows, ShardedLogits, log_softmax_of, rolled
 from wf_transformers.whole_batches.unusable import LocalStates
@@ -36,9 +38,12 @@ COUNT_VALID = ("OPTLearnedPositionalEmbedding",)
 KEPT = ("logits_to_keep", "num_logits_to_keep")
 
 
-def makes_log_probabilities(trainer: type) -> bool:
-    """Whether a class is such a trainer of TRL, or comes from one."""
-    return any(hasattr(trainer, name) for name in CALLERS) and bool(_files(trainer))
+def makes_log_probabilities(trainer: Any) -> bool:
+    """Whether a trainer is such a one of TRL: it has one of CALLERS, or a fused head and a
+    reference model (which may be None)."""
+    if any(hasattr(trainer, name) for name in CALLERS):
+        return bool(_files(type(trainer)))
+    return hasattr(trainer, "ref_model") and any(map(has_fused_head, outermost(trainer.model)))
 
 
 def take_sharded_logits(trainer: Any, handle: Handle) -> None:
@@ -66,7 +71,7 @@ def _with_log_softmax(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a call without labels asked for."""
+    """What a call asked for."""
 
     starts: Tensor
     """(b,) tokens of padding on the left."""
@@ -77,10 +82,11 @@ class Asked:
 
 
 class LogProbabilityHooks(WholeBatchHooks):
-    """`WholeBatchHooks` of a model that is called without labels for `ShardedLogits`.
+    """`WholeBatchHooks` of a model that is called for log-probabilities.
 
-    Padding may be on the left there: it is moved behind the sample. Positions are what they are on
-    one device, where most models count padding.
+    Without labels it gives `ShardedLogits`, by a fused head values by token. Padding may be on the
+    left there: it is moved behind the sample. Positions are what they are on one device, where most
+    models count padding.
     """
 
     whole_without_labels = False
@@ -92,15 +98,17 @@ class LogProbabilityHooks(WholeBatchHooks):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        self._asked = None
-        if given.get("labels") is not None or given.get(WHOLE_LOGITS) is not None:
+        self._asked, fused = None, bool(given.get(FUSED))
+        told = given.get("labels") is not None or given.get(WHOLE_LOGITS) is not None
+        if told and not fused:
             return super()._before(model, (), given)
         keep = next((given[key] for key in KEPT if given.get(key)), 0)
         given = {key: value for key, value in given.items() if key not in KEPT}
         states = bool(given.pop("output_hidden_states", False))
         starts = padding_on_the_left(given)
         counted = given.get("position_ids") is None and not _counts_valid(model)
-        _, words = super()._before(model, (), _moved(given, starts) | {WHOLE_LOGITS: False})
+        given = _moved(given, starts) | ({} if fused else {WHOLE_LOGITS: False})
+        _, words = super()._before(model, (), given)
         if counted and isinstance(words.get("position_ids"), Tensor):
             words["position_ids"] = words["position_ids"] + starts[:, None]
             keep_padding_in_range(model, words, seqlen_of(given))
@@ -109,15 +117,20 @@ class LogProbabilityHooks(WholeBatchHooks):
 
     @eager
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        call, asked, self._asked = self._call, self._asked, None
+        call, asked = self._call, self._asked
         output = super()._after(model, args, output)
-        if asked is None or call is None:
+        if asked is None or call is None or call.fused:
             return output
         whole, mine = partial(self._whole, call=call), partial(self._mine, call=call)
         rows = Rows(whole, mine, asked.starts, call.seqlen)
         logits = ShardedLogits(output["logits"], rows, range(call.seqlen)[asked.tokens])
         fields = dict(output) | {"logits": logits}
         return type(output)(**fields | ({"hidden_states": LocalStates()} if asked.states else {}))
+
+    def _whole(self, x: Tensor, call: Call) -> Tensor:
+        """(b, S, ...): rows of all ranks; by a fused head in the order of the caller's batch."""
+        found = super()._whole(x, call)
+        return rolled(found, -self._asked.starts) if call.fused and self._asked else found
 
     def _mine(self, x: Tensor, call: Call) -> Tensor:
         """(b, s): this rank's rows of (b, S)."""

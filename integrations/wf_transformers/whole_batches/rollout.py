@@ -13,6 +13,8 @@ from typing import Any
 from torch import nn
 
 from wf_transformers.handle import Handle
+from wf_transformers.models import outermost
+from wf_transformers.whole_batches.fused import has_fused_head
 
 
 class Rollout:
@@ -25,6 +27,8 @@ class Rollout:
     def __init__(self, model: Any) -> None:
         shared = chain(model.parameters(), model.buffers())
         self._model, self._alone = model, deepcopy(model, {id(x): x for x in shared})
+        for one in filter(has_fused_head, outermost(self._alone)):
+            del one.forward  # it calls the forward of `model`
 
     def take_over(self, handle: Handle) -> None:
         """`model.generate` is the whole model's, until `handle` is removed."""
