@@ -20,6 +20,7 @@ from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from wf_transformers.separate_experts import separate_experts
+from wf_transformers.shape import refused_by_name
 
 
 def model_from_folder(
@@ -185,5 +186,6 @@ class _Writer(BaseStreamer):
 
 def generator(folder: Path) -> Generator:
     """What `wallfacer generate` asks for."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)  # first: it fails in less time
-    return Generator(model_from_folder(folder), tokenizer)
+    with refused_by_name(folder):
+        tokenizer = AutoTokenizer.from_pretrained(folder)  # first: it fails in less time
+        return Generator(model_from_folder(folder), tokenizer)

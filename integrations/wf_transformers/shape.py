@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +47,24 @@ def read_config(name: str | Path) -> Any:
     Raises:
         ValueError: if there is none.
     """
-    try:
+    with refused_by_name(name):
         return AutoConfig.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {name}: {str(error).splitlines()[0]}") from error
+
+
+@contextmanager
+def refused_by_name(name: str | Path) -> Iterator[None]:
+    """What transformers raises for a model's files, as a ValueError of one line that names it.
+
+    It does not check a config's values: a wrong one may be any error.
+    """
+    try:
+        yield
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        first = str(error).strip().partition("\n")[0]
+        raise ValueError(f"--model {name}: {kind}{first}") from error
 
 
 def _sizes(name: str, config: Any) -> dict[str, int]:
@@ -59,11 +75,8 @@ def _sizes(name: str, config: Any) -> dict[str, int]:
             f"{type(config).__name__}; leave --memory-gib out"
         )
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:
-        raise ValueError(f"--model {name}: {str(error).splitlines()[0]}") from error
+    with refused_by_name(name), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
     return {
         "layers": config.num_hidden_layers,
         "hidden": hidden,

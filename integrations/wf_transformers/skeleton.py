@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForCausalLM,
 )
 
-from wf_transformers.shape import read_config
+from wf_transformers.shape import read_config, refused_by_name
 
 ATTENTIONS = ("sdpa", "eager")
 
@@ -41,7 +41,8 @@ def skeleton(
     kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
     dtype = config.torch_dtype or torch.float32
     with FakeTensorMode():
-        made = kind.from_config(config, attn_implementation=attention, torch_dtype=dtype).eval()
+        with refused_by_name(folder):
+            made = kind.from_config(config, attn_implementation=attention, torch_dtype=dtype)
         if made.main_input_name != "input_ids":
             raise ValueError(
                 f"--model {folder}: {type(made).__name__} takes {made.main_input_name}; only "
@@ -50,4 +51,4 @@ def skeleton(
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
     takes = inspect.signature(made.forward).parameters
     wanted = {"use_cache": False, "logits_to_keep": 1}  # a prefill needs the last token's logits
-    return made, inputs | {name: value for name, value in wanted.items() if name in takes}
+    return made.eval(), inputs | {name: value for name, value in wanted.items() if name in takes}

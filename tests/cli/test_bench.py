@@ -20,6 +20,7 @@ from wf_backends.cluster.topology import KernelRate, from_dict
 from wf_backends.comm import Communicator
 from wf_backends.planner.plan import Request
 from wf_backends.planner.search import all_plans
+from wf_backends.planner.words import scheme
 
 
 def test_bench_runs_candidates_and_keeps_the_topology(wallfacer, tmp_path: Path) -> None:
@@ -142,6 +143,7 @@ def test_bench_says_what_was_fastest(capsys: pytest.CaptureFixture[str]) -> None
     plans = all_plans(request)[:3]
     show(plans, [0.3, 0.1, 0.2], request, as_json=False)
     said = capsys.readouterr().out
+    assert f"Fastest here: {scheme(plans[1], 8)}. The" in said
     words = json.loads(said[said.index("{") :])
     assert words == plans[1].choice.to_config(8, "zigzag")
     assert not SequenceParallelConfig.from_dict(words).leaves_open

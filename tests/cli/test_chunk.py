@@ -55,6 +55,10 @@ def test_a_large_model_under_a_budget(wallfacer, folder: str, tmp_path: Path) ->
         (("--seqlen", "8", "--max-memory", "much"), "max_memory must be a number of bytes"),
         (("--seqlen", "8", "--max-memory", "1.5"), "max_memory as a float is a share"),
         (("--seqlen", "8", "--attention", "flash"), "--attention must be one of"),
+        (("--seqlen", "8", "--batch", str(2**40)), "--batch times --seqlen must be at most"),
+        (("--seqlen", str(2**46)), f"--batch times --seqlen must be at most {2**29}, got {2**46}"),
+        (("--seqlen", "8", "--picture", "a.bmp"), "--picture must end in one of ['.png', '.svg'"),
+        (("--seqlen", "2048", "--layers", "1", "--max-memory", "1000000"), "no plan fits"),
         (("--seqlen", "8", "--longest"), "--longest needs --max-memory as a size"),
         (
             ("--seqlen", "2048", "--layers", "1", "--max-memory", "1MB"),
@@ -66,6 +70,13 @@ def test_bad_words(wallfacer, folder: str, words: tuple[str, ...], message: str)
     code, _, err = wallfacer("chunk", "--model", folder, *words)
     assert code == 2
     assert message in err
+
+
+def test_a_config_that_transformers_cannot_use(wallfacer, folder: str) -> None:
+    path = Path(folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 0}))
+    code, _, err = wallfacer("chunk", "--model", folder, "--seqlen", "8")
+    assert code == 2 and f"wallfacer: --model {folder}: ZeroDivisionError: " in err
 
 
 def test_a_folder_without_a_model(wallfacer, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,12 @@ def test_explain_takes_all_ranks_of_a_file(wallfacer, tmp_path: Path, args, size
     path = tmp_path / "four.json"
     path.write_text(json.dumps(load("a100-4x-100gbe", 4).to_dict()))
     assert "ring on 4 ranks" in wallfacer("explain", "ring", *SMALL, "--topology", str(path))[1]
+
+
+def test_explain_draws_nothing_without_matplotlib(wallfacer, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, out, err = wallfacer("explain", "ring", "--picture", "a.png")
+    assert (code, out) == (2, "") and "--picture needs matplotlib, which is missing" in err
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])

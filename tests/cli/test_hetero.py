@@ -124,6 +124,19 @@ def test_generate_refuses(wallfacer, folder: Path, tmp_path: Path) -> None:
     assert code == 2 and "there is no such folder" in err
 
 
+def test_generate_needs_a_tokenizer(wallfacer, folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    args = ("generate", "--prompt", "w3", "--max-memory", "80kB", "--shaped", "1,2,3", "--model")
+    code, _, err = wallfacer(*args, str(folder))
+    assert code == 2 and f"wallfacer: --model {folder}: " in err
+
+
+def test_one_token_is_one_token(wallfacer, folder: Path) -> None:
+    args = ("generate", "--model", str(folder), "--prompt", "w3", "--max-memory", "80kB")
+    *_, last = wallfacer(*args, "--shaped", "0.1,0.2,10", "--max-new-tokens", "1")[2].splitlines()
+    assert last == "1 token"
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

@@ -47,6 +47,7 @@ def test_explain_shows_the_mask(wallfacer, tmp_path) -> None:
     (
         ("{", [], "mask.json is not JSON"),
         ([1], [], "must be an object with the keys q_ranges, k_ranges, attn_mask_types, got list"),
+        ("[" * 100_000, [], "mask.json is not JSON: maximum recursion depth"),
         ({"q_ranges": []}, [], "got ['q_ranges']"),
         (FRAMES | {"causal": True}, [], "got ['attn_mask_types', 'causal', 'k_ranges', 'q_r"),
         (words((0, 9, 0, 9, "casual")), [], "mask.json: attn_mask_types must be of"),
@@ -54,6 +55,7 @@ def test_explain_shows_the_mask(wallfacer, tmp_path) -> None:
         (words((0, 9, 0, 9, "full"), (0, 2, 0, 2, "full")), [], "must not overlap: slice 0"),
         (words((0, 9000, 0, 9, "full")), [], "ends beyond the sequence of 8192 tokens"),
         (FRAMES, ["--window", "9"], "--mask says all of the mask: leave --window 9 out"),
+        (FRAMES, ["--full"], "--mask says all of the mask: leave --full out"),
     ),
 )
 @pytest.mark.parametrize("command", (("plan",), ("explain", "ring")))

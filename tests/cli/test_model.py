@@ -60,6 +60,22 @@ def test_models_that_cannot_be_read_are_refused(wallfacer, tmp_path: Path) -> No
     assert code == 2 and "MambaConfig tells no num_attention_heads; say --heads" in err
 
 
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ("[]", 'config.json must tell what it is of, as "model_type": "llama"'),
+        ("[" * 100_000, "config.json is no JSON (maximum recursion depth"),
+        ('{"model_type": "llama", "hidden_size": 64, "num_attention_heads": []}', "TypeError: "),
+    ],
+)
+def test_a_folder_whose_config_is_wrong_is_refused_in_a_line(
+    wallfacer, tmp_path: Path, config: str, told: str
+) -> None:
+    (tmp_path / "config.json").write_text(config)
+    code, out, err = wallfacer("plan", "--model", str(tmp_path))
+    assert (code, out) == (2, "") and f"--model {tmp_path}: {told}" in err
+
+
 def test_without_transformers_it_says_what_to_install(wallfacer, monkeypatch) -> None:
     for name in [n for n in sys.modules if n.startswith("wf_transformers")]:
         monkeypatch.delitem(sys.modules, name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,11 @@ def test_a_model_that_is_not(wallfacer, tmp_path: Path, monkeypatch: pytest.Monk
 def test_what_cannot_be_read_is_refused(wallfacer, tmp_path: Path) -> None:
     code, _, err = wallfacer("verify", "--model", str(tmp_path), *ON_FOUR)
     assert code == 2 and f"--model {tmp_path}: there is no config.json" in err
-    one = ("--sequence-parallel-size", "1")
-    code, _, err = wallfacer("verify", "--model", save(tmp_path, False), *one)
-    assert code == 2 and "--sequence-parallel-size must be at least 2, got 1" in err
+    model = ("verify", "--model", save(tmp_path, False))
+    for size, told in (("1", "at least 2, got 1"), ("257", "at most 256, got 257")):
+        code, _, err = wallfacer(*model, "--sequence-parallel-size", size)
+        assert code == 2 and f"--sequence-parallel-size must be {told}" in err
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": "four"}))
+    code, _, err = wallfacer(*model, *ON_FOUR)
+    assert code == 2 and f"--model {tmp_path}: TypeError: " in err

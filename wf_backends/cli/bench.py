@@ -138,7 +138,8 @@ def show(plans: list[Plan], times: list[float], request: Request, as_json: bool)
         return
     shown = table(plans, times, request)
     o.console_for(shown).print(shown)
-    typer.echo(f"Fastest here: {fastest.choice.forward}. {block(fastest, request)}")
+    name = scheme(fastest, request.topology.size)
+    typer.echo(f"Fastest here: {name}. {block(fastest, request)}")
 
 
 def rate_of(request: Request) -> str:

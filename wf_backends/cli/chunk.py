@@ -13,13 +13,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from wf_backends._validation import parse_bytes
+from wf_backends._validation import parse_bytes, positive
 from wf_backends.autochunk import BudgetError, Profiles, Rates, longest, memory_profiles
-from wf_backends.cli.draw import draw_memory
-from wf_backends.cli.options import AsJson, check_file, check_least, new_table
+from wf_backends.cli.draw import check_picture, draw_memory
+from wf_backends.cli.options import AsJson, check_least, new_table
 from wf_backends.cli.readers import call_reader, check_folder
 
 SKELETONS = "wallfacer.skeletons"  # entry points: a folder -> a model on fake tensors, its inputs
+MOST_TOKENS = 2**29  # a mask of their square is still counted in 64 bits
 MIB = 1 << 20
 ROWS = 12  # of the table
 FEW = 2  # layers that are laid out to find the longest sequence: the peak is that of one layer
@@ -41,7 +42,9 @@ def chunk(
         bool, typer.Option("--measure", help="Times at this machine's rates, not at a GPU's.")
     ] = False,
     as_json: AsJson = False,
-    picture: Annotated[Path | None, typer.Option(help="Draw the memory over the run.")] = None,
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw the memory over the run here: .png, .svg or .pdf.")
+    ] = None,
 ) -> None:
     """Find the parts of a model's forward pass to run slice by slice under a memory budget.
 
@@ -54,11 +57,12 @@ def chunk(
     """
     check_least("--seqlen", seqlen, 1)
     check_least("--batch", batch, 1)
+    positive("--batch times --seqlen", batch * seqlen, MOST_TOKENS)
     check_least("--layers", layers, 0)
     check_folder(model)
-    check_file("--picture", picture)
+    check_picture(picture)
     memory = _memory(max_memory)
-    if longest_sequence and not isinstance(memory, str):
+    if longest_sequence and not isinstance(memory, int | str):
         raise ValueError("--longest needs --max-memory as a size, such as 8GB")
 
     def profiles_of(tokens: int, some: int) -> Profiles:
@@ -98,16 +102,20 @@ def _longest(profiles_of: Callable[[int], Profiles]) -> int:
 
 
 def _memory(text: str) -> str | float | None:
-    """A size as it is, a share of the unchunked peak as a number, None for nothing."""
-    try:
-        return float(text)
-    except ValueError:
-        return text or None
+    """A size as it is, bytes or a share of the unchunked peak as a number, None for nothing."""
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text or None
 
 
 def _draw(found: Profiles, memory: str | float | None, path: Path, title: str) -> None:
     """The live bytes over the run, before and after, beside a budget that is a size."""
-    limit = parse_bytes("--max-memory", memory) if isinstance(memory, str) else None
+    limit = (
+        None if memory is None or isinstance(memory, float) else parse_bytes("--max-memory", memory)
+    )
     before, after = ([count for _, count in side] for side in (found.before, found.after))
     draw_memory(before, after, limit, path, title)
 

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from wf_backends.cli.options import check_file
 from wf_backends.cluster import Topology
 from wf_backends.schedule import Schedule
 
+PICTURES = (".png", ".svg", ".pdf")
 
-def draw(schedule: Schedule, cluster: Topology, path: Path, title: str) -> None:
-    """Write the picture; its ending names the format.
+
+def check_picture(path: Path | None) -> None:
+    """Refuse, before any work, a picture that could not be drawn or written; None = none.
 
     Raises:
-        ValueError: if matplotlib is missing.
+        ValueError: for another ending, a path that cannot be written, or without matplotlib.
     """
+    check_file("--picture", path, PICTURES)
+    if path is not None and find_spec("matplotlib") is None:
+        raise ValueError(
+            "--picture needs matplotlib, which is missing: pip install 'wallfacer[cli]'"
+        )
+
+
+def draw(schedule: Schedule, cluster: Topology, path: Path, title: str) -> None:
+    """Write the picture; its ending names the format."""
     figure = new_figure((12, 5.5), title)
     grid, hosts = figure.subplots(1, 2)
     _meetings(grid, schedule)
@@ -26,11 +39,7 @@ def draw(schedule: Schedule, cluster: Topology, path: Path, title: str) -> None:
 def draw_memory(
     before: Sequence[int], after: Sequence[int], limit: int | None, path: Path, title: str
 ) -> None:
-    """Write a picture of the live bytes at each operator, before and after.
-
-    Raises:
-        ValueError: if matplotlib is missing.
-    """
+    """Write a picture of the live bytes at each operator, before and after."""
     figure = new_figure((9, 4), title)
     axes = figure.subplots()
     for values, label in ((before, "as it is"), (after, "in slices")):
@@ -46,17 +55,9 @@ def draw_memory(
 
 
 def new_figure(size: tuple[float, float], title: str) -> Any:
-    """An empty figure with a title.
+    """An empty figure with a title."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        ValueError: if matplotlib is missing.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise ValueError(
-            "--picture needs matplotlib, which is missing: pip install 'wallfacer[cli]'"
-        ) from None
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(title)
     return figure

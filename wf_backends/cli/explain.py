@@ -14,13 +14,14 @@ from rich.table import Table
 
 from wf_backends._validation import one_of
 from wf_backends.cli import options as o
+from wf_backends.cli.draw import check_picture, draw
 from wf_backends.cli.mask_file import mask_lines
 from wf_backends.cluster import PRESETS
 from wf_backends.planner import MOVES, Choice, Cost, Plan, Request, Span, milliseconds, price_plan
 from wf_backends.schedule import ORDER, REVERSE, ROUTES, Placed, place, read_placed, render
 
-PICTURES = (".png", ".svg", ".pdf")
 RANKS = 8  # of a preset: a grid of more is hard to read
+MOST_RANKS = 256  # their messages are counted in some 25 s, eight times as long for twice as many
 WIDTH = 36  # characters of the time axis: with it the table fits 80 columns
 
 
@@ -64,10 +65,14 @@ def explain(
         wallfacer explain ring --ranks 8 --seqlen 65536 --mask mask.json --layout balanced
     """
     one_of("--moves", moves, MOVES)
-    o.check_file("--picture", picture, PICTURES)
+    check_picture(picture)
     if ranks is None:
         ranks = RANKS if topology in PRESETS else 0
     cluster = o.topology_for(topology, ranks)
+    if cluster.size > MOST_RANKS:
+        raise ValueError(
+            f"--ranks must be at most {MOST_RANKS}, all of which are shown, got {cluster.size}"
+        )
     placed = parse_route(route, cluster.size)
     request = Request(cluster, work := model.workload(), exact_up_to=cluster.size)
     plan = price_plan(request, Choice(1, placed, placed, moves))
@@ -75,8 +80,6 @@ def explain(
     if work.mask.slices is not None:
         typer.echo("\n".join(mask_lines(work, cluster.size)))
     if picture is not None:
-        from wf_backends.cli.draw import draw
-
         title = f"{route}, {cluster.size} ranks"
         draw(place(placed, cluster.size), cluster, picture, title=title)
         Console().print(escape(f"drawn: {picture}"))

@@ -89,9 +89,8 @@ class Text:
         """Tokens, and tokens a second without the prompt's pass."""
         count = len(self.times)
         took = self.times[-1] - self.times[0] if self.times else 0.0
-        return (
-            f"{count} tokens, {f'{(count - 1) / took:.2f} tokens/s' if took > 0 else 'one token'}"
-        )
+        words = f"{count} token" if count == 1 else f"{count} tokens"
+        return f"{words}, {(count - 1) / took:.2f} tokens/s" if took else words
 
 
 def shaped_device(rates: str) -> Any:

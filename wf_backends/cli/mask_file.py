@@ -22,7 +22,7 @@ def read_mask(path: Path) -> dict[str, Any]:
         words = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"--mask {path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # no JSON, or no text
+    except (ValueError, RecursionError) as error:  # no JSON, no text, or nested too deep
         raise ValueError(f"--mask {path} is not JSON: {error}") from None
     if not isinstance(words, dict) or set(words) != set(SLICE_WORDS):
         found = sorted(words) if isinstance(words, dict) else type(words).__name__

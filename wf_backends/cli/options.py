@@ -40,7 +40,7 @@ Layers = Annotated[
 ]
 CacheDir = Annotated[
     Path | None,
-    typer.Option(help="Where measured topologies are kept, by host list; ~/.cache/wallfacer."),
+    typer.Option(help="Where what was measured is kept, by hosts; ~/.cache/wallfacer."),
 ]
 Fresh = Annotated[bool, typer.Option(help="Measure again, and keep nothing.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -135,12 +135,13 @@ class Model:
         """The mask but for its documents, as arguments of sp.attention."""
         if self.mask is None:
             return {"causal": self.causal, "window_size": (self.window, -1)}
-        for option, value, none in (
-            ("--window", self.window, -1),
-            ("--documents", self.documents, 0),
+        for said, words in (
+            (self.window != -1, f"--window {self.window}"),
+            (self.documents, f"--documents {self.documents}"),
+            (not self.causal, "--full"),
         ):
-            if value != none:
-                raise ValueError(f"--mask says all of the mask: leave {option} {value} out")
+            if said:
+                raise ValueError(f"--mask says all of the mask: leave {words} out")
         return read_mask(self.mask)
 
     def _check_layout(self) -> None:

@@ -100,6 +100,11 @@ def plan(
     make_layout(work.layout, asked.topology.size, work.seqlen, borders, slices)
     added, top_or_all = o.hosts_added(topology, asked.topology), None if show_all else top
     trained = (model.name, data_parallel_size) if model.name and memory_gib else None
+    if data_parallel_size > 1 and trained is None:
+        raise ValueError(
+            f"--data-parallel-size {data_parallel_size} counts in the budget of a model: give "
+            "--model and --memory-gib too"
+        )
     answer(asked, added, top_or_all, as_json, trained)
 
 

@@ -40,7 +40,7 @@ def check_folder(model: Path) -> None:
         raise ValueError(f"--model {model}: there is no config.json")
     try:
         words = json.loads(config.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"--model {model}: config.json is no JSON ({error})") from error
     if not isinstance(words, dict) or "model_type" not in words:
         raise ValueError(
@@ -56,4 +56,6 @@ def read_model(name: str, sizes: bool = False) -> dict[str, int]:
             installed that reads models.
         NotImplementedError: for sizes of a mixture of experts.
     """
+    if Path(name).is_dir():
+        check_folder(Path(name))
     return call_reader(SHAPES, "--model", name, sizes)

@@ -17,6 +17,7 @@ from wf_backends.comm import Communicator, run_threads
 from wf_transformers.comparison.verify import Report, verify
 from wf_transformers.entry import attach_model
 from wf_transformers.handle import Handle
+from wf_transformers.shape import refused_by_name
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
 
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -37,10 +38,8 @@ def verify_folder(folder: Path, config: SequenceParallelConfig) -> str:
         NotImplementedError: where the model on the ranks gives something else than on one.
     """
     drawn = not any(list(folder.glob(kind)) for kind in WEIGHTS)
-    try:
+    with refused_by_name(folder):
         model = _model(folder, drawn)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"--model {folder}: {str(error).splitlines()[0]}") from error
 
     def rank(comm: Communicator) -> Report | None:
         sp, mine = SequenceParallel(config, comm), _sharing_parameters(model)
