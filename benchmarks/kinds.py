@@ -19,9 +19,9 @@ from itertools import accumulate
 from statistics import geometric_mean
 
 from wf_backends.cluster.presets import PRESETS
+from wf_backends.config import SequenceParallelConfig
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import request_of
-from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.plan import EXACT_UP_TO, Plan, Request
 from wf_backends.planner.search import best_plan, plan_for, price_plan
 from wf_backends.planner.workload import Workload

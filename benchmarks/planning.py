@@ -11,10 +11,10 @@ import time
 from itertools import accumulate
 
 from wf_backends.cluster.presets import PRESETS
+from wf_backends.config import SequenceParallelConfig
 from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import request_of
-from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.search import plan_for
 from wf_backends.schedule.layout import zigzag
 from wf_backends.schedule.mask import CAUSAL, Band, Mask

@@ -29,6 +29,7 @@ ROWS = (
     ("runtime", "launch"),
     ("cluster",),
     ("planner",),
+    ("config",),
     ("parallel",),
     ("dsp", "slicing", "hetegen", "budget"),
     ("graph",),
@@ -37,7 +38,7 @@ ROWS = (
     ("cli",),
 )
 PACKAGES = tuple(f"wf_backends.{name}" for row in ROWS for name in row)
-PURE_PACKAGES = ("schedule", "lowering", "planner", "budget")
+PURE_PACKAGES = ("schedule", "lowering", "planner", "config", "budget")
 PURE = tuple(f"wf_backends.{name}" for name in ("_validation", *PURE_PACKAGES))
 PURE_MODULES = (  # of packages that are not
     "wf_backends.cluster.job",
@@ -45,8 +46,6 @@ PURE_MODULES = (  # of packages that are not
     "wf_backends.cluster.topology",
     "wf_backends.launch.environment",
     "wf_backends.parallel.choose",
-    "wf_backends.parallel.config",
-    "wf_backends.parallel.route_words",
 )
 FLAT = 3  # modules beside the packages, at most
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wf_backends import SequenceParallel
-from wf_backends.parallel.dropout import position_dropout
+from wf_backends.parallel import position_dropout
 
 VOCABULARY = 256
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.planning import MASKS, SHAPE, cluster
 from wf_backends.cluster.presets import PRESETS
+from wf_backends.config import SequenceParallelConfig
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import choose, request_of
-from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.plan import EXACT_UP_TO, Request
 from wf_backends.planner.proxy import on_few, on_fewer_ranks
 from wf_backends.planner.ranking import ranked

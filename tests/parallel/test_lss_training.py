@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import ROOT, run_threads
-from wf_backends.parallel.dropout import position_dropout
+from wf_backends.parallel import position_dropout
 from wf_backends.runtime.shards import positions
 from wf_backends.schedule.layout import make_layout
 

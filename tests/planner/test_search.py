@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tests.planning import MASKS, SHAPE, cluster
 from wf_backends.cluster.presets import PRESETS, one_host
 from wf_backends.cluster.topology import KernelRate, Link, Topology
+from wf_backends.config import SequenceParallelConfig
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import choose, request_of
-from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.plan import Choice, Plan, Request
 from wf_backends.planner.ranking import TIE, ranked, rounded

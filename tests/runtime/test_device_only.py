@@ -32,8 +32,8 @@ from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_cuda import Machine, choose, cuda_tile
 from wf_backends.kernels.select import Selection
 from wf_backends.kernels.tile_split import split_window
+from wf_backends.parallel import position_dropout
 from wf_backends.parallel.attention import DistributedAttention, run
-from wf_backends.parallel.dropout import position_dropout
 from wf_backends.parallel.softmax import make_softmax, plain_softmax
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 

@@ -1,5 +1,6 @@
 """Dynamic sequence parallelism (DSP, arXiv 2403.10266): several sequence dimensions."""
 
+from wf_backends.dsp.closeness import NARROW_TOLERANCES, TOLERANCE, error_between, named_tensors
 from wf_backends.dsp.first_forward import RECEIVER, Mode, receivers
 from wf_backends.dsp.model import KEY, LAYOUT, read_words, spread
 from wf_backends.dsp.stages import LayoutTracker, Stages
@@ -11,11 +12,15 @@ __all__ = [
     "LAYOUT",
     "LayoutTracker",
     "Mode",
+    "NARROW_TOLERANCES",
     "RECEIVER",
     "Sharded",
     "Sizes",
     "Stages",
+    "TOLERANCE",
     "chunk_sizes",
+    "error_between",
+    "named_tensors",
     "read_words",
     "receivers",
     "spread",

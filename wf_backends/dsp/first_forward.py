@@ -16,15 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from wf_backends.comm import World, gather_small
+from wf_backends.dsp.closeness import NARROW_TOLERANCES, TOLERANCE, error_between, named_tensors
 from wf_backends.dsp.stages import LayoutTracker, Sharding
-from wf_backends.parallel import (
-    NARROW_TOLERANCES,
-    TOLERANCE,
-    SequenceParallel,
-    SequenceParallelConfig,
-    error_between,
-    named_tensors,
-)
+from wf_backends.parallel import SequenceParallel, SequenceParallelConfig
 
 RECEIVER = "set_sequence_parallel"
 Mode = bool | Literal["strict"]

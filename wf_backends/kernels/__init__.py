@@ -1,6 +1,6 @@
 """Attention of one tile: `reference`, `sdpa` (torch's own kernels), `flash` (flash-attn)."""
 
-from wf_backends.kernels.dropout import Dropout, keeps, mix
+from wf_backends.kernels.dropout import Dropout, position_dropout
 from wf_backends.kernels.merge import merge
 from wf_backends.kernels.protocol import Kernel, KernelSpec, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
@@ -16,8 +16,7 @@ __all__ = [
     "PositionBias",
     "Scores",
     "TileGrad",
-    "keeps",
     "merge",
-    "mix",
+    "position_dropout",
     "select",
 ]

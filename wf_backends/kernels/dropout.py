@@ -1,4 +1,4 @@
-"""Dropout of attention weights that falls on the same ones however they are split.
+"""Dropout that falls on the same weights or activations, however they are split.
 
 Whether a weight is dropped is a function of (seed, sample, head, query, key) alone, all of them
 global: nothing is stored, a backward draws again what its forward drew, and so does every rank,
@@ -68,6 +68,29 @@ class Dropout:
         for number in numbers:
             state = mix(state + number)
         return state
+
+
+def position_dropout(x: Tensor, positions: Tensor, p: float, seed: int) -> Tensor:
+    """Zero elements of x with probability p and scale the others by 1 / (1 - p).
+
+    Which ones depends on seed, sample, global position and channel alone, so that P ranks drop
+    what one rank drops, in any layout, and again when a layer is run again in the backward.
+
+    Args:
+        x: (b, s, d). positions: (s,) or (b, s) int64, the global positions of its rows.
+        p: in [0, 1).
+        seed: another one for every layer and step.
+
+    Raises:
+        ValueError: for a p outside [0, 1).
+    """
+    if not 0 <= p < 1:
+        raise ValueError(f"p must be in [0, 1), got {p}")
+    if p == 0:
+        return x
+    samples, channels = (torch.arange(n, device=x.device) for n in (x.shape[0], x.shape[2]))
+    rows = mix(mix(samples + seed)[:, None] + positions)
+    return x * keeps(mix(rows[..., None] + channels), p) / (1 - p)
 
 
 def keeps(random: Tensor, p: float) -> Tensor:

@@ -1,25 +1,16 @@
 """What a user holds: the configuration, the handle, the gradients' mean."""
 
+from wf_backends.config import SequenceParallelConfig, meant
+from wf_backends.kernels import position_dropout
 from wf_backends.parallel.channels import ChannelExchange
-from wf_backends.parallel.closeness import (
-    NARROW_TOLERANCES,
-    TOLERANCE,
-    error_between,
-    named_tensors,
-)
-from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.parallel.data import IGNORE_INDEX, prepare_batch
 from wf_backends.parallel.dense_mask import slices_of_mask
-from wf_backends.parallel.dropout import position_dropout
 from wf_backends.parallel.gradients import DoubleAverage, GradientMean
 from wf_backends.parallel.loss import at_least_one, count_valid, token_loss
-from wf_backends.parallel.route_words import meant
 from wf_backends.parallel.sequence_parallel import SequenceParallel
 
 __all__ = [
     "IGNORE_INDEX",
-    "NARROW_TOLERANCES",
-    "TOLERANCE",
     "ChannelExchange",
     "DoubleAverage",
     "GradientMean",
@@ -27,9 +18,7 @@ __all__ = [
     "SequenceParallelConfig",
     "at_least_one",
     "count_valid",
-    "error_between",
     "meant",
-    "named_tensors",
     "position_dropout",
     "prepare_batch",
     "slices_of_mask",

@@ -11,9 +11,8 @@ from typing import Any
 
 from wf_backends._validation import AUTO
 from wf_backends.cluster import Topology, one_host
+from wf_backends.config import LSS, Route, SequenceParallelConfig
 from wf_backends.lowering import Shape
-from wf_backends.parallel.config import LSS, SequenceParallelConfig
-from wf_backends.parallel.route_words import Route
 from wf_backends.planner import MOVES, Choice, Plan, Request, Workload, plan_for
 from wf_backends.schedule import Mask, Placed, read_placed
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from wf_backends.cluster import JobTopology
 from wf_backends.comm import Communicator, ConsistencyCheck, fingerprint
+from wf_backends.config import LSS, SequenceParallelConfig
 from wf_backends.kernels import KernelSpec, Scores, select
 from wf_backends.lowering import ACTIVATION, Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import choose, request_of
-from wf_backends.parallel.config import LSS, SequenceParallelConfig
 from wf_backends.parallel.softmax import Told
 from wf_backends.planner import Choice, Plan, Request, reason
 from wf_backends.runtime import Call, HeadGroup, accumulator_dtype, make_head_exchange

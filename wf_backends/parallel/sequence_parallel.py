@@ -17,8 +17,8 @@ from torch import Tensor
 from wf_backends._compile import eager
 from wf_backends.cluster import JobTopology, Topology, cache_folder
 from wf_backends.comm import Shared, fingerprint, make_comm, sum_over_ranks
+from wf_backends.config import SequenceParallelConfig
 from wf_backends.parallel.attention import AttentionOfSequence, DistributedAttention
-from wf_backends.parallel.config import SequenceParallelConfig
 from wf_backends.parallel.data import prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
 from wf_backends.parallel.sharding import Sharding

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wf_backends._compile import eager
 from wf_backends.comm import Communicator, ConsistencyCheck, fingerprint
-from wf_backends.parallel.config import SequenceParallelConfig
+from wf_backends.config import SequenceParallelConfig
 from wf_backends.runtime import dimension, gather_shards, move, positions, take_shard
 from wf_backends.schedule import Layout, layout_of, make_layout, make_mask
 

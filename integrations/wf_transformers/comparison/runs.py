@@ -12,15 +12,15 @@ from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import World
-from wf_backends.dsp import RECEIVER, receivers
-from wf_backends.parallel import (
-    IGNORE_INDEX,
+from wf_backends.dsp import (
     NARROW_TOLERANCES,
+    RECEIVER,
     TOLERANCE,
-    GradientMean,
     error_between,
     named_tensors,
+    receivers,
 )
+from wf_backends.parallel import IGNORE_INDEX, GradientMean
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import has_tokens, parameter_names, takes_any_keyword

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from wf_backends import SequenceParallel
 from wf_backends.comm import fingerprint, gather_small
-from wf_backends.dsp import Mode
-from wf_backends.parallel import TOLERANCE
+from wf_backends.dsp import TOLERANCE, Mode
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.checkpoints import RUNNING
 from wf_transformers.comparison.drawn import drawn_batch

@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from wf_backends._validation import AUTO, is_number, one_of, positive, seconds
 from wf_backends.cluster import KERNEL_NAMES, check_source
-from wf_backends.lowering import FLOAT32, PARTIALS
-from wf_backends.parallel.route_words import (
+from wf_backends.config.route_words import (
     Route,
     as_json,
     check_host_size,
@@ -23,6 +22,7 @@ from wf_backends.parallel.route_words import (
     meant,
     usual_moves,
 )
+from wf_backends.lowering import FLOAT32, PARTIALS
 from wf_backends.planner import MOVES
 from wf_backends.schedule import check_layout_name, divisors
 
