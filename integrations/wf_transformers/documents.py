@@ -10,10 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from wf_backends.schedule import SLICE_WORDS
+from wf_backends.parallel import MASK_WORDS, mask_words
 
-MASK_WORDS = ("cu_seqlens", *SLICE_WORDS)
-"""Arguments of a call that say who sees whom, as host integers; without any it is one document."""
 Words = Mapping[str, Any]
 NONE: Words = MappingProxyType({})
 
@@ -30,11 +28,6 @@ NOT_CUT = (
     "sounds, ViT is spread; for another encoder name the modules between which rows are cut, "
     "wf_transformers.shard_between(handle, first, last)"
 )
-
-
-def mask_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a call or a batch says of documents or slices."""
-    return {key: given[key] for key in MASK_WORDS if given.get(key) is not None}
 
 
 class Scope(NamedTuple):

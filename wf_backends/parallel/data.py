@@ -19,6 +19,7 @@ Shapes: b batch, S sequence length as given, S' the same rounded up to the multi
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,8 +29,14 @@ from torch.nn.functional import pad
 from wf_backends.schedule import SLICE_WORDS, make_mask
 
 IGNORE_INDEX = -100  # the label that counts for nothing, as in torch's cross_entropy
-
+MASK_WORDS = ("cu_seqlens", *SLICE_WORDS)
+"""Of a batch or a call: who sees whom, as host integers; without any it is one document."""
 Borders = tuple[int, ...]  # 0 = c0 < c1 < ... : where documents begin and end
+
+
+def mask_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What a batch or a call says of documents or slices."""
+    return {key: given[key] for key in MASK_WORDS if given.get(key) is not None}
 
 
 def prepare_batch(
@@ -62,7 +69,7 @@ def prepare_batch(
         raise ValueError(f"multiple must be at least 1 token, got {multiple}")
     if not isinstance(batch, Mapping):
         raise ValueError(f'a batch must be such as {{"input_ids": ids}}, got a {_describe(batch)}')
-    told = {k: batch[k] for k in ("cu_seqlens", *SLICE_WORDS) if batch.get(k) is not None}
+    told = mask_words(batch)
     tensors = {k: v for k, v in batch.items() if k not in told and v is not None}
     size, seqlen = _shape(tensors)
     valid = _valid(tensors.get("attention_mask"))
@@ -76,11 +83,16 @@ def prepare_batch(
         ends = () if labels_are_shifted else borders[1:]
         tensors["labels"] = _targets(tensors["labels"], valid, ends)
     padded = -(-seqlen // multiple) * multiple
-    out = _padded(tensors, padded, {"input_ids": pad_token_id, "labels": IGNORE_INDEX})
+    fill = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
+    out: dict[str, Any] = {key: _pad(x, padded, fill.get(key, 0)) for key, x in tensors.items()}
+    out["position_ids"] = _continue(tensors["position_ids"], padded)
+    lengths = {seqlen} if valid is None else set(valid.sum(dim=1).tolist())
     if mask.slices is not None:
-        mask.check_lengths(*2 * [seqlen if valid is None else int(valid.sum(dim=1).min())])
+        mask.check_lengths(min(lengths), min(lengths))
         return out | told
-    closed = _pad_borders(mask.cu_seqlens, valid, seqlen, padded)
+    if mask.cu_seqlens is None and valid is None and padded == seqlen:
+        return out
+    closed = _pad_borders(mask.cu_seqlens, lengths, padded)
     return out if closed is None else out | {"cu_seqlens": closed}
 
 
@@ -137,8 +149,7 @@ def _check_positions(positions: Tensor, valid: Tensor | None) -> None:
 def _positions(borders: Borders, tensors: Mapping[str, Tensor]) -> Tensor:
     """(1, S) int64, where the batch is: 0, 1, 2, ... in each document."""
     device = next(iter(tensors.values())).device
-    starts = zip(borders, borders[1:], strict=False)
-    parts = [torch.arange(stop - start, device=device) for start, stop in starts]
+    parts = [torch.arange(stop - start, device=device) for start, stop in pairwise(borders)]
     return torch.cat(parts)[None]
 
 
@@ -154,14 +165,6 @@ def _targets(labels: Tensor, valid: Tensor | None, ends: Borders) -> Tensor:
     return labels
 
 
-def _padded(tensors: Mapping[str, Tensor], length: int, fill: Mapping[str, int]) -> dict[str, Any]:
-    """The tensors of a batch, padded to `length` with what `fill` says, or 0; positions go on."""
-    return {
-        key: _continue(x, length) if key == "position_ids" else _pad(x, length, fill.get(key, 0))
-        for key, x in tensors.items()
-    }
-
-
 def _pad(tensor: Tensor, length: int, value: int) -> Tensor:
     """`tensor` (b, s, ...) filled up with `value` on the right of dim 1."""
     right = (0, 0) * (tensor.dim() - 2) + (0, length - tensor.shape[1])
@@ -174,17 +177,14 @@ def _continue(positions: Tensor, length: int) -> Tensor:
     return torch.cat([positions, (positions[:, -1:] + more).to(positions.dtype)], dim=1)
 
 
-def _pad_borders(
-    documents: Borders | None, valid: Tensor | None, seqlen: int, padded: int
-) -> Borders | None:
-    """The documents with all padding as one more; None where there is nothing to say."""
-    lengths = {seqlen} if valid is None else set(valid.sum(dim=1).tolist())
+def _pad_borders(documents: Borders | None, lengths: set[int], padded: int) -> Borders | None:
+    """The documents with all padding as one more; None where samples differ in length."""
     if len(lengths) > 1 and documents is not None:
         raise ValueError(
             f"attention_mask gives samples of lengths {sorted(lengths)}, but cu_seqlens "
             f"{documents} hold for all of them; make the padding documents of their own"
         )
-    if len(lengths) > 1 or (documents is None and valid is None and padded == seqlen):
+    if len(lengths) > 1:
         return None
     (length,) = lengths
     if length == 0:

@@ -85,8 +85,8 @@ def slices_of_mask(mask: Tensor) -> SliceWords:
 
 def _ranges(seen: Tensor) -> list[list[Range]]:
     """The ranges of keys that each query sees; seen (S, S')."""
-    changes = seen.int().diff(dim=1, prepend=seen.new_zeros(len(seen), 1).int())
-    changes = torch.cat((changes, -seen[:, -1:].int()), dim=1)
+    outside = seen.new_zeros(len(seen), 1).int()
+    changes = seen.int().diff(dim=1, prepend=outside, append=outside)
     found: list[list[Range]] = [[] for _ in seen]
     starts, stops = ((changes == sign).nonzero().tolist() for sign in (1, -1))
     for (query, start), (_, stop) in zip(starts, stops, strict=True):

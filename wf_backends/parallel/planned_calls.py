@@ -80,8 +80,7 @@ class PlannedCalls:
             latent: numbers of a token in place of its keys and values; 0 = keys and values.
         """
         lengths = [sum(rows) for _, rows in told]
-        _check_positions(mask, spec, *lengths)
-        _check_layout(self.config.layout, *lengths)
+        _check_lengths(self.config.layout, mask, spec, *lengths)
         q_layout, kv_layout = (
             layout_of(self.config.layout, rows, mask, name) for name, rows in told
         )
@@ -154,7 +153,8 @@ def _problems(
     return there, replace(back, schedule=forward, kept=True), forward.gathers()
 
 
-def _check_positions(mask: Mask, spec: KernelSpec, seqlen: int, num_keys: int) -> None:
+def _check_lengths(layout: str, mask: Mask, spec: KernelSpec, seqlen: int, num_keys: int) -> None:
+    """Refuse slices beyond the sequence, and cross attention with what needs common positions."""
     mask.check_lengths(seqlen, num_keys)
     if seqlen == num_keys:
         return
@@ -164,10 +164,7 @@ def _check_positions(mask: Mask, spec: KernelSpec, seqlen: int, num_keys: int) -
             "window_size, cu_seqlens, alibi_slopes and position_bias need as many keys as "
             "queries; q_ranges and k_ranges say which queries see which keys"
         )
-
-
-def _check_layout(layout: str, seqlen: int, num_keys: int) -> None:
-    if seqlen != num_keys and LAYOUTS[layout].needs_slices:
+    if LAYOUTS[layout].needs_slices:
         raise ValueError(
             f"the {layout} layout follows from the slices of one sequence, and there are {seqlen} "
             f"queries and {num_keys} keys: take another layout for cross attention"

@@ -19,7 +19,7 @@ from wf_backends.cluster import JobTopology, Topology, cache_folder
 from wf_backends.comm import Shared, fingerprint, make_comm, sum_over_ranks
 from wf_backends.config import SequenceParallelConfig
 from wf_backends.parallel.attention import AttentionOfSequence, DistributedAttention
-from wf_backends.parallel.data import prepare_batch
+from wf_backends.parallel.data import mask_words, prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
 from wf_backends.parallel.sharding import Sharding
 from wf_backends.schedule import SLICE_WORDS, padding_multiple
@@ -87,8 +87,8 @@ class SequenceParallel(AttentionOfSequence, Sharding, Shared):
                 labels_are_shifted=labels_are_shifted,
             )
         tensors = self.check_same(whole)
-        borders, slices = whole.get("cu_seqlens"), {k: whole[k] for k in SLICE_WORDS if k in whole}
-        return whole | {key: self.shard(x, 1, borders, **slices) for key, x in tensors.items()}
+        words = mask_words(whole)
+        return whole | {key: self.shard(x, **words) for key, x in tensors.items()}
 
     def check_same(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
         """The tensors of a batch, once it is known to be the same on every rank.

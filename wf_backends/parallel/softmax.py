@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wf_backends._validation import is_real
 from wf_backends.kernels import Dropout, Scores
 from wf_backends.runtime import Learned
 
@@ -56,30 +57,31 @@ def make_softmax(
             a position_bias that is no (heads, odd number), a dropout_p outside [0, 1), and a
             dropout_seed that is no integer in [0, 2**63).
     """
-    scale = _scale(softmax_scale, q.shape[3])
-    cap = _softcap(softcap)
-    heads = q.shape[2]
+    scale, cap, heads = _scale(softmax_scale, q.shape[3]), _softcap(softcap), q.shape[2]
     for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-        fits = isinstance(x, Tensor) and x.shape == (heads,)
+        fits = _shape(x) == (heads,)
         _check_floats(name, x, q, fits, f"floats, one for each of the {heads} heads")
-    bias = position_bias
-    shape = tuple(bias.shape) if isinstance(bias, Tensor) else ()
+    shape = _shape(position_bias) or ()
     fits = len(shape) == 2 and shape[0] == heads and shape[1] % 2 == 1
     says = f"floats ({heads} heads, 2 n - 1), of the distances 1 - n to n - 1"
-    _check_floats("position_bias", bias, q, fits, says)
+    _check_floats("position_bias", position_bias, q, fits, says)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes have no gradient: pass alibi_slopes.detach()")
     if alibi_slopes is not None and not scale:
         raise ValueError("softmax_scale must not be 0 beside alibi_slopes")
-    dropout = _dropout(dropout_p, dropout_seed, q.shape[2])
+    dropout = _dropout(dropout_p, dropout_seed, heads)
+    told: dict[str, object] = {
+        "softmax_scale": scale,
+        "softcap": cap,
+        "sinks": sinks is not None,
+        "alibi_slopes": _known(alibi_slopes),
+        "dropout_p": float(dropout_p),
+        "dropout_seed": dropout_seed if dropout else None,
+        "kv_up": _shape(kv_up),
+        "position_bias": _shape(position_bias),
+    }
     scores = Scores(scale, cap, alibi_slopes, dropout)
-    learned = Learned(sinks, kv_up, bias)
-    told: dict[str, object] = {"softmax_scale": scale, "softcap": cap, "sinks": sinks is not None}
-    told |= {"alibi_slopes": _known(alibi_slopes), "dropout_p": float(dropout_p)}
-    told |= {"dropout_seed": dropout_seed if dropout else None}
-    for name, x in (("kv_up", kv_up), ("position_bias", bias)):
-        told[name] = None if x is None else tuple(x.shape)
-    return Softmax(scores, learned, tuple(told.items()))
+    return Softmax(scores, Learned(sinks, kv_up, position_bias), tuple(told.items()))
 
 
 def _scale(softmax_scale: Any, head_dim: int) -> float:
@@ -98,13 +100,13 @@ def _scale(softmax_scale: Any, head_dim: int) -> float:
 
 
 def _softcap(softcap: Any) -> float:
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 <= softcap < inf:
+    if not is_real(softcap) or not 0 <= softcap < inf:
         raise ValueError(f"softcap must be a number from 0 (none) on, got {softcap!r}")
     return float(softcap)
 
 
 def _dropout(p: Any, seed: Any, heads: int) -> Dropout | None:
-    if isinstance(p, bool) or not isinstance(p, (int, float)) or not 0 <= p < 1:
+    if not is_real(p) or not 0 <= p < 1:
         raise ValueError(f"dropout_p must be a number in [0, 1), got {p!r}")
     is_integer = isinstance(seed, int) and not isinstance(seed, bool)
     if seed is not None and not (is_integer and 0 <= seed < 1 << 63):
@@ -112,12 +114,17 @@ def _dropout(p: Any, seed: Any, heads: int) -> Dropout | None:
     return Dropout(float(p), seed, (0, heads)) if p else None
 
 
+def _shape(x: Any) -> tuple[int, ...] | None:
+    """Of a tensor; None of anything else."""
+    return tuple(x.shape) if isinstance(x, Tensor) else None
+
+
 def _check_floats(name: str, x: Any, q: Tensor, fits: bool, says: str) -> None:
     """Refuse what is neither None nor floats of the shape that `says` names, where q is."""
     if x is None:
         return
     if not fits or not x.is_floating_point():
-        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+        got = f"{x.dtype} {_shape(x)}" if isinstance(x, Tensor) else repr(x)
         raise ValueError(f"{name} must be {says}, got {got}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
