@@ -42,17 +42,18 @@ class Attention:
             (b, h, s, d).
 
         Raises:
-            NotImplementedError: for a mask, or dropout inside attention.
+            NotImplementedError: for a mask, causal or not.
         """
         if attn_mask is not None:
             raise NotImplementedError(
                 f"an attention mask {tuple(attn_mask.shape)} would be of the whole sequence: "
                 "leave it out, and padded text with it"
             )
+        if is_causal:
+            raise NotImplementedError("causal attention: ranks have tokens from anywhere")
         self.calls += 1
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-        words = {"causal": is_causal, "softmax_scale": scale, "dropout_p": dropout_p}
-        return self.sp.attention(q, k, v, **words).transpose(1, 2)
+        return self.sp.attention(q, k, v, softmax_scale=scale, dropout_p=dropout_p).transpose(1, 2)
 
 
 def take_over(module: Any, attention: Attention, handle: Handle) -> None:

@@ -76,19 +76,30 @@ class _Spread:
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Words) -> tuple[tuple[()], Words]:
             given = dict(zip(names, args, strict=False)) | kwargs
-            first = [_tensors(given[stream[0]])[0] for stream in cut.streams]
-            layouts = cut_streams(self.sp, [x.shape[cut.dim] for x in first])
+            layouts = [self._layout] if cut.follows else self._layouts(cut, given)
             for stream, layout in zip(cut.streams, layouts, strict=True):
                 for name in stream:
-                    given[name] = self._take(given[name], layout, cut.dim)
+                    _put(given, name, self._take(_get(given, name), layout, cut.dim))
             self._layout = layouts[-1]
             return (), given
 
         return module.register_forward_pre_hook(hook, with_kwargs=True)
 
+    def _layouts(self, cut: Cut, given: Words) -> list[Layout]:
+        """Which rows of each stream the ranks get."""
+        first = [_tensors(_get(given, stream[0]))[0] for stream in cut.streams]
+        lengths = [x.shape[cut.dim] for x in first]
+        layouts = cut_streams(self.sp, lengths)
+        if not self.family.takes_none and not all(map(all, layouts)):
+            raise ValueError(
+                f"streams of {lengths} tokens leave one of {self.sp.size} ranks without any of "
+                "one, which this model does not take: pad the text, or use fewer ranks"
+            )
+        return layouts
+
     def _take(self, value: Any, layout: Layout, dim: int) -> Any:
-        if isinstance(value, Tensor):
-            return take(self.sp, layout, dim, value)
+        if value is None or isinstance(value, Tensor):
+            return value if value is None else take(self.sp, layout, dim, value)
         return type(value)(take(self.sp, layout, dim, x) for x in value)
 
     def _gather(self, _: nn.Module, __: Any, rows: Tensor) -> Tensor:
@@ -107,6 +118,21 @@ class _Spread:
 def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Words:
     names = [*inspect.signature(model.forward).parameters]
     return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _get(given: Words, path: str) -> Any:
+    """An argument, or one of a tuple: "name", "name.1"."""
+    name, _, at = path.partition(".")
+    return given[name][int(at)] if at else given.get(name)
+
+
+def _put(given: Words, path: str, value: Any) -> None:
+    """Replace what `_get` gives."""
+    name, _, at = path.partition(".")
+    if at:
+        value = tuple(value if i == int(at) else x for i, x in enumerate(given[name]))
+    if value is not None:
+        given[name] = value
 
 
 def _tensors(value: Any) -> list[Tensor]:

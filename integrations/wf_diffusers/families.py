@@ -21,9 +21,11 @@ class Cut:
     """A path in the model; "*" stands for every number, "" for the model."""
     streams: tuple[tuple[str, ...], ...]
     """Arguments of the module, by the stream whose rows they have, in the order in which attention
-    joins the streams."""
+    joins the streams; "name.1" is the second of a tuple. What is None is left alone."""
     dim: int = -2
     """Where the rows are."""
+    follows: bool = False
+    """Whether the only stream here is the last one of the cut before, and is cut as it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +39,21 @@ class Family:
     """Gives the rows of the last stream, (b, s, width), from which the model makes its sample."""
     refused: tuple[tuple[str, str], ...] = ()
     """Arguments of the model that cannot be cut, and what they are."""
+    takes_none: bool = False
+    """Whether its blocks take a stream without tokens, as a rank may have of short text."""
 
 
 CONTROL = "residuals of a ControlNet, which would have to be cut"
+KWARGS = "arguments of attention, such as an IP-Adapter's"
+JOINT = Cut("transformer_blocks.0", (("encoder_hidden_states",), ("hidden_states",)))
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
+        "CogVideoXTransformer3DModel": Family(
+            attention=("transformer_blocks.*.attn1",),
+            cuts=(JOINT, Cut("transformer_blocks.*", (("image_rotary_emb",),), follows=True)),
+            last="proj_out",
+            refused=(("attention_kwargs", KWARGS),),
+        ),
         "DiTTransformer2DModel": Family(
             attention=("transformer_blocks.*.attn1",),
             cuts=(Cut("transformer_blocks.0", (("hidden_states",),)),),
@@ -54,8 +66,42 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             refused=(
                 ("controlnet_block_samples", CONTROL),
                 ("controlnet_single_block_samples", CONTROL),
-                ("joint_attention_kwargs", "arguments of attention, such as an IP-Adapter's"),
+                ("joint_attention_kwargs", KWARGS),
             ),
+            takes_none=True,
+        ),
+        "Flux2Transformer2DModel": Family(
+            attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
+            cuts=(Cut("", (("encoder_hidden_states", "txt_ids"), ("hidden_states", "img_ids"))),),
+            last="proj_out",
+            refused=(
+                ("joint_attention_kwargs", KWARGS),
+                ("kv_cache_mode", "keys of reference images, which are kept whole"),
+            ),
+            takes_none=True,
+        ),
+        "LTXVideoTransformer3DModel": Family(
+            attention=("transformer_blocks.*.attn1",),
+            cuts=(
+                Cut("transformer_blocks.0", (("hidden_states",),)),
+                Cut("transformer_blocks.*", (("image_rotary_emb",),)),
+            ),
+            last="proj_out",
+        ),
+        "PixArtTransformer2DModel": Family(
+            attention=("transformer_blocks.*.attn1",),
+            cuts=(Cut("transformer_blocks.0", (("hidden_states",),)),),
+            last="proj_out",
+        ),
+        "QwenImageTransformer2DModel": Family(
+            attention=("transformer_blocks.*.attn",),
+            cuts=(
+                JOINT,
+                Cut("transformer_blocks.*", (("image_rotary_emb.1",), ("image_rotary_emb.0",))),
+                Cut("transformer_blocks.*", (("modulate_index",),), dim=1, follows=True),
+            ),
+            last="proj_out",
+            refused=(("controlnet_block_samples", CONTROL), ("attention_kwargs", KWARGS)),
         ),
         "WanTransformer3DModel": Family(
             attention=("blocks.*.attn1",),

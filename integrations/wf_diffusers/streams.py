@@ -1,7 +1,7 @@
 """Which rows of text and image tokens a rank has, where attention joins them to one sequence.
 
-The joined sequence is cut by the layout, so that every rank has as many rows as attention expects,
-whatever the lengths. A rank may have no text at all.
+Every token attends to every token, so that it does not matter which ones a rank has: it gets as
+many as attention expects by the layout, and of text and image its share.
 """
 
 from __future__ import annotations
@@ -15,27 +15,31 @@ from torch import Tensor
 
 from wf_backends import SequenceParallel
 from wf_backends.runtime import gather_shards, move, positions, take_shard
-from wf_backends.schedule import Layout, intersect, make_layout
+from wf_backends.schedule import Layout, Ranges, make_layout, size
 
 
 def cut_streams(sp: SequenceParallel, lengths: Sequence[int]) -> list[Layout]:
     """For each stream the rows of every rank, counted inside the stream.
 
+    Of n1 tokens of text and n2 of an image, the first c of both together are
+    floor(c n1 / (n1 + n2)) of text and the rest of the image.
+
     Args:
-        lengths: of the streams, in tokens, in the order in which attention joins them.
+        lengths: of one stream or two, in tokens.
 
     Raises:
         ValueError: if there are too few tokens, or the layout follows from documents.
     """
-    joined = make_layout(sp.config.layout, sp.size, sum(lengths))
-    spans = pairwise(accumulate(lengths, initial=0))
-    return [
-        tuple(
-            tuple((a - start, b - start) for a, b in intersect(shard, ((start, stop),)))
-            for shard in joined
-        )
-        for start, stop in spans
-    ]
+    total = sum(lengths)
+    rows = map(size, make_layout(sp.config.layout, sp.size, total))
+    ends = [(end * lengths[0] // total, end) for end in accumulate(rows, initial=0)]
+    first = tuple(_range(a, b) for (a, _), (b, _) in pairwise(ends))
+    second = tuple(_range(c - a, d - b) for (a, c), (b, d) in pairwise(ends))
+    return [first, second][: len(lengths)]
+
+
+def _range(start: int, stop: int) -> Ranges:
+    return ((start, stop),) if start < stop else ()
 
 
 def take(sp: SequenceParallel, layout: Layout, dim: int, x: Tensor) -> Tensor:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
-
+pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip(
     "diffusers.models.attention_dispatch", reason="diffusers before 0.35 has no attention registry"
 )
@@ -17,6 +16,7 @@ pytest.importorskip(
 import wf_diffusers  # noqa: E402
 from tests.docs.pages import blocks  # noqa: E402
 from tests.helpers import run_processes, run_threads  # noqa: E402
+from tests.integrations.diffusers_models import FAMILIES, build, random  # noqa: E402
 from tests.integrations.transformers_models import (  # noqa: E402
     assert_close,
     gradients,
@@ -26,65 +26,10 @@ from tests.integrations.transformers_models import (  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
 from wf_diffusers.attention import Attention  # noqa: E402
 
-WIDTH = {"num_attention_heads": 2, "attention_head_dim": 16}
-WAN = {"in_channels": 4, "out_channels": 4, "text_dim": 20, "freq_dim": 16, "ffn_dim": 48}
-FLUX = {"in_channels": 4, "num_single_layers": 2, "joint_attention_dim": 24}
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64
-    )
-
-
-def dit() -> tuple[Any, dict[str, Any]]:
-    """9 tokens: uneven on 2 and 4 ranks."""
-    model = diffusers.DiTTransformer2DModel(
-        **WIDTH, in_channels=2, num_layers=2, sample_size=6, num_embeds_ada_norm=8
-    )
-    model.eval()  # threads share the generator that drops labels
-    labels = {"timestep": torch.tensor([3, 5]), "class_labels": torch.tensor([1, 2])}
-    return model, {"hidden_states": random(2, 2, 6, 6), **labels}
-
-
-def flux(text: int = 5, image: int = 16) -> tuple[Any, dict[str, Any]]:
-    model = diffusers.FluxTransformer2DModel(
-        **WIDTH, **FLUX, num_layers=2, pooled_projection_dim=12, axes_dims_rope=(4, 6, 6)
-    )
-    ids = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(image / 4))
-    return model, {
-        "hidden_states": random(2, image, 4),
-        "encoder_hidden_states": random(2, text, 24),
-        "pooled_projections": random(2, 12),
-        "timestep": torch.tensor([0.3, 0.7]).double(),
-        "img_ids": ids.double(),
-        "txt_ids": torch.zeros(text, 3).double(),
-    }
-
-
-def wan() -> tuple[Any, dict[str, Any]]:
-    model = diffusers.WanTransformer3DModel(**WIDTH, **WAN, num_layers=2)
-    return model, {
-        "hidden_states": random(1, 4, 3, 6, 6),
-        "timestep": torch.tensor([300]),
-        "encoder_hidden_states": random(1, 7, 20),
-    }
-
-
-FAMILIES = {"dit": dit, "flux": flux, "wan": wan}
-
 
 @pytest.fixture(autouse=True)
 def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     stay_in_float64(monkeypatch)
-
-
-def build(family: str, **sizes: int) -> tuple[Any, dict[str, Any]]:
-    torch.manual_seed(1)
-    model, given = FAMILIES[family](**sizes)
-    for parameter in model.parameters():
-        parameter.data += 0.1 * torch.randn_like(parameter)
-    return model.double(), given
 
 
 def loss_of(sample: Tensor) -> Tensor:
@@ -92,7 +37,7 @@ def loss_of(sample: Tensor) -> Tensor:
 
 
 def assert_equal(
-    family: str, size: int, layout: str = "zigzag", checkpoint: bool = False, **sizes: int
+    family: str, size: int, layout: str = "zigzag", checkpoint: bool = False, **sizes: Any
 ) -> None:
     """The sample, the loss, and the mean over the ranks of every gradient, to 1e-9."""
     reference, given = build(family, **sizes)
@@ -131,6 +76,21 @@ def test_models(family: str, size: int, layout: str) -> None:
 @pytest.mark.parametrize(("text", "image"), [(1, 16), (13, 4), (29, 12)])
 def test_ranks_without_text_and_ranks_without_image(text: int, image: int) -> None:
     assert_equal("flux", 4, "contiguous", text=text, image=image)
+
+
+def test_learned_places_in_place_of_rotary_embeddings() -> None:
+    assert_equal("cogvideox", 2, rotary=False)
+
+
+def test_text_that_is_too_short_for_the_ranks_is_refused() -> None:
+    def rank(comm: Any) -> None:
+        model, given = models[comm.rank]
+        with wf_diffusers.attach(model, sequence_parallel(comm)):
+            with pytest.raises(ValueError, match=r"streams of \[1, 16\] tokens leave one of 2"):
+                model(**given)
+
+    models = [build("qwen_image", text=1) for _ in range(2)]
+    run_threads(2, rank)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -210,6 +170,8 @@ def test_masks_are_refused() -> None:
     attend = Attention(alone())
     with pytest.raises(NotImplementedError, match="an attention mask"):
         attend(*[torch.ones(1, 2, 1, 8)] * 3, attn_mask=torch.ones(1, 2))
+    with pytest.raises(NotImplementedError, match="causal attention"):
+        attend(*[torch.ones(1, 2, 1, 8)] * 3, is_causal=True)
 
 
 def test_ranks_with_other_noise_are_told() -> None:
