@@ -131,8 +131,7 @@ def draw_chunks(path: Path) -> None:
     """The live activations of an Evoformer block of 64 residues, as it is and in slices."""
     model, inputs = evoformer(64, fused=False)
     found = memory_profiles(model.eval(), inputs)
-    before, after = ([count for _, count in side] for side in (found.before, found.after))
-    draw_memory(before, after, None, path, "An Evoformer block, 32 sequences of 64 residues")
+    draw_memory(found, None, path, "An Evoformer block, 32 sequences of 64 residues")
 
 
 def main() -> None:

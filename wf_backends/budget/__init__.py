@@ -3,6 +3,18 @@
 from wf_backends.budget.activations import Activations, Options
 from wf_backends.budget.budget import Training
 from wf_backends.budget.model import Decoder
+from wf_backends.budget.report import gib, report, tables
 from wf_backends.budget.states import STAGES, Buckets, States
 
-__all__ = ["Activations", "Buckets", "Decoder", "Options", "STAGES", "States", "Training"]
+__all__ = [
+    "Activations",
+    "Buckets",
+    "Decoder",
+    "Options",
+    "STAGES",
+    "States",
+    "Training",
+    "gib",
+    "report",
+    "tables",
+]

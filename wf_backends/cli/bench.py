@@ -15,12 +15,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
-from rich.table import Table
 
 from wf_backends._validation import AUTO
 from wf_backends.cli import options as o
 from wf_backends.cli.plan import block, config, plain_ring, plan_words
-from wf_backends.cluster import PRESETS, Topology, check_job, load
+from wf_backends.cli.tables import console_for, table_of
+from wf_backends.cluster import PRESETS, Topology, check_job, extended, load
 from wf_backends.planner import Plan, Request, all_plans, check_memory, milliseconds, scheme
 from wf_backends.schedule import SLICE_WORDS
 
@@ -62,8 +62,7 @@ def bench(
     from wf_backends.comm import make_comm
 
     o.check_file("--trace", trace, (".json",))
-    for option, value in (("--top", top), ("--repeats", repeats)):
-        o.check_least(option, value, 1)
+    o.check_range(1, top=top, repeats=repeats)
     workload = model.workload()
     launched = launch.init()
     try:
@@ -91,7 +90,7 @@ def job_topology(source: str, comm: Communicator, device: Any, cache_dir: Path |
 
     hosts = job_hosts(comm)
     if source:
-        named = o.topology_for(source, comm.size) if source in PRESETS else load(source)
+        named = extended(source, comm.size)[0] if source in PRESETS else load(source)
         return check_job(named, hosts)
     return measured_topology(comm, hosts, device, cache_dir or cache_folder(os.environ))[0]
 
@@ -136,8 +135,8 @@ def show(plans: list[Plan], times: list[float], request: Request, as_json: bool)
         }
         typer.echo(json.dumps(told, indent=2))
         return
-    shown = table(plans, times, request)
-    o.console_for(shown).print(shown)
+    table = table_of(escape(heading(request)), [row(plan, took, request) for plan, took in both])
+    console_for(table).print(table)
     name = scheme(fastest, request.topology.size)
     typer.echo(f"Fastest here: {name}. {block(fastest, request)}")
 
@@ -215,12 +214,11 @@ def heading(request: Request) -> str:
     return f"{told}; predicted by the rate of {known}: the topology has none of {wanted}"
 
 
-def table(plans: list[Plan], times: list[float], request: Request) -> Table:
-    """Predicted beside measured."""
-    figures = "predicted ms", "measured ms", "measured / predicted"
-    found = o.new_table(escape(heading(request)), ["plan"], figures)
-    for plan, took in zip(plans, times, strict=True):
-        expected = plan.cost.seconds
-        both = milliseconds(expected), milliseconds(took), f"{took / expected:.2f}"
-        found.add_row(scheme(plan, request.topology.size), *both)
-    return found
+def row(plan: Plan, took: float, request: Request) -> dict[str, str]:
+    """Predicted beside measured, by the names of the columns."""
+    return {
+        "plan": scheme(plan, request.topology.size),
+        "predicted ms": milliseconds(plan.cost.seconds),
+        "measured ms": milliseconds(took),
+        "measured / predicted": f"{took / plan.cost.seconds:.2f}",
+    }

@@ -16,8 +16,9 @@ from rich.table import Table
 from wf_backends._validation import parse_bytes, positive
 from wf_backends.autochunk import BudgetError, Profiles, Rates, longest, memory_profiles
 from wf_backends.cli.draw import check_picture, draw_memory
-from wf_backends.cli.options import AsJson, check_least, new_table
+from wf_backends.cli.options import AsJson, check_range
 from wf_backends.cli.readers import call_reader, check_folder
+from wf_backends.cli.tables import table_of
 
 SKELETONS = "wallfacer.skeletons"  # entry points: a folder -> a model on fake tensors, its inputs
 MOST_TOKENS = 2**29  # a mask of their square is still counted in 64 bits
@@ -55,14 +56,14 @@ def chunk(
 
         wallfacer chunk --model ./llama --seqlen 65536 --max-memory 8GB
     """
-    check_least("--seqlen", seqlen, 1)
-    check_least("--batch", batch, 1)
+    check_range(1, seqlen=seqlen, batch=batch)
     positive("--batch times --seqlen", batch * seqlen, MOST_TOKENS)
-    check_least("--layers", layers, 0)
+    check_range(0, layers=layers)
     check_folder(model)
     check_picture(picture)
     memory = _memory(max_memory)
-    if longest_sequence and not isinstance(memory, int | str):
+    limit = parse_bytes("max_memory", memory) if isinstance(memory, int | str) else None
+    if longest_sequence and limit is None:
         raise ValueError("--longest needs --max-memory as a size, such as 8GB")
 
     def profiles_of(tokens: int, some: int) -> Profiles:
@@ -73,18 +74,13 @@ def chunk(
     found = profiles_of(seqlen, layers)
     reach = _longest(partial(profiles_of, some=layers or FEW)) if longest_sequence else None
     if picture is not None:
-        _draw(found, memory, picture, f"{model.name}, {seqlen} tokens")
+        draw_memory(found, limit, picture, f"{model.name}, {seqlen} tokens")
     if as_json:
         print(json.dumps({**asdict(found.plan), "longest_sequence": reach}, indent=2))
-    else:
-        _show(found, memory, reach)
-
-
-def _show(found: Profiles, memory: str | float | None, reach: int | None) -> None:
-    """The plan in words, the longest sequence if it was looked for, and the memory by modules."""
+        return
     print(found.plan.explain())
     if reach is not None:
-        print(f"longest sequence within {memory}: {reach} tokens")
+        print(f"longest sequence within {max_memory}: {reach} tokens")
     Console().print(_table(found))
 
 
@@ -111,24 +107,18 @@ def _memory(text: str) -> str | float | None:
     return text or None
 
 
-def _draw(found: Profiles, memory: str | float | None, path: Path, title: str) -> None:
-    """The live bytes over the run, before and after, beside a budget that is a size."""
-    limit = (
-        None if memory is None or isinstance(memory, float) else parse_bytes("--max-memory", memory)
-    )
-    before, after = ([count for _, count in side] for side in (found.before, found.after))
-    draw_memory(before, after, limit, path, title)
-
-
 def _table(found: Profiles) -> Table:
     """The most bytes within each kind of module; layers that are alike in one row."""
-    figures = "as it is", "in slices"
-    table = new_table("live activations, MiB", ["module"], figures, box=None)
     before, after = _by_module(found.before), _by_module(found.after)
-    for path in sorted(before, key=before.__getitem__, reverse=True)[:ROWS]:
-        cells = (f"{side[path] / MIB:.1f}" if path in side else "" for side in (before, after))
-        table.add_row(path or "the model", *cells)
-    return table
+    rows = [
+        {
+            "module": path or "the model",
+            "as it is": f"{before[path] / MIB:.1f}",
+            "in slices": f"{after[path] / MIB:.1f}" if path in after else "",
+        }
+        for path in sorted(before, key=before.__getitem__, reverse=True)[:ROWS]
+    ]
+    return table_of("live activations, MiB", rows, box=None)
 
 
 def _by_module(profile: Sequence[tuple[str, int]]) -> dict[str, int]:

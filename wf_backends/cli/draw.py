@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wf_backends.cli.options import check_file
 from wf_backends.cluster import Topology
 from wf_backends.schedule import Schedule
+
+if TYPE_CHECKING:
+    from wf_backends.autochunk import Profiles
 
 PICTURES = (".png", ".svg", ".pdf")
 
@@ -36,15 +38,13 @@ def draw(schedule: Schedule, cluster: Topology, path: Path, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_memory(
-    before: Sequence[int], after: Sequence[int], limit: int | None, path: Path, title: str
-) -> None:
-    """Write a picture of the live bytes at each operator, before and after."""
+def draw_memory(found: Profiles, limit: int | None, path: Path, title: str) -> None:
+    """Write a picture of the live bytes at each operator, before and after, beside a budget."""
     figure = new_figure((9, 4), title)
     axes = figure.subplots()
-    for values, label in ((before, "as it is"), (after, "in slices")):
-        places = [i / max(1, len(values) - 1) for i in range(len(values))]
-        axes.step(places, [value / 2**30 for value in values], where="mid", label=label)
+    for side, label in ((found.before, "as it is"), (found.after, "in slices")):
+        places = [i / max(1, len(side) - 1) for i in range(len(side))]
+        axes.step(places, [count / 2**30 for _, count in side], where="mid", label=label)
     if limit is not None:
         axes.axhline(limit / 2**30, color="gray", linestyle="--", label="budget")
     axes.set(

@@ -16,7 +16,7 @@ from wf_backends._validation import one_of
 from wf_backends.cli import options as o
 from wf_backends.cli.draw import check_picture, draw
 from wf_backends.cli.mask_file import mask_lines
-from wf_backends.cluster import PRESETS
+from wf_backends.cluster import PRESETS, extended
 from wf_backends.planner import MOVES, Choice, Cost, Plan, Request, Span, milliseconds, price_plan
 from wf_backends.schedule import ORDER, REVERSE, ROUTES, Placed, place, read_placed, render
 
@@ -25,34 +25,30 @@ MOST_RANKS = 256  # their messages are counted in some 25 s, eight times as long
 WIDTH = 36  # characters of the time axis: with it the table fits 80 columns
 
 
-Route = Annotated[
-    str,
-    typer.Argument(
-        help="ring, all_gather, double_ring:inner=4, concentric:team_size=2, "
-        "mesh:rows=2,cols=4; placed with ,order=1-0 and ,reverse=true; those that gather with "
-        ",host_size=4: rows cross to a host once"
-    ),
-]
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        help=f"Ranks of one sequence; 0 = all of the topology. Not given: {RANKS} of a preset, "
-        "all of a file.",
-        show_default=False,
-    ),
-]
-Moves = Annotated[str, typer.Option(help="Which side walks back: keys or queries.")]
-Picture = Annotated[Path | None, typer.Option(help="Draw who meets whom here: .png, .svg or .pdf.")]
-
-
 @o.describes_model(heads=32, kv_heads=0, head_dim=128, seqlen=131072)
 def explain(
-    route: Route,
+    route: Annotated[
+        str,
+        typer.Argument(
+            help="ring, all_gather, double_ring:inner=4, concentric:team_size=2, "
+            "mesh:rows=2,cols=4; placed with ,order=1-0 and ,reverse=true; those that gather with "
+            ",host_size=4: rows cross to a host once"
+        ),
+    ],
     model: o.Model,
     topology: o.TopologyName = "h100-8x400g",
-    ranks: Ranks = None,
-    moves: Moves = "keys",
-    picture: Picture = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            help=f"Ranks of one sequence; 0 = all of the topology. Not given: {RANKS} of a preset, "
+            "all of a file.",
+            show_default=False,
+        ),
+    ] = None,
+    moves: Annotated[str, typer.Option(help="Which side walks back: keys or queries.")] = "keys",
+    picture: Annotated[
+        Path | None, typer.Option(help="Draw who meets whom here: .png, .svg or .pdf.")
+    ] = None,
 ) -> None:
     """Show who meets whom, what every step costs, and where the rings run on the hosts.
 
@@ -68,7 +64,8 @@ def explain(
     check_picture(picture)
     if ranks is None:
         ranks = RANKS if topology in PRESETS else 0
-    cluster = o.topology_for(topology, ranks)
+    o.check_range(0, ranks=ranks)
+    cluster, added = extended(topology, ranks)
     if cluster.size > MOST_RANKS:
         raise ValueError(
             f"--ranks must be at most {MOST_RANKS}, all of which are shown, got {cluster.size}"
@@ -76,7 +73,7 @@ def explain(
     placed = parse_route(route, cluster.size)
     request = Request(cluster, work := model.workload(), exact_up_to=cluster.size)
     plan = price_plan(request, Choice(1, placed, placed, moves))
-    show(plan, cluster.size, o.hosts_added(topology, cluster))
+    show(plan, cluster.size, added)
     if work.mask.slices is not None:
         typer.echo("\n".join(mask_lines(work, cluster.size)))
     if picture is not None:

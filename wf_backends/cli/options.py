@@ -1,26 +1,23 @@
-"""Options that several commands take, their checks, and how numbers and tables are printed."""
+"""Options that several commands take, and their checks."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from math import log2
+from math import inf, log2
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 
-from wf_backends._validation import AUTO, one_of, positive
+from wf_backends._validation import AUTO, one_of
 from wf_backends.cli.mask_file import read_mask
 from wf_backends.cli.readers import read_model
-from wf_backends.cluster import KERNEL_NAMES, PRESETS, Topology, load
+from wf_backends.cluster import KERNEL_NAMES
 from wf_backends.lowering import ACTIVATION, FLOAT32, PARTIALS, Shape
 from wf_backends.planner import MIN_HALVINGS, Workload, draw_documents
 from wf_backends.schedule import LAYOUTS, check_layout_name, make_mask
@@ -113,10 +110,8 @@ class Model:
             ValueError: naming the option, its value and what would be right.
         """
         for name, most in MOST.items():
-            option, value = f"--{name.replace('_', '-')}", getattr(self, name)
-            check_least(option, value, 1)
-            positive(option, value, most)
-        check_least("--window", self.window, -1)
+            check_range(1, most, **{name: getattr(self, name)})
+        check_range(-1, window=self.window)
         kv_heads = self.kv_heads or self.heads
         if kv_heads < 1 or self.heads % kv_heads:
             raise ValueError(f"--kv-heads must divide --heads {self.heads}, got {kv_heads}")
@@ -173,13 +168,12 @@ def describes_model(**defaults: Any) -> Callable[[Callable[..., None]], Callable
         defaults: of the options; those of `Model` where there are none. `documents` is an option
             only if it is among them.
     """
-    hints = get_type_hints(Model, include_extras=True)
-    options = [
-        Parameter(one.name, KEYWORD, default=defaults.get(one.name, one.default),
-                  annotation=hints[one.name])
-        for one in sorted(fields(Model), key=lambda one: one.name != "name")  # --model is the first
+    *options, named = (
+        one.replace(kind=KEYWORD, default=defaults.get(one.name, one.default))
+        for one in signature(Model, eval_str=True).parameters.values()
         if one.name in defaults or one.name != "documents"
-    ]  # fmt: skip
+    )
+    options.insert(0, named)  # --model is the first
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
@@ -195,10 +189,14 @@ def describes_model(**defaults: Any) -> Callable[[Callable[..., None]], Callable
     return decorate
 
 
-def check_least(option: str, value: float, least: int) -> None:
-    """Refuse an option's number below `least`."""
-    if not value >= least:  # so NaN is refused too
-        raise ValueError(f"{option} must be at least {least}, got {value:g}")
+def check_range(least: int, most: float = inf, **options: float) -> None:
+    """Refuse a number below `least` or above `most`; options by the names of their arguments."""
+    for name, value in options.items():
+        option = f"--{name.replace('_', '-')}"
+        if not value >= least:  # so NaN is refused too
+            raise ValueError(f"{option} must be at least {least}, got {value:g}")
+        if value > most:
+            raise ValueError(f"{option} must be at most {most}, got {value}")
 
 
 def check_file(option: str, path: Path | None, endings: tuple[str, ...] = ()) -> None:
@@ -221,53 +219,12 @@ def check_file(option: str, path: Path | None, endings: tuple[str, ...] = ()) ->
         raise ValueError(f"{option} {path}: you may not write there; name another file")
 
 
-def new_table(
-    title: str, words: Sequence[str], figures: Sequence[str], no_wrap: bool = False, **look: Any
-) -> Table:
-    """A table of columns with words, on the left, and with figures, on the right.
-
-    Args:
-        no_wrap: keep figures and their names in one line.
-        look: what else rich's Table takes.
-    """
-    found = Table(*words, title=title, **look)
-    for name in figures:
-        found.add_column(name, justify="right", no_wrap=no_wrap)
-    return found
-
-
-def console_for(table: Table) -> Console:
-    """The terminal; in a pipe or a file, a console that is wide enough for the table."""
-    console = Console()
-    if console.is_terminal:
-        return console
-    needed = Measurement.get(console, console.options.update(max_width=1000), table).maximum
-    return Console(width=max(needed, console.width))
-
-
-def topology_for(name: str, ranks: int) -> Topology:
-    """The topology of a preset or file with as many hosts as `ranks` ranks fill; 0 = as it is.
-
-    The preset of one host stays one host.
-    """
-    check_least("--ranks", ranks, 0)
-    topology = load(name)
-    if name in PRESETS and topology.hosts == 1 and ranks:
-        return replace(topology, ranks_per_host=ranks)
-    return topology.with_ranks(ranks) if ranks else topology
-
-
-def hosts_added(name: str, topology: Topology) -> int:
-    """Hosts that a topology has beyond those of its file. A preset has any number of hosts."""
-    return 0 if name in PRESETS else max(0, topology.hosts - load(name).hosts)
-
-
 def added_words(count: int) -> str:
-    """What the title says of hosts that the file does not have."""
+    """What a title says of hosts that the topology's file does not have."""
     return f", hosts added to the file's: {count}" if count else ""
 
 
 def keeping(layers: int) -> dict[str, Any]:
     """The arguments of a Request for --layers; 0 = the backward gathers everything again."""
-    check_least("--layers", layers, 0)
+    check_range(0, layers=layers)
     return {"keeps": (False, True), "layers": layers} if layers else {}

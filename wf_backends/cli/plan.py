@@ -15,6 +15,8 @@ from wf_backends._validation import AUTO
 from wf_backends.cli import options as o
 from wf_backends.cli.budget import budget_of, show_budget
 from wf_backends.cli.plan_table import full_table, short_table
+from wf_backends.cli.tables import console_for
+from wf_backends.cluster import extended
 from wf_backends.lowering import ACTIVATION
 from wf_backends.planner import (
     EXACT_UP_TO,
@@ -34,39 +36,32 @@ from wf_backends.planner import (
 )
 from wf_backends.schedule import in_rank_order, make_layout
 
-Ranks = Annotated[int, typer.Option(help="Ranks of one sequence; 0 = all.")]
-UlyssesDegree = Annotated[int, typer.Option(help="Only this head split; 0 = all.")]
-MemoryGib = Annotated[
-    float,
-    typer.Option(
-        help="What attention may take of a rank; 0 = all it has. Beside --model, all that a rank "
-        "has: then its whole budget in training is printed too."
-    ),
-]
-DataParallelSize = Annotated[
-    int, typer.Option(help="Groups of such ranks, which share ZeRO's states in the budget.")
-]
-ExactUpTo = Annotated[
-    int, typer.Option(help="Ranks up to which every message is counted; a call's by default.")
-]
-Top = Annotated[int, typer.Option(help="How many of the best plans to list.")]
-ShowAll = Annotated[
-    bool, typer.Option("--all", help="List every plan, with all that is predicted of it.")
-]
-
 
 @o.describes_model(heads=32, kv_heads=0, head_dim=128, seqlen=131072, documents=0)
 def plan(
     model: o.Model,
     topology: o.TopologyName = "h100-8x400g",
-    ranks: Ranks = 0,
-    ulysses_degree: UlyssesDegree = 0,
-    memory_gib: MemoryGib = 0,
-    data_parallel_size: DataParallelSize = 1,
-    exact_up_to: ExactUpTo = EXACT_UP_TO,
+    ranks: Annotated[int, typer.Option(help="Ranks of one sequence; 0 = all.")] = 0,
+    ulysses_degree: Annotated[int, typer.Option(help="Only this head split; 0 = all.")] = 0,
+    memory_gib: Annotated[
+        float,
+        typer.Option(
+            help="What attention may take of a rank; 0 = all it has. Beside --model, all that a "
+            "rank has: then its whole budget in training is printed too."
+        ),
+    ] = 0,
+    data_parallel_size: Annotated[
+        int, typer.Option(help="Groups of such ranks, which share ZeRO's states in the budget.")
+    ] = 1,
+    exact_up_to: Annotated[
+        int,
+        typer.Option(help="Ranks up to which every message is counted; a call's by default."),
+    ] = EXACT_UP_TO,
     layers: o.Layers = 0,
-    top: Top = 6,
-    show_all: ShowAll = False,
+    top: Annotated[int, typer.Option(help="How many of the best plans to list.")] = 6,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="List every plan, with all that is predicted of it.")
+    ] = False,
     as_json: o.AsJson = False,
 ) -> None:
     """What "auto" chooses on a cluster and why, beside the schemes that papers name.
@@ -83,12 +78,11 @@ def plan(
 
         wallfacer plan --ranks 8 --seqlen 65536 --mask mask.json --layout balanced
     """
-    for option, value in (("--memory-gib", memory_gib), ("--exact-up-to", exact_up_to)):
-        o.check_least(option, value, 0)
-    for option, value in (("--top", top), ("--data-parallel-size", data_parallel_size)):
-        o.check_least(option, value, 1)
+    o.check_range(0, memory_gib=memory_gib, exact_up_to=exact_up_to, ranks=ranks)
+    o.check_range(1, top=top, data_parallel_size=data_parallel_size)
+    cluster, added = extended(topology, ranks)
     asked = Request(
-        o.topology_for(topology, ranks),
+        cluster,
         work := model.workload(),
         memory_bytes=memory_gib * 2**30 or None,
         degrees=(ulysses_degree,) if ulysses_degree else None,
@@ -96,24 +90,18 @@ def plan(
         **o.keeping(layers),
     )
     # refuses sequences that are too short
-    borders, slices = work.mask.cu_seqlens, work.mask.slices
-    make_layout(work.layout, asked.topology.size, work.seqlen, borders, slices)
-    added, top_or_all = o.hosts_added(topology, asked.topology), None if show_all else top
+    make_layout(work.layout, cluster.size, work.seqlen, work.mask.cu_seqlens, work.mask.slices)
     trained = (model.name, data_parallel_size) if model.name and memory_gib else None
     if data_parallel_size > 1 and trained is None:
         raise ValueError(
             f"--data-parallel-size {data_parallel_size} counts in the budget of a model: give "
             "--model and --memory-gib too"
         )
-    answer(asked, added, top_or_all, as_json, trained)
+    answer(asked, added, None if show_all else top, as_json, trained)
 
 
 def answer(
-    asked: Request,
-    added: int,
-    top: int | None,
-    as_json: bool,
-    trained: tuple[str, int] | None = None,
+    asked: Request, added: int, top: int | None, as_json: bool, trained: tuple[str, int] | None
 ) -> None:
     """Print the choice and the reason for it, other plans, and the config to paste.
 
@@ -129,26 +117,31 @@ def answer(
     """
     request = priced(asked)
     best = check_memory(plan_for(asked), request)
-    others = [plan for plan in all_plans(request) if plan.choice != best.choice]
-    plans, ring = [best, *others][:top], plain_ring(request)
-    some, every = request.topology.size, asked.topology.size
-    stand_in = [] if some == every else [f"{some} ranks stand for all {every}"]
+    every = [best, *(one for one in all_plans(request) if one.choice != best.choice)]
+    plans, ring = every[:top], plain_ring(request)
+    some, size = request.topology.size, asked.topology.size
+    stand_in = [] if some == size else [f"{some} ranks stand for all {size}"]
     told = [reason(best, asked), why(best, ring, request), *stand_in, *other_layout(best, request)]
-    budget = budget_of(*trained, [best, *others], request, asked) if trained else None
+    budget = budget_of(*trained, every, request, asked) if trained else None
     if as_json:
-        found = to_json(plans, ring, ". ".join(told), asked, added)
-        found |= {"budget": budget} if budget else {}
-        typer.echo(json.dumps(found, indent=2))
+        found = {
+            "topology": asked.topology.to_dict(),
+            "hosts_added": added,
+            "reason": ". ".join(told),
+            "plans": [plan_words(one, asked) for one in plans],
+            "ring": plan_words(ring, asked),
+        }
+        typer.echo(json.dumps(found | ({"budget": budget} if budget else {}), indent=2))
         return
     at = asked.topology
     title = escape(f"{at.name}: {at.hosts} hosts x {at.ranks_per_host} ranks{o.added_words(added)}")
     if top is None:
-        shown = full_table(plans, ring, asked, title)
-        console = o.console_for(shown)
+        table = full_table(plans, ring, asked, title)
+        console = console_for(table)
     else:
-        shown, console = short_table(plans, ring, request, asked, title), Console()
+        table, console = short_table(plans, ring, request, asked, title), Console()
     console.print(f"[bold]{escape(told[0])}.[/bold]", escape(". ".join(told[1:])) + ".", "")
-    console.print(shown)
+    console.print(table)
     typer.echo(block(best, asked))
     if trained and budget:
         show_budget(trained[0], budget, console)
@@ -192,21 +185,16 @@ def config(plan: Plan, request: Request) -> dict[str, Any]:
     return words if work.kernel == AUTO else words | {"kernel": work.kernel}
 
 
-def why(best: Plan, baseline: Plan, request: Request) -> str:
-    """The choice beside the plain ring."""
-    return (
-        f"That is {baseline.cost.seconds / best.cost.seconds:.2f} x the ring's speed{hidden(best)} "
-        f"(counted {'message by message' if request.is_exact else 'by formulas'})"
-    )
-
-
-def hidden(plan: Plan) -> str:
-    """What the reason says of hidden transfers; empty if nothing is transferred."""
-    cost = plan.cost
-    if not cost.nic_bytes + cost.inside_bytes:
-        return ""
-    exposed, moving = cost.exposed_s, max(cost.exposed_s, cost.transfer_s)
-    return f", {1 - exposed / moving:.0%} of the transfer time hidden behind computing"
+def why(best: Plan, ring: Plan, request: Request) -> str:
+    """The choice beside the plain ring, and how much of its transfers is hidden, if it has any."""
+    cost = best.cost
+    hidden = ""
+    if cost.nic_bytes + cost.inside_bytes:
+        share = 1 - cost.exposed_s / max(cost.exposed_s, cost.transfer_s)
+        hidden = f", {share:.0%} of the transfer time hidden behind computing"
+    counted = "message by message" if request.is_exact else "by formulas"
+    faster = f"{ring.cost.seconds / cost.seconds:.2f} x the ring's speed"
+    return f"That is {faster}{hidden} (counted {counted})"
 
 
 def other_layout(best: Plan, request: Request) -> list[str]:
@@ -225,19 +213,6 @@ def other_layout(best: Plan, request: Request) -> list[str]:
         f'Under this mask "layout": "{layout}" is faster, '
         f"{milliseconds(found[layout].cost.seconds)} ms predicted: add --layout {layout}"
     ]
-
-
-def to_json(
-    plans: list[Plan], ring: Plan, reason: str, request: Request, added: int
-) -> dict[str, Any]:
-    """The same as data; `config` is what a DeepSpeed block or SequenceParallelConfig takes."""
-    return {
-        "topology": request.topology.to_dict(),
-        "hosts_added": added,
-        "reason": reason,
-        "plans": [plan_words(plan, request) for plan in plans],
-        "ring": plan_words(ring, request),
-    }
 
 
 def plan_words(plan: Plan, request: Request) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from wf_backends.cli import options as o
+from wf_backends.cli.tables import table_of
 from wf_backends.planner import (
     Choice,
     Plan,
@@ -22,18 +22,17 @@ from wf_backends.planner import (
 )
 from wf_backends.schedule import divisors, in_rank_order
 
-Cells = tuple[str, ...]
+Row = dict[str, str]
 
 
 def full_table(plans: Sequence[Plan], ring: Plan, asked: Request, title: str) -> Table:
     """All plans in their order, with all figures, and the ring that they are compared with."""
-    found = new_table(title, asked, "exposed ms")
     listed = ring.choice in [plan.choice for plan in plans]
-    for plan in [*plans, *([] if listed else [ring])]:
-        over = plan.cost.memory_bytes > asked.memory_limit
-        exposed = milliseconds(plan.cost.exposed_s)
-        found.add_row(*row(plan, ring, asked, exposed), style="dim" if over else None)
-    return found
+    shown = [*plans] if listed else [*plans, ring]
+    table = table_of(title, [row(plan, ring, asked, exposed=True) for plan in shown])
+    for plan, line in zip(shown, table.rows, strict=True):
+        line.style = "dim" if plan.cost.memory_bytes > asked.memory_limit else None
+    return table
 
 
 def short_table(
@@ -45,28 +44,21 @@ def short_table(
         plans: the choice, and others, the best first. ring: the plain ring.
         request: what was priced, of which some ranks may stand for all. asked: for all ranks.
     """
-    found = new_table(title, asked)
     choice, *others = plans
-    found.add_row(*row(choice, ring, asked), style="bold", end_section=True)
+    best = row(choice, ring, asked)
     schemes = named_schemes(ring, request, asked.topology.size)
+    named = list[Row]()
     for name, plan in schemes.items():
         if isinstance(plan, str):
-            found.add_row(f"{name}: {plan}", *("-" for _ in found.columns[1:]))
+            named.append(dict.fromkeys(best, "-") | {"plan": f"{name}: {plan}"})
         elif plan.choice != choice.choice:
-            found.add_row(*row(plan, ring, asked))
-    found.add_section()
+            named.append(row(plan, ring, asked))
     shown = [plan.choice for plan in (choice, *schemes.values()) if isinstance(plan, Plan)]
-    rest = [plan for plan in others if plan.choice not in shown]
-    for cells in folded(row(plan, ring, asked) for plan in rest):
-        found.add_row(*cells)
-    return found
-
-
-def new_table(title: str, asked: Request, *more: str) -> Table:
-    """A table with the columns of `row`."""
-    nic = ["NIC GB"] if asked.topology.hosts > 1 else []
-    figures = "ms", "x ring", *more, *nic, "inside GB", "MiB"
-    return o.new_table(title, ["plan"], figures, no_wrap=True)
+    rest = [row(plan, ring, asked) for plan in others if plan.choice not in shown]
+    table = table_of(title, [best, *named, *folded(rest)])
+    table.rows[0].style = "bold"
+    table.rows[0].end_section = table.rows[len(named)].end_section = True
+    return table
 
 
 def named_schemes(ring: Plan, request: Request, size: int) -> dict[str, Plan | str]:
@@ -91,37 +83,40 @@ def named_schemes(ring: Plan, request: Request, size: int) -> dict[str, Plan | s
 
     plain: dict[str, object] = {"name": "ring"}
     between = [(degree, plain) for degree in degrees if 1 < degree < own]
+    with_teams = [(1, {"name": "concentric", "team_size": team}) for team in teams]
     return {
         "Ring Attention": ring,
         "Ulysses": best([(own, plain)] if own in degrees else [], no_ulysses),
         "USP": best(between, "no ulysses_degree between 1 and all ranks fits the heads"),
-        "StarTrail": best(
-            [(1, {"name": "concentric", "team_size": team}) for team in teams], no_teams
-        ),
+        "StarTrail": best(with_teams, no_teams),
         "all-gather": best([(1, {"name": "all_gather"})] if own > 1 else [], "one rank has all"),
     }
 
 
-def row(plan: Plan, ring: Plan, asked: Request, *more: str) -> Cells:
-    """A plan and what is predicted of it."""
+def row(plan: Plan, ring: Plan, asked: Request, exposed: bool = False) -> Row:
+    """A plan and what is predicted of it, by the names of the columns."""
     cost = plan.cost
-    nic = [f"{cost.nic_bytes / 1e9:.3g}"] if asked.topology.hosts > 1 else []
+    hidden = {"exposed ms": milliseconds(cost.exposed_s)} if exposed else {}
+    nic = {"NIC GB": f"{cost.nic_bytes / 1e9:.3g}"} if asked.topology.hosts > 1 else {}
     over = " too much" if cost.memory_bytes > asked.memory_limit else ""
-    return (
-        scheme(plan, asked.topology.size),
-        milliseconds(cost.seconds),
-        f"{ring.cost.seconds / cost.seconds:.2f}",
-        *more,
-        *nic,
-        f"{cost.inside_bytes / 1e9:.3g}",
-        f"{cost.memory_bytes / 2**20:.4g}{over}",
-    )
+    return {
+        "plan": scheme(plan, asked.topology.size),
+        "ms": milliseconds(cost.seconds),
+        "x ring": f"{ring.cost.seconds / cost.seconds:.2f}",
+        **hidden,
+        **nic,
+        "inside GB": f"{cost.inside_bytes / 1e9:.3g}",
+        "MiB": f"{cost.memory_bytes / 2**20:.4g}{over}",
+    }
 
 
-def folded(rows: Iterable[Cells]) -> Iterable[Cells]:
+def folded(rows: Sequence[Row]) -> list[Row]:
     """Rows with the same figures as one row, by the name of the first."""
-    alike = dict[Cells, list[str]]()
-    for name, *figures in rows:
-        alike.setdefault(tuple(figures), []).append(name)
-    for figures, (first, *others) in alike.items():
-        yield first + (f" (and {len(others)} alike)" if others else ""), *figures
+    alike = dict[tuple[str, ...], list[Row]]()
+    for one in rows:
+        _, *figures = one.values()
+        alike.setdefault(tuple(figures), []).append(one)
+    return [
+        first | ({"plan": f"{first['plan']} (and {len(others)} alike)"} if others else {})
+        for first, *others in alike.values()
+    ]

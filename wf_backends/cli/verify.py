@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from wf_backends._validation import positive
-from wf_backends.cli.options import check_least
+from wf_backends.cli.options import check_range
 from wf_backends.cli.readers import call_reader, check_folder
 from wf_backends.parallel import SequenceParallelConfig
 
@@ -32,8 +31,7 @@ def verify(
 
         wallfacer verify --model ./llama --sequence-parallel-size 4
     """
-    check_least("--sequence-parallel-size", sequence_parallel_size, 2)
-    positive("--sequence-parallel-size", sequence_parallel_size, MOST_THREADS)
+    check_range(2, MOST_THREADS, sequence_parallel_size=sequence_parallel_size)
     check_folder(model)
     config = SequenceParallelConfig(
         sequence_parallel_size=sequence_parallel_size,

@@ -8,7 +8,7 @@ from wf_backends.cluster.discover import (
     measured_topology,
 )
 from wf_backends.cluster.job import check_job
-from wf_backends.cluster.presets import PRESETS, check_source, load, one_host
+from wf_backends.cluster.presets import PRESETS, check_source, extended, load, one_host
 from wf_backends.cluster.timer import Timer
 from wf_backends.cluster.topology import KERNEL_NAMES, KernelRate, Link, Topology
 
@@ -23,6 +23,7 @@ __all__ = [
     "cache_folder",
     "check_job",
     "check_source",
+    "extended",
     "job_hosts",
     "keep_text",
     "load",

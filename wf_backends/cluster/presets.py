@@ -84,6 +84,28 @@ def load(source: str, size: int | None = None) -> Topology:
         raise ValueError(f"{path}: it is nested too deep for a topology") from None
 
 
+def extended(source: str, ranks: int) -> tuple[Topology, int]:
+    """A topology with as many hosts as `ranks` ranks fill; how many of them its file lacks.
+
+    Args:
+        source: a preset's name, whose hosts are any number, or a .json or .toml file. The preset of
+            one host stays one host, of `ranks` ranks.
+        ranks: 0 = those that the source has.
+
+    Raises:
+        ValueError: as `load` does, or if the ranks do not fill hosts.
+    """
+    topology = load(source)
+    if not ranks:
+        return topology, 0
+    if source not in PRESETS:
+        found = topology.with_ranks(ranks)
+        return found, max(0, found.hosts - topology.hosts)
+    if topology.hosts == 1:
+        return replace(topology, ranks_per_host=ranks), 0
+    return topology.with_ranks(ranks), 0
+
+
 def one_host(size: int) -> Topology:
     """The one-host preset for `size` ranks; its memory is unknown, and so unlimited."""
     return replace(PRESETS["one-host"], ranks_per_host=size, memory_bytes=inf)
