@@ -38,8 +38,7 @@ from wf_backends import launch
 from wf_backends.cli.options import Model
 from wf_backends.cluster.measure import measure_topology
 from wf_backends.cluster.topology import Topology, from_dict
-from wf_backends.comm import make_comm
-from wf_backends.comm.consistency import sum_over_ranks
+from wf_backends.comm import make_comm, sum_over_ranks
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.search import price_plan
 from wf_backends.planner.workload import Workload

@@ -10,7 +10,7 @@ import torch
 from tests.dense import dense_attention
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.comm import consistency as agree
+from wf_backends.comm import Communicator
 from wf_backends.schedule.mask import make_mask
 
 SEQLEN, HEADS, HEAD_DIM = 32, 4, 8
@@ -140,7 +140,7 @@ def join_several(comm, lengths):
 
 def test_shards_whose_lengths_change_on_some_ranks_only(monkeypatch):
     """16 and 17 tokens have the same rows on one of the ranks."""
-    monkeypatch.setattr(agree, "_home", lambda comm, like: like.device)
+    monkeypatch.setattr(Communicator, "home", lambda comm, like: like.device)
     assert all(run_threads(2, join_several, (16, 17, 16, 17)))
 
 

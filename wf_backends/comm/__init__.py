@@ -6,15 +6,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from wf_backends.comm.consistency import (
-    HEADER_INTEGERS,
-    ConsistencyCheck,
-    fingerprint,
+from wf_backends.comm.consistency import HEADER_INTEGERS, ConsistencyCheck, fingerprint
+from wf_backends.comm.exchanges import (
+    all_to_all,
     gather_small,
     gather_texts,
+    sum_on_all_ranks,
     sum_over_ranks,
 )
-from wf_backends.comm.exchanges import all_to_all, sum_on_all_ranks
 from wf_backends.comm.faults import FOLDER, Board, Note, in_words, job_board
 from wf_backends.comm.mpi import MpiComm, load_mpi
 from wf_backends.comm.process_group import GroupComm, as_timeout, own_group, timeout_of

@@ -16,7 +16,8 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from wf_backends.comm.protocol import Communicator, Message, Shared
+from wf_backends.comm.exchanges import Round, doubling, gather_texts
+from wf_backends.comm.protocol import Communicator, Shared
 
 HEADER_INTEGERS = 32  # of all calls, so that no header overruns another's buffer
 MAX_REMEMBERED = 1024  # headers; packed documents bring a new one with every batch
@@ -24,7 +25,6 @@ NOTHING: Mapping[str, object] = MappingProxyType({})
 SHOWN = 160  # characters of what a rank says of itself in an error
 REFUSED = -1  # in place of the names' fingerprint: this rank's own arguments are wrong
 Lengths = dict[str, tuple[int, ...]]  # those of all ranks, by name
-Round = tuple[list[Message], list[Message]]  # sends, receives
 
 
 def fingerprint(value: object) -> int:
@@ -36,45 +36,6 @@ def fingerprint(value: object) -> int:
 def _kind(names: tuple[str, ...]) -> int:
     """The fingerprint of what a call compares."""
     return fingerprint([*names])
-
-
-def sum_over_ranks(comm: Communicator, x: Tensor) -> Tensor:
-    """The sum of a small tensor over all ranks, without a gradient. Not counted as traffic."""
-    return gather_small(comm, x).sum(0)
-
-
-def gather_small(comm: Communicator, x: Tensor) -> Tensor:
-    """The small tensors of all ranks, stacked by rank. Not counted as traffic."""
-    device = x.device if comm.carries(x.device) else _home(comm, x)  # a host copy waits for x
-    held = x.new_empty((comm.size, *x.shape), device=device)
-    held[0] = x
-    for sends, recvs in _doubling(comm, held):
-        comm.post("gather", sends, recvs).wait()
-    return held.flip(0).roll(comm.rank + 1, 0).to(x.device)
-
-
-def gather_texts(comm: Communicator, text: str) -> list[str]:
-    """The texts of all ranks, by rank, in two rounds of messages. Not counted as traffic."""
-    data = text.encode()
-    sizes = gather_small(comm, torch.tensor([len(data)])).flatten().tolist()
-    mine = torch.tensor([*data.ljust(max(sizes))], dtype=torch.uint8)
-    rows = gather_small(comm, mine).tolist()
-    return [bytes(row[:size]).decode() for row, size in zip(rows, sizes, strict=True)]
-
-
-def _doubling(comm: Communicator, held: Tensor) -> Iterator[Round]:
-    """The rounds (sends, receives) after which row i of `held` is that of rank r - i.
-
-    Rank r, whose own row is row 0, sends what it holds to the rank as far ahead as it holds rows,
-    so that every round doubles them: ceil(log2 P) messages of a rank, not P - 1 (Bruck et al.
-    1997, section 3).
-    """
-    rank, size, ahead = comm.rank, comm.size, 1
-    while ahead < size:
-        count = min(ahead, size - ahead)
-        out, into = held[:count], held[ahead : ahead + count]
-        yield [((rank + ahead) % size, out)], [((rank - ahead) % size, into)]
-        ahead += count
 
 
 class OneThread:
@@ -175,7 +136,7 @@ class ConsistencyCheck(Shared):
         Each is filled up to a multiple of HEADER_INTEGERS integers.
         """
         length = len(values) + -len(values) % HEADER_INTEGERS
-        headers, host, held, rounds = self._room(length, _home(self.comm, like))
+        headers, host, held, rounds = self._room(length, self.comm.home(like))
         with self.one_thread:
             headers[:length] = array("q", values + (0,) * (length - len(values)))
             if held is not host:
@@ -199,7 +160,7 @@ class ConsistencyCheck(Shared):
         with torch.inference_mode(False):  # also later calls write to it
             host = torch.frombuffer(headers, dtype=torch.int64).view(self.comm.size, length)
             held = host if device.type == "cpu" else torch.empty_like(host, device=device)
-            return headers, host, held, tuple(_doubling(self.comm, held))
+            return headers, host, held, tuple(doubling(self.comm, held))
 
     def _refuse_others(
         self, kinds: tuple[int, ...], layers: tuple[int, ...], layer: str | None, names: list[str]
@@ -287,11 +248,3 @@ def _flat(words: Mapping[str, object], prefix: str = "") -> dict[str, str]:
         else:
             found[prefix + name] = str(value)
     return found
-
-
-def _home(comm: Communicator, like: Tensor) -> torch.device:
-    """The device that small messages live on: a host tensor cannot travel by NCCL alone."""
-    if comm.on_host:
-        return torch.device("cpu")
-    here = like.device
-    return here if here.type != "cpu" else torch.device("cuda", torch.cuda.current_device())

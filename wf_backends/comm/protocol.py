@@ -164,6 +164,13 @@ class Communicator(Shared, ABC):
         """Whether tensors of a device travel as they are: from it no copy is made, nor to it."""
         return device.type == "cpu" and self.on_host
 
+    def home(self, like: Tensor) -> torch.device:
+        """The device that small messages live on: a host tensor cannot travel by NCCL alone."""
+        if self.on_host:
+            return torch.device("cpu")
+        here = like.device
+        return here if here.type != "cpu" else torch.device("cuda", torch.cuda.current_device())
+
     @abstractmethod
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending: ...
 

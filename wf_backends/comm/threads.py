@@ -143,23 +143,21 @@ class _ThreadPending(Pending):
                     f"in {self.label!r} and before waiting for it"
                 )
         for ticket, buffer in self.expected:
+            sender, receiver, *_ = ticket
             message, tag, pass_ = self.comm.world.take(ticket, self.label)
             if tag != self.tag:
                 raise RuntimeError(
-                    f"rank {ticket[1]}, in {self.comm.now}, waits for a message of rank "
-                    f"{ticket[0]} in {self.label!r}, which is in {pass_}"
+                    f"rank {receiver}, in {self.comm.now}, waits for a message of rank {sender} in "
+                    f"{self.label!r}, which is in {pass_}"
                 )
-            self._check(ticket, message, buffer)
+            sent, wanted = (f"{x.numel()} x {x.dtype}" for x in (message, buffer))
+            if sent != wanted:
+                raise RuntimeError(
+                    f"in {self.label!r} rank {sender} sent {sent} to rank {receiver}, which "
+                    f"expects {wanted}"
+                )
             buffer.detach().view(-1).copy_(message.view(-1))
         self.sent, self.expected = [], []
-
-    def _check(self, ticket: Ticket, message: Tensor, buffer: Tensor) -> None:
-        if (message.numel(), message.dtype) != (buffer.numel(), buffer.dtype):
-            sender, receiver, *_ = ticket
-            raise RuntimeError(
-                f"in {self.label!r} rank {sender} sent {message.numel()} x {message.dtype} to rank "
-                f"{receiver}, which expects {buffer.numel()} x {buffer.dtype}"
-            )
 
 
 def run_threads(size: int, fn: Callable[..., T], *args: object, timeout: float = 60.0) -> list[T]:
