@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from wf_backends.hetegen import Rates, ShapedDevice, dispatch_model
-from wf_backends.hetegen.measure import measure_call, measure_job
+from wf_backends.hetegen.measure import measure_call
 
 SLABS, PIECES = 3, 8  # slabs, and slabs that one linear fills
 PASSES = 8
@@ -70,15 +70,13 @@ def fitted(model: Stack, guess: Rates) -> Rates:
 
     link, host = rate("link", 0.0), rate("host", 1.0)
     beside = rate("link", FIT_ALPHA), rate("host", FIT_ALPHA)
-    lanes = TwoThreads(Rates(FAST, FAST, FAST))
     return Rates(
         link,
         host,
         FAST,
         memory=max(sum(beside), link, host),
         host_beside_link=min(beside[1], host),
-        call_seconds=measure_call(lanes),
-        job_seconds=measure_job(lanes),
+        call_seconds=measure_call(TwoThreads(Rates(FAST, FAST, FAST))),
     )
 
 
@@ -101,8 +99,7 @@ def cores(layers: int = 10, width: int = 2560, rounds: int = 7) -> None:
         "two threads, fitted GB/s: two copies and the GEMM of the one "
         f"{middle('link') / 1e9:.2f}, GEMM of the other {middle('host') / 1e9:.2f}; both at a time "
         f"{middle('memory') / 1e9:.2f}, of which the other {middle('host_beside_link') / 1e9:.2f}; "
-        f"a call {1e6 * middle('call_seconds'):.0f} us, a job "
-        f"{1e6 * middle('job_seconds'):.0f} us; medians of {rounds} rounds\n"
+        f"a call {1e6 * middle('call_seconds'):.0f} us; medians of {rounds} rounds\n"
     )
     print("| | alpha | predicted | measured | measured / predicted | in all rounds |")
     print("|---|---|---|---|---|---|")

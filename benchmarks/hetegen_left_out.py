@@ -15,6 +15,7 @@ from wf_backends.hetegen import Plan, Rates
 from wf_backends.hetegen.jobs import Linear, Split
 from wf_backends.hetegen.plan import Request
 from wf_backends.hetegen.planning import make_plan
+from wf_backends.hetegen.simulated import Simulated
 
 BF16 = 2
 CHOSEN = ("0", "2")  # of the experts of each layer
@@ -56,10 +57,9 @@ def show(name: str, plan: Plan, saved: float) -> None:
 
 def last_pass(plan: Plan) -> float:
     """Seconds of a decoding pass, after others with the same experts."""
-    device, maker = plan.simulated(), plan.job_maker()
-    linears = plan.request.linears
+    device, linears = Simulated(plan), plan.request.linears
     order = [i for i, x in enumerate(linears) if not x.expert or x.expert.split(".")[1] in CHOSEN]
-    return [device.run_pass(maker, order, "decode") for _ in range(4)][-1]
+    return [device.run_pass(order, "decode") for _ in range(4)][-1]
 
 
 def without_expert(split: Split) -> Split:

@@ -9,6 +9,7 @@ fast as the link; and the same model with its weights only streamed.
 from __future__ import annotations
 
 import argparse
+from itertools import accumulate
 from pathlib import Path
 
 import matplotlib
@@ -21,6 +22,7 @@ from wf_backends.hetegen import Rates  # noqa: E402
 from wf_backends.hetegen.jobs import LANE_NAMES, Linear  # noqa: E402
 from wf_backends.hetegen.plan import Request  # noqa: E402
 from wf_backends.hetegen.planning import make_plan  # noqa: E402
+from wf_backends.hetegen.simulated import simulate  # noqa: E402
 
 LINEARS = 6
 WARM, SHOWN = 2, 2  # passes
@@ -43,17 +45,16 @@ def main() -> None:
 def draw(axes: Axes, title: str, request: Request) -> None:
     """The lanes of some passes after others, from the end of the passes before."""
     plan = make_plan(request)
-    took, device = plan.simulate(["decode"] * (WARM + SHOWN))
+    took, device = simulate(plan, ["decode"] * (WARM + SHOWN))
     start = sum(took[:WARM])
     for done in device.done:
-        if done.job.lane != "join" and done.end > start:
+        if done.end > start:
             lane = LANE_NAMES.index(done.job.lane)
             span = 1e3 * (done.start - start), 1e3 * (done.end - done.start)
             color = f"C{done.job.linear}"
             axes.broken_barh([span], (lane - 0.35, 0.7), color=color, edgecolor="white", lw=0.4)
-    joins = [d.end for d in device.done if d.job.lane == "join" and d.job.linear == LINEARS - 1]
-    for end in joins[WARM:]:
-        axes.axvline(1e3 * (end - start), color="black", linewidth=1)
+    for end in accumulate(took[WARM:]):
+        axes.axvline(1e3 * end, color="black", linewidth=1)
     axes.set_yticks(range(3), LANE_NAMES)
     axes.set_xlim(left=0)
     alpha = plan.splits[0].alpha("decode")

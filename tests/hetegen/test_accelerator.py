@@ -191,11 +191,11 @@ def failing(model: nn.Module, gates: bool = True) -> Iterator[tuple[Handle, Acce
     device = Accelerator(RATES, StandIn(gates=gates))
     handle, on_host = dispatch_model(model, {0: 20_000}, device, alpha=0.5), device.on_host
 
-    def fail(there: Tensor) -> None:
+    def fail(x: Tensor, there: Tensor) -> None:
         time.sleep(0.1)  # the caller is gone by then
         raise OSError("no way back")
 
-    device.on_host = lambda write, *rest: on_host(fail, *rest)  # type: ignore[method-assign]
+    device.on_host = lambda _, *rest: on_host(fail, *rest)  # type: ignore[method-assign]
     with torch.no_grad():
         yield handle, device
 
@@ -251,9 +251,9 @@ def test_the_caller_is_no_more_gates_ahead_than_a_drivers_queue_holds() -> None:
     device = Accelerator(RATES, streams)
     gate = device._host.gate
     assert isinstance(gate, StandInGate)
-    shut: list[int] = []
+    shut, x = list[int](), torch.empty(1)
     for i in range(3 * AHEAD):
-        device.on_host(lambda memory: time.sleep(0.002), torch.empty(1), 4, [])
+        device.on_host(lambda x, memory: time.sleep(0.002), x, torch.empty(1), 4)
         shut.append(i + 1 - gate.count)
     assert AHEAD / 2 < max(shut) <= AHEAD
     device.close()
@@ -264,9 +264,9 @@ def test_what_was_asked_for_before_the_end_is_done() -> None:
     streams = StandIn()
     caller = streams.stream()
     streams.current = lambda: caller  # type: ignore[method-assign]
-    device, out = Accelerator(RATES, streams), torch.zeros(4)
-    device.on_host(lambda memory: time.sleep(0.2), torch.empty(4), 16, [])
-    device.wait([device.on_host(lambda memory: memory.fill_(3), out, 16, [])])
+    device, x, out = Accelerator(RATES, streams), torch.empty(4), torch.zeros(4)
+    device.on_host(lambda x, memory: time.sleep(0.2), x, torch.empty(4), 16)
+    device.wait([device.on_host(lambda x, memory: memory.fill_(3), x, out, 16)])
     device.close()
     assert out.tolist() == [3, 3, 3, 3]
 

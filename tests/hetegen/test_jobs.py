@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 import pytest
 
-from wf_backends.hetegen.jobs import LANE_NAMES, Job, Linear, Phase
+from wf_backends.hetegen.jobs import LANE_NAMES, Linear, Phase
 from wf_backends.hetegen.law import Rates
-from wf_backends.hetegen.plan import Plan, Request, used
+from wf_backends.hetegen.plan import Plan, Request
 from wf_backends.hetegen.planning import decode_seconds, make_plan, split_plan
-from wf_backends.hetegen.simulated import Done, Simulated
+from wf_backends.hetegen.simulated import Done, Simulated, simulate, used_linears
 
 
 def draw_request(draw: random.Random) -> Request:
@@ -39,66 +40,73 @@ def draw_request(draw: random.Random) -> Request:
     )
 
 
-def simulate(draw: random.Random, plan: Plan, passes: int = 4) -> Simulated:
+@dataclass
+class Call:
+    """Of a linear, in virtual time."""
+
+    linear: int
+    begin: float
+    end: float
+    done: list[Done]
+
+
+def call_all(device: Simulated, order: Sequence[int], phase: Phase) -> list[Call]:
+    """A pass, call by call."""
+    calls = []
+    for linear in order:
+        begin, before = device.now, len(device.done)
+        device.run_pass([linear], phase)
+        calls.append(Call(linear, begin, device.now, device.done[before:]))
+    return calls
+
+
+def call_drawn(draw: random.Random, plan: Plan, passes: int = 4) -> tuple[Simulated, list[Call]]:
     """Passes of both phases with experts drawn at random."""
-    device, maker = plan.simulated(), plan.job_maker()
+    device, calls = Simulated(plan), list[Call]()
     linears = [split.linear for split in plan.splits]
     for number in range(passes):
         drawn = {x.expert: draw.random() < x.routed for x in linears}
         order = [i for i, x in enumerate(linears) if not x.expert or drawn[x.expert]]
-        phase: Phase = "prefill" if number == 2 else "decode"
-        device.run_pass(maker, order, phase)
-    return device
+        calls += call_all(device, order, "prefill" if number == 2 else "decode")
+    return device, calls
 
 
 @cache
-def drawn(seed: int) -> tuple[Plan, Simulated]:
+def drawn(seed: int) -> tuple[Plan, Simulated, list[Call]]:
     """A plan, and passes of it."""
     draw = random.Random(seed)
     plan = make_plan(draw_request(draw))
-    return plan, simulate(draw, plan)
-
-
-def computed_rows(done: list[Done], join: Done) -> list[range]:
-    """Rows that a call computes, in order."""
-    jobs = [d.job for d in done if d.job.number in join.job.after]
-    return sorted(
-        (range(job.start, job.stop) for job in jobs),
-        key=lambda rows: rows.start,
-    )
+    return plan, *call_drawn(draw, plan)
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_every_row_is_computed_once_and_no_slab_is_written_while_it_is_read(seed: int) -> None:
-    plan, device = drawn(seed)
-    done = device.done
-    ends = {d.job.number: d.end for d in done}
-    held: dict[int, Job] = {}  # slab -> what was copied into it
-    readers: dict[int, float] = {}  # slab -> end of its last reader
-    for d in done:
-        job = d.job
-        assert all(number < job.number and ends[number] <= d.start for number in job.after)
-        if job.lane == "link":
-            assert job.slab is not None
-            assert d.start >= readers.get(job.slab, 0.0)
-            assert (job.stop - job.start) * plan.splits[job.linear].linear.row_bytes <= (
-                plan.slab_bytes
-            )
-            held[job.slab] = job
-        elif job.lane == "accelerator" and job.slab is not None:
-            copy = held[job.slab]
-            assert (copy.linear, copy.start, copy.stop) == (job.linear, job.start, job.stop)
-            assert ends[copy.number] <= d.start
-            readers[job.slab] = d.end
-        elif job.lane == "join":
-            rows = computed_rows(done, d)
-            total = plan.splits[job.linear].linear.rows
-            assert [i for part in rows for i in part] == list(range(total))
+    plan, _, calls = drawn(seed)
+    held: dict[int, Done] = {}  # slab -> what was copied into it
+    free: dict[int | None, float] = {}  # slab -> end of the last job that used it
+    for call in calls:
+        rows: list[int] = []
+        for d in call.done:
+            job = d.job
+            assert d.start >= max(call.begin, free.get(job.slab, 0.0))
+            if job.lane == "link":
+                assert job.slab is not None
+                assert plan.bytes_of(job) <= plan.slab_bytes
+                held[job.slab] = d
+            else:
+                assert job.linear == call.linear and d.end <= call.end
+                rows += range(job.start, job.stop)
+            if job.lane == "accelerator" and job.slab is not None:
+                copy = held[job.slab]
+                assert replace(copy.job, lane="accelerator") == job and copy.end <= d.start
+            if job.slab is not None:
+                free[job.slab] = d.end
+        assert sorted(rows) == list(range(plan.splits[call.linear].linear.rows))
 
 
 @pytest.mark.parametrize("seed", range(100))
 def test_no_pass_is_faster_than_its_bounds(seed: int) -> None:
-    plan, device = drawn(seed)
+    plan, device, _ = drawn(seed)
     for lane in LANE_NAMES:
         jobs = [d for d in device.done if d.job.lane == lane]
         assert all(a.end <= b.start for a, b in zip(jobs, jobs[1:], strict=False))
@@ -136,40 +144,28 @@ def test_no_fixed_share_of_the_host_simulates_much_faster(seed: int) -> None:
 def test_what_a_call_waits_for_is_submitted_before_copies_for_others(seed: int) -> None:
     plan = drawn(seed)[0]
     maker = plan.job_maker()
-    for linear in 2 * used(plan.request.linears, 1):
+    for linear in 2 * used_linears(plan.request.linears, 1):
         jobs = maker.call(linear, "decode")
-        others = [job.lane == "link" and job.linear != linear for job in jobs[:-1]]
-        assert others == sorted(others) and jobs[-1].lane == "join"
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_each_job_of_a_lane_takes_its_overhead(seed: int) -> None:
-    plan = drawn(seed)[0]
-    slower = replace(plan.request, device_rates=replace(plan.rates, job_seconds=0.5))
-    job = plan.job_maker().call(0, "decode")[0]
-    assert replace(plan, request=slower).seconds_of(job, "decode") == pytest.approx(
-        plan.seconds_of(job, "decode") + 0.5
-    )
+        others = [job.lane == "link" and job.linear != linear for job in jobs]
+        assert others == sorted(others)
 
 
 def test_copies_run_on_into_the_next_token() -> None:
     linears = tuple(Linear(f"{i}", 64, 16, 4) for i in range(4))
     request = Request(linears, Rates(1e5, 3e5, 1e8), 4096)
-    device = simulate(random.Random(0), make_plan(request), passes=2)
-    first_join, *_, last_join = [d for d in device.done if d.job.lane == "join"][-len(linears) :]
-    copies = [d for d in device.done if d.job.lane == "link" and d.job.linear == 0]
-    for_the_next = next(d for d in copies if d.job.number > first_join.job.number)
-    assert for_the_next.job.number < last_join.job.number
-    assert for_the_next.start < last_join.end
+    device, calls = call_drawn(random.Random(0), make_plan(request), passes=2)
+    later = [d for call in calls[-len(linears) + 1 :] for d in call.done if d.job.lane == "link"]
+    for_the_next = next(d for d in later if d.job.linear == 0)
+    assert for_the_next.start < device.now
 
 
 def test_the_order_is_learned_from_the_calls() -> None:
     """Calls in another order than that of the model cost copies in vain in the first pass only."""
     linears = tuple(Linear(f"{i}", 64, 16, 4) for i in range(5))
     plan = make_plan(Request(linears, Rates(1e5, 1e5, 1e8), 4096))
-    device, maker = plan.simulated(), plan.job_maker()
-    straight = plan.simulate(["decode"] * 3)[0]
-    turned = [device.run_pass(maker, [0, 3, 1, 2, 4], "decode") for _ in range(3)]
+    device = Simulated(plan)
+    straight = simulate(plan, ["decode"] * 3)[0]
+    turned = [device.run_pass([0, 3, 1, 2, 4], "decode") for _ in range(3)]
     assert turned[0] > straight[0] and turned[2] == pytest.approx(straight[2], rel=1e-3)
 
 
@@ -180,11 +176,11 @@ def test_experts_that_no_token_is_routed_to_are_not_copied() -> None:
         Linear("head", 64, 16, 4),
     )
     plan = make_plan(Request(linears, Rates(1e5, 1e5, 1e8), 6000, alpha=0.0))
-    device, maker = plan.simulated(), plan.job_maker()
+    device = Simulated(plan)
     for _ in range(5):
-        device.run_pass(maker, [0, 5, 6, 9], "decode")
+        device.run_pass([0, 5, 6, 9], "decode")
     assert {d.job.linear for d in device.done if d.job.lane == "link"} == {0, 5, 6, 9}
-    assert len(used(linears, 1)) == 4  # one of four experts, between the first and the last
+    assert len(used_linears(linears, 1)) == 4  # one of four experts, between the first and the last
 
 
 def test_what_fits_is_resident() -> None:
@@ -193,7 +189,7 @@ def test_what_fits_is_resident() -> None:
     assert (plan.splits[0].resident, plan.slabs, plan.slab_bytes) == (64, 0, 0)
 
 
-def test_too_little_memory_is_refused() -> None:
+def test_too_little_memory_is_refused_linears() -> None:
     linears = (Linear("a", 64, 16, 4),)
     with pytest.raises(ValueError, match=r"max_memory\[0\] must be at least 1192 bytes.*got 1000"):
         make_plan(Request(linears, Rates(1e5, 1e5, 1e8), 1000, other_bytes=1000))

@@ -116,7 +116,7 @@ def test_beyond_the_harmless_share_time_grows() -> None:
         ({"host": float("inf")}, "host must be a finite rate, got inf"),
         ({"accelerator": float("nan")}, "accelerator must be a positive rate, got nan"),
         ({"call_seconds": -1}, "call_seconds must be at least 0 seconds, got -1"),
-        ({"job_seconds": float("nan")}, "job_seconds must be at least 0 seconds, got nan"),
+        ({"call_seconds": float("nan")}, "call_seconds must be at least 0 seconds, got nan"),
     ],
 )
 def test_bad_rates_are_refused(words: dict[str, float], told: str) -> None:

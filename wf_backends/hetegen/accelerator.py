@@ -22,9 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.device import Write
 from wf_backends.hetegen.gate import CudaGate
-from wf_backends.hetegen.lane_thread import LaneThread, Run, Stop, end_lanes
+from wf_backends.hetegen.lane_thread import Lanes, LaneThread, Run, Stop, Write
 from wf_backends.hetegen.law import Rates
 
 AHEAD = 32
@@ -95,10 +94,16 @@ class Recorded:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Memory that a thread fills, with the count of its gate (None: the caller waits instead)."""
+    """Memory that a thread fills, to be copied to `out` on the accelerator.
+
+    Attributes:
+        by: the thread's work.
+        count: of its gate; None: the caller waits instead.
+    """
 
     by: Future[float]
     memory: Tensor
+    out: Tensor
     count: int | None
 
 
@@ -110,27 +115,26 @@ class GatedThread(LaneThread):
         self.gate, self._count = gate, 0
         self._shut: deque[Future[float]] = deque(maxlen=AHEAD)
 
-    def run_after(self, events: Sequence[Recorded], run: Run) -> Future[float]:
-        """Have the thread wait for events, which are recorded by then, and run."""
+    def run_after(self, event: Recorded | None, run: Run) -> Future[float]:
+        """Have the thread wait for an event, which is recorded by then, and run."""
 
         def when_due() -> None:
-            for other in events:
-                other.event.synchronize()
+            if event is not None:
+                event.event.synchronize()
             run()
 
         return self.submit(when_due)
 
-    def fill(self, memory: Tensor, pinned: bool, write: Write, after: Sequence[Recorded]) -> Filled:
-        """Have the thread fill memory; if it is pinned, and there is a gate, a stream may wait."""
-        filled = self.run_after(after, partial(write, memory))
-        if self.gate is None or not pinned:
-            return Filled(filled, memory, None)
+    def fill(self, memory: Tensor, out: Tensor, gated: bool, by: Future[float]) -> Filled:
+        """What the thread's work fills; if it is gated a stream may wait for it."""
+        if self.gate is None or not gated:
+            return Filled(by, memory, out, None)
         self._count += 1
-        filled.add_done_callback(partial(self._open, self.gate, self._count, memory))
+        by.add_done_callback(partial(self._open, self.gate, self._count, memory))
         if len(self._shut) == AHEAD and not self._shut[0].done():
             self._shut[0].result()
-        self._shut.append(filled)
-        return Filled(filled, memory, self._count)
+        self._shut.append(by)
+        return Filled(by, memory, out, self._count)
 
     def hold(self, stream: Any, filled: Filled) -> None:
         """What is put on the stream from now on finds the memory filled."""
@@ -148,7 +152,7 @@ class GatedThread(LaneThread):
             gate.open(count)
 
 
-class Accelerator:
+class Accelerator(Lanes):
     """The accelerator that torch finds.
 
     What a lane raises the next call of a split linear raises, or `close` where none comes: until
@@ -160,8 +164,8 @@ class Accelerator:
     """
 
     def __init__(self, rates: Rates | None = None, streams: Streams | None = None) -> None:
-        self.streams = Streams() if streams is None else streams
-        self._rates, self._stop = rates, Stop()
+        super().__init__()
+        self.streams, self._rates = streams or Streams(), rates
         self._link, self._host = (
             GatedThread(name, self._stop, self.streams.gate()) for name in ("link", "host")
         )
@@ -185,7 +189,7 @@ class Accelerator:
         return tensor.detach().to(self.streams.device, copy=True)
 
     def copy(
-        self, rows: Tensor, pinned: Tensor | None, slab: Tensor, after: Sequence[Recorded]
+        self, rows: Tensor, pinned: Tensor | None, slab: Tensor, after: Recorded | None
     ) -> Recorded:
         done, stream = self.streams.event(), self._link_stream
 
@@ -198,27 +202,25 @@ class Accelerator:
 
         if pinned is None or self._link.gate is None:
             return Recorded(done, self._link.run_after(after, by_thread))
-        filled = self._link.fill(pinned, True, lambda to: to.copy_(rows), after)
-        for other in after:
-            stream.wait_event(other.event)
+        work = self._link.run_after(after, partial(pinned.copy_, rows))
+        filled = self._link.fill(pinned, slab, True, work)
+        if after is not None:
+            stream.wait_event(after.event)
         self._link.hold(stream, filled)
         put(pinned)
         return Recorded(done)
 
-    def compute(self, run: Run, nbytes: int, after: Sequence[Recorded]) -> Recorded:
-        self._follow(after)
+    def compute(self, run: Run, nbytes: int, after: Recorded | None) -> Recorded:
+        if after is not None:
+            self._follow(after)
         run()
         return self._record()
 
-    def to_host(self, x: Tensor) -> tuple[Tensor, Sequence[Recorded]]:
-        x_host, _ = self._host_memory(x)
+    def on_host(self, write: Write, x: Tensor, out: Tensor, nbytes: int) -> Filled:
+        (x_host, _), (memory, pinned) = self._host_memory(x), self._host_memory(out)
         x_host.copy_(x, non_blocking=True)
-        return x_host, [self._record()]
-
-    def on_host(
-        self, write: Write, out: Tensor, nbytes: int, after: Sequence[Recorded]
-    ) -> tuple[Filled, Tensor]:
-        return self._host.fill(*self._host_memory(out), write, after), out
+        work = self._host.run_after(self._record(), partial(write, x_host, memory))
+        return self._host.fill(memory, out, pinned, work)
 
     def _host_memory(self, like: Tensor) -> tuple[Tensor, bool]:
         """(memory for an activation, whether it is pinned), as it is while there is some."""
@@ -229,19 +231,20 @@ class Accelerator:
 
     def wait(self, events: Sequence[Any]) -> Any:
         self._stop.check()
-        self._follow([event for event in events if isinstance(event, Recorded)])
         current = self.streams.current()
-        for filled, out in (event for event in events if not isinstance(event, Recorded)):
-            self._host.hold(current, filled)
-            self.streams.copy(current, filled.memory, out)
+        for event in events:
+            if isinstance(event, Filled):
+                self._host.hold(current, event)
+                self.streams.copy(current, event.memory, event.out)
+            else:
+                self._follow(event)
         return self.now()
 
-    def _follow(self, events: Sequence[Recorded]) -> None:
-        """What comes on the caller's stream comes after these events."""
-        for other in events:
-            if other.by is not None:
-                other.by.result()
-            self.streams.current().wait_event(other.event)
+    def _follow(self, other: Recorded) -> None:
+        """What comes on the caller's stream comes after this event."""
+        if other.by is not None:
+            other.by.result()
+        self.streams.current().wait_event(other.event)
 
     def _record(self, timed: bool = False) -> Recorded:
         """An event at the end of what is on the caller's stream."""
@@ -257,12 +260,12 @@ class Accelerator:
         return start.elapsed_time(end) / 1e3
 
     def stop(self) -> None:
-        end_lanes((self._link, self._host), self._stop)
+        super().stop()
         self.streams.synchronize()  # what is on the streams still uses slabs and outputs
 
     def close(self) -> None:
         self.streams.synchronize()  # the caller's stream may wait for the host's rows
-        error = self._stop.error
-        self.stop()
-        if error is not None:
-            raise error
+        try:
+            self._stop.check()
+        finally:
+            self.stop()

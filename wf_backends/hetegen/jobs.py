@@ -77,18 +77,16 @@ class Split:
 class Job:
     """Rows [start, stop) of a linear, for one lane.
 
+    It comes after the job before it that has its slab: rows are computed when they were copied,
+    and a slab is written when it was read.
+
     Attributes:
-        number: larger than those of all jobs before.
         lane: "link" copies the rows to a slab; "host" computes them where they lie;
-            "accelerator" computes them from a slab, or resident ones; "join" is the caller, who
-            waits until all rows of a call are computed.
-        after: numbers of the jobs that it comes after. A slab is written after it was read.
+            "accelerator" computes them from a slab, or resident ones.
         slab: None for no slab.
     """
 
-    number: int
-    lane: LaneName | Literal["join"]
-    after: tuple[int, ...]
+    lane: LaneName
     linear: int
     start: int
     stop: int
@@ -108,20 +106,12 @@ class JobMaker:
 
     def __init__(self, splits: Sequence[Split], slabs: int, slab_bytes: int) -> None:
         self._splits, self._slab_bytes = splits, slab_bytes
-        self._number = 0
-        self._free: deque[tuple[int, tuple[int, ...]]] = deque((slab, ()) for slab in range(slabs))
+        self._free: deque[int | None] = deque(range(slabs))
         self._ahead: deque[Job] = deque()  # copies whose rows are in slabs, or will be
         self._next = [(i + 1) % len(splits) for i in range(len(splits))]  # linear that follows
         self.first: int | None = None
         self._last: int | None = None  # that was called
         self._cursor: tuple[int, int, Phase] | None = None  # linear, row: where copying goes on
-
-    @property
-    def oldest(self) -> int:
-        """The least number that a later job may come after."""
-        numbers = [copy.number for copy in self._ahead]
-        numbers += [number for _, after in self._free for number in after]
-        return min(numbers, default=self._number)
 
     def call(self, linear: int, phase: Phase) -> list[Job]:
         """The jobs of a call of `linear`, whose input is there, then copies for calls to come."""
@@ -135,20 +125,13 @@ class JobMaker:
         end, rows = max(self._copied(linear), split.host_start(phase)), split.linear.rows
         jobs: list[Job] = []
         if end < rows:
-            jobs.append(Job(self._new(), "host", (), linear, end, rows))
+            jobs.append(Job("host", linear, end, rows))
         if split.resident:
-            jobs.append(Job(self._new(), "accelerator", (), linear, 0, split.resident))
+            jobs.append(Job("accelerator", linear, 0, split.resident))
         row = split.resident
         while row < end:
             row = self._compute_piece(jobs, linear, row, phase)
-        jobs.sort(key=lambda job: job.lane == "link" and job.linear != linear)  # stable
-        work = tuple(job.number for job in jobs if job.lane != "link")
-        jobs.append(Job(self._new(), "join", work, linear, 0, rows))
-        return jobs
-
-    def _new(self) -> int:
-        self._number += 1
-        return self._number
+        return sorted(jobs, key=lambda job: job.lane == "link" and job.linear != linear)
 
     def _following(self, linear: int) -> int | None:
         """The linear after `linear`; None if it is not of the same expert, or of none as well."""
@@ -168,25 +151,20 @@ class JobMaker:
     def _compute_piece(self, jobs: list[Job], linear: int, row: int, phase: Phase) -> int:
         """Compute the rows from `row` on that one slab holds, and refill it; the row after them."""
         if not self._ahead or (self._ahead[0].linear, self._ahead[0].start) != (linear, row):
-            for copy in self._ahead:
-                assert copy.slab is not None
-                self._free.append((copy.slab, (copy.number,)))
+            self._free.extend(copy.slab for copy in self._ahead)
             self._ahead.clear()
             self._cursor = (linear, row, phase)
             self._copy_on(jobs)
         copy = self._ahead.popleft()
-        assert copy.slab is not None
-        after = (copy.number,)
-        jobs.append(Job(self._new(), "accelerator", after, linear, row, copy.stop, copy.slab))
-        self._free.append((copy.slab, (jobs[-1].number,)))
+        jobs.append(Job("accelerator", linear, row, copy.stop, copy.slab))
+        self._free.append(copy.slab)
         self._copy_on(jobs)
         return copy.stop
 
     def _copy_on(self, jobs: list[Job]) -> None:
         """Fill all free slabs with the rows that are needed next."""
         while self._free and (piece := self._next_piece()):
-            slab, after = self._free.popleft()
-            copy = Job(self._new(), "link", after, *piece, slab)
+            copy = Job("link", *piece, self._free.popleft())
             jobs.append(copy)
             self._ahead.append(copy)
 

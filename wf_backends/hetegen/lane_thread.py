@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
+from torch import Tensor
 
 Run = Callable[[], object]
+Write = Callable[[Tensor, Tensor], object]  # of an input, fills an output
 
 
 class LaneStopped(RuntimeError):
@@ -17,7 +19,11 @@ class LaneStopped(RuntimeError):
 
 
 class Stop:
-    """Tells the threads of a device to end, at the first error of any of them."""
+    """Tells the threads of a device to end, at the first error of any of them.
+
+    Attributes:
+        error: the first one.
+    """
 
     def __init__(self) -> None:
         self._set = threading.Event()
@@ -62,7 +68,7 @@ class LaneThread:
         self._thread: ThreadPoolExecutor | None = None
 
     def submit(
-        self, run: Run, seconds: float = 0.0, after: Sequence[Future[float]] = ()
+        self, run: Run, seconds: float = 0.0, after: Future[float] | None = None
     ) -> Future[float]:
         """Have it run, for so many seconds at least; the time at which it ends."""
         if self._thread is None:
@@ -76,14 +82,14 @@ class LaneThread:
         self._thread = None
 
     def _do(
-        self, run: list[Run], seconds: float, after: Sequence[Future[float]], submitted: float
+        self, run: list[Run], seconds: float, after: Future[float] | None, submitted: float
     ) -> float:
         """When it ended; with a rate when it was due to, whose thread may have woken late.
 
         The list is emptied: a work's tensors go before anybody knows that it ended.
         """
         try:
-            start = max([submitted, self._due, *(event.result() for event in after)])
+            start = max(submitted, self._due, after.result() if after is not None else 0.0)
             self._stop.wait(0)
             begun = time.perf_counter()
             with torch.inference_mode():
@@ -98,9 +104,20 @@ class LaneThread:
         return self._due
 
 
-def end_lanes(lanes: Iterable[LaneThread], stop: Stop) -> None:
-    """End the threads of all lanes: what is queued or waits fails. The next work starts them."""
-    stop.set(LaneStopped("the lanes were stopped"))
-    for lane in lanes:
-        lane.end()
-    stop.clear()
+class Lanes:
+    """The lanes of a device (`device.py`).
+
+    Attributes:
+        lanes: those of `jobs.LANE_NAMES` that are threads.
+    """
+
+    def __init__(self) -> None:
+        self.lanes: dict[str, LaneThread] = {}
+        self._stop = Stop()
+
+    def stop(self) -> None:
+        """End the threads: what is queued or waits fails. The next work starts them again."""
+        self._stop.set(LaneStopped("the lanes were stopped"))
+        for lane in self.lanes.values():
+            lane.end()
+        self._stop.clear()

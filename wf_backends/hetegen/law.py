@@ -33,7 +33,6 @@ class Rates:
         host_flops, accelerator_flops: operations a second, which bound a GEMM over many tokens.
         call_seconds: from the end of one call of a split linear to the next: what the model does
             in between, and waiting for lanes.
-        job_seconds: what a lane takes for each job beside its bytes.
     """
 
     link: float
@@ -45,12 +44,11 @@ class Rates:
     host_flops: float = inf
     accelerator_flops: float = inf
     call_seconds: float = 0.0
-    job_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self)):
             value = getattr(self, name)
-            if name.endswith("_seconds"):
+            if name == "call_seconds":
                 if not (is_real(value) and 0 <= value < inf):
                     raise ValueError(f"{name} must be at least 0 seconds, got {value!r}")
             elif not (is_real(value) and value > 0):

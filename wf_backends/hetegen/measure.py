@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +14,12 @@ from torch import Tensor, nn
 from wf_backends.hetegen.accelerator import Accelerator, Streams
 from wf_backends.hetegen.device import Device
 from wf_backends.hetegen.dispatch import dispatch_model
-from wf_backends.hetegen.lane_thread import LaneThread
 from wf_backends.hetegen.law import Rates
 from wf_backends.hetegen.shaped import ShapedDevice
 
 WEIGHTS = 4  # so many that caches do not hold them all
 MANY_TOKENS = 256
-CALLS = 200  # of linears that take no time, and works that do nothing
+CALLS = 200  # of linears that take no time
 FAST = 1e13  # bytes a second: no time
 
 
@@ -79,7 +77,6 @@ def measure_rates(
         host_flops=flops * rate(gemm(MANY_TOKENS, weights)),
         accelerator_flops=flops * rate(gemm(MANY_TOKENS, there)),
         call_seconds=measure_call(device, dtype),
-        job_seconds=measure_job(device),
     )
 
 
@@ -92,19 +89,6 @@ def measure_call(device: Device, dtype: torch.dtype = torch.float32) -> float:
         for _ in range(5):
             model(x)
         return handle.report()["decode"]["call_seconds"]
-
-
-def measure_job(device: Device) -> float:
-    """Seconds that the link's thread takes for a work that does nothing, with others behind it."""
-    lane, begin = device.lanes["link"], threading.Event()
-    assert isinstance(lane, LaneThread)
-    lane.submit(begin.wait)
-    works = [lane.submit(_nothing) for _ in range(CALLS)]
-    start = time.perf_counter()
-    begin.set()
-    took = works[-1].result() - start
-    device.stop()
-    return took / CALLS
 
 
 def _nothing() -> None:

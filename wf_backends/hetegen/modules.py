@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wf_backends.hetegen.jobs import Linear
@@ -33,9 +34,13 @@ class HostWeight:
         """A view of some rows."""
         return self.tensor.narrow(self.dim, start, stop - start)
 
-    def multiply(self, x: Tensor, rows: Tensor, out: Tensor) -> None:
+    def multiply(self, rows: Tensor, x: Tensor, out: Tensor) -> None:
         """x (n, columns) times some rows, into out (n, rows)."""
         torch.mm(x, rows.t() if self.dim == 0 else rows, out=out)
+
+    def look_up(self, ids: Tensor, out: Tensor) -> None:
+        """Rows `ids` (...) into out (..., columns)."""
+        out.copy_(F.embedding(ids, self.tensor))
 
 
 def find_weights(model: nn.Module) -> list[HostWeight]:

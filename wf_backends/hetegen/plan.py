@@ -5,14 +5,12 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
 from wf_backends.hetegen.jobs import PHASES, Job, JobMaker, Linear, Phase, Split
 from wf_backends.hetegen.law import Rates
-from wf_backends.hetegen.simulated import Simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +109,7 @@ class Plan:
 
     def seconds_of(self, job: Job, phase: Phase) -> float:
         """What a job of a lane should take in a pass."""
-        rate = getattr(self._rates_of[job.linear, phase], job.lane)
-        return self.bytes_of(job) / rate + self.rates.job_seconds
+        return self.bytes_of(job) / getattr(self._rates_of[job.linear, phase], job.lane)
 
     @cached_property
     def _rates_of(self) -> dict[tuple[int, Phase], Rates]:
@@ -128,26 +125,3 @@ class Plan:
     def job_maker(self) -> JobMaker:
         """A new maker of jobs, with empty slabs."""
         return JobMaker(self.splits, self.slabs, self.slab_bytes)
-
-    def simulated(self) -> Simulated:
-        """Lanes in virtual time."""
-        return Simulated(self.seconds_of, self.rates.call_seconds)
-
-    def simulate(self, phases: Sequence[Phase]) -> tuple[list[float], Simulated]:
-        """The seconds of some passes in a row, and the jobs in virtual time."""
-        device, maker, request = self.simulated(), self.job_maker(), self.request
-        orders = {phase: used(request.linears, request.tokens(phase)) for phase in PHASES}
-        return [device.run_pass(maker, orders[phase], phase) for phase in phases], device
-
-
-def used(linears: Sequence[Linear], tokens: int) -> list[int]:
-    """The linears that a pass calls, in order: of experts as many as are used on average."""
-    order, due, drawn = [], 0.5, {"": True}
-    for i, linear in enumerate(linears):
-        if linear.expert not in drawn:
-            due += linear.uses(tokens)
-            drawn[linear.expert] = due >= 1
-            due -= drawn[linear.expert]
-        if drawn[linear.expert]:
-            order.append(i)
-    return order

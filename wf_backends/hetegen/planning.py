@@ -11,6 +11,7 @@ from math import floor, inf
 from wf_backends.hetegen.jobs import Split
 from wf_backends.hetegen.law import Rates, WeightUse, best_alpha, residency, seconds_per_byte
 from wf_backends.hetegen.plan import Plan, Request
+from wf_backends.hetegen.simulated import simulate
 
 CALLS_OF_COPY = 5  # a copy takes no less than so many times the overhead of a call
 SLABS_OF_LARGEST = 4  # slabs that the streamed rows of the largest linear fill
@@ -39,7 +40,7 @@ def make_plan(request: Request) -> Plan:
     return replace(
         plan,
         decode_seconds=decode_seconds(plan),
-        prefill_seconds=plan.simulate(["prefill"])[0][0],
+        prefill_seconds=simulate(plan, ["prefill"])[0][0],
         streaming_seconds=decode_seconds(streaming),
         host_seconds=decode_seconds(split_plan(request, 1.0)),
     )
@@ -57,7 +58,7 @@ def _check_room(request: Request) -> None:
 
 def decode_seconds(plan: Plan) -> float:
     """Of a decoding pass after others."""
-    return plan.simulate(["decode", "decode", "decode"])[0][-1]
+    return simulate(plan, ["decode", "decode", "decode"])[0][-1]
 
 
 def _largest_row(request: Request) -> int:

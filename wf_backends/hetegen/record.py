@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
 from statistics import fmean, median
 
 from wf_backends.hetegen.device import Device, Moment
@@ -13,26 +12,16 @@ from wf_backends.hetegen.plan import Plan
 PASSES_KEPT = 256
 
 
-@dataclass(slots=True)
-class Pass:
-    """A pass of the model, from the jobs of its first split linear to the end of its last.
-
-    Attributes:
-        between_calls: from the end of each call to the jobs of the next.
-    """
-
-    phase: Phase
-    start: Moment
-    end: Moment
-    between_calls: list[tuple[Moment, Moment]]
-
-
 class Record:
-    """What the lanes of a device are asked for, and when the calls of split linears end."""
+    """What the lanes of a device are asked for, and when calls of split linears begin and end.
+
+    A pass of the model is from the jobs of its first split linear to the end of its last.
+    """
 
     def __init__(self, plan: Plan, device: Device) -> None:
         self._plan, self._device = plan, device
-        self._passes: deque[Pass] = deque(maxlen=PASSES_KEPT)  # the latest; all are counted
+        # Phase; when each call began and ended, in turns. The latest passes; all are counted.
+        self._passes: deque[tuple[Phase, list[Moment]]] = deque(maxlen=PASSES_KEPT)
         self._num_passes: Counter[Phase] = Counter()
         self._began: Moment = None
         self._bytes: dict[str, int] = dict.fromkeys(LANE_NAMES, 0)
@@ -43,11 +32,10 @@ class Record:
     def begin_call(self, phase: Phase, begins_pass: bool) -> None:
         now = self._device.now()
         if begins_pass or not self._passes:
-            self._passes.append(Pass(phase, now, now, []))
+            self._passes.append((phase, []))
             self._num_passes[phase] += 1
             self._began = now if self._began is None else self._began
-        else:
-            self._passes[-1].between_calls.append((self._passes[-1].end, now))
+        self._passes[-1][1].append(now)
 
     def ask(self, job: Job, phase: Phase) -> None:
         """Its lane is asked for a job."""
@@ -55,7 +43,7 @@ class Record:
         self._predicted[job.lane] += self._plan.seconds_of(job, phase)
 
     def end_call(self, moment: Moment) -> None:
-        self._passes[-1].end = moment
+        self._passes[-1][1].append(moment)
 
     def end(self) -> None:
         """The report stays as it is, whatever the device does later."""
@@ -65,19 +53,19 @@ class Record:
         """What `Handle.report` returns."""
         between = self._device.seconds
         told: dict = {"fits": False} | {phase: self._phase_report(phase) for phase in PHASES}
-        wall = between(self._began, self._passes[-1].end) if self._passes else 0.0
+        wall = between(self._began, self._passes[-1][1][-1]) if self._passes else 0.0
         busy = self._busy_at_end or self._busy()
         told["lanes"] = {name: self._lane_report(name, busy, wall) for name in LANE_NAMES}
         return told
 
     def _phase_report(self, phase: Phase) -> dict[str, float | None]:
         plan, between = self._plan, self._device.seconds
-        own = [each for each in self._passes if each.phase == phase]
-        thought = [[between(*pair) for pair in each.between_calls] for each in own]
+        own = [moments for of, moments in self._passes if of == phase]
+        thought = [list(map(between, moments[1::2], moments[2::2])) for moments in own]
         calls = [fmean(each) for each in thought if each]
         return {
             "passes": self._num_passes[phase],
-            "measured_seconds": median(between(p.start, p.end) for p in own) if own else None,
+            "measured_seconds": median(between(each[0], each[-1]) for each in own) if own else None,
             "predicted_seconds": plan.decode_seconds if phase == "decode" else plan.prefill_seconds,
             "call_seconds": median(calls) if calls else None,
         }

@@ -10,7 +10,6 @@ from threading import Lock, Thread, current_thread
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from wf_backends._compile import refuse_transforms
@@ -102,7 +101,7 @@ class Runner:
     def _restart(self) -> None:
         """Forget what is in the slabs."""
         self._maker = self._plan.job_maker()
-        self._events: dict[int, Event] = {}
+        self._events: dict[int, Event] = {}  # slab -> the end of the last job that has it
 
     def linear(self, index: int, x: Tensor) -> Tensor:
         """x (..., columns) times the transposed weight `index`: (..., rows).
@@ -121,33 +120,34 @@ class Runner:
         flat, flat_out = x.detach().reshape(-1, x.shape[-1]), out.view(-1, rows)
         phase = self._plan.request.phase(len(flat))
         with self._stopping_on_errors():
-            *jobs, join = self._maker.call(index, phase)
+            jobs = self._maker.call(index, phase)
             self.record.begin_call(phase, index == self._maker.first)
+            computed = []
             for job in jobs:
-                after = [self._events[number] for number in job.after]
-                columns = flat_out[:, job.start : job.stop]
-                self._events[job.number] = self._submit(job, flat, columns, after)
+                event = self._submit(job, flat, flat_out[:, job.start : job.stop])
+                if job.lane != "link":
+                    computed.append(event)
                 self.record.ask(job, phase)
-            rows_done = [self._events[number] for number in join.after]
-            self.record.end_call(self._device.wait(rows_done))
-            oldest = self._maker.oldest
-            self._events = {n: event for n, event in self._events.items() if n >= oldest}
+            self.record.end_call(self._device.wait(computed))
         return out
 
-    def _submit(self, job: Job, x: Tensor, out: Tensor, after: list[Event]) -> Event:
+    def _submit(self, job: Job, x: Tensor, out: Tensor) -> Event:
         """Have its lane do a job of x (n, columns) and out (n, rows of the job)."""
         device, weight = self._device, self._weights[job.linear]
         rows = weight.rows(job.start, job.stop)
         if job.lane == "host":
-            x_host, ready = device.to_host(x)
-            return device.on_host(partial(weight.multiply, x_host, rows), out, rows.nbytes, ready)
-        there = self._resident[job.linear]
-        if job.slab is not None:
-            there = _like(rows, self._slabs[job.slab])
+            return device.on_host(partial(weight.multiply, rows), x, out, rows.nbytes)
+        if job.slab is None:
+            multiply = partial(weight.multiply, self._resident[job.linear], x, out)
+            return device.compute(multiply, rows.nbytes, None)
+        there, after = _like(rows, self._slabs[job.slab]), self._events.get(job.slab)
         if job.lane == "link":
-            pinned = _like(rows, self._pinned[job.slab or 0]) if self._pinned else None
-            return device.copy(rows, pinned, there, after)
-        return device.compute(partial(weight.multiply, x, there, out), rows.nbytes, after)
+            pinned = _like(rows, self._pinned[job.slab]) if self._pinned else None
+            event = device.copy(rows, pinned, there, after)
+        else:
+            event = device.compute(partial(weight.multiply, there, x, out), rows.nbytes, after)
+        self._events[job.slab] = event
+        return event
 
     def lookup(self, index: int, ids: Tensor) -> Tensor:
         """Rows `ids` (...) of weight `index` (n, d), a table in host memory: (..., d)."""
@@ -155,12 +155,8 @@ class Runner:
         table = self._weights[index].tensor
         out = table.new_empty(*ids.shape, table.shape[1], device=ids.device)
         with self._stopping_on_errors():
-            ids_host, ready = self._device.to_host(ids)
-
-            def look_up(rows: Tensor) -> None:
-                rows.copy_(F.embedding(ids_host, table))
-
-            self._device.wait([self._device.on_host(look_up, out, out.nbytes, ready)])
+            look_up = self._weights[index].look_up
+            self._device.wait([self._device.on_host(look_up, ids, out, out.nbytes)])
         return out
 
     def _refuse_gradient(self, index: int, x: Tensor) -> None:

@@ -6,20 +6,20 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.device import Write
 from wf_backends.hetegen.jobs import LANE_NAMES
-from wf_backends.hetegen.lane_thread import LaneThread, Run, Stop, end_lanes
+from wf_backends.hetegen.lane_thread import Lanes, LaneThread, Run, Write
 from wf_backends.hetegen.law import Rates
 
 THREAD_CALL_SECONDS = 2e-4  # to hand work to a thread and wait for it, on a core that is shared
-Ends = Sequence[Future[float]]
+End = Future[float]
 
 
-class ShapedDevice:
+class ShapedDevice(Lanes):
     """Lanes whose work takes no less than its bytes take at a given rate.
 
     Everything is in host memory. What an accelerator would hold is counted, and what is pinned.
@@ -40,16 +40,16 @@ class ShapedDevice:
         accelerator_bytes_per_s: float,
         call_seconds: float = THREAD_CALL_SECONDS,
     ) -> None:
+        super().__init__()
         rates = link_bytes_per_s, host_bytes_per_s, accelerator_bytes_per_s
         self._rates = Rates(*rates, call_seconds=call_seconds)
         self.bytes = self.peak_bytes = self.pinned_bytes = 0
-        self._stop = Stop()
         self.lanes = {name: LaneThread(name, self._stop) for name in LANE_NAMES}
 
     def rates(self) -> Rates:
         return self._rates
 
-    def _submit(self, lane: str, run: Run, nbytes: int, after: Ends) -> Future[float]:
+    def _submit(self, lane: str, run: Run, nbytes: int, after: End | None = None) -> End:
         return self.lanes[lane].submit(run, self._seconds(lane, nbytes), after)
 
     def _seconds(self, lane: str, nbytes: int) -> float:
@@ -66,22 +66,19 @@ class ShapedDevice:
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         return tensor.detach().clone(memory_format=torch.contiguous_format)
 
-    def copy(self, rows: Tensor, pinned: Tensor | None, slab: Tensor, after: Ends) -> Future[float]:
+    def copy(self, rows: Tensor, pinned: Tensor | None, slab: Tensor, after: End | None) -> End:
         def run() -> None:
             slab.copy_(rows if pinned is None else pinned.copy_(rows))
 
         return self._submit("link", run, rows.nbytes, after)
 
-    def compute(self, run: Run, nbytes: int, after: Ends) -> Future[float]:
+    def compute(self, run: Run, nbytes: int, after: End | None) -> End:
         return self._submit("accelerator", run, nbytes, after)
 
-    def to_host(self, x: Tensor) -> tuple[Tensor, Ends]:
-        return x, ()
+    def on_host(self, write: Write, x: Tensor, out: Tensor, nbytes: int) -> End:
+        return self._submit("host", partial(write, x, out), nbytes)
 
-    def on_host(self, write: Write, out: Tensor, nbytes: int, after: Ends) -> Future[float]:
-        return self._submit("host", partial(write, out), nbytes, after)
-
-    def wait(self, events: Ends) -> float:
+    def wait(self, events: Sequence[Any]) -> float:
         return max(event.result() for event in events)
 
     def now(self) -> float:
@@ -89,9 +86,6 @@ class ShapedDevice:
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
-
-    def stop(self) -> None:
-        end_lanes(self.lanes.values(), self._stop)
 
     def close(self) -> None:
         self.stop()

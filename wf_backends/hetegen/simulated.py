@@ -5,10 +5,12 @@ Pure: standard library only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from wf_backends.hetegen.jobs import LANE_NAMES, Job, JobMaker, Phase
+from wf_backends.hetegen.jobs import PHASES, Job, Linear, Phase
+from wf_backends.hetegen.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,39 +22,56 @@ class Done:
     end: float
 
 
-@dataclass(slots=True)
 class Simulated:
-    """Runs jobs in the order in which they come, each lane one after the other.
+    """Runs the jobs of a plan in the order in which they come, each lane one after the other.
 
     Attributes:
-        seconds: what a job of a lane takes in a phase.
-        call_seconds: what the caller takes from the end of a call to the next.
         now: the caller's time.
         done: all jobs so far.
     """
 
-    seconds: Callable[[Job, Phase], float]
-    call_seconds: float = 0.0
-    now: float = 0.0
-    done: list[Done] = field(default_factory=list)
-    _ends: dict[int, float] = field(default_factory=dict)
-    _lanes: dict[str, float] = field(default_factory=lambda: dict.fromkeys(LANE_NAMES, 0.0))
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._maker = plan, plan.job_maker()
+        self.now = 0.0
+        self.done: list[Done] = []
+        self._free: defaultdict[object, float] = defaultdict(float)  # when a lane or slab is
 
-    def call(self, jobs: Iterable[Job], phase: Phase) -> None:
-        """Take the jobs of a call at the caller's time, which its join moves on."""
-        for job in jobs:
-            start = max([self.now, *(self._ends[number] for number in job.after)])
-            if job.lane == "join":
-                end = self.now = start + self.call_seconds
-            else:
-                start = max(start, self._lanes[job.lane])
-                end = self._lanes[job.lane] = start + self.seconds(job, phase)
-            self._ends[job.number] = end
-            self.done.append(Done(job, start, end))
-
-    def run_pass(self, maker: JobMaker, order: Iterable[int], phase: Phase) -> float:
+    def run_pass(self, order: Iterable[int], phase: Phase) -> float:
         """Call the linears in `order`; the seconds that this takes."""
         start = self.now
         for linear in order:
-            self.call(maker.call(linear, phase), phase)
+            self.now = self._call(linear, phase) + self._plan.rates.call_seconds
         return self.now - start
+
+    def _call(self, linear: int, phase: Phase) -> float:
+        """Do the jobs of a call at the caller's time; when its rows are computed."""
+        computed = self.now
+        for job in self._maker.call(linear, phase):
+            used = [job.lane] if job.slab is None else [job.lane, job.slab]
+            start = max(self.now, *(self._free[each] for each in used))
+            end = start + self._plan.seconds_of(job, phase)
+            self._free.update(dict.fromkeys(used, end))
+            self.done.append(Done(job, start, end))
+            if job.lane != "link":
+                computed = max(computed, end)
+        return computed
+
+
+def simulate(plan: Plan, phases: Sequence[Phase]) -> tuple[list[float], Simulated]:
+    """The seconds of some passes in a row, and the jobs in virtual time."""
+    device, request = Simulated(plan), plan.request
+    orders = {phase: used_linears(request.linears, request.tokens(phase)) for phase in PHASES}
+    return [device.run_pass(orders[phase], phase) for phase in phases], device
+
+
+def used_linears(linears: Sequence[Linear], tokens: int) -> list[int]:
+    """The linears that a pass calls, in order: of experts as many as are used on average."""
+    order, due, drawn = [], 0.5, {"": True}
+    for i, linear in enumerate(linears):
+        if linear.expert not in drawn:
+            due += linear.uses(tokens)
+            drawn[linear.expert] = due >= 1
+            due -= drawn[linear.expert]
+        if drawn[linear.expert]:
+            order.append(i)
+    return order
