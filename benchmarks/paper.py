@@ -98,8 +98,11 @@ def schemes(request: Request) -> Mapping[str, Plan | None]:
 
     usp = max(d for d in legal_degrees(request) if d <= per_host)
     square = min((d for d in divisors(size)), key=lambda d: abs(d - size**0.5))
-    chosen = best_plan(replace(request, exact_up_to=0))  # sorted by formulas, priced exactly
-    auto = price_plan(request, chosen.choice)
+
+    def auto(asked: Request) -> Plan:
+        chosen = best_plan(replace(asked, exact_up_to=0))  # sorted by formulas, priced exactly
+        return price_plan(request, chosen.choice)
+
     return {
         "Ring": plan(1, name="ring"),
         "StarTrail C=2": teams(2),
@@ -108,7 +111,8 @@ def schemes(request: Request) -> Mapping[str, Plan | None]:
         f"USP u={usp}": plan(usp, name="ring"),
         "Ulysses": plan(size, name="ring"),
         f"mesh {square} x {size // square}": plan(1, name="mesh", rows=square, cols=size // square),
-        "auto": auto,
+        "auto, heads at once": auto(replace(request, chunks=(1,))),
+        "auto": auto(request),
     }
 
 

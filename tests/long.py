@@ -41,7 +41,7 @@ LONG: dict[str, str] = {
     r"(auto_[12]|shallow_ring_[12]|concentric_2|mesh_1|ulysses_2|ulysses_ring_3|first_2)\]",
     "tests/integrations/test_experts_engines.py": "zero3|mixtral-ddp",
     "tests/integrations/test_hetegen.py": "deepspeeds_own_engine",
-    "tests/integrations/test_diffusers.py": "script_of_the_page",
+    "tests/integrations/test_diffusers.py": r"script_of_the_page|models\[\w+-[13]-",
     "tests/integrations/test_silent.py": r"as_without\[2\]|drop_the_same\[2\]",
     "tests/integrations/test_deepspeed_published.py": all_but("zero0_ring", "zero3_offload.*"),
     "tests/integrations/test_torch.py": r"data_parallel|bf16|no_sequence|mesh|fsdp_hybrid\]",
@@ -82,7 +82,7 @@ LONG: dict[str, str] = {
     "tests/autochunk/test_autochunk.py": r"outputs_.*\[(?!gpt2|vit)|torch_compile",
     "tests/autochunk/test_evoformer_unet.py": "True|unet_condition",
     "tests/autochunk/test_search.py": "in_another_process",
-    "tests/autochunk/test_overwrite.py": "other rows|dtype1",
+    "tests/autochunk/test_overwrite.py": "other rows|dtype1|torch_compile",
     "tests/hetegen/test_beside_autochunk.py": "llama-tied",
     "tests/hetegen/test_law.py": "no_residency_of_a_grid",
 }
