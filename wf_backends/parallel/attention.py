@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from wf_backends._validation import positive
 from wf_backends.comm import ConsistencyCheck, Pass, gather_small
 from wf_backends.kernels import Dropout, KernelSpec, Scores
 from wf_backends.parallel.planned_calls import PlannedCalls
-from wf_backends.parallel.softmax import Softmax, check_latents, make_softmax, plain_softmax
+from wf_backends.parallel.softmax import Softmax, make_softmax, plain_softmax
 from wf_backends.runtime import (
     Attention,
     Call,
@@ -122,12 +123,12 @@ class AttentionOfSequence:
         """
         with self._consistency:  # if it is refused here, it is on all ranks
             check_tensors(q, k, v, kv_up)
-            options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed, kv_up
             usual = softmax_scale is alibi_slopes is sinks is kv_up is position_bias is None
-            usual = usual and softcap == dropout_p == 0
-            softmax = (
-                plain_softmax(q.shape[-1]) if usual else make_softmax(q, *options, position_bias)
-            )
+            if usual and softcap == dropout_p == 0:
+                softmax = plain_softmax(q.shape[-1])
+            else:
+                options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed
+                softmax = make_softmax(q, *options, kv_up, position_bias)
             _check_words(seqlen, name)
             slices = q_ranges, k_ranges, attn_mask_types
             plain = cu_seqlens is q_ranges is k_ranges is attn_mask_types is None
@@ -230,7 +231,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) 
     if not (q.shape[2] and k.shape[2] and q.shape[3] and v.shape[3]):
         raise ValueError(f"heads, kv heads and head_dim must be positive, got {_shapes(q, k, v)}")
     if kv_up is not None:
-        check_latents(q, k, v, kv_up)
+        _check_latents(q, k, v, kv_up)
     elif k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise ValueError(
             "k and v must have one batch size, length and number of heads, and q the batch size "
@@ -246,6 +247,27 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) 
         raise ValueError(f"q, k, v must have a floating point dtype, got {q.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k, v must be on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def _check_latents(q: Tensor, k: Tensor, v: Tensor, kv_up: Any) -> None:
+    """Refuse latents that do not belong to q's heads, and a kv_up that does not fit them."""
+    shapes = _shapes(q, k, v)
+    if not isinstance(kv_up, Tensor) or kv_up.dim() != 3:
+        got = tuple(kv_up.shape) if isinstance(kv_up, Tensor) else repr(kv_up)
+        raise ValueError(f"kv_up must be a tensor (heads, n + e, c), got {got}")
+    if k.shape[:3] != v.shape[:3] or k.shape[2] != 1 or q.shape[0] != k.shape[0]:
+        raise ValueError(f"beside kv_up k and v must be (batch, length, 1, ...), got {shapes}")
+    heads, up, latents = kv_up.shape
+    if heads != q.shape[2] or latents != v.shape[3] or not 0 < q.shape[3] - k.shape[3] < up:
+        raise ValueError(
+            "kv_up must be (h, n + e, c) for q (..., h, n + r), k (..., 1, r), v (..., 1, c) and "
+            f"values of e, got {tuple(kv_up.shape)} for {shapes}"
+        )
+    if kv_up.dtype != q.dtype or kv_up.device != q.device:
+        raise ValueError(
+            f"kv_up must have q's dtype and device, {q.dtype} on {q.device}, got {kv_up.dtype} on "
+            f"{kv_up.device}"
+        )
 
 
 def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:

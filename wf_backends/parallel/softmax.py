@@ -135,24 +135,3 @@ def _known(slopes: Tensor | None) -> object:
     if slopes is None or slopes.device != torch.device("cpu"):
         return slopes is not None
     return tuple(slopes.tolist())
-
-
-def check_latents(q: Tensor, k: Tensor, v: Tensor, kv_up: Any) -> None:
-    """Refuse latents that do not belong to q's heads, and a kv_up that does not fit them."""
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not isinstance(kv_up, Tensor) or kv_up.dim() != 3:
-        got = tuple(kv_up.shape) if isinstance(kv_up, Tensor) else repr(kv_up)
-        raise ValueError(f"kv_up must be a tensor (heads, n + e, c), got {got}")
-    if k.shape[:3] != v.shape[:3] or k.shape[2] != 1 or q.shape[0] != k.shape[0]:
-        raise ValueError(f"beside kv_up k and v must be (batch, length, 1, ...), got {shapes}")
-    heads, up, latents = kv_up.shape
-    if heads != q.shape[2] or latents != v.shape[3] or not 0 < q.shape[3] - k.shape[3] < up:
-        raise ValueError(
-            "kv_up must be (h, n + e, c) for q (..., h, n + r), k (..., 1, r), v (..., 1, c) and "
-            f"values of e, got {tuple(kv_up.shape)} for {shapes}"
-        )
-    if kv_up.dtype != q.dtype or kv_up.device != q.device:
-        raise ValueError(
-            f"kv_up must have q's dtype and device, {q.dtype} on {q.device}, got {kv_up.dtype} on "
-            f"{kv_up.device}"
-        )
