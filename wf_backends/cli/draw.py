@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from wf_backends.autochunk import Profiles
 from wf_backends.cli.options import check_file
 from wf_backends.cluster import Topology
 from wf_backends.schedule import Schedule
-
-if TYPE_CHECKING:
-    from wf_backends.autochunk import Profiles
 
 PICTURES = (".png", ".svg", ".pdf")
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,13 +14,24 @@ from rich.table import Table
 from wf_backends._validation import one_of
 from wf_backends.cli import options as o
 from wf_backends.cli.draw import check_picture, draw
-from wf_backends.cli.mask_file import mask_lines
 from wf_backends.cluster import PRESETS, extended
-from wf_backends.planner import MOVES, Choice, Cost, Plan, Request, Span, milliseconds, price_plan
-from wf_backends.schedule import ORDER, REVERSE, ROUTES, Placed, place, read_placed, render
+from wf_backends.config import parse_route
+from wf_backends.planner import (
+    MOVES,
+    Choice,
+    Cost,
+    Plan,
+    Request,
+    Span,
+    Workload,
+    milliseconds,
+    price_plan,
+)
+from wf_backends.schedule import make_layout, place, render, slices_load
 
 RANKS = 8  # of a preset: a grid of more is hard to read
 MOST_RANKS = 256  # their messages are counted in some 25 s, eight times as long for twice as many
+SHOWN = 12  # slices of a mask that are listed
 WIDTH = 36  # characters of the time axis: with it the table fits 80 columns
 
 
@@ -70,7 +80,7 @@ def explain(
         raise ValueError(
             f"--ranks must be at most {MOST_RANKS}, all of which are shown, got {cluster.size}"
         )
-    placed = parse_route(route, cluster.size)
+    placed = parse_route("--route", route, cluster.size)
     request = Request(cluster, work := model.workload(), exact_up_to=cluster.size)
     plan = price_plan(request, Choice(1, placed, placed, moves))
     show(plan, cluster.size, added)
@@ -80,32 +90,6 @@ def explain(
         title = f"{route}, {cluster.size} ranks"
         draw(place(placed, cluster.size), cluster, picture, title=title)
         Console().print(escape(f"drawn: {picture}"))
-
-
-def parse_route(text: str, size: int) -> Placed:
-    """A route from "ring" or "mesh:rows=2,cols=4,order=1-0,reverse=true", if it fits `size` ranks.
-
-    Raises:
-        ValueError: if it is no such text, or the route does not fit.
-    """
-    name, _, rest = text.partition(":")
-    route: dict[str, Any] = {"name": name}
-    for pair in filter(None, rest.split(",")):
-        key, _, value = (part.strip() for part in pair.partition("="))
-        if key in route:
-            raise ValueError(f"--route gives {key!r} twice, got {text!r}")
-        if re.fullmatch(r"\d+", value) and key != ORDER:
-            route[key] = int(value)
-        elif re.fullmatch(r"\d+(-\d+)*", value) and key == ORDER:
-            route[key] = [int(digit) for digit in value.split("-")]
-        elif value in ("true", "false") and key == REVERSE:
-            route[key] = value == "true"
-        else:
-            raise ValueError(
-                f"--route must look like ring, mesh:rows=2,cols=4 or "
-                f"mesh:rows=2,cols=4,order=1-0,reverse=true, got {text!r}; routes: {list(ROUTES)}"
-            )
-    return read_placed(route, size)
 
 
 def show(plan: Plan, size: int, added: int) -> None:
@@ -149,3 +133,19 @@ def bar(spans: Sequence[Span], total: float) -> str:
             column.add(span.kind)
     marks = {(): " ", ("compute",): "#", ("transfer",): "-", ("compute", "transfer"): "+"}
     return "".join(marks[tuple(sorted(kinds))] for kinds in seen).rstrip()
+
+
+def mask_lines(work: Workload, size: int) -> list[str]:
+    """What `explain` says of a mask in slices, and of its cut for so many ranks."""
+    slices = work.mask.slices or ()
+    share = f"{work.scores / work.seqlen**2:.1%} of all pairs of {work.seqlen:,} tokens"
+    more = [f"  and {len(slices) - SHOWN} more"] if len(slices) > SHOWN else []
+    layout = make_layout(work.layout, size, work.seqlen, None, slices)
+    excess = slices_load(slices, work.seqlen).unevenness(layout)
+    return [
+        f"mask: {len(slices)} slices, {share}",
+        *(f"  {one}" for one in slices[:SHOWN]),
+        *more,
+        f"layout {work.layout}: the busiest rank has {excess:.1%} more than the mean, of the "
+        "scores or of the tokens",
+    ]

@@ -13,6 +13,7 @@ from rich.console import Console
 from wf_backends._validation import parse_bytes, positive
 from wf_backends.cli.options import MOST
 from wf_backends.cli.readers import call_reader, check_folder
+from wf_backends.hetegen import ShapedDevice, dispatch_model
 
 LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1  # that torch takes
 GENERATORS = "wallfacer.generators"  # entry points: a folder -> a model with `generate_text`
@@ -39,8 +40,6 @@ def generate(
 
         wallfacer generate --model ./llama --max-memory 20GB --prompt "Once upon a time"
     """
-    from wf_backends.hetegen import dispatch_model
-
     check_folder(model)
     positive("--max-new-tokens", max_new_tokens, MOST["seqlen"])
     if not LEAST_SEED <= seed <= MOST_SEED:
@@ -99,8 +98,6 @@ def shaped_device(rates: str) -> Any:
     Raises:
         ValueError: if there are not three positive numbers.
     """
-    from wf_backends.hetegen import ShapedDevice
-
     try:
         link, host, accelerator = (float(rate) * 1e9 for rate in rates.split(","))
         return ShapedDevice(link, host, accelerator)

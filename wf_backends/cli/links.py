@@ -12,7 +12,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from wf_backends import launch
 from wf_backends.cli import options as o
+from wf_backends.cluster import cache_folder, job_hosts, measured_topology
+from wf_backends.comm import make_comm
 
 
 def bench_links(
@@ -30,10 +33,6 @@ def bench_links(
 
         torchrun --nproc-per-node 4 -m wf_backends.cli bench-links
     """
-    from wf_backends import launch
-    from wf_backends.cluster import cache_folder, job_hosts, measured_topology
-    from wf_backends.comm import make_comm
-
     o.check_file("--out", out)
     launched, folder = launch.init(), cache_dir or cache_folder(os.environ)
     try:

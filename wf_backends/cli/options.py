@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from wf_backends._validation import AUTO, one_of
-from wf_backends.cli.mask_file import read_mask
 from wf_backends.cli.readers import read_model
 from wf_backends.cluster import KERNEL_NAMES
+from wf_backends.config import read_mask
 from wf_backends.lowering import ACTIVATION, FLOAT32, PARTIALS, Shape
 from wf_backends.planner import MIN_HALVINGS, Workload, draw_documents
 from wf_backends.schedule import LAYOUTS, check_layout_name, make_mask
@@ -137,7 +137,7 @@ class Model:
         ):
             if said:
                 raise ValueError(f"--mask says all of the mask: leave {words} out")
-        return read_mask(self.mask)
+        return read_mask("--mask", self.mask)
 
     def _check_layout(self) -> None:
         kind = LAYOUTS[check_layout_name(self.layout)]

@@ -1,5 +1,6 @@
 """What the hosts, links and kernels are."""
 
+from wf_backends.cluster.checkup import Finding, check_up
 from wf_backends.cluster.discover import (
     JobTopology,
     cache_folder,
@@ -15,6 +16,7 @@ from wf_backends.cluster.topology import KERNEL_NAMES, KernelRate, Link, Topolog
 __all__ = [
     "KERNEL_NAMES",
     "PRESETS",
+    "Finding",
     "JobTopology",
     "KernelRate",
     "Link",
@@ -22,6 +24,7 @@ __all__ = [
     "Topology",
     "cache_folder",
     "check_job",
+    "check_up",
     "check_source",
     "extended",
     "job_hosts",

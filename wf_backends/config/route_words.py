@@ -1,17 +1,26 @@
-"""Routes as a configuration writes them.
+"""Routes as a configuration and a command line write them.
 
 Pure: standard library only.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
 from wf_backends._validation import AUTO, nearest
 from wf_backends.planner import MOVES
-from wf_backends.schedule import ORDER, ROUTES, divisors, make_schedule, read_placed
+from wf_backends.schedule import (
+    ORDER,
+    REVERSE,
+    ROUTES,
+    Placed,
+    divisors,
+    make_schedule,
+    read_placed,
+)
 
 Route = Mapping[str, Any] | str | None
 
@@ -41,6 +50,32 @@ def checked_route(key: str, route: Any, size: int, degree: int | str | None) -> 
     if ORDER in words:
         words[ORDER] = tuple(words[ORDER])
     return MappingProxyType(dict(sorted(words.items())))
+
+
+def parse_route(option: str, text: str, size: int) -> Placed:
+    """A route from "ring" or "mesh:rows=2,cols=4,order=1-0,reverse=true", if it fits `size` ranks.
+
+    Raises:
+        ValueError: naming the option, if it is no such text, or if the route does not fit.
+    """
+    name, _, rest = text.partition(":")
+    route: dict[str, Any] = {"name": name}
+    for pair in filter(None, rest.split(",")):
+        key, _, value = (part.strip() for part in pair.partition("="))
+        if key in route:
+            raise ValueError(f"{option} gives {key!r} twice, got {text!r}")
+        if re.fullmatch(r"\d+", value) and key != ORDER:
+            route[key] = int(value)
+        elif re.fullmatch(r"\d+(-\d+)*", value) and key == ORDER:
+            route[key] = [int(digit) for digit in value.split("-")]
+        elif value in ("true", "false") and key == REVERSE:
+            route[key] = value == "true"
+        else:
+            raise ValueError(
+                f"{option} must look like ring, mesh:rows=2,cols=4 or "
+                f"mesh:rows=2,cols=4,order=1-0,reverse=true, got {text!r}; routes: {list(ROUTES)}"
+            )
+    return read_placed(route, size)
 
 
 def fits(route: Mapping[str, Any], size: int) -> bool:

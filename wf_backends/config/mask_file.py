@@ -1,0 +1,38 @@
+"""A file with a mask in slices: JSON with the three lists that attention takes.
+
+Pure: standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from wf_backends.schedule import SLICE_WORDS, make_mask
+
+
+def read_mask(option: str, path: Path) -> dict[str, Any]:
+    """{"q_ranges": [[0, 64], ...], "k_ranges": [...], "attn_mask_types": ["full", ...]} of a file.
+
+    Raises:
+        ValueError: naming option and file, if it cannot be read, holds other keys, or no mask.
+    """
+    try:
+        found: object = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{option} {path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # no JSON, no text, or nested too deep
+        raise ValueError(f"{option} {path} is not JSON: {error}") from None
+    kind = type(found).__name__
+    words = cast(dict[str, Any], found) if isinstance(found, dict) else None
+    if words is None or set(words) != set(SLICE_WORDS):
+        held = kind if words is None else sorted(words)
+        raise ValueError(
+            f"{option} {path} must be an object with the keys {', '.join(SLICE_WORDS)}, got {held}"
+        )
+    try:
+        make_mask(**words)
+    except ValueError as error:
+        raise ValueError(f"{option} {path}: {error}") from None
+    return words
