@@ -25,6 +25,7 @@ from wf_transformers import (
     loss_only,
     temporarily_replace,
 )
+from wf_transformers.handle import OPERATIONS
 from wf_transformers.whole_batches.fused import has_fused_head
 from wf_transformers.whole_batches.log_probabilities import (
     LogProbabilityHooks,
@@ -143,6 +144,8 @@ def _replace_steps(trainer: Trainer, handle: Handle) -> None:
     for name, step in steps.items():
         if getattr(type(trainer), name, None) is getattr(Trainer, name):
             handle.undo.enter_context(temporarily_replace(trainer, name, step))
+    if not hasattr(trainer.model, OPERATIONS):  # of transformers 5, whose Trainer counts itself
+        handle.share_operations(trainer)
     first = partial(compared_first, trainer)
     handle.undo.enter_context(temporarily_replace(trainer, "training_step", first))
 

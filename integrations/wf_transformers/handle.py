@@ -173,12 +173,15 @@ class Handle:
         for hook in registered:
             self.undo.callback(hook.remove)
 
-    def share_operations(self, model: Any) -> None:
-        """Count a rank's part of a whole batch's operations: the Trainer of transformers 4 sums
-        them over all ranks."""
-        original = getattr(model, OPERATIONS, None)
+    def share_operations(self, counts: Any) -> None:
+        """Count a rank's part of a whole batch's operations: the Trainer sums them over all ranks.
+
+        Args:
+            counts: them, where it can: the model of transformers 4, the Trainer of 5.
+        """
+        original = getattr(counts, OPERATIONS, None)
         if original is not None:
-            self.set(model, OPERATIONS, lambda *args, **kw: original(*args, **kw) / self.sp.size)
+            self.set(counts, OPERATIONS, lambda *args, **kw: original(*args, **kw) / self.sp.size)
 
     def remove(self) -> None:
         """Take everything back. A second call does nothing."""

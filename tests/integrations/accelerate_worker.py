@@ -97,6 +97,7 @@ def train(case: Result, folder: str) -> Result:
         "loss": loss,
         "offloads": getattr(recompute, "func", None) is inputs_on_host,
         "steps": steps_of(trainer),
+        "total_flos": trainer.state.total_flos,
         "eval": evaluated,
         "sent": sent,
         "logits": np.asarray(predicted.predictions).tolist(),
