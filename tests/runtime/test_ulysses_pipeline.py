@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tests.helpers import run_threads
 from tests.sequences import MASKS, run_attend, tensors
@@ -110,6 +111,23 @@ def without_gradients(comm, chunks):
 def test_chunks_without_gradients_are_bit_for_bit_all_heads_at_once():
     for one, two in zip(*(run_threads(4, without_gradients, n) for n in (1, 2)), strict=True):
         assert torch.equal(one, two)
+
+
+def recomputed(comm, chunks):
+    """Gradients of a call that is run again for them, and of one that is not."""
+    words = {"sequence_parallel_size": 4, "ulysses_degree": 2, "route": "ring"}
+    config = SequenceParallelConfig.from_dict(words | {"ulysses_chunks": chunks})
+    sp = SequenceParallel(config, comm)
+    *given, dout = (sp.shard(x) for x in tensors(8, 4))
+    given = [x.requires_grad_() for x in given]
+    outs = sp.attention(*given), checkpoint(sp.attention, *given, use_reentrant=False)
+    return [torch.autograd.grad(out, given, dout) for out in outs]
+
+
+@pytest.mark.parametrize("chunks", (1, 2))
+def test_what_is_recomputed_has_the_same_gradients(chunks):
+    for plain, again in run_threads(4, recomputed, chunks):
+        torch.testing.assert_close(plain, again, rtol=0, atol=0)
 
 
 def wrong_chunks(comm, kv_heads, chunks):

@@ -65,7 +65,8 @@ class ChunkedAttention(torch.autograd.Function):
         call: Call = ctx.call
         group: HeadGroup = ctx.group
         group.comm.enter(call.now.back())
-        given, saved = ctx.saved_tensors[: ctx.num_learned], ctx.saved_tensors[ctx.num_learned :]
+        everything = ctx.saved_tensors  # read once: checkpointing gives it only once
+        given, saved = everything[: ctx.num_learned], everything[ctx.num_learned :]
         learned = Learned(*given)
         each = len(saved) // len(group.queries)
         chunks = iter(range(len(group.queries)))
