@@ -19,10 +19,9 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
 from wf_backends.hetegen import Rates  # noqa: E402
-from wf_backends.hetegen.jobs import LANE_NAMES, Linear  # noqa: E402
-from wf_backends.hetegen.plan import Request  # noqa: E402
+from wf_backends.hetegen.jobs import simulate  # noqa: E402
+from wf_backends.hetegen.plan import LANE_NAMES, Linear, Request  # noqa: E402
 from wf_backends.hetegen.planning import make_plan  # noqa: E402
-from wf_backends.hetegen.simulated import simulate  # noqa: E402
 
 LINEARS = 6
 WARM, SHOWN = 2, 2  # passes

@@ -10,11 +10,10 @@ from functools import cache
 
 import pytest
 
-from wf_backends.hetegen.jobs import LANE_NAMES, Linear, Phase
+from wf_backends.hetegen.jobs import Done, JobMaker, Simulated, simulate, used_linears
 from wf_backends.hetegen.law import Rates
-from wf_backends.hetegen.plan import Plan, Request
+from wf_backends.hetegen.plan import LANE_NAMES, Linear, Phase, Plan, Request
 from wf_backends.hetegen.planning import decode_seconds, make_plan, split_plan
-from wf_backends.hetegen.simulated import Done, Simulated, simulate, used_linears
 
 
 def draw_request(draw: random.Random) -> Request:
@@ -143,7 +142,7 @@ def test_no_fixed_share_of_the_host_simulates_much_faster(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_a_call_waits_for_is_submitted_before_copies_for_others(seed: int) -> None:
     plan = drawn(seed)[0]
-    maker = plan.job_maker()
+    maker = JobMaker(plan)
     for linear in 2 * used_linears(plan.request.linears, 1):
         jobs = maker.call(linear, "decode")
         others = [job.lane == "link" and job.linear != linear for job in jobs]

@@ -212,7 +212,9 @@ class Accelerator(Lanes):
 
     def compute(self, run: Run, nbytes: int, after: Recorded | None) -> Recorded:
         if after is not None:
-            self._follow(after)
+            if after.by is not None:
+                after.by.result()
+            self.streams.current().wait_event(after.event)
         run()
         return self._record()
 
@@ -233,18 +235,10 @@ class Accelerator(Lanes):
         self._stop.check()
         current = self.streams.current()
         for event in events:
-            if isinstance(event, Filled):
+            if isinstance(event, Filled):  # what was computed is on the caller's stream
                 self._host.hold(current, event)
                 self.streams.copy(current, event.memory, event.out)
-            else:
-                self._follow(event)
         return self.now()
-
-    def _follow(self, other: Recorded) -> None:
-        """What comes on the caller's stream comes after this event."""
-        if other.by is not None:
-            other.by.result()
-        self.streams.current().wait_event(other.event)
 
     def _record(self, timed: bool = False) -> Recorded:
         """An event at the end of what is on the caller's stream."""

@@ -1,96 +1,17 @@
-"""What the lanes of a device do for one call of a split linear, as plain data.
+"""What the lanes of a device do for the calls of split linears; and when, in virtual time.
 
-Rows of a weight lie as  [ resident | streamed | the host's ].  Streamed rows pass through slabs,
-pieces of the accelerator's memory that are used in turn. Copies run on: as soon as a slab is
-read, the rows that will be needed next are on their way into it, also those of the next token.
-
-Pure: standard library only.
+Streamed rows pass through slabs, pieces of the accelerator's memory that are used in turn. Copies
+run on: as soon as a slab is read, the rows that will be needed next are on their way into it, also
+those of the next token. Pure: standard library only.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-Phase = Literal["decode", "prefill"]
-PHASES: tuple[Phase, ...] = ("decode", "prefill")
-LaneName = Literal["link", "host", "accelerator"]
-LANE_NAMES: tuple[LaneName, ...] = ("link", "host", "accelerator")
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A weight that may be split by its output rows.
-
-    Attributes:
-        name: of its module.
-        rows, columns: output and input features.
-        itemsize: bytes of an element.
-        expert: the expert it belongs to, an empty string for none.
-        routed: the share of the tokens that are routed to it.
-    """
-
-    name: str
-    rows: int
-    columns: int
-    itemsize: int
-    expert: str = ""
-    routed: float = 1.0
-
-    @property
-    def row_bytes(self) -> int:
-        return self.columns * self.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        return self.rows * self.row_bytes
-
-    def uses(self, tokens: int) -> float:
-        """How likely any of `tokens` tokens uses it."""
-        return 1 - (1 - self.routed) ** tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Rows of a linear:  [ resident | streamed | the host's ], the last two by phase."""
-
-    linear: Linear
-    resident: int
-    streamed_decode: int
-    streamed_prefill: int
-
-    def streamed(self, phase: Phase) -> int:
-        return self.streamed_decode if phase == "decode" else self.streamed_prefill
-
-    def host_start(self, phase: Phase) -> int:
-        """The first row of the host's."""
-        return self.resident + self.streamed(phase)
-
-    def alpha(self, phase: Phase) -> float:
-        """The share of the rows that the host computes."""
-        return 1 - self.host_start(phase) / self.linear.rows
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Rows [start, stop) of a linear, for one lane.
-
-    It comes after the job before it that has its slab: rows are computed when they were copied,
-    and a slab is written when it was read.
-
-    Attributes:
-        lane: "link" copies the rows to a slab; "host" computes them where they lie;
-            "accelerator" computes them from a slab, or resident ones.
-        slab: None for no slab.
-    """
-
-    lane: LaneName
-    linear: int
-    start: int
-    stop: int
-    slab: int | None = None
+from wf_backends.hetegen.plan import PHASES, Job, Linear, Phase, Plan
 
 
 class JobMaker:
@@ -104,11 +25,11 @@ class JobMaker:
         first: the linear with which a pass begins, None before the first call.
     """
 
-    def __init__(self, splits: Sequence[Split], slabs: int, slab_bytes: int) -> None:
-        self._splits, self._slab_bytes = splits, slab_bytes
-        self._free: deque[int | None] = deque(range(slabs))
+    def __init__(self, plan: Plan) -> None:
+        self._splits, self._slab_bytes = plan.splits, plan.slab_bytes
+        self._free: deque[int | None] = deque(range(plan.slabs))
         self._ahead: deque[Job] = deque()  # copies whose rows are in slabs, or will be
-        self._next = [(i + 1) % len(splits) for i in range(len(splits))]  # linear that follows
+        self._next = [*range(1, len(plan.splits)), 0]  # the linear that follows
         self.first: int | None = None
         self._last: int | None = None  # that was called
         self._cursor: tuple[int, int, Phase] | None = None  # linear, row: where copying goes on
@@ -187,3 +108,67 @@ class JobMaker:
             phase = "decode" if linear == self.first else phase
         self._cursor = None
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A job with the time of its lane that it took, in seconds."""
+
+    job: Job
+    start: float
+    end: float
+
+
+class Simulated:
+    """Runs the jobs of a plan in the order in which they come, each lane one after the other.
+
+    Attributes:
+        now: the caller's time.
+        done: all jobs so far.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan, self._maker = plan, JobMaker(plan)
+        self.now = 0.0
+        self.done: list[Done] = []
+        self._free: defaultdict[object, float] = defaultdict(float)  # when a lane or slab is
+
+    def run_pass(self, order: Iterable[int], phase: Phase) -> float:
+        """Call the linears in `order`; the seconds that this takes."""
+        start = self.now
+        for linear in order:
+            self.now = self._call(linear, phase) + self._plan.rates.call_seconds
+        return self.now - start
+
+    def _call(self, linear: int, phase: Phase) -> float:
+        """Do the jobs of a call at the caller's time; when its rows are computed."""
+        computed = self.now
+        for job in self._maker.call(linear, phase):
+            used = [job.lane] if job.slab is None else [job.lane, job.slab]
+            start = max(self.now, *(self._free[each] for each in used))
+            end = start + self._plan.seconds_of(job, phase)
+            self._free.update(dict.fromkeys(used, end))
+            self.done.append(Done(job, start, end))
+            if job.lane != "link":
+                computed = max(computed, end)
+        return computed
+
+
+def simulate(plan: Plan, phases: Sequence[Phase]) -> tuple[list[float], Simulated]:
+    """The seconds of some passes in a row, and the jobs in virtual time."""
+    device, request = Simulated(plan), plan.request
+    orders = {phase: used_linears(request.linears, request.tokens(phase)) for phase in PHASES}
+    return [device.run_pass(orders[phase], phase) for phase in phases], device
+
+
+def used_linears(linears: Sequence[Linear], tokens: int) -> list[int]:
+    """The linears that a pass calls, in order: of experts as many as are used on average."""
+    order, due, drawn = [], 0.5, {"": True}
+    for i, linear in enumerate(linears):
+        if linear.expert not in drawn:
+            due += linear.uses(tokens)
+            drawn[linear.expert] = due >= 1
+            due -= drawn[linear.expert]
+        if drawn[linear.expert]:
+            order.append(i)
+    return order

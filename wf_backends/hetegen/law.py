@@ -69,14 +69,11 @@ class Rates:
             host=min(self.host, self.host_flops / operations),
             host_beside_link=min(self.host_beside_link, self.host_flops / operations),
             accelerator=min(self.accelerator, self.accelerator_flops / operations),
-            staging=inf,
-            host_flops=inf,
-            accelerator_flops=inf,
         )
 
     def unpinned(self) -> Rates:
         """The rates of copies from memory that is not pinned: the driver copies twice."""
-        return replace(self, link=min(self.link, self.staging) / 2, staging=inf)
+        return replace(self, link=min(self.link, self.staging) / 2)
 
     def contended(self, streams: bool, host_works: bool) -> Rates:
         """The rates while the link and the host's GEMM read the host's memory, which is shared."""

@@ -31,23 +31,18 @@ def measure_machine() -> tuple[str, Rates]:
     return str(streams.device), measure_rates(streams)
 
 
-def measure_rates(
-    streams: Streams | None,
-    dtype: torch.dtype = torch.float32,
-    width: int = 4096,
-    seconds: float = 0.7,
-) -> Rates:
-    """Time copies and GEMMs over one token and over many, each for about so many seconds.
+def measure_rates(streams: Streams | None, width: int = 4096, seconds: float = 0.7) -> Rates:
+    """Time copies and GEMMs over one token and over many, in float32, each for so many seconds.
 
     Without an accelerator (streams None) a thread stands for it: its link is a copy within host
     memory, and its GEMM is the host's.
     """
-    weights = [torch.randn(width, width).to(dtype) for _ in range(WEIGHTS)]
+    weights = [torch.randn(width, width) for _ in range(WEIGHTS)]
     there, pinned, wait = weights, torch.empty_like(weights[0]), _nothing
     device: Device = ShapedDevice(FAST, FAST, FAST)
     if streams is not None:
         there = [weight.to(streams.device) for weight in weights]
-        pinned, wait = streams.pinned(weights[0].shape, dtype), streams.synchronize
+        pinned, wait = streams.pinned(weights[0].shape, torch.float32), streams.synchronize
         device = Accelerator(Rates(FAST, FAST, FAST), streams)
     slab = torch.empty_like(there[0])
     copied = weights if streams is None else [pinned] * WEIGHTS
@@ -66,7 +61,7 @@ def measure_rates(
         beside = other.submit(rate, gemm(1, weights), _nothing)
         link_beside, host_beside = rate(link), beside.result()
     alone, host = rate(link), rate(gemm(1, weights))
-    flops = 2.0 * MANY_TOKENS / dtype.itemsize  # for each byte
+    flops = 2.0 * MANY_TOKENS / weights[0].itemsize  # for each byte
     return Rates(
         link=alone,
         host=host,
@@ -76,15 +71,15 @@ def measure_rates(
         staging=rate(lambda i: pinned.copy_(weights[i])),
         host_flops=flops * rate(gemm(MANY_TOKENS, weights)),
         accelerator_flops=flops * rate(gemm(MANY_TOKENS, there)),
-        call_seconds=measure_call(device, dtype),
+        call_seconds=measure_call(device),
     )
 
 
-def measure_call(device: Device, dtype: torch.dtype = torch.float32) -> float:
+def measure_call(device: Device) -> float:
     """Seconds from the end of one call to the next, with linears whose GEMMs take none."""
-    linears = [nn.Linear(32, 32, bias=False, dtype=dtype) for _ in range(CALLS)]
+    linears = [nn.Linear(32, 32, bias=False) for _ in range(CALLS)]
     model, memory = nn.Sequential(*linears), CALLS * linears[0].weight.nbytes // 2
-    x = device.place(torch.ones(1, 32, dtype=dtype))
+    x = device.place(torch.ones(1, 32))
     with dispatch_model(model, {0: memory}, device, alpha=0.5) as handle, torch.inference_mode():
         for _ in range(5):
             model(x)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from wf_backends.hetegen.jobs import Linear
+from wf_backends.hetegen.plan import Linear
 
 MIN_ROWS = 16  # a linear with fewer is not worth a split: routers, heads of few classes
 EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")

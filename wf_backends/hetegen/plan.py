@@ -1,6 +1,6 @@
 """How a model is split over an accelerator and its host, as plain data.
 
-Pure: standard library only.
+Rows of a weight lie as  [ resident | streamed | the host's ].  Pure: standard library only.
 """
 
 from __future__ import annotations
@@ -8,9 +8,87 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
+from typing import Literal
 
-from wf_backends.hetegen.jobs import PHASES, Job, JobMaker, Linear, Phase, Split
 from wf_backends.hetegen.law import Rates
+
+Phase = Literal["decode", "prefill"]
+PHASES: tuple[Phase, ...] = ("decode", "prefill")
+LaneName = Literal["link", "host", "accelerator"]
+LANE_NAMES: tuple[LaneName, ...] = ("link", "host", "accelerator")
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A weight that may be split by its output rows.
+
+    Attributes:
+        name: of its module.
+        rows, columns: output and input features.
+        itemsize: bytes of an element.
+        expert: the expert it belongs to, an empty string for none.
+        routed: the share of the tokens that are routed to it.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    itemsize: int
+    expert: str = ""
+    routed: float = 1.0
+
+    @property
+    def row_bytes(self) -> int:
+        return self.columns * self.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    def uses(self, tokens: int) -> float:
+        """How likely any of `tokens` tokens uses it."""
+        return 1 - (1 - self.routed) ** tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Rows of a linear:  [ resident | streamed | the host's ], the last two by phase."""
+
+    linear: Linear
+    resident: int
+    streamed_decode: int
+    streamed_prefill: int
+
+    def streamed(self, phase: Phase) -> int:
+        return self.streamed_decode if phase == "decode" else self.streamed_prefill
+
+    def host_start(self, phase: Phase) -> int:
+        """The first row of the host's."""
+        return self.resident + self.streamed(phase)
+
+    def alpha(self, phase: Phase) -> float:
+        """The share of the rows that the host computes."""
+        return 1 - self.host_start(phase) / self.linear.rows
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Rows [start, stop) of a linear, for one lane.
+
+    It comes after the job before it that has its slab: rows are computed when they were copied,
+    and a slab is written when it was read.
+
+    Attributes:
+        lane: "link" copies the rows to a slab; "host" computes them where they lie;
+            "accelerator" computes them from a slab, or resident ones.
+        slab: None for no slab.
+    """
+
+    lane: LaneName
+    linear: int
+    start: int
+    stop: int
+    slab: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +131,10 @@ class Request:
     def tokens(self, phase: Phase) -> int:
         """Tokens in a pass."""
         return self.decode_tokens if phase == "decode" else self.prefill_tokens
+
+    def rates_at(self, linear: Linear, phase: Phase) -> Rates:
+        """Those of a GEMM of the linear in a pass."""
+        return self.rates.at(self.tokens(phase), linear.itemsize)
 
     def phase(self, tokens: int) -> Phase:
         """The phase of a call over so many tokens: prefill above the geometric mean of the two."""
@@ -115,13 +197,9 @@ class Plan:
     def _rates_of(self) -> dict[tuple[int, Phase], Rates]:
         """(linear, phase) -> rates while the lanes that it uses work at the same time."""
         return {
-            (i, phase): self.rates.at(self.request.tokens(phase), split.linear.itemsize).contended(
+            (i, phase): self.request.rates_at(split.linear, phase).contended(
                 streams=split.streamed(phase) > 0, host_works=split.alpha(phase) > 0
             )
             for i, split in enumerate(self.splits)
             for phase in PHASES
         }
-
-    def job_maker(self) -> JobMaker:
-        """A new maker of jobs, with empty slabs."""
-        return JobMaker(self.splits, self.slabs, self.slab_bytes)

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import floor, inf
 
-from wf_backends.hetegen.jobs import Split
+from wf_backends.hetegen.jobs import simulate
 from wf_backends.hetegen.law import Rates, WeightUse, best_alpha, residency, seconds_per_byte
-from wf_backends.hetegen.plan import Plan, Request
-from wf_backends.hetegen.simulated import simulate
+from wf_backends.hetegen.plan import PHASES, Plan, Request, Split
 
 CALLS_OF_COPY = 5  # a copy takes no less than so many times the overhead of a call
 SLABS_OF_LARGEST = 4  # slabs that the streamed rows of the largest linear fill
@@ -67,7 +66,7 @@ def _largest_row(request: Request) -> int:
 
 def _slab_bytes(request: Request, alpha: float | None) -> int:
     """Whole rows of the largest linear; all slabs together are no more than the memory."""
-    rates = request.rates.at(request.decode_tokens, request.linears[0].itemsize)
+    rates = request.rates_at(request.linears[0], "decode")
     sizes = [linear.nbytes for linear in request.linears]
     resident = request.room / sum(sizes)
     share = 1 - resident - (best_alpha(resident, rates) if alpha is None else alpha)
@@ -82,25 +81,22 @@ def split_plan(request: Request, alpha: float | None) -> Plan:
     splits, slab_bytes = [], _slab_bytes(request, alpha)
     resident = resident_rows(request, request.room - request.slabs * slab_bytes, alpha)
     for linear, rows in zip(request.linears, resident, strict=True):
-        streamed = (
-            linear.rows
-            - rows
-            - host_rows(linear.rows, rows, request.rates.at(tokens, linear.itemsize), alpha)
-            for tokens in (request.decode_tokens, request.prefill_tokens)
+        host = (
+            host_rows(linear.rows, rows, request.rates_at(linear, phase), alpha) for phase in PHASES
         )
-        splits.append(Split(linear, rows, *streamed))
+        splits.append(Split(linear, rows, *(linear.rows - rows - each for each in host)))
     streams = any(split.streamed_decode or split.streamed_prefill for split in splits)
     return Plan(request, tuple(splits), slab_bytes * streams, request.slabs * streams)
 
 
 def resident_rows(request: Request, nbytes: int, alpha: float | None) -> list[int]:
     """`law.residency` in whole rows, which together take at most `nbytes`."""
-    linears, tokens = request.linears, request.decode_tokens
     weights = [
-        WeightUse(x.nbytes, x.uses(tokens), request.rates.at(tokens, x.itemsize)) for x in linears
+        WeightUse(x.nbytes, x.uses(request.decode_tokens), request.rates_at(x, "decode"))
+        for x in request.linears
     ]
     shares = residency(weights, max(nbytes, 0), alpha)
-    return [floor(share * x.rows + 1e-9) for share, x in zip(shares, linears, strict=True)]
+    return [floor(share * x.rows + 1e-9) for share, x in zip(shares, request.linears, strict=True)]
 
 
 def host_rows(rows: int, resident: int, rates: Rates, alpha: float | None) -> int:

@@ -6,8 +6,7 @@ from collections import Counter, deque
 from statistics import fmean, median
 
 from wf_backends.hetegen.device import Device, Moment
-from wf_backends.hetegen.jobs import LANE_NAMES, PHASES, Job, LaneName, Phase
-from wf_backends.hetegen.plan import Plan
+from wf_backends.hetegen.plan import LANE_NAMES, PHASES, Job, LaneName, Phase, Plan
 
 PASSES_KEPT = 256
 

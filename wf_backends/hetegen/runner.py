@@ -14,9 +14,9 @@ from torch import Tensor
 
 from wf_backends._compile import refuse_transforms
 from wf_backends.hetegen.device import Device, Event
-from wf_backends.hetegen.jobs import Job
+from wf_backends.hetegen.jobs import JobMaker
 from wf_backends.hetegen.modules import HostWeight
-from wf_backends.hetegen.plan import Plan
+from wf_backends.hetegen.plan import Job, Plan
 from wf_backends.hetegen.record import Record
 
 
@@ -100,7 +100,7 @@ class Runner:
 
     def _restart(self) -> None:
         """Forget what is in the slabs."""
-        self._maker = self._plan.job_maker()
+        self._maker = JobMaker(self._plan)
         self._events: dict[int, Event] = {}  # slab -> the end of the last job that has it
 
     def linear(self, index: int, x: Tensor) -> Tensor:

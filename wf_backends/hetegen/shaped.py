@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.jobs import LANE_NAMES
 from wf_backends.hetegen.lane_thread import Lanes, LaneThread, Run, Write
 from wf_backends.hetegen.law import Rates
+from wf_backends.hetegen.plan import LANE_NAMES
 
 THREAD_CALL_SECONDS = 2e-4  # to hand work to a thread and wait for it, on a core that is shared
 End = Future[float]
