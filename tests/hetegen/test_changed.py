@@ -222,7 +222,9 @@ class Waiting(nn.Module):
         return self.plain(x)
 
 
-def test_a_model_is_not_put_back_while_another_thread_calls_it() -> None:
+@pytest.mark.filterwarnings("ignore:the model takes")
+@pytest.mark.parametrize("memory", [SPLIT, FITS])
+def test_a_model_is_not_put_back_while_another_thread_calls_it(memory: dict) -> None:
     model, x, found = Waiting(), torch.randn(2, 64), list[Tensor]()
 
     def call() -> None:
@@ -230,7 +232,7 @@ def test_a_model_is_not_put_back_while_another_thread_calls_it() -> None:
             found.append(model(x))
 
     device = fast_device()
-    handle = dispatch_model(model, SPLIT, device)
+    handle = dispatch_model(model, memory, device)
     thread = threading.Thread(target=call, name="caller", daemon=True)
     thread.start()
     assert model.begun.wait(20)
@@ -244,6 +246,24 @@ def test_a_model_is_not_put_back_while_another_thread_calls_it() -> None:
         handle.remove()
         handle.remove()
         assert device.bytes == 0 and torch.equal(model(x), Plain()(Plain()(x)))
+
+
+def test_a_call_that_ctrl_c_ended_is_no_call_any_more() -> None:
+    """torch tells no hook of its end: another thread could not put the model back afterwards."""
+    model, device = Plain(), fast_device()
+    handle = dispatch_model(model, SPLIT, device)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.layers[1].register_forward_hook(interrupt)
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt):
+        model(torch.randn(2, 64))
+    hook.remove()
+    thread = threading.Thread(target=handle.remove, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert device.bytes == 0
 
 
 @pytest.mark.filterwarnings("ignore:the model takes")

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from math import inf
 from reprlib import repr as short
 from threading import Lock
@@ -66,9 +67,11 @@ class Handle:
         Raises:
             RuntimeError: within a call of the model, this thread's or another's; it stays split.
         """
-        check_not_called(self.model)
-        if self._runner is not None:
-            self._runner.end()
+        check = partial(check_not_called, self.model)
+        if self._runner is None:
+            check()
+        else:
+            self._runner.end(check)
         with self._undoing:
             self._undo.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -40,18 +41,25 @@ def check_not_split(model: nn.Module) -> None:
 
 
 def check_not_called(model: nn.Module) -> None:
-    """Refuse to put a split model back within a call of it by this thread.
+    """Refuse to put a split model back within a call of it, this thread's or another's.
 
-    The stack tells, since no hook does where Ctrl-C ended a call.
+    Stacks tell, since no hook does where Ctrl-C ended a call. What has no modules inside, such as a
+    linear, another thread may call: the runner does it or refuses it.
     """
     split = {module for module in model.modules() if hasattr(module, MARK)}
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is nn.Module.__call__.__code__ and frame.f_locals["self"] in split:
-            raise RuntimeError(
-                "handle.remove() within a call of the model: call it when the call has ended"
-            )
-        frame = frame.f_back
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in sys._current_frames().items():
+        own = ident == threading.get_ident()
+        called = {module for module in split if own or any(True for _ in module.children())}
+        while frame is not None:
+            if frame.f_code is nn.Module.__call__.__code__ and frame.f_locals["self"] in called:
+                raise RuntimeError(
+                    "handle.remove() within a call of the model: call it when the call has ended"
+                    if own
+                    else f"handle.remove() while the thread {names.get(ident)!r} calls the model: "
+                    "wait for the end of its call, then call handle.remove() again"
+                )
+            frame = frame.f_back
 
 
 def mark_modules(model: nn.Module, undo: ExitStack) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from threading import Lock, Thread, current_thread
@@ -74,23 +74,13 @@ class Runner:
         with self._lock:
             self._running -= Counter([current_thread()])  # no count is below 0
 
-    def end(self) -> None:
-        """Take no more calls; the report stays as it is, whatever the device does later.
-
-        Raises:
-            RuntimeError: while another thread calls the model.
-        """
+    def end(self, check: Callable[[], None]) -> None:
+        """Take no more calls, unless `check` raises; the report stays as it is."""
         with self._lock:
-            if self._ended:
-                return
-            for thread in self._running:
-                if thread is not current_thread() and thread.is_alive():
-                    raise RuntimeError(
-                        f"handle.remove() while the thread {thread.name!r} calls the model: wait "
-                        "for the end of its call, then call handle.remove() again"
-                    )
-            self._ended = True
-            self.record.end()
+            if not self._ended:
+                check()
+                self._ended = True
+                self.record.end()
 
     def _refuse_if_ended(self) -> None:
         if self._ended:
