@@ -23,17 +23,7 @@ from wf_backends._validation import AUTO
 from wf_backends.cli import options as o
 from wf_backends.cli.plan import block, config, plain_ring, plan_words
 from wf_backends.cli.tables import console_for, table_of
-from wf_backends.cluster import (
-    PRESETS,
-    Timer,
-    Topology,
-    cache_folder,
-    check_job,
-    extended,
-    job_hosts,
-    load,
-    measured_topology,
-)
+from wf_backends.cluster import Timer, cache_folder, job_topology
 from wf_backends.comm import Communicator, make_comm
 from wf_backends.planner import Plan, Request, all_plans, check_memory, milliseconds, scheme
 from wf_backends.schedule import SLICE_WORDS
@@ -73,7 +63,7 @@ def bench(
     launched = launch.init()
     try:
         comm, device = make_comm(), launched.device
-        found = job_topology(topology, comm, device, cache_dir)
+        found = job_topology(comm, topology, device, cache_dir or cache_folder(os.environ))
         request = Request(found, workload, exact_up_to=EXACT_UP_TO, **o.keeping(layers))
         plans = with_ring(all_plans(priced(request)), priced(request), top)
         inputs = cache(partial(draw_inputs, model, comm.rank, device))
@@ -85,18 +75,6 @@ def bench(
         launched.close()
     if launched.rank == 0:
         show(plans, times, request, as_json)
-
-
-def job_topology(source: str, comm: Communicator, device: Any, cache_dir: Path | None) -> Topology:
-    """The topology of this name, which must describe the job; measured if the name is empty.
-
-    A preset gets as many ranks as the job; a file must have as many.
-    """
-    hosts = job_hosts(comm)
-    if source:
-        named = extended(source, comm.size)[0] if source in PRESETS else load(source)
-        return check_job(named, hosts)
-    return measured_topology(comm, hosts, device, cache_dir or cache_folder(os.environ))[0]
 
 
 def run(works: list[Callable[[], None]], timer: Timer, repeats: int) -> list[float]:

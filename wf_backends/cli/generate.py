@@ -44,7 +44,9 @@ def generate(
     positive("--max-new-tokens", max_new_tokens, MOST["seqlen"])
     if not LEAST_SEED <= seed <= MOST_SEED:
         raise ValueError(f"--seed must be from {LEAST_SEED} to {MOST_SEED}, got {seed}")
-    memory = sizes(max_memory, cpu_memory)
+    memory: dict[int | str, int | str] = {0: parse_bytes("--max-memory", max_memory)}
+    if cpu_memory:
+        memory["cpu"] = parse_bytes("--cpu-memory", cpu_memory)
     device = shaped_device(shaped) if shaped else None
     told = Console(stderr=True, highlight=False)
     told.print(f"loading {model}")
@@ -60,14 +62,6 @@ def generate(
         loaded.generate_text(prompt, max_new_tokens, text.write, drawn, on_host=bool(shaped))
     print()
     told.print(text.rate())
-
-
-def sizes(max_memory: str, cpu_memory: str) -> dict[int | str, int | str]:
-    """The memory that `dispatch_model` takes, in bytes; refused by the option."""
-    found: dict[int | str, int | str] = {0: parse_bytes("--max-memory", max_memory)}
-    if cpu_memory:
-        found["cpu"] = parse_bytes("--cpu-memory", cpu_memory)
-    return found
 
 
 class Text:

@@ -5,6 +5,7 @@ from wf_backends.cluster.discover import (
     JobTopology,
     cache_folder,
     job_hosts,
+    job_topology,
     keep_text,
     measured_topology,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "check_source",
     "extended",
     "job_hosts",
+    "job_topology",
     "keep_text",
     "load",
     "measured_topology",

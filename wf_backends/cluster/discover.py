@@ -23,7 +23,7 @@ import torch
 
 from wf_backends.cluster.job import check_job, is_host_by_host
 from wf_backends.cluster.measure import measure_topology
-from wf_backends.cluster.presets import MEASURE, load, one_host
+from wf_backends.cluster.presets import MEASURE, PRESETS, extended, load, one_host
 from wf_backends.cluster.topology import Topology, from_dict
 from wf_backends.comm import Communicator, gather_texts
 
@@ -94,6 +94,19 @@ def job_hosts(comm: Communicator, host: str | None = None) -> list[str]:
         host: what to call this rank's host; None = by its name.
     """
     return gather_texts(comm, host or socket.gethostname())
+
+
+def job_topology(comm: Communicator, source: str, device: torch.device, folder: Path) -> Topology:
+    """The topology that `source` names, or a measured one if it is empty. Collective.
+
+    Raises:
+        ValueError: on every rank, if the topology contradicts the job. A preset gets as many ranks
+            as the job has; a file must have as many.
+    """
+    hosts = job_hosts(comm)
+    if not source:
+        return measured_topology(comm, hosts, device, folder)[0]
+    return check_job(extended(source, comm.size)[0] if source in PRESETS else load(source), hosts)
 
 
 def measured_topology(
