@@ -204,6 +204,7 @@ def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Pl
         undo.callback(device.close)
         setattr(device, MARK, True)
         undo.callback(delattr, device, MARK)
+        mark_modules(model, undo)
         runner = None
         if plan.fits:
             weights = []
@@ -212,21 +213,15 @@ def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Pl
                 f"{plan.request.accelerator_bytes}: it is simply resident, and nothing is split",
                 stacklevel=3,
             )
-        mark_modules(model, undo)
-        if not plan.fits:
+        else:
             plan, pinned = _pin(plan, device)
             runner = Runner(plan, weights, device, pinned)
             tell_calls(model, runner, undo)
             split_weights(weights, runner, undo)
-        _place(_others(model, weights), device, undo)
+        for tensor in _others(model, weights):
+            undo.callback(setattr, tensor, "data", tensor.data)
+            tensor.data = device.place(tensor.data)
         return Handle(model, plan, runner, undo.pop_all())
-
-
-def _place(tensors: list[Tensor], device: Device, undo: ExitStack) -> None:
-    """Put tensors in the accelerator's memory."""
-    for tensor in tensors:
-        undo.callback(setattr, tensor, "data", tensor.data)
-        tensor.data = device.place(tensor.data)
 
 
 def _pin(plan: Plan, device: Device) -> tuple[Plan, list[Tensor]]:

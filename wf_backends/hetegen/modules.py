@@ -1,4 +1,4 @@
-"""Which linears of a model are split."""
+"""Which linears of a model are split, and what they take."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wf_backends._compile import refuse_transforms
 from wf_backends.hetegen.plan import Linear
 
 MIN_ROWS = 16  # a linear with fewer is not worth a split: routers, heads of few classes
@@ -23,12 +24,16 @@ class HostWeight:
 
     (rows, columns) with dim 0, as nn.Linear has it, or (columns, rows) with dim 1, as
     transformers' Conv1D.
+
+    Attributes:
+        version: how often it had been written to.
     """
 
-    module: nn.Module
+    module: Any
     linear: Linear
     tensor: Tensor
     dim: int
+    version: int
 
     def rows(self, start: int, stop: int) -> Tensor:
         """A view of some rows."""
@@ -41,6 +46,37 @@ class HostWeight:
     def look_up(self, ids: Tensor, out: Tensor) -> None:
         """Rows `ids` (...) into out (..., columns)."""
         out.copy_(F.embedding(ids, self.tensor))
+
+    def refuse_gradient(self, x: Tensor) -> None:
+        """Refuse an input or a weight whose gradient is asked for, in whatever way."""
+        refuse_transforms("a split linear", "give samples as a batch", input=x)
+        if torch.is_grad_enabled() and (x.requires_grad or self.module.weight.requires_grad):
+            raise NotImplementedError(
+                "a split linear has no gradient: call the model under torch.no_grad()"
+            )
+
+    def checked(self, x: Tensor, where: torch.device) -> Tensor:
+        """The input as autocast has it, if the lanes can multiply it, with weights as they were.
+
+        Raises:
+            NotImplementedError: where autocast asks for another type than the weights'.
+            ValueError: for an input that does not fit, or weights that were written to.
+        """
+        linear, tensor = self.linear, self.tensor
+        if x.device != where:
+            raise ValueError(f"{linear.name} takes an input on {where}, got {x.device}")
+        x = _as_autocast(x, tensor.dtype)
+        if x.shape[-1:] != (linear.columns,) or x.dtype != tensor.dtype:
+            raise ValueError(
+                f"{linear.name} takes an input (..., {linear.columns}) of {tensor.dtype}, "
+                f"got {tuple(x.shape)} of {x.dtype}"
+            )
+        if _version(tensor) != self.version:
+            raise ValueError(
+                f"{linear.name}.weight was changed while the model is split, and the accelerator "
+                "has copies of the old one: call handle.remove(), then dispatch_model again"
+            )
+        return x
 
 
 def find_weights(model: nn.Module) -> list[HostWeight]:
@@ -66,7 +102,7 @@ def find_weights(model: nn.Module) -> list[HostWeight]:
             dim = 0 if type(module) is nn.Linear else 1
             sizes = tensor.shape[dim], tensor.shape[1 - dim]
             linear = Linear(name, *sizes, tensor.itemsize, expert, routed)
-            found.append(HostWeight(module, linear, tensor, dim))
+            found.append(HostWeight(module, linear, tensor, dim, _version(tensor)))
     if not found:
         raise ValueError(
             f"{type(model).__name__} has nothing to split: no nn.Linear or Conv1D of its own "
@@ -90,3 +126,25 @@ def is_linear(module: Any) -> bool:
     else:
         rows = getattr(module, "nf", 0) if type(module).__name__ == "Conv1D" else 0
     return rows >= MIN_ROWS and type(module.weight) is nn.Parameter
+
+
+def _as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The input as autocast, where it is on, would give it to a product with weights of `dtype`.
+
+    It leaves float64 alone.
+    """
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or torch.float64 in (x.dtype, dtype):
+        return x
+    if torch.get_autocast_dtype(kind) != dtype:
+        raise NotImplementedError(
+            f"a split linear of {dtype} is not computed in another type, and autocast asks for "
+            f"{torch.get_autocast_dtype(kind)}: call without autocast, or convert the model before "
+            "dispatch_model"
+        )
+    return x.to(dtype)
+
+
+def _version(tensor: Tensor) -> int:
+    """How often it was written to; 0 of one that does not count."""
+    return 0 if tensor.is_inference() else tensor._version

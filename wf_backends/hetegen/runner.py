@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends._compile import refuse_transforms
 from wf_backends.hetegen.device import Device, Event
 from wf_backends.hetegen.jobs import JobMaker
 from wf_backends.hetegen.modules import HostWeight
@@ -53,7 +52,6 @@ class Runner:
         self.record = Record(plan, device)
         self._running: Counter[Thread] = Counter()  # how many modules each is in
         self._ended = False
-        self._versions = [_version(weight.tensor) for weight in weights]
         self._lock = Lock()  # one call at a time, whichever thread it comes from
         self._restart()
 
@@ -101,9 +99,9 @@ class Runner:
             ValueError: for an input that does not fit, or weights that were changed meanwhile.
             Exception: what a lane raised. The lanes are stopped then; the next call starts anew.
         """
-        self._refuse_gradient(index, x)
-        x = self._checked(index, x)
-        rows = self._plan.splits[index].linear.rows
+        weight = self._weights[index]
+        weight.refuse_gradient(x)
+        x, rows = weight.checked(x, self.where), weight.linear.rows
         out = x.new_empty(*x.shape[:-1], rows)
         if x.numel() == 0:
             return out
@@ -141,40 +139,12 @@ class Runner:
 
     def lookup(self, index: int, ids: Tensor) -> Tensor:
         """Rows `ids` (...) of weight `index` (n, d), a table in host memory: (..., d)."""
-        self._refuse_gradient(index, ids)
-        table = self._weights[index].tensor
-        out = table.new_empty(*ids.shape, table.shape[1], device=ids.device)
+        weight = self._weights[index]
+        weight.refuse_gradient(ids)
+        out = weight.tensor.new_empty(*ids.shape, weight.linear.columns, device=ids.device)
         with self._stopping_on_errors():
-            look_up = self._weights[index].look_up
-            self._device.wait([self._device.on_host(look_up, ids, out, out.nbytes)])
+            self._device.wait([self._device.on_host(weight.look_up, ids, out, out.nbytes)])
         return out
-
-    def _refuse_gradient(self, index: int, x: Tensor) -> None:
-        """Refuse an input or a weight whose gradient is asked for, in whatever way."""
-        refuse_transforms("a split linear", "give samples as a batch", input=x)
-        learned = self._weights[index].module.weight.requires_grad
-        if torch.is_grad_enabled() and (x.requires_grad or learned):
-            raise NotImplementedError(
-                "a split linear has no gradient: call the model under torch.no_grad()"
-            )
-
-    def _checked(self, index: int, x: Tensor) -> Tensor:
-        """The input as autocast has it, if the lanes can multiply it, with weights as they were."""
-        linear, tensor = self._plan.splits[index].linear, self._weights[index].tensor
-        if x.device != self.where:
-            raise ValueError(f"{linear.name} takes an input on {self.where}, got {x.device}")
-        x = _as_autocast(x, tensor.dtype)
-        if x.shape[-1:] != (linear.columns,) or x.dtype != tensor.dtype:
-            raise ValueError(
-                f"{linear.name} takes an input (..., {linear.columns}) of {tensor.dtype}, "
-                f"got {tuple(x.shape)} of {x.dtype}"
-            )
-        if _version(tensor) != self._versions[index]:
-            raise ValueError(
-                f"{linear.name}.weight was changed while the model is split, and the accelerator "
-                "has copies of the old one: call handle.remove(), then dispatch_model again"
-            )
-        return x
 
     @contextmanager
     def _stopping_on_errors(self) -> Iterator[None]:
@@ -187,28 +157,6 @@ class Runner:
                 self._device.stop()
                 self._restart()
                 raise
-
-
-def _as_autocast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The input as autocast, where it is on, would give it to a product with weights of `dtype`.
-
-    It leaves float64 alone.
-    """
-    kind = x.device.type
-    if not torch.is_autocast_enabled(kind) or torch.float64 in (x.dtype, dtype):
-        return x
-    if torch.get_autocast_dtype(kind) != dtype:
-        raise NotImplementedError(
-            f"a split linear of {dtype} is not computed in another type, and autocast asks for "
-            f"{torch.get_autocast_dtype(kind)}: call without autocast, or convert the model before "
-            "dispatch_model"
-        )
-    return x.to(dtype)
-
-
-def _version(tensor: Tensor) -> int:
-    """How often it was written to; 0 of one that does not count."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _like(rows: Tensor, memory: Tensor) -> Tensor:
