@@ -13,6 +13,8 @@ from transformers import (
     GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     OPTConfig,
     OPTModel,
     ViTConfig,
@@ -32,11 +34,14 @@ def model_and_inputs(name: str, attention: str) -> tuple[nn.Module, dict[str, An
     if name == "gpt2":
         config = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100, **kind)
         return GPT2Model(config).eval(), {"input_ids": ids, "use_cache": False}
+    decoder: dict[str, Any] = {"intermediate_size": 256, "vocab_size": 100, **size, **kind}
+    decoder |= {"num_key_value_heads": 2}
     if name == "llama":
-        config = LlamaConfig(
-            intermediate_size=256, vocab_size=100, num_key_value_heads=2, **size, **kind
-        )
-        return LlamaForCausalLM(config).eval(), {"input_ids": ids, "logits_to_keep": 1}
+        model = LlamaForCausalLM(LlamaConfig(**decoder))
+        return model.eval(), {"input_ids": ids, "logits_to_keep": 1}
+    if name == "mistral":
+        model = MistralForCausalLM(MistralConfig(**decoder, sliding_window=TOKENS // 4))
+        return model.eval(), {"input_ids": ids, "logits_to_keep": 1}
     if name == "opt":
         config = OPTConfig(ffn_dim=256, vocab_size=100, word_embed_proj_dim=64, **size, **kind)
         return OPTModel(config).eval(), {"input_ids": ids, "use_cache": False}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from wf_backends.graph import (
     is_known,
     layout,
     refill,
+    register_containers,
     unchunked_peak,
 )
 from wf_backends.tiling import TrainingPlan, plan_training, tile_training
@@ -76,6 +78,8 @@ def autochunk(
     chunked = cast(ChunkedModel, copy.copy(model))
     forward.prepare(chunked, args, dict(kwargs or {}))
     chunked.forward = partial(forward, chunked)
+    signature = inspect.signature(model.forward)  # by which `generate` knows what it may give
+    chunked.forward.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     chunked.explain = lambda: chunked.plan.explain()
     return chunked
 
@@ -127,6 +131,7 @@ class ChunkedForward:
     """
 
     def __init__(self, model: nn.Module, budget: Budget, plan: ChunkPlan | None) -> None:
+        register_containers()
         self._model = model
         self._budget = budget
         self._plan = plan

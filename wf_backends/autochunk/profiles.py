@@ -13,7 +13,15 @@ from wf_backends.autochunk.cost import Rates
 from wf_backends.autochunk.lower import Lowered, lower
 from wf_backends.autochunk.plan import ChunkPlan
 from wf_backends.autochunk.planning import find_plan
-from wf_backends.graph import Captured, Effects, bind, capture, checked_budget, unchunked_peak
+from wf_backends.graph import (
+    Captured,
+    Effects,
+    bind,
+    capture,
+    checked_budget,
+    register_containers,
+    unchunked_peak,
+)
 
 Profile = tuple[tuple[str, int], ...]  # a module's path and live bytes, for each operator
 
@@ -50,6 +58,7 @@ def memory_profiles(
     Arguments and errors as `autochunk`; `rates` of the device that is to run it, if not this one.
     """
     budget = checked_budget(max_memory, max_slowdown)
+    register_containers()
     args, bound = bind(model, (), dict(kwargs))
     captured = capture(model, args, bound)
     plan, lowered = find_plan(captured, unchunked_peak(model, args, bound), budget, rates)

@@ -17,7 +17,7 @@ from wf_backends.graph.capture import (
     tensors,
 )
 from wf_backends.graph.copies import Copied, with_copies
-from wf_backends.graph.inputs import bind, containers, is_known, refill
+from wf_backends.graph.inputs import bind, containers, is_known, refill, register_containers
 from wf_backends.graph.memory import (
     Effect,
     Effects,
@@ -55,6 +55,7 @@ __all__ = [
     "profile",
     "read_steps",
     "refill",
+    "register_containers",
     "submodule",
     "tensors",
     "unchunked_peak",

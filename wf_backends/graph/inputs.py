@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import sys
 from collections import deque
 from enum import Enum
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -15,6 +17,20 @@ from torch.utils import _pytree as pytree
 # Arguments that export does not take, and that never change: the graph has them as constants.
 CONSTANTS = (complex, bytes, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _TAKEN = (torch.Tensor, nn.Module, torch.Generator, torch.Size, Enum, int, float, str, type(None))
+
+
+CONTAINERS = "wallfacer.containers"
+"""Entry points: the name of a framework -> what tells pytree of its containers."""
+
+
+def register_containers() -> None:
+    """Have pytree know the containers of the frameworks that are loaded, such as key-value caches.
+
+    Torch's registry is the process's, and there is no way back from it.
+    """
+    for one in entry_points(group=CONTAINERS):
+        if one.name in sys.modules:
+            one.load()()
 
 
 def bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

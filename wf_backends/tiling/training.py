@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.distributed import ProcessGroup
 
 from wf_backends._validation import read_plain
-from wf_backends.graph import Effects, bind, capture, checked_budget
+from wf_backends.graph import Effects, bind, capture, checked_budget, register_containers
 from wf_backends.tiling.handle import Handle
 from wf_backends.tiling.tileable import Candidate, candidates, head_candidate
 from wf_backends.tiling.tiled_loss import torch_has_the_loss
@@ -152,6 +152,7 @@ class _Search:
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model = model
+        register_containers()
         self.args, self.kwargs = bind(model, args, kwargs)
         captured = capture(model, self.args, self.kwargs)
         self._effects = Effects()
