@@ -16,9 +16,11 @@ LOSS = (
     "leave it out and take sp.loss (engine.wallfacer.loss) of the logits, or have forward_kwargs("
     "..., num_valid=) pass the labels of a ...ForCausalLM"
 )
+CACHES = ("past_key_values", "cache")
+"""What models call their KV cache; the latter since transformers 5.24."""
 # Arguments that mean another thing of one rank's part than of the whole sequence.
 OF_THE_WHOLE = {
-    "past_key_values": f"a KV cache cannot be spread; {ON_ONE_PROCESS}",
+    **dict.fromkeys(CACHES, f"a KV cache cannot be spread; {ON_ONE_PROCESS}"),
     "logits_to_keep": f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})",
     "num_logits_to_keep": f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})",
     "output_router_logits": "the router's loss would be of this rank's tokens only; set it to "

@@ -11,7 +11,10 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
-from transformers.trainer_utils import neftune_post_forward_hook  # noqa: E402
+try:
+    from transformers.integrations.neftune import neftune_post_forward_hook  # noqa: E402
+except ImportError:  # transformers 4
+    from transformers.trainer_utils import neftune_post_forward_hook  # noqa: E402
 
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402

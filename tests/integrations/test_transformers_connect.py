@@ -179,6 +179,7 @@ LOCAL = {"input_ids": IDS, "position_ids": torch.arange(24)[None], "use_cache": 
         ({"logits_to_keep": 1}, NotImplementedError, "logits_to_keep.*on one process"),
         ({"logits_to_keep": IDS[0]}, NotImplementedError, "logits_to_keep"),
         ({"past_key_values": tf.DynamicCache()}, NotImplementedError, "past_key_values"),
+        ({"cache": tf.DynamicCache()}, NotImplementedError, "cache: a KV cache"),
         ({"output_router_logits": True}, NotImplementedError, "output_router_logits"),
     ],
 )

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from wf_transformers.attention import refuse_words
+from wf_transformers.calls import CACHES
 from wf_transformers.models import own_class
 from wf_transformers.replace import InPlaceOfTorchAttention
 
@@ -158,8 +159,8 @@ def mpt(
         self.softmax_scale,
         alibi_slopes=self.alibi_slopes,
     )
-    cache = () if "past_key_values" in words else (None,)  # transformers 5 gives none back
-    return self.out_proj(out.flatten(2)), None, *cache
+    gives_none = any(key in words for key in CACHES)  # back, as of transformers 5
+    return self.out_proj(out.flatten(2)), None, *(() if gives_none else (None,))
 
 
 def t5(
@@ -233,6 +234,7 @@ def deepseek(
     attention_mask: Tensor | None,
     past_key_value: Any = None,
     past_key_values: Any = None,  # transformers 5's name
+    cache: Any = None,  # since 5.24
     **words: Any,
 ) -> tuple[Tensor, None]:
     """DeepseekV3Attention.forward whose latents are sent, not keys and values: (b, s, width)."""
@@ -248,8 +250,8 @@ def deepseek(
     kind = "_interleave" if self.config.rope_interleave else ""
     rotate = getattr(file_of(self), f"apply_rotary_pos_emb{kind}")
     turned, shared = rotate(turned, shared, *position_embeddings)
-    cache = past_key_values if past_key_value is None else past_key_value
-    if cache is not None:
+    known = (one for one in (past_key_value, past_key_values, cache) if one is not None)
+    if (cache := next(known, None)) is not None:
         latents, shared = cache.update(latents, shared, self.layer_idx)
     out, _ = self.wallfacer(
         self,

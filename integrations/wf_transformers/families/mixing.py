@@ -22,13 +22,12 @@ from wf_backends._compile import eager
 from wf_backends.parallel import ChannelExchange
 from wf_backends.schedule import SLICE_WORDS
 from wf_transformers.attention import Attention
-from wf_transformers.calls import ON_ONE_PROCESS
+from wf_transformers.calls import CACHES, ON_ONE_PROCESS
 from wf_transformers.families.mixers import mixer_of
 from wf_transformers.families.shares import Mixer, Share
 from wf_transformers.handle import Handle
 
 Borders = Sequence[int] | None  # cu_seqlens as host integers; None is one document
-CACHES = ("cache_params", "past_key_value", "past_key_values")
 
 
 def spread_mixers(model: nn.Module, handle: Handle) -> None:
@@ -102,7 +101,7 @@ class SpreadMixer:
         Masks are left out: padding is last.
         """
         name = type(self.layer).__name__
-        if any(kwargs.get(key) is not None for key in CACHES):
+        if any(kwargs.get(key) is not None for key in (*CACHES, "past_key_value", "cache_params")):
             raise NotImplementedError(f"{name} is called with a cache; {ON_ONE_PROCESS}")
         self.attention.asked = True
         self.attention.documents.check_rows(name, hidden_states.shape[1])

@@ -11,6 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends.parallel import slices_of_mask
 from wf_transformers.calls import (
+    CACHES,
     ON_ONE_PROCESS,
     PARTIAL_STATES,
     parameter_names,
@@ -82,8 +83,9 @@ def unknown_labels(model: nn.Module) -> str:
 
 
 def refuse_arguments(given: Mapping[str, Any]) -> None:
-    if given.get("past_key_values") is not None:
-        raise NotImplementedError(f"past_key_values: a KV cache cannot be spread; {ON_ONE_PROCESS}")
+    for key in CACHES:
+        if given.get(key) is not None:
+            raise NotImplementedError(f"{key}: a KV cache cannot be spread; {ON_ONE_PROCESS}")
     if given.get("return_dict") is False:
         raise NotImplementedError("return_dict=False: leave it out, the loss goes into the output")
 
