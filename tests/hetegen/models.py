@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from wf_backends.hetegen import ShapedDevice
+from wf_transformers import separate_experts
 
 VOCABULARY = 96
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -49,6 +50,7 @@ def make_model(name: str, attention: str = "sdpa") -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+    separate_experts(model)
     return model.eval()
 
 
