@@ -69,9 +69,10 @@ def refuse_transforms(call: str, instead: str, /, **tensors: Tensor) -> None:
         NotImplementedError: with both.
     """
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
+    differentiates = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]
     for name, x in tensors.items():
         wrapped = functorch.is_functorch_wrapped_tensor(x)
-        if wrapped or forward_ad.unpack_dual(x).tangent is not None:
+        if wrapped or (differentiates and forward_ad.unpack_dual(x).tangent is not None):
             raise NotImplementedError(
                 f"{call} under torch.vmap, torch.func or forward-mode differentiation (jvp) is not "
                 f"supported, and {name} is inside one of them: {instead}"

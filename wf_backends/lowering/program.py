@@ -185,6 +185,11 @@ class RankProgram:
         return tuple(frozenset(met(step, before)) for step, before in pairs)
 
     @cached_property
+    def stays_alone(self) -> bool:
+        """Whether neither rows that stay nor results for them go from rank to rank."""
+        return all(one == Round(one.tiles) for step in self.steps for one in step.rounds)
+
+    @cached_property
     def busy(self) -> tuple[int, ...]:
         """The steps in which something happens: under documents and windows most are empty."""
         before = (None, *self.steps)

@@ -253,7 +253,8 @@ def _combine(
 
 def _keys_and_values(kv: Tensor, tile: Tile, key_dim: int) -> Tensors:
     """k (b, j, g, d) and v (b, j, g, e) of a tile; d is `key_dim`."""
-    return unfuse(_batch_first(pack(kv, tile.keys)), key_dim)
+    rows = pack(kv, tile.keys).transpose(0, 1)
+    return rows.split_with_sizes((key_dim, rows.size(-1) - key_dim), -1)
 
 
 def _run(

@@ -158,9 +158,8 @@ class Messages:
         if peer == self.comm.rank:
             self.to_self.append(tuple(packed))
             return
-        if dtypes is not None:
-            packed = map(Tensor.to, packed, dtypes)
-        self._sends += [(peer, rows) for rows in packed]
+        for rows in packed if dtypes is None else map(Tensor.to, packed, dtypes):
+            self._sends.append((peer, rows))
 
     def receive(self, parcel: Parcel, buffers: Tensors) -> None:
         """Receive into the parcel's rows of the buffers."""

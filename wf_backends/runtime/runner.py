@@ -6,6 +6,7 @@ when its rows are needed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -137,32 +138,41 @@ class _Pass:
             hop.send(parcel, self.held)
         for parcel in step.take:
             hop.receive(parcel, self.arriving)
-        self._move_partials(hop, before, step)
+        if self.walk_found.shapes:
+            self._move_partials(hop, before, step)
         if not (step.give or step.get):
             return [hop.post()]
         return self._send_own(hop, step, self.program.met[index])
 
     def compute(self, index: int) -> None:
         """Compute the tiles of a step, round by round; send finished results to their owners."""
-        queries_walk = self.program.queries_walk
+        rounds = self.program.steps[index].rounds
+        if self.program.stays_alone:
+            for one in rounds:
+                self._tiles(one.tiles)
+            return
         passed = back = None
-        for at, one in enumerate(self.program.steps[index].rounds):
+        for at, one in enumerate(rounds):
             for arriving in (self.fetched[at] if index == 0 else None, passed):
                 if arriving:
                     arriving.wait()
             passed = self._fetch(one.pass_on, self.room)
-            with span("compute", self.label):
-                for tile in one.tiles:  # hides what travels
-                    if queries_walk:
-                        self.tile(tile, self.held, self.stay, self.moving, self.partial)
-                    else:
-                        self.tile(tile, self.stay, self.held, self.partial, self.moving)
-                    if self.comm.needs_polls:
-                        self._poll()
+            self._tiles(one.tiles)
             if back:
                 back.wait()
             back = self._return(one.pass_back, self.add_partial)
             self._return(one.home, self.stay_total.add)
+
+    def _tiles(self, tiles: Sequence[Tile]) -> None:
+        """Compute tiles, which hides what travels."""
+        with span("compute", self.label):
+            for tile in tiles:
+                if self.program.queries_walk:
+                    self.tile(tile, self.held, self.stay, self.moving, self.partial)
+                else:
+                    self.tile(tile, self.stay, self.held, self.partial, self.moving)
+                if self.comm.needs_polls:
+                    self._poll()
 
     def _poll(self) -> None:
         for messages in self.in_flight:
@@ -170,9 +180,10 @@ class _Pass:
 
     def finish(self) -> Results:
         """The results of this rank's own rows, once all partial results are at their owners."""
-        last = self._messages("home")
-        self._move_partials(last, self.program.steps[-1], None)
-        last.post().wait()
+        if self.walk_found.shapes:
+            last = self._messages("home")
+            self._move_partials(last, self.program.steps[-1], None)
+            last.post().wait()
         stay = self.program.stay
         if stay.mine:
             self.stay_total.add(stay.mine, tuple([pack(x, stay.at) for x in self.partial]))
@@ -223,7 +234,7 @@ class _Pass:
         Those that arrive are added to the results of this step, or to the total of own rows.
         """
         leaving, self.moving, wire = self.moving, (), self.walk_found.wire
-        if step and self.walk_found.shapes:
+        if step:
             self.moving = self.walk_found.prepare(step.num_rows, step.blank)
         if before is None or not leaving:
             return
