@@ -87,7 +87,8 @@ def test_dropout_that_is_no_probability_or_seed_is_refused():
         refused(same, r"dropout_p must be a number in \[0, 1\)", dropout_p=p)
     for seed in (-1, 1 << 63, 0.5, "7", True, torch.tensor(3)):
         says = r"dropout_seed must be an integer in \[0, 2\*\*63\)"
-        refused(same, says, dropout_p=0.1, dropout_seed=seed)
+        for p in (0.0, 0.1):
+            refused(same, says, dropout_p=p, dropout_seed=seed)
 
 
 def test_sinks_slopes_and_caps_that_do_not_fit_are_refused():

@@ -124,7 +124,7 @@ class AttentionOfSequence:
         with self._consistency:  # if it is refused here, it is on all ranks
             check_tensors(q, k, v, kv_up)
             usual = softmax_scale is alibi_slopes is sinks is kv_up is position_bias is None
-            if usual and softcap == dropout_p == 0:
+            if usual and dropout_seed is None and softcap == dropout_p == 0:
                 softmax = plain_softmax(q.shape[-1])
             else:
                 options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed
