@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from wf_backends._compile import eager
+from wf_backends.parallel import IGNORE_INDEX
 from wf_backends.tiling.handle import Handle
 from wf_backends.tiling.tiled_call import Original, TiledCall
 
 LOSS = "ForCausalLMLoss"
 """What transformers calls the loss that is understood here."""
-IGNORE_INDEX = -100
 
 
 def tile_loss(owner: nn.Module, head: nn.Module, tiles: int, handle: Handle) -> None:
