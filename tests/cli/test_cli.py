@@ -98,6 +98,8 @@ def test_bench_links_says_where_its_answer_is_from(wallfacer, tmp_path: Path) ->
         (["explain", "mesh:rows=2,rows=4,cols=2"], "--route gives 'rows' twice"),
         (["explain", "ring:reverse=yes"], "order=1-0,reverse=true, got 'ring:reverse=yes'"),
         (["explain", "rong"], "did you mean 'ring'?"),
+        (["explain", "all_gather:host_size=9"], "host_size must be at most 8, all ranks"),
+        (["explain", "all_gather:host_size=4"], "with --moves 'keys': say 'queries'"),
         (["explain", "ring", "--ranks", "512"], "--ranks must be at most 256, all of which are"),
         (["plan", "--data-parallel-size", "4"], "--data-parallel-size 4 counts in the budget"),
         (["explain", "ring", "--moves", "both"], "--moves must be one of"),

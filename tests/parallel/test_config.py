@@ -233,6 +233,10 @@ def test_rank_order_said_is_the_same_as_unsaid():
             },
             "host_size 4 of route 'mesh' does nothing in the backward.*say 'keys'",
         ),
+        (
+            {"route": {"name": "all_gather", "host_size": 16}, "ulysses_degree": 2},
+            "route: host_size must be at most 8, all ranks of a sequence, got 16",
+        ),
         ({"route": {"name": "concentric", "team_size": 4}}, "route: team_size.*8 ranks.*got 4"),
         ({"route": "spiral"}, "route: route name must be one of"),
         ({"route": 3}, 'route must be "auto" or an object'),

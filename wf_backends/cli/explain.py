@@ -15,7 +15,7 @@ from wf_backends._validation import one_of
 from wf_backends.cli import options as o
 from wf_backends.cli.draw import check_picture, draw
 from wf_backends.cluster import PRESETS, extended
-from wf_backends.config import parse_route
+from wf_backends.config import check_host_size, parse_route
 from wf_backends.planner import (
     MOVES,
     Choice,
@@ -81,6 +81,7 @@ def explain(
             f"--ranks must be at most {MOST_RANKS}, all of which are shown, got {cluster.size}"
         )
     placed = parse_route("--route", route, cluster.size)
+    check_host_size(placed, cluster.size, moves, "--moves")
     request = Request(cluster, work := model.workload(), exact_up_to=cluster.size)
     plan = price_plan(request, Choice(1, placed, placed, moves))
     show(plan, cluster.size, added)

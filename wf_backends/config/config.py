@@ -24,7 +24,7 @@ from wf_backends.config.route_words import (
 )
 from wf_backends.lowering import FLOAT32, PARTIALS
 from wf_backends.planner import MOVES
-from wf_backends.schedule import check_layout_name, divisors
+from wf_backends.schedule import check_layout_name, divisors, read_placed
 
 ULYSSES_DETAILS: Mapping[str, str] = MappingProxyType(
     {
@@ -252,7 +252,7 @@ class SequenceParallelConfig:
         back, moves = self._back, cast(str, self.backward_moves)
         if AUTO not in (back, moves) and not self.keep_gathered:
             size = self.sequence_parallel_size // self.degrees[0]
-            check_host_size(cast(Mapping[str, Any], back), size, moves)
+            check_host_size(read_placed(cast(Mapping[str, Any], back), size), size, moves)
 
     def _check_topology(self) -> None:
         check_source(self.topology)

@@ -42,7 +42,7 @@ def checked_route(key: str, route: Any, size: int, degree: int | str | None) -> 
     known = divisors(size) if degree == AUTO else [cast(int, degree)]
     least = next((d for d in known if fits(words, size // d)), known[0])
     try:
-        words = read_placed(words, size // least).to_words()
+        words = _read(words, size // least, size).to_words()
     except ValueError as error:
         ranks = f"sequence_parallel_size {size} / ulysses_degree {degree} = {size // least}"
         ranks = f"and fits no ulysses_degree of {known}" if degree == AUTO else ranks
@@ -75,7 +75,21 @@ def parse_route(option: str, text: str, size: int) -> Placed:
                 f"{option} must look like ring, mesh:rows=2,cols=4 or "
                 f"mesh:rows=2,cols=4,order=1-0,reverse=true, got {text!r}; routes: {list(ROUTES)}"
             )
-    return read_placed(route, size)
+    return _read(route, size, size)
+
+
+def _read(route: Mapping[str, Any], n: int, size: int) -> Placed:
+    """The route for n ranks, of all `size` ranks of a sequence, and its placement.
+
+    Raises:
+        ValueError: as `read_placed`, and for hosts of more than all ranks.
+    """
+    placed = read_placed(route, n)
+    if placed.host_size > size:
+        raise ValueError(
+            f"host_size must be at most {size}, all ranks of a sequence, got {placed.host_size}"
+        )
+    return placed
 
 
 def fits(route: Mapping[str, Any], size: int) -> bool:
@@ -96,18 +110,21 @@ def usual_moves(back: Route) -> str:
     return MOVES[once and cast(Any, back).get("name") == "all_gather"]
 
 
-def check_host_size(back: Mapping[str, Any], size: int, moves: str) -> None:
+def check_host_size(placed: Placed, size: int, moves: str, option: str = "backward_moves") -> None:
     """Refuse a "host_size" that does nothing in the backward: it acts on a side that stays.
+
+    Args:
+        placed: the backward's route, for `size` ranks. option: that says which side moves.
 
     Raises:
         ValueError: naming what to change.
     """
-    placed, (keys, queries) = read_placed(back, size), MOVES
+    keys, queries = MOVES
     of_queries, of_keys = make_schedule(placed.route, size).gathers()
     if placed.host_size > 1 and not (of_queries if moves == keys else of_keys):
         raise ValueError(
             f"host_size {placed.host_size} of route {placed.route['name']!r} does nothing in the "
-            f"backward with backward_moves {moves!r}: say {queries if moves == keys else keys!r}"
+            f"backward with {option} {moves!r}: say {queries if moves == keys else keys!r}"
         )
 
 
