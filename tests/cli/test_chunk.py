@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -70,6 +71,19 @@ def test_bad_words(wallfacer, folder: str, words: tuple[str, ...], message: str)
     code, _, err = wallfacer("chunk", "--model", folder, *words)
     assert code == 2
     assert message in err
+
+
+def test_the_closest_plan_is_none_that_needs_more_than_the_model(wallfacer, folder: str) -> None:
+    """Slices of a small model may take more than they save."""
+    path = Path(folder) / "config.json"
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 128, "head_dim": 16}
+    sizes |= {"torch_dtype": "float32"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+    words = ("chunk", "--model", folder, "--seqlen", "4096", "--max-memory", "100kB")
+    code, _, err = wallfacer(*words)
+    closest, unchunked = map(int, re.findall(r"(?:needs|unchunked:) (\d+)", err))
+    assert code == 2 and closest <= unchunked
 
 
 def test_a_config_that_transformers_cannot_use(wallfacer, folder: str) -> None:

@@ -58,9 +58,10 @@ def find_plan(
                 return plan, lowered
     best = min(forms, key=lambda form: _badness(form.found, limit, budget))
     plan, lowered = _built(best, model, limit, effects)
+    plan = plan if plan.peak < before else model
     if limit is not None:
         _check_fits(plan, limit, budget)
-    return (plan if plan.peak < before else model), lowered
+    return plan, lowered
 
 
 def _select(search: Search, limit: int | None, budget: Budget) -> Selection:
