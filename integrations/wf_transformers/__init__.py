@@ -24,7 +24,6 @@ from wf_transformers.handle import Handle, data_parallel
 from wf_transformers.models import head_of, outermost
 from wf_transformers.registry import register
 from wf_transformers.replace import InPlaceOfTorchAttention, temporarily_replace
-from wf_transformers.separate_experts import separate_experts
 from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
 from wf_transformers.whole_batches.hooks import WholeBatchHooks
 from wf_transformers.whole_batches.loaders import counted_by_group
@@ -66,7 +65,6 @@ __all__ = [
     "plan_tiles",
     "register",
     "scope_documents",
-    "separate_experts",
     "shard_between",
     "shard_media",
     "temporarily_replace",

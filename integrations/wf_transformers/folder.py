@@ -19,7 +19,6 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from wf_transformers.separate_experts import separate_experts
 from wf_transformers.shape import refused_by_name
 
 
@@ -30,7 +29,7 @@ def model_from_folder(
 
     The system reads what is used, and may drop it again: host memory holds no copy of the model
     beside the files' pages. Weights of another type than the model's are read and converted; those
-    that transformers 5 itself brings together, such as experts, it reads (`separate_experts`).
+    that transformers 5 itself brings together, such as experts, it reads.
 
     Args:
         folder: what `save_pretrained` wrote, with safetensors.
@@ -53,9 +52,7 @@ def model_from_folder(
         raise ValueError(f"{folder} holds quantized weights, which are not split: {quantized}")
     dtype = config.torch_dtype if torch_dtype is None else torch_dtype
     if _conversions(config.model_type):
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-        separate_experts(model)
-        return model.eval()
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
     tensors: dict[str, Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import transformers as tf
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -14,7 +15,6 @@ from transformers import (
 )
 
 from wf_backends.hetegen import ShapedDevice
-from wf_transformers import separate_experts
 
 VOCABULARY = 96
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -42,15 +42,21 @@ CONFIGS: dict[str, PretrainedConfig] = {
     ),
 }  # fmt: skip
 
+if tf.__version__ >= "5":  # its experts are transposed, as no others'
+    CONFIGS["gpt-oss"] = tf.GptOssConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_local_experts=4,
+        num_experts_per_tok=2, max_position_embeddings=64, eos_token_id=None,
+    )  # fmt: skip
 
-def make_model(name: str, attention: str = "sdpa") -> nn.Module:
+
+def make_model(name: str, attention: str | None = None) -> nn.Module:
     """A model with weights large enough that tokens differ, in evaluation mode."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
-    separate_experts(model)
     return model.eval()
 
 

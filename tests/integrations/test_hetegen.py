@@ -13,11 +13,10 @@ import torch
 pytest.importorskip("transformers", reason="the transformers extra is missing")
 pytest.importorskip("accelerate", reason="the accelerate extra is missing")
 
-import transformers as tf  # noqa: E402
 
 from tests.hetegen.models import CONFIGS, fast_device, make_model, split_memory  # noqa: E402
 from wf_backends.hetegen import ShapedDevice, dispatch_model  # noqa: E402
-from wf_transformers import model_from_folder, separate_experts  # noqa: E402
+from wf_transformers import model_from_folder  # noqa: E402
 
 IDS = torch.arange(3, 12).unsqueeze(0)
 WORDS = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 4, "pad_token_id": 0}
@@ -32,21 +31,6 @@ def test_a_model_from_a_folder_gives_the_same_tokens(name: str, tmp_path: Path) 
     assert torch.equal(mapped.generate(IDS, **WORDS), expected)  # type: ignore[operator]
     with dispatch_model(mapped, split_memory(mapped, 0.5), fast_device()):
         assert torch.equal(mapped.generate(IDS, **WORDS), expected)  # type: ignore[operator]
-
-
-def test_every_expert_has_linears_of_its_own() -> None:
-    """In transformers 4 it has; in 5 they are made, in the same memory."""
-    model: Any = make_model("mixtral")
-    expected = model.generate(IDS, **WORDS)
-    before = sum(p.nbytes for p in model.parameters())
-    assert separate_experts(model) == (tf.__version__ >= "5")
-    assert all(p.dim() < 3 for p in model.parameters())
-    assert sum(p.nbytes for p in model.parameters()) == before
-    assert torch.equal(model.generate(IDS, **WORDS), expected)
-    with dispatch_model(model, split_memory(model, 0.5), fast_device()) as handle:
-        assert torch.equal(model.generate(IDS, **WORDS), expected)
-        split = [split.linear.expert for split in handle.plan.splits]
-    assert len({name for name in split if name}) == 8  # experts of 2 layers
 
 
 def own_bytes() -> int:

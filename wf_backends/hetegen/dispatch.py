@@ -99,7 +99,8 @@ def dispatch_model(
     memory; resident rows are copies.
 
     Args:
-        model: on the CPU. nn.Linear and transformers' Conv1D are split, other modules resident.
+        model: on the CPU. nn.Linear, transformers' Conv1D and experts are split, other modules
+            resident.
         max_memory: {0: "20GB", "cpu": "100GB"}: bytes for weights and slabs, without activations
             and caches. "cpu" may be left out; "accelerator" may stand for 0.
         device: where it runs; the accelerator that torch finds if not given.
@@ -193,7 +194,7 @@ def _check_model(model: nn.Module) -> None:
 
 def _others(model: nn.Module, weights: list[HostWeight]) -> list[Tensor]:
     """Parameters and buffers that are not split, each once."""
-    split = {id(weight.module.weight) for weight in weights}
+    split = {id(weight.parameter) for weight in weights}
     tensors = [*model.parameters(), *model.buffers()]
     return [tensor for tensor in tensors if id(tensor) not in split]
 
@@ -217,7 +218,7 @@ def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Pl
             plan, pinned = _pin(plan, device)
             runner = Runner(plan, weights, device, pinned)
             tell_calls(model, runner, undo)
-            split_weights(weights, runner, undo)
+            split_weights(model, weights, runner, undo)
         for tensor in _others(model, weights):
             undo.callback(setattr, tensor, "data", tensor.data)
             tensor.data = device.place(tensor.data)

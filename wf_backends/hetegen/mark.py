@@ -12,20 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wf_backends.hetegen.runner import Runner
+from wf_backends.hetegen.runner import Runner, Uncopied
 from wf_backends.hetegen.split_weight import SplitWeight
 
 MARK = "_wf_hetegen_split"  # an attribute of modules while they are split, and of the device
-
-
-class Mark:
-    """What modules have while they are split. It refuses to be copied, and so do they."""
-
-    def __reduce_ex__(self, _: Any) -> Any:
-        raise ValueError(
-            "a model that is split by dispatch_model is neither copied nor pickled: call "
-            "handle.remove() first, or take its state_dict()"
-        )
 
 
 def check_not_split(model: nn.Module) -> None:
@@ -64,7 +54,7 @@ def check_not_called(model: nn.Module) -> None:
 
 def mark_modules(model: nn.Module, undo: ExitStack) -> None:
     """Have its modules refuse what would leave copies of old weights in use, until `undo`."""
-    mark = Mark()
+    mark = Uncopied()
     for module in model.modules():
         added = {MARK: mark, "_apply": partial(_refuse_to_convert, module)}
         for name, value in added.items():

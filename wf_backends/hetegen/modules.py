@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from wf_backends._compile import refuse_transforms
 from wf_backends.hetegen.plan import Linear
 
 MIN_ROWS = 16  # a linear with fewer is not worth a split: routers, heads of few classes
-EXPERT = re.compile(r"(.*\.experts)\.\d+(?=\.)")
+EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +27,20 @@ class HostWeight:
     transformers' Conv1D.
 
     Attributes:
+        tensor: the parameter's memory, or that of one expert in it.
         version: how often it had been written to.
     """
 
-    module: Any
+    parameter: Any
     linear: Linear
     tensor: Tensor
     dim: int
     version: int
+
+    @property
+    def expert(self) -> int | None:
+        """Its number, of a parameter that holds all experts of a layer."""
+        return int(self.linear.name.split(".")[-2]) if self.parameter.dim() == 3 else None
 
     def rows(self, start: int, stop: int) -> Tensor:
         """A view of some rows."""
@@ -50,7 +57,7 @@ class HostWeight:
     def refuse_gradient(self, x: Tensor) -> None:
         """Refuse an input or a weight whose gradient is asked for, in whatever way."""
         refuse_transforms("a split linear", "give samples as a batch", input=x)
-        if torch.is_grad_enabled() and (x.requires_grad or self.module.weight.requires_grad):
+        if torch.is_grad_enabled() and (x.requires_grad or self.parameter.requires_grad):
             raise NotImplementedError(
                 "a split linear has no gradient: call the model under torch.no_grad()"
             )
@@ -89,26 +96,48 @@ def find_weights(model: nn.Module) -> list[HostWeight]:
     """
     users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
     tables = Counter(id(m.weight) for m in model.modules() if is_table(m))
-    linears: list[tuple[str, Any]] = [(n, m) for n, m in model.named_modules() if is_linear(m)]
-    experts = {match[0]: match[1] for name, _ in linears if (match := EXPERT.match(name))}
+    candidates = [*_candidates(model)]
+    experts = {match[0]: match[1] for name, *_ in candidates if (match := EXPERT.match(name))}
     beside = Counter(experts.values())  # how many experts a layer has
     chosen = getattr(getattr(model, "config", None), "num_experts_per_tok", 2)
     found = []
-    for name, module in linears:
-        tensor = module.weight.detach()
-        if tensor.numel() and users[id(module.weight)] - tables[id(module.weight)] == 1:
+    for name, parameter, tensor, dim in candidates:
+        if tensor.numel() and users[id(parameter)] - tables[id(parameter)] == 1:
             expert = match[0] if (match := EXPERT.match(name)) else ""
             routed = min(1.0, chosen / beside[experts[expert]]) if expert else 1.0
-            dim = 0 if type(module) is nn.Linear else 1
             sizes = tensor.shape[dim], tensor.shape[1 - dim]
             linear = Linear(name, *sizes, tensor.itemsize, expert, routed)
-            found.append(HostWeight(module, linear, tensor, dim, _version(tensor)))
+            found.append(HostWeight(parameter, linear, tensor, dim, _version(tensor)))
     if not found:
         raise ValueError(
             f"{type(model).__name__} has nothing to split: no nn.Linear or Conv1D of its own "
             f"with {MIN_ROWS} output features or more"
         )
     return found
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Tensor, int]]:
+    """(name, parameter, what of it a product takes, its dimension of output features) of each."""
+    for name, module in cast(Iterable[tuple[str, Any]], model.named_modules()):
+        if is_linear(module):
+            dim = int(type(module) is not nn.Linear)
+            yield name, module.weight, module.weight.detach(), dim
+        stacks = stacks_of_experts(module)
+        for expert in range(len(next(iter(stacks.values()), ()))):
+            for key, stack in stacks.items():
+                dim = int(module.is_transposed)
+                yield f"{name}.{expert}.{key}", stack, stack.detach()[expert], dim
+
+
+def stacks_of_experts(module: Any) -> dict[str, nn.Parameter]:
+    """The weights of all experts of a layer, as transformers 5 keeps them; {} of another layer.
+
+    (experts, rows, columns), or where the layer says `is_transposed` (experts, columns, rows).
+    """
+    if not isinstance(getattr(module, "is_transposed", None), bool):
+        return {}
+    own = module.named_parameters(recurse=False)
+    return {key: p for key, p in own if p.dim() == 3 and type(p) is nn.Parameter}
 
 
 def is_table(module: Any) -> bool:

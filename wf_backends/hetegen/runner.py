@@ -19,7 +19,17 @@ from wf_backends.hetegen.plan import Job, Plan
 from wf_backends.hetegen.record import Record
 
 
-class Runner:
+class Uncopied:
+    """What modules and their hooks hold while they are split: refuses to be copied for them."""
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise ValueError(
+            "a model that is split by dispatch_model is neither copied nor pickled: call "
+            "handle.remove() first, or take its state_dict()"
+        )
+
+
+class Runner(Uncopied):
     """Calls of split linears on a device.
 
     Args:

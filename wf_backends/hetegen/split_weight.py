@@ -6,8 +6,10 @@ the weight among its arguments, and torch asks the weight's class what to do.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from types import MethodType
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wf_backends._compile import eager
-from wf_backends.hetegen.modules import HostWeight
+from wf_backends.hetegen.modules import HostWeight, stacks_of_experts
 from wf_backends.hetegen.runner import Runner
 
 aten = torch.ops.aten
@@ -28,10 +30,12 @@ class SplitWeight(nn.Parameter):
     Attributes:
         products: "linear", "addmm" or "embedding" -> what computes it, with that operator's
             arguments but for the weight.
+        experts: of a parameter that holds a layer's experts, the split weight of each.
         where: the device of the products, which the parameter says is its own.
     """
 
     products: Mapping[str, Callable[..., Tensor]]
+    experts: list[SplitWeight]
     where: torch.device
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -53,6 +57,8 @@ class SplitWeight(nn.Parameter):
             return args[0].detach()
         if func == DATA.__set__:
             return _refuse_to_move(*args)
+        if func == Tensor.__getitem__ and "experts" in vars(args[0]):
+            return _of_expert(*args)
         name, place = PRODUCTS.get(func, ("", 0))
         weight = args[place] if len(args) > place else kwargs.get("weight")
         products = vars(weight).get("products", {}) if isinstance(weight, cls) else {}
@@ -69,6 +75,8 @@ PRODUCTS: dict[Any, tuple[str, int]] = {
     aten.linear.default: ("linear", 1),
     torch.addmm: ("addmm", 2),
     aten.addmm.default: ("addmm", 2),
+    torch.matmul: ("matmul", 1),
+    Tensor.matmul: ("matmul", 1),
     F.embedding: ("embedding", 1),
     aten.embedding.default: ("table", 0),
 }
@@ -87,16 +95,47 @@ def _refuse_to_move(weight: Tensor, other: Tensor) -> None:
         )
 
 
-def split_weights(weights: list[HostWeight], runner: Runner, undo: ExitStack) -> None:
-    """Have the runner compute the products of these weights."""
+def _of_expert(weight: SplitWeight, index: Any) -> SplitWeight:
+    if not isinstance(index, int | Tensor) or isinstance(index, Tensor) and index.numel() != 1:
+        raise NotImplementedError(
+            f"split experts are read one expert at a time, not by {type(index).__name__} of several"
+        )
+    return weight.experts[int(index)]
+
+
+def split_weights(
+    model: nn.Module, weights: list[HostWeight], runner: Runner, undo: ExitStack
+) -> None:
+    """Have the runner compute the products of these weights, until `undo`."""
+    for module in model.modules():
+        if stacks_of_experts(module):
+            _read_expert_by_expert(module, undo)
     for index, weight in enumerate(weights):
-        parameter: Any = weight.module.weight
-        undo.callback(setattr, parameter, "__class__", type(parameter))
-        parameter.__class__ = SplitWeight
-        told = {"products": _products(weight, runner, index), "where": runner.where}
-        for name, value in told.items():
-            setattr(parameter, name, value)
-            undo.callback(delattr, parameter, name)
+        parameter = weight.parameter
+        if weight.expert is not None:
+            if not weight.expert:
+                _mark(parameter, undo, experts=[], where=runner.where)
+            of_all, parameter = parameter, nn.Parameter(weight.tensor, requires_grad=False)
+            of_all.experts.append(parameter)
+        products = _products(weight, runner, index)
+        _mark(parameter, undo, products=products, where=runner.where)
+
+
+def _read_expert_by_expert(layer: nn.Module, undo: ExitStack) -> None:
+    """Have a layer run its own code, in place of one that multiplies with all experts at once."""
+    if "forward" in vars(layer):  # as accelerate's hooks leave it
+        undo.callback(setattr, layer, "forward", layer.forward)
+    else:
+        undo.callback(delattr, layer, "forward")
+    layer.forward = MethodType(inspect.unwrap(type(layer).forward), layer)
+
+
+def _mark(parameter: Any, undo: ExitStack, **told: Any) -> None:
+    undo.callback(setattr, parameter, "__class__", type(parameter))
+    parameter.__class__ = SplitWeight
+    for name, value in told.items():
+        setattr(parameter, name, value)
+        undo.callback(delattr, parameter, name)
 
 
 def _products(weight: HostWeight, runner: Runner, index: int) -> dict[str, Callable[..., Tensor]]:
@@ -110,5 +149,5 @@ def _products(weight: HostWeight, runner: Runner, index: int) -> dict[str, Calla
         return runner.lookup(index, input)
 
     if weight.dim == 1:
-        return {"addmm": lambda bias, input: linear(input, bias)}
+        return {"addmm": lambda bias, input: linear(input, bias), "matmul": linear}
     return {"linear": linear, "embedding": embedding, "table": embedding}
