@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from tests.autochunk.test_autochunk import ANY, largest_difference, measured_peak, profiled_peak
 from wf_backends.autochunk import ChunkPlan, autochunk
 from wf_backends.autochunk.lower import lower
-from wf_backends.autochunk.region import region_of
+from wf_backends.autochunk.region import Region
 from wf_backends.autochunk.search import Candidate, candidates_at
 from wf_backends.graph import Effects, capture, read_steps
 
@@ -115,7 +115,7 @@ def test_every_region_that_overwrites_computes_what_the_model_does(what: str) ->
     assert found
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     for candidate in found:
-        region = region_of(candidate.flow, 20 * candidate.flow.unit, candidate.overwritten)
+        region = Region(candidate.flow, 20 * candidate.flow.unit, candidate.overwritten)
         window = nodes[candidate.lo : candidate.hi + 1]
         ours = lower(graph, [(window, region)], Effects()).module(x)
         theirs = pytree.tree_leaves(model(x))

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.autochunk.test_autochunk import ANY, largest_difference, measured_peak
 from wf_backends.autochunk import autochunk
-from wf_backends.autochunk.region import Bodies, ChunkedRegion, region_of, slice_length
+from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, slice_length
 from wf_backends.autochunk.search import candidate_in, candidates_at
 from wf_backends.graph.capture import capture
 from wf_backends.graph.memory import Effects, read_steps
@@ -73,7 +73,7 @@ def test_rows_that_no_slice_computes_are_not_lost() -> None:
     steps = read_steps(graph, effects)
     for candidate in (c for place in range(len(steps.steps)) for c in candidates_at(steps, place)):
         length = slice_length(candidate.flow, 4)
-        ChunkedRegion(region_of(candidate.flow, length), Bodies(effects))  # or it raises
+        ChunkedRegion(Region(candidate.flow, length), Bodies(effects))  # or it raises
 
 
 def test_a_write_in_place_within_a_region() -> None:
@@ -144,8 +144,8 @@ def test_no_region_reads_a_list_of_tensors() -> None:
     steps = read_steps(graph, Effects())
     for place in range(len(steps.steps)):
         for candidate in candidates_at(steps, place):
-            region = region_of(candidate.flow, candidate.flow.unit)
-            assert all(isinstance(node.meta["val"], torch.Tensor) for node, _ in region.inputs)
+            region = Region(candidate.flow, candidate.flow.unit)
+            assert all(isinstance(node.meta["val"], torch.Tensor) for node, _ in region.flow.inputs)
 
 
 class Skipping(nn.Module):

@@ -6,7 +6,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -170,7 +170,7 @@ class ChunkedForward:
             plan, lowered = self._plan, use_plan(captured, self._plan)
         else:
             before = unchunked_peak(self._model, args, kwargs)
-            self._budget = replace(self._budget, memory=self._budget.bytes(before))
+            self._budget = self._budget.in_bytes(before)
             plan, lowered = find_plan(captured, before, self._budget)
         compiled = Compiled(captured, plan, lowered)
         self._compiled[_form(leaves, spec)] = compiled

@@ -10,20 +10,24 @@ import torch
 from torch import fx, nn
 
 from wf_backends.autochunk.plan import ChunkedPart
-from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, kind_of, region_of
+from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, kind_of
 from wf_backends.autochunk.search import candidate_in
 from wf_backends.graph import Effect, Effects, Steps, module_path, read_steps, submodule
-from wf_backends.slicing import around, join_group_norms
+from wf_backends.slicing import join_group_norms
+
+Profile = tuple[tuple[str, int], ...]  # a module's path and live bytes, for each operator
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """The graph with its regions. `peaks` are the live bytes at each of its steps, `modules` the
-    paths of the modules that the steps belong to."""
+    """The graph with its regions, each of which is one operator."""
 
     module: fx.GraphModule
-    peaks: list[int]
-    modules: list[str]
+    profile: Profile
+
+    @property
+    def peak(self) -> int:
+        return max(count for _, count in self.profile)
 
 
 def lower(
@@ -36,7 +40,7 @@ def lower(
     for node in graph.nodes:
         if node in regions:
             window, region = regions[node]
-            before, after = around(window, {op.node for op in region.flow.operators})
+            before, after = region.flow.around(window)
             writer.copy(before)
             writer.call(region, f"chunked_{node.name}")
             writer.copy(after)
@@ -46,7 +50,8 @@ def lower(
     join_group_norms(writer.graph)
     module = fx.GraphModule(writer.root, writer.graph)
     steps = read_steps(module.graph, effects)
-    return Lowered(module, steps.peaks, [module_path(step.node) for step in steps.steps])
+    paths = [module_path(step.node) for step in steps.steps]
+    return Lowered(module, tuple(zip(paths, steps.peaks, strict=True)))
 
 
 class _Writer:
@@ -77,11 +82,12 @@ class _Writer:
             self._alike[kind] = made, _effect(made, self._effects)
         module, effect = self._alike[kind]
         self.root.add_module(name, module)
-        call = self.graph.call_module(name, tuple(self._copies[n] for n, _ in region.inputs))
+        call = self.graph.call_module(name, tuple(self._copies[n] for n, _ in region.flow.inputs))
         stack = region.flow.end.node.meta.get("nn_module_stack")
-        values = [node.meta["val"] for node in region.outputs]
+        outputs = [op.node for op in region.flow.outputs]
+        values = [node.meta["val"] for node in outputs]
         call.meta = {"val": values, "effect": effect, "nn_module_stack": stack}
-        for index, node in enumerate(region.outputs):
+        for index, node in enumerate(outputs):
             output = self.graph.call_function(operator.getitem, (call, index))
             output.meta = {"val": values[index], "nn_module_stack": stack}
             self._copies[node] = output
@@ -92,22 +98,19 @@ def find_region(graph: Steps, part: ChunkedPart) -> tuple[list[fx.Node], Region]
 
     Raises ValueError where the graph has no such region, or it may not overwrite that input.
     """
+    named = f"the plan's region {part.first} to {part.last}"
     nodes = [step.node for step in graph.steps]
     names = [node.name for node in nodes]
     if part.first not in names or part.last not in names:
-        raise ValueError(f"the plan's region {part.first} to {part.last} is not in this graph")
+        raise ValueError(f"{named} is not in this graph")
     lo, hi = names.index(part.first), names.index(part.last)
     found = candidate_in(graph, lo, hi, part.dim) if lo <= hi else None
     if found is None or (found.flow.rows, len(found.flow.operators)) != (part.rows, part.operators):
-        raise ValueError(f"the plan's region {part.first} to {part.last} is not this graph's")
+        raise ValueError(f"{named} is not this graph's")
     free = found.overwritten
     if part.overwritten not in ("", free and free.name):
-        raise ValueError(
-            f"the plan's region {part.first} to {part.last} may not overwrite {part.overwritten}"
-        )
-    return nodes[lo : hi + 1], region_of(
-        found.flow, part.length, free if part.overwritten else None
-    )
+        raise ValueError(f"{named} may not overwrite {part.overwritten}")
+    return nodes[lo : hi + 1], Region(found.flow, part.length, free if part.overwritten else None)
 
 
 def _effect(module: ChunkedRegion, effects: Effects) -> Effect:

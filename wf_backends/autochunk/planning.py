@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 from os.path import commonprefix
 
 from torch import fx
@@ -10,9 +11,9 @@ from torch import fx
 from wf_backends.autochunk.cost import Rates, measure_rates
 from wf_backends.autochunk.lower import Lowered, find_region, lower
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
-from wf_backends.autochunk.region import Region, region_of, slice_length
+from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.select import Choice, Search, Selection
-from wf_backends.graph import Budget, Captured, Copied, Effects, read_steps, with_copies
+from wf_backends.graph import Budget, Captured, Copied, Effects, Steps, read_steps, with_copies
 
 FORMS: tuple[Copied, ...] = ("", "masks", "norms")  # of the graph, in the order they are tried
 SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # of the budget to search for, until what is built fits it
@@ -39,74 +40,69 @@ def find_plan(
 
     Raises ValueError where none fits, with the plan that comes closest.
     """
+    budget = budget.in_bytes(before)
     effects, rates = Effects(), rates or measure_rates(*captured.main_kind)
-    limit = budget.bytes(before)
     plain = Search(captured.graph, effects, rates)
     model = ChunkPlan(captured.fingerprint, (), before, before, 0.0, plain.walls())
-    if not plain.steps.steps or (limit is not None and before <= limit):
+    if not plain.steps.steps or _fits(model, budget):
         return model, lower(captured.graph, (), effects)
     forms: list[_Form] = []
-    for copied in FORMS[:2] if limit is None else FORMS:
+    for copied in FORMS[:2] if budget.memory is None else FORMS:
         graph = with_copies(captured.graph, plain.steps, copied) if copied else captured.graph
         if graph is None:
             continue
         search = Search(graph, effects, rates, plain.seconds) if copied else plain
-        forms.append(_Form(copied, graph, search, _select(search, limit, budget)))
-        if limit is not None and _fits(forms[-1].found, limit, budget):
-            plan, lowered = _built(forms[-1], model, limit, effects)
-            if _fits(plan, limit, budget):
+        forms.append(_Form(copied, graph, search, _select(search, budget)))
+        if _fits(forms[-1].found, budget):
+            plan, lowered = _built(forms[-1], model, budget, effects)
+            if _fits(plan, budget):
                 return plan, lowered
-    best = min(forms, key=lambda form: _badness(form.found, limit, budget))
-    plan, lowered = _built(best, model, limit, effects)
+    best = min(forms, key=lambda form: _badness(form.found, budget))
+    plan, lowered = _built(best, model, budget, effects)
     plan = plan if plan.peak < before else model
-    if limit is not None:
-        _check_fits(plan, limit, budget)
+    _check_fits(plan, budget)
     return plan, lowered
 
 
-def _select(search: Search, limit: int | None, budget: Budget) -> Selection:
+def _select(search: Search, budget: Budget) -> Selection:
     """The selection that fits or, where none does, that needs least memory."""
-    if limit is None:
+    if budget.memory is None:
         return search.within_slowdown(budget.slowdown)
-    found = search.within_memory(limit)
-    return found if found.peak <= limit else search.within_memory(0)
+    found = search.within_memory(int(budget.memory))
+    return found if found.peak <= budget.memory else search.within_memory(0)
 
 
-def _fits(found: Selection | ChunkPlan, limit: int, budget: Budget) -> bool:
-    return found.peak <= limit and found.slowdown <= budget.slowdown
+def _fits(found: Selection | ChunkPlan, budget: Budget) -> bool:
+    """Whether there is nothing better to look for."""
+    enough = budget.memory is not None and found.peak <= budget.memory
+    return enough and found.slowdown <= budget.slowdown
 
 
-def _badness(found: Selection, limit: int | None, budget: Budget) -> tuple[float, float]:
+def _badness(found: Selection, budget: Budget) -> tuple[float, float]:
     """What is least for the better of two: time within the memory, or memory in time."""
-    if limit is None:
+    if budget.memory is None:
         return max(found.slowdown, budget.slowdown), found.peak
-    return max(found.peak, limit), found.slowdown
+    return max(found.peak, budget.memory), found.slowdown
 
 
 def _built(
-    form: _Form, model: ChunkPlan, limit: int | None, effects: Effects
+    form: _Form, model: ChunkPlan, budget: Budget, effects: Effects
 ) -> tuple[ChunkPlan, Lowered]:
     """The plan of a form. Where what is built needs more than was predicted, it is selected again
     for less, until it fits."""
     tried: list[tuple[ChunkPlan, Lowered]] = []
-    for share in SHARES if limit is not None and form.found.peak <= limit else SHARES[:1]:
-        found = form.found
-        if limit is not None and share < 1:
-            found = form.search.within_memory(int(share * limit))
-        lowered = lower(form.graph, [_window(form.search, c) for c in found.choices], effects)
-        plan = replace(_planned(form, found, model), peak=max(lowered.peaks))
-        tried.append((plan, lowered))
-        if limit is None or plan.peak <= limit:
+    memory = inf if budget.memory is None else budget.memory
+    found, steps = form.found, form.search.steps
+    for share in SHARES if found.peak <= memory < inf else SHARES[:1]:
+        if share < 1:
+            found = form.search.within_memory(int(share * memory))
+        parts = tuple(_part(steps, choice) for choice in found.choices)
+        lowered = _lowered(form.graph, steps, parts, effects)
+        plan = replace(model, regions=parts, slowdown=found.slowdown, copied=form.copied)
+        tried.append((replace(plan, peak=lowered.peak), lowered))
+        if lowered.peak <= memory:
             break
     return min(tried, key=lambda pair: pair[0].peak)
-
-
-def _planned(form: _Form, found: Selection, model: ChunkPlan) -> ChunkPlan:
-    """The plan of a selection, with the predicted peak."""
-    parts = tuple(_part(form.search, choice) for choice in found.choices)
-    return replace(
-        model, regions=parts, peak=found.peak, slowdown=found.slowdown, copied=form.copied
-    )
 
 
 def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
@@ -123,15 +119,16 @@ def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
     steps = read_steps(graph, effects)
     if plan.copied and (copies := with_copies(graph, steps, plan.copied)):
         graph, steps = copies, read_steps(copies, effects)
-    windows = [find_region(steps, part) for part in plan.regions]
-    _check_apart(plan, [nodes for nodes, _ in windows])
-    return lower(graph, windows, effects)
+    return _lowered(graph, steps, plan.regions, effects)
 
 
-def _check_apart(plan: ChunkPlan, windows: list[list[fx.Node]]) -> None:
-    """Refuse regions that hold the same operator."""
+def _lowered(
+    graph: fx.Graph, steps: Steps, parts: tuple[ChunkedPart, ...], effects: Effects
+) -> Lowered:
+    """The graph with these regions; ValueError where two hold the same operator."""
+    windows = [find_region(steps, part) for part in parts]
     owners: dict[fx.Node, ChunkedPart] = {}
-    for part, nodes in zip(plan.regions, windows, strict=True):
+    for part, (nodes, _) in zip(parts, windows, strict=True):
         other = next((owners[node] for node in nodes if node in owners), None)
         if other is not None:
             raise ValueError(
@@ -139,28 +136,21 @@ def _check_apart(plan: ChunkPlan, windows: list[list[fx.Node]]) -> None:
                 "overlap"
             )
         owners |= dict.fromkeys(nodes, part)
+    return lower(graph, windows, effects)
 
 
-def _window(search: Search, choice: Choice) -> tuple[list[fx.Node], Region]:
+def _part(steps: Steps, choice: Choice) -> ChunkedPart:
     found = choice.candidate
-    steps = search.steps.steps[found.lo : found.hi + 1]
-    length = slice_length(found.flow, choice.chunks)
-    region = region_of(found.flow, length, found.overwritten)
-    return [step.node for step in steps], region
-
-
-def _part(search: Search, choice: Choice) -> ChunkedPart:
-    flow, steps = choice.candidate.flow, search.steps.steps
-    overwritten = choice.candidate.overwritten
+    flow = found.flow
     return ChunkedPart(
-        first=steps[choice.candidate.lo].node.name,
-        last=steps[choice.candidate.hi].node.name,
+        first=steps.steps[found.lo].node.name,
+        last=steps.steps[found.hi].node.name,
         dim=flow.end.dim,
         length=slice_length(flow, choice.chunks),
         rows=flow.rows,
         operators=len(flow.operators),
         where=_where([op.node for op in flow.operators]),
-        overwritten=overwritten.name if overwritten else "",
+        overwritten=found.overwritten.name if found.overwritten else "",
     )
 
 
@@ -175,7 +165,10 @@ class BudgetError(ValueError):
     """A budget that no plan fits."""
 
 
-def _check_fits(plan: ChunkPlan, limit: int, budget: Budget) -> None:
+def _check_fits(plan: ChunkPlan, budget: Budget) -> None:
+    limit = budget.memory
+    if limit is None:
+        return
     if plan.peak > limit:
         raise BudgetError(
             f"max_memory={limit} bytes: no plan fits. The closest one needs {plan.peak} bytes "

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from wf_backends.autochunk.cost import Rates
-from wf_backends.autochunk.lower import Lowered, lower
+from wf_backends.autochunk.lower import Lowered, Profile, lower
 from wf_backends.autochunk.plan import ChunkPlan
 from wf_backends.autochunk.planning import find_plan
 from wf_backends.graph import (
@@ -22,8 +22,6 @@ from wf_backends.graph import (
     register_containers,
     unchunked_peak,
 )
-
-Profile = tuple[tuple[str, int], ...]  # a module's path and live bytes, for each operator
 
 
 @dataclass(frozen=True)
@@ -37,13 +35,11 @@ class Profiles:
 
     @cached_property
     def before(self) -> Profile:
-        unchunked = lower(self._captured.graph, (), Effects())
-        return tuple(zip(unchunked.modules, unchunked.peaks, strict=True))
+        return lower(self._captured.graph, (), Effects()).profile
 
-    @cached_property
+    @property
     def after(self) -> Profile:
-        sliced = tuple(zip(self._lowered.modules, self._lowered.peaks, strict=True))
-        return sliced if self.plan.regions else self.before
+        return self._lowered.profile if self.plan.regions else self.before
 
 
 def memory_profiles(

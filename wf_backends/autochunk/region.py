@@ -7,7 +7,7 @@ the same on the same shapes share one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -16,10 +16,11 @@ import torch
 from torch import fx, nn
 
 from wf_backends.graph import Effects, layout
-from wf_backends.slicing import Flow, emit, rows_of, size
+from wf_backends.slicing import Flow, Source, emit, rows_of, size
 
 EVEN = 16
 
+Rows = tuple[int, int]  # [lo, hi)
 Slice = tuple[int, int, int]  # a dimension and its rows [lo, hi)
 
 
@@ -28,47 +29,42 @@ class RegionError(ValueError):
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """One turn of the loop: the body to run, what it reads of each input (None: all of it), and
-    where its results belong in each output."""
-
-    body: fx.GraphModule
-    inputs: tuple[Slice | None, ...]
-    outputs: tuple[Slice, ...]
-
-
-@dataclass(frozen=True)
 class Region:
     """A flow that is cut into slices of `length` rows of its end (the last may be shorter).
 
-    `inputs` are the values that it reads, each with the dimension that is sliced (None: read
-    whole); `outputs` those that the rest of the graph reads, the flow's end last of them. The end
-    takes the memory of `overwritten`, one of the inputs (None: memory of its own).
+    The end takes the memory of `overwritten`, one of the flow's inputs (None: memory of its own).
+
+    Raises `RegionError` where slices would not begin at whole rows of every operator.
     """
 
     flow: Flow
     length: int
-    inputs: tuple[tuple[fx.Node, int | None], ...]
-    outputs: tuple[fx.Node, ...]
     overwritten: fx.Node | None = None
 
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.length % self.flow.unit:
+            raise RegionError(
+                f"slices of {self.length} rows: they have to be multiples of {self.flow.unit}"
+            )
+
     @property
-    def bounds(self) -> list[tuple[int, int]]:
-        """The rows [lo, hi) of the flow's end in each slice."""
+    def bounds(self) -> list[Rows]:
+        """The rows of the flow's end in each slice."""
         rows = self.flow.rows
         return [(lo, min(lo + self.length, rows)) for lo in range(0, rows, self.length)]
 
 
 def kind_of(region: Region) -> str:
     """A text that is equal for regions that compute the same: those of layers that are alike."""
-    names = {node: f"x{i}" for i, node in enumerate(dict.fromkeys(n for n, _ in region.inputs))}
-    lines = [f"{names[node]} {dim} {layout(node.meta['val'])}" for node, dim in region.inputs]
-    for op in region.flow.operators:
+    flow = region.flow
+    names = {node: f"x{i}" for i, node in enumerate(dict.fromkeys(n for n, _ in flow.inputs))}
+    lines = [f"{names[node]} {dim} {layout(node.meta['val'])}" for node, dim in flow.inputs]
+    for op in flow.operators:
         args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), names.__getitem__)
         names[op.node] = f"y{len(names)}"
         lines.append(f"{names[op.node]} = {op.node.target} {args} {kwargs} by {op.dim}")
-    outputs = [names[node] for node in region.outputs]
-    over = names.get(region.overwritten) if region.overwritten else None
+    outputs = [names[op.node] for op in flow.outputs]
+    over = region.overwritten and names[region.overwritten]
     return "\n".join([*lines, f"{outputs} in slices of {region.length} over {over}"])
 
 
@@ -83,22 +79,14 @@ def slice_length(flow: Flow, chunks: int) -> int:
     return min(-(-length // unit) * unit, -(-flow.rows // flow.unit) * flow.unit)
 
 
-def region_of(flow: Flow, length: int, overwritten: fx.Node | None = None) -> Region:
-    """The flow in slices of `length` rows of its end, over those of `overwritten`.
-
-    Raises `RegionError` where slices would not begin at whole rows of every operator.
-    """
-    if length < 1 or length % flow.unit:
-        raise RegionError(f"slices of {length} rows: they have to be multiples of {flow.unit}")
-    members = {op.node for op in flow.operators}
-    inputs = {(s.node, s.dim): None for op in flow.operators for s in op.sources}
-    return Region(
-        flow,
-        length,
-        tuple((node, dim) for node, dim in inputs if node not in members),
-        tuple(op.node for op in flow.operators if any(u not in members for u in op.node.users)),
-        overwritten,
-    )
+def covered(slices: Iterable[Rows]) -> int:
+    """How many rows, from the first one, are in slices that come one after the other."""
+    end = 0
+    for lo, hi in slices:
+        if lo > end:
+            break
+        end = hi
+    return end
 
 
 class Bodies:
@@ -129,21 +117,34 @@ class Bodies:
         return self._known[key]
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """One turn of the loop: the body to run, what it reads of each input (None: all of it), and
+    where its results belong in each output."""
+
+    body: fx.GraphModule
+    inputs: tuple[Slice | None, ...]
+    outputs: tuple[Slice, ...]
+
+
 class ChunkedRegion(nn.Module):
-    """Runs a region: ``forward(*inputs)`` returns its outputs, in the region's order.
+    """Runs a region: ``forward(*inputs)`` returns its flow's outputs.
 
     Raises `RegionError` where the slices do not cover an output.
     """
 
     def __init__(self, region: Region, bodies: Bodies) -> None:
         super().__init__()
-        nodes = [node for node, _ in region.inputs]
-        self.overwritten = nodes.index(region.overwritten) if region.overwritten else None
-        own = region.outputs if region.overwritten is None else region.outputs[:-1]
-        self.allocated = [_dense(node) for node in own]
-        self.chunks = [_chunk(region, rows_of(region.flow, *b), bodies) for b in region.bounds]
-        for index, node in enumerate(region.outputs):
-            _check_cover(node, [chunk.outputs[index] for chunk in self.chunks])
+        flow, over = region.flow, region.overwritten
+        self.overwritten = [node for node, _ in flow.inputs].index(over) if over else None
+        own = flow.outputs[:-1] if over else flow.outputs
+        # as the values lie, without the holes that these have as views of more
+        self.allocated = [layout(torch.empty_like(op.node.meta["val"])) for op in own]
+        self.chunks = [_chunk(flow, rows_of(flow, *rows), bodies) for rows in region.bounds]
+        for index, op in enumerate(flow.outputs):
+            rows = covered(chunk.outputs[index][1:] for chunk in self.chunks)
+            if rows != size(op.node, op.dim):
+                raise RegionError(f"slices compute only {rows} rows of {op.node.name}")
 
     def forward(self, *values: torch.Tensor) -> list[torch.Tensor]:
         outputs = [
@@ -161,30 +162,28 @@ class ChunkedRegion(nn.Module):
         return outputs
 
 
-def _chunk(region: Region, rows: dict[fx.Node, tuple[int, int]], bodies: Bodies) -> Chunk:
+def _chunk(flow: Flow, rows: dict[fx.Node, Rows], bodies: Bodies) -> Chunk:
     """The slice that computes these rows."""
     graph = fx.Graph()
-    needed = _needed(region, rows)
+    needed = _needed(flow, rows)
     held: dict[tuple[fx.Node, int | None], fx.Node] = {}
-    for index, key in enumerate(region.inputs):
+    for index, key in enumerate(flow.inputs):
         held[key] = graph.placeholder(f"x{index}")
-        held[key].meta["val"] = bodies.part(key[0], _slice(key[1], needed[key]))
-    for op in region.flow.operators:
+        held[key].meta["val"] = bodies.part(key[0], needed[key])
+    for op in flow.operators:
         given = []
         for source in op.sources:
-            key = (source.node, source.dim)
-            want = None if source.dim is None else source.rows(*rows[op.node])
-            given.append(_read(graph, held[key], source.dim, needed[key], want))
+            key = source.node, source.dim
+            given.append(_read(graph, held[key], needed[key], _wanted(source, rows[op.node])))
         args, kwargs = _with_arguments(op.node, given)
         held[op.node, op.dim] = emit(graph, op.node, op.dim, rows[op.node], args, kwargs)
-    outputs = {op.node: op.dim for op in region.flow.operators if op.node in region.outputs}
-    graph.output(tuple(held[item] for item in outputs.items()))
-    places = tuple((dim, *rows[node]) for node, dim in outputs.items())
+    graph.output(tuple(held[op.node, op.dim] for op in flow.outputs))
+    places = tuple((op.dim, *rows[op.node]) for op in flow.outputs)
     body = bodies.of(graph)
     (output,) = body.graph.find_nodes(op="output")
-    for node, place, found in zip(outputs, places, output.args[0], strict=True):
-        _check_result(node, found.meta["val"], bodies.part(node, place))
-    return Chunk(body, tuple(_slice(dim, needed[node, dim]) for node, dim in region.inputs), places)
+    for op, place, found in zip(flow.outputs, places, output.args[0], strict=True):
+        _check_result(op.node, found.meta["val"], bodies.part(op.node, place))
+    return Chunk(body, tuple(needed[key] for key in flow.inputs), places)
 
 
 def _check_result(node: fx.Node, found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -202,41 +201,33 @@ def _with_arguments(node: fx.Node, given: Sequence[fx.Node]) -> tuple[Any, Any]:
     return fx.map_arg((node.args, node.kwargs), lambda _: next(values))
 
 
+def _wanted(source: Source, rows: Rows) -> Slice | None:
+    """What rows of an operator read of an argument; None: all of it."""
+    return None if source.dim is None else (source.dim, *source.rows(*rows))
+
+
 def _needed(
-    region: Region, rows: dict[fx.Node, tuple[int, int]]
-) -> dict[tuple[fx.Node, int | None], tuple[int, int] | None]:
-    """The rows of each value, sliced along each dimension, that the slice has: all that its
-    readers need, of its inputs; those that it computes, of its operators."""
-    needed: dict[tuple[fx.Node, int | None], tuple[int, int] | None] = {}
-    for op in region.flow.operators:
+    flow: Flow, rows: dict[fx.Node, Rows]
+) -> dict[tuple[fx.Node, int | None], Slice | None]:
+    """What the slice has of each value, sliced along each dimension: all that its readers want, of
+    the flow's inputs; what it computes, of its operators."""
+    needed: dict[tuple[fx.Node, int | None], Slice | None] = {}
+    for op in flow.operators:
         for source in op.sources:
-            key = (source.node, source.dim)
-            if source.dim is None:
-                needed[key] = None
-                continue
-            lo, hi = source.rows(*rows[op.node])
-            first, last = needed.get(key) or (lo, hi)
-            needed[key] = (min(lo, first), max(hi, last))
-        needed[op.node, op.dim] = rows[op.node]
+            key, want = (source.node, source.dim), _wanted(source, rows[op.node])
+            if want is not None and (known := needed.get(key)) is not None:
+                want = want[0], min(want[1], known[1]), max(want[2], known[2])
+            needed[key] = want
+        needed[op.node, op.dim] = op.dim, *rows[op.node]
     return needed
 
 
-def _read(
-    graph: fx.Graph,
-    value: fx.Node,
-    dim: int | None,
-    has: tuple[int, int] | None,
-    want: tuple[int, int] | None,
-) -> fx.Node:
+def _read(graph: fx.Graph, value: fx.Node, has: Slice | None, want: Slice | None) -> fx.Node:
     """The rows that a reader wants of a value of which the slice has more."""
-    if dim is None or has is None or want is None or want == has:
+    if has is None or want is None or want == has:
         return value
-    lo, hi = want[0] - has[0], want[1] - has[0]
-    return graph.call_function(torch.ops.aten.slice.Tensor, (value, dim, lo, hi))
-
-
-def _slice(dim: int | None, rows: tuple[int, int] | None) -> Slice | None:
-    return None if dim is None or rows is None else (dim, *rows)
+    dim, lo, hi = want
+    return graph.call_function(torch.ops.aten.slice.Tensor, (value, dim, lo - has[1], hi - has[1]))
 
 
 def _narrow(value: torch.Tensor, where: Slice | None) -> torch.Tensor:
@@ -244,21 +235,3 @@ def _narrow(value: torch.Tensor, where: Slice | None) -> torch.Tensor:
         return value
     dim, lo, hi = where
     return value.narrow(dim, lo, hi - lo)
-
-
-def _dense(node: fx.Node) -> tuple[Any, ...]:
-    """The layout of an output: the value's, without the holes that it has as a view of more."""
-    value = node.meta["val"]
-    if not isinstance(value, torch.Tensor):
-        raise RegionError(f"{node.name} has a list of tensors, which a region cannot pass on")
-    return layout(torch.empty_like(value))
-
-
-def _check_cover(node: fx.Node, slices: Sequence[Slice]) -> None:
-    covered = 0
-    for _, lo, hi in slices:
-        if lo > covered:
-            break
-        covered = hi
-    if covered != size(node, slices[0][0]):
-        raise RegionError(f"slices compute only {covered} rows of {node.name}")

@@ -15,9 +15,9 @@ import torch
 from torch import fx
 
 from wf_backends.autochunk.overwrite import input_to_overwrite
-from wf_backends.autochunk.region import slice_length
+from wf_backends.autochunk.region import covered, slice_length
 from wf_backends.graph import Step, Steps, nbytes, profile, tensors
-from wf_backends.slicing import Flow, around, rows_of, size, trace, writes
+from wf_backends.slicing import Flow, size, trace
 
 REACH = 160  # operators that a region may span on each side of the peak
 ENDS = 5  # of the places where a region may begin or end, so many nearest to the peak and farthest
@@ -112,22 +112,21 @@ def _nearest_and_farthest(places: list[int]) -> list[int]:
 
 def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     """The candidate of a flow within steps [lo, hi], where it may be one."""
-    members = {op.node for op in flow.operators}
     window = graph.steps[lo : hi + 1]
-    inner = [step for step in window if step.node in members]
+    inner = [step for step in window if step.node in flow.members]
     born = {storage for step in inner for storage, _ in step.allocates}
-    outputs = _outputs(graph, inner, members)
+    outputs = _outputs(graph, flow)
     if not (
         born.issuperset(outputs)
-        and _reads_tensors(flow, members)
-        and _computes_all(flow, members)
-        and all(_may_move(graph, step, members, born) for step in window)
-        and _loses_no_write(graph, lo, hi, members)
+        and all(isinstance(node.meta["val"], torch.Tensor) for node, _ in flow.inputs)
+        and _computes_all(flow)
+        and not any(_random(step.node) for step in window)
+        and _keeps_writes(graph, lo, hi, flow, born)
     ):
         return None
     reads = tuple({s: None for step in inner for s in step.reads if s not in born})
-    before, after = around([step.node for step in window], members)
-    overwritten = input_to_overwrite(graph, flow, members, hi, after)
+    before, after = flow.around([step.node for step in window])
+    overwritten = input_to_overwrite(graph, flow, hi, after)
     new, taken = dict(outputs), graph.of[overwritten] if overwritten else ()
     if overwritten:
         new[graph.of[flow.end.node][0]] -= nbytes(overwritten)
@@ -146,66 +145,47 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     return Candidate(lo, hi, flow, whole, sliced, copied, beside, place, overwritten)
 
 
-def _outputs(graph: Steps, inner: list[Step], members: set[fx.Node]) -> dict[int, int]:
+def _outputs(graph: Steps, flow: Flow) -> dict[int, int]:
     """The storages that others read of what the region computes, with the bytes that they read; -1
     among them for a list."""
     outputs: dict[int, int] = {}
-    for step in inner:
-        if any(user not in members for user in step.node.users):
-            of = graph.of[step.node]
-            storage = of[0] if len(of) == 1 else -1
-            outputs[storage] = outputs.get(storage, 0) + tensors(step.node)[0].nbytes
+    for op in flow.outputs:
+        of = graph.of[op.node]
+        storage = of[0] if len(of) == 1 else -1
+        outputs[storage] = outputs.get(storage, 0) + tensors(op.node)[0].nbytes
     return outputs
 
 
-def _reads_tensors(flow: Flow, members: set[fx.Node]) -> bool:
-    """Whether what the region reads is tensors, not lists of them."""
-    outside = (s.node for op in flow.operators for s in op.sources if s.node not in members)
-    return all(isinstance(node.meta["val"], torch.Tensor) for node in outside)
-
-
-def _computes_all(flow: Flow, members: set[fx.Node]) -> bool:
+def _computes_all(flow: Flow) -> bool:
     """Whether slices compute all rows that others read: a stride may skip some of them, and a part
-    of a tensor lacks its ends. What is so for two slices is so for any number."""
+    of a tensor lacks its ends."""
     if not any(source.before or source.after for op in flow.operators for source in op.sources):
         return True
-    middle = flow.rows // flow.unit // 2 * flow.unit
-    front, back = rows_of(flow, 0, middle), rows_of(flow, middle, flow.rows)
     return all(
-        front[op.node][0] == 0
-        and back[op.node][0] <= front[op.node][1]
-        and back[op.node][1] == size(op.node, op.dim)
-        for op in flow.operators
-        if any(user not in members for user in op.node.users)
+        covered(rows[op.node] for rows in flow.halves) == size(op.node, op.dim)
+        for op in flow.outputs
     )
 
 
-def _may_move(graph: Steps, step: Step, members: set[fx.Node], born: set[int]) -> bool:
-    """Whether a region may change the place of this step: it draws no random numbers, and what it
-    writes to in place lies within the region."""
-    if not writes(step.node) or _random(step.node):
-        return not _random(step.node)
-    written = graph.of[step.node.args[0]] if isinstance(step.node.args[0], fx.Node) else ()
-    return step.node in members and bool(written) and born.issuperset(written)
-
-
-def _loses_no_write(graph: Steps, lo: int, hi: int, members: set[fx.Node]) -> bool:
-    """Whether what is written in place is seen as the graph has it: by nobody who reads before it,
-    but runs after the region, and by all views of it (two outputs would be two copies)."""
+def _keeps_writes(graph: Steps, lo: int, hi: int, flow: Flow, born: set[int]) -> bool:
+    """Whether what is written in place is seen as the graph has it. A write within the window is
+    the region's own, and nobody reads before it, but runs after the region; one behind it is seen
+    by all views (two outputs would be two copies)."""
     window = graph.steps[lo : hi + 1]
     for place, written in graph.written.items():
         if lo <= place <= hi:
-            early = (step for step in window[: place - lo] if step.node not in members)
-            if any(written.intersection(step.reads) for step in early):
+            early = (step for step in window[: place - lo] if step.node not in flow.members)
+            if (
+                graph.steps[place].node not in flow.members
+                or not written <= born
+                or any(written.intersection(step.reads) for step in early)
+            ):
                 return False
-        if place > hi and any(len(_leaving(graph.nodes[s], members)) > 1 for s in written):
-            return False
+        if place > hi:
+            leaving = [s for op in flow.outputs for s in graph.of[op.node] if s in written]
+            if len(leaving) > len(set(leaving)):
+                return False
     return True
-
-
-def _leaving(nodes: list[fx.Node], members: set[fx.Node]) -> list[fx.Node]:
-    """Those of a region's nodes that others read."""
-    return [n for n in nodes if n in members and any(user not in members for user in n.users)]
 
 
 def _random(node: fx.Node) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from wf_backends._validation import parse_bytes
 
@@ -15,9 +15,11 @@ class Budget:
     memory: int | float | None
     slowdown: float
 
-    def bytes(self, before: int) -> int | None:
-        """`memory` in bytes, for a model that needs `before` of them as it is."""
-        return int(self.memory * before) if isinstance(self.memory, float) else self.memory
+    def in_bytes(self, before: int) -> Budget:
+        """The same for a model that needs `before` bytes as it is, without a share."""
+        if not isinstance(self.memory, float):
+            return self
+        return replace(self, memory=int(self.memory * before))
 
 
 def checked_budget(

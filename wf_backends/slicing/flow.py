@@ -10,9 +10,10 @@ that it depends on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cached_property
 
 from torch import fx
 
@@ -50,6 +51,27 @@ class Flow:
         steps = {(op.scale, op.granule) for op in operators}
         return Flow(tuple(operators), math.lcm(*((s / g).denominator for s, g in steps)))
 
+    @cached_property
+    def members(self) -> frozenset[fx.Node]:
+        return frozenset(op.node for op in self.operators)
+
+    @cached_property
+    def inputs(self) -> tuple[tuple[fx.Node, int | None], ...]:
+        """The other nodes that are read, each with the dimension that is sliced (None: whole)."""
+        read = {(s.node, s.dim): None for op in self.operators for s in op.sources}
+        return tuple((node, dim) for node, dim in read if node not in self.members)
+
+    @cached_property
+    def outputs(self) -> tuple[Sliced, ...]:
+        """The operators that others read, the flow's end last."""
+        return tuple(op for op in self.operators if not self.members.issuperset(op.node.users))
+
+    @cached_property
+    def halves(self) -> tuple[dict[fx.Node, tuple[int, int]], dict[fx.Node, tuple[int, int]]]:
+        """`rows_of` two slices: what is so for these is so for any number."""
+        middle = self.rows // self.unit // 2 * self.unit
+        return rows_of(self, 0, middle), rows_of(self, middle, self.rows)
+
     @property
     def end(self) -> Sliced:
         return self.operators[-1]
@@ -58,6 +80,22 @@ class Flow:
     def rows(self) -> int:
         """The size of the end's sliced dimension."""
         return size(self.end.node, self.end.dim)
+
+    def around(self, window: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The other nodes of a window: those to run before the flow, and those that depend on
+        it."""
+        before: list[fx.Node] = []
+        after: list[fx.Node] = []
+        behind = set(self.members)
+        for node in window:
+            if node in self.members:
+                continue
+            if behind.isdisjoint(node.all_input_nodes):
+                before.append(node)
+            else:
+                after.append(node)
+                behind.add(node)
+        return before, after
 
 
 def size(node: fx.Node, dim: int) -> int:
@@ -109,31 +147,13 @@ def rows_of(flow: Flow, lo: int, hi: int) -> dict[fx.Node, tuple[int, int]]:
     from a multiple of its granule to one.
     """
     rows = {flow.end.node: (lo, hi)}
-    members = {op.node for op in flow.operators}
     for op in reversed(flow.operators):
         first, last = rows[op.node]
         last = min(-(-last // op.granule) * op.granule, size(op.node, op.dim))
         rows[op.node] = (first // op.granule * op.granule, last)
         for source in op.sources:
-            if source.node in members:
+            if source.node in flow.members:
                 first, last = source.rows(*rows[op.node])
                 known = rows.get(source.node, (first, last))
                 rows[source.node] = (min(first, known[0]), max(last, known[1]))
     return rows
-
-
-def around(
-    window: Sequence[fx.Node], members: Container[fx.Node]
-) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The nodes of a window that are no members of its region: those to run before the region, and
-    those that depend on it."""
-    before: list[fx.Node] = []
-    after: dict[fx.Node, None] = {}
-    for node in window:
-        if node in members:
-            continue
-        if any(arg in members or arg in after for arg in node.all_input_nodes):
-            after[node] = None
-        else:
-            before.append(node)
-    return before, list(after)

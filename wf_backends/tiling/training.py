@@ -109,7 +109,7 @@ def plan_training(
     search = _Search(model, args, dict(kwargs or {}))
     before = search.peak([])
     plan = TrainingPlan((), before, before, 0.0, search.refused)
-    target = budget.bytes(before)
+    target = budget.in_bytes(before).memory
     for group in search.groups:
         if target is not None and plan.peak <= target:
             break
@@ -196,7 +196,7 @@ class _Search:
         peak = self.peak(tiles)
         return replace(plan, tiles=tiles, peak=peak) if peak < 0.99 * plan.peak else None
 
-    def too_little(self, plan: TrainingPlan, given: Any, target: int, max_slowdown: float) -> str:
+    def too_little(self, plan: TrainingPlan, given: Any, target: float, max_slowdown: float) -> str:
         """The error for a budget that nothing meets."""
         most = plan
         for group in self.groups:
