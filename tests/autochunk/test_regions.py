@@ -131,6 +131,19 @@ def test_layers_that_are_alike_share_one_region() -> None:
     assert len({(r.length, r.operators) for r in plan.regions}) == 1
 
 
+def test_rows_that_make_one_slice_are_no_region() -> None:
+    """XLNet's relative positions: rows are shifted by a reshape of 64 x 128 to 128 x 64 and one of
+    127 x 64 to 64 x 127, so that slices would begin at multiples of 128 rows."""
+
+    def shifted(x: torch.Tensor) -> torch.Tensor:
+        scores = x @ torch.cat([x, x], 1).transpose(-1, -2)
+        moved = scores.view(1, 128, 64)[:, 1:].reshape(1, 64, 127)
+        return moved.index_select(2, torch.arange(64)).softmax(-1) @ x
+
+    chunked = chunked_equals(Lambda(shifted), torch.randn(1, 64, 8))
+    assert all(part.chunks > 1 for part in chunked.plan.regions)
+
+
 class Gated(nn.Module):
     """A list of tensors in the middle: what `chunk` returns."""
 

@@ -117,7 +117,8 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     born = {storage for step in inner for storage, _ in step.allocates}
     outputs = _outputs(graph, flow)
     if not (
-        born.issuperset(outputs)
+        flow.rows >= 2 * flow.unit
+        and born.issuperset(outputs)
         and all(isinstance(node.meta["val"], torch.Tensor) for node, _ in flow.inputs)
         and _computes_all(flow)
         and not any(_random(step.node) for step in window)
