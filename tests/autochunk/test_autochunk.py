@@ -210,7 +210,7 @@ def test_a_decoding_step_beside_a_long_mask_is_not_planned(
 ) -> None:
     model, kwargs = model_and_inputs("llama", "eager")
     chunked = autochunk(model, kwargs=kwargs, max_slowdown=ANY)
-    monkeypatch.setattr("wf_backends.autochunk.chunked.capture", pytest.fail)
+    monkeypatch.setattr("wf_backends.autochunk.planning.capture", pytest.fail)
     mask = torch.ones_like(kwargs["input_ids"])
     with torch.no_grad():
         chunked(input_ids=kwargs["input_ids"][:, :1], attention_mask=mask[:, :1])

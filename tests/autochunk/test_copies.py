@@ -98,7 +98,7 @@ class Masked(nn.Module):
 def test_what_others_write_to_is_not_copied(write: str) -> None:
     model, x = Masked(write).eval(), torch.randn(128, 4, dtype=torch.float64)
     graph = capture(model, (x,), {}).graph
-    copies = with_copies(graph, read_steps(graph, Effects()), "masks")
+    copies = with_copies(read_steps(graph, Effects()), "masks")
     assert (copies is None) == bool(write)
     chunked = autochunk(model, (x,), max_slowdown=1e9)
     assert chunked.plan.copied == ("" if write else "masks")

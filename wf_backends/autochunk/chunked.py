@@ -6,7 +6,6 @@ import copy
 import inspect
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -15,21 +14,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from wf_backends._validation import of_type
-from wf_backends.autochunk.lower import Lowered
 from wf_backends.autochunk.plan import ChunkPlan
-from wf_backends.autochunk.planning import find_plan, use_plan
+from wf_backends.autochunk.planning import Planned, find_plan, use_plan
 from wf_backends.graph import (
     Budget,
-    Captured,
     bind,
-    capture,
     checked_budget,
     containers,
     is_known,
     layout,
     refill,
     register_containers,
-    unchunked_peak,
 )
 from wf_backends.tiling import TrainingPlan, plan_training, tile_training
 
@@ -76,7 +71,7 @@ def autochunk(
         raise ValueError("plan is one for training, and the model is not: call model.train() first")
     forward = ChunkedForward(model, budget, plan)
     chunked = cast(ChunkedModel, copy.copy(model))
-    forward.prepare(chunked, args, dict(kwargs or {}))
+    forward.prepare(chunked, *bind(model, args, dict(kwargs or {})))
     chunked.forward = partial(forward, chunked)
     signature = inspect.signature(model.forward)  # by which `generate` knows what it may give
     chunked.forward.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
@@ -104,25 +99,6 @@ class ChunkedModel(nn.Module):
     """Of a model in training."""
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """A captured forward pass with its plan, ready to run."""
-
-    captured: Captured
-    plan: ChunkPlan
-    lowered: Lowered
-
-    def __call__(
-        self, weights: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs))
-        outputs = self.lowered.module(*weights, *leaves)
-        output, filled = pytree.tree_unflatten(outputs, self.captured.output_spec)
-        for container, with_values in zip(containers(args, kwargs), filled, strict=True):
-            refill(container, with_values)
-        return output
-
-
 class ChunkedForward:
     """The forward of a chunked model: one compiled pass for each form of inputs.
 
@@ -135,7 +111,7 @@ class ChunkedForward:
         self._model = model
         self._budget = budget
         self._plan = plan
-        self._compiled: dict[Any, Compiled] = {}
+        self._planned: dict[Any, Planned] = {}
         self._modules = _modules(model)
         self._elements = 0
         self._warned = set[str]()
@@ -143,55 +119,55 @@ class ChunkedForward:
     def __call__(self, chunked: ChunkedModel, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = bind(self._model, args, kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        if self._needs_gradients(leaves) or self._is_small(leaves) or self._is_foreign(leaves):
+        if self._runs_whole(leaves):
             return self._model.forward(*args, **kwargs)
         modules = _modules(self._model)
         if modules != self._modules:  # what was captured is of a model that is no more
-            self._compiled.clear()
+            self._planned.clear()
             self._modules = modules
-        compiled = self._compiled.get(_form(leaves, spec))
-        weights = compiled.captured.read_weights() if compiled else None
-        if compiled is None or weights is None:  # a new form of inputs, or a model that was cast
-            compiled = self.prepare(chunked, args, kwargs)
-            weights = compiled.captured.read_weights()
-        if not compiled.plan.saved:  # a plan without regions may save, too: the graph frees sooner
+        planned = self._planned.get(_form(leaves, spec))
+        weights = planned.captured.read_weights() if planned else None
+        if planned is None or weights is None:  # a new form of inputs, or a model that was cast
+            planned = self.prepare(chunked, args, kwargs)
+            weights = planned.captured.read_weights()
+        if not planned.plan.saved:  # a plan without regions may save, too: the graph frees sooner
             return self._model.forward(*args, **kwargs)
         assert weights is not None
-        return compiled(weights, args, kwargs)
+        outputs = planned.lowered.module(*weights, *leaves)
+        output, filled = pytree.tree_unflatten(outputs, planned.captured.output_spec)
+        for container, with_values in zip(containers(args, kwargs), filled, strict=True):
+            refill(container, with_values)
+        return output
 
     def prepare(
         self, chunked: ChunkedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Compiled:
-        """Captures and plans the forward for inputs of this form."""
-        args, kwargs = bind(self._model, args, kwargs)
+    ) -> Planned:
+        """Captures and plans the forward for inputs of this form, bound as it has them."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        captured = capture(self._model, args, kwargs)
         if self._plan is not None:
-            plan, lowered = self._plan, use_plan(captured, self._plan)
+            planned = use_plan(self._model, args, kwargs, self._plan)
         else:
-            before = unchunked_peak(self._model, args, kwargs)
-            self._budget = self._budget.in_bytes(before)
-            plan, lowered = find_plan(captured, before, self._budget)
-        compiled = Compiled(captured, plan, lowered)
-        self._compiled[_form(leaves, spec)] = compiled
+            planned = find_plan(self._model, args, kwargs, self._budget)
+            self._budget = self._budget.in_bytes(planned.plan.peak_before)
+        self._planned[_form(leaves, spec)] = planned
         self._elements = max(self._elements, _elements(leaves))
-        chunked.plan = plan
-        return compiled
+        chunked.plan = planned.plan
+        return planned
 
-    def _needs_gradients(self, leaves: list[Any]) -> bool:
-        given = (x for x in leaves if isinstance(x, torch.Tensor))
-        tracked = any(t.requires_grad for t in (*self._model.parameters(), *given))
-        if not torch.is_grad_enabled() or not tracked:
-            return False
-        self._warn(
-            "gradients are enabled: the model runs unchunked. Call it under torch.no_grad(), "
-            "or set model.train() before autochunk() for tiles with recomputation"
-        )
-        return True
-
-    def _is_foreign(self, leaves: list[Any]) -> bool:
-        """Whether an argument is an object that no graph is made for, and that may be filled: a
+    def _runs_whole(self, leaves: list[Any]) -> bool:
+        """Whether the model itself is to run: with gradients, for one decoding step after a planned
+        prefill, or with an object that no graph is made for and that may be filled, such as a
         key-value cache of a type that pytree does not know."""
+        given = (x for x in leaves if isinstance(x, torch.Tensor))
+        tracked = (t.requires_grad for t in (*self._model.parameters(), *given))
+        if torch.is_grad_enabled() and any(tracked):
+            self._warn(
+                "gradients are enabled: the model runs unchunked. Call it under torch.no_grad(), "
+                "or set model.train() before autochunk() for tiles with recomputation"
+            )
+            return True
+        if _elements(leaves) * SMALL <= self._elements:
+            return True
         kinds = [type(leaf).__name__ for leaf in leaves if not is_known(leaf)]
         if kinds:
             self._warn(
@@ -204,10 +180,6 @@ class ChunkedForward:
         if text not in self._warned:
             warnings.warn(text, stacklevel=5)
             self._warned.add(text)
-
-    def _is_small(self, leaves: list[Any]) -> bool:
-        """Whether the inputs are those of one decoding step after a planned prefill."""
-        return _elements(leaves) * SMALL <= self._elements
 
 
 def _elements(leaves: list[Any]) -> int:

@@ -65,23 +65,21 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """
     if device.type != "cpu" and not torch.accelerator.is_available():
         return Rates()
-    small = torch.zeros(1, dtype=dtype, device=device)
-    square = torch.zeros(_SQUARE, _SQUARE, dtype=dtype, device=device)
-    wide = torch.zeros(_WIDE, _WIDE, dtype=dtype, device=device)
+    zeros, timed = partial(torch.zeros, dtype=dtype, device=device), partial(_seconds, device)
+    small, square, wide = zeros(1), zeros(_SQUARE, _SQUARE), zeros(_WIDE, _WIDE)
+    mixed = zeros(_ROWS, _ROWS, _BATCH)
+    image, weight = zeros(1, _CHANNELS, 3, _WIDTH + 2), zeros(_CHANNELS, _CHANNELS, 3, 3)
 
     def passing() -> torch.Tensor:
         return wide[:_SQUARE] + 1
 
-    launch = _seconds(lambda: small + small, device, passing)
-    turn = _seconds(partial(_turn, nn.Identity(), small), device, passing)
-    flops = 2 * _SQUARE**3 / _seconds(lambda: square @ square, device)
-    few = _seconds(lambda: wide[:_FEW] @ wide, device) - 2 * _FEW * _WIDE**2 / flops
-    mixed = torch.zeros(_ROWS, _ROWS, _BATCH, dtype=dtype, device=device)
-    row = _seconds(lambda: torch.einsum("ikc,jkc->ijc", mixed[:1], mixed), device)
-    moved = 2 * wide.nbytes / _seconds(lambda: wide + 1, device)
-    image = torch.zeros(1, _CHANNELS, 3, _WIDTH + 2, dtype=dtype, device=device)
-    weight = torch.zeros(_CHANNELS, _CHANNELS, 3, 3, dtype=dtype, device=device)
-    halo = _seconds(lambda: torch.conv2d(image, weight), device, passing)
+    launch = timed(lambda: small + small, passing)
+    turn = timed(partial(_turn, nn.Identity(), small), passing)
+    flops = 2 * _SQUARE**3 / timed(lambda: square @ square)
+    few = timed(lambda: wide[:_FEW] @ wide) - 2 * _FEW * _WIDE**2 / flops
+    row = timed(lambda: torch.einsum("ikc,jkc->ijc", mixed[:1], mixed))
+    moved = 2 * wide.nbytes / timed(lambda: wide + 1)
+    halo = timed(lambda: torch.conv2d(image, weight), passing)
     halo -= 2 * _WIDTH * weight.numel() / flops + weight.nbytes / moved
     packed = wide.nbytes / max(few, launch)
     return Rates(launch, flops, moved, packed, mixed.nbytes / row, turn, max(halo, 0.0))
@@ -94,28 +92,23 @@ def _turn(body: nn.Module, value: torch.Tensor) -> None:
 
 
 def _seconds(
-    run: Callable[[], object],
-    device: torch.device,
-    before: Callable[[], object] = lambda: None,
+    device: torch.device, run: Callable[[], object], before: Callable[[], object] = lambda: None
 ) -> float:
     """The least of a few runs, each after one of `before`. On a CPU it is the time of this thread,
     so that other processes do not count."""
-    clock = time.thread_time if device.type == "cpu" else time.perf_counter
+    on_cpu = device.type == "cpu"
+    clock = time.thread_time if on_cpu else time.perf_counter
+    wait = (lambda: None) if on_cpu else partial(torch.accelerator.synchronize, device)
     took: list[float] = []
     run()
     while len(took) < _RUNS and sum(took) < _ENOUGH:
         before()
-        _wait(device)
+        wait()
         start = clock()
         run()
-        _wait(device)
+        wait()
         took.append(clock() - start)
     return min(took)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True)

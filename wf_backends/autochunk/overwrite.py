@@ -56,7 +56,7 @@ def _reads_own_rows(graph: Steps, storage: int, flow: Flow, node: fx.Node) -> bo
     return all(
         source.node is node
         and source.dim == end.dim
-        and all(source.rows(*rows[op.node]) == rows[end.node] for rows in flow.halves)
+        and all(source.rows(*rows[op.value]) == rows[end.value] for rows in flow.halves)
         for op in flow.operators
         for source in op.sources
         if source.node not in flow.members and storage in graph.of[source.node]

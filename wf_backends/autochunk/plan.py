@@ -9,6 +9,7 @@ from wf_backends._validation import read_plain
 from wf_backends.graph import Copied
 
 MIB, GIB = 1 << 20, 1 << 30
+LEAST = {"peak": 0, "peak_before": 0, "dim": 0, "length": 1, "rows": 1, "operators": 1}
 
 
 @dataclass(frozen=True)
@@ -104,17 +105,11 @@ class ChunkPlan:
 
 def _check_numbers(plan: ChunkPlan) -> None:
     """Refuse numbers that no search gives."""
-    least = {"plan": {"peak": 0, "peak_before": 0}}
-    least |= {
-        f"plan.regions[{i}]": {"dim": 0, "length": 1, "rows": 1, "operators": 1}
-        for i in range(len(plan.regions))
-    }
-    for (where, names), owner in zip(least.items(), (plan, *plan.regions), strict=True):
-        for name, lowest in names.items():
-            if getattr(owner, name) < lowest:
-                raise ValueError(
-                    f"{where}.{name} must be {lowest} or more, got {getattr(owner, name)}"
-                )
+    parts = {f"plan.regions[{i}]": part for i, part in enumerate(plan.regions)}
+    for where, owner in {"plan": plan, **parts}.items():
+        for name, value in vars(owner).items():
+            if name in LEAST and value < LEAST[name]:
+                raise ValueError(f"{where}.{name} must be {LEAST[name]} or more, got {value}")
 
 
 def _folded(regions: tuple[ChunkedPart, ...]) -> list[tuple[ChunkedPart, int]]:

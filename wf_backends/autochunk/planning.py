@@ -1,67 +1,88 @@
-"""From a captured graph and a budget to a plan and the module that runs it."""
+"""From a model and a budget to a plan and the module that runs it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from math import inf
 from os.path import commonprefix
+from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from wf_backends.autochunk.cost import Rates, measure_rates
 from wf_backends.autochunk.lower import Lowered, find_region, lower
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
 from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.select import Choice, Search, Selection
-from wf_backends.graph import Budget, Captured, Copied, Effects, Steps, read_steps, with_copies
+from wf_backends.graph import (
+    Budget,
+    Captured,
+    Copied,
+    Effects,
+    Steps,
+    capture,
+    read_steps,
+    unchunked_peak,
+    with_copies,
+)
 
 FORMS: tuple[Copied, ...] = ("", "masks", "norms")  # of the graph, in the order they are tried
 SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # of the budget to search for, until what is built fits it
 
 
 @dataclass(frozen=True)
-class _Form:
-    """A form of the graph and what was selected for it."""
+class Planned:
+    """A forward for one form of inputs: its graph, its plan, and the module that runs it."""
 
-    copied: Copied
-    graph: fx.Graph
-    search: Search
-    found: Selection
+    captured: Captured
+    plan: ChunkPlan
+    lowered: Lowered
 
 
 def find_plan(
-    captured: Captured, before: int, budget: Budget, rates: Rates | None = None
-) -> tuple[ChunkPlan, Lowered]:
-    """The cheapest plan within the budget, for a model that needs `before` bytes unchunked.
+    model: nn.Module,
+    args: tuple,
+    kwargs: dict[str, Any],
+    budget: Budget,
+    rates: Rates | None = None,
+) -> Planned:
+    """The cheapest plan within the budget.
 
-    The plan has no regions where the model itself fits, or where none needs less than it. What is
-    computed from little is copied for its readers only where that is needed. `rates` are those of
-    the device that runs it; None: measured here.
+    The plan has no regions where the model itself fits, or where none needs less than it. `rates`
+    are those of the device that runs it; None: measured here.
 
     Raises ValueError where none fits, with the plan that comes closest.
     """
+    captured, before = capture(model, args, kwargs), unchunked_peak(model, args, kwargs)
     budget = budget.in_bytes(before)
-    effects, rates = Effects(), rates or measure_rates(*captured.main_kind)
-    plain = Search(captured.graph, effects, rates)
-    model = ChunkPlan(captured.fingerprint, (), before, before, 0.0, plain.walls())
-    if not plain.steps.steps or _fits(model, budget):
-        return model, lower(captured.graph, (), effects)
-    forms: list[_Form] = []
-    for copied in FORMS[:2] if budget.memory is None else FORMS:
-        graph = with_copies(captured.graph, plain.steps, copied) if copied else captured.graph
-        if graph is None:
-            continue
-        search = Search(graph, effects, rates, plain.seconds) if copied else plain
-        forms.append(_Form(copied, graph, search, _select(search, budget)))
-        if _fits(forms[-1].found, budget):
-            plan, lowered = _built(forms[-1], model, budget, effects)
-            if _fits(plan, budget):
-                return plan, lowered
-    best = min(forms, key=lambda form: _badness(form.found, budget))
-    plan, lowered = _built(best, model, budget, effects)
-    plan = plan if plan.peak < before else model
+    rates = rates or measure_rates(*captured.main_kind)
+    search = Search(captured.graph, Effects(), rates)
+    whole = ChunkPlan(captured.fingerprint, (), before, before, 0.0, search.walls())
+    if not search.steps.steps or _fits(whole, budget):
+        return Planned(captured, whole, lower(captured.graph, (), search.effects))
+    plan, lowered = _best(search, whole, budget)
+    plan = plan if plan.peak < before else whole
     _check_fits(plan, budget)
-    return plan, lowered
+    return Planned(captured, plan, lowered)
+
+
+def _best(plain: Search, whole: ChunkPlan, budget: Budget) -> tuple[ChunkPlan, Lowered]:
+    """The plan that fits or comes closest. What is computed from little is copied for its readers
+    only where that is needed."""
+    tried: list[tuple[Search, Selection]] = []
+    for copied in FORMS[:2] if budget.memory is None else FORMS:
+        search = plain.with_copies(copied)
+        if search is None:
+            continue
+        found = _select(search, budget)
+        tried.append((search, found))
+        if _fits(found, budget):
+            built = _built(search, found, whole, budget)
+            if _fits(built[0], budget):
+                return built
+    search, found = min(tried, key=lambda pair: _badness(pair[1], budget))
+    return _built(search, found, whole, budget)
 
 
 def _select(search: Search, budget: Budget) -> Selection:
@@ -86,57 +107,52 @@ def _badness(found: Selection, budget: Budget) -> tuple[float, float]:
 
 
 def _built(
-    form: _Form, model: ChunkPlan, budget: Budget, effects: Effects
+    search: Search, found: Selection, whole: ChunkPlan, budget: Budget
 ) -> tuple[ChunkPlan, Lowered]:
-    """The plan of a form. Where what is built needs more than was predicted, it is selected again
-    for less, until it fits."""
+    """The plan of a selection. Where what is built needs more than was predicted, it is selected
+    again for less, until it fits."""
     tried: list[tuple[ChunkPlan, Lowered]] = []
     memory = inf if budget.memory is None else budget.memory
-    found, steps = form.found, form.search.steps
     for share in SHARES if found.peak <= memory < inf else SHARES[:1]:
         if share < 1:
-            found = form.search.within_memory(int(share * memory))
-        parts = tuple(_part(steps, choice) for choice in found.choices)
-        lowered = _lowered(form.graph, steps, parts, effects)
-        plan = replace(model, regions=parts, slowdown=found.slowdown, copied=form.copied)
+            found = search.within_memory(int(share * memory))
+        parts = tuple(_part(search.steps, choice) for choice in found.choices)
+        lowered = _lowered(search.steps, parts, search.effects)
+        plan = replace(whole, regions=parts, slowdown=found.slowdown, copied=search.copied)
         tried.append((replace(plan, peak=lowered.peak), lowered))
         if lowered.peak <= memory:
             break
     return min(tried, key=lambda pair: pair[0].peak)
 
 
-def use_plan(captured: Captured, plan: ChunkPlan) -> Lowered:
-    """The module of a plan that was made before.
+def use_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], plan: ChunkPlan) -> Planned:
+    """The forward with a plan that was made before.
 
     Raises ValueError where it was made for another model or other inputs, or its regions overlap.
     """
+    captured = capture(model, args, kwargs)
     if plan.fingerprint != captured.fingerprint:
         raise ValueError(
             f"plan was made for another model or other input shapes: its graph is "
             f"{plan.fingerprint}, this one {captured.fingerprint}; leave plan out to search anew"
         )
-    graph, effects = captured.graph, Effects()
-    steps = read_steps(graph, effects)
-    if plan.copied and (copies := with_copies(graph, steps, plan.copied)):
-        graph, steps = copies, read_steps(copies, effects)
-    return _lowered(graph, steps, plan.regions, effects)
+    effects = Effects()
+    steps = read_steps(captured.graph, effects)
+    if plan.copied and (copies := with_copies(steps, plan.copied)):
+        steps = read_steps(copies, effects)
+    return Planned(captured, plan, _lowered(steps, plan.regions, effects))
 
 
-def _lowered(
-    graph: fx.Graph, steps: Steps, parts: tuple[ChunkedPart, ...], effects: Effects
-) -> Lowered:
+def _lowered(steps: Steps, parts: tuple[ChunkedPart, ...], effects: Effects) -> Lowered:
     """The graph with these regions; ValueError where two hold the same operator."""
     windows = [find_region(steps, part) for part in parts]
-    owners: dict[fx.Node, ChunkedPart] = {}
-    for part, (nodes, _) in zip(parts, windows, strict=True):
-        other = next((owners[node] for node in nodes if node in owners), None)
-        if other is not None:
+    ordered = sorted((nodes for nodes, _ in windows), key=lambda nodes: steps.position[nodes[0]])
+    for one, other in pairwise(ordered):
+        if other[0] in one:
             raise ValueError(
-                f"the plan's regions {other.first} to {other.last} and {part.first} to {part.last} "
-                "overlap"
+                f"the plan's regions {one[0]} to {one[-1]} and {other[0]} to {other[-1]} overlap"
             )
-        owners |= dict.fromkeys(nodes, part)
-    return lower(graph, windows, effects)
+    return lower(steps.graph, windows, effects)
 
 
 def _part(steps: Steps, choice: Choice) -> ChunkedPart:

@@ -10,18 +10,10 @@ from typing import Any
 from torch import nn
 
 from wf_backends.autochunk.cost import Rates
-from wf_backends.autochunk.lower import Lowered, Profile, lower
+from wf_backends.autochunk.lower import Profile, lower
 from wf_backends.autochunk.plan import ChunkPlan
-from wf_backends.autochunk.planning import find_plan
-from wf_backends.graph import (
-    Captured,
-    Effects,
-    bind,
-    capture,
-    checked_budget,
-    register_containers,
-    unchunked_peak,
-)
+from wf_backends.autochunk.planning import Planned, find_plan
+from wf_backends.graph import Effects, bind, checked_budget, register_containers
 
 
 @dataclass(frozen=True)
@@ -29,17 +21,19 @@ class Profiles:
     """A plan, and the live bytes of activations at each operator with its module's path: `before`
     as the model is, `after` with a chunk region as one operator."""
 
-    plan: ChunkPlan
-    _captured: Captured
-    _lowered: Lowered
+    _planned: Planned
+
+    @property
+    def plan(self) -> ChunkPlan:
+        return self._planned.plan
 
     @cached_property
     def before(self) -> Profile:
-        return lower(self._captured.graph, (), Effects()).profile
+        return lower(self._planned.captured.graph, (), Effects()).profile
 
     @property
     def after(self) -> Profile:
-        return self._lowered.profile if self.plan.regions else self.before
+        return self._planned.lowered.profile if self.plan.regions else self.before
 
 
 def memory_profiles(
@@ -55,10 +49,7 @@ def memory_profiles(
     """
     budget = checked_budget(max_memory, max_slowdown)
     register_containers()
-    args, bound = bind(model, (), dict(kwargs))
-    captured = capture(model, args, bound)
-    plan, lowered = find_plan(captured, unchunked_peak(model, args, bound), budget, rates)
-    return Profiles(plan, captured, lowered)
+    return Profiles(find_plan(model, *bind(model, (), dict(kwargs)), budget, rates))
 
 
 def longest(fits: Callable[[int], bool], step: int, known: int = 0, within: float = 0.02) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from wf_backends.graph import Effects, layout
-from wf_backends.slicing import Flow, Source, emit, rows_of, size
+from wf_backends.slicing import Flow, RowsOf, Source, Value, emit, rows_of, size
 
 EVEN = 16
 
@@ -162,28 +162,30 @@ class ChunkedRegion(nn.Module):
         return outputs
 
 
-def _chunk(flow: Flow, rows: dict[fx.Node, Rows], bodies: Bodies) -> Chunk:
+def _chunk(flow: Flow, rows: RowsOf, bodies: Bodies) -> Chunk:
     """The slice that computes these rows."""
     graph = fx.Graph()
-    needed = _needed(flow, rows)
-    held: dict[tuple[fx.Node, int | None], fx.Node] = {}
-    for index, key in enumerate(flow.inputs):
-        held[key] = graph.placeholder(f"x{index}")
-        held[key].meta["val"] = bodies.part(key[0], needed[key])
+    inputs = tuple(_where(value, rows) for value in flow.inputs)
+    held: dict[Value, fx.Node] = {}
+    for index, (value, where) in enumerate(zip(flow.inputs, inputs, strict=True)):
+        held[value] = graph.placeholder(f"x{index}")
+        held[value].meta["val"] = bodies.part(value[0], where)
     for op in flow.operators:
-        given = []
-        for source in op.sources:
-            key = source.node, source.dim
-            given.append(_read(graph, held[key], needed[key], _wanted(source, rows[op.node])))
+        given = [_read(graph, held[s.value], s, rows[op.value], rows) for s in op.sources]
         args, kwargs = _with_arguments(op.node, given)
-        held[op.node, op.dim] = emit(graph, op.node, op.dim, rows[op.node], args, kwargs)
-    graph.output(tuple(held[op.node, op.dim] for op in flow.outputs))
-    places = tuple((op.dim, *rows[op.node]) for op in flow.outputs)
+        held[op.value] = emit(graph, op.node, op.dim, rows[op.value], args, kwargs)
+    graph.output(tuple(held[op.value] for op in flow.outputs))
+    outputs = tuple((op.dim, *rows[op.value]) for op in flow.outputs)
     body = bodies.of(graph)
     (output,) = body.graph.find_nodes(op="output")
-    for op, place, found in zip(flow.outputs, places, output.args[0], strict=True):
-        _check_result(op.node, found.meta["val"], bodies.part(op.node, place))
-    return Chunk(body, tuple(needed[key] for key in flow.inputs), places)
+    for op, where, found in zip(flow.outputs, outputs, output.args[0], strict=True):
+        _check_result(op.node, found.meta["val"], bodies.part(op.node, where))
+    return Chunk(body, inputs, outputs)
+
+
+def _where(value: Value, rows: RowsOf) -> Slice | None:
+    """What a slice has of a value; None: all of it."""
+    return None if value[1] is None else (value[1], *rows[value])
 
 
 def _check_result(node: fx.Node, found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -201,33 +203,16 @@ def _with_arguments(node: fx.Node, given: Sequence[fx.Node]) -> tuple[Any, Any]:
     return fx.map_arg((node.args, node.kwargs), lambda _: next(values))
 
 
-def _wanted(source: Source, rows: Rows) -> Slice | None:
-    """What rows of an operator read of an argument; None: all of it."""
-    return None if source.dim is None else (source.dim, *source.rows(*rows))
-
-
-def _needed(
-    flow: Flow, rows: dict[fx.Node, Rows]
-) -> dict[tuple[fx.Node, int | None], Slice | None]:
-    """What the slice has of each value, sliced along each dimension: all that its readers want, of
-    the flow's inputs; what it computes, of its operators."""
-    needed: dict[tuple[fx.Node, int | None], Slice | None] = {}
-    for op in flow.operators:
-        for source in op.sources:
-            key, want = (source.node, source.dim), _wanted(source, rows[op.node])
-            if want is not None and (known := needed.get(key)) is not None:
-                want = want[0], min(want[1], known[1]), max(want[2], known[2])
-            needed[key] = want
-        needed[op.node, op.dim] = op.dim, *rows[op.node]
-    return needed
-
-
-def _read(graph: fx.Graph, value: fx.Node, has: Slice | None, want: Slice | None) -> fx.Node:
-    """The rows that a reader wants of a value of which the slice has more."""
-    if has is None or want is None or want == has:
-        return value
-    dim, lo, hi = want
-    return graph.call_function(torch.ops.aten.slice.Tensor, (value, dim, lo - has[1], hi - has[1]))
+def _read(graph: fx.Graph, held: fx.Node, source: Source, reads: Rows, rows: RowsOf) -> fx.Node:
+    """What rows `reads` of an operator need of a value, of which the slice may hold more."""
+    if source.dim is None:
+        return held
+    (lo, hi), (first, _) = source.rows(*reads), rows[source.value]
+    if (lo, hi) == rows[source.value]:
+        return held
+    return graph.call_function(
+        torch.ops.aten.slice.Tensor, (held, source.dim, lo - first, hi - first)
+    )
 
 
 def _narrow(value: torch.Tensor, where: Slice | None) -> torch.Tensor:

@@ -67,7 +67,9 @@ class Candidate:
 
 def candidates_at(graph: Steps, peak: int) -> Iterator[Candidate]:
     """The candidates whose regions hold step `peak`."""
-    lows, highs = _ends(graph, peak)
+    live, first, last = graph.live, max(-1, peak - REACH), min(len(graph.steps), peak + REACH)
+    lows = _ends({lo: live[lo] for lo in range(peak, first, -1)})
+    highs = _ends({hi: live[hi + 1] for hi in range(peak, last)})
     for hi in highs:
         window = [step.node for step in graph.steps[min(lows) : hi + 1]]
         value = window[-1].meta["val"]
@@ -90,24 +92,18 @@ def candidate_in(graph: Steps, lo: int, hi: int, dim: int) -> Candidate | None:
     return None if flow is None else _candidate(graph, lo, hi, flow)
 
 
-def _ends(graph: Steps, peak: int) -> tuple[list[int], list[int]]:
-    """Where regions around `peak` may begin and end: going away from the peak, the steps before
-    (after) which fewer bytes live than at all between."""
-    live = graph.live
-    lows, highs = [], []
-    for lo in range(peak, max(-1, peak - REACH), -1):
-        if not lows or live[lo] < live[lows[-1]]:
-            lows.append(lo)
-    for hi in range(peak, min(len(graph.steps), peak + REACH)):
-        if not highs or live[hi + 1] < live[highs[-1] + 1]:
-            highs.append(hi)
-    return _nearest_and_farthest(lows), _nearest_and_farthest(highs)
+def _ends(live: dict[int, int]) -> list[int]:
+    """Where regions may begin or end: going away from the peak, the steps beyond which fewer bytes
+    live than at all between.
 
-
-def _nearest_and_farthest(places: list[int]) -> list[int]:
-    """Where live bytes fall all the way, as in a UNet, the farthest ones alone would hold other
-    layers with peaks of their own."""
-    return list(dict.fromkeys((*places[:ENDS], *places[-ENDS:])))
+    Where live bytes fall all the way, as in a UNet, the farthest ones alone would hold other layers
+    with peaks of their own.
+    """
+    found: list[int] = []
+    for step, count in live.items():
+        if not found or count < live[found[-1]]:
+            found.append(step)
+    return list(dict.fromkeys((*found[:ENDS], *found[-ENDS:])))
 
 
 def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
@@ -163,7 +159,7 @@ def _computes_all(flow: Flow) -> bool:
     if not any(source.before or source.after for op in flow.operators for source in op.sources):
         return True
     return all(
-        covered(rows[op.node] for rows in flow.halves) == size(op.node, op.dim)
+        covered(rows[op.value] for rows in flow.halves) == size(op.node, op.dim)
         for op in flow.outputs
     )
 

@@ -10,20 +10,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import fx
 
 from wf_backends.autochunk.cost import Cost, Rates
 from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
 from wf_backends.graph import (
+    Copied,
     Effects,
     Step,
-    Steps,
     arguments,
     nbytes,
     operator_name,
     read_steps,
     tensors,
+    with_copies,
 )
 from wf_backends.slicing import Sliced, sources
 
@@ -58,18 +60,12 @@ class Selection:
 class Search:
     """Finds selections for one graph; what it knows of a step's candidates serves every budget.
 
-    `model_seconds` is the predicted time of the model, if not that of the graph: a graph with
-    copies takes longer.
+    `copied` is what the graph has anew for each reader.
     """
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        effects: Effects,
-        rates: Rates,
-        model_seconds: float | None = None,
-    ) -> None:
-        self.steps: Steps = read_steps(graph, effects)
+    def __init__(self, graph: fx.Graph, effects: Effects, rates: Rates) -> None:
+        self.effects, self.copied = effects, cast(Copied, "")
+        self.steps = read_steps(graph, effects)
         self._rates = rates
         self._kinds = [step.kind for step in self.steps.steps]
         self._count = Counter(self._kinds)
@@ -77,9 +73,18 @@ class Search:
         self._candidates: dict[int, list[Candidate]] = {}
         self._places: dict[tuple[int, int, int], Candidate | None] = {}
         self._costs: dict[tuple[int, int], Cost] = {}
-        each = {kind: self._seconds(step) for kind, step in self._first.items()}
-        self.seconds = sum(count * each[kind] for kind, count in self._count.items())
-        self._model_seconds = model_seconds or self.seconds
+        each = (n * self._seconds(self._first[kind]) for kind, n in self._count.items())
+        self._seconds_of_graph = self._seconds_of_model = sum(each)
+
+    def with_copies(self, copied: Copied) -> Search | None:
+        """The search of the graph with copies, which takes longer than the model; None: it has
+        none."""
+        graph = with_copies(self.steps, copied) if copied else None
+        if graph is None:
+            return None if copied else self
+        search = Search(graph, self.effects, self._rates)
+        search.copied, search._seconds_of_model = copied, self._seconds_of_model
+        return search
 
     def walls(self) -> tuple[tuple[str, int], ...]:
         """The operators that no region may hold, along no dimension, with how often they stand."""
@@ -131,15 +136,16 @@ class Search:
                 replaced.add(place)
                 wider = self._choose(place, budget, ())
                 if wider is not None and wider.peak <= budget:
-                    groups = [alike for alike in groups if not _overlap(wider, alike)]
+                    lo, hi = wider.candidate.lo, wider.candidate.hi
+                    groups = [alike for alike in groups if not _taken(lo, hi, alike)]
                     found, choices = wider, [choice for alike in groups for choice in alike]
             if found is None or found.peak >= peak:
                 break
             budget = max(budget, found.peak)
             groups.append(self._alike(found, budget, choices))
         coarse = [choice for alike in groups for choice in self._coarsest(alike, peak)]
-        seconds = self.seconds + sum(choice.added_seconds for choice in coarse)
-        return Selection(tuple(coarse), peak, seconds / self._model_seconds - 1)
+        seconds = self._seconds_of_graph + sum(choice.added_seconds for choice in coarse)
+        return Selection(tuple(coarse), peak, seconds / self._seconds_of_model - 1)
 
     def _peaks(self, choices: Sequence[Choice]) -> list[int]:
         """The live bytes at each step; those of a choice's steps stand at the largest alone."""
@@ -217,8 +223,5 @@ def _is_wall(node: fx.Node) -> bool:
 
 
 def _taken(lo: int, hi: int, choices: Sequence[Choice]) -> bool:
+    """Whether steps [lo, hi] hold any of the choices' steps."""
     return any(lo <= c.candidate.hi and c.candidate.lo <= hi for c in choices)
-
-
-def _overlap(choice: Choice, others: Sequence[Choice]) -> bool:
-    return _taken(choice.candidate.lo, choice.candidate.hi, others)

@@ -22,7 +22,7 @@ LITTLE = 16  # a value has so many times the bytes of each of those that count a
 LONGEST = 32  # operators of a copy
 
 
-def with_copies(graph: fx.Graph, steps: Steps, what: Copied) -> fx.Graph | None:
+def with_copies(steps: Steps, what: Copied) -> fx.Graph | None:
     """The graph in which such values are computed in front of each reader; None: it has none.
 
     They are computed without products, and read by two operators or more that are not copied.
@@ -43,7 +43,7 @@ def with_copies(graph: fx.Graph, steps: Steps, what: Copied) -> fx.Graph | None:
             for user in value.users:
                 if user not in chains and user.op == "call_function":
                     reads[user].append(value)
-    return _write(graph, reads, chains) if reads else None
+    return _write(steps.graph, reads, chains) if reads else None
 
 
 def _chain(value: fx.Node, steps: Steps, from_living: bool) -> set[fx.Node]:

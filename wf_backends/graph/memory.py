@@ -143,6 +143,7 @@ class Steps:
     `outputs` those that the graph returns.
     """
 
+    graph: fx.Graph
     steps: list[Step]
     of: dict[fx.Node, tuple[int, ...]]
     size: dict[int, int]
@@ -229,7 +230,7 @@ def read_steps(graph: fx.Graph, effects: Effects) -> Steps:
         of[node] = tuple(reads[p] if p >= 0 else new[-1 - p] for p in effect.places)
         allocates = tuple(zip(new, effect.allocated, strict=True))
         steps.append(Step(node, reads, allocates, effect.temporary, effect.flops, effect.kind))
-    return Steps(steps, of, size, outputs)
+    return Steps(graph, steps, of, size, outputs)
 
 
 def arguments(node: fx.Node) -> list[fx.Node]:

@@ -17,7 +17,9 @@ from functools import cached_property
 
 from torch import fx
 
-from wf_backends.slicing.rules import Source, granule, sources
+from wf_backends.slicing.rules import Source, Value, granule, sources
+
+RowsOf = dict[Value, tuple[int, int]]  # of what a slice reads or computes, the rows [lo, hi)
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,10 @@ class Sliced:
     scale: Fraction
     granule: int
     sources: tuple[Source, ...]
+
+    @property
+    def value(self) -> Value:
+        return self.node, self.dim
 
 
 @dataclass(frozen=True)
@@ -56,10 +62,10 @@ class Flow:
         return frozenset(op.node for op in self.operators)
 
     @cached_property
-    def inputs(self) -> tuple[tuple[fx.Node, int | None], ...]:
-        """The other nodes that are read, each with the dimension that is sliced (None: whole)."""
-        read = {(s.node, s.dim): None for op in self.operators for s in op.sources}
-        return tuple((node, dim) for node, dim in read if node not in self.members)
+    def inputs(self) -> tuple[Value, ...]:
+        """What the operators read of other nodes."""
+        read = dict.fromkeys(source.value for op in self.operators for source in op.sources)
+        return tuple(value for value in read if value[0] not in self.members)
 
     @cached_property
     def outputs(self) -> tuple[Sliced, ...]:
@@ -67,7 +73,7 @@ class Flow:
         return tuple(op for op in self.operators if not self.members.issuperset(op.node.users))
 
     @cached_property
-    def halves(self) -> tuple[dict[fx.Node, tuple[int, int]], dict[fx.Node, tuple[int, int]]]:
+    def halves(self) -> tuple[RowsOf, RowsOf]:
         """`rows_of` two slices: what is so for these is so for any number."""
         middle = self.rows // self.unit // 2 * self.unit
         return rows_of(self, 0, middle), rows_of(self, middle, self.rows)
@@ -140,20 +146,20 @@ def trace(
     return Flow.of(operators) if operators else None
 
 
-def rows_of(flow: Flow, lo: int, hi: int) -> dict[fx.Node, tuple[int, int]]:
-    """The rows of each operator that rows [lo, hi) of the flow's end need.
+def rows_of(flow: Flow, lo: int, hi: int) -> RowsOf:
+    """The rows of each operator and of each sliced input that rows [lo, hi) of the flow's end need.
 
     An operator whose readers need different rows (convolutions read a halo) computes all of them,
     from a multiple of its granule to one.
     """
-    rows = {flow.end.node: (lo, hi)}
+    rows: RowsOf = {flow.end.value: (lo, hi)}
     for op in reversed(flow.operators):
-        first, last = rows[op.node]
+        first, last = rows[op.value]
         last = min(-(-last // op.granule) * op.granule, size(op.node, op.dim))
-        rows[op.node] = (first // op.granule * op.granule, last)
+        rows[op.value] = (first // op.granule * op.granule, last)
         for source in op.sources:
-            if source.node in flow.members:
-                first, last = source.rows(*rows[op.node])
-                known = rows.get(source.node, (first, last))
-                rows[source.node] = (min(first, known[0]), max(last, known[1]))
+            if source.dim is not None:
+                first, last = source.rows(*rows[op.value])
+                known = rows.get(source.value, (first, last))
+                rows[source.value] = (min(first, known[0]), max(last, known[1]))
     return rows

@@ -45,6 +45,9 @@ TABLE: Table = {
 MAY_COPY = (*rules_views.RESHAPES, aten.contiguous)
 
 
+Value = tuple[fx.Node, int | None]  # a node, and the dimension that is sliced (None: whole)
+
+
 @dataclass(frozen=True)
 class Source:
     """What a sliced operator reads of one tensor argument.
@@ -58,6 +61,10 @@ class Source:
     scale: Fraction = Fraction(1)
     before: int = 0
     after: int = 0
+
+    @property
+    def value(self) -> Value:
+        return self.node, self.dim
 
     def of(self, node: fx.Node) -> Source:
         """The same of another node."""
