@@ -6,6 +6,7 @@ Pure: standard library only.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
@@ -141,6 +142,20 @@ def read_plain(kind: type[Data], words: object, where: str) -> Data:
             raise ValueError(f"{where}: {key!r} is missing (keys: {list(known)})")
     kinds = get_type_hints(kind)
     return kind(**{key: _read(kinds[key], value, f"{where}.{key}") for key, value in given.items()})
+
+
+def read_json(kind: type[Data], text: str, what: str) -> Data:
+    """The plan of a text that its `to_json` wrote; `what` is what it is called.
+
+    Raises:
+        ValueError: for a text that holds none, with the key that is wrong.
+    """
+    try:
+        return read_plain(kind, json.loads(text), "plan")
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"this text is no {what} (see {kind.__name__}.to_json): {error}"
+        ) from error
 
 
 def _read(kind: Any, value: object, where: str) -> Any:

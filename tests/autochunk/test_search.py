@@ -46,8 +46,9 @@ def test_no_region_is_cut_finer_than_the_peak_needs() -> None:
     captured = capture(ScoresAndSpectrum().eval(), (torch.zeros(512, 8),), {})
     found = Search(captured.graph, Effects(), RATES).within_memory(1)
     (choice,) = found.choices
-    assert choice.chunks == choice.candidate.chunks_for(found.peak)
-    assert choice.chunks < choice.candidate.most
+    (candidate,) = choice.candidates
+    assert choice.chunks == candidate.chunks_for(found.peak)
+    assert choice.chunks < candidate.most
 
 
 def test_long_slices_have_an_even_number_of_rows() -> None:
@@ -103,7 +104,8 @@ def test_layers_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatc
         asked.clear()
         graph = capture(Layers(layers).eval(), (torch.zeros(1, 256, 8),), {}).graph
         found = Search(graph, Effects(), RATES).within_slowdown(100.0)
-        assert len(found.choices) == 2 * layers - 1  # attention, and sums over all but the input
+        regions = sum(len(choice.candidates) for choice in found.choices)
+        assert regions == 2 * layers - 1  # attention, and sums over all but the input
         counts[layers] = len(asked)
     assert 0 < counts[12] <= counts[4]
 

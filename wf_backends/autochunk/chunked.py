@@ -62,7 +62,10 @@ def autochunk(
         ValueError: for a budget that nothing fits (with the closest plan), a size that is none, a
             model that cannot be captured (with the reason), or a plan of another model.
     """
-    _check_call(model, args, kwargs, plan)
+    of_type("model", model, nn.Module, "a torch.nn.Module")
+    of_type("args", args, tuple, "a tuple of the call's positional arguments, such as (x,)")
+    of_type("kwargs", kwargs, Mapping | None, 'a dict such as {"input_ids": ids}')
+    of_type("plan", plan, ChunkPlan | TrainingPlan | None, "a plan: ChunkPlan.from_json(text)")
     budget = checked_budget(max_memory, max_slowdown)
     if model.training:
         made = plan or plan_training(model, args, kwargs, budget.memory, budget.slowdown)
@@ -77,17 +80,6 @@ def autochunk(
     chunked.forward.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
     chunked.explain = lambda: chunked.plan.explain()
     return chunked
-
-
-def _check_call(model: object, args: object, kwargs: object, plan: object) -> None:
-    expected = {
-        "model": (model, nn.Module, "a torch.nn.Module"),
-        "args": (args, tuple, "a tuple of the call's positional arguments, such as (x,)"),
-        "kwargs": (kwargs, Mapping | None, 'a dict such as {"input_ids": ids}'),
-        "plan": (plan, ChunkPlan | TrainingPlan | None, "a plan: ChunkPlan.from_json(text)"),
-    }
-    for name, (value, kind, right) in expected.items():
-        of_type(name, value, kind, right)
 
 
 class ChunkedModel(nn.Module):

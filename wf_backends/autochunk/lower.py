@@ -99,18 +99,18 @@ def find_region(graph: Steps, part: ChunkedPart) -> tuple[list[fx.Node], Region]
     Raises ValueError where the graph has no such region, or it may not overwrite that input.
     """
     named = f"the plan's region {part.first} to {part.last}"
-    nodes = [step.node for step in graph.steps]
-    names = [node.name for node in nodes]
-    if part.first not in names or part.last not in names:
+    places = {step.node.name: place for place, step in enumerate(graph.steps)}
+    lo, hi = places.get(part.first), places.get(part.last)
+    if lo is None or hi is None:
         raise ValueError(f"{named} is not in this graph")
-    lo, hi = names.index(part.first), names.index(part.last)
     found = candidate_in(graph, lo, hi, part.dim) if lo <= hi else None
     if found is None or (found.flow.rows, len(found.flow.operators)) != (part.rows, part.operators):
         raise ValueError(f"{named} is not this graph's")
-    free = found.overwritten
-    if part.overwritten not in ("", free and free.name):
+    over = found.overwritten if part.overwritten else None
+    if part.overwritten and (over is None or over.name != part.overwritten):
         raise ValueError(f"{named} may not overwrite {part.overwritten}")
-    return nodes[lo : hi + 1], Region(found.flow, part.length, free if part.overwritten else None)
+    nodes = [step.node for step in graph.steps[lo : hi + 1]]
+    return nodes, Region(found.flow, part.length, over)
 
 
 def _effect(module: ChunkedRegion, effects: Effects) -> Effect:
@@ -121,7 +121,5 @@ def _effect(module: ChunkedRegion, effects: Effects) -> Effect:
     )
     bodies = {id(chunk.body): chunk.body.graph for chunk in module.chunks}
     inner = max(max(read_steps(graph, effects).peaks) for graph in bodies.values())
-    places = [-1 - i for i in range(len(allocated))]
-    if module.overwritten is not None:
-        places.append(module.overwritten)
-    return Effect(allocated, tuple(places), inner, 0)
+    over = () if module.overwritten is None else (module.overwritten,)
+    return Effect(allocated, (*range(-1, -1 - len(allocated), -1), *over), inner, 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from wf_backends._validation import read_plain
+from wf_backends._validation import read_json
 from wf_backends.graph import Copied
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -54,6 +54,14 @@ class ChunkPlan:
     walls: tuple[tuple[str, int], ...] = ()
     copied: Copied = ""
 
+    def __post_init__(self) -> None:
+        """Refuse numbers that no search gives."""
+        parts = {f"plan.regions[{i}]": part for i, part in enumerate(self.regions)}
+        for where, owner in {"plan": self, **parts}.items():
+            for name, value in vars(owner).items():
+                if name in LEAST and value < LEAST[name]:
+                    raise ValueError(f"{where}.{name} must be {LEAST[name]} or more, got {value}")
+
     @property
     def saved(self) -> float:
         """The share of activation memory that is saved."""
@@ -64,18 +72,8 @@ class ChunkPlan:
 
     @staticmethod
     def from_json(text: str) -> ChunkPlan:
-        """The plan that `to_json` wrote.
-
-        Raises ValueError for a text that holds no plan, with the key that is wrong.
-        """
-        try:
-            plan = read_plain(ChunkPlan, json.loads(text), "plan")
-            _check_numbers(plan)
-            return plan
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"this text is no chunk plan (see ChunkPlan.to_json): {error}"
-            ) from error
+        """The plan that `to_json` wrote. Raises ValueError, naming the key that is wrong."""
+        return read_json(ChunkPlan, text, "chunk plan")
 
     def explain(self) -> str:
         """The plan in words: what runs in slices, and what ended the regions."""
@@ -101,15 +99,6 @@ class ChunkPlan:
             named = ", ".join(f"{name} ({count} times)" for name, count in self.walls)
             lines.append(f"  never sliced, because there is no rule for it: {named}")
         return "\n".join(lines)
-
-
-def _check_numbers(plan: ChunkPlan) -> None:
-    """Refuse numbers that no search gives."""
-    parts = {f"plan.regions[{i}]": part for i, part in enumerate(plan.regions)}
-    for where, owner in {"plan": plan, **parts}.items():
-        for name, value in vars(owner).items():
-            if name in LEAST and value < LEAST[name]:
-                raise ValueError(f"{where}.{name} must be {LEAST[name]} or more, got {value}")
 
 
 def _folded(regions: tuple[ChunkedPart, ...]) -> list[tuple[ChunkedPart, int]]:

@@ -14,7 +14,8 @@ from wf_backends.autochunk.cost import Rates, measure_rates
 from wf_backends.autochunk.lower import Lowered, find_region, lower
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
 from wf_backends.autochunk.region import slice_length
-from wf_backends.autochunk.select import Choice, Search, Selection
+from wf_backends.autochunk.search import Candidate
+from wf_backends.autochunk.select import Search, Selection
 from wf_backends.graph import (
     Budget,
     Captured,
@@ -116,7 +117,11 @@ def _built(
     for share in SHARES if found.peak <= memory < inf else SHARES[:1]:
         if share < 1:
             found = search.within_memory(int(share * memory))
-        parts = tuple(_part(search.steps, choice) for choice in found.choices)
+        parts = tuple(
+            _part(search.steps, candidate, choice.chunks)
+            for choice in found.choices
+            for candidate in choice.candidates
+        )
         lowered = _lowered(search.steps, parts, search.effects)
         plan = replace(whole, regions=parts, slowdown=found.slowdown, copied=search.copied)
         tried.append((replace(plan, peak=lowered.peak), lowered))
@@ -155,14 +160,13 @@ def _lowered(steps: Steps, parts: tuple[ChunkedPart, ...], effects: Effects) -> 
     return lower(steps.graph, windows, effects)
 
 
-def _part(steps: Steps, choice: Choice) -> ChunkedPart:
-    found = choice.candidate
+def _part(steps: Steps, found: Candidate, chunks: int) -> ChunkedPart:
     flow = found.flow
     return ChunkedPart(
         first=steps.steps[found.lo].node.name,
         last=steps.steps[found.hi].node.name,
         dim=flow.end.dim,
-        length=slice_length(flow, choice.chunks),
+        length=slice_length(flow, chunks),
         rows=flow.rows,
         operators=len(flow.operators),
         where=_where([op.node for op in flow.operators]),

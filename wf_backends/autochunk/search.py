@@ -8,6 +8,7 @@ whole, the others shrink with the slices.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from torch import fx
 
 from wf_backends.autochunk.overwrite import input_to_overwrite
 from wf_backends.autochunk.region import covered, slice_length
-from wf_backends.graph import Step, Steps, nbytes, profile, tensors
+from wf_backends.graph import Step, Steps, nbytes, profile
 from wf_backends.slicing import Flow, size, trace
 
 REACH = 160  # operators that a region may span on each side of the peak
@@ -111,12 +112,13 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     window = graph.steps[lo : hi + 1]
     inner = [step for step in window if step.node in flow.members]
     born = {storage for step in inner for storage, _ in step.allocates}
-    outputs = _outputs(graph, flow)
+    outputs = Counter[int]()  # bytes that others read, by storage
+    for op in flow.outputs:
+        outputs[graph.of[op.node][0]] += nbytes(op.node)
     if not (
         flow.rows >= 2 * flow.unit
         and born.issuperset(outputs)
-        and all(isinstance(node.meta["val"], torch.Tensor) for node, _ in flow.inputs)
-        and _computes_all(flow)
+        and _passes_on_all(flow)
         and not any(_random(step.node) for step in window)
         and _keeps_writes(graph, lo, hi, flow, born)
     ):
@@ -137,28 +139,19 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     peaks[len(before)] = 0
     beside = max(peaks)
     place = graph.position[order[peaks.index(beside)].node]
-    sliced = max(profile(inner, set(outputs)))
-    copied = sum(outputs.values())
-    return Candidate(lo, hi, flow, whole, sliced, copied, beside, place, overwritten)
+    sliced = max(profile(inner, outputs))
+    return Candidate(lo, hi, flow, whole, sliced, outputs.total(), beside, place, overwritten)
 
 
-def _outputs(graph: Steps, flow: Flow) -> dict[int, int]:
-    """The storages that others read of what the region computes, with the bytes that they read; -1
-    among them for a list."""
-    outputs: dict[int, int] = {}
-    for op in flow.outputs:
-        of = graph.of[op.node]
-        storage = of[0] if len(of) == 1 else -1
-        outputs[storage] = outputs.get(storage, 0) + tensors(op.node)[0].nbytes
-    return outputs
-
-
-def _computes_all(flow: Flow) -> bool:
-    """Whether slices compute all rows that others read: a stride may skip some of them, and a part
-    of a tensor lacks its ends."""
-    if not any(source.before or source.after for op in flow.operators for source in op.sources):
-        return True
-    return all(
+def _passes_on_all(flow: Flow) -> bool:
+    """Whether what slices read of others, and others of slices, is tensors, not lists of them, and
+    slices compute all of their rows: a stride may skip some, and a part of a tensor lacks its
+    ends."""
+    read = [node for node, _ in flow.inputs] + [op.node for op in flow.outputs]
+    if not all(isinstance(node.meta["val"], torch.Tensor) for node in read):
+        return False
+    reach = any(source.before or source.after for op in flow.operators for source in op.sources)
+    return not reach or all(
         covered(rows[op.value] for rows in flow.halves) == size(op.node, op.dim)
         for op in flow.outputs
     )
@@ -186,8 +179,6 @@ def _keeps_writes(graph: Steps, lo: int, hi: int, flow: Flow, born: set[int]) ->
 
 
 def _random(node: fx.Node) -> bool:
-    attention = torch.ops.aten.scaled_dot_product_attention.default
-    if node.target is attention:
+    if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         return bool(node.kwargs.get("dropout_p") or (len(node.args) > 4 and node.args[4]))
-    tags = node.target.tags if isinstance(node.target, torch._ops.OpOverload) else ()
-    return torch.Tag.nondeterministic_seeded in tags
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())

@@ -35,22 +35,26 @@ BETWEEN = 5  # parts of what is left between the least memory that was found and
 
 @dataclass(frozen=True)
 class Choice:
-    """A candidate in so many chunks, and the seconds that this adds to a run."""
+    """Candidates of layers that are alike, in so many chunks, and the seconds that each adds."""
 
-    candidate: Candidate
+    candidates: tuple[Candidate, ...]
     chunks: int
     added_seconds: float
 
     @property
     def peak(self) -> int:
-        """The bytes that the candidate's steps need."""
-        return self.candidate.peak(self.chunks)
+        """The bytes that the first candidate's steps need."""
+        return self.candidates[0].peak(self.chunks)
+
+    def holds(self, lo: int, hi: int) -> bool:
+        """Whether it needs any of steps [lo, hi]."""
+        return any(lo <= found.hi and found.lo <= hi for found in self.candidates)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What the search found: no two choices overlap. `peak` is the predicted one in bytes, before
-    regions are built; `slowdown` the share of the model's time that is added."""
+    """What the search found: no two candidates overlap. `peak` is the predicted one in bytes,
+    before regions are built; `slowdown` the share of the model's time that is added."""
 
     choices: tuple[Choice, ...]
     peak: int
@@ -122,10 +126,9 @@ class Search:
     def within_memory(self, budget: int) -> Selection:
         """The cheapest selection that fits `budget` bytes or, where none does, the one that comes
         closest."""
-        groups: list[list[Choice]] = []
+        choices: list[Choice] = []
         replaced: set[int] = set()  # places whose regions gave way to one that holds more
         while True:
-            choices = [choice for alike in groups for choice in alike]
             peaks = self._peaks(choices)
             peak = max(peaks)
             if peak <= budget:
@@ -136,43 +139,44 @@ class Search:
                 replaced.add(place)
                 wider = self._choose(place, budget, ())
                 if wider is not None and wider.peak <= budget:
-                    lo, hi = wider.candidate.lo, wider.candidate.hi
-                    groups = [alike for alike in groups if not _taken(lo, hi, alike)]
-                    found, choices = wider, [choice for alike in groups for choice in alike]
+                    first = wider.candidates[0]
+                    choices = [one for one in choices if not one.holds(first.lo, first.hi)]
+                    found = wider
             if found is None or found.peak >= peak:
                 break
             budget = max(budget, found.peak)
-            groups.append(self._alike(found, budget, choices))
-        coarse = [choice for alike in groups for choice in self._coarsest(alike, peak)]
-        seconds = self._seconds_of_graph + sum(choice.added_seconds for choice in coarse)
-        return Selection(tuple(coarse), peak, seconds / self._seconds_of_model - 1)
+            choices.append(self._alike(found, budget, choices))
+        choices = [self._coarsest(choice, peak) for choice in choices]
+        added = sum(choice.added_seconds for choice in choices for _ in choice.candidates)
+        slowdown = (self._seconds_of_graph + added) / self._seconds_of_model - 1
+        return Selection(tuple(choices), peak, slowdown)
 
     def _peaks(self, choices: Sequence[Choice]) -> list[int]:
         """The live bytes at each step; those of a choice's steps stand at the largest alone."""
         peaks = list(self.steps.peaks)
         for choice in choices:
-            found = choice.candidate
-            peaks[found.lo : found.hi + 1] = [0] * (found.hi + 1 - found.lo)
-            peaks[found.place if choice.peak == found.beside else found.hi] = choice.peak
+            for found in choice.candidates:
+                peak = found.peak(choice.chunks)
+                peaks[found.lo : found.hi + 1] = [0] * (found.hi + 1 - found.lo)
+                peaks[found.place if peak == found.beside else found.hi] = peak
         return peaks
 
-    def _coarsest(self, alike: list[Choice], peak: int) -> list[Choice]:
-        """The choices of layers that are alike, in no more chunks than `peak` needs: another
-        region may be what holds it."""
-        chunks = max(choice.candidate.chunks_for(peak) or choice.chunks for choice in alike)
-        added = self._added(alike[0].candidate, chunks)
-        return [Choice(choice.candidate, chunks, added) for choice in alike]
+    def _coarsest(self, choice: Choice, peak: int) -> Choice:
+        """The choice in no more chunks than `peak` needs: another region may be what holds it."""
+        chunks = max(found.chunks_for(peak) or choice.chunks for found in choice.candidates)
+        added = self._added(choice.candidates[0], chunks)
+        return Choice(choice.candidates, chunks, added)
 
     def _choose(self, place: int, budget: int, taken: Sequence[Choice]) -> Choice | None:
         """The cheapest candidate at a step that fits; if none does, the one of least memory."""
         if place not in self._candidates:
             self._candidates[place] = list(candidates_at(self.steps, place))
-        free = [c for c in self._candidates[place] if not _taken(c.lo, c.hi, taken)]
+        free = [c for c in self._candidates[place] if not any(t.holds(c.lo, c.hi) for t in taken)]
         fitting = [(c, n) for c in free if (n := c.chunks_for(budget)) is not None]
         if not fitting and free:
             least = min(free, key=lambda c: c.peak(c.most))
             fitting = [(least, least.most)]
-        choices = (Choice(c, n, self._added(c, n)) for c, n in fitting)
+        choices = (Choice((c,), n, self._added(c, n)) for c, n in fitting)
         return min(choices, key=lambda choice: choice.added_seconds, default=None)
 
     def _added(self, candidate: Candidate, chunks: int) -> float:
@@ -190,24 +194,25 @@ class Search:
             self._costs[key] = Cost.of(op, step.flops, self._rates)
         return self._costs[key]
 
-    def _alike(self, choice: Choice, budget: int, taken: Sequence[Choice]) -> list[Choice]:
-        """The choice, and the same one wherever the same operators stand and need it too."""
-        found = [choice]
-        first = choice.candidate
+    def _alike(self, choice: Choice, budget: int, taken: Sequence[Choice]) -> Choice:
+        """The choice, with the same candidate wherever the same operators stand and need it too."""
+        first = choice.candidates[0]
         kinds = self._kinds[first.lo : first.hi + 1]
         for lo in range(len(self._kinds) - len(kinds) + 1):
             hi = lo + len(kinds) - 1
             if self._kinds[lo] != kinds[0] or self._kinds[lo : hi + 1] != kinds:
                 continue
-            if max(self.steps.peaks[lo : hi + 1]) <= budget or _taken(lo, hi, (*found, *taken)):
+            if any(one.holds(lo, hi) for one in (choice, *taken)):
+                continue
+            if max(self.steps.peaks[lo : hi + 1]) <= budget:
                 continue
             place = lo, hi, first.flow.end.dim
             if place not in self._places:
                 self._places[place] = candidate_in(self.steps, *place)
             other = self._places[place]
             if other is not None and other.peak(choice.chunks) <= budget:
-                found.append(replace(choice, candidate=other))
-        return found
+                choice = replace(choice, candidates=(*choice.candidates, other))
+        return choice
 
     def _seconds(self, step: Step) -> float:
         """The predicted time of an operator."""
@@ -220,8 +225,3 @@ def _is_wall(node: fx.Node) -> bool:
     dims = range(max((t.ndim for t in tensors(node)), default=0))
     large = any(t.numel() > 1 for t in tensors(node))
     return large and bool(node.all_input_nodes) and all(sources(node, d) is None for d in dims)
-
-
-def _taken(lo: int, hi: int, choices: Sequence[Choice]) -> bool:
-    """Whether steps [lo, hi] hold any of the choices' steps."""
-    return any(lo <= c.candidate.hi and c.candidate.lo <= hi for c in choices)

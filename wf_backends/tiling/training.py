@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx, nn
 from torch.distributed import ProcessGroup
 
-from wf_backends._validation import read_plain
+from wf_backends._validation import read_json
 from wf_backends.graph import Effects, bind, capture, checked_budget, register_containers
 from wf_backends.tiling.handle import Handle
 from wf_backends.tiling.tileable import Candidate, candidates, head_candidate
@@ -55,17 +55,8 @@ class TrainingPlan:
 
     @staticmethod
     def from_json(text: str) -> TrainingPlan:
-        """The plan that `to_json` wrote.
-
-        Raises:
-            ValueError: for a text that holds none, with the key that is wrong.
-        """
-        try:
-            return read_plain(TrainingPlan, json.loads(text), "plan")
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"this text is no training plan (see TrainingPlan.to_json): {error}"
-            ) from error
+        """The plan that `to_json` wrote. Raises ValueError, naming the key that is wrong."""
+        return read_json(TrainingPlan, text, "training plan")
 
     def explain(self) -> str:
         """The plan in words."""
