@@ -48,7 +48,8 @@ def model_and_inputs(name: str, attention: str) -> tuple[nn.Module, dict[str, An
     if name == "bert":
         config = BertConfig(intermediate_size=256, vocab_size=100, **size, **kind)
         mask = torch.ones_like(ids)
-        mask[:, -5:] = int(attention != "eager")  # fused attention takes no mask without padding
-        return BertModel(config).eval(), {"input_ids": ids, "attention_mask": mask}
+        mask[:, -5:] = 0
+        given = {"attention_mask": mask} if attention == "eager" else {}  # fused, none at all
+        return BertModel(config).eval(), {"input_ids": ids, **given}
     config = ViTConfig(intermediate_size=256, image_size=224, patch_size=16, **size, **kind)
     return ViTModel(config).eval(), {"pixel_values": torch.randn(1, 3, 224, 224)}
