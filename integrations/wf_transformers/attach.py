@@ -42,6 +42,7 @@ from wf_transformers.models import (
 )
 from wf_transformers.positions import tell_positions
 from wf_transformers.registry import register_free, registered_for
+from wf_transformers.tensor_parallel import check_tensor_parallel
 
 Words = dict[str, Any]
 
@@ -107,6 +108,7 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
     spread_mixers(model, handle)
     if handle.sp.size > 1:
         refuse_unspreadable(model)
+        check_tensor_parallel(model, handle)
     tell_windows(model)
     handle.attention.name_layers(model)
     for module, changes in changes_in(model, handle.attention):

@@ -159,7 +159,9 @@ def obstacle(model: nn.Module, sp: SequenceParallel, sharded: bool = False) -> s
     if LAYOUTS[sp.config.layout].needs_slices:
         return f"the {sp.config.layout} layout follows from the slices of a mask"
     if not sharded and any(isinstance(p, DTensor) for p in parameters):
-        return "its parameters are sharded already: attach it before fully_shard"
+        return (
+            "its parameters are in parts already: attach it before they are (fully_shard and such)"
+        )
     if any(registered_for(one) is not None for one in outermost(model)):
         return "its attention is WallFacer's already, so it cannot run alone"
     samples = [_sample(p) for p in parameters if not isinstance(p, DTensor)]
