@@ -86,6 +86,24 @@ def test_the_closest_plan_is_none_that_needs_more_than_the_model(wallfacer, fold
     assert code == 2 and closest <= unchunked
 
 
+@pytest.mark.parametrize("words", [("--max-memory", "1.5"), ("--max-slowdown", "-1")])
+def test_a_budget_is_refused_before_the_model_is_read(
+    wallfacer, folder, monkeypatch, words
+) -> None:
+    monkeypatch.setattr(command, "call_reader", lambda *_: pytest.fail("work has begun"))
+    code, _, err = wallfacer("chunk", "--model", folder, "--seqlen", "8", *words)
+    assert code == 2 and f"got {float(words[1])}" in err
+
+
+def test_a_share_of_the_memory_is_drawn_as_a_budget(wallfacer, folder, monkeypatch) -> None:
+    drawn = list[int]()
+    monkeypatch.setattr(command, "draw_memory", lambda _, limit, *__: drawn.append(limit))
+    words = ("--seqlen", "2048", "--layers", "1", "--max-memory", "0.9", "--picture", "a.png")
+    code, out, err = wallfacer("chunk", "--model", folder, *words, "--json")
+    assert code == 0, err
+    assert drawn == [int(0.9 * json.loads(out)["peak_before"])]
+
+
 def test_a_config_that_transformers_cannot_use(wallfacer, folder: str) -> None:
     path = Path(folder) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": 0}))

@@ -74,6 +74,16 @@ def test_rates_are_kept_whole_or_not_at_all(wallfacer, known: Path, monkeypatch)
     assert code == 0 and "not kept (" in out  # a file where the folder should be
 
 
+def test_a_folder_s_name_is_no_markup(wallfacer, known: Path, tmp_path: Path) -> None:
+    (folder := tmp_path / "a[" / "b]").mkdir(parents=True)
+    (folder / "hetero-here.json").write_text((known / "hetero-here.json").read_text())
+    code, out, _ = wallfacer("bench-hetero", "--cache-dir", str(folder))
+    assert code == 0 and f"from {folder}/hetero-here.json" in out
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    args = ("generate", "--prompt", "w3", "--max-memory", "80kB", "--shaped", "1,2,3")
+    assert f"loading {folder}" in wallfacer(*args, "--model", str(folder))[2]
+
+
 @pytest.mark.parametrize("size", ["many", "0B"])
 def test_bench_hetero_refuses_a_bad_size(wallfacer, known: Path, size: str) -> None:
     code, _, err = wallfacer("bench-hetero", "--model-size", size, "--cache-dir", str(known))
@@ -142,6 +152,7 @@ def test_one_token_is_one_token(wallfacer, folder: Path) -> None:
     [
         (("--seed", str(2**64)), f"--seed must be from -{2**63} to {2**64 - 1}, got {2**64}"),
         (("--seed", str(-(2**63) - 1)), f"--seed must be from .*, got -{2**63 + 1}"),
+        (("--seed", "7"), "--seed 7 is of a draw: give --sample too, or leave it out"),
         (("--max-new-tokens", "0"), "--max-new-tokens must be a positive integer, got 0"),
         (("--max-new-tokens", str(2**41)), f"--max-new-tokens must be at most {2**40}, got"),
         (("--max-memory", "lots"), "--max-memory must be .* got 'lots'"),

@@ -67,6 +67,8 @@ def test_what_cannot_be_read_is_refused(wallfacer, tmp_path: Path) -> None:
     for size, told in (("1", "at least 2, got 1"), ("257", "at most 256, got 257")):
         code, _, err = wallfacer(*model, "--sequence-parallel-size", size)
         assert code == 2 and f"--sequence-parallel-size must be {told}" in err
+    code, _, err = wallfacer(*model, *ON_FOUR, "--layout", "document_zigzag")
+    assert code == 2 and "--layout must be one of ['zigzag', 'contiguous']" in err
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": "four"}))
     code, _, err = wallfacer(*model, *ON_FOUR)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -12,18 +11,17 @@ from statistics import median
 from typing import Annotated, Any
 
 import torch
-import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import track
 from torch.profiler import profile, record_function
+from typer import Option
 
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
 from wf_backends._validation import AUTO
 from wf_backends.cli import options as o
 from wf_backends.cli.plan import block, config, plain_ring, plan_words
-from wf_backends.cli.tables import console_for, table_of
-from wf_backends.cluster import Timer, cache_folder, job_topology
+from wf_backends.cli.tables import print_json, table_of, wide_console
+from wf_backends.cluster import Timer, job_topology
 from wf_backends.comm import Communicator, make_comm
 from wf_backends.planner import Plan, Request, all_plans, check_memory, milliseconds, scheme
 from wf_backends.schedule import SLICE_WORDS
@@ -31,20 +29,15 @@ from wf_backends.schedule import SLICE_WORDS
 EXACT_UP_TO = 16  # ranks; beyond, pricing every candidate message by message takes long
 
 
-@o.describes_model(heads=8, kv_heads=0, head_dim=64, seqlen=8192, dtype="float32")
+@o.describes_model(heads=8, head_dim=64, seqlen=8192, dtype="float32")
 def bench(
     model: o.Model,
-    topology: Annotated[
-        str, typer.Option(help="A preset's name or a file; empty = measured on this job.")
-    ] = "",
+    topology: Annotated[str, Option(help="A preset or a file; empty = measured on this job.")] = "",
     cache_dir: o.CacheDir = None,
-    top: Annotated[int, typer.Option(help="How many candidates to run.")] = 5,
-    repeats: Annotated[int, typer.Option(help="Runs of each; the median counts.")] = 5,
+    top: Annotated[int, Option(help="How many candidates to run.")] = 5,
+    repeats: Annotated[int, Option(help="Runs of each; the median counts.")] = 5,
     layers: o.Layers = 0,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="Write a Chrome trace of every rank beside this: .json."),
-    ] = None,
+    trace: Annotated[Path | None, Option(help="Chrome traces of all ranks: .json.")] = None,
     as_json: o.AsJson = False,
 ) -> None:
     """Run the best candidates on this job, and the plain ring beside them.
@@ -60,10 +53,9 @@ def bench(
     o.check_file("--trace", trace, (".json",))
     o.check_range(1, top=top, repeats=repeats)
     workload = model.workload()
-    launched = launch.init()
-    try:
+    with closing(launch.init()) as launched:
         comm, device = make_comm(), launched.device
-        found = job_topology(comm, topology, device, cache_dir or cache_folder(os.environ))
+        found = job_topology(comm, topology, device, o.folder_of(cache_dir))
         request = Request(found, workload, exact_up_to=EXACT_UP_TO, **o.keeping(layers))
         plans = with_ring(all_plans(priced(request)), priced(request), top)
         inputs = cache(partial(draw_inputs, model, comm.rank, device))
@@ -71,8 +63,6 @@ def bench(
         times = run(works, Timer(comm, device), repeats)
         if trace is not None:
             write_trace(plans, works, comm, trace)
-    finally:
-        launched.close()
     if launched.rank == 0:
         show(plans, times, request, as_json)
 
@@ -106,39 +96,40 @@ def show(plans: list[Plan], times: list[float], request: Request, as_json: bool)
     both = list(zip(plans, times, strict=True))
     fastest, _ = min(both, key=lambda one: one[1])
     if as_json:
-        words = [plan_words(plan, request) | {"measured_s": took} for plan, took in both]
         told = {
             "topology": request.topology.to_dict(),
-            "rate_of": rate_of(request),
+            "rate_of": priced(request).workload.kernel,
             "fastest": config(fastest, request),
-            "plans": words,
+            "plans": [plan_words(plan, request) | {"measured_s": took} for plan, took in both],
         }
-        typer.echo(json.dumps(told, indent=2))
+        print_json(told)
         return
-    table = table_of(escape(heading(request)), [row(plan, took, request) for plan, took in both])
-    console_for(table).print(table)
-    name = scheme(fastest, request.topology.size)
-    typer.echo(f"Fastest here: {name}. {block(fastest, request)}")
-
-
-def rate_of(request: Request) -> str:
-    """The kernel whose rate predictions use: the one asked for, if the topology has its rate."""
-    rates, wanted = request.topology.kernels, request.workload.kernel
-    return wanted if wanted in dict(rates) else rates[0][0]
+    size = request.topology.size
+    rows = [
+        {
+            "plan": scheme(plan, size),
+            "predicted ms": milliseconds(plan.cost.seconds),
+            "measured ms": milliseconds(took),
+            "measured / predicted": f"{took / plan.cost.seconds:.2f}",
+        }
+        for plan, took in both
+    ]
+    wide_console().print(table_of(heading(request), rows))
+    print(f"Fastest here: {scheme(fastest, size)}. {block(fastest, request)}")
 
 
 def priced(request: Request) -> Request:
-    """The request priced by `rate_of`; what runs is the kernel that was asked for."""
-    return replace(request, workload=replace(request.workload, kernel=rate_of(request)))
+    """The request by the rate of the kernel that runs; by the topology's first if it has none."""
+    rates, wanted = request.topology.kernels, request.workload.kernel
+    known = wanted if wanted in dict(rates) else rates[0][0]
+    return replace(request, workload=replace(request.workload, kernel=known))
 
 
 def with_ring(plans: list[Plan], request: Request, top: int) -> list[Plan]:
     """The first `top` plans, followed by the plain ring if it is not among them.
 
-    Plans that need more memory than there is are left out: they would swap, or end the job.
-
-    Raises:
-        ValueError: if no plan fits the memory, naming the one that comes closest.
+    Plans that need more memory than there is are left out: they would swap, or end the job. If all
+    do, a ValueError names the one that comes closest.
     """
     check_memory(plans[0], request)
     ring = plain_ring(request)
@@ -163,10 +154,8 @@ def prepare(
     plan: Plan, model: o.Model, comm: Any, inputs: Callable[[int], tuple[Any, ...]]
 ) -> Callable[[], None]:
     """Forward and backward of a plan on the inputs of so many rows."""
-    words = plan.choice.to_config(comm.size, model.layout) | {
-        "kernel": model.kernel,
-        "partials": model.partials,
-    }
+    words = plan.choice.to_config(comm.size, model.layout)
+    words |= {"kernel": model.kernel, "partials": model.partials}
     sp = SequenceParallel(SequenceParallelConfig.from_dict(words), comm)
     mask = model.mask_words()
     slices = {key: mask[key] for key in SLICE_WORDS if key in mask}
@@ -181,18 +170,9 @@ def prepare(
 
 def heading(request: Request) -> str:
     """What is measured, and whose rate predicts it if that is not the kernel that runs."""
-    cluster, wanted, known = request.topology, request.workload.kernel, rate_of(request)
+    cluster, wanted = request.topology, request.workload.kernel
+    known = priced(request).workload.kernel
     told = f"{cluster.name}: {cluster.size} ranks; forward and backward"
     if wanted in (AUTO, known):
         return told
     return f"{told}; predicted by the rate of {known}: the topology has none of {wanted}"
-
-
-def row(plan: Plan, took: float, request: Request) -> dict[str, str]:
-    """Predicted beside measured, by the names of the columns."""
-    return {
-        "plan": scheme(plan, request.topology.size),
-        "predicted ms": milliseconds(plan.cost.seconds),
-        "measured ms": milliseconds(took),
-        "measured / predicted": f"{took / plan.cost.seconds:.2f}",
-    }

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
+from contextlib import suppress
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from typing import Annotated
 
-import typer
-from rich.console import Console
+from typer import Option
 
 from wf_backends import hetegen
 from wf_backends._validation import parse_bytes
 from wf_backends.cli import options as o
-from wf_backends.cluster import cache_folder, keep_text
+from wf_backends.cluster import keep_text
 
 NAMES = {
     "link": "pinned host memory to accelerator",
@@ -28,10 +27,8 @@ NAMES = {
 
 
 def bench_hetero(
-    model_size: Annotated[str, typer.Option(help="Bytes of the model's weights.")] = "14GB",
-    max_memory: Annotated[
-        str, typer.Option(help="How much of the accelerator's memory weights may take.")
-    ] = "0B",
+    model_size: Annotated[str, Option(help="Bytes of the model's weights.")] = "14GB",
+    max_memory: Annotated[str, Option(help="Of the accelerator, for weights.")] = "0B",
     cache_dir: o.CacheDir = None,
     fresh: o.Fresh = False,
 ) -> None:
@@ -47,7 +44,7 @@ def bench_hetero(
     size, room = parse_bytes("--model-size", model_size), parse_bytes("--max-memory", max_memory)
     if not size:
         raise ValueError(f"--model-size must be more than 0 bytes, got {model_size!r}")
-    device, rates, source = known_rates(cache_dir or cache_folder(os.environ), fresh)
+    device, rates, source = known_rates(o.folder_of(cache_dir), fresh)
     one = rates.at(1, 4)
     resident = min(1.0, room / size)
     alpha = hetegen.best_alpha(resident, one)
@@ -56,28 +53,25 @@ def bench_hetero(
         "streaming": hetegen.seconds_per_byte(0.0, resident, one),
         "the CPU alone": 1 / min(one.host, one.memory),
     }
-    out = Console(highlight=False)
-    out.print(f"{device}, {source}")
+    print(f"{device}, {source}")
     for name, told in NAMES.items():
-        out.print(f"  {told:40}{getattr(rates, name) / 1e9:8.2f} GB/s")
-    out.print(f"alpha {alpha:.2f}: the host's share; resident {resident:.2f}")
+        print(f"  {told:40}{getattr(rates, name) / 1e9:8.2f} GB/s")
+    print(f"alpha {alpha:.2f}: the host's share; resident {resident:.2f}")
     for name, each in seconds.items():
-        out.print(f"  {name:40}{1 / (each * size):8.2f} tokens/s")
+        print(f"  {name:40}{1 / (each * size):8.2f} tokens/s")
 
 
 def known_rates(folder: Path, fresh: bool) -> tuple:
     """(device, rates, where they are from), measured at the first use on this host."""
     path = folder / f"hetero-{socket.gethostname()}.json"
-    if path.exists() and not fresh:
-        try:
-            words = json.loads(path.read_text())
-            rates = {name: inf if rate is None else rate for name, rate in words["rates"].items()}
-            return words["device"], hetegen.Rates(**rates), f"from {path}"
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # of another version, or not readable: measured again
+    unreadable = OSError, ValueError, KeyError, TypeError, AttributeError  # or of another version
+    with suppress(*unreadable):
+        words = {} if fresh else json.loads(path.read_text())
+        rates = {name: rate for name, rate in words["rates"].items() if rate is not None}
+        return words["device"], hetegen.Rates(**rates), f"from {path}"
     device, rates = hetegen.measure_machine()
     if fresh:
         return device, rates, "measured"
-    known = {name: None if rate == inf else rate for name, rate in asdict(rates).items()}
+    known = {name: rate for name, rate in asdict(rates).items() if rate < inf}
     text = json.dumps({"device": device, "rates": known}, indent=2)
     return device, rates, f"measured; {keep_text(path, text)}"

@@ -22,10 +22,6 @@ def budget_of(
     Args:
         name: of the model.
         counted: the request that the plans answer; its ranks may stand for more.
-
-    Raises:
-        ValueError, NotImplementedError: if the model's config does not tell its sizes, or is of a
-            mixture of experts.
     """
     work, shape = asked.workload, asked.workload.shape
     heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Option
 
-from wf_backends._validation import parse_bytes, positive
+from wf_backends._validation import positive
 from wf_backends.autochunk import BudgetError, Profiles, Rates, longest, memory_profiles
-from wf_backends.cli.draw import check_picture, draw_memory
+from wf_backends.cli.draw import Picture, draw_memory
 from wf_backends.cli.options import AsJson, check_range
-from wf_backends.cli.readers import call_reader, check_folder
-from wf_backends.cli.tables import table_of
+from wf_backends.cli.readers import ModelFolder, call_reader
+from wf_backends.cli.tables import print_json, table_of
+from wf_backends.graph import checked_budget
 
 SKELETONS = "wallfacer.skeletons"  # entry points: a folder -> a model on fake tensors, its inputs
 MOST_TOKENS = 2**29  # a mask of their square is still counted in 64 bits
@@ -29,28 +29,25 @@ STEP = 1024  # tokens: the longest sequence is a multiple of it
 
 
 def chunk(
-    model: Annotated[Path, typer.Option(help="Folder with config.json; no weights are read.")],
-    seqlen: Annotated[int, typer.Option(help="Tokens of a sequence.")],
-    batch: Annotated[int, typer.Option(help="Sequences.")] = 1,
-    max_memory: Annotated[str, typer.Option(help="Of activations, such as 8GB.")] = "",
-    max_slowdown: Annotated[float, typer.Option(help="Share of time that slices may add.")] = 0.1,
-    attention: Annotated[str, typer.Option(help="sdpa or eager.")] = "sdpa",
-    layers: Annotated[int, typer.Option(help="Lay out only so many; 0: all.")] = 0,
+    model: ModelFolder,
+    seqlen: Annotated[int, Option(help="Tokens of a sequence.")],
+    batch: Annotated[int, Option(help="Sequences.")] = 1,
+    max_memory: Annotated[str, Option(help="Of activations, such as 8GB.")] = "",
+    max_slowdown: Annotated[float, Option(help="Share of time that slices may add.")] = 0.1,
+    attention: Annotated[str, Option(help="sdpa or eager.")] = "sdpa",
+    layers: Annotated[int, Option(help="Lay out only so many; 0: all.")] = 0,
     longest_sequence: Annotated[
-        bool, typer.Option("--longest", help="Also find the longest sequence that fits.")
+        bool, Option("--longest", help="Also find the longest sequence that fits.")
     ] = False,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Times at this machine's rates, not at a GPU's.")
-    ] = False,
+    measure: Annotated[bool, Option("--measure", help="Take this machine's rates.")] = False,
     as_json: AsJson = False,
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw the memory over the run here: .png, .svg or .pdf.")
-    ] = None,
+    picture: Picture = None,
 ) -> None:
     """Find the parts of a model's forward pass to run slice by slice under a memory budget.
 
     Nothing is computed and no weights are read: a model of any size is looked at on any machine,
-    with the same result on each, unless it is to `--measure` itself.
+    with the same result on each, unless it is to `--measure` itself. The picture is of the memory
+    over the run.
 
     Example:
 
@@ -59,24 +56,23 @@ def chunk(
     check_range(1, seqlen=seqlen, batch=batch)
     positive("--batch times --seqlen", batch * seqlen, MOST_TOKENS)
     check_range(0, layers=layers)
-    check_folder(model)
-    check_picture(picture)
     memory = _memory(max_memory)
-    limit = parse_bytes("max_memory", memory) if isinstance(memory, int | str) else None
-    if longest_sequence and limit is None:
+    budget = checked_budget(memory, max_slowdown)
+    if longest_sequence and not isinstance(budget.memory, int):
         raise ValueError("--longest needs --max-memory as a size, such as 8GB")
 
     def profiles_of(tokens: int, some: int) -> Profiles:
         made, inputs = call_reader(SKELETONS, "chunk", model, tokens, batch, attention, some)
-        rates = None if measure else Rates()
-        return memory_profiles(made, inputs, memory, max_slowdown, rates)
+        return memory_profiles(made, inputs, memory, max_slowdown, None if measure else Rates())
 
     found = profiles_of(seqlen, layers)
-    reach = _longest(partial(profiles_of, some=layers or FEW)) if longest_sequence else None
+    fits = partial(_fits, partial(profiles_of, some=layers or FEW))
+    reach = longest(fits, STEP) if longest_sequence else None
     if picture is not None:
+        limit = budget.in_bytes(found.plan.peak_before).memory
         draw_memory(found, limit, picture, f"{model.name}, {seqlen} tokens")
     if as_json:
-        print(json.dumps({**asdict(found.plan), "longest_sequence": reach}, indent=2))
+        print_json({**asdict(found.plan), "longest_sequence": reach})
         return
     print(found.plan.explain())
     if reach is not None:
@@ -84,26 +80,20 @@ def chunk(
     Console().print(_table(found))
 
 
-def _longest(profiles_of: Callable[[int], Profiles]) -> int:
-    """The most tokens for which there is a plan within the budget."""
-
-    def fits(tokens: int) -> bool:
-        try:
-            profiles_of(tokens)
-        except BudgetError:
-            return False
-        return True
-
-    return longest(fits, STEP)
+def _fits(profiles_of: Callable[[int], Profiles], tokens: int) -> bool:
+    """Whether there is a plan within the budget for so many tokens."""
+    try:
+        profiles_of(tokens)
+    except BudgetError:
+        return False
+    return True
 
 
 def _memory(text: str) -> str | float | None:
     """A size as it is, bytes or a share of the unchunked peak as a number, None for nothing."""
     for number in (int, float):
-        try:
+        with suppress(ValueError):
             return number(text)
-        except ValueError:
-            continue
     return text or None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 import typer
@@ -11,6 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from wf_backends.cli.options import AsJson
+from wf_backends.cli.tables import print_json
 from wf_backends.cluster import Finding, check_up
 
 
@@ -23,7 +23,7 @@ def doctor(as_json: AsJson = False) -> None:
     """
     findings = list(check_up())
     if as_json:
-        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print_json([asdict(finding) for finding in findings])
     else:
         Console().print(table(findings))
     if any(finding.needed and not finding.works for finding in findings):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from typer import Option
 
 from wf_backends.autochunk import Profiles
 from wf_backends.cli.options import check_file
@@ -14,17 +16,19 @@ from wf_backends.schedule import Schedule
 PICTURES = (".png", ".svg", ".pdf")
 
 
-def check_picture(path: Path | None) -> None:
-    """Refuse, before any work, a picture that could not be drawn or written; None = none.
-
-    Raises:
-        ValueError: for another ending, a path that cannot be written, or without matplotlib.
-    """
+def check_picture(path: Path | None) -> Path | None:
+    """The path; refused, before any work, if no picture could be drawn or written there."""
     check_file("--picture", path, PICTURES)
     if path is not None and find_spec("matplotlib") is None:
         raise ValueError(
             "--picture needs matplotlib, which is missing: pip install 'wallfacer[cli]'"
         )
+    return path
+
+
+Picture = Annotated[
+    Path | None, Option(callback=check_picture, help="Draw it here: .png, .svg or .pdf.")
+]
 
 
 def draw(schedule: Schedule, cluster: Topology, path: Path, title: str) -> None:
@@ -36,7 +40,7 @@ def draw(schedule: Schedule, cluster: Topology, path: Path, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def draw_memory(found: Profiles, limit: int | None, path: Path, title: str) -> None:
+def draw_memory(found: Profiles, limit: float | None, path: Path, title: str) -> None:
     """Write a picture of the live bytes at each operator, before and after, beside a budget."""
     figure = new_figure((9, 4), title)
     axes = figure.subplots()
@@ -45,9 +49,7 @@ def draw_memory(found: Profiles, limit: int | None, path: Path, title: str) -> N
         axes.step(places, [count / 2**30 for _, count in side], where="mid", label=label)
     if limit is not None:
         axes.axhline(limit / 2**30, color="gray", linestyle="--", label="budget")
-    axes.set(
-        xlabel="the forward pass, by operators", ylabel="live activations, GiB", ylim=(0, None)
-    )
+    axes.set(xlabel="the operators, in order", ylabel="live activations, GiB", ylim=(0, None))
     axes.legend()
     figure.savefig(path, dpi=150)
 

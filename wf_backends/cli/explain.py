@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
-import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from typer import Argument, Option
 
 from wf_backends._validation import one_of
 from wf_backends.cli import options as o
-from wf_backends.cli.draw import check_picture, draw
+from wf_backends.cli.draw import Picture, draw
 from wf_backends.cluster import PRESETS, extended
 from wf_backends.config import check_host_size, parse_route
 from wf_backends.planner import (
@@ -35,11 +33,11 @@ SHOWN = 12  # slices of a mask that are listed
 WIDTH = 36  # characters of the time axis: with it the table fits 80 columns
 
 
-@o.describes_model(heads=32, kv_heads=0, head_dim=128, seqlen=131072)
+@o.describes_model()
 def explain(
     route: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="ring, all_gather, double_ring:inner=4, concentric:team_size=2, "
             "mesh:rows=2,cols=4; placed with ,order=1-0 and ,reverse=true; those that gather with "
             ",host_size=4: rows cross to a host once"
@@ -49,16 +47,10 @@ def explain(
     topology: o.TopologyName = "h100-8x400g",
     ranks: Annotated[
         int | None,
-        typer.Option(
-            help=f"Ranks of one sequence; 0 = all of the topology. Not given: {RANKS} of a preset, "
-            "all of a file.",
-            show_default=False,
-        ),
+        Option(help=f"Ranks of one sequence; 0 = all. Else {RANKS} of a preset, all of a file."),
     ] = None,
-    moves: Annotated[str, typer.Option(help="Which side walks back: keys or queries.")] = "keys",
-    picture: Annotated[
-        Path | None, typer.Option(help="Draw who meets whom here: .png, .svg or .pdf.")
-    ] = None,
+    moves: Annotated[str, Option(help="Which side walks back: keys or queries.")] = "keys",
+    picture: Picture = None,
 ) -> None:
     """Show who meets whom, what every step costs, and where the rings run on the hosts.
 
@@ -71,7 +63,6 @@ def explain(
         wallfacer explain ring --ranks 8 --seqlen 65536 --mask mask.json --layout balanced
     """
     one_of("--moves", moves, MOVES)
-    check_picture(picture)
     if ranks is None:
         ranks = RANKS if topology in PRESETS else 0
     o.check_range(0, ranks=ranks)
@@ -86,22 +77,17 @@ def explain(
     plan = price_plan(request, Choice(1, placed, placed, moves))
     show(plan, cluster.size, added)
     if work.mask.slices is not None:
-        typer.echo("\n".join(mask_lines(work, cluster.size)))
+        print("\n".join(mask_lines(work, cluster.size)))
     if picture is not None:
-        title = f"{route}, {cluster.size} ranks"
-        draw(place(placed, cluster.size), cluster, picture, title=title)
-        Console().print(escape(f"drawn: {picture}"))
+        draw(place(placed, cluster.size), cluster, picture, f"{route}, {cluster.size} ranks")
+        print(f"drawn: {picture}")
 
 
 def show(plan: Plan, size: int, added: int) -> None:
-    """Print the grid, and the timelines of both passes.
-
-    Args:
-        added: hosts that the topology's file does not have.
-    """
+    """Print the grid, and the timelines of both passes; `added` hosts are not in the file."""
     placed, console = plan.choice.forward, Console()
     console.print(f"[bold]{placed}[/bold] on {size} ranks{o.added_words(added)}\n")
-    typer.echo(render(place(placed, size)))
+    print(render(place(placed, size)))
     for name, cost in (("forward", plan.forward), ("backward", plan.backward)):
         console.print(timeline(cost, name))
 
@@ -115,25 +101,22 @@ def timeline(cost: Cost, name: str) -> Table:
     found.add_column("compute #  transfer -  both +", min_width=WIDTH, no_wrap=True)
     for label in dict.fromkeys(span.label for span in cost.spans):
         spans = [span for span in cost.spans if span.label == label]
-        took = [_seconds(spans, kind) for kind in ("compute", "transfer")]
-        line = bar(spans, max(cost.seconds, 1e-12))
-        found.add_row(label, *map(milliseconds, took), line)
+        took = [
+            milliseconds(sum(span.stop - span.start for span in spans if span.kind == kind))
+            for kind in ("compute", "transfer")
+        ]
+        found.add_row(label, *took, bar(spans, max(cost.seconds, 1e-12)))
     return found
-
-
-def _seconds(spans: Sequence[Span], kind: str) -> float:
-    return sum(span.stop - span.start for span in spans if span.kind == kind)
 
 
 def bar(spans: Sequence[Span], total: float) -> str:
     """When something of a phase goes on, as one line of characters."""
-    seen = [set[str]() for _ in range(WIDTH)]
+    busy = {"compute": set[int](), "transfer": set[int]()}
     for span in spans:
         first, stop = (round(WIDTH * at / total) for at in (span.start, span.stop))
-        for column in seen[first:stop]:
-            column.add(span.kind)
-    marks = {(): " ", ("compute",): "#", ("transfer",): "-", ("compute", "transfer"): "+"}
-    return "".join(marks[tuple(sorted(kinds))] for kinds in seen).rstrip()
+        busy[span.kind].update(range(first, stop))
+    marks = (" #-+"[(at in busy["compute"]) + 2 * (at in busy["transfer"])] for at in range(WIDTH))
+    return "".join(marks).rstrip()
 
 
 def mask_lines(work: Workload, size: int) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -13,34 +13,29 @@ from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from wf_backends._validation import AUTO, one_of
 from wf_backends.cli.readers import read_model
-from wf_backends.cluster import KERNEL_NAMES
+from wf_backends.cluster import KERNEL_NAMES, cache_folder
 from wf_backends.config import read_mask
 from wf_backends.lowering import ACTIVATION, FLOAT32, PARTIALS, Shape
 from wf_backends.planner import MIN_HALVINGS, Workload, draw_documents
 from wf_backends.schedule import LAYOUTS, check_layout_name, make_mask
 
-ITEMSIZES: Mapping[str, int] = MappingProxyType(
-    {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-)
-MOST: Mapping[str, int] = MappingProxyType(
-    {"heads": 2**16, "head_dim": 2**16, "seqlen": 2**40, "batch": 2**31}
-)
+ITEMSIZES = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8})
+MOST = MappingProxyType({"heads": 2**16, "head_dim": 2**16, "seqlen": 2**40, "batch": 2**31})
 KEYWORD = Parameter.KEYWORD_ONLY
 
-TopologyName = Annotated[str, typer.Option(help="A preset's name, or a .json or .toml file.")]
+TopologyName = Annotated[str, Option(help="A preset's name, or a .json or .toml file.")]
 Layers = Annotated[
-    int,
-    typer.Option(help="Attention layers; with it, also plans that keep what the forward gathers."),
+    int, Option(help="Attention layers; with it, also plans that keep what the forward gathers.")
 ]
 CacheDir = Annotated[
-    Path | None,
-    typer.Option(help="Where what was measured is kept, by hosts; ~/.cache/wallfacer."),
+    Path | None, Option(help="Where what was measured is kept, by hosts; ~/.cache/wallfacer.")
 ]
-Fresh = Annotated[bool, typer.Option(help="Measure again, and keep nothing.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Fresh = Annotated[bool, Option(help="Measure again, and keep nothing.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 
 def take_shape(ctx: typer.Context, name: str) -> str:
@@ -54,61 +49,38 @@ def take_shape(ctx: typer.Context, name: str) -> str:
 class Model:
     """What is computed: the options that describe it."""
 
-    heads: Annotated[int, typer.Option(help="Query heads of the model.")]
-    kv_heads: Annotated[int, typer.Option(help="Key and value heads; 0 = as many as heads.")]
-    head_dim: Annotated[int, typer.Option(help="Size of one head.")]
-    seqlen: Annotated[int, typer.Option(help="Tokens of the whole sequence.")]
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(ITEMSIZES)}.")] = "bfloat16"
-    causal: Annotated[
-        bool, typer.Option("--causal/--full", help="Whether no query sees later keys.")
-    ] = True
-    window: Annotated[
-        int, typer.Option(help="Tokens that a query sees to its left; -1 = all.")
-    ] = -1
+    heads: Annotated[int, Option(help="Query heads of the model.")] = 32
+    kv_heads: Annotated[int, Option(help="Key and value heads; 0 = as many as heads.")] = 0
+    head_dim: Annotated[int, Option(help="Size of one head.")] = 128
+    seqlen: Annotated[int, Option(help="Tokens of the whole sequence.")] = 131072
+    batch: Annotated[int, Option(help="Sequences at once.")] = 1
+    dtype: Annotated[str, Option(help=f"One of {', '.join(ITEMSIZES)}.")] = "bfloat16"
+    causal: Annotated[bool, Option("--causal/--full", help="Whether later keys are hidden.")] = True
+    window: Annotated[int, Option(help="Tokens that a query sees to its left; -1 = all.")] = -1
     layout: Annotated[
-        str,
-        typer.Option(
-            help="zigzag, contiguous; with documents document_zigzag, with --mask balanced."
-        ),
+        str, Option(help="zigzag, contiguous; document_zigzag of documents, balanced of --mask.")
     ] = "zigzag"
-    kernel: Annotated[str, typer.Option(help="Whose rate counts; auto = the topology's first.")] = (
-        "auto"
-    )
-    partials: Annotated[
-        str, typer.Option(help="Dtype in which partial results travel: float32 or activation.")
-    ] = FLOAT32
+    kernel: Annotated[str, Option(help="Whose rate counts; auto = the topology's first.")] = "auto"
+    partials: Annotated[str, Option(help="Partial results: float32 or activation.")] = FLOAT32
     documents: Annotated[
-        int,
-        typer.Option(
-            help="Packed documents of drawn lengths, in the mean so many tokens long as a token "
-            "sees them, to the next power of two of the sequence; 0 = one."
-        ),
+        int, Option(help="Tokens of a packed document, in the mean as a token sees it; 0 = one.")
     ] = 0
     mask: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON of a mask in slices, in place of --causal, --window and --documents: "
-            '{"q_ranges": [[0, 64], ...], "k_ranges": [...], "attn_mask_types": ["full", ...]}.'
-        ),
+        Path | None, Option(help="JSON of a mask in slices, in place of --causal and --window.")
     ] = None
     name: Annotated[
         str,
-        typer.Option(
+        Option(
             "--model",
             callback=take_shape,
             is_eager=True,
-            help="A Hugging Face model, a folder, a config.json or a name: whose heads, key heads "
-            "and head size count where they are not given.",
+            help="A Hugging Face model, by folder, config.json or name, whose heads count if none "
+            "are given.",
         ),
     ] = ""
 
     def workload(self) -> Workload:
-        """The same as the planner takes it.
-
-        Raises:
-            ValueError: naming the option, its value and what would be right.
-        """
+        """The same as the planner takes it; ValueError names the option that is wrong."""
         for name, most in MOST.items():
             check_range(1, most, **{name: getattr(self, name)})
         check_range(-1, window=self.window)
@@ -130,13 +102,11 @@ class Model:
         """The mask but for its documents, as arguments of sp.attention."""
         if self.mask is None:
             return {"causal": self.causal, "window_size": (self.window, -1)}
-        for said, words in (
-            (self.window != -1, f"--window {self.window}"),
-            (self.documents, f"--documents {self.documents}"),
-            (not self.causal, "--full"),
-        ):
-            if said:
-                raise ValueError(f"--mask says all of the mask: leave {words} out")
+        beside = [f"--window {self.window}"] if self.window != -1 else []
+        beside += [f"--documents {self.documents}"] if self.documents else []
+        beside += [] if self.causal else ["--full"]
+        if beside:
+            raise ValueError(f"--mask says all of the mask: leave {beside[0]} out")
         return read_mask("--mask", self.mask)
 
     def _check_layout(self) -> None:
@@ -164,9 +134,7 @@ class Model:
 def describes_model(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Gives a command, in place of its argument `model`, the options of `Model`.
 
-    Args:
-        defaults: of the options; those of `Model` where there are none. `documents` is an option
-            only if it is among them.
+    With other defaults where they are given; `documents` is an option only if it is among them.
     """
     *options, named = (
         one.replace(kind=KEYWORD, default=defaults.get(one.name, one.default))
@@ -183,7 +151,6 @@ def describes_model(**defaults: Any) -> Callable[[Callable[..., None]], Callable
         own = signature(command, eval_str=True).parameters.values()
         taken = options + [one.replace(kind=KEYWORD) for one in own if one.name != "model"]
         call.__signature__ = Signature(taken)  # pyright: ignore[reportAttributeAccessIssue]
-        call.__annotations__ = {one.name: one.annotation for one in taken}
         return call
 
     return decorate
@@ -200,12 +167,7 @@ def check_range(least: int, most: float = inf, **options: float) -> None:
 
 
 def check_file(option: str, path: Path | None, endings: tuple[str, ...] = ()) -> None:
-    """Refuse, before any work, a file with another ending or that cannot be written.
-
-    Args:
-        path: None = no file is wanted.
-        endings: that the name may have; none = any.
-    """
+    """Refuse, before any work, a file with none of the endings or that cannot be written."""
     if path is None:
         return
     if endings and path.suffix not in endings:
@@ -217,6 +179,11 @@ def check_file(option: str, path: Path | None, endings: tuple[str, ...] = ()) ->
         raise ValueError(f"{option} {path} is a folder: name a file, which may be in it")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"{option} {path}: you may not write there; name another file")
+
+
+def folder_of(cache_dir: Path | None) -> Path:
+    """That of --cache-dir, or the usual one."""
+    return cache_dir or cache_folder(os.environ)
 
 
 def added_words(count: int) -> str:

@@ -7,15 +7,16 @@ from dataclasses import replace
 from math import inf
 from typing import Annotated, Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
+from typer import Option
 
 from wf_backends._validation import AUTO
+from wf_backends._validation import MOST as MOST_RANKS
 from wf_backends.cli import options as o
 from wf_backends.cli.budget import budget_of, show_budget
 from wf_backends.cli.plan_table import full_table, short_table
-from wf_backends.cli.tables import console_for
+from wf_backends.cli.tables import print_json, wide_console
 from wf_backends.cluster import extended
 from wf_backends.lowering import ACTIVATION
 from wf_backends.planner import (
@@ -36,32 +37,28 @@ from wf_backends.planner import (
 )
 from wf_backends.schedule import in_rank_order, make_layout
 
+MOST_GIB = 2**20  # of a rank
+FIGURES = ("compute_s", "exposed_s", "nic_bytes", "inside_bytes", "memory_bytes")  # of a cost
 
-@o.describes_model(heads=32, kv_heads=0, head_dim=128, seqlen=131072, documents=0)
+
+@o.describes_model(documents=0)
 def plan(
     model: o.Model,
     topology: o.TopologyName = "h100-8x400g",
-    ranks: Annotated[int, typer.Option(help="Ranks of one sequence; 0 = all.")] = 0,
-    ulysses_degree: Annotated[int, typer.Option(help="Only this head split; 0 = all.")] = 0,
+    ranks: Annotated[int, Option(help="Ranks of one sequence; 0 = all.")] = 0,
+    ulysses_degree: Annotated[int, Option(help="Only this head split; 0 = all.")] = 0,
     memory_gib: Annotated[
-        float,
-        typer.Option(
-            help="What attention may take of a rank; 0 = all it has. Beside --model, all that a "
-            "rank has: then its whole budget in training is printed too."
-        ),
+        float, Option(help="What attention, or with --model training, may take of a rank; 0 = all.")
     ] = 0,
     data_parallel_size: Annotated[
-        int, typer.Option(help="Groups of such ranks, which share ZeRO's states in the budget.")
+        int, Option(help="Groups of such ranks, which share ZeRO's states in the budget.")
     ] = 1,
     exact_up_to: Annotated[
-        int,
-        typer.Option(help="Ranks up to which every message is counted; a call's by default."),
+        int, Option(help="Ranks up to which every message is counted; a call's by default.")
     ] = EXACT_UP_TO,
     layers: o.Layers = 0,
-    top: Annotated[int, typer.Option(help="How many of the best plans to list.")] = 6,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="List every plan, with all that is predicted of it.")
-    ] = False,
+    top: Annotated[int, Option(help="How many of the best plans to list.")] = 6,
+    show_all: Annotated[bool, Option("--all", help="List every plan, with all figures.")] = False,
     as_json: o.AsJson = False,
 ) -> None:
     """What "auto" chooses on a cluster and why, beside the schemes that papers name.
@@ -78,19 +75,19 @@ def plan(
 
         wallfacer plan --ranks 8 --seqlen 65536 --mask mask.json --layout balanced
     """
-    o.check_range(0, memory_gib=memory_gib, exact_up_to=exact_up_to, ranks=ranks)
+    o.check_range(0, ulysses_degree=ulysses_degree, exact_up_to=exact_up_to)
+    o.check_range(0, MOST_RANKS, ranks=ranks)
+    o.check_range(0, MOST_GIB, memory_gib=memory_gib)
     o.check_range(1, top=top, data_parallel_size=data_parallel_size)
     cluster, added = extended(topology, ranks)
     asked = Request(
         cluster,
-        work := model.workload(),
+        model.workload(),
         memory_bytes=memory_gib * 2**30 or None,
         degrees=(ulysses_degree,) if ulysses_degree else None,
         exact_up_to=exact_up_to,
         **o.keeping(layers),
     )
-    # refuses sequences that are too short
-    make_layout(work.layout, cluster.size, work.seqlen, work.mask.cu_seqlens, work.mask.slices)
     trained = (model.name, data_parallel_size) if model.name and memory_gib else None
     if data_parallel_size > 1 and trained is None:
         raise ValueError(
@@ -109,40 +106,35 @@ def answer(
         added: hosts that the topology's file does not have.
         top: how many plans; None = all, with all that is predicted of them.
         trained: a model's name and the data parallel size, if a rank's whole budget is wanted.
-
-    Raises:
-        ValueError: if no plan fits the memory, or the model does not tell its sizes.
-        NotImplementedError: for documents that cannot be predicted on so many ranks, and for the
-            budget of a mixture of experts.
     """
+    at, work = asked.topology, asked.workload
+    make_layout(work.layout, at.size, work.seqlen, work.mask.cu_seqlens, work.mask.slices)
     request = priced(asked)
     best = check_memory(plan_for(asked), request)
     every = [best, *(one for one in all_plans(request) if one.choice != best.choice)]
     plans, ring = every[:top], plain_ring(request)
-    some, size = request.topology.size, asked.topology.size
-    stand_in = [] if some == size else [f"{some} ranks stand for all {size}"]
+    some = request.topology.size
+    stand_in = [] if some == at.size else [f"{some} ranks stand for all {at.size}"]
     told = [reason(best, asked), why(best, ring, request), *stand_in, *other_layout(best, request)]
     budget = budget_of(*trained, every, request, asked) if trained else None
     if as_json:
         found = {
-            "topology": asked.topology.to_dict(),
+            "topology": at.to_dict(),
             "hosts_added": added,
             "reason": ". ".join(told),
             "plans": [plan_words(one, asked) for one in plans],
             "ring": plan_words(ring, asked),
         }
-        typer.echo(json.dumps(found | ({"budget": budget} if budget else {}), indent=2))
+        print_json(found | ({"budget": budget} if budget else {}))
         return
-    at = asked.topology
-    title = escape(f"{at.name}: {at.hosts} hosts x {at.ranks_per_host} ranks{o.added_words(added)}")
+    title = f"{at.name}: {at.hosts} hosts x {at.ranks_per_host} ranks{o.added_words(added)}"
     if top is None:
-        table = full_table(plans, ring, asked, title)
-        console = console_for(table)
+        table, console = full_table(plans, ring, asked, title), wide_console()
     else:
         table, console = short_table(plans, ring, request, asked, title), Console()
     console.print(f"[bold]{escape(told[0])}.[/bold]", escape(". ".join(told[1:])) + ".", "")
     console.print(table)
-    typer.echo(block(best, asked))
+    print(block(best, asked))
     if trained and budget:
         show_budget(trained[0], budget, console)
 
@@ -150,8 +142,7 @@ def answer(
 def priced(asked: Request) -> Request:
     """The request whose plans are compared: that of all calls like it, on some ranks of many.
 
-    Raises:
-        NotImplementedError: for documents so long that those ranks would hold few of them.
+    Documents so long that those ranks would hold few of them are refused.
     """
     like, size = alike(asked), asked.topology.size
     if asked.workload.mask.cu_seqlens and not like.workload.mask.cu_seqlens and size > NEAR_UP_TO:
@@ -170,10 +161,8 @@ def plain_ring(request: Request) -> Plan:
 
 def block(plan: Plan, request: Request) -> str:
     """The config of a plan, to be pasted."""
-    return (
-        'The "wallfacer" block of a DeepSpeed JSON, or SequenceParallelConfig.from_dict:\n'
-        + json.dumps(config(plan, request), indent=2)
-    )
+    told = 'The "wallfacer" block of a DeepSpeed JSON, or SequenceParallelConfig.from_dict:'
+    return f"{told}\n{json.dumps(config(plan, request), indent=2)}"
 
 
 def config(plan: Plan, request: Request) -> dict[str, Any]:
@@ -199,12 +188,12 @@ def why(best: Plan, ring: Plan, request: Request) -> str:
 
 def other_layout(best: Plan, request: Request) -> list[str]:
     """What is said if another layout is faster under a sliding window or slices of a mask."""
-    work = request.workload
-    others = {"contiguous"} if work.mask.band.left < inf else set[str]()
-    others |= {"balanced", "contiguous"} if work.mask.slices is not None else set()
+    work, mask = request.workload, request.workload.mask
+    near = ("contiguous",) if mask.band.left < inf else ()
     found = {
         layout: best_plan(replace(request, workload=replace(work, layout=layout)))
-        for layout in sorted(others - {work.layout})
+        for layout in (near if mask.slices is None else ("balanced", "contiguous"))
+        if layout != work.layout
     }
     layout = min(found, key=lambda name: found[name].cost.seconds, default="")
     if not layout or found[layout].cost.seconds >= best.cost.seconds:
@@ -217,17 +206,13 @@ def other_layout(best: Plan, request: Request) -> list[str]:
 
 def plan_words(plan: Plan, request: Request) -> dict[str, Any]:
     """One candidate as data."""
-    cost = plan.cost
+    choice, cost = plan.choice, plan.cost
     return {
         "config": config(plan, request),
-        "in_rank_order": plan.choice.in_rank_order,
-        "forward": str(plan.choice.forward),
-        "backward": str(plan.choice.backward),
+        "in_rank_order": choice.in_rank_order,
+        "forward": str(choice.forward),
+        "backward": str(choice.backward),
         "predicted_s": cost.seconds,
-        "compute_s": cost.compute_s,
-        "exposed_s": cost.exposed_s,
-        "nic_bytes": cost.nic_bytes,
-        "inside_bytes": cost.inside_bytes,
-        "memory_bytes": cost.memory_bytes,
+        **{name: getattr(cost, name) for name in FIGURES},
         "fits_memory": cost.memory_bytes <= request.memory_limit,
     }

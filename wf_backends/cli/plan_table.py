@@ -29,10 +29,7 @@ def full_table(plans: Sequence[Plan], ring: Plan, asked: Request, title: str) ->
     """All plans in their order, with all figures, and the ring that they are compared with."""
     listed = ring.choice in [plan.choice for plan in plans]
     shown = [*plans] if listed else [*plans, ring]
-    table = table_of(title, [row(plan, ring, asked, exposed=True) for plan in shown])
-    for plan, line in zip(shown, table.rows, strict=True):
-        line.style = "dim" if plan.cost.memory_bytes > asked.memory_limit else None
-    return table
+    return table_of(title, [row(plan, ring, asked, exposed=True) for plan in shown])
 
 
 def short_table(
@@ -64,8 +61,7 @@ def short_table(
 def named_schemes(ring: Plan, request: Request, size: int) -> dict[str, Plan | str]:
     """The schemes that papers name, ranks in order and all heads at once; or why there is none.
 
-    Args:
-        size: all ranks; those of the request may stand for them.
+    The ranks of the request may stand for all, `size`.
     """
     own, shape = request.topology.size, request.workload.shape
     degrees = legal_degrees(replace(request, degrees=None))

@@ -10,17 +10,15 @@ import sys
 from contextlib import redirect_stdout
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from typer import Option
 
 SHAPES = "wallfacer.model_shapes"  # entry points: (name, whether all sizes) -> sizes of a model
 
 
 def call_reader(group: str, command: str, *args: Any, **kwargs: Any) -> Any:
-    """What the first function of this group that can be imported returns.
-
-    Raises:
-        ValueError: where nothing is installed that reads models.
-    """
+    """What the first function of this group that can be imported returns; ValueError if none."""
     why = "none is registered: install WallFacer itself, pip install '.[transformers]'"
     for reader in entry_points(group=group):
         try:
@@ -31,8 +29,8 @@ def call_reader(group: str, command: str, *args: Any, **kwargs: Any) -> Any:
     raise ValueError(f"{command} needs what reads models; {why}")
 
 
-def check_folder(model: Path) -> None:
-    """Refuse, before any framework is loaded, what is no folder with a model's configuration."""
+def check_folder(model: Path) -> Path:
+    """The folder; refused, before any framework is loaded, if it has no model's configuration."""
     config = model / "config.json"
     if not model.is_dir():
         raise ValueError(f"--model {model}: there is no such folder")
@@ -46,15 +44,18 @@ def check_folder(model: Path) -> None:
         raise ValueError(
             f'--model {model}: config.json must tell what it is of, as "model_type": "llama"'
         )
+    return model
+
+
+ModelFolder = Annotated[Path, Option(callback=check_folder, help="Folder with a config.json.")]
 
 
 def read_model(name: str, sizes: bool = False) -> dict[str, int]:
     """heads, kv_heads and head_dim of a model; with `sizes` also what its memory follows from.
 
     Raises:
-        ValueError: if there is no such model, its config does not tell its heads, or nothing is
-            installed that reads models.
-        NotImplementedError: for sizes of a mixture of experts.
+        ValueError, NotImplementedError: if its config does not tell them; for sizes also if it is
+            of a mixture of experts.
     """
     if Path(name).is_dir():
         check_folder(Path(name))
