@@ -146,5 +146,5 @@ def _in_slices(model: nn.Module, budget: TrainingBudget, batch: int, seqlen: int
     """The model with the activations of a prompt in slices."""
     device = next(model.parameters()).device
     ids = torch.zeros(batch, seqlen, dtype=torch.int64, device=device)
-    words = {"input_ids": ids, "use_cache": False}
+    words = {"input_ids": ids}  # with a cache where the model makes one, as generate has it
     return autochunk(model.eval(), (), words, budget.max_memory, budget.max_slowdown)
