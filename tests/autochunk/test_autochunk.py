@@ -130,6 +130,23 @@ def test_a_budget_that_the_graph_keeps_without_regions_is_kept() -> None:
     assert measured_peak(chunked, {"x": x}) <= 0.8 * chunked.plan.peak_before
 
 
+def test_a_number_that_the_model_makes_a_tensor_of_is_known() -> None:
+    """As DeBERTa does with the span of its relative positions."""
+
+    class Span(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            span = torch.tensor(min(len(x), 100))
+            near = x[100 - span : 100 + span]
+            return (near @ near.T).softmax(-1) @ near
+
+    model, x = Span().eval(), torch.randn(256, 8)
+    chunked = autochunk(model, (x,), max_slowdown=ANY)
+    assert chunked.plan.regions
+    assert chunked.plan.peak_before == pytest.approx(measured_peak(model, {"x": x}), rel=0.05)
+    with torch.no_grad():
+        torch.testing.assert_close(chunked(x), model(x))
+
+
 def test_class_state_and_hooks_are_shared_and_the_model_is_unchanged() -> None:
     model, kwargs = model_and_inputs("gpt2", "eager")
     before = dict(model.__dict__)

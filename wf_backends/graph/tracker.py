@@ -61,10 +61,11 @@ class StorageTracker(TorchDispatchMode):
 
 class _FakeRun(StorageTracker):
     """Counts a run on fake tensors; a branch on a tensor's value is taken as if it were true, as
-    for a mask without padding."""
+    for a mask without padding. Of a tensor made from a number the value is known."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:
+        is_read = func is torch.ops.aten._local_scalar_dense.default
+        if is_read and getattr(args[0], "constant", None) is None:
             return True
         return super().__torch_dispatch__(func, types, args, kwargs)
 
