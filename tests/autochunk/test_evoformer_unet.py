@@ -14,7 +14,7 @@ from tests.autochunk.test_autochunk import ANY, in_float64, largest_difference, 
 from wf_backends.autochunk import autochunk
 from wf_backends.autochunk.cost import Rates
 from wf_backends.autochunk.select import Search
-from wf_backends.graph import Effects, capture
+from wf_backends.graph import Effects, capture, read_steps
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(Path(__file__).parents[2] / "examples" / "autochunk")
@@ -92,6 +92,6 @@ def test_a_region_gives_way_to_one_that_holds_more() -> None:
     """The cheapest regions may leave a peak between them that none of the rest holds."""
     inputs = torch.zeros(1, 32, 64, 256), torch.zeros(1, 64, 64, 128)
     captured = capture(EvoformerBlock().eval(), inputs, {})
-    search = Search(captured.graph, Effects(), Rates(2e-6, 9e10, 2.5e10, 9e9))
+    search = Search(read_steps(captured.graph, Effects()), Rates(2e-6, 9e10, 2.5e10, 9e9))
     for budget in (12.0, 11.5, 11.0, 10.5):  # MiB; the least is 10.03
         assert search.within_memory(int(budget * 2**20)).peak <= budget * 2**20

@@ -44,7 +44,7 @@ class ScoresAndSpectrum(nn.Module):
 
 def test_no_region_is_cut_finer_than_the_peak_needs() -> None:
     captured = capture(ScoresAndSpectrum().eval(), (torch.zeros(512, 8),), {})
-    found = Search(captured.graph, Effects(), RATES).within_memory(1)
+    found = Search(read_steps(captured.graph, Effects()), RATES).within_memory(1)
     (choice,) = found.choices
     (candidate,) = choice.candidates
     assert choice.chunks == candidate.chunks_for(found.peak)
@@ -103,7 +103,7 @@ def test_layers_that_are_alike_are_looked_at_once(monkeypatch: pytest.MonkeyPatc
     for layers in (4, 12):
         asked.clear()
         graph = capture(Layers(layers).eval(), (torch.zeros(1, 256, 8),), {}).graph
-        found = Search(graph, Effects(), RATES).within_slowdown(100.0)
+        found = Search(read_steps(graph, Effects()), RATES).within_slowdown(100.0)
         regions = sum(len(choice.candidates) for choice in found.choices)
         assert regions == 2 * layers - 1  # attention, and sums over all but the input
         counts[layers] = len(asked)
@@ -199,7 +199,7 @@ def test_each_slice_costs_a_turn_of_the_loop() -> None:
 
     def added(turn: float) -> tuple[int, float]:
         rates = Rates(2e-6, 1e11, 2.5e10, 1e10, slice_seconds=turn)
-        (choice,) = Search(captured.graph, Effects(), rates).within_memory(1).choices
+        (choice,) = Search(read_steps(captured.graph, Effects()), rates).within_memory(1).choices
         return choice.chunks, choice.added_seconds
 
     (chunks, free), (same, dear) = added(0.0), added(5e-5)
@@ -212,7 +212,7 @@ def test_a_larger_budget_that_takes_longer_does_not_hide_a_smaller_one(
 ) -> None:
     """As of an Evoformer block, whose smallest plan takes longer than allowed, too."""
     captured = capture(ScoresAndSpectrum().eval(), (torch.zeros(512, 8),), {})
-    search = Search(captured.graph, Effects(), RATES)
+    search = Search(read_steps(captured.graph, Effects()), RATES)
     whole = max(search.steps.peaks)
 
     def within(budget: int) -> Selection:

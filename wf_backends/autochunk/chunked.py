@@ -131,9 +131,7 @@ class ChunkedForward:
             refill(container, with_values)
         return output
 
-    def prepare(
-        self, chunked: ChunkedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Planned:
+    def prepare(self, chunked: ChunkedModel, args: tuple, kwargs: dict[str, Any]) -> Planned:
         """Captures and plans the forward for inputs of this form, bound as it has them."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         if self._plan is not None:

@@ -39,10 +39,6 @@ class Rates:
     slice_seconds: float = 0.0
     halo_seconds: float = 0.0
 
-    def seconds(self, flops: float, count: float) -> float:
-        """The time of an operator that moves `count` bytes and computes `flops`."""
-        return self.launch_seconds + max(flops / self.flops_per_s, count / self.bytes_per_s)
-
     def packing_seconds(self, count: float) -> float:
         """The time that a slice of few rows takes for a matrix of `count` bytes that it is
         multiplied with: libraries pack it first. What caches hold is packed faster, by the root of
@@ -69,10 +65,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     small, square, wide = zeros(1), zeros(_SQUARE, _SQUARE), zeros(_WIDE, _WIDE)
     mixed = zeros(_ROWS, _ROWS, _BATCH)
     image, weight = zeros(1, _CHANNELS, 3, _WIDTH + 2), zeros(_CHANNELS, _CHANNELS, 3, 3)
-
-    def passing() -> torch.Tensor:
-        return wide[:_SQUARE] + 1
-
+    passing = partial(torch.add, wide[:_SQUARE], 1)
     launch = timed(lambda: small + small, passing)
     turn = timed(partial(_turn, nn.Identity(), small), passing)
     flops = 2 * _SQUARE**3 / timed(lambda: square @ square)

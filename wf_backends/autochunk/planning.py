@@ -58,10 +58,10 @@ def find_plan(
     captured, before = capture(model, args, kwargs), unchunked_peak(model, args, kwargs)
     budget = budget.in_bytes(before)
     rates = rates or measure_rates(*captured.main_kind)
-    search = Search(captured.graph, Effects(), rates)
+    search = Search(read_steps(captured.graph, Effects()), rates)
     whole = ChunkPlan(captured.fingerprint, (), before, before, 0.0, search.walls())
     if not search.steps.steps or _fits(whole, budget):
-        return Planned(captured, whole, lower(captured.graph, (), search.effects))
+        return Planned(captured, whole, lower(captured.graph, (), search.steps.effects))
     plan, lowered = _best(search, whole, budget)
     plan = plan if plan.peak < before else whole
     _check_fits(plan, budget)
@@ -73,7 +73,7 @@ def _best(plain: Search, whole: ChunkPlan, budget: Budget) -> tuple[ChunkPlan, L
     only where that is needed."""
     tried: list[tuple[Search, Selection]] = []
     for copied in FORMS[:2] if budget.memory is None else FORMS:
-        search = plain.with_copies(copied)
+        search = plain.with_copies(copied) if copied else plain
         if search is None:
             continue
         found = _select(search, budget)
@@ -122,7 +122,7 @@ def _built(
             for choice in found.choices
             for candidate in choice.candidates
         )
-        lowered = _lowered(search.steps, parts, search.effects)
+        lowered = _lowered(search.steps, parts)
         plan = replace(whole, regions=parts, slowdown=found.slowdown, copied=search.copied)
         tried.append((replace(plan, peak=lowered.peak), lowered))
         if lowered.peak <= memory:
@@ -141,14 +141,13 @@ def use_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], plan: ChunkP
             f"plan was made for another model or other input shapes: its graph is "
             f"{plan.fingerprint}, this one {captured.fingerprint}; leave plan out to search anew"
         )
-    effects = Effects()
-    steps = read_steps(captured.graph, effects)
-    if plan.copied and (copies := with_copies(steps, plan.copied)):
-        steps = read_steps(copies, effects)
-    return Planned(captured, plan, _lowered(steps, plan.regions, effects))
+    steps = read_steps(captured.graph, Effects())
+    if plan.copied:
+        steps = with_copies(steps, plan.copied) or steps
+    return Planned(captured, plan, _lowered(steps, plan.regions))
 
 
-def _lowered(steps: Steps, parts: tuple[ChunkedPart, ...], effects: Effects) -> Lowered:
+def _lowered(steps: Steps, parts: tuple[ChunkedPart, ...]) -> Lowered:
     """The graph with these regions; ValueError where two hold the same operator."""
     windows = [find_region(steps, part) for part in parts]
     ordered = sorted((nodes for nodes, _ in windows), key=lambda nodes: steps.position[nodes[0]])
@@ -157,7 +156,7 @@ def _lowered(steps: Steps, parts: tuple[ChunkedPart, ...], effects: Effects) -> 
             raise ValueError(
                 f"the plan's regions {one[0]} to {one[-1]} and {other[0]} to {other[-1]} overlap"
             )
-    return lower(steps.graph, windows, effects)
+    return lower(steps.graph, windows, steps.effects)
 
 
 def _part(steps: Steps, found: Candidate, chunks: int) -> ChunkedPart:

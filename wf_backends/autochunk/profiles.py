@@ -11,29 +11,22 @@ from torch import nn
 
 from wf_backends.autochunk.cost import Rates
 from wf_backends.autochunk.lower import Profile, lower
-from wf_backends.autochunk.plan import ChunkPlan
 from wf_backends.autochunk.planning import Planned, find_plan
 from wf_backends.graph import Effects, bind, checked_budget, register_containers
 
 
 @dataclass(frozen=True)
-class Profiles:
+class Profiles(Planned):
     """A plan, and the live bytes of activations at each operator with its module's path: `before`
     as the model is, `after` with a chunk region as one operator."""
 
-    _planned: Planned
-
-    @property
-    def plan(self) -> ChunkPlan:
-        return self._planned.plan
-
     @cached_property
     def before(self) -> Profile:
-        return lower(self._planned.captured.graph, (), Effects()).profile
+        return lower(self.captured.graph, (), Effects()).profile
 
     @property
     def after(self) -> Profile:
-        return self._planned.lowered.profile if self.plan.regions else self.before
+        return self.lowered.profile if self.plan.regions else self.before
 
 
 def memory_profiles(
@@ -49,7 +42,8 @@ def memory_profiles(
     """
     budget = checked_budget(max_memory, max_slowdown)
     register_containers()
-    return Profiles(find_plan(model, *bind(model, (), dict(kwargs)), budget, rates))
+    planned = find_plan(model, *bind(model, (), dict(kwargs)), budget, rates)
+    return Profiles(planned.captured, planned.plan, planned.lowered)
 
 
 def longest(fits: Callable[[int], bool], step: int, known: int = 0, within: float = 0.02) -> int:

@@ -7,7 +7,7 @@ the same on the same shapes share one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from wf_backends.graph import Effects, layout
-from wf_backends.slicing import Flow, RowsOf, Source, Value, emit, rows_of, size
+from wf_backends.slicing import Flow, RowsOf, Source, Value, emit, rows_of
 
 EVEN = 16
 
@@ -46,12 +46,6 @@ class Region:
             raise RegionError(
                 f"slices of {self.length} rows: they have to be multiples of {self.flow.unit}"
             )
-
-    @property
-    def bounds(self) -> list[Rows]:
-        """The rows of the flow's end in each slice."""
-        rows = self.flow.rows
-        return [(lo, min(lo + self.length, rows)) for lo in range(0, rows, self.length)]
 
 
 def kind_of(region: Region) -> str:
@@ -140,10 +134,13 @@ class ChunkedRegion(nn.Module):
         own = flow.outputs[:-1] if over else flow.outputs
         # as the values lie, without the holes that these have as views of more
         self.allocated = [layout(torch.empty_like(op.node.meta["val"])) for op in own]
-        self.chunks = [_chunk(flow, rows_of(flow, *rows), bodies) for rows in region.bounds]
+        bounds = (
+            (lo, min(lo + region.length, flow.rows)) for lo in range(0, flow.rows, region.length)
+        )
+        self.chunks = [_chunk(flow, rows_of(flow, *rows), bodies) for rows in bounds]
         for index, op in enumerate(flow.outputs):
             rows = covered(chunk.outputs[index][1:] for chunk in self.chunks)
-            if rows != size(op.node, op.dim):
+            if rows != op.rows:
                 raise RegionError(f"slices compute only {rows} rows of {op.node.name}")
 
     def forward(self, *values: torch.Tensor) -> list[torch.Tensor]:
@@ -171,8 +168,8 @@ def _chunk(flow: Flow, rows: RowsOf, bodies: Bodies) -> Chunk:
         held[value] = graph.placeholder(f"x{index}")
         held[value].meta["val"] = bodies.part(value[0], where)
     for op in flow.operators:
-        given = [_read(graph, held[s.value], s, rows[op.value], rows) for s in op.sources]
-        args, kwargs = _with_arguments(op.node, given)
+        read = iter([_read(graph, held[s.value], s, rows[op.value], rows) for s in op.sources])
+        args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), lambda _, own=read: next(own))
         held[op.value] = emit(graph, op.node, op.dim, rows[op.value], args, kwargs)
     graph.output(tuple(held[op.value] for op in flow.outputs))
     outputs = tuple((op.dim, *rows[op.value]) for op in flow.outputs)
@@ -195,12 +192,6 @@ def _check_result(node: fx.Node, found: torch.Tensor, wanted: torch.Tensor) -> N
             f"a slice of {node.name} has {tuple(found.shape)} of {found.dtype}, "
             f"not {tuple(wanted.shape)} of {wanted.dtype}"
         )
-
-
-def _with_arguments(node: fx.Node, given: Sequence[fx.Node]) -> tuple[Any, Any]:
-    """The node's arguments with its nodes replaced by these, one after the other."""
-    values = iter(given)
-    return fx.map_arg((node.args, node.kwargs), lambda _: next(values))
 
 
 def _read(graph: fx.Graph, held: fx.Node, source: Source, reads: Rows, rows: RowsOf) -> fx.Node:

@@ -18,7 +18,7 @@ from torch import fx
 from wf_backends.autochunk.overwrite import input_to_overwrite
 from wf_backends.autochunk.region import covered, slice_length
 from wf_backends.graph import Step, Steps, nbytes, profile
-from wf_backends.slicing import Flow, size, trace
+from wf_backends.slicing import Flow, trace
 
 REACH = 160  # operators that a region may span on each side of the peak
 ENDS = 5  # of the places where a region may begin or end, so many nearest to the peak and farthest
@@ -152,8 +152,7 @@ def _passes_on_all(flow: Flow) -> bool:
         return False
     reach = any(source.before or source.after for op in flow.operators for source in op.sources)
     return not reach or all(
-        covered(rows[op.value] for rows in flow.halves) == size(op.node, op.dim)
-        for op in flow.outputs
+        covered(rows[op.value] for rows in flow.halves) == op.rows for op in flow.outputs
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
 
 from torch import fx
 
@@ -18,12 +17,11 @@ from wf_backends.autochunk.cost import Cost, Rates
 from wf_backends.autochunk.search import Candidate, candidate_in, candidates_at
 from wf_backends.graph import (
     Copied,
-    Effects,
     Step,
+    Steps,
     arguments,
     nbytes,
     operator_name,
-    read_steps,
     tensors,
     with_copies,
 )
@@ -67,10 +65,9 @@ class Search:
     `copied` is what the graph has anew for each reader.
     """
 
-    def __init__(self, graph: fx.Graph, effects: Effects, rates: Rates) -> None:
-        self.effects, self.copied = effects, cast(Copied, "")
-        self.steps = read_steps(graph, effects)
-        self._rates = rates
+    def __init__(self, steps: Steps, rates: Rates) -> None:
+        self.steps, self._rates = steps, rates
+        self.copied: Copied = ""
         self._kinds = [step.kind for step in self.steps.steps]
         self._count = Counter(self._kinds)
         self._first = dict(zip(reversed(self._kinds), reversed(self.steps.steps), strict=True))
@@ -83,10 +80,10 @@ class Search:
     def with_copies(self, copied: Copied) -> Search | None:
         """The search of the graph with copies, which takes longer than the model; None: it has
         none."""
-        graph = with_copies(self.steps, copied) if copied else None
-        if graph is None:
-            return None if copied else self
-        search = Search(graph, self.effects, self._rates)
+        steps = with_copies(self.steps, copied)
+        if steps is None:
+            return None
+        search = Search(steps, self._rates)
         search.copied, search._seconds_of_model = copied, self._seconds_of_model
         return search
 
@@ -112,12 +109,8 @@ class Search:
                 low = budget
             if high - low <= high // 100:
                 break
-        return self._between(least, best, most) if least < best.peak else best
-
-    def _between(self, least: int, best: Selection, most: float) -> Selection:
-        """A selection between `least` bytes and `best`, if one is within the slowdown: a larger
-        budget may take longer, and then halving turns away from the smaller ones."""
-        for part in range(1, BETWEEN):
+        # a larger budget may take longer, and then halving turns away from the smaller ones
+        for part in range(1, BETWEEN) if least < best.peak else ():
             found = self.within_memory(least + (best.peak - least) * part // BETWEEN)
             if found.slowdown <= most and found.peak < best.peak:
                 return found
@@ -216,8 +209,8 @@ class Search:
 
     def _seconds(self, step: Step) -> float:
         """The predicted time of an operator."""
-        count = sum(map(nbytes, (step.node, *arguments(step.node))))
-        return self._rates.seconds(step.flops, count)
+        rates, count = self._rates, sum(map(nbytes, (step.node, *arguments(step.node))))
+        return rates.launch_seconds + max(step.flops / rates.flops_per_s, count / rates.bytes_per_s)
 
 
 def _is_wall(node: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from typing import Literal
 from torch import fx
 
 from wf_backends.graph.capture import nbytes
-from wf_backends.graph.memory import Steps
+from wf_backends.graph.memory import Steps, read_steps
 from wf_backends.slicing import rule_of, writes
 
 Copied = Literal["", "masks", "norms"]  # none; what is computed from little; from what lives, too
@@ -22,8 +22,8 @@ LITTLE = 16  # a value has so many times the bytes of each of those that count a
 LONGEST = 32  # operators of a copy
 
 
-def with_copies(steps: Steps, what: Copied) -> fx.Graph | None:
-    """The graph in which such values are computed in front of each reader; None: it has none.
+def with_copies(steps: Steps, what: Copied) -> Steps | None:
+    """The steps with a copy of each such value in front of each reader; None: there is none.
 
     They are computed without products, and read by two operators or more that are not copied.
     """
@@ -43,7 +43,7 @@ def with_copies(steps: Steps, what: Copied) -> fx.Graph | None:
             for user in value.users:
                 if user not in chains and user.op == "call_function":
                     reads[user].append(value)
-    return _write(steps.graph, reads, chains) if reads else None
+    return read_steps(_write(steps.graph, reads, chains), steps.effects) if reads else None
 
 
 def _chain(value: fx.Node, steps: Steps, from_living: bool) -> set[fx.Node]:

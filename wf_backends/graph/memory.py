@@ -139,11 +139,12 @@ class Step:
 class Steps:
     """A graph's operators in order, and its storages by number.
 
-    `of` has the storages of each node's tensors; `size` the bytes of those that operators allocate;
-    `outputs` those that the graph returns.
+    `effects` has what the operators do; `of` the storages of each node's tensors; `size` the bytes
+    of those that operators allocate; `outputs` those that the graph returns.
     """
 
     graph: fx.Graph
+    effects: Effects
     steps: list[Step]
     of: dict[fx.Node, tuple[int, ...]]
     size: dict[int, int]
@@ -230,7 +231,7 @@ def read_steps(graph: fx.Graph, effects: Effects) -> Steps:
         of[node] = tuple(reads[p] if p >= 0 else new[-1 - p] for p in effect.places)
         allocates = tuple(zip(new, effect.allocated, strict=True))
         steps.append(Step(node, reads, allocates, effect.temporary, effect.flops, effect.kind))
-    return Steps(graph, steps, of, size, outputs)
+    return Steps(graph, effects, steps, of, size, outputs)
 
 
 def arguments(node: fx.Node) -> list[fx.Node]:

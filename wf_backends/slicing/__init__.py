@@ -6,7 +6,7 @@ operators; `rules` asks them about a node of a graph, and adds the call of a sli
 `group_norm` is in two passes, so that space can be sliced.
 """
 
-from wf_backends.slicing.flow import Flow, RowsOf, Sliced, rows_of, size, trace
+from wf_backends.slicing.flow import Flow, RowsOf, Sliced, rows_of, trace
 from wf_backends.slicing.group_norm import join_group_norms, split_group_norms
 from wf_backends.slicing.rules import Source, Value, emit, granule, rule_of, sources, viewed, writes
 from wf_backends.slicing.rules_products import is_interleaved
@@ -23,7 +23,6 @@ __all__ = [
     "join_group_norms",
     "rows_of",
     "rule_of",
-    "size",
     "sources",
     "split_group_norms",
     "trace",

@@ -41,6 +41,12 @@ class Sliced:
     def value(self) -> Value:
         return self.node, self.dim
 
+    @property
+    def rows(self) -> int:
+        """The size of the sliced dimension (of a list's first tensor)."""
+        value = self.node.meta["val"]
+        return (value[0] if isinstance(value, (list, tuple)) else value).shape[self.dim]
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -84,8 +90,7 @@ class Flow:
 
     @property
     def rows(self) -> int:
-        """The size of the end's sliced dimension."""
-        return size(self.end.node, self.end.dim)
+        return self.end.rows
 
     def around(self, window: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """The other nodes of a window: those to run before the flow, and those that depend on
@@ -102,13 +107,6 @@ class Flow:
                 after.append(node)
                 behind.add(node)
         return before, after
-
-
-def size(node: fx.Node, dim: int) -> int:
-    """The size of dimension `dim` of the node's tensor (of the first, where it has a list)."""
-    value = node.meta["val"]
-    first = value[0] if isinstance(value, (list, tuple)) else value
-    return first.shape[dim]
 
 
 def trace(
@@ -155,7 +153,7 @@ def rows_of(flow: Flow, lo: int, hi: int) -> RowsOf:
     rows: RowsOf = {flow.end.value: (lo, hi)}
     for op in reversed(flow.operators):
         first, last = rows[op.value]
-        last = min(-(-last // op.granule) * op.granule, size(op.node, op.dim))
+        last = min(-(-last // op.granule) * op.granule, op.rows)
         rows[op.value] = (first // op.granule * op.granule, last)
         for source in op.sources:
             if source.dim is not None:
