@@ -181,6 +181,7 @@ ALONG = [
     ),
     case(aten.sum.dim_IntList, "0", lambda t: (t("b", "s", "d"), [0, 2])),
     case(aten.sum, "", lambda t: (t("b", "s"),)),
+    case(aten.linalg_norm, "12", lambda t: (t("b", "s", "d", 3), None, [0, 3], True)),
     case(aten.linalg_vector_norm, "01", lambda t: (t("b", "s", "d"), 2, [1])),
     case(aten.norm.ScalarOpt_dim, "01", lambda t: (t("b", "s", "d"), 2, [2], True)),
     *(

@@ -120,8 +120,8 @@ SPACE = [
     case(aten.upsample_bilinear2d, "01", lambda t: (t("b", "c", 5, 4), [10, 8], False)),
     case(aten.upsample_linear1d, "01", lambda t: (t("b", "c", 5), [10], False)),
     case(aten.upsample_trilinear3d, "01", lambda t: (t("b", "c", 2, 3, 2), [4, 6, 2], False)),
-    case(aten.pixel_shuffle, "0", lambda t: (t("b", 8, 3, 3), 2)),
-    case(aten.pixel_unshuffle, "0", lambda t: (t("b", 2, 4, 6), 2)),
+    case(aten.pixel_shuffle, "0123", lambda t: (t("b", 8, 3, 3), 2)),
+    case(aten.pixel_unshuffle, "0123", lambda t: (t("b", 2, 4, 6), 2)),
     case(
         aten.batch_norm,
         "0123",

@@ -162,6 +162,11 @@ def axis(dim: int, ndim: int) -> int:
     return dim + ndim if dim < 0 else dim
 
 
+def same_rows(call: Call, dim: int) -> Reads:
+    """Those of the first tensor."""
+    return {next(iter(call.tensors())): Rows(dim)}
+
+
 def broadcast(shape: Shape | None, dim: int, out: Shape) -> Rows | None:
     """The rows that an input of `shape` gives to dimension `dim` of `out`; None: all of it."""
     own = dim - len(out) + len(shape or ())

@@ -155,11 +155,7 @@ def tensor_sources(value: object, rows: Rows | None | Sequence[Rows | None]) -> 
     """One Source for each node in an argument's value."""
     if isinstance(value, fx.Node):
         assert not isinstance(rows, Sequence)
-        yield (
-            Source(value, rows.dim, rows.scale, rows.before, rows.after)
-            if rows
-            else Source(value, None)
-        )
+        yield Source(value, **vars(rows)) if rows else Source(value, None)
     elif isinstance(value, list | tuple):
         each = rows if isinstance(rows, Sequence) else [rows] * len(value)
         for item, own in zip(value, each, strict=True):

@@ -55,8 +55,8 @@ TABLE: Table = {
     ),
     **table(
         Rule(reduction),
-        "all amax amin any argmax argmin count_nonzero kthvalue linalg_vector_norm logsumexp "
-        "max mean median min nansum norm prod std std_mean sum var var_mean",
+        "all amax amin any argmax argmin count_nonzero kthvalue linalg_norm linalg_vector_norm "
+        "logsumexp max mean median min nansum norm prod std std_mean sum var var_mean",
     ),
     **table(Rule(norm), "layer_norm rms_norm"),
     **table(Rule(pair), "linalg_cross slice_scatter"),

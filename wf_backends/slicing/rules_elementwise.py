@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from torch import fx
 
-from wf_backends.slicing.call import Call, Reads, Rows, Rule, Slice, Table, broadcast, table
+from wf_backends.slicing.call import (
+    Call,
+    Reads,
+    Rows,
+    Rule,
+    Slice,
+    Table,
+    broadcast,
+    same_rows,
+    table,
+)
 
 
 def pointwise(call: Call, dim: int) -> Reads | None:
@@ -17,16 +27,12 @@ def pointwise(call: Call, dim: int) -> Reads | None:
 def unary(call: Call, dim: int) -> Reads | None:
     """Only the first tensor is sliced; a second one gives its dtype or a parameter."""
     name = next(iter(call.tensors()))
-    return {name: Rows(dim)} if call.size(name) == call.shape else None
+    return same_rows(call, dim) if call.size(name) == call.shape else None
 
 
 def dropout(call: Call, dim: int) -> Reads | None:
     """The identity; a wall where it draws random numbers."""
     return None if call["train"] and call["p"] > 0 else {"input": Rows(dim)}
-
-
-def triangle(call: Call, dim: int) -> Reads:
-    return {"self": Rows(dim)}
 
 
 def write_triangle(new: Slice) -> fx.Node:
@@ -51,5 +57,5 @@ TABLE: Table = {
         "zero zeros_like",
     ),
     **table(Rule(dropout), "dropout feature_dropout alpha_dropout"),
-    **table(Rule(triangle, write_triangle), "tril triu"),
+    **table(Rule(same_rows, write_triangle), "tril triu"),
 }

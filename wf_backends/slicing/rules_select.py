@@ -17,6 +17,7 @@ from wf_backends.slicing.call import (
     aten,
     axis,
     broadcast,
+    same_rows,
     shape_of,
     table,
 )
@@ -134,10 +135,6 @@ def border(lo: int, hi: int, size: int) -> tuple[int, int]:
     return before, min(max(hi - size, 0), hi - lo)
 
 
-def getitem(call: Call, dim: int) -> Reads:
-    return {"a": Rows(dim)}
-
-
 TABLE: Table = {
     **table(
         Rule(split),
@@ -153,5 +150,5 @@ TABLE: Table = {
     aten.index: Rule(index),
     aten.index_select: Rule(index_select),
     aten.stack: Rule(stack),
-    operator.getitem: Rule(getitem),
+    operator.getitem: Rule(same_rows),
 }

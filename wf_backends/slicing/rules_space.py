@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from wf_backends.slicing.call import Call, Reads, Rows, Rule, Slice, Table, aten, table
+from wf_backends.slicing.call import Call, Reads, Rows, Rule, Slice, Table, aten, same_rows, table
 from wf_backends.slicing.rules_select import border
 
 
@@ -160,11 +160,15 @@ def write_nearest(new: Slice) -> fx.Node:
 def in_front(count: int) -> Rule:
     """By any dimension in front of the last `count`."""
 
-    def reads(call: Call, dim: int) -> Reads | None:
-        name = next(iter(call.tensors()))
-        return {name: Rows(dim)} if dim < len(call.shape) - count else None
+    return Rule(lambda call, dim: None if is_space(call, dim, count) else same_rows(call, dim))
 
-    return Rule(reads)
+
+def shuffled(call: Call, dim: int) -> Reads:
+    """pixel_shuffle and its inverse: `factor` ** 2 channels for `factor` rows and columns."""
+    up = call.get("upscale_factor")
+    factor = Fraction(up) if up else Fraction(1, call["downscale_factor"])
+    scales = {3: factor**2, 2: 1 / factor, 1: 1 / factor}
+    return {"self": Rows(dim, scales.get(len(call.shape) - dim, Fraction(1)))}
 
 
 def batch_norm(call: Call, dim: int) -> Reads | None:
@@ -197,7 +201,8 @@ TABLE: Table = {
     **families("conv_transpose{n}d", lambda n: Rule(transposed_convolution)),
     aten.convolution: Rule(convolution, write_convolution),
     aten.group_norm: Rule(group_norm),
-    **table(in_front(3), "pixel_shuffle pixel_unshuffle upsample_trilinear3d"),
+    **table(Rule(shuffled), "pixel_shuffle pixel_unshuffle"),
+    aten.upsample_trilinear3d: in_front(3),
     **table(in_front(2), "upsample_bicubic2d upsample_bilinear2d"),
     aten.upsample_linear1d: in_front(1),
 }

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from wf_backends.graph import Captured, Weight, tensors
+from wf_backends.graph import Captured, Weight, nbytes, tensors
 from wf_backends.slicing import sources
 from wf_backends.tiling.tiled_loss import LOSS, loss_name
 
@@ -91,13 +91,13 @@ def _candidate(
     results = [n for n in nodes if any(user not in inside for user in n.users)]
     base = Candidate(path, type(module).__name__, tuple(nodes))
     try:
-        made = sum(_nbytes(n) for n in nodes if not _is_view(n) and n not in results)
+        made = sum(nbytes(n) for n in nodes if not _is_view(n) and n not in results)
         base = replace(base, inside=made)
         _refuse_foreign(module, [weights[n] for n in inputs if n in weights])
         dim = _dim(nodes, given, results, set(weights) | _made_of(weights, nodes))
     except _Wall as wall:
         return replace(base, reason=str(wall))
-    around = sum(_nbytes(n) for n in given + results)
+    around = sum(nbytes(n) for n in given + results)
     rows = _shape(results[0])[dim]
     return replace(base, around=max(1, around), dim=dim, rows=rows)
 
@@ -201,18 +201,7 @@ def _has_rows(node: fx.Node, dim: int) -> bool:
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
     found = tensors(node)
-    return _sizes(found[0]) if found else ()
-
-
-def _nbytes(node: fx.Node) -> int:
-    """Of all tensors that a node gives; a wall where the data decide it."""
-    return sum(prod(_sizes(x)) * x.element_size() for x in tensors(node))
-
-
-def _sizes(x: Tensor) -> tuple[int, ...]:
-    if not all(isinstance(size, int) for size in x.shape):
-        raise _Wall("its rows depend on the data")
-    return tuple(x.shape)
+    return tuple(found[0].shape) if found else ()
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -238,8 +227,8 @@ def head_candidate(captured: Captured, model: nn.Module) -> Candidate | None:
     one = Candidate(path, kind, (chain[-1],), dim=1, loss=True)
     try:
         _refuse_head(chain, path, model.get_submodule(path.rpartition(".")[0]))
-        made = sum(_nbytes(node) for node in chain)
-        given, rows = _nbytes(chain[-1].all_input_nodes[0]), prod(_shape(chain[-1])[:-1])
+        made = sum(nbytes(node) for node in chain)
+        given, rows = nbytes(chain[-1].all_input_nodes[0]), prod(_shape(chain[-1])[:-1])
         return replace(one, inside=made, around=given, rows=rows)
     except _Wall as wall:
         return replace(one, reason=str(wall))
