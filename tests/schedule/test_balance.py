@@ -10,10 +10,9 @@ from tests.magi_masks import MASKS
 from tests.slices import SEQLEN, SLICES, block_causal, drawn_slices, words
 from wf_backends.lowering.areas import mask_area, tile_area
 from wf_backends.lowering.tiles import tiles
-from wf_backends.schedule.filling import Load
+from wf_backends.schedule.filling import Load, segments_of
 from wf_backends.schedule.layout import lengths, make_layout, zigzag
 from wf_backends.schedule.mask import make_mask
-from wf_backends.schedule.segments import segments_of
 
 
 def scores(layout, mask, seqlen):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from wf_backends.lowering.areas import tile_area
 from wf_backends.lowering.tiles import tiles
 from wf_backends.schedule import filling
-from wf_backends.schedule.layout import causal_load, document_zigzag, make_layout
+from wf_backends.schedule.filling import causal_load
+from wf_backends.schedule.layout import document_zigzag, make_layout
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.ranges import intersect
 

@@ -1,6 +1,7 @@
 """Who meets whom, who owns which token, what may be seen. Pure: standard library only."""
 
 from wf_backends.schedule.band import CAUSAL, FULL, Band, Bound
+from wf_backends.schedule.filling import slices_load
 from wf_backends.schedule.layout import (
     LAYOUTS,
     Layout,
@@ -38,7 +39,6 @@ from wf_backends.schedule.ranges import (
 from wf_backends.schedule.render import render
 from wf_backends.schedule.routes import ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, carriers, check
-from wf_backends.schedule.segments import slices_load
 from wf_backends.schedule.slices import SLICE_WORDS, Slice
 
 __all__ = [

@@ -15,11 +15,10 @@ from itertools import pairwise
 from math import ceil
 from types import MappingProxyType
 
-from wf_backends._validation import nearest
-from wf_backends.schedule.filling import MAX_EXCESS, Load, Segment, fill_evenly
+from wf_backends._validation import one_of
+from wf_backends.schedule.filling import MAX_EXCESS, Segment, causal_load, fill_evenly, slices_load
 from wf_backends.schedule.mask import Mask
 from wf_backends.schedule.ranges import Range, Ranges, join, size
-from wf_backends.schedule.segments import slices_load
 from wf_backends.schedule.slices import Slice
 
 Layout = tuple[Ranges, ...]  # rank -> its shard
@@ -95,9 +94,10 @@ def balanced(num_ranks: int, seqlen: int, slices: tuple[Slice, ...]) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class LayoutKind:
-    """A layout by name: how to build it from ranks, tokens, documents and slices of a mask."""
+    """A layout by name: how to build it."""
 
-    build: Callable[[int, int, Sequence[int], Sequence[Slice]], Layout]
+    build: Callable[..., Layout]
+    """From the ranks, and from tokens, the documents' borders, or tokens and a mask's slices."""
     chunks_per_rank: int
     """A sequence length divisible by ranks x this gives every rank the same number of tokens; 0 =
     shards are not meant to be equal, nothing is padded for them."""
@@ -109,24 +109,17 @@ class LayoutKind:
 
 LAYOUTS: Mapping[str, LayoutKind] = MappingProxyType(
     {
-        "contiguous": LayoutKind(lambda n, seqlen, _, __: contiguous(n, seqlen), 1),
-        "zigzag": LayoutKind(lambda n, seqlen, _, __: zigzag(n, seqlen), 2),
-        "document_zigzag": LayoutKind(
-            lambda n, _, borders, __: document_zigzag(n, tuple(borders)), 0, needs_documents=True
-        ),
-        "balanced": LayoutKind(
-            lambda n, seqlen, _, slices: balanced(n, seqlen, tuple(slices)), 0, needs_slices=True
-        ),
+        "contiguous": LayoutKind(contiguous, 1),
+        "zigzag": LayoutKind(zigzag, 2),
+        "document_zigzag": LayoutKind(document_zigzag, 0, needs_documents=True),
+        "balanced": LayoutKind(balanced, 0, needs_slices=True),
     }
 )
 
 
 def check_layout_name(name: str) -> str:
     """The name itself; ValueError with the nearest right one if there is no such layout."""
-    if name not in tuple(LAYOUTS):  # a tuple: what cannot be hashed is refused too
-        raise ValueError(
-            f"layout must be one of {list(LAYOUTS)}, got {name!r}{nearest(name, LAYOUTS)}"
-        )
+    one_of("layout", name, tuple(LAYOUTS))
     return name
 
 
@@ -158,7 +151,9 @@ def make_layout(
         raise ValueError(
             f"cu_seqlens must end at the sequence length {seqlen}, got {cu_seqlens[-1]}"
         )
-    return kind.build(num_ranks, seqlen, cu_seqlens or (0, seqlen), slices or ())
+    if kind.needs_documents:
+        return kind.build(num_ranks, tuple(cu_seqlens or ()))
+    return kind.build(num_ranks, seqlen, *([tuple(slices or ())] if kind.needs_slices else []))
 
 
 def layout_of(name: str, rows: Sequence[int], mask: Mask, what: str) -> Layout:
@@ -186,17 +181,10 @@ def lengths(layout: Layout) -> tuple[int, ...]:
     return tuple(size(shard) for shard in layout)
 
 
-def causal_load(cu_seqlens: Sequence[int]) -> Load:
-    """What shards have to do under a causal mask inside documents."""
-    return Load([Segment(start, stop) for start, stop in pairwise(cu_seqlens)])
-
-
 def _deal(num_ranks: int, documents: Sequence[Segment]) -> Layout:
     """Every document on as few ranks as it has even loads, those with the smallest so far."""
-    all_scores, all_tokens = (
-        sum(one.area for one in documents),
-        sum(one.length for one in documents),
-    )
+    all_scores = sum(one.area for one in documents)
+    all_tokens = sum(one.length for one in documents)
     scores, tokens, loads = [0] * num_ranks, [0] * num_ranks, [0.0] * num_ranks
     shards: list[list[Range]] = [[] for _ in range(num_ranks)]
     for number, document in enumerate(documents):

@@ -14,7 +14,7 @@ from operator import index
 from typing import Any
 
 from wf_backends.schedule.band import CAUSAL, FULL, Band, Bound
-from wf_backends.schedule.slices import Slice, make_slices
+from wf_backends.schedule.slices import Slice, make_slices, refuse_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +138,7 @@ def _bounds(window_size: tuple[int, int]) -> tuple[Bound, Bound]:
 
 
 def _borders(cu_seqlens: Sequence[int], seqlen: int | None) -> tuple[int, ...]:
-    if hasattr(cu_seqlens, "is_cuda"):  # a tensor would hide a device synchronisation
-        raise ValueError(
-            "cu_seqlens must be host integers; pass cu_seqlens.tolist() once per batch"
-        )
+    refuse_tensor("cu_seqlens", cu_seqlens)
     try:
         borders = tuple(index(c) for c in cu_seqlens)
     except TypeError:

@@ -10,14 +10,14 @@ renumbered is a schedule.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import permutations
 from typing import Any, cast
 
 from wf_backends._validation import nearest
 from wf_backends.schedule.routes import ROUTES, make_schedule
-from wf_backends.schedule.schedule import Hop, Schedule
+from wf_backends.schedule.schedule import Schedule, Shards, inverse
 
 Words = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
 ORDER, REVERSE, HOST_SIZE = "order", "reverse", "host_size"  # a placement, as words of a route
@@ -65,11 +65,11 @@ class Placed:
 
     def to_words(self) -> dict[str, Any]:
         """What `read_placed` takes, as a JSON has it; rank order goes without saying."""
-        placement: dict[str, Any] = {}
+        words = self.route
         if not self.in_order:
-            placement[ORDER] = list(self.order)
-        placement |= {REVERSE: True} if self.reverse else {}
-        return self.route | placement | ({HOST_SIZE: self.host_size} if self.host_size > 1 else {})
+            words[ORDER] = list(self.order)
+        words |= {REVERSE: True} if self.reverse else {}
+        return words | ({HOST_SIZE: self.host_size} if self.host_size > 1 else {})
 
     def __str__(self) -> str:
         route = self.route
@@ -186,15 +186,12 @@ def permutation(placed: Placed, n: int) -> tuple[int, ...]:
 
 def relabel(schedule: Schedule, ranks: tuple[int, ...]) -> Schedule:
     """The schedule in which rank `ranks[r]` (a permutation) plays the part of rank r."""
-    n = schedule.num_ranks
-    part = {rank: at for at, rank in enumerate(ranks)}
+    parts = inverse(ranks)
 
-    def moved(shards: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(sorted(ranks[s] for s in shards[part[r]])) for r in range(n))
+    def moved(shards: tuple[Shards, ...]) -> tuple[Shards, ...]:
+        return tuple(tuple(sorted(ranks[shard] for shard in shards[part])) for part in parts)
 
-    hops: dict[Hop, Hop] = {
-        hop: tuple(ranks[hop[part[r]]] for r in range(n)) for hop in set(schedule.hops)
-    }
+    hops = {hop: tuple(ranks[hop[part]] for part in parts) for hop in set(schedule.hops)}
     return Schedule(
         moved(schedule.q), moved(schedule.kv), tuple(hops[hop] for hop in schedule.hops)
     )
@@ -229,7 +226,7 @@ def routes(n: int) -> list[dict[str, Any]]:
 def placements(n: int) -> tuple[Placed, ...]:
     """Every route for n ranks with every order of its digits."""
     return tuple(
-        Placed(tuple(sorted(route.items())), order)
+        replace(in_rank_order(route, n), order=order)
         for route in routes(n)
         for order in orders(digits(route, n))
     )

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+from typing import cast
 
-from wf_backends._validation import nearest
+from wf_backends._validation import nearest, one_of
 from wf_backends.schedule.schedule import Schedule, Shards, own_shards
 
 
@@ -101,9 +102,10 @@ def _require(holds: bool, name: str, value: object, rule: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RouteKind:
-    """A route by name: how to build it for n ranks, and the keys it takes beside the name."""
+    """A route by name, and the keys it takes beside the name."""
 
     build: Callable[..., Schedule]
+    """From n and the values of the keys, in their order."""
     keys: tuple[str, ...] = ()
     keys_stay: bool = False
     """Whether keys are the side that stays in a forward too: what stays is brought together one
@@ -131,11 +133,8 @@ def make_schedule(route: Mapping[str, object], n: int) -> Schedule:
         ValueError: if the name or a key is unknown or missing, a value is no positive integer,
             or the route does not fit n ranks.
     """
-    name = route.get("name")
-    if not isinstance(name, str) or name not in ROUTES:
-        raise ValueError(
-            f"route name must be one of {list(ROUTES)}, got {name!r}{nearest(name, ROUTES)}"
-        )
+    name = cast(str, route.get("name"))
+    one_of("route name", name, tuple(ROUTES))
     kind = ROUTES[name]
     values = {key: value for key, value in route.items() if key != "name"}
     for key in values:
@@ -146,10 +145,9 @@ def make_schedule(route: Mapping[str, object], n: int) -> Schedule:
         value = values.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"route {name!r} needs {key!r}, a positive integer, got {value!r}")
-    return _build(name, n, tuple(values[key] for key in kind.keys))
+    return _built(kind.build, n, *(values[key] for key in kind.keys))
 
 
 @lru_cache(maxsize=64)  # asked when a config is checked, and by every plan of its calls
-def _build(name: str, n: int, values: tuple[object, ...]) -> Schedule:
-    kind = ROUTES[name]
-    return kind.build(n, **dict(zip(kind.keys, values, strict=True)))
+def _built(build: Callable[..., Schedule], n: int, *values: object) -> Schedule:
+    return build(n, *values)

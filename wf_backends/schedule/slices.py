@@ -122,9 +122,14 @@ def _meetings(slices: Sequence[Slice]) -> Iterator[tuple[int, int]]:
         active.append(at)
 
 
-def _listed(name: str, value: Any) -> list[Any]:
-    if hasattr(value, "is_cuda"):  # a tensor would hide a device synchronisation
+def refuse_tensor(name: str, value: Any) -> None:
+    """ValueError for a tensor, whose numbers would hide a device synchronisation."""
+    if hasattr(value, "is_cuda"):
         raise ValueError(f"{name} must be host integers; pass {name}.tolist() once per batch")
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    refuse_tensor(name, value)
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ValueError(f"{name} must be a list with an entry for every slice, got {value!r}")
     return list(cast(Sequence[Any], value))
