@@ -90,10 +90,8 @@ def prepare_batch(
     if mask.slices is not None:
         mask.check_lengths(min(lengths), min(lengths))
         return out | told
-    if mask.cu_seqlens is None and valid is None and padded == seqlen:
-        return out
-    closed = _pad_borders(mask.cu_seqlens, lengths, padded)
-    return out if closed is None else out | {"cu_seqlens": closed}
+    is_whole = mask.cu_seqlens is None and valid is None and padded == seqlen
+    return out if is_whole else out | _padded_documents(mask.cu_seqlens, lengths, padded)
 
 
 def _shape(tensors: Mapping[str, Any]) -> tuple[int, int]:
@@ -177,17 +175,19 @@ def _continue(positions: Tensor, length: int) -> Tensor:
     return torch.cat([positions, (positions[:, -1:] + more).to(positions.dtype)], dim=1)
 
 
-def _pad_borders(documents: Borders | None, lengths: set[int], padded: int) -> Borders | None:
-    """The documents with all padding as one more; None where samples differ in length."""
+def _padded_documents(
+    documents: Borders | None, lengths: set[int], padded: int
+) -> dict[str, Borders]:
+    """The documents, with all padding as one more; none where samples differ in length."""
     if len(lengths) > 1 and documents is not None:
         raise ValueError(
             f"attention_mask gives samples of lengths {sorted(lengths)}, but cu_seqlens "
             f"{documents} hold for all of them; make the padding documents of their own"
         )
     if len(lengths) > 1:
-        return None
+        return {}
     (length,) = lengths
     if length == 0:
         raise ValueError("attention_mask holds no valid token")
     kept = [c for c in documents or (0,) if c < length]
-    return (*kept, length) if length == padded else (*kept, length, padded)
+    return {"cu_seqlens": (*kept, length) if length == padded else (*kept, length, padded)}
