@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from colossalai.accelerator import api
 from colossalai.accelerator.cpu_accelerator import CpuAccelerator
 from colossalai.kernel.extensions.base_extension import _Extension
@@ -135,5 +136,7 @@ def cpu_accelerator() -> Iterator[None]:
         undo.callback(CPUAdamLoader.REGISTRY.remove, extension)
         # ColossalAI calls these without asking an accelerator
         undo.enter_context(temporarily_replace(dist, "is_hccl_available", lambda _: False))
+        # Else its pipeline asks for torch's Backend.HCCL, which torch 2.13 does not have
+        undo.enter_context(temporarily_replace(c10d, "is_nccl_available", lambda _: False))
         undo.enter_context(temporarily_replace(torch.cuda, "set_device", lambda _, device: None))
         yield

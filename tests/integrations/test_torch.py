@@ -82,7 +82,7 @@ def train(comm: Communicator, folder: str) -> tuple[Found, Found]:
     for config in sorted(Path(folder).glob("*.json")):
         name, words = config.stem, SETTINGS[config.stem]
         first, again = (engine(str(config), dtype_of(words)) for _ in range(2))
-        batches = [next_of(first, words, step) for step in range(STEPS)]
+        batches = [next_of(first, words, number) for number in range(STEPS)]
         whole[name] = [step(first, some) for some in batches[: STEPS // 2]]
         first.save(Path(folder, name), {"step": STEPS // 2})
         whole[name] += [step(first, some) for some in batches[STEPS // 2 :]]
