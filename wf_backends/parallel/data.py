@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from wf_backends.schedule import SLICE_WORDS, make_mask
+from wf_backends.schedule import SLICE_WORDS, Mask, make_mask
 
 IGNORE_INDEX = -100  # the label that counts for nothing, as in torch's cross_entropy
 MASK_WORDS = ("cu_seqlens", *SLICE_WORDS)
@@ -74,7 +74,7 @@ def prepare_batch(
     size, seqlen = _shape(tensors)
     valid = _valid(tensors.get("attention_mask"))
     mask = make_mask(**told, seqlen=seqlen)
-    borders = mask.cu_seqlens or (0, seqlen)
+    borders, padded = mask.cu_seqlens or (0, seqlen), -(-seqlen // multiple) * multiple
     if "position_ids" not in tensors:
         tensors["position_ids"] = _positions(borders, tensors).expand(size, -1)
     elif not told:
@@ -82,16 +82,13 @@ def prepare_batch(
     if "labels" in tensors:
         ends = () if labels_are_shifted else borders[1:]
         tensors["labels"] = _targets(tensors["labels"], valid, ends)
-    padded = -(-seqlen // multiple) * multiple
     fill = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
     out: dict[str, Any] = {key: _pad(x, padded, fill.get(key, 0)) for key, x in tensors.items()}
     out["position_ids"] = _continue(tensors["position_ids"], padded)
-    lengths = {seqlen} if valid is None else set(valid.sum(dim=1).tolist())
-    if mask.slices is not None:
-        mask.check_lengths(min(lengths), min(lengths))
-        return out | told
-    is_whole = mask.cu_seqlens is None and valid is None and padded == seqlen
-    return out if is_whole else out | _padded_documents(mask.cu_seqlens, lengths, padded)
+    if told or valid is not None or padded > seqlen:
+        lengths = {seqlen} if valid is None else set(valid.sum(dim=1).tolist())
+        out |= _padded_mask(mask, told, lengths, padded)
+    return out
 
 
 def _shape(tensors: Mapping[str, Any]) -> tuple[int, int]:
@@ -175,19 +172,25 @@ def _continue(positions: Tensor, length: int) -> Tensor:
     return torch.cat([positions, (positions[:, -1:] + more).to(positions.dtype)], dim=1)
 
 
-def _padded_documents(
-    documents: Borders | None, lengths: set[int], padded: int
-) -> dict[str, Borders]:
-    """The documents, with all padding as one more; none where samples differ in length."""
-    if len(lengths) > 1 and documents is not None:
+def _padded_mask(
+    mask: Mask, told: dict[str, Any], lengths: set[int], padded: int
+) -> dict[str, Any]:
+    """Slices as they were told; or the documents, all padding as one more.
+
+    Of samples of different lengths there is no word.
+    """
+    if mask.slices is not None:
+        mask.check_lengths(min(lengths), min(lengths))
+        return told
+    if len(lengths) > 1 and mask.cu_seqlens is not None:
         raise ValueError(
             f"attention_mask gives samples of lengths {sorted(lengths)}, but cu_seqlens "
-            f"{documents} hold for all of them; make the padding documents of their own"
+            f"{mask.cu_seqlens} hold for all of them; make the padding documents of their own"
         )
     if len(lengths) > 1:
         return {}
     (length,) = lengths
     if length == 0:
         raise ValueError("attention_mask holds no valid token")
-    kept = [c for c in documents or (0,) if c < length]
+    kept = [c for c in mask.cu_seqlens or (0,) if c < length]
     return {"cu_seqlens": (*kept, length) if length == padded else (*kept, length, padded)}
