@@ -4,6 +4,8 @@ compare equal; and containers that a forward fills."""
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -113,3 +115,31 @@ def test_constants_are_values_and_objects_that_no_graph_takes_are_the_models() -
     with torch.no_grad(), pytest.warns(UserWarning, match="an argument is a Cache, which no graph"):
         chunked(x, torch.float64, cache)
     assert cache.seen is x
+
+
+def takes_more(forward: Callable[..., Tensor]) -> Callable[..., Any]:
+    """As transformers' `can_return_tuple` does with `return_dict`."""
+
+    @wraps(forward)
+    def wrapper(self: nn.Module, *args: Any, as_tuple: bool = False, **kwargs: Any) -> Any:
+        out = forward(self, *args, **kwargs)
+        return (out,) if as_tuple else out
+
+    return wrapper
+
+
+class Decorated(nn.Module):
+    @takes_more
+    def forward(self, x: Tensor) -> Tensor:
+        return attention(x)
+
+
+def test_an_argument_that_a_decorator_of_the_forward_takes() -> None:
+    model, x = Decorated().eval(), torch.randn(SIZE)
+    chunked = autochunk(model, kwargs={"x": x, "as_tuple": True}, max_memory=0.6, max_slowdown=ANY)
+    assert chunked.plan.regions
+    with torch.no_grad():
+        torch.testing.assert_close(chunked(x=x, as_tuple=True), (attention(x),))
+        torch.testing.assert_close(chunked(x), attention(x))
+    with pytest.raises(ValueError, match="Decorated cannot be captured: .*unexpected keyword"):
+        autochunk(model, kwargs={"x": x, "unknown": 1})

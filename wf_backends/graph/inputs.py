@@ -38,12 +38,21 @@ def bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, 
 
     Raises ValueError for arguments that the forward does not take.
     """
-    try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        name = f"{type(model).__name__}.forward"
-        raise ValueError(f"args and kwargs are not arguments of {name}: {error}") from None
+    bound = _bound(model, args, kwargs)
     return bound.args, bound.kwargs
+
+
+def _bound(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
+    """By the signature of the function that a decorator wraps or, where the decorator takes more
+    than that (transformers' `return_dict`), by its own."""
+    try:
+        return inspect.signature(model.forward).bind(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        try:
+            return inspect.signature(model.forward, follow_wrapped=False).bind(*args, **kwargs)
+        except (TypeError, ValueError):
+            name = f"{type(model).__name__}.forward"
+            raise ValueError(f"args and kwargs are not arguments of {name}: {error}") from None
 
 
 def is_known(leaf: object) -> bool:
@@ -81,7 +90,7 @@ def refill(container: Any, filled: Any) -> None:
 
 def names_of_leaves(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, str]:
     """What a user calls the arguments to which the inputs of the exported forward belong."""
-    bound = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    bound = _bound(model, args, kwargs).arguments
     names = [name for name, value in bound.items() for _ in pytree.tree_leaves(value)]
     return {f"leaves_{i}": name for i, name in enumerate(names)}
 
