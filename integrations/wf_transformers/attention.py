@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from types import FrameType, MappingProxyType
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -81,7 +81,7 @@ class Attention(Shared):
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
-        sliding_window: Window = None,
+        sliding_window: Window | Literal["own"] = "own",
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """Exact attention of this rank's rows over the whole sequence, for the layer `module`.
@@ -91,7 +91,8 @@ class Attention(Shared):
             attention_mask: see `MaskCheck`.
             dropout: of the weights, drawn anew in each call.
             scaling: factor of the scores; None is the layer's own rule.
-            sliding_window: the keys that a row sees, with its own; or (left, right) beside that.
+            sliding_window: the keys that a row sees, with its own; or (left, right) beside that;
+                None for all. "own": the layer's attribute of that name, if it has one.
             kwargs: those of `SCORES`; `cu_seqlens`, the borders of packed documents, or a mask in
                 slices, as host integers, global; what changes nothing is ignored.
 
@@ -255,9 +256,11 @@ def _is_causal(module: nn.Module, asked: bool | None) -> bool:
     return causal
 
 
-def _window(module: nn.Module, asked: Window, causal: bool) -> tuple[int, int] | None:
+def _window(
+    module: nn.Module, asked: Window | Literal["own"], causal: bool
+) -> tuple[int, int] | None:
     """(left, right) tokens beside a row's own."""
-    window = asked if asked is not None else getattr(module, "sliding_window", None)
+    window: Window = getattr(module, "sliding_window", None) if asked == "own" else asked
     if isinstance(window, tuple):
         return window
     if window is not None and type(module).__name__ in BOTH_SIDES:

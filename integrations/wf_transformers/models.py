@@ -19,6 +19,12 @@ from wf_transformers.families.mixers import mixer_of
 Head = Literal["causal", "masked", "other"]
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # what files whose attention asks the registry import
 VARYING_ROPE = ("dynamic", "longrope")
+MIXING_ENDS = {
+    "Indexer": "an indexer, which chooses the keys of each query by their scores",
+    "Compressor": "a compressor, which makes one key of several tokens",
+}
+"""Ends of class names: parts of sparse attention (DeepSeek V3.2 and V4, GLM-5), which shows only
+in sequences longer than what it chooses from."""
 
 
 def own_class(module: nn.Module) -> type:
@@ -142,7 +148,8 @@ def _mixes(module: nn.Module) -> str | None:
         return "torch's own attention, over this rank's tokens"
     if isinstance(module, _BatchNorm):
         return f"a mean over all tokens of a batch, {kind}"
-    return None
+    name = own_class(module).__name__
+    return next((what for end, what in MIXING_ENDS.items() if name.endswith(end)), None)
 
 
 def _is_left_alone(model: nn.Module, name: str) -> bool:

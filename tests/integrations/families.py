@@ -113,6 +113,11 @@ FAMILIES = {
         reference="eager",
     ),
     "gemma3": Family("Gemma3ForCausalLM", "Gemma3TextConfig", {**LLAMA, **GEMMA}),
+    "exaone4": Family(  # three layers of four have a window, and all have the attribute
+        "Exaone4ForCausalLM",
+        "Exaone4Config",
+        {**LLAMA, "num_hidden_layers": 4, "sliding_window": 5, "sliding_window_pattern": 4},
+    ),
     "falcon": Family("FalconForCausalLM", "FalconConfig", {**LLAMA, **FALCON}),
     "falcon_grouped": Family(
         "FalconForCausalLM",

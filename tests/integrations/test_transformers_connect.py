@@ -298,9 +298,19 @@ class Takes(nn.LSTM):
         pass
 
 
+class SomeIndexer(nn.Linear):
+    """Named as those of DeepSeek V3.2 and others."""
+
+
+class SomeCompressor(nn.Linear):
+    """Named as DeepSeek V4's."""
+
+
 @pytest.mark.parametrize(
     ("mixer", "message"),
     [
+        (SomeIndexer(4, 4), "Sequential.1 is an indexer, which chooses the keys of each query"),
+        (SomeCompressor(4, 4), "Sequential.1 is a compressor, which makes one key of several"),
         (nn.Conv1d(4, 4, 3), "Sequential.1 is a convolution over tokens, kernel_size 3"),
         (nn.Sequential(nn.LSTM(4, 4)), "Sequential.1.0 is a recurrence over tokens, LSTM"),
         (nn.MultiheadAttention(4, 2), "Sequential.1 is torch's own attention"),
@@ -316,6 +326,23 @@ def test_layers_around_a_model_that_mix_tokens(mixer: nn.Module, message: str | 
             wf_transformers.attach(model, sequence_parallel(comm))
             return
         with pytest.raises(NotImplementedError, match=message):
+            wf_transformers.attach(model, sequence_parallel(comm))
+
+    run_threads(2, rank)
+
+
+@pytest.mark.skipif(not hasattr(tf, "DeepseekV32Config"), reason="this transformers has none")
+def test_sparse_attention_that_shows_in_long_sequences_only() -> None:
+    """Here every key is chosen, so that a comparison would find nothing."""
+    words = {"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 16}
+    words |= {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
+    words |= {"index_n_heads": 2, "index_head_dim": 16, "num_key_value_heads": 4}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = tf.DeepseekV32Config(vocab_size=32, num_attention_heads=4, **shape, **words)
+    model = tf.DeepseekV32ForCausalLM(config)
+
+    def rank(comm: Any) -> None:
+        with pytest.raises(NotImplementedError, match=r"self_attn\.indexer is an indexer"):
             wf_transformers.attach(model, sequence_parallel(comm))
 
     run_threads(2, rank)

@@ -10,6 +10,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 pytest.importorskip("transformers")
 
@@ -334,6 +335,22 @@ def test_windows_are_those_of_the_layer() -> None:
 
     call(1, rank)
     assert windows == [(-1, -1), (2, -1)]
+
+
+def test_a_layer_that_says_it_has_no_window_has_none() -> None:
+    """Whatever its attribute is: EXAONE 4 of transformers 5 does so."""
+    layer: Any = torch.nn.Module()
+    layer.is_causal, layer.sliding_window = True, 2
+
+    def rank(_: SequenceParallel, name: str) -> None:
+        q, k, v = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64)
+        for words, window in ({"sliding_window": None}, 8), ({"sliding_window": 3}, 3), ({}, 2):
+            out, _ = ALL_ATTENTION_FUNCTIONS[name](layer, q, k, v, None, **words)
+            ahead = torch.arange(8).unsqueeze(1) - torch.arange(8)
+            expected = scaled_dot_product_attention(q, k, v, (0 <= ahead) & (ahead < window))
+            torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=1e-12)
+
+    call(1, rank)
 
 
 def on_two_ranks(fn: Callable[[Any, SequenceParallel], None], **more: Any) -> None:
