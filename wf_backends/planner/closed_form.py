@@ -1,16 +1,16 @@
 """What a pass costs, in closed form: for thousands of ranks, without building a schedule.
 
-All figures are those of the busiest rank and link, as if ranks kept
-step. On hosts that hold whole digits (see planner/route_shape.py) this counts a full mask's bytes
-exactly. For other masks it counts those of a full one: on the busiest link of a step most rows are
-needed by someone. Only a sliding window on a contiguous or a zigzag layout ends the walk early.
+All figures are those of the busiest rank and link, as if ranks kept step. On hosts that hold whole
+digits (see planner/route_shape.py) this counts a full mask's bytes exactly. For other masks it
+counts those of a full one: on the busiest link of a step most rows are needed by someone. Only a
+sliding window on a contiguous or a zigzag layout ends the walk early.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import accumulate
 from math import ceil, inf
+from operator import mul
 
 from wf_backends.lowering import bundles, unevenness
 from wf_backends.planner.exact_cost import buffer_bytes
@@ -40,9 +40,8 @@ class ClosedForm:
         self.busiest_s = scores / size * kind.seconds_per_score(split)
 
     def cost(self, shape: RouteShape) -> Cost:
-        """What the pass costs on routes of a shape (see `shape_of`), all chunks of heads."""
-        walked = shape.turned() if self.kind.queries_walk else shape
-        return pipelined(self.split, self._one_chunk(walked))
+        """What the pass costs on routes of a shape, all chunks of heads."""
+        return pipelined(self.split, self._one_chunk(shape))
 
     def _one_chunk(self, shape: RouteShape) -> Cost:
         """What one chunk costs.
@@ -53,109 +52,88 @@ class ClosedForm:
         walkers and of partial results, and hold the computing time that messages take. In the first
         step rows that stay arrive, in the last their results leave: see `_edge_s`.
         """
-        at = self.topology
-        live, call_s = self._live_hops(shape), self.call_s
+        at, (stay, walk) = self.topology, self.kind.ordered(shape.queries, shape.keys)
+        live = self._live_hops(shape)
         step_s = self.busiest_s / (live + 1)
-        gather, fetch, leave, home = around = self._exchanges(shape)
+        gather, home = self._walkers(shape, walk)
+        each = [self.shards[0] * row for row in (self.rows.stay_gathered, self.rows.stay_partial)]
+        fetch, leave = (stay.exchange(at, one, once=shape.once) for one in each)
+        hops = list(self._hops(shape, walk, live))
         took = gather.seconds(at) + home.seconds(at)
-        transfer_s = took + fetch.seconds(at) + leave.seconds(at)
-        computed = (live + 1) * (step_s + call_s)
-        nic, inside = sum(load.nic for load in around), sum(load.inside for load in around)
-        steps = list(self._hops(shape, live))
-        for index, (times, hop) in enumerate(steps):
-            hop_s = hop.seconds(at)
-            nic, inside = nic + times * hop.nic, inside + times * hop.inside
-            transfer_s += times * hop_s
-            arrives = fetch if index == 0 else NOTHING
-            leaves = leave if index == len(steps) - 1 else NOTHING
-            if arrives is leaves or not shape.stay.foreign:
-                took += times * max(hop.hold_s(at) + step_s + call_s, hop_s)
-            else:
-                edge = self._edge_s(shape.stay, step_s, call_s, arrives, hop, leaves)
+        computed = (live + 1) * (step_s + self.call_s)
+        for index, (times, hop) in enumerate(hops):
+            edges = index == 0, index == len(hops) - 1
+            if any(edges) and stay.foreign:
+                edge = self._edge_s(stay, shape.once, step_s, hop, *map(mul, each, edges))
                 took, computed = took + edge[0], computed + edge[1]
-        memory, gathered = self._buffers(shape)
-        return Cost(took, computed, transfer_s, nic, inside, memory, gathered)
+            else:
+                took += times * max(hop.hold_s(at) + step_s + self.call_s, hop.seconds(at))
+        held = stay.shards * self.shards[0], walk.shards * self.shards[1]
+        gathered = held[0] * self.rows.stay if stay.foreign else 0.0
+        gathered += held[1] * self.rows.walk if walk.foreign else 0.0
+        sent = [*hops, *((1, load) for load in (gather, fetch, leave, home))]
+        return Cost(
+            took,
+            computed,
+            transfer_s=sum(times * load.seconds(at) for times, load in sent),
+            nic_bytes=sum(times * load.nic for times, load in sent),
+            inside_bytes=sum(times * load.inside for times, load in sent),
+            memory_bytes=buffer_bytes(self.shards, held, self.rows),
+            gathered_bytes=gathered,
+        )
 
     def _edge_s(
-        self, stay: Side, step_s: float, call_s: float, arrives: Load, hop: Load, leaves: Load
+        self, stay: Side, once: bool, step_s: float, hop: Load, come: float, leave: float
     ) -> tuple[float, float]:
         """(seconds of the first or the last step, seconds that it computes more than other steps).
 
             max(max(hold + c, F + p) + l, F + max(h, p) + L, r + L)
 
         where rows that stay arrive in F seconds and their results leave in L, the last of them in
-        l. p are the tiles that wait for the last rows, r those that the first results wait for
-        which take the longer link.
+        l; p are the tiles that wait for the last rows, r those before the last owners'.
+
+        Args:
+            come, leave: bytes of one owner.
         """
-        at, owners = self.topology, bundles(stay.foreign)
-        parts, last_share, passing_s = self._edge_rounds(stay)
-        part_s, calls_s = last_share * step_s + call_s, (parts - 1) * call_s
-        near = stay.axis.near - 1 if stay.axis is not None and leaves.nic else 0
-        rounds, done = next(pair for pair in enumerate(accumulate(owners), 1) if pair[1] > near)
-        first_s = done / stay.shards * step_s + rounds * call_s
-        before = stay.exchange(at, self.shards[0] * self.rows.stay_partial, fewer=owners[-1])
-        last = NOTHING
-        if leaves is not NOTHING:
-            last = Load(leaves.nic - before.nic, leaves.inside - before.inside)
-        come_s, gone_s = arrives.seconds(at) + passing_s, leaves.seconds(at)
-        hold_s = arrives.hold_s(at) + hop.hold_s(at) + leaves.hold_s(at)
-        computed_s = hold_s + step_s + call_s + calls_s
+        at, call_s, owners = self.topology, self.call_s, bundles(stay.foreign)
+        calls, waiting, passed_s = len(owners) + stay.own, owners[-1], 0.0
+        if once and stay.axis is not None:  # on the last bundle of hosts and what is passed on
+            here = stay.axis.near
+            hosts = bundles(max(1, ceil(stay.axis.size / here) - 1))
+            calls, waiting = CALLS_OF_A_BUNDLE * (len(hosts) + 1), sum(hosts[-2:]) * here
+            passed_s = at.inside.seconds(hosts[-1] * (here - 1) * max(come, leave))
+        arrives, leaves = (stay.exchange(at, each, once=once) for each in (come, leave))
+        before = stay.exchange(at, leave, owners[-1], once)
+        last = Load(leaves.nic - before.nic, leaves.inside - before.inside)
+        hold_s = sum(load.hold_s(at) for load in (arrives, hop, leaves))
+        part_s = waiting / stay.shards * step_s + call_s
+        others_s = (stay.foreign - owners[-1]) / stay.shards * step_s + (len(owners) - 1) * call_s
+        come_s, gone_s = arrives.seconds(at) + passed_s, leaves.seconds(at)
         took = max(
-            max(computed_s, come_s + part_s) + last.seconds(at),
+            max(hold_s + step_s + calls * call_s, come_s + part_s) + last.seconds(at),
             come_s + max(hop.seconds(at), part_s) + gone_s,
-            first_s + gone_s,
+            others_s + gone_s,
         )
-        return took, calls_s
+        return took, (calls - 1) * call_s
 
-    def _edge_rounds(self, stay: Side) -> tuple[int, float, float]:
-        """(kernel calls, the share of a step's tiles that wait for the last rows, seconds in which
-        these are passed on) of a first step.
-
-        Where rows cross once, a rank computes on what it fetched of the last bundle and on what
-        others passed on of the one before, and then on what they pass on of the last.
-        """
-        owners = bundles(stay.foreign)
-        if not stay.once or stay.axis is None:
-            return len(owners) + min(1, stay.own), owners[-1] / stay.shards, 0.0
-        here = stay.axis.near
-        hosts = bundles(max(1, ceil(stay.axis.size / here) - 1))
-        last = [count * here / stay.shards for count in hosts[-2:]]
-        passed = hosts[-1] * (here - 1) * self.shards[0] * self.rows.stay_gathered
-        calls = CALLS_OF_A_BUNDLE * (len(hosts) + 1)
-        return calls, sum(last), self.topology.inside.seconds(passed)
-
-    def _buffers(self, shape: RouteShape) -> tuple[float, float]:
-        """(bytes of all buffers at their peak, of those that a forward gathered)."""
-        stay, walk = shape.stay.shards * self.shards[0], shape.walk.shards * self.shards[1]
-        gathered = stay * self.rows.stay if shape.stay.foreign else 0.0
-        gathered += walk * self.rows.walk if shape.walk.foreign else 0.0
-        return buffer_bytes(self.shards, (stay, walk), self.rows), gathered
-
-    def _exchanges(self, shape: RouteShape) -> tuple[Load, Load, Load, Load]:
-        """(walkers gathered, rows that stay fetched, their results leaving, walkers' results)."""
-        at, rows, (stay, walk) = self.topology, self.rows, self.shards
-        partial = walk * rows.walk_partial
+    def _walkers(self, shape: RouteShape, walk: Side) -> tuple[Load, Load]:
+        """Walkers gathered before the first step; the last step's results brought home."""
+        at, rows, shard = self.topology, self.rows, self.shards[1]
+        partial = shard * rows.walk_partial
         if not shape.num_hops:
-            home = shape.walk.exchange(at, partial)
-        elif shape.walk.shards == 1:
+            home = walk.exchange(at, partial)
+        elif walk.shards == 1:
             home = shape.hops[-1][1].hop(partial)
         else:
-            home = Side(shape.walk.shards, own=0).exchange(at, partial)
-        gather = shape.walk.exchange(at, walk * rows.walk_gathered)
-        if not shape.stay.foreign:
-            return gather, NOTHING, NOTHING, home
-        fetch, leave = (
-            shape.stay.exchange(at, stay * row) for row in (rows.stay_gathered, rows.stay_partial)
-        )
-        return gather, fetch, leave, home
+            home = Side(walk.shards, own=0).exchange(at, partial)
+        return walk.exchange(at, shard * rows.walk_gathered), home
 
-    def _hops(self, shape: RouteShape, live: int) -> Iterator[tuple[int, Load]]:
+    def _hops(self, shape: RouteShape, walk: Side, live: int) -> Iterator[tuple[int, Load]]:
         """(how many, of how many bytes): a hop behind each step but the last, which has partials.
 
         Partial results of walkers leave one step after they were computed; of the first step only
         those of other ranks' rows.
         """
-        walk = shape.walk
         partial = self.shards[1] * self.rows.walk_partial
         moved = (0.0, walk.foreign * partial, walk.shards * partial)
         done, hop = 0, self.shards[1] * walk.shards * self.rows.walk
@@ -187,8 +165,9 @@ class ClosedForm:
         band, layout = self.mask.band, self.split.workload.layout
         if band.left == inf or band.right > 0 or len(shape.hops) != 1:
             return shape.num_hops
-        reach = {"contiguous": shape.stay.shards * self.shards[0]}
-        if not shape.gathers:
+        stay, walk = self.kind.ordered(shape.queries, shape.keys)
+        reach = {"contiguous": stay.shards * self.shards[0]}
+        if not stay.foreign and not walk.foreign:
             reach["zigzag"] = self.shards[0] / 2
         if layout not in reach:
             return shape.num_hops

@@ -5,13 +5,12 @@ How long it takes is told by planner/simulator.py.
 
 from __future__ import annotations
 
-from wf_backends.cluster import Topology
 from wf_backends.lowering import Problem, RankProgram, RowBytes, lower
 from wf_backends.planner.rank_phases import rank_phases
 from wf_backends.planner.simulator import Simulator
 from wf_backends.planner.ulysses_cost import pipelined
-from wf_backends.planner.workload import Cost, HeadSplit, PassKind, Span
-from wf_backends.schedule import Layout, Schedule, make_layout
+from wf_backends.planner.workload import Cost, HeadSplit, PassKind
+from wf_backends.schedule import Schedule, make_layout
 
 SideRows = tuple[float, float]  # of the side that stays, and of the one that walks
 
@@ -27,9 +26,8 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: i
     rows = kind.row_bytes(split.shape)
     problem = problem_of(split, schedule, kind, host_size)
     programs = [lower(problem, rank) for rank in range(split.route_size)]
-    in_order = zip(*(rank_phases(one, split, kind) for one in programs), strict=True)
     simulator = Simulator(split.topology, split.groups)
-    for ranks in in_order:
+    for ranks in zip(*(rank_phases(one, split, kind) for one in programs), strict=True):
         if any(one.hop or one.rounds for one in ranks):
             simulator.run(ranks)
     gathers = kind.ordered(*schedule.gathers())
@@ -40,17 +38,15 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: i
 
 def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: int = 1) -> Problem:
     """The schedule over the split's sequence."""
-    workload = split.workload
-
-    def merged(num_rows: int) -> Layout:
-        mask, size = workload.mask, split.topology.size
-        borders = mask.cu_seqlens or (0, num_rows)
-        layout = make_layout(workload.layout, size, num_rows, borders, mask.slices)
-        return split.groups.merge(layout)
-
-    queries, keys = merged(workload.seqlen), merged(workload.num_keys)
+    work, size, mask = split.workload, split.topology.size, split.workload.mask
+    queries, keys = (
+        split.groups.merge(
+            make_layout(work.layout, size, rows, mask.cu_seqlens or (0, rows), mask.slices)
+        )
+        for rows in (work.seqlen, work.num_keys)
+    )
     near = split.groups.on_host(host_size)
-    return Problem(schedule, queries, keys, workload.mask, kind.queries_walk, kind.keep, near)
+    return Problem(schedule, queries, keys, mask, kind.queries_walk, kind.keep, near)
 
 
 def buffer_bytes(shards: SideRows, held: SideRows, rows: RowBytes) -> float:
@@ -60,7 +56,7 @@ def buffer_bytes(shards: SideRows, held: SideRows, rows: RowBytes) -> float:
     runtime/surrogate_out.py).
 
     Args:
-        shards: rows of a rank's own shards. held: rows of the two buffers. (Stay, walk.)
+        shards: rows of a rank's own shards. held: rows of the two buffers.
     """
     stay, walk = held
     beside = shards[1] * rows.walk_found
@@ -79,11 +75,3 @@ def _gathered_bytes(program: RankProgram, gathers: tuple[bool, bool], rows: RowB
     """The buffers of the sides (stay, walk) that hold more than the rank's own."""
     stay, walk = program.stay.num_rows * rows.stay, program.walk.num_rows * rows.walk
     return gathers[0] * stay + gathers[1] * walk
-
-
-def agreement_cost(topology: Topology) -> Cost:
-    """The cost of the check that all ranks make the same call, once a call."""
-    took = topology.agreement_s
-    if not took:
-        return Cost()
-    return Cost(took, transfer_s=took, spans=(Span("agreement", "transfer", 0.0, took),))

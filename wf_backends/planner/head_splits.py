@@ -6,10 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
-from wf_backends.planner.exact_cost import agreement_cost
 from wf_backends.planner.plan import BACKWARDS, Request
 from wf_backends.planner.ulysses_cost import ulysses_cost
-from wf_backends.planner.workload import FORWARD, Cost, HeadSplit
+from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, Span
 from wf_backends.schedule import divisors
 
 MAX_CHUNKS = 8  # of a rank's heads that the planner looks at
@@ -51,21 +50,20 @@ def head_splits(request: Request, min_hidden_share: float = MIN_HIDDEN_SHARE) ->
 
 
 def _hides(split: HeadSplit, share: float) -> bool:
-    """Whether exchanges in chunks may hide more than this share of the computing time."""
+    """Whether exchanges in chunks may hide more than this share of the time of computing, in both
+    passes, if every rank has the same part of it: no plan takes less."""
     hidden_s = ulysses_cost(replace(split, chunks=1)).seconds - ulysses_cost(split).seconds
-    return 2 * hidden_s > share * _even_s(split)
-
-
-def _even_s(split: HeadSplit) -> float:
-    """Seconds of computing in both passes if every rank has the same share: no plan takes less."""
-    rates = (kind.seconds_per_score(split) for kind in (FORWARD, BACKWARDS["keys"]))
-    return split.workload.scores / split.route_size * split.chunks * sum(rates)
+    score_s = sum(kind.seconds_per_score(split) for kind in (FORWARD, BACKWARDS["keys"]))
+    even_s = split.workload.scores / split.route_size * split.chunks * score_s
+    return 2 * hidden_s > share * even_s
 
 
 def around(split: HeadSplit) -> Cost:
-    """The cost around both passes: the check that ranks agree, once, and the exchanges of heads."""
-    once = ulysses_cost(split)
-    return agreement_cost(split.topology) + once + once
+    """The cost around both passes: the check that all ranks make the same call, once, and the
+    exchanges of heads."""
+    took, exchanges = split.topology.agreement_s, ulysses_cost(split)
+    spans = (Span("agreement", "transfer", 0.0, took),) if took else ()
+    return Cost(took, transfer_s=took, spans=spans) + exchanges + exchanges
 
 
 def legal_degrees(request: Request) -> list[int]:

@@ -30,10 +30,7 @@ class Load:
 
     def seconds(self, topology: Topology) -> float:
         """max(latency + bytes / rate) over both kinds of links; 0 where nothing is sent."""
-        near, far = topology.inside, topology.between
-        inside_s = near.latency_s + self.inside / near.bytes_per_s if self.inside else 0.0
-        nic_s = far.latency_s + self.nic / far.bytes_per_s if self.nic else 0.0
-        return max(inside_s, nic_s)
+        return max(topology.inside.seconds(self.inside), topology.between.seconds(self.nic))
 
     def hold_s(self, topology: Topology, messages: int = 1) -> float:
         """How long as many messages out, and as many in, keep a rank from computing."""

@@ -1,15 +1,15 @@
 """What a route brings together and how it walks, for any number of ranks.
 
-A route's ranks are digits (see schedule/placement.py), and all its
-messages go along one digit, an axis: to the next value of it, or to all other values.
+A route's ranks are digits (see schedule/placement.py), and all its messages go along one digit, an
+axis: to the next value of it, or to all other values.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from wf_backends.cluster import Topology
-from wf_backends.planner.link_loads import NOTHING, Load
+from wf_backends.planner.link_loads import Load
 from wf_backends.planner.workload import HeadSplit
 from wf_backends.schedule import Placed, digits, strides
 
@@ -38,47 +38,40 @@ class Side:
     """Whose ranks they come from; None: from anywhere."""
     own: int = 1
     """How many of them are its own."""
-    once: bool = False
-    """Whether they cross to a host once and are passed on inside."""
 
     @property
     def foreign(self) -> int:
         return self.shards - self.own
 
-    def exchange(self, topology: Topology, each: float, fewer: int = 0) -> Load:
+    def exchange(self, topology: Topology, each: float, fewer: int = 0, once: bool = False) -> Load:
         """Every rank sends `each` bytes to all ranks that it shares this side with.
 
         Args:
             fewer: leave out so many, the last ones: neighbours exchange first.
+            once: rows cross to a host once and are passed on inside.
         """
         count, per_nic = self.foreign - fewer, topology.ranks_per_nic
-        if not count:
-            return NOTHING
         if self.axis is None:
-            one_host = topology.hosts == 1
-            return Load(0.0, count * each) if one_host else Load(per_nic * count * each, 0.0)
-        near = min(count, self.axis.near - 1)
-        inside = min(near, 1) if topology.direct_links else near
-        if self.once:
-            here = self.axis.near
-            far = (count - near) / here  # of the others on a host one gets them, and passes them on
-            passed = far if topology.direct_links else far * (here - 1)
-            return Load(per_nic * far * each, (inside + passed) * each)
-        return Load(per_nic * (count - near) * each, inside * each)
+            sent = count * each
+            return Load(inside=sent) if topology.hosts == 1 else Load(nic=per_nic * sent)
+        here = self.axis.near
+        near = min(count, here - 1)
+        inside, far = min(near, 1) if topology.direct_links else near, count - near
+        if once:
+            far /= here  # of the others on a host one gets them, and passes them on
+            inside += far if topology.direct_links else far * (here - 1)
+        return Load(per_nic * far * each, inside * each)
 
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
     """What a route brings together and how it walks: `times` hops along each axis, in order."""
 
-    stay: Side
-    walk: Side
+    queries: Side
+    keys: Side
     hops: tuple[tuple[int, Axis], ...]
-
-    @property
-    def gathers(self) -> bool:
-        """Whether rows of either side are brought together."""
-        return bool(self.stay.foreign or self.walk.foreign)
+    once: bool = False
+    """Whether rows of the side that stays cross to a host once and are passed on inside."""
 
     @property
     def num_hops(self) -> int:
@@ -87,21 +80,12 @@ class RouteShape:
     @property
     def crosses_several_times(self) -> bool:
         """Whether several ranks of a host read a row of another one."""
-        axes = (one.axis for one in (self.stay, self.walk) if one.axis and one.foreign > 0)
-        return any(1 < axis.near < axis.size for axis in axes)
-
-    def once(self) -> RouteShape:
-        """The same, with rows of the side that stays crossing to a host once."""
-        return replace(self, stay=replace(self.stay, once=True))
-
-    def turned(self) -> RouteShape:
-        """The same, with the other side walking."""
-        stay, walk = replace(self.walk, once=self.stay.once), replace(self.stay, once=False)
-        return RouteShape(stay, walk, self.hops)
+        axes = (self.queries.axis, self.keys.axis)
+        return any(1 < axis.near < axis.size for axis in axes if axis is not None)
 
 
 def shape_of(placed: Placed, split: HeadSplit) -> RouteShape:
-    """The shape of a route whose ranks are groups of the cluster's, in a pass whose keys walk.
+    """The shape of a route whose ranks are groups of the cluster's.
 
     Raises:
         NotImplementedError: for a route whose shape nobody has written here.
@@ -128,7 +112,7 @@ def shape_of(placed: Placed, split: HeadSplit) -> RouteShape:
             hops = ((place.size - 1, place),)
         case name:
             raise NotImplementedError(f"route {name!r} has no shape: add it to shape_of")
-    return RouteShape(replace(queries, once=placed.host_size > 1), keys, hops)
+    return RouteShape(queries, keys, hops, placed.host_size > 1)
 
 
 def _axis(split: HeadSplit, size: int, groups: int) -> Axis:

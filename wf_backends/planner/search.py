@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
 from threading import Lock
 
 from wf_backends.planner.closed_form import ClosedForm
@@ -45,16 +44,8 @@ def _planned(request: Request) -> Plan:
     if few == request:
         return best_plan(request)
     one = replace(request, workload=packed(request.workload, None))
-    plans = [*(price_plan(few, plan.choice) for plan in _fitting(one)), *_fitting(few)]
-    return ranked(plans, few)[0] if plans else best_plan(few)
-
-
-def _fitting(request: Request) -> list[Plan]:
-    """The best plan, if one fits the memory: one document may need more of it than several."""
-    try:
-        return [best_plan(request)]
-    except ValueError:
-        return []
+    plans = [price_plan(few, _first_plan(one).choice), _first_plan(few)]
+    return check_memory(ranked(plans, few)[0], few)
 
 
 def all_plans(request: Request) -> list[Plan]:
@@ -83,13 +74,16 @@ def best_plan(request: Request) -> Plan:
         ValueError: if no plan fits the memory, naming the one that comes closest, or no ulysses
             degree that may be used fits the ranks and heads.
     """
+    return check_memory(_first_plan(request), request)
+
+
+def _first_plan(request: Request) -> Plan:
+    """The best plan, whether or not it fits the memory."""
     splits = head_splits(request)
     if request.is_exact and not request.workload.mask.is_near:
         splits = _promising(request, splits)
     plan = _sorted_plans(request, splits)[0]
-    if plan.cost.memory_bytes > request.memory_limit:
-        plan = all_plans(request)[0]
-    return check_memory(plan, request)
+    return plan if plan.cost.memory_bytes <= request.memory_limit else all_plans(request)[0]
 
 
 def _promising(request: Request, splits: Sequence[HeadSplit]) -> list[HeadSplit]:
@@ -140,11 +134,11 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
     These take one route in both passes, and find the gathered rows in memory.
     """
     outside = around(split)
+    within = replace(request, memory_bytes=request.memory_limit - outside.memory_bytes)
     sides = request.moves if split.route_size > 1 else request.moves[:1]  # nothing moves on one
     named = request.forward, request.backward
     there = _candidates(request, split, *named)
     back = there if named[0] == named[1] else _candidates(request, split, *named[::-1])
-    within = replace(request, memory_bytes=request.memory_limit - outside.memory_bytes)
     for keep in sorted(request.keeps):
         if keep:
             there = back = {
@@ -153,36 +147,24 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
                 if placed in back and (placed.gathers or False not in request.keeps)
             }
         forward = _passes(request, split, replace(FORWARD, keep=keep), there)
-        backward = [
-            _passes(request, split, replace(BACKWARDS[side], keep=keep), back) for side in sides
-        ]
-        if keep:
-            pairs = [pair for of_side in backward for pair in zip(forward, of_side, strict=True)]
-            pairs = [pair for pair in pairs if _has_meaning(pair[1], back)]
-        else:
-            told = [one for one in chain(*backward) if _has_meaning(one, back)]
-            pairs = _best_pairs(forward, told, within)
-        for there_pass, back_pass in pairs:
-            placed = there_pass.placed, back_pass.placed
-            moves = MOVES[back_pass.kind.queries_walk]
-            choice = Choice(split.degree, *placed, moves, keep, split.stride, split.chunks)
-            layers = request.layers if keep else 1
-            yield Plan(choice, there_pass.cost, back_pass.cost, outside, layers)
+        kinds = [replace(BACKWARDS[side], keep=keep) for side in sides]
+        backward = [one for kind in kinds for one in _passes(request, split, kind, back)]
+        for one, other in _pairs(forward, backward, within, keep):
+            moves = MOVES[other.kind.queries_walk]
+            choice = Choice(
+                split.degree, one.placed, other.placed, moves, keep, split.stride, split.chunks
+            )
+            yield Plan(choice, one.cost, other.cost, outside, request.layers if keep else 1)
 
 
-def _has_meaning(back_pass: PassPlan, shapes: Mapping[Placed, RouteShape]) -> bool:
-    """Whether rows that cross to hosts once are brought together in this backward: they are of the
-    side that stays. Of an all-gather whose keys move there are none, and configs refuse it."""
-    placed, kind = back_pass.placed, back_pass.kind
-    shape = shapes[placed]
-    return placed.host_size == 1 or kind.ordered(shape.stay, shape.walk)[0].foreign > 0
-
-
-def _best_pairs(
-    forward: Sequence[PassPlan], backward: Sequence[PassPlan], request: Request
+def _pairs(
+    forward: Sequence[PassPlan], backward: Sequence[PassPlan], request: Request, one_route: bool
 ) -> list[tuple[PassPlan, PassPlan]]:
-    """Every forward with the best backward, on its own route if that is as good; and the fastest
-    forward with the fastest backward."""
+    """Every forward with the backwards on its own route; or with the best backward of all, that on
+    its own route if it is as good, and the fastest forward with the fastest backward."""
+    if one_route:
+        on_route = {one.placed: one for one in forward}
+        return [(on_route[one.placed], one) for one in backward]
     best = best_of(backward, request)
     as_good = {one.placed: one for one in reversed(best)}
     pairs = [(one, as_good.get(one.placed, best[0])) for one in forward]
@@ -210,7 +192,7 @@ def _candidates(
     if named is not None:
         return found
     found |= {
-        replace(placed, host_size=split.topology.ranks_per_host): shape.once()
+        replace(placed, host_size=split.topology.ranks_per_host): replace(shape, once=True)
         for placed, shape in found.items()
         if shape.crosses_several_times
     }
@@ -224,16 +206,21 @@ def _candidates(
 def _passes(
     request: Request, split: HeadSplit, kind: PassKind, candidates: Mapping[Placed, RouteShape]
 ) -> list[PassPlan]:
-    """One pass on each of these routes. In a forward whose keys stay, queries walk."""
+    """One pass on each of these routes. In a forward whose keys stay, queries walk.
+
+    Rows that cross once are of the side that stays: not on a route that gathers none of them.
+    """
     turned = replace(kind, queries_walk=True) if kind.name == FORWARD.name else kind
-    kinds, size = (kind, turned), split.route_size
-    ways = {placed: kinds[placed.keys_stay] for placed in candidates}
-    if request.is_exact:
-        return [
-            PassPlan(placed, way, pass_cost(split, place(placed, size), way, placed.host_size))
-            for placed, way in ways.items()
-        ]
-    forms = {way: ClosedForm(split, way) for way in {*ways.values()}}
-    return [
-        PassPlan(placed, way, forms[way].cost(candidates[placed])) for placed, way in ways.items()
-    ]
+    forms = {walk: ClosedForm(split, walk) for walk in {kind, turned}}
+    found = list[PassPlan]()
+    for placed, shape in candidates.items():
+        walk = turned if placed.keys_stay else kind
+        stay, _ = walk.ordered(shape.queries, shape.keys)
+        if shape.once and not stay.foreign:
+            continue
+        if request.is_exact:
+            cost = pass_cost(split, place(placed, split.route_size), walk, placed.host_size)
+        else:
+            cost = forms[walk].cost(shape)
+        found.append(PassPlan(placed, walk, cost))
+    return found

@@ -1,9 +1,8 @@
 """How long a pass takes if every rank and every link goes on as soon as it can.
 
-Ranks do not keep step. A rank waits for the messages that it sends and
-receives, and for nothing else. A message sets off when both its ranks have posted it. Messages that
-are posted together share a link evenly, so that a short one lands before a long one; those posted
-next go after them.
+Ranks do not keep step: a rank waits for the messages that it sends and receives, and for nothing
+else. A message sets off when both its ranks have posted it. Messages that are posted together share
+a link evenly, so that a short one lands before a long one; those posted next go after them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import zip_longest
-from operator import add
+from math import inf
 
 from wf_backends.cluster import Link, Topology
 from wf_backends.lowering import UlyssesGroups
@@ -109,7 +108,7 @@ class Simulator:
         self.transfer_s += max(self._send(end, queue, landed) for end, queue in queues.items())
         for rank, there in landed.items():
             self._note(rank, label, "transfer", set_off[rank], there)
-        self.now = list(map(add, self.now, held_s))
+        self.now = [now + held for now, held in zip(self.now, held_s, strict=True)]
         return landed
 
     def _send(self, end: LinkEnd, queue: list[Queued], landed: Landed) -> float:
@@ -148,23 +147,17 @@ def shared(queue: Sequence[tuple[float, float]], free: float) -> list[float]:
         queue: for each when it is ready, and how long it takes alone.
         free: from when on there is anything to share.
     """
+    waiting = sorted(range(len(queue)), key=lambda at: queue[at][0], reverse=True)
     through, active = [0.0] * len(queue), list[tuple[float, int]]()
     now, done = free, 0.0  # how much of a message that was there all the time is done
-
-    def finish() -> None:
-        nonlocal now, done
-        upto, first = heappop(active)
-        now, done = now + (upto - done) * (len(active) + 1), upto
-        through[first] = now
-
-    for at in sorted(range(len(queue)), key=lambda at: queue[at][0]):
-        ready, took = queue[at]
-        while active and now + (active[0][0] - done) * len(active) <= ready:
-            finish()
-        if ready > now:
-            done += (ready - now) / max(1, len(active))
-            now = ready
-        heappush(active, (done + took, at))
-    while active:
-        finish()
+    while waiting or active:
+        starts = max(now, queue[waiting[-1]][0]) if waiting else inf
+        ends = now + (active[0][0] - done) * len(active) if active else inf
+        if ends <= starts:
+            done, at = heappop(active)
+            now = through[at] = ends
+        else:
+            done += (starts - now) / max(1, len(active))
+            now, at = starts, waiting.pop()
+            heappush(active, (done + queue[at][1], at))
     return through

@@ -1,8 +1,8 @@
 """What trading heads for tokens costs, and what of it the passes hide.
 
-Where heads are traded in chunks (runtime/ulysses_pipeline.py), one is
-on its way while another is computed. The way in of the first and the way out of the last hide
-behind nothing, the others behind the passes.
+Where heads are traded in chunks (runtime/ulysses_pipeline.py), one is on its way while another is
+computed. The way in of the first and the way out of the last hide behind nothing, the others behind
+the passes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from math import gcd
 
 from wf_backends.planner.link_loads import NOTHING, Load
+from wf_backends.planner.route_shape import Axis, Side
 from wf_backends.planner.workload import Cost, HeadSplit, Span
 
 
@@ -19,19 +20,19 @@ def exchange_loads(split: HeadSplit) -> tuple[Load, Load]:
 
     The backward's gradients weigh the same, the other way round.
     """
-    topology, shape = split.topology, split.shape
-    element = shape.batch * shape.itemsize
-    rows, keys = (-(-n // topology.size) for n in (split.workload.seqlen, split.workload.num_keys))
-    queries, out = (rows * shape.heads * width for width in (shape.head_dim, shape.value))
-    kv = keys * shape.key_row // shape.batch
-    on_host = gcd(split.degree * split.stride, topology.ranks_per_host)
-    near = max(1, on_host // split.stride)  # of the ranks that trade, on one host
-    inside = min(near - 1, 1 if topology.direct_links else near)
-    outside = (split.degree - near) * topology.ranks_per_nic
-    qkv, out = (
-        Load(outside * element * count, inside * element * count) for count in (queries + kv, out)
-    )
-    return qkv, out
+    at, work = split.topology, split.workload
+    near = max(1, gcd(split.degree * split.stride, at.ranks_per_host) // split.stride)
+    peers = Side(split.degree, Axis(split.degree, near, leaving=0))
+    qkv, out = _bytes(split, *(-(-rows // at.size) for rows in (work.seqlen, work.num_keys)))
+    return peers.exchange(at, qkv), peers.exchange(at, out)
+
+
+def _bytes(split: HeadSplit, rows: float, keys: float) -> tuple[float, float]:
+    """Of q, k and v, and of out, of one chunk of a rank's heads and so many rows and keys."""
+    shape = split.shape
+    row = shape.batch * shape.heads * shape.itemsize
+    qkv = rows * row * shape.head_dim + keys * shape.key_row * shape.itemsize
+    return qkv, rows * row * shape.value
 
 
 def exchange_s(split: HeadSplit, load: Load) -> float:
@@ -65,23 +66,16 @@ def ulysses_cost(split: HeadSplit) -> Cost:
 
     Bytes are those of all chunks, memory that of the rows that a rank has gathered.
     """
+    cost, chunks = Cost(), split.chunks
     if split.degree == 1:
-        return Cost()
-    cost = Cost()
+        return cost
     for name, load in zip(("ulysses qkv", "ulysses out"), exchange_loads(split), strict=True):
         took = exchange_s(split, load)
-        sent = split.chunks * load.nic, split.chunks * load.inside
-        cost += Cost(took, 0.0, took, *sent, spans=(Span(name, "transfer", 0.0, took),))
-    return replace(cost, memory_bytes=split.chunks * _pooled_bytes(split))
-
-
-def _pooled_bytes(split: HeadSplit) -> float:
-    """q, k, v and out of one chunk, of all rows that a rank gathers."""
-    shape, share = split.shape, split.degree / split.topology.size
-    rows, keys = split.workload.seqlen * share, split.workload.num_keys * share
-    width = shape.head_dim + shape.value
-    queries = shape.batch * rows * shape.heads * width
-    return shape.itemsize * (queries + keys * shape.key_row)
+        spans = (Span(name, "transfer", 0.0, took),)
+        cost += Cost(took, 0.0, took, chunks * load.nic, chunks * load.inside, spans=spans)
+    share = split.degree / split.topology.size
+    gathered = _bytes(split, split.workload.seqlen * share, split.workload.num_keys * share)
+    return replace(cost, memory_bytes=chunks * sum(gathered))
 
 
 def pipelined(split: HeadSplit, one: Cost) -> Cost:
@@ -99,10 +93,8 @@ def pipelined(split: HeadSplit, one: Cost) -> Cost:
         return one
     come, leave = exchange_loads(split)
     total = Cost()
-    for count, beside in ((1, [come]), (split.chunks - 2, [come, leave]), (1, [leave])):
+    for beside in ([come], *[[come, leave]] * (split.chunks - 2), [leave]):
         held = one.seconds + sum(exchange_hold_s(split, load) for load in beside)
         carried = Load(one.nic_bytes, one.inside_bytes) + sum(beside, NOTHING)
-        chunk = replace(one, seconds=max(held, carried.seconds(split.topology)))
-        for _ in range(count):
-            total += chunk
+        total += replace(one, seconds=max(held, carried.seconds(split.topology)))
     return total
