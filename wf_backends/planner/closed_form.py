@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil, inf
-from operator import mul
 
 from wf_backends.lowering import bundles, unevenness
 from wf_backends.planner.exact_cost import buffer_bytes
@@ -40,11 +39,7 @@ class ClosedForm:
         self.busiest_s = scores / size * kind.seconds_per_score(split)
 
     def cost(self, shape: RouteShape) -> Cost:
-        """What the pass costs on routes of a shape, all chunks of heads."""
-        return pipelined(self.split, self._one_chunk(shape))
-
-    def _one_chunk(self, shape: RouteShape) -> Cost:
-        """What one chunk costs.
+        """What the pass costs on routes of a shape, all chunks of heads. One chunk takes
 
             T = G + first + sum over the hops between of max(hold + c, h) + last + H
 
@@ -56,23 +51,25 @@ class ClosedForm:
         live = self._live_hops(shape)
         step_s = self.busiest_s / (live + 1)
         gather, home = self._walkers(shape, walk)
-        each = [self.shards[0] * row for row in (self.rows.stay_gathered, self.rows.stay_partial)]
-        fetch, leave = (stay.exchange(at, one, once=shape.once) for one in each)
+        come, leave = (
+            self.shards[0] * row for row in (self.rows.stay_gathered, self.rows.stay_partial)
+        )
         hops = list(self._hops(shape, walk, live))
         took = gather.seconds(at) + home.seconds(at)
         computed = (live + 1) * (step_s + self.call_s)
         for index, (times, hop) in enumerate(hops):
-            edges = index == 0, index == len(hops) - 1
-            if any(edges) and stay.foreign:
-                edge = self._edge_s(stay, shape.once, step_s, hop, *map(mul, each, edges))
+            first, last = index == 0, index == len(hops) - 1
+            if stay.foreign and (first or last):
+                edge = self._edge_s(stay, shape.once, step_s, hop, first * come, last * leave)
                 took, computed = took + edge[0], computed + edge[1]
             else:
                 took += times * max(hop.hold_s(at) + step_s + self.call_s, hop.seconds(at))
         held = stay.shards * self.shards[0], walk.shards * self.shards[1]
         gathered = held[0] * self.rows.stay if stay.foreign else 0.0
         gathered += held[1] * self.rows.walk if walk.foreign else 0.0
-        sent = [*hops, *((1, load) for load in (gather, fetch, leave, home))]
-        return Cost(
+        around = gather, home, *(stay.exchange(at, one, once=shape.once) for one in (come, leave))
+        sent = [*hops, *((1, load) for load in around)]
+        one_chunk = Cost(
             took,
             computed,
             transfer_s=sum(times * load.seconds(at) for times, load in sent),
@@ -81,6 +78,7 @@ class ClosedForm:
             memory_bytes=buffer_bytes(self.shards, held, self.rows),
             gathered_bytes=gathered,
         )
+        return pipelined(self.split, one_chunk)
 
     def _edge_s(
         self, stay: Side, once: bool, step_s: float, hop: Load, come: float, leave: float

@@ -9,13 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from wf_backends.cluster import Topology
-from wf_backends.planner.workload import (
-    BACKWARD_KEYS,
-    BACKWARD_QUERIES,
-    Cost,
-    PassKind,
-    Workload,
-)
+from wf_backends.planner.workload import BACKWARD_KEYS, BACKWARD_QUERIES, Cost, PassKind, Workload
 from wf_backends.schedule import Placed, Schedule, place
 
 BACKWARDS: Mapping[str, PassKind] = MappingProxyType(
@@ -49,11 +43,10 @@ class Request:
     layers: int = 1
     """Attention layers that keep it at the same time."""
     exact_up_to: int = EXACT_UP_TO
-    """Ranks up to which every message is counted."""
+    """Ranks up to which every message is counted; beyond, closed forms price a pass."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether every message is counted."""
         return self.topology.size <= self.exact_up_to
 
     @property
@@ -104,7 +97,6 @@ class Choice:
 
     @property
     def in_rank_order(self) -> bool:
-        """Whether every part is played by the rank of its number."""
         return self.stride == 1 and self.forward.in_rank_order and self.backward.in_rank_order
 
     @property
@@ -151,7 +143,6 @@ class Plan:
 
     @cached_property  # plans are compared by it
     def cost(self) -> Cost:
-        """The cost of both passes and of what is around them."""
         total = self.around + self.forward + self.backward
         memory = self.around.memory_bytes
         memory += max(self.forward.memory_bytes, self.backward.memory_bytes)
@@ -160,5 +151,4 @@ class Plan:
 
     @property
     def complexity(self) -> tuple[float, ...]:
-        """That of the choice."""
         return self.choice.complexity

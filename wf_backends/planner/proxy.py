@@ -1,8 +1,7 @@
 """What is planned for where tokens see only some: under a window, in packed documents or slices.
 
-Closed forms count what a full mask sends, so messages are counted, of
-few routes. Hosts that are far apart have nothing to do with each other, so some hosts with their
-share of the tokens stand for all of them, however many there are.
+Closed forms count what a full mask sends, so messages are counted, of few routes. Hosts that are
+far apart have nothing to do with each other: some, with their share of the tokens, stand for all.
 
 Packed documents are planned for by their kind, of which a training run meets a few: drawn ones with
 the same mean length. Documents of one length would be a bad kind: they fit their ranks too well, so
@@ -67,10 +66,8 @@ def alike(request: Request) -> Request:
 
 
 def _on_grid(work: Workload) -> Workload:
-    """The workload with its slices' ends on a grid, if they then hold about as many pairs.
-
-    Prefixes or questions whose length changes from batch to batch are planned for once.
-    """
+    """The workload with its slices' ends on a grid, if they then hold about as many pairs: prefixes
+    whose length changes from batch to batch are planned for once."""
     found = [
         one._replace(q=_near(one.q, work.seqlen), k=_near(one.k, work.num_keys))
         for one in work.mask.slices or ()
@@ -96,16 +93,13 @@ def _similar(seqlen: int) -> int:
 def counted(request: Request) -> Request:
     """The request, its messages counted one by one where closed forms know little of its mask."""
     size, is_dense = request.topology.size, request.workload.mask.is_dense
-    if is_dense or not request.exact_up_to < size <= NEAR_UP_TO:
-        return request
-    return on_few(request)
+    between = request.exact_up_to < size <= NEAR_UP_TO
+    return on_few(request) if between and not is_dense else request
 
 
 def on_few(request: Request) -> Request:
-    """The request on few routes, of which every message is counted.
-
-    All-gather also with rows that cross to a host once.
-    """
+    """The request on few routes, of which every message is counted; all-gather also with rows that
+    cross to a host once."""
     at, few = request.topology, PLAIN
     if at.hosts > 1 and at.ranks_per_host > 1:
         few += (replace(PLAIN[1], host_size=at.ranks_per_host),)
@@ -123,11 +117,9 @@ def packed(work: Workload, borders: tuple[int, ...] | None) -> Workload:
 
 def of_its_kind(request: Request) -> Request:
     """The request with typical documents in place of its own, or as one where none are typical."""
-    work = request.workload
-    borders, size = work.mask.cu_seqlens, request.topology.size
-    kind = None
-    if borders is not None and size <= NEAR_UP_TO:
-        kind = typical_documents(borders, work.seqlen, size)
+    work, size = request.workload, request.topology.size
+    borders = work.mask.cu_seqlens if size <= NEAR_UP_TO else None
+    kind = borders and typical_documents(borders, work.seqlen, size)
     return replace(request, workload=packed(work, kind))
 
 
@@ -143,7 +135,7 @@ def on_fewer_ranks(request: Request) -> Request | None:
     if not work.mask.is_near or work.keys is not None or not plain:
         return None
     parts = (_part(request, size) for size in _part_sizes(request))
-    return next((part for part in parts if part is not None), None)
+    return next(filter(None, parts), None)
 
 
 def _part_sizes(request: Request) -> Sequence[int]:
@@ -167,7 +159,7 @@ def _part(request: Request, size: int) -> Request | None:
     work, topology = request.workload, request.topology
     seqlen = work.seqlen * size // topology.size
     borders, band = work.mask.cu_seqlens, work.mask.band
-    kind = None if borders is None else typical_documents(borders, seqlen, size, FEWEST_IN_A_PART)
+    kind = borders and typical_documents(borders, seqlen, size, FEWEST_IN_A_PART)
     if kind is None and max(band.left, band.right) * WINDOWS > seqlen:
         return None
     share = packed(replace(work, seqlen=seqlen), kind)

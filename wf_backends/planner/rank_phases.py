@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from wf_backends.cluster import KernelRate
-from wf_backends.lowering import Parcel, RankProgram, Round, Step, Tile, area_in_vain, tile_area
+from wf_backends.lowering import Parcel, RankProgram, Round, Step, area_in_vain, tile_area
 from wf_backends.planner.workload import HeadSplit, PassKind
 
 Messages = Sequence[tuple[int, int]]  # (peer, bytes)
@@ -37,7 +36,7 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
     """Everything that one rank does in a pass, in order.
 
     The bytes are those of `message_bytes.bytes_sent`, and of the executor; there fetches count as
-    gathering, and results that leave as sent home.
+    gathering, and results that leave as sent home. A round takes scores * score_s + calls * call_s.
     """
     rows, score_s, rate = kind.row_bytes(split.shape), kind.seconds_per_score(split), split.rate
 
@@ -51,10 +50,11 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
         return messages((step.partial_out, *step.home_out), rows.walk_partial)
 
     def phase_round(one: Round) -> PhaseRound:
+        scores = sum(tile_area(tile) + area_in_vain(tile, rate.diagonal_keys) for tile in one.tiles)
         return PhaseRound(
             messages(one.fetch.send, rows.stay_gathered),
             messages(one.pass_on.send, rows.stay_gathered),
-            tile_seconds(one.tiles, score_s, rate),
+            scores * score_s + len(one.tiles) * rate.call_s,
             messages(one.pass_back.send, rows.stay_partial),
             messages(one.home.send, rows.stay_partial),
         )
@@ -69,9 +69,3 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
         yield phase
         before = step
     yield RankPhase(f"{kind.name} home", partials(before))
-
-
-def tile_seconds(found: Sequence[Tile], score_s: float, rate: KernelRate) -> float:
-    """How long one rank computes on these tiles: scores * score_s + calls * call_s."""
-    scores = sum(tile_area(tile) + area_in_vain(tile, rate.diagonal_keys) for tile in found)
-    return scores * score_s + len(found) * rate.call_s

@@ -1,8 +1,8 @@
 """Which plan is the fastest: every route, placement and head split, by predicted time.
 
-Deterministic: the same request gives the same plan on every rank,
-without a message. Up to `exact_up_to` ranks a cost is derived message by message
-(planner/exact_cost.py), beyond that by closed forms (planner/closed_form.py).
+The same request gives the same plan on every rank, without a message. Up to `exact_up_to` ranks a
+cost is derived message by message (planner/exact_cost.py), beyond by closed forms
+(planner/closed_form.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,6 @@ from wf_backends.planner.workload import FORWARD, HeadSplit, PassKind
 from wf_backends.schedule import Placed, place, placements
 
 HEAD_SPLITS_COUNTED = 3  # message by message, of those that closed forms find the best
-
-
 _PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
 
 
@@ -91,10 +89,9 @@ def _promising(request: Request, splits: Sequence[HeadSplit]) -> list[HeadSplit]
     roughly = replace(request, exact_up_to=0)
     found = {_sorted_plans(roughly, [split])[0]: split for split in splits}
     splits = [found[plan] for plan in ranked(list(found), roughly)]
-    by_ranks: dict[tuple[int, int], HeadSplit] = {}
-    for split in splits:
-        by_ranks.setdefault((split.degree, split.stride), split)
-    few = [*splits[:HEAD_SPLITS_COUNTED], *list(by_ranks.values())[:HEAD_SPLITS_COUNTED]]
+    by_ranks = {(split.degree, split.stride): split for split in reversed(splits)}
+    best_chunks = [split for split in splits if split in by_ranks.values()]
+    few = splits[:HEAD_SPLITS_COUNTED] + best_chunks[:HEAD_SPLITS_COUNTED]
     return list(dict.fromkeys(few))
 
 
@@ -182,10 +179,7 @@ def _candidates(
     with rows that cross once.
 
     Closed forms know no more of a route than its shape: of several routes of one shape only the
-    first is a candidate, or the one that is named for the other pass.
-
-    Args:
-        beside: the routes that are named for the other pass.
+    first is a candidate, or the one that is named for the other pass (`beside`).
     """
     routes = placements(split.route_size) if named is None else named
     found = {placed: shape_of(placed, split) for placed in routes}
@@ -198,9 +192,11 @@ def _candidates(
     }
     if request.is_exact:
         return found
-    by_shape = {shape: placed for placed, shape in reversed(found.items())}
-    by_shape |= {found[placed]: placed for placed in beside or () if placed in found}
-    return {placed: shape for placed, shape in found.items() if by_shape[shape] == placed}
+    first = dict[RouteShape, Placed]()
+    for placed, shape in found.items():
+        if shape not in first or placed in (beside or ()):
+            first[shape] = placed
+    return {placed: shape for shape, placed in first.items()}
 
 
 def _passes(

@@ -77,7 +77,6 @@ class Simulator:
         self._wait(hopped)
 
     def _wait(self, landed: Landed) -> None:
-        """Every rank waits for its messages of a moment."""
         for rank, there in landed.items():
             self.now[rank] = max(self.now[rank], there)
 
@@ -130,14 +129,11 @@ class Simulator:
 
     def _link_ends(self, rank: int, peer: int) -> list[LinkEnd]:
         """What a message of every member of a rank to its like goes through."""
-        found = self._ends.get((rank, peer))
-        if found is None:
-            found = list[LinkEnd]()
-            for member in range(self.groups.degree):
-                ends = (self.groups.rank(one, member) for one in (rank, peer))
-                found += link_ends(self.topology, *ends)
-            self._ends[rank, peer] = found
-        return found
+        if (rank, peer) not in self._ends:
+            pairs = zip(*(self.groups.members(one) for one in (rank, peer)), strict=True)
+            found = (link_ends(self.topology, *pair) for pair in pairs)
+            self._ends[rank, peer] = [end for ends in found for end in ends]
+        return self._ends[rank, peer]
 
 
 def shared(queue: Sequence[tuple[float, float]], free: float) -> list[float]:

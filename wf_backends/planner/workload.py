@@ -59,7 +59,6 @@ class HeadSplit:
 
     @property
     def groups(self) -> UlyssesGroups:
-        """The ranks that trade heads for tokens."""
         return UlyssesGroups(self.topology.size, self.degree, self.stride)
 
     @property
@@ -117,7 +116,7 @@ class Span:
 
     label: str
     kind: str
-    """compute, transfer or wait."""
+    """compute or transfer."""
     start: float
     stop: float
 
