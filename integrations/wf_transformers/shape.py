@@ -33,11 +33,17 @@ def model_shape(name: str, sizes: bool = False) -> dict[str, int]:
             f"--model {name}: its {type(config).__name__} tells no num_attention_heads; say "
             "--heads, --kv-heads and --head-dim instead"
         )
-    shape = {
-        "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-    }
+    try:
+        shape = {
+            "heads": heads,
+            "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        }
+    except Exception as error:  # transformers 5 raises one of its own where layers differ (Gemma 4)
+        raise ValueError(
+            f"--model {name}: {str(error).partition('. ')[0]}; say --heads, --kv-heads and "
+            "--head-dim of one kind of layer instead"
+        ) from error
     return shape | _sizes(name, config) if sizes else shape
 
 

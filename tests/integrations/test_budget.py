@@ -124,3 +124,10 @@ def test_a_mixture_of_experts_is_refused(tmp_path: Any) -> None:
     transformers.MixtralConfig(num_local_experts=4).save_pretrained(tmp_path)
     with pytest.raises(NotImplementedError, match="mixture of experts such as MixtralConfig"):
         model_shape(str(tmp_path), sizes=True)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4TextConfig"), reason="transformers has none")
+def test_a_model_whose_layers_differ_is_refused(tmp_path: Any) -> None:
+    transformers.Gemma4TextConfig(num_hidden_layers=6).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="'head_dim' is a per-layer attribute.*; say --heads,"):
+        model_shape(str(tmp_path))
