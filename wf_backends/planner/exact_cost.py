@@ -12,8 +12,6 @@ from wf_backends.planner.ulysses_cost import pipelined
 from wf_backends.planner.workload import Cost, HeadSplit, PassKind
 from wf_backends.schedule import Schedule, make_layout
 
-SideRows = tuple[float, float]  # of the side that stays, and of the one that walks
-
 
 def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: int = 1) -> Cost:
     """What a pass of a schedule costs, message by message, all ranks and all chunks of heads.
@@ -49,14 +47,14 @@ def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: 
     return Problem(schedule, queries, keys, mask, kind.queries_walk, kind.keep, near)
 
 
-def buffer_bytes(shards: SideRows, held: SideRows, rows: RowBytes) -> float:
+def buffer_bytes(shards: tuple[float, float], held: tuple[float, float], rows: RowBytes) -> float:
     """Buffers of a pass at their peak: what stays and its results, and walkers held and arriving.
 
     In the backward also what stands in for outputs that are not on their own rank (see
     runtime/surrogate_out.py).
 
     Args:
-        shards: rows of a rank's own shards. held: rows of the two buffers.
+        shards: rows of a rank's own shards, (stay, walk). held: rows of the two buffers.
     """
     stay, walk = held
     beside = shards[1] * rows.walk_found

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
-from wf_backends.planner.plan import BACKWARDS, Request
+from wf_backends.planner.plan import Request
 from wf_backends.planner.ulysses_cost import ulysses_cost
-from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, Span
+from wf_backends.planner.workload import BACKWARD_KEYS, FORWARD, Cost, HeadSplit, Span
 from wf_backends.schedule import divisors
 
 MAX_CHUNKS = 8  # of a rank's heads that the planner looks at
@@ -53,7 +53,7 @@ def _hides(split: HeadSplit, share: float) -> bool:
     """Whether exchanges in chunks may hide more than this share of the time of computing, in both
     passes, if every rank has the same part of it: no plan takes less."""
     hidden_s = ulysses_cost(replace(split, chunks=1)).seconds - ulysses_cost(split).seconds
-    score_s = sum(kind.seconds_per_score(split) for kind in (FORWARD, BACKWARDS["keys"]))
+    score_s = sum(kind.seconds_per_score(split) for kind in (FORWARD, BACKWARD_KEYS))
     even_s = split.workload.scores / split.route_size * split.chunks * score_s
     return 2 * hidden_s > share * even_s
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any
 
 from wf_backends.cluster import Topology
-from wf_backends.planner.workload import BACKWARD_KEYS, BACKWARD_QUERIES, Cost, PassKind, Workload
+from wf_backends.planner.workload import Cost, PassKind, Workload
 from wf_backends.schedule import Placed, Schedule, place
 
-BACKWARDS: Mapping[str, PassKind] = MappingProxyType(
-    {"keys": BACKWARD_KEYS, "queries": BACKWARD_QUERIES}
-)
-MOVES = tuple(BACKWARDS)  # which side walks in a backward
+MOVES = ("keys", "queries")  # which side walks in a backward
 EXACT_UP_TO = 8  # ranks up to which every message is counted, by default
 
 

@@ -15,7 +15,7 @@ from threading import Lock
 from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.head_splits import around, head_splits
-from wf_backends.planner.plan import BACKWARDS, MOVES, Choice, PassPlan, Plan, Request
+from wf_backends.planner.plan import MOVES, Choice, PassPlan, Plan, Request
 from wf_backends.planner.proxy import alike, counted, packed
 from wf_backends.planner.ranking import best_of, fastest_of, ranked
 from wf_backends.planner.route_shape import RouteShape, shape_of
@@ -144,7 +144,7 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
                 if placed in back and (placed.gathers or False not in request.keeps)
             }
         forward = _passes(request, split, replace(FORWARD, keep=keep), there)
-        kinds = [replace(BACKWARDS[side], keep=keep) for side in sides]
+        kinds = [PassKind("backward", side == MOVES[1], keep) for side in sides]
         backward = [one for kind in kinds for one in _passes(request, split, kind, back)]
         for one, other in _pairs(forward, backward, within, keep):
             moves = MOVES[other.kind.queries_walk]
