@@ -124,6 +124,33 @@ def test_the_predicted_peak_is_that_of_a_step(tiled: bool) -> None:
     assert tracker.peak == pytest.approx(predicted, rel=0.05)
 
 
+class Told(Mlp):
+    """Is told its rows by a number, as Swin's layers are: a part of them is no view of all."""
+
+    def forward(self, x: Tensor, rows: int = ROWS) -> Tensor:
+        return super().forward(x).view(1, rows, WIDTH)
+
+
+def test_a_module_that_does_not_run_by_tiles_is_refused() -> None:
+    model = model_of()
+    model.mlp[1] = Told()
+    plan = plan_of(model, max_slowdown=1.0)
+    assert modules(plan) == ["head", "mlp.0"]
+    assert "not tiled: Told, no tiles: shape '[1, 512, 8]' is invalid" in plan.explain()
+
+
+def test_a_branch_on_values_that_is_not_captured_is_taken_as_if_it_were_true() -> None:
+    """As transformers looks for padding where no mask is given."""
+
+    class Asking(Causal):
+        def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+            if not torch.compiler.is_compiling() and not (ids >= 0).all():
+                raise ValueError("padding")
+            return super().forward(ids, labels)
+
+    assert modules(plan_of(Asking().train(), max_slowdown=1.0)) == ["head", "mlp.0", "mlp.1"]
+
+
 def test_no_more_is_tiled_than_a_budget_needs() -> None:
     model = model_of()
     everything = plan_of(model, max_slowdown=1.0)

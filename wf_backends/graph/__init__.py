@@ -14,6 +14,7 @@ from wf_backends.graph.capture import (
     module_path,
     nbytes,
     operator_name,
+    reason,
     tensors,
 )
 from wf_backends.graph.copies import Copied, with_copies
@@ -28,7 +29,7 @@ from wf_backends.graph.memory import (
     read_steps,
     submodule,
 )
-from wf_backends.graph.tracker import StorageTracker, named_weights, unchunked_peak
+from wf_backends.graph.tracker import FakeRun, StorageTracker, named_weights, unchunked_peak
 
 __all__ = [
     "Budget",
@@ -37,6 +38,7 @@ __all__ = [
     "Copied",
     "Effect",
     "Effects",
+    "FakeRun",
     "Step",
     "Steps",
     "StorageTracker",
@@ -54,6 +56,7 @@ __all__ = [
     "operator_name",
     "profile",
     "read_steps",
+    "reason",
     "refill",
     "register_containers",
     "submodule",

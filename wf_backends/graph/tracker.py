@@ -59,7 +59,7 @@ class StorageTracker(TorchDispatchMode):
         self.live -= count
 
 
-class _FakeRun(StorageTracker):
+class FakeRun(StorageTracker):
     """Counts a run on fake tensors; a branch on a tensor's value is taken as if it were true, as
     for a mask without padding. Of a tensor made from a number the value is known."""
 
@@ -85,7 +85,7 @@ def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     weights = {name: fake(weight) for name, weight in named_weights(model)}
     args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    tracker = _FakeRun((*weights.values(), *inputs))
+    tracker = FakeRun((*weights.values(), *inputs))
     try:
         with torch.no_grad(), no_log(), mode, tracker:
             torch.func.functional_call(model, weights, args, kwargs, tie_weights=False)

@@ -49,11 +49,11 @@ TABLE: Table = {
         POINTWISE,
         "__and__ __or__ __xor__ add copy divide expand_as fill floor_divide greater "
         "greater_equal hardswish isclose less less_equal log_sigmoid masked_fill multiply "
-        "not_equal polar rsub sub subtract true_divide where",
+        "not_equal polar rsub sub subtract true_divide type_as where",
     ),
     **table(
         Rule(unary),
-        "_to_copy alias clone contiguous detach full_like lift_fresh_copy ones_like to type_as "
+        "_to_copy alias clone contiguous detach full_like lift_fresh_copy ones_like to "
         "zero zeros_like",
     ),
     **table(Rule(dropout), "dropout feature_dropout alpha_dropout"),

@@ -16,7 +16,14 @@ from torch import fx, nn
 from torch.distributed import ProcessGroup
 
 from wf_backends._validation import read_json
-from wf_backends.graph import Effects, bind, capture, checked_budget, register_containers
+from wf_backends.graph import (
+    CaptureError,
+    Effects,
+    bind,
+    capture,
+    checked_budget,
+    register_containers,
+)
 from wf_backends.tiling.handle import Handle
 from wf_backends.tiling.tileable import Candidate, candidates, head_candidate
 from wf_backends.tiling.tiled_loss import torch_has_the_loss
@@ -171,7 +178,11 @@ class _Search:
         count = len(group) if cost == 0 else min(len(group), int(room / cost + 1e-9))
         more = [Tiles(one.module, one.dim, _count(one), one.loss) for one in group[:count]]
         tiles = (*plan.tiles, *more)
-        peak = self.peak(tiles) if more else plan.peak
+        try:
+            peak = self.peak(tiles) if more else plan.peak
+        except CaptureError as error:  # a module that is told its rows by a number, for instance
+            why = str(error).partition(": ")[2]
+            return replace(plan, refused=(*plan.refused, (group[0].kind, f"no tiles: {why}")))
         if peak >= plan.peak:
             return plan
         return replace(plan, tiles=tiles, peak=peak, slowdown=plan.slowdown + count * cost)

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from wf_backends.graph import StorageTracker, named_weights
+from wf_backends.graph import CaptureError, FakeRun, named_weights, reason
 
 
 def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -19,6 +19,8 @@ def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
 
     As it runs: with tiles, and with layers that are recomputed. What is not a loss already is
     summed. A weight's gradient counts until it is added to what earlier batches left.
+
+    Raises `CaptureError` where the model does not run so.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     named = dict(named_weights(model))
@@ -27,8 +29,14 @@ def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     args, words = pytree.tree_map_only(Tensor, mode.from_tensor, (args, dict(kwargs)))
     grads = [w.grad for w in weights.values() if w.grad is not None]
     inputs = [x for x in pytree.tree_leaves((args, words)) if isinstance(x, Tensor)]
-    with mode, StorageTracker((*weights.values(), *grads, *inputs)) as tracker, torch.enable_grad():
-        _loss(functional_call(model, weights, args, words, tie_weights=False)).backward()
+    tracker = FakeRun((*weights.values(), *grads, *inputs))
+    try:
+        with mode, tracker, torch.enable_grad():
+            _loss(functional_call(model, weights, args, words, tie_weights=False)).backward()
+    except NotImplementedError:  # what tiles refuse
+        raise
+    except RuntimeError as error:
+        raise CaptureError(reason(model, error, "be trained on fake tensors")) from error
     return tracker.peak
 
 
