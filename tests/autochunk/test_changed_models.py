@@ -109,3 +109,34 @@ def test_a_module_in_two_places_keeps_its_weights(training: bool) -> None:
     assert list(before) == list(after) and all(after[name] is before[name] for name in before)
     with torch.no_grad():
         torch.testing.assert_close(chunked(x), model(x))
+
+
+class Keeping(nn.Module):
+    """Keeps a table, as rotary embeddings do, and one by its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor | None = None
+        self.by_size: dict[int, torch.Tensor] = {}
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[1]
+        if self.table is None:
+            self.table = torch.arange(size, dtype=x.dtype)[:, None] / size
+        if size not in self.by_size:
+            self.by_size[size] = self.table * 2
+        x = x + self.table + self.by_size[size]
+        return self.out((x @ x.transpose(-1, -2)).softmax(-1) @ x)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_a_forward_keeps_is_not_what_a_trace_kept(training: bool) -> None:
+    model, x = nn.Sequential(Keeping(), Keeping()).train(training), torch.randn(1, 256, WIDTH)
+    chunked = autochunk(model, (x,), max_slowdown=ANY)
+    assert model[0].table is None and not model[1].by_size
+    with torch.no_grad():
+        found = chunked(x)
+        assert type(found) is torch.Tensor
+        torch.testing.assert_close(found, model(x))
+        assert type(model[0].table) is torch.Tensor

@@ -18,7 +18,14 @@ from wf_backends.graph.capture import (
     tensors,
 )
 from wf_backends.graph.copies import Copied, with_copies
-from wf_backends.graph.inputs import bind, containers, is_known, refill, register_containers
+from wf_backends.graph.inputs import (
+    attributes_kept,
+    bind,
+    containers,
+    is_known,
+    refill,
+    register_containers,
+)
 from wf_backends.graph.memory import (
     Effect,
     Effects,
@@ -44,6 +51,7 @@ __all__ = [
     "StorageTracker",
     "Weight",
     "arguments",
+    "attributes_kept",
     "bind",
     "capture",
     "checked_budget",

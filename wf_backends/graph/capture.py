@@ -31,6 +31,7 @@ from torch.utils import _pytree as pytree
 from wf_backends.graph.inputs import (
     CONSTANTS,
     apart_from_weights,
+    attributes_kept,
     containers,
     names_of_leaves,
 )
@@ -102,7 +103,8 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
         leaves, spec = pytree.tree_flatten(apart_from_weights(model, args, kwargs))
         alone = _forward_alone(model, leaves, spec)
         given = (None if isinstance(leaf, CONSTANTS) else leaf for leaf in leaves)
-        program = _export_as_eager(alone, tuple(given))
+        with attributes_kept(model):
+            program = _export_as_eager(alone, tuple(given))
     except Exception as error:  # torch.export raises every kind of error for what it cannot trace
         raise CaptureError(reason(model, error)) from error
     unknown = next((node for node in program.graph.nodes if _depends_on_values(node)), None)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import sys
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from importlib.metadata import entry_points
 from typing import Any
@@ -86,6 +89,19 @@ def refill(container: Any, filled: Any) -> None:
             container[key] = value
     else:
         vars(container).update(vars(filled))
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Gives all modules back the attributes that they had, and lists and dicts what these held: a
+    forward may keep tensors, such as rotary tables, and those of a trace are fake."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    held = [(v, copy.copy(v)) for _, own in before for v in own.values() if type(v) in (dict, list)]
+    try:
+        yield
+    finally:
+        for now, then in (*before, *held):
+            refill(now, then)
 
 
 def names_of_leaves(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wf_backends.graph.capture import CaptureError, no_log, reason
+from wf_backends.graph.inputs import attributes_kept
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -87,7 +88,7 @@ def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     tracker = FakeRun((*weights.values(), *inputs))
     try:
-        with torch.no_grad(), no_log(), mode, tracker:
+        with torch.no_grad(), no_log(), attributes_kept(model), mode, tracker:
             torch.func.functional_call(model, weights, args, kwargs, tie_weights=False)
     except Exception as error:  # sparse and nested tensors, TorchScript, what else has no fake
         raise CaptureError(reason(model, error, "run on fake tensors")) from error
