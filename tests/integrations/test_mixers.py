@@ -62,6 +62,24 @@ if hasattr(tf, "Qwen3NextConfig"):
     FAMILIES["qwen3_next"] = ("Qwen3Next", {**SIZES, **HEADS, **DELTA})
 if hasattr(tf, "Qwen3_5TextConfig"):
     FAMILIES["qwen3_5"] = ("Qwen3_5", {**SIZES, **HEADS, **DELTA})
+HYBRID = {"layer_types": ["mamba", "attention"], "num_hidden_layers": 2, "mamba_n_heads": 8}
+if hasattr(tf, "GraniteMoeHybridConfig"):
+    FAMILIES["granite_hybrid"] = (
+        "GraniteMoeHybrid",
+        {**SIZES, **HEADS, **HYBRID, "mamba_d_head": 8, "mamba_chunk_size": 8}
+        | {"num_local_experts": 2, "num_experts_per_tok": 1, "shared_intermediate_size": 48},
+    )
+if hasattr(tf, "NemotronHConfig"):
+    FAMILIES["nemotron_h"] = (
+        "NemotronH",
+        {**SIZES, **HEADS, "layers_block_type": ["mamba", "attention", "mlp"], "head_dim": 8}
+        | {"mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 4, "chunk_size": 8}
+        | {"n_groups": 2, "num_hidden_layers": 3},
+    )
+SHORT = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "pad_token_id": 0}
+for _family in ("Lfm2", "Lfm3"):
+    if hasattr(tf, f"{_family}Config"):
+        FAMILIES[_family.lower()] = (_family, {**SIZES, **HEADS, **SHORT})
 DOCUMENTS = (0, 5, 16, SEQLEN)
 
 
@@ -151,7 +169,7 @@ def test_a_copy_of_an_attached_model(family: str) -> None:
     "family",
     [
         *("mamba", "mamba2", "zamba", "jamba", "recurrent_gemma"),
-        *(name for name in ("qwen3_next",) if name in FAMILIES),
+        *(name for name in ("qwen3_next", "nemotron_h", "lfm2") if name in FAMILIES),
     ],
 )
 def test_states_end_with_their_document(family: str, layout: str) -> None:

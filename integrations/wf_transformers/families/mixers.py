@@ -142,10 +142,41 @@ def _griffin_run(layer: Any, x: Tensor) -> Tensor:
     return layer(x, positions, attention_mask=None, cache_position=None, use_cache=False)
 
 
+# ---- LFM2: a short convolution of every channel between two gates
+
+
+class _OpenGates(nn.Module):
+    """x behind gates that are 1: (1, 1, x)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        ones = torch.ones_like(x)
+        return torch.cat([ones, ones, x], dim=-1)
+
+
+def _short_conv_share(layer: Any, rank: int, size: int) -> Share:
+    mine = part("channels", layer.conv.in_channels, rank, size)
+    cuts = rows(("conv.weight", "conv.bias"), mine)
+    return Share(mine, mine, cuts, {"conv.groups": len(mine)})
+
+
+def _short_conv_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    gate, gate_behind, x = layer.in_proj(hidden).chunk(3, dim=-1)
+    return gate * x, gate_behind
+
+
+def _short_conv_finish(layer: Any, y: Tensor, gate: Any) -> Tensor:
+    return layer.out_proj(gate * y)
+
+
+def _short_conv_instead(_: Any, __: Share) -> dict[str, nn.Module]:
+    return {"in_proj": _OpenGates(), "out_proj": Keep()}
+
+
 GATES = ("input", "recurrent")
 NORMS = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
 MAMBA = Mixer(_mamba_share, summed=("x_proj",), whole=NORMS)
 MAMBA2 = Mixer(_mamba2_share, _mamba2_project, _mamba2_finish, _mamba2_instead)
+SHORT_CONV = Mixer(_short_conv_share, _short_conv_project, _short_conv_finish, _short_conv_instead)
 
 MIXERS: Mapping[str, Mixer] = MappingProxyType(
     {
@@ -156,6 +187,8 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         "mamba2.modeling_mamba2.Mamba2Mixer": MAMBA2,
         "bamba.modeling_bamba.BambaMixer": MAMBA2,
         "zamba2.modeling_zamba2.Zamba2MambaMixer": MAMBA2,
+        "granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridMambaLayer": MAMBA2,
+        "nemotron_h.modeling_nemotron_h.NemotronHMamba2Mixer": MAMBA2,
         "recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": Mixer(
             _griffin_share,
             _griffin_project,
@@ -163,6 +196,9 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
             _griffin_instead,
             run=_griffin_run,
         ),
+        "lfm2.modeling_lfm2.Lfm2ShortConv": SHORT_CONV,
+        "lfm2_moe.modeling_lfm2_moe.Lfm2MoeShortConv": SHORT_CONV,
+        "lfm3.modeling_lfm3.Lfm3ShortConv": SHORT_CONV,
         "qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet": QWEN3_NEXT,
         "qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet": QWEN3_5,
         "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": QWEN3_5,
