@@ -139,6 +139,22 @@ def test_a_module_that_does_not_run_by_tiles_is_refused() -> None:
     assert "not tiled: Told, no tiles: shape '[1, 512, 8]' is invalid" in plan.explain()
 
 
+class Short(Mlp):
+    """Does not run with fewer rows than 100."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] < 100:
+            raise RuntimeError("too few rows")
+        return super().forward(x)
+
+
+def test_finer_tiles_that_do_not_run_are_not_planned() -> None:
+    model = model_of()
+    model.mlp[0], model.mlp[1] = Short(), Short()
+    with pytest.raises(ValueError, match="is too little for a training step: the closest plan"):
+        plan_of(model, max_memory=1000, max_slowdown=1.0)
+
+
 def test_a_branch_on_values_that_is_not_captured_is_taken_as_if_it_were_true() -> None:
     """As transformers looks for padding where no mask is given."""
 

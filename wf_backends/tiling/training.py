@@ -188,14 +188,17 @@ class _Search:
         return replace(plan, tiles=tiles, peak=peak, slowdown=plan.slowdown + count * cost)
 
     def finer(self, plan: TrainingPlan) -> TrainingPlan | None:
-        """The plan with twice as many tiles; None where that saves nothing more."""
+        """The plan with twice as many tiles; None where it saves nothing more, or does not run."""
         tiles = tuple(
             replace(one, tiles=max(one.tiles, min(2 * one.tiles, self._rows[one.module] // FEWEST)))
             for one in plan.tiles
         )
         if tiles == plan.tiles:
             return None
-        peak = self.peak(tiles)
+        try:
+            peak = self.peak(tiles)
+        except CaptureError:
+            return None
         return replace(plan, tiles=tiles, peak=peak) if peak < 0.99 * plan.peak else None
 
     def too_little(self, plan: TrainingPlan, given: Any, target: float, max_slowdown: float) -> str:
