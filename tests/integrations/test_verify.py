@@ -300,6 +300,16 @@ def test_a_model_that_needs_other_inputs(caplog: pytest.LogCaptureFixture) -> No
         found(Other, mode=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(not hasattr(tf, "NeoMMEConfig"), reason="this transformers has none")
+def test_a_config_whose_windows_differ_by_layer() -> None:
+    """Transformers 5 refuses to tell its window, and a batch is drawn all the same."""
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 16}
+    config = tf.NeoMMEConfig(vocab_size=64, pad_token_id=0, **shape, **heads)
+    with pytest.raises(NotImplementedError, match="asks for a sliding window of 17 without causal"):
+        found(lambda: tf.NeoMMEForMaskedLM(config))
+
+
 def test_ranks_that_hold_different_parameters() -> None:
     def rank(comm: Any) -> None:
         sp, model = sequence_parallel(comm), build("llama", "sdpa", {})

@@ -107,11 +107,19 @@ def _padding(model: nn.Module, ids: Tensor) -> Tensor:
     """
     seqlen = ids.shape[1]
     ragged = head_of(model) == "causal"
-    config = getattr(model, "config", None)
-    windows = [w for name in WINDOWS if isinstance(w := getattr(config, name, None), int) and w > 0]
-    padding = min(seqlen // PADDING, *(window - 1 for window in windows), seqlen)
+    padding = min(seqlen // PADDING, *(window - 1 for window in _windows(model)), seqlen)
     ends = (seqlen, seqlen - padding) if ragged else (seqlen - 1,) * SAMPLES
     return (torch.arange(seqlen)[None] < torch.tensor(ends)[:, None]).long()
+
+
+def _windows(model: nn.Module) -> list[int]:
+    """As the config says them, or as layers do where they differ (transformers 5)."""
+    config = getattr(model, "config", None)
+    try:
+        found = [getattr(config, name, None) for name in WINDOWS]
+    except Exception:  # transformers has one of its own for it
+        found = [getattr(module, WINDOWS[0], None) for module in model.modules()]
+    return [window for window in found if isinstance(window, int) and window > 0]
 
 
 def _vocabulary(model: nn.Module, config: Any) -> int | None:
