@@ -303,7 +303,7 @@ def test_a_model_that_needs_other_inputs(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.skipif(not hasattr(tf, "NeoMMEConfig"), reason="this transformers has none")
 def test_a_config_whose_windows_differ_by_layer() -> None:
     """Transformers 5 refuses to tell its window, and a batch is drawn all the same."""
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 16}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 16}
     config = tf.NeoMMEConfig(vocab_size=64, pad_token_id=0, **shape, **heads)
     with pytest.raises(NotImplementedError, match="asks for a sliding window of 17 without causal"):
