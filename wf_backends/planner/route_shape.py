@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wf_backends.cluster import Topology
-from wf_backends.planner.link_loads import Load
+from wf_backends.planner.link_loads import NOTHING, Load
 from wf_backends.planner.workload import HeadSplit
 from wf_backends.schedule import Placed, digits, strides
 
@@ -51,6 +51,8 @@ class Side:
             once: rows cross to a host once and are passed on inside.
         """
         count, per_nic = self.foreign - fewer, topology.ranks_per_nic
+        if not count * each:
+            return NOTHING
         if self.axis is None:
             sent = count * each
             return Load(inside=sent) if topology.hosts == 1 else Load(nic=per_nic * sent)

@@ -207,7 +207,7 @@ def _passes(
     Rows that cross once are of the side that stays: not on a route that gathers none of them.
     """
     turned = replace(kind, queries_walk=True) if kind.name == FORWARD.name else kind
-    forms = {walk: ClosedForm(split, walk) for walk in {kind, turned}}
+    forms = {} if request.is_exact else {walk: ClosedForm(split, walk) for walk in {kind, turned}}
     found = list[PassPlan]()
     for placed, shape in candidates.items():
         walk = turned if placed.keys_stay else kind
