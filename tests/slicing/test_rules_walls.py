@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from fractions import Fraction
 
+import pytest
 import torch
 from torch import Tensor, fx
 
 from wf_backends.slicing.rules import Source, emit, granule, sources
+from wf_backends.slicing.rules_attention import attend_rows
 
 aten = torch.ops.aten
 
@@ -79,22 +81,28 @@ def test_a_convolutions_rows_are_cut_at_the_border() -> None:
     assert weight.dim is None
 
 
-def test_first_causal_rows_stay_causal_and_later_ones_see_no_key_behind_them() -> None:
+@pytest.mark.parametrize("batch", [(1,), ()])
+def test_first_causal_rows_stay_causal_and_later_ones_see_no_key_behind_them(
+    batch: tuple[int, ...],
+) -> None:
+    """Of a batch without a mask of them; where no operator takes them so, with one."""
+
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    shapes = [(1, 2, 8, 4)] * 3
+    shapes, dim = [(*batch, 2, 8, 4)] * 3, len(batch) + 1
     (node,) = calls(graph_of(attention, *shapes), aten.scaled_dot_product_attention)
-    assert [source.dim for source in sources(node, 2) or ()] == [2, None, None]
+    assert [source.dim for source in sources(node, dim) or ()] == [dim, None, None]
     first, later = fx.Graph(), fx.Graph()
     for graph, rows in ((first, (0, 4)), (later, (4, 6))):
         inputs = tuple(graph.placeholder(name) for name in "qkv")
-        emit(graph, node, 2, rows, inputs, node.kwargs)
+        emit(graph, node, dim, rows, inputs, node.kwargs)
     assert calls(first, aten.tril) == []
     keys = [(n.args[2], n.args[3]) for n in calls(later, aten.slice)]
     assert keys == [(0, 6), (0, 6)]
-    (mask,) = calls(later, aten.ones)
-    assert mask.args[0] == (2, 6)
+    masks = [mask.args[0] for mask in calls(later, aten.ones)]
+    assert masks == ([] if batch else [(2, 6)])
+    assert [n.args[3] for n in later.nodes if n.target is attend_rows] == ([4] if batch else [])
 
 
 def in_place_through_a_view(x: Tensor) -> Tensor:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from fractions import Fraction
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from wf_backends.kernels import KERNELS, KernelSpec, Scores, merge
+from wf_backends.schedule import CAUSAL, FULL
 from wf_backends.slicing.call import Call, Reads, Rows, Rule, Slice, Table, aten, broadcast
 
 ROWS, HEADS = 2, 3  # dimensions counted from the end, from 1
@@ -39,18 +41,55 @@ def keys(size: tuple[int, ...], dim: int, call: Call, grouped: bool) -> Rows | N
 
 
 def write_attention(new: Slice) -> fx.Node:
-    if new.call["is_causal"] and len(new.call.shape) - new.dim == ROWS:
-        return write_causal_rows(new)
-    return new.again()
-
-
-def write_causal_rows(new: Slice) -> fx.Node:
-    """Rows [lo, hi) see keys [0, hi); the first rows of all are causal attention again."""
+    if not new.call["is_causal"] or len(new.call.shape) - new.dim != ROWS:
+        return new.again()
     key, value = (
         new.put(aten.slice.Tensor, new.given[name], -ROWS, 0, new.hi) for name in ("key", "value")
     )
-    if new.lo == 0:
+    if new.lo == 0:  # causal attention again
         return new.again(key=key, value=value)
+    if _tells_lse(new.call):
+        return new.put(attend_rows, new.given["query"], key, value, new.lo, new.call["scale"])
+    return write_masked_rows(new, key, value)
+
+
+def _tells_lse(call: Call) -> bool:
+    """Whether torch has an operator here that tells the log-sum-exp of its rows, too."""
+    query, heads = call["query"].meta["val"], call.size("key")[-HEADS]
+    spec = KernelSpec(
+        device=query.device.type,
+        dtype=query.dtype,
+        head_dim=query.shape[-1],
+        heads=query.shape[-HEADS],
+        kv_heads=heads,
+        value_dim=call.size("value")[-1],
+    )
+    return query.ndim == 4 and KERNELS["sdpa"]().refuses(spec) is None
+
+
+def attend_rows(
+    query: Tensor, key: Tensor, value: Tensor, before: int, scale: float | None
+) -> Tensor:
+    """Causal attention of rows behind `before` others: to the keys before, which all of them see,
+    and to their own, merged. No mask of rows x keys is made.
+
+    Args:
+        query: (b, h, i, d). key, value: (b, g, before + i, d), g divides h.
+
+    Returns:
+        (b, h, i, d).
+    """
+    kernel, scores = KERNELS["sdpa"](), Scores(query.shape[-1] ** -0.5 if scale is None else scale)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse = kernel.forward(q, k[:, before:], v[:, before:], scores, CAUSAL)
+    early, early_lse = kernel.forward(q, k[:, :before], v[:, :before], scores, FULL)
+    out = out.to(torch.promote_types(out.dtype, torch.float32))
+    merge(out, lse.transpose(1, 2), early, early_lse.transpose(1, 2))
+    return out.to(query.dtype).transpose(1, 2)
+
+
+def write_masked_rows(new: Slice, key: fx.Node, value: fx.Node) -> fx.Node:
+    """Rows [lo, hi) see keys [0, hi)."""
     device = new.call["query"].meta["val"].device
     size = (new.hi - new.lo, new.hi)
     seen = new.put(aten.ones.default, size, dtype=torch.bool, device=device)
