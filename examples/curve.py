@@ -23,12 +23,14 @@ class Row:
 
 
 def write_csv(rows: list[Row], path: Path) -> None:
-    """One line a step under a header of the field names."""
+    """One line a step under a header of the field names; the file is whole at any time."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
+    new = path.with_suffix(".new")
+    with new.open("w", newline="") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Row)])
         writer.writeheader()
         writer.writerows(asdict(row) for row in rows)
+    new.replace(path)
 
 
 def read_csv(path: Path) -> list[Row]:

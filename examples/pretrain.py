@@ -72,9 +72,9 @@ def train(
         display.show(rows[-1])
         progress = {"step": step, "sequences": progress["sequences"] + per_step(engine)}
         if args.save_every and step % args.save_every == 0:
-            engine.save(args.out / "checkpoints", progress)
-            if engine.rank == 0:
+            if engine.rank == 0:  # before there is a checkpoint to go on from
                 write_csv(rows, table)
+            engine.save(args.out / "checkpoints", progress)
     return rows
 
 
