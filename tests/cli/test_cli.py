@@ -78,6 +78,7 @@ def test_bench_links_says_where_its_answer_is_from(wallfacer, tmp_path: Path) ->
         (["plan", "--seqlen", "0"], "--seqlen must be at least 1, got 0"),
         (["plan", "--seqlen", "100"], "too short for the zigzag layout on 64 ranks"),
         (["plan", "--top", "0"], "--top must be at least 1, got 0"),
+        (["plan", "--all", "--top", "3"], "--all lists every plan, and --top 3 some: give one"),
         (["plan", "--heads", "0"], "--heads must be at least 1, got 0"),
         (["plan", "--window", "-3"], "--window must be at least -1, got -3"),
         (["plan", "--exact-up-to", "-3"], "--exact-up-to must be at least 0, got -3"),

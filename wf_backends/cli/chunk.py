@@ -35,7 +35,7 @@ def chunk(
     max_memory: Annotated[str, Option(help="Of activations, such as 8GB.")] = "",
     max_slowdown: Annotated[float, Option(help="Share of time that slices may add.")] = 0.1,
     attention: Annotated[str, Option(help="sdpa or eager.")] = "sdpa",
-    layers: Annotated[int, Option(help="Lay out only so many; 0: all.")] = 0,
+    layers: Annotated[int, Option(help="Lay out at most so many; 0: all.")] = 0,
     longest_sequence: Annotated[
         bool, Option("--longest", help="Also find the longest sequence that fits.")
     ] = False,

@@ -57,7 +57,9 @@ def plan(
         int, Option(help="Ranks up to which every message is counted; a call's by default.")
     ] = EXACT_UP_TO,
     layers: o.Layers = 0,
-    top: Annotated[int, Option(help="How many of the best plans to list.")] = 6,
+    top: Annotated[
+        int | None, Option(help="How many of the best plans to list.", show_default="6")
+    ] = None,
     show_all: Annotated[bool, Option("--all", help="List every plan, with all figures.")] = False,
     as_json: o.AsJson = False,
 ) -> None:
@@ -78,7 +80,9 @@ def plan(
     o.check_range(0, ulysses_degree=ulysses_degree, exact_up_to=exact_up_to)
     o.check_range(0, MOST_RANKS, ranks=ranks)
     o.check_range(0, MOST_GIB, memory_gib=memory_gib)
-    o.check_range(1, top=top, data_parallel_size=data_parallel_size)
+    o.check_range(1, top=6 if top is None else top, data_parallel_size=data_parallel_size)
+    if show_all and top is not None:
+        raise ValueError(f"--all lists every plan, and --top {top} some: give one of them")
     cluster, added = extended(topology, ranks)
     asked = Request(
         cluster,
@@ -94,7 +98,7 @@ def plan(
             f"--data-parallel-size {data_parallel_size} counts in the budget of a model: give "
             "--model and --memory-gib too"
         )
-    answer(asked, added, None if show_all else top, as_json, trained)
+    answer(asked, added, None if show_all else top or 6, as_json, trained)
 
 
 def answer(
