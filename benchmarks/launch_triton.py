@@ -1,0 +1,15 @@
+"""A kernel of Triton's, for `launch_kinds.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+
+
+@triton.jit
+def add_one(x: Any, BLOCK: tl.constexpr) -> None:
+    """Add 1 to the first BLOCK elements."""
+    at = tl.arange(0, BLOCK)
+    tl.store(x + at, tl.load(x + at) + 1)
