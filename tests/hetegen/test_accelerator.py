@@ -44,6 +44,9 @@ class Event:
         self.counts[threading.current_thread().name.split("_")[0]] += 1
         assert self.passed.wait(SOON)
 
+    def wait(self, stream: Stream) -> None:
+        stream.wait_event(self)
+
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end.time - self.time)
 

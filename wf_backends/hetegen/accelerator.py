@@ -28,8 +28,9 @@ from wf_backends.hetegen.law import Rates
 
 AHEAD = 32
 """Gates of a lane that may be shut at a time. A driver's queue holds about a thousand launches and
-then has the caller wait, who holds Python's lock in events' calls; the thread that opens the gate
-needs that lock. So many calls of linears stay below, and hide what a launch takes."""
+then has the caller wait, who holds Python's lock where pinned memory ends that a copy used; the
+thread that opens the gate needs that lock. So many calls of linears stay below, and hide what a
+launch takes."""
 
 
 class Streams:
@@ -52,6 +53,10 @@ class Streams:
         return torch.Stream(self.device)
 
     def event(self, timed: bool = False) -> torch.Event:
+        """An event. CUDA's own leaves the core to others while a thread waits for it (torch.Event
+        spins, blocking or not), and gives Python's lock back while it is recorded."""
+        if self.device.type == "cuda":
+            return torch.cuda.Event(enable_timing=timed, blocking=not timed)
         return torch.Event(self.device, enable_timing=timed, blocking=not timed)
 
     def current(self) -> torch.Stream:
@@ -205,7 +210,7 @@ class Accelerator(Lanes):
         work = self._link.run_after(after, partial(pinned.copy_, rows))
         filled = self._link.fill(pinned, slab, True, work)
         if after is not None:
-            stream.wait_event(after.event)
+            after.event.wait(stream)
         self._link.hold(stream, filled)
         put(pinned)
         return Recorded(done)
@@ -214,7 +219,7 @@ class Accelerator(Lanes):
         if after is not None:
             if after.by is not None:
                 after.by.result()
-            self.streams.current().wait_event(after.event)
+            after.event.wait(self.streams.current())
         run()
         return self._record()
 
