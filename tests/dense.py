@@ -49,13 +49,15 @@ def dense_attention(
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    rows, keys = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+    rows = torch.arange(q.shape[1], device=q.device)[:, None]
+    keys = torch.arange(k.shape[1], device=q.device)
     if alibi_slopes is not None:
         scores = scores - alibi_slopes[:, None, None] * (rows - keys).abs()
     if position_bias is not None:
         farthest = position_bias.shape[1] // 2
         scores = scores + position_bias[:, (keys - rows).clamp(-farthest, farthest) + farthest]
-    scores = scores.masked_fill(~visible(mask, q.shape[1], k.shape[1]), -torch.inf)
+    seen = visible(mask, q.shape[1], k.shape[1]).to(q.device)
+    scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         column = sinks[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, column), -1)

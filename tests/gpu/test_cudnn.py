@@ -166,9 +166,9 @@ def test_cudnn_refuses_a_tile_that_it_would_get_wrong():
 
 def cudnn_here(q: Tensor, k: Tensor, band: Band) -> Operators:
     """cuDNN for a tile on this machine; skips where the choice is another."""
-    choice = choose(cuda_tile(machine(q.device), q, k, band))
-    if choice[0] is not CUDNN:
-        pytest.skip(choice.reason)
+    operators, reason = choose(cuda_tile(machine(q.device), q, k, band))
+    if operators is not CUDNN:
+        pytest.skip(reason)
     return CUDNN
 
 

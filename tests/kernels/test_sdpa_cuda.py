@@ -37,7 +37,7 @@ def test_cudnn_comes_first_where_it_lacks_nothing(tile):
 @pytest.mark.parametrize(
     "tile, says",
     [
-        (replace(TILE, machine=replace(HOPPER, torch=(2, 12))), "torch 2.13 or later, got torch"),
+        (replace(TILE, machine=replace(HOPPER, torch=(2, 10))), "torch 2.11 or later, got torch"),
         (replace(TILE, machine=replace(HOPPER, cudnn=91500)), "9.15.1 or later, got cudnn 91500"),
         (replace(TILE, machine=replace(HOPPER, cudnn=0)), "cuDNN 9.15.1 or later, got cudnn 0"),
         (replace(TILE, machine=replace(HOPPER, capability=(8, 0))), "got capability (8, 0)"),

@@ -7,6 +7,7 @@ queries and keys, e of values.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -48,6 +49,7 @@ OPTIONS = ("softcap", "alibi", "dropout", "position_bias")
 """Fields of a spec that only some kernels know."""
 
 
+@cache  # asked for every tile
 def torch_release() -> tuple[int, int]:
     """(2, 13) for torch 2.13.0."""
     major, minor, *_ = torch.__version__.split(".")

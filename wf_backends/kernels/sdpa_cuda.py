@@ -164,7 +164,7 @@ def cudnn_needs(tile: CudaTile) -> Iterator[tuple[bool, str, str]]:
     right_band = shown == FULL or (shown == CAUSAL and rows == keys)
     multiples = rows % CUDNN_MULTIPLE == 0 == keys % CUDNN_MULTIPLE
     size = f"rows {rows}, keys {keys}"
-    yield on.torch >= (2, 13), "torch 2.13 or later", f"torch {on.torch}"
+    yield on.torch >= (2, 11), "torch 2.11 or later", f"torch {on.torch}"
     yield on.cudnn >= 91501, "cuDNN 9.15.1 or later", f"cudnn {on.cudnn}"
     capability = "compute capability (9, 0), (10, 0) or (10, 3)"
     yield on.capability in gpus, capability, f"capability {on.capability}"
@@ -181,15 +181,22 @@ def cudnn_needs(tile: CudaTile) -> Iterator[tuple[bool, str, str]]:
 def machine(device: torch.device | None = None) -> Machine:
     """What torch says about itself and about `device` (None: the current GPU)."""
     has_cudnn = torch.version.hip is None  # there the same question is answered by MIOpen
-    has_gpu = torch.cuda.is_available()
+    if device is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
     return Machine(
         torch=torch_release(),
         cudnn=(torch.backends.cudnn.version() or 0) if has_cudnn else 0,
-        capability=torch.cuda.get_device_capability(device) if has_gpu else (0, 0),
+        capability=(0, 0) if device is None else capability_of(device),
         enabled=torch.backends.cuda.cudnn_sdp_enabled(),
         deterministic=torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled(),
     )
+
+
+@lru_cache  # asked for every tile
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
 
 
 def cuda_tile(machine: Machine, q: Tensor, k: Tensor, band: Band) -> CudaTile:
