@@ -1,12 +1,14 @@
-"""The sdpa kernel beside torch's own attention on the same tiles, in one run on one CPU.
+"""The sdpa kernel beside torch's own attention on the same tiles, in one run on one CPU or GPU.
 
     python benchmarks/kernels.py                 # all tiles, float32 and bfloat16
     python benchmarks/kernels.py --rows 4096 --threads 4
+    python benchmarks/kernels.py --device cuda --rows 8192 --heads 32 --kv-heads 8 --head-dim 128
 
 Each line is the best of several alternating runs, forward and backward apart, in milliseconds.
 `x` is ours / torch's; torch has no window, so there it gets the mask that its users give it.
 `x work` is ours / (torch's full tile * the share of scores that the band shows): 1.00 would be a
 kernel that computes every score that counts, none that does not, as fast as torch its full tile.
+The last line of a dtype: what folding a tile's result into the running one takes.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from wf_backends.kernels import KernelSpec, Scores, TileGrad, select
+from wf_backends.kernels import KernelSpec, Scores, TileGrad, merge, select
 from wf_backends.kernels.reference import band_mask
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
@@ -32,20 +34,24 @@ def main() -> None:
     """Print the machine, then one line per dtype and tile."""
     args = parse()
     torch.set_num_threads(args.threads)
-    print(machine())
+    print(machine(args.device))
     print(f"rows = keys = {args.rows}, heads {args.heads}, kv_heads {args.kv_heads}, ", end="")
     print(f"head_dim {args.head_dim}, batch 1, threads {args.threads}")
     print(f"{'dtype':9} {'tile':32} {'':8} {'ours':>8} {'torch':>8} {'x':>6} {'x work':>7}")
-    for dtype in (torch.float32, torch.bfloat16):
+    on_gpu = args.device == "cuda"
+    for dtype in (torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16):
         full: list[float] = []
         for band in bands(args.rows):
             ours, theirs = measure(args, dtype, band)
             full = full or theirs
-            show(args.rows, dtype, band, ours, theirs, full)
+            show(args.device, args.rows, dtype, band, ours, theirs, full)
+        took = merge_ms(args, dtype)
+        print(f"{dtype}: a merge takes {took:.3f} ms, {took / full[0]:.3f} of torch's full forward")
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--kv-heads", type=int, default=2)
@@ -55,8 +61,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def machine() -> str:
-    """torch's version and the CPU's name."""
+def machine(device: str) -> str:
+    """torch's version and the name of the GPU or CPU."""
+    if device == "cuda":
+        cudnn = torch.backends.cudnn.version()
+        return f"torch {torch.__version__}, cuDNN {cudnn}, {torch.cuda.get_device_name()}"
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -76,18 +85,20 @@ def measure(
 ) -> tuple[list[float], list[float]]:
     """[forward, backward] in ms, of ours and of torch's."""
     ours, theirs = our_calls(args, dtype, band), torch_calls(args, dtype, band)
-    pairs = [best_of((a, b), args.repeats) for a, b in zip(ours, theirs, strict=True)]
+    both = zip(ours, theirs, strict=True)
+    pairs = [best_of((a, b), args.repeats, args.device) for a, b in both]
     return [a for a, _ in pairs], [b for _, b in pairs]
 
 
 def rows_first(args: argparse.Namespace, heads: int, dtype: torch.dtype) -> Tensor:
     """(1, rows, heads, head_dim) seen from a rows-first buffer, as the executor's are."""
-    return torch.randn(args.rows, 1, heads, args.head_dim).to(dtype).permute(1, 0, 2, 3)
+    drawn = torch.randn(args.rows, 1, heads, args.head_dim)
+    return drawn.to(args.device, dtype).permute(1, 0, 2, 3)
 
 
 def our_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[Callable]:
     """The two calls that the executor makes."""
-    spec = KernelSpec("cpu", dtype, args.head_dim, args.heads, args.kv_heads)
+    spec = KernelSpec(args.device, dtype, args.head_dim, args.heads, args.kv_heads)
     kernel, scores = select("sdpa", spec).kernel, Scores(args.head_dim**-0.5)
     q, dout = (rows_first(args, args.heads, dtype) for _ in range(2))
     k, v = (rows_first(args, args.kv_heads, dtype) for _ in range(2))
@@ -104,7 +115,7 @@ def torch_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> lis
     k, v = (rows_first(args, args.kv_heads, dtype).transpose(1, 2) for _ in range(2))
     options: dict[str, Any] = {"enable_gqa": True, "is_causal": band == CAUSAL}
     if band not in (FULL, CAUSAL):
-        options["attn_mask"] = band_mask(args.rows, args.rows, band, torch.device("cpu"))
+        options["attn_mask"] = band_mask(args.rows, args.rows, band, torch.device(args.device))
     forward = partial(F.scaled_dot_product_attention, q, k, v, **options)
     q_leaf, k_leaf, v_leaf = (x.detach().requires_grad_() for x in (q, k, v))
     out = F.scaled_dot_product_attention(q_leaf, k_leaf, v_leaf, **options)
@@ -112,18 +123,29 @@ def torch_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> lis
     return [forward, partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)]
 
 
-def best_of(calls: Sequence[Callable], repeats: int) -> list[float]:
+def merge_ms(args: argparse.Namespace, dtype: torch.dtype) -> float:
+    """Milliseconds of folding one tile's (out, lse) into the running result, at best."""
+    q = rows_first(args, args.heads, dtype)
+    block_out, out = q.transpose(0, 1), q.transpose(0, 1).float()
+    lse = torch.zeros(out.shape[:-1], device=out.device)
+    return best_of([partial(merge, out, lse, block_out, lse + 1)], args.repeats, args.device)[0]
+
+
+def best_of(calls: Sequence[Callable], repeats: int, device: str) -> list[float]:
     """The least time of each call in ms; they take turns, so that both meet the same machine."""
     best = [float("inf")] * len(calls)
     for _ in range(repeats + 1):
         for index, call in enumerate(calls):
             start = time.perf_counter()
             call()
+            if device == "cuda":
+                torch.cuda.synchronize()
             best[index] = min(best[index], 1e3 * (time.perf_counter() - start))
     return best
 
 
 def show(
+    device: str,
     rows: int,
     dtype: torch.dtype,
     band: Band,
@@ -131,12 +153,15 @@ def show(
     theirs: list[float],
     full: list[float],
 ) -> None:
-    share = band_mask(rows, rows, band, torch.device("cpu")).double().mean().item()
+    share = band_mask(rows, rows, band, torch.device(device)).float().mean().item()
     name = str(dtype).removeprefix("torch.")
     for index, way in enumerate(("forward", "backward")):
         a, b = ours[index], theirs[index]
         work = a / (full[index] * share)
-        print(f"{name:9} {str(band):32} {way:8} {a:8.2f} {b:8.2f} {a / b:6.2f} {work:7.2f}")
+        print(
+            f"{name:9} {str(band):32} {way:8} {a:8.2f} {b:8.2f} {a / b:6.2f} {work:7.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

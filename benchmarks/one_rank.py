@@ -6,7 +6,7 @@ with a rank's share of the heads.
 
     python benchmarks/one_rank.py                          # a CPU: 4 ranks, 8,192 tokens, float32
     python benchmarks/one_rank.py --device cuda --ranks 8 --tokens 131072 --heads 32 \\
-        --kv-heads 8 --head-dim 128 --dtype bfloat16
+        --kv-heads 8 --head-dim 128 --dtype bfloat16 --schemes ring --rank 3 --launches
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from statistics import mean, median
 import torch
 import torch.nn.functional as F
 from bytes import named_points
+from launches import launches
 from measure import cores_and_load, cpu_name
 from torch import Tensor
 
@@ -83,7 +84,9 @@ def main() -> None:
     print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
     turns = take_turns(trials(args), args.repeats)
     for name in turns[0]:
-        print(line(name, turns))
+        print(line(name, turns), flush=True)
+    if args.launches:
+        print(told_launches(args))
 
 
 def heading(args: argparse.Namespace) -> str:
@@ -110,6 +113,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float64"])
     parser.add_argument("--repeats", type=int, default=7, help="after a warm-up")
+    parser.add_argument("--schemes", default="", help="parts of names, separated by commas")
+    parser.add_argument("--rank", type=int, help="the one to play; all in turn if not given")
+    parser.add_argument("--launches", action="store_true", help="say which kernels run, by scheme")
     args = parser.parse_args()
     if args.heads % args.ranks or args.kv_heads % args.ranks or args.tokens % (2 * args.ranks):
         parser.error("--ranks must divide --heads and --kv-heads, and twice of it --tokens")
@@ -137,16 +143,44 @@ def trials(args: argparse.Namespace) -> dict[str, list[Callable[[], Times]]]:
     """By name: the one call, and what every rank of a scheme computes."""
     clock = Clock(torch.device(args.device))
     whole, mine = draw(args, args.tokens, args.ranks), draw(args, args.tokens // args.ranks, 1)
-    longest = mine[0].reshape(-1).repeat(args.ranks)  # more than any message
-    noise = {dtype: longest.to(dtype) for dtype in {longest.dtype, torch.float32}}
     found = {ONE_CALL: [partial(once, clock, one_call, *whole)]}
-    for name, words in named_points(args.ranks).items():
-        words = {"sequence_parallel_size": args.ranks, **words}
-        config = SequenceParallelConfig.from_dict(words)
-        comms = (Alone(rank, args.ranks, noise) for rank in range(args.ranks))
-        attends = (partial(SequenceParallel(config, c).attention, causal=True) for c in comms)
+    for name, attends in schemes(args, mine[0]).items():
         found[name] = [partial(once, clock, attend, *mine) for attend in attends]
     return found
+
+
+def schemes(args: argparse.Namespace, q: Tensor) -> dict[str, list[Attend]]:
+    """By name: attention of each rank that is to be played.
+
+    Args:
+        q: of one rank.
+    """
+    longest = q.reshape(-1).repeat(args.ranks)  # more than any message
+    noise = {dtype: longest.to(dtype) for dtype in {longest.dtype, torch.float32}}
+    ranks = range(args.ranks) if args.rank is None else [args.rank]
+    found: dict[str, list[Attend]] = {}
+    for name, words in named_points(args.ranks).items():
+        if not any(part.lower() in name.lower() for part in args.schemes.split(",")):
+            continue
+        words = {"sequence_parallel_size": args.ranks, **words}
+        config = SequenceParallelConfig.from_dict(words)
+        comms = (Alone(rank, args.ranks, noise) for rank in ranks)
+        found[name] = [partial(SequenceParallel(config, c).attention, causal=True) for c in comms]
+    return found
+
+
+def told_launches(args: argparse.Namespace) -> str:
+    """What a forward and a backward of the first rank start, scheme by scheme."""
+    whole, mine = draw(args, args.tokens, args.ranks), draw(args, args.tokens // args.ranks, 1)
+    runs = {name: (one[0], mine) for name, one in schemes(args, mine[0]).items()}
+    told: list[str] = []
+    for name, (attend, (*qkv, dout)) in {ONE_CALL: (one_call, whole), **runs}.items():
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        told.append(f"\n{name}, forward: {launches(partial(attend, *leaves))}")
+        out = attend(*leaves)
+        back = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+        told.append(f"{name}, backward: {launches(back)}")
+    return "\n".join(told)
 
 
 def once(clock: Clock, attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Times:
@@ -179,7 +213,7 @@ def line(name: str, turns: Sequence[Mapping[str, Sequence[Times]]]) -> str:
     largest = max(ranks, key=lambda rank: median(beside[rank]))
     least = [min(own) / min(ones) for own in took]
     there, back = (median(turn[name][largest][way] for turn in turns) for way in (0, 1))
-    middle, (first, *_, last) = median(beside[largest]), beside[largest]
+    middle, first, last = median(beside[largest]), beside[largest][0], beside[largest][-1]
     cells = [f"{there:.4f} s", f"{back:.4f} s", f"{middle:.2f} ({first:.2f} to {last:.2f})"]
     return f"| {' | '.join([name, *cells, f'{max(least):.2f}', f'{mean(least):.2f}'])} |"
 
