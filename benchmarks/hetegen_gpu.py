@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 from hetegen_rates import print_rates
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from wf_backends.hetegen import Accelerator, Rates, ShapedDevice, dispatch_model, measure_machine
