@@ -50,7 +50,7 @@ SCHEMES: Mapping[int, Mapping[str, Words]] = {
         "Ulysses": {"route": "ring", "ulysses_degree": 8},
         "USP": {"route": "ring", "ulysses_degree": 4},
         "USP in chunks": {"route": "ring", "ulysses_degree": 2, "ulysses_chunks": 2},
-        "auto": {"route": "auto"},
+        "auto": {"route": "auto", "topology": "one-host"},
     },
 }
 """By number of ranks and name, as configurations."""
