@@ -78,7 +78,7 @@ class Streams:
         if self.device.type != "cuda" or torch.version.cuda is None:
             return None
         try:
-            return CudaGate(self.pinned((1,), torch.int32), self.stream())
+            return CudaGate(self.pinned((1,), torch.int32), self.current())
         except (ImportError, AttributeError, RuntimeError) as error:
             warnings.warn(
                 f"no gates for CUDA's streams ({error}): the thread that calls the model waits "
