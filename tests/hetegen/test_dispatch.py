@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -82,6 +85,28 @@ def test_what_fits_is_resident_with_a_warning() -> None:
     assert handle.report() == {"fits": True}
     handle.remove()
     assert device.bytes == 0
+
+
+def test_memory_is_given_back_though_the_handle_lives() -> None:
+    placed, device = list[weakref.ref[Tensor]](), fast_device()
+
+    def noted(take: Callable[..., Tensor], of: object) -> Tensor:
+        tensor = take(of)
+        placed.append(weakref.ref(tensor))
+        return tensor
+
+    device.place = partial(noted, device.place)  # type: ignore[method-assign]
+    device.pinned = partial(noted, device.pinned)  # type: ignore[method-assign]
+    model = Plain()
+    handle = dispatch_model(model, split_memory(model, 0.5), device)
+    with torch.no_grad():
+        model(torch.ones(1, 64))
+    slabs_and_rows = handle.plan.slabs * 2 + len(handle.plan.splits)  # slabs and what is pinned
+    assert sum(tensor() is not None for tensor in placed) == slabs_and_rows
+    handle.remove()
+    gc.collect()
+    assert all(tensor() is None for tensor in placed)
+    assert handle.report()["decode"]["passes"] == 1
 
 
 def test_gradients_are_refused() -> None:

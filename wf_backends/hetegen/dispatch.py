@@ -73,7 +73,11 @@ class Handle:
         else:
             self._runner.end(check)
         with self._undoing:
-            self._undo.close()
+            try:
+                self._undo.close()
+            finally:
+                if self._runner is not None:
+                    self._runner.free()
 
     def __enter__(self) -> Handle:
         return self

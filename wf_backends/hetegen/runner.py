@@ -90,6 +90,11 @@ class Runner(Uncopied):
                 self._ended = True
                 self.record.end()
 
+    def free(self) -> None:
+        """Give back what lies on the accelerator, and pinned memory; no lane works any more."""
+        self._slabs, self._resident, self._pinned = [], [], []
+        self._events.clear()
+
     def _refuse_if_ended(self) -> None:
         if self._ended:
             raise RuntimeError(
