@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
-from wf_backends.graph import StorageTracker
+from wf_backends.graph import Effects, StorageTracker
 from wf_backends.slicing.rules_attention import attend_rows
 
 ROWS, KEYS, WIDTH = 16, 1024, 8
@@ -32,3 +34,23 @@ def test_rows_are_those_of_the_whole(
     assert (rows - whole[:, :, before:]).abs().max() <= error
     own = rows.numel() * 8  # a float64's
     assert tracker.peak <= 6 * own < ROWS * KEYS
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_rows_are_one_call_whose_operations_are_counted(
+    dtype: torch.dtype, kv_heads: int
+) -> None:
+    """torch's own counter takes rows for heads in these operators, and fails."""
+    graph, heads = fx.Graph(), (4, kv_heads, kv_heads)
+    given = [graph.placeholder(name) for name in "qkv"]
+    with FakeTensorMode():
+        for node, count, rows in zip(given, heads, (ROWS, KEYS, KEYS), strict=True):
+            node.meta["val"] = torch.empty(1, count, rows, 64, dtype=dtype, device="cuda")
+    node = graph.call_function(attend_rows, (*given, KEYS - ROWS, None))
+    effect = Effects().of(node)
+    assert effect.result.shape == (1, 4, ROWS, 64)
+    assert effect.result.dtype == dtype
+    assert effect.flops == 2 * 4 * ROWS * KEYS * (64 + 64)
+    repeated = 2 * 4 * KEYS * 64 * 4 if dtype is torch.float32 and kv_heads < 4 else 0
+    assert effect.temporary <= repeated + 4096  # neither scores nor a mask

@@ -13,13 +13,32 @@ from torch import nn
 from wf_backends.graph import nbytes
 from wf_backends.slicing import Sliced, is_interleaved
 
-_SQUARE = 256  # rows of the matrices that are multiplied to find the rate of arithmetic
-_WIDE = 2048  # rows of a matrix that no cache holds
-_FEW = 16  # rows that are multiplied with it
-_BATCH, _ROWS = 32, 128  # of the products that are summed over neither's innermost dimension
-_CHANNELS, _WIDTH = 128, 64  # of a row that is convolved, with the rows and places around it
 _RUNS = 10  # of which the least time counts
 _ENOUGH = 0.05  # seconds after which no further run is timed: 16-bit products on some CPUs
+_KNOWN_WIDE = 2048  # rows of the float32 matrix for which a packing rate is the rate
+_CHANNELS, _WIDTH = 128, 64  # of a row that is convolved, with the rows and places around it
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What is timed to find the rates.
+
+    `square` rows of the matrices that are multiplied to find the rate of arithmetic, `wide` rows
+    of a matrix that no cache holds, `few` rows that are multiplied with it; `rows` and `batch` of
+    the products that are summed over neither's innermost dimension. Of runs `at_once` are timed
+    together: where the host runs ahead, one call's time is mostly that of waiting for it.
+    """
+
+    square: int
+    wide: int
+    few: int
+    rows: int
+    batch: int
+    at_once: int
+
+
+_ON_CPU = _Sizes(square=256, wide=2048, few=16, rows=128, batch=32, at_once=1)
+_ON_GPU = _Sizes(square=4096, wide=6144, few=16, rows=512, batch=128, at_once=10)
 
 
 @dataclass(frozen=True)
@@ -43,7 +62,7 @@ class Rates:
         """The time that a slice of few rows takes for a matrix of `count` bytes that it is
         multiplied with: libraries pack it first. What caches hold is packed faster, by the root of
         its size (torch on a CPU, 256 KiB to 16 MiB)."""
-        share = count / (4 * _WIDE**2)
+        share = count / (4 * _KNOWN_WIDE**2)
         return count * min(1.0, share**0.5) / self.packed_bytes_per_s
 
     def convolution_seconds(self, count: int) -> float:
@@ -56,20 +75,23 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     """The rates of this device, in about 250 ms (16 bits on some CPUs: 2 s). Fake and meta devices
     get those of one GPU.
 
-    What every slice repeats is timed after other data has passed through the caches, as between
-    two operators of a slice: on a CPU a launch takes twice as long then, or more.
+    On a CPU, what every slice repeats is timed after other data has passed through the caches, as
+    between two operators of a slice: a launch takes twice as long then, or more. The host runs
+    ahead of a GPU, so there a turn of the loop costs nothing, and a launch the host's time.
     """
-    if device.type != "cpu" and not torch.accelerator.is_available():
+    on_cpu = device.type == "cpu"
+    if not on_cpu and not torch.accelerator.is_available():
         return Rates()
+    of = _ON_CPU if on_cpu else _ON_GPU
     zeros, timed = partial(torch.zeros, dtype=dtype, device=device), partial(_seconds, device)
-    small, square, wide = zeros(1), zeros(_SQUARE, _SQUARE), zeros(_WIDE, _WIDE)
-    mixed = zeros(_ROWS, _ROWS, _BATCH)
+    small, square, wide = zeros(1), zeros(of.square, of.square), zeros(of.wide, of.wide)
+    mixed = zeros(of.rows, of.rows, of.batch)
     image, weight = zeros(1, _CHANNELS, 3, _WIDTH + 2), zeros(_CHANNELS, _CHANNELS, 3, 3)
-    passing = partial(torch.add, wide[:_SQUARE], 1)
+    passing = partial(torch.add, wide[:256], 1)
     launch = timed(lambda: small + small, passing)
-    turn = timed(partial(_turn, nn.Identity(), small), passing)
-    flops = 2 * _SQUARE**3 / timed(lambda: square @ square)
-    few = timed(lambda: wide[:_FEW] @ wide) - 2 * _FEW * _WIDE**2 / flops
+    turn = timed(partial(_turn, nn.Identity(), small), passing) if on_cpu else 0.0
+    flops = 2 * of.square**3 / timed(lambda: square @ square)
+    few = timed(lambda: wide[: of.few] @ wide) - 2 * of.few * of.wide**2 / flops
     row = timed(lambda: torch.einsum("ikc,jkc->ijc", mixed[:1], mixed))
     moved = 2 * wide.nbytes / timed(lambda: wide + 1)
     halo = timed(lambda: torch.conv2d(image, weight), passing)
@@ -87,19 +109,29 @@ def _turn(body: nn.Module, value: torch.Tensor) -> None:
 def _seconds(
     device: torch.device, run: Callable[[], object], before: Callable[[], object] = lambda: None
 ) -> float:
-    """The least of a few runs, each after one of `before`. On a CPU it is the time of this thread,
-    so that other processes do not count."""
-    on_cpu = device.type == "cpu"
-    clock = time.thread_time if on_cpu else time.perf_counter
-    wait = (lambda: None) if on_cpu else partial(torch.accelerator.synchronize, device)
+    """The least of a few runs. On a CPU it is the time of this thread, so that other processes do
+    not count, each after one of `before`; elsewhere several runs are timed together."""
+    if device.type == "cpu":
+        return _least(time.thread_time, run, before)
+    wait, count = partial(torch.accelerator.synchronize, device), _ON_GPU.at_once
+
+    def together() -> None:
+        for _ in range(count):
+            run()
+        wait()
+
+    return _least(time.perf_counter, together, wait) / count
+
+
+def _least(
+    clock: Callable[[], float], run: Callable[[], object], before: Callable[[], object]
+) -> float:
     took: list[float] = []
     run()
     while len(took) < _RUNS and sum(took) < _ENOUGH:
         before()
-        wait()
         start = clock()
         run()
-        wait()
         took.append(clock() - start)
     return min(took)
 

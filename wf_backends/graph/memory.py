@@ -20,7 +20,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode
 
 from wf_backends.graph.capture import layout, tensors
 from wf_backends.graph.tracker import StorageTracker
@@ -28,11 +28,28 @@ from wf_backends.slicing import Source, sources, writes
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query, key, value)
+    """Of shapes (b, h, i, d), (b, g, j, d) and (b, g, j, v), g divides h."""
+    b, h, i, d = query
+    return 2 * b * h * i * key[-2] * (d + value[-1])
 
 
-# Of fused attention on a CPU, which torch's counter leaves out.
-FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+def _packed_attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Of shapes (b, i, h, d), (b, j, g, d) and (b, j, g, v)."""
+    b, i, h, d = query
+    return 2 * b * h * i * key[1] * (d + value[-1])
+
+
+_aten = torch.ops.aten
+# Of fused attention. torch's counter leaves out CPUs, refuses fewer key heads than query heads,
+# and takes rows for heads where these come first.
+FLOPS = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention: _attention_flops,
+    _aten._scaled_dot_product_efficient_attention: _attention_flops,
+    _aten._scaled_dot_product_cudnn_attention: _attention_flops,
+    _aten._flash_attention_forward: _packed_attention_flops,
+    _aten._efficient_attention_forward: _packed_attention_flops,
+}
 
 
 @dataclass(frozen=True)

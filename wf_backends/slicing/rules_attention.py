@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, fx
 
 from wf_backends.kernels import KERNELS, KernelSpec, Scores, merge
-from wf_backends.schedule import CAUSAL, FULL
+from wf_backends.schedule import CAUSAL, FULL, Band
 from wf_backends.slicing.call import Call, Reads, Rows, Rule, Slice, Table, aten, broadcast
 
 ROWS, HEADS = 2, 3  # dimensions counted from the end, from 1
+CAUSAL_FROM_THE_LAST_KEY = 2
+"""torch's CustomMaskType::CausalFromBottomRight (native/transformers/cuda/sdp_utils.h)."""
 
 
 def attention(call: Call, dim: int) -> Reads | None:
@@ -48,13 +50,13 @@ def write_attention(new: Slice) -> fx.Node:
     )
     if new.lo == 0:  # causal attention again
         return new.again(key=key, value=value)
-    if _tells_lse(new.call):
+    if _has_kernel(new.call):
         return new.put(attend_rows, new.given["query"], key, value, new.lo, new.call["scale"])
     return write_masked_rows(new, key, value)
 
 
-def _tells_lse(call: Call) -> bool:
-    """Whether torch has an operator here that tells the log-sum-exp of its rows, too."""
+def _has_kernel(call: Call) -> bool:
+    """Whether torch has an operator here that `attend_rows` can use."""
     query, heads = call["query"].meta["val"], call.size("key")[-HEADS]
     spec = KernelSpec(
         device=query.device.type,
@@ -64,14 +66,20 @@ def _tells_lse(call: Call) -> bool:
         kv_heads=heads,
         value_dim=call.size("value")[-1],
     )
-    return query.ndim == 4 and KERNELS["sdpa"]().refuses(spec) is None
+    takes = KERNELS["sdpa"]().refuses(spec) is None or _is_for_efficient(query)
+    return query.ndim == 4 and takes
+
+
+def _is_for_efficient(query: Tensor) -> bool:
+    """Whether it is for torch's memory-efficient kernel, as float32 is on CUDA."""
+    return query.is_cuda and query.dtype is torch.float32 and torch.version.hip is None
 
 
 def attend_rows(
     query: Tensor, key: Tensor, value: Tensor, before: int, scale: float | None
 ) -> Tensor:
     """Causal attention of rows behind `before` others: to the keys before, which all of them see,
-    and to their own, merged. No mask of rows x keys is made.
+    and to their own, merged. No mask of rows x keys is made. On CUDA one call does both.
 
     Args:
         query: (b, h, i, d). key, value: (b, g, before + i, d), g divides h.
@@ -81,11 +89,27 @@ def attend_rows(
     """
     kernel, scores = KERNELS["sdpa"](), Scores(query.shape[-1] ** -0.5 if scale is None else scale)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if query.is_cuda:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        if _is_for_efficient(query):
+            return _attend_efficiently(q, k, v, scores.scale).transpose(1, 2)
+        return kernel.forward(q, k, v, scores, Band(right=before))[0].transpose(1, 2)
     out, lse = kernel.forward(q, k[:, before:], v[:, before:], scores, CAUSAL)
     early, early_lse = kernel.forward(q, k[:, :before], v[:, :before], scores, FULL)
     out = out.to(torch.promote_types(out.dtype, torch.float32))
     merge(out, lse.transpose(1, 2), early, early_lse.transpose(1, 2))
     return out.to(query.dtype).transpose(1, 2)
+
+
+def _attend_efficiently(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """By torch's memory-efficient kernel, which takes as many key heads as query heads."""
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1:
+        k, v = (x.repeat_interleave(groups, 2) for x in (k, v))
+    options = 0.0, CAUSAL_FROM_THE_LAST_KEY
+    return aten._efficient_attention_forward.default(
+        q, k, v, None, None, None, None, None, *options, scale=scale
+    )[0]
 
 
 def write_masked_rows(new: Slice, key: fx.Node, value: fx.Node) -> fx.Node:
