@@ -6,9 +6,12 @@ By bisection on fake tensors, where a model of any length costs nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
+import transformers
 from autochunk_models import (
     Made,
     evoformer,
@@ -24,7 +27,6 @@ from autochunk_models import (
 )
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers.modeling_utils import no_init_weights
 
 from wf_backends.autochunk import (
     BudgetError,
@@ -81,8 +83,14 @@ ON_GPU = tuple(
 )
 
 
+def without_init() -> AbstractContextManager[Any]:
+    """Models of transformers get no weights."""
+    where = "initialization" if int(transformers.__version__[0]) >= 5 else "modeling_utils"
+    return import_module(f"transformers.{where}").no_init_weights()
+
+
 def on_fake_tensors(case: Longer, length: int) -> Made:
-    with FakeTensorMode(), no_init_weights():
+    with FakeTensorMode(), without_init():
         return made(case.make, length, case.fused)
 
 

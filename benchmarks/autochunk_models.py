@@ -11,9 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
-from diffusers.models.unets.unet_2d import UNet2DModel
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers.models.gpt2 import GPT2Config, GPT2Model
@@ -116,22 +113,29 @@ def gpt2(tokens: int, fused: bool, width: int = 256, layers: int = 2, heads: int
     )
     model = GPT2Model(config)
     blocks: Any = model.h if fused else ()
-    for block in blocks:
-        del block.attn.bias  # the causal mask of all positions, which eager attention alone reads
+    for block in blocks:  # the causal mask of all positions, which eager attention alone reads
+        block.attn._buffers.pop("bias", None)  # transformers 5 has none
     return model, {"input_ids": torch.randint(1000, (1, tokens)), "use_cache": False}
 
 
-def llama(tokens: int, fused: bool) -> Made:
+def llama(
+    tokens: int,
+    fused: bool,
+    width: int = 256,
+    layers: int = 2,
+    heads: int = 8,
+    vocabulary: int = 1000,
+) -> Made:
     config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=1000,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        vocab_size=vocabulary,
         **implementation(fused),
     )
-    ids = torch.randint(1000, (1, tokens))
+    ids = torch.randint(vocabulary, (1, tokens))
     return LlamaForCausalLM(config), {"input_ids": ids, "use_cache": False, "logits_to_keep": 1}
 
 
@@ -157,6 +161,8 @@ def evoformer(residues: int, fused: bool) -> Made:
 
 
 def unet(pixels: int, fused: bool) -> Made:
+    from diffusers.models.unets.unet_2d import UNet2DModel
+
     model = UNet2DModel(
         sample_size=pixels,
         down_block_types=("DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
@@ -170,6 +176,8 @@ def unet(pixels: int, fused: bool) -> Made:
 
 def unet_condition(pixels: int, fused: bool) -> Made:
     """Stable Diffusion's form: cross attention to 77 tokens of text."""
+    from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+
     kinds: dict[str, Any] = {
         "down_block_types": ("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
         "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
@@ -187,12 +195,16 @@ def unet_condition(pixels: int, fused: bool) -> Made:
 
 def unet_default(pixels: int, fused: bool) -> Made:
     """diffusers' UNet2D with its default sizes (224, 448, 672, 896 channels)."""
+    from diffusers.models.unets.unet_2d import UNet2DModel
+
     model = UNet2DModel(sample_size=pixels)
     _set_attention(model, fused)
     return model, _image(3, pixels)
 
 
 def _set_attention(model: nn.Module, fused: bool) -> None:
+    from diffusers.models.attention_processor import Attention, AttnProcessor, AttnProcessor2_0
+
     processor: Any = AttnProcessor2_0() if fused else AttnProcessor()
     for module in model.modules():
         if isinstance(module, Attention):
@@ -218,11 +230,25 @@ CASES = (
 )
 
 
-def made(make: Callable[..., Made], *args: Any) -> Made:
+def made(
+    make: Callable[..., Made], *args: Any, device: str = "cpu", dtype: torch.dtype = torch.float32
+) -> Made:
     """The model in evaluation mode, with the same weights and inputs every time."""
     torch.manual_seed(0)
-    model, kwargs = make(*args)
+    with torch.device(device):
+        model, kwargs = make(*args)
+    if dtype is not torch.float32:  # fake tensors cannot be cast
+        model, kwargs = model.to(dtype), in_dtype(kwargs, dtype)
     return model.eval(), kwargs
+
+
+def in_dtype(kwargs: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments with the floating-point tensors among them in that dtype."""
+
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() else x
+
+    return pytree.tree_map_only(Tensor, cast, kwargs)
 
 
 def measured_peak(model: nn.Module, kwargs: dict[str, Any]) -> int:
@@ -232,6 +258,29 @@ def measured_peak(model: nn.Module, kwargs: dict[str, Any]) -> int:
     with torch.no_grad(), StorageTracker((*model.parameters(), *model.buffers(), *inputs)) as seen:
         model(**kwargs)
     return seen.peak
+
+
+@dataclass(frozen=True)
+class DevicePeak:
+    """The most bytes of the GPU that a run took beyond what was there before: as operators asked
+    for them, and as torch's allocator gave them, in blocks."""
+
+    requested: int
+    allocated: int
+
+
+def device_peak(run: Callable[[], object]) -> DevicePeak:
+    """Of a run after one that warms up: libraries keep the workspaces of their first calls."""
+    names = ("requested_bytes.all", "allocated_bytes.all")
+    run()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()
+    run()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    return DevicePeak(*(after[f"{name}.peak"] - before[f"{name}.current"] for name in names))
 
 
 def tensors(outputs: Any) -> Iterator[torch.Tensor]:
