@@ -4,7 +4,9 @@
 
 Peaks are bytes of live activations beyond weights and inputs: predicted by the plan, and seen by a
 tracker of storages in a real run. Times are of the CPU, in turns, so that other processes on the
-machine do not count.
+machine do not count. On a GPU other sizes, and the real allocator: see autochunk_cuda.py.
+
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True python benchmarks/autochunk.py --device cuda
 """
 
 from __future__ import annotations
@@ -57,7 +59,16 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed runs of each")
     parser.add_argument("--only", default="", help="rows whose name holds this")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="tables")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    gpu = parser.add_argument_group("with --device cuda")
+    gpu.add_argument("--dtypes", nargs="+", default=["bfloat16"], choices=["bfloat16", "float32"])
+    gpu.add_argument("--tables", nargs="+", default=["models", "capped"])
+    gpu.add_argument("--cap", type=float, default=20, help="GB that the second table may take")
     args = parser.parse_args()
+    if args.device == "cuda":
+        import autochunk_cuda
+
+        return autochunk_cuda.main(args.only, args.dtypes, args.tables, args.cap, row)
     torch.set_num_threads(1)
     print(f"torch {torch.__version__}, {cpu_name()}, one thread; {cores_and_load()} before.")
     if "models" in args.parts:
