@@ -1,6 +1,7 @@
 """How well the memory budget of `wallfacer plan` holds: predicted beside measured, on small Llamas.
 
     python benchmarks/memory_budget.py
+    python benchmarks/memory_budget.py --device cuda  # one rank, see memory_cuda.py
 
 Each figure is the difference of two runs in fresh processes, of two lengths or two numbers of
 layers, divided by theirs: what a process takes for itself drops out. Measured is the largest rank's
@@ -10,6 +11,7 @@ both is compared.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -166,6 +168,12 @@ def by_parameter() -> Iterator[Row]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    if parser.parse_args().device == "cuda":
+        import memory_cuda
+
+        return memory_cuda.main()
     print(f"torch {torch.__version__}, {cpu_name()}, {cores_and_load()}\n")
     print("| bytes a token of a rank | checkpoints | MLP, loss | predicted | measured | ratio |")
     print("|---|---|---|---|---|---|")

@@ -27,20 +27,27 @@ WARM = 64  # tokens of the steps that are not measured
 
 def train(case: dict[str, Any]) -> int:
     """Bytes at the peak of a step, everything that lives between steps included."""
-    step = under_deepspeed(case) if "stage" in case else alone(case)
-    for _ in range(2):  # allocates optimizer states, learns the order of parameters
-        step(WARM)
+    step = warmed_step(case)
     reset_peak()
     for _ in range(2):
         step(case["seqlen"])
     return peak()
 
 
+def warmed_step(case: dict[str, Any]) -> Callable[[int], None]:
+    """A step of so many tokens."""
+    step = under_deepspeed(case) if "stage" in case else alone(case)
+    for _ in range(2):  # allocates optimizer states, learns the order of parameters
+        step(WARM)
+    return step
+
+
 def llama(case: dict[str, Any]) -> Any:
-    """A Llama of the case's sizes."""
+    """A Llama of the case's sizes, on the case's device."""
     torch.manual_seed(0)
     words = case["shape"] | {"num_hidden_layers": case["layers"]}
-    model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=1 << 17, **words))
+    with torch.device(case.get("device", "cpu")):
+        model = LlamaForCausalLM(LlamaConfig(max_position_embeddings=1 << 17, **words))
     return model.to(getattr(torch, case["dtype"])).train()
 
 
@@ -54,7 +61,7 @@ def alone(case: dict[str, Any]) -> Callable[[int], None]:
         wf_transformers.WholeBatchHooks(model, handle)
 
     def step(seqlen: int) -> None:
-        ids = torch.randint(model.config.vocab_size, (1, seqlen))
+        ids = torch.randint(model.config.vocab_size, (1, seqlen), device=model.device)
         whole = {"input_ids": ids, "labels": ids}
         if not tile:
             model(**whole, use_cache=False).loss.backward()
@@ -93,7 +100,7 @@ def under_deepspeed(case: dict[str, Any]) -> Callable[[int], None]:
     wf_transformers.WholeBatchHooks(engine.module, engine.wallfacer)
 
     def step(seqlen: int) -> None:
-        ids = torch.randint(model.config.vocab_size, (1, seqlen))
+        ids = torch.randint(model.config.vocab_size, (1, seqlen), device=model.device)
         engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
         engine.step()
 
