@@ -111,8 +111,9 @@ def main() -> None:
     os.environ.update(alone | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"})
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}; a Llama of ", end="")
     print(f"{one.training.model.parameters / 1e6:.0f} M parameters in bfloat16\n")
-    print("| checkpoints | MLP, loss | predicted bytes a token | measured | ratio | in blocks ", end="")
-    print(f"| host predicted | pinned | GiB at {SEQLENS[1]:,} tokens |\n{'|---' * 9}|", flush=True)
+    print("| checkpoints | MLP, loss | predicted bytes a token | measured | ratio ", end="")
+    print(f"| in blocks | host predicted | pinned | GiB at {SEQLENS[1]:,} tokens |")
+    print(f"{'|---' * 9}|", flush=True)
     for point in points():
         _guarded(lambda point=point: print(by_token(point), flush=True))
     print(f"\n| ZeRO stage, {SEQLENS[0]:,} tokens, checkpoints on device ", end="")

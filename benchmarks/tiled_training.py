@@ -7,11 +7,16 @@ WallFacer's attention, DeepSpeed's tiles with its UlyssesSPAttentionHF. Peaks ar
 largest of fresh processes (VmHWM of a step after a short one), at two lengths, so that what does
 not grow with the tokens drops out of the slope. DeepSpeed's tiles have as many rows as the hidden
 size, as in its example.
+
+    python benchmarks/tiled_training.py --device cuda
+
+is one rank in one process, a wider model, torch's allocator and CUDA events.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -19,7 +24,10 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,28 +41,42 @@ import wf_transformers
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.tiling import apply_training, plan_training
 
-HIDDEN, VOCABULARY, WARM = 256, 16384, 64
-SHAPE = {"intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+WARM = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """The model's, and where it is."""
+
+    hidden: int = 256
+    vocabulary: int = 16384
+    device: str = "cpu"
+
+
+ON_GPU = Size(1024, 32768, "cuda")
 Step = Callable[[Tensor], Tensor]  # whole ids -> this rank's share of the loss, after its backward
 MIB = 1 << 20
 
 
-def llama() -> Any:
+def llama(size: Size) -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(VOCABULARY, HIDDEN, max_position_embeddings=1 << 15, **SHAPE)
-    model = LlamaForCausalLM(config).train()
+    shape = {"intermediate_size": 4 * size.hidden, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": size.hidden // 32, "max_position_embeddings": 1 << 15}
+    shape |= {"hidden_size": size.hidden, "vocab_size": size.vocabulary}
+    with torch.device(size.device):
+        model = LlamaForCausalLM(LlamaConfig(**shape)).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def whole(local: int) -> Step:
+def whole(local: int, size: Size) -> Step:
     """The model as it is; over several ranks with our attention."""
-    return own_loss(llama())
+    return own_loss(llama(size))
 
 
-def ours(local: int) -> Step:
+def ours(local: int, size: Size) -> Step:
     """What `autochunk` finds within `max_slowdown`, of the rank's `local` tokens."""
-    model, ids = llama(), torch.zeros(1, local, dtype=torch.int64)
+    model, ids = llama(size), torch.zeros(1, local, dtype=torch.int64, device=size.device)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     plan = plan_training(model, (), batch, max_slowdown=0.25)
     return own_loss(model, lambda: apply_training(model, plan))
@@ -84,7 +106,7 @@ def own_loss(model: Any, tile: Callable[[], object] = lambda: None) -> Step:
     return step
 
 
-def deepspeed(local: int) -> Step:
+def deepspeed(local: int, size: Size) -> Step:
     """TiledMLP and TiledFusedLogitsLoss, as their docstrings show them, and Ulysses."""
     from deepspeed.runtime.sequence_parallel.ulysses_sp import (
         TiledFusedLogitsLoss,
@@ -92,7 +114,7 @@ def deepspeed(local: int) -> Step:
         UlyssesSPAttentionHF,
     )
 
-    model, shards = llama(), math.ceil(local / HIDDEN)
+    model, shards = llama(size), math.ceil(local / size.hidden)
     UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", ranks(), 1)
 
     def mlp(self: Any, x: Tensor) -> Tensor:
@@ -109,7 +131,7 @@ def deepspeed(local: int) -> Step:
 
     def step(ids: Tensor) -> Tensor:
         labels = F.pad(ids, (0, 1), value=-100)[:, 1:]
-        places = torch.arange(ids.shape[1])[None]
+        places = torch.arange(ids.shape[1], device=ids.device)[None]
         own = [x.chunk(ranks(), 1)[rank()] for x in (ids, labels, places)]
         words = {"input_ids": own[0], "position_ids": own[2], "use_cache": False}
         hidden, head = model.model(**words).last_hidden_state, model.lm_head
@@ -142,9 +164,10 @@ def measured(how: str, seqlen: int) -> dict[str, float]:
 
         with without_shared_memory_op():
             deepspeed.init_distributed("gloo", verbose=False)
-    step = HOW[how](seqlen // ranks())
+    size = Size()
+    step = HOW[how](seqlen // ranks(), size)
     step(torch.zeros(1, WARM, dtype=torch.int64))
-    ids = torch.randint(VOCABULARY, (1, seqlen), generator=torch.Generator().manual_seed(1))
+    ids = drawn_ids(seqlen, size)
     reset_peak()
     start = time.process_time()
     loss = step(ids)
@@ -154,12 +177,58 @@ def measured(how: str, seqlen: int) -> dict[str, float]:
     return told | {"loss": float(loss)}
 
 
+def drawn_ids(seqlen: int, size: Size) -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    return torch.randint(size.vocabulary, (1, seqlen), generator=draw).to(size.device)
+
+
+def on_gpu(lengths: tuple[int, int]) -> None:
+    """The table of one rank on a GPU; what DeepSpeed registers stays, so its tiles come last."""
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    print(f"\n| how | peak MiB, {lengths[0]} tokens | {lengths[1]} | KiB a token | ms | loss |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for how in HOW:
+        try:
+            low, high = (measured_on_gpu(how, length) for length in lengths)
+        except Exception:
+            traceback.print_exc()
+            continue
+        slope = (high["MiB"] - low["MiB"]) * 1024 / (lengths[1] - lengths[0])
+        cells = f"{low['MiB']:.0f} | {high['MiB']:.0f} | {slope:.1f} | {high['ms']:.0f}"
+        print(f"| {how} | {cells} | {high['loss']:.6f} |", flush=True)
+
+
+def measured_on_gpu(how: str, seqlen: int) -> dict[str, float]:
+    """The peak beyond weights and their gradients in MiB, the median ms of a step, and its loss."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    step, ids = HOW[how](seqlen, ON_GPU), drawn_ids(seqlen, ON_GPU)
+    loss = step(ids)  # gradients are there from here on
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before, took = torch.cuda.memory_allocated(), list[float]()
+    for _ in range(3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        step(ids)
+        end.record()
+        end.synchronize()
+        took.append(start.elapsed_time(end))
+    peaked = torch.cuda.max_memory_allocated() - before
+    return {"MiB": peaked / MIB, "ms": median(took), "loss": float(loss)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--lengths", type=int, nargs=2, default=(4096, 8192), help="tokens")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--lengths", type=int, nargs=2, help="tokens")
     parser.add_argument("--ranks", type=int, nargs="+", default=(1, 2, 4))
     parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)  # a fresh process: how, length
     args = parser.parse_args()
+    if args.device == "cuda":
+        first, last = args.lengths or (8192, 16384)
+        return on_gpu((first, last))
+    args.lengths = args.lengths or (4096, 8192)
     torch.set_num_threads(1)
     if args.rank:
         told = json.dumps(measured(args.rank[0], int(args.rank[1])))

@@ -116,7 +116,9 @@ def test_a_budget_is_kept(share: float) -> None:
         budget = int(share * whole)
         chunked = autochunk(model, kwargs=kwargs, max_memory=budget, max_slowdown=ANY)
         seen = models.device_peak(lambda: chunked(**kwargs))
-    print(f"\nbudget {budget >> 20} MiB of {whole >> 20}, predicted {chunked.plan.peak >> 20}", seen)
+    print(
+        f"\nMiB: budget {budget >> 20} of {whole >> 20}, predicted {chunked.plan.peak >> 20}", seen
+    )
     assert seen.requested <= budget + WORKSPACE
 
 
@@ -175,7 +177,7 @@ def test_training_in_tiles(dtype: torch.dtype, error: float, checkpoints: bool) 
     print(
         f"\ntraining, {dtype}, checkpoints {checkpoints}: predicted MiB {plan.peak_before >> 20} "
         f"-> {plan.peak >> 20}, {whole.requested >> 20} -> {seen.requested >> 20} requested, "
-        f"{whole.allocated >> 20} -> {seen.allocated >> 20} allocated; gradients differ by {off:.1e}"
+        f"{whole.allocated >> 20} -> {seen.allocated >> 20} allocated; gradients off by {off:.1e}"
     )
     assert off <= error
     assert whole.requested == pytest.approx(plan.peak_before, rel=0.05)
