@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import platform
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,11 @@ def main() -> None:
     for dtype in (torch.bfloat16,) if on_gpu else (torch.float32, torch.bfloat16):
         full: list[float] = []
         for band in bands(args.rows):
-            ours, theirs = measure(args, dtype, band)
+            try:
+                ours, theirs = measure(args, dtype, band)
+            except RuntimeError:  # such as memory that is not enough; others may run
+                traceback.print_exc()
+                continue
             full = full or theirs
             show(args.device, args.rows, dtype, band, ours, theirs, full)
         took = merge_ms(args, dtype)
@@ -116,6 +121,9 @@ def torch_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> lis
     options: dict[str, Any] = {"enable_gqa": True, "is_causal": band == CAUSAL}
     if band not in (FULL, CAUSAL):
         options["attn_mask"] = band_mask(args.rows, args.rows, band, torch.device(args.device))
+        if args.device == "cuda":  # with a mask only the slowest way there knows groups
+            options["enable_gqa"] = False
+            k, v = (x.repeat_interleave(args.heads // args.kv_heads, 1) for x in (k, v))
     forward = partial(F.scaled_dot_product_attention, q, k, v, **options)
     q_leaf, k_leaf, v_leaf = (x.detach().requires_grad_() for x in (q, k, v))
     out = F.scaled_dot_product_attention(q_leaf, k_leaf, v_leaf, **options)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from statistics import mean, median
@@ -82,11 +83,11 @@ def main() -> None:
     print(heading(args))
     head = "scheme", "forward", "backward", "x, median (least to most)", "x, least", "mean of ranks"
     print(f"| {' | '.join(head)} |\n{'|---' * len(head)}|")
-    turns = take_turns(trials(args), args.repeats)
+    turns = take_turns(those_that_run(trials(args)), args.repeats)
     for name in turns[0]:
         print(line(name, turns), flush=True)
     if args.launches:
-        print(told_launches(args))
+        tell_launches(args)
 
 
 def heading(args: argparse.Namespace) -> str:
@@ -169,18 +170,16 @@ def schemes(args: argparse.Namespace, q: Tensor) -> dict[str, list[Attend]]:
     return found
 
 
-def told_launches(args: argparse.Namespace) -> str:
-    """What a forward and a backward of the first rank start, scheme by scheme."""
+def tell_launches(args: argparse.Namespace) -> None:
+    """Print what a forward and a backward of the first rank start, scheme by scheme."""
     whole, mine = draw(args, args.tokens, args.ranks), draw(args, args.tokens // args.ranks, 1)
     runs = {name: (one[0], mine) for name, one in schemes(args, mine[0]).items()}
-    told: list[str] = []
     for name, (attend, (*qkv, dout)) in {ONE_CALL: (one_call, whole), **runs}.items():
         leaves = [x.detach().requires_grad_() for x in qkv]
-        told.append(f"\n{name}, forward: {launches(partial(attend, *leaves))}")
+        print(f"\n{name}, forward: {launches(partial(attend, *leaves))}", flush=True)
         out = attend(*leaves)
         back = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
-        told.append(f"{name}, backward: {launches(back)}")
-    return "\n".join(told)
+        print(f"{name}, backward: {launches(back)}", flush=True)
 
 
 def once(clock: Clock, attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Times:
@@ -191,6 +190,21 @@ def once(clock: Clock, attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Te
     middle = clock.now()
     torch.autograd.grad(out, leaves, dout)
     return middle - start, clock.now() - middle
+
+
+def those_that_run(
+    runs: Mapping[str, Sequence[Callable[[], Times]]],
+) -> dict[str, Sequence[Callable[[], Times]]]:
+    """Those without an error in a first run; of the others the traceback is printed."""
+    found: dict[str, Sequence[Callable[[], Times]]] = {}
+    for name, several in runs.items():
+        try:
+            for run in several:
+                run()
+            found[name] = several
+        except RuntimeError:
+            traceback.print_exc()
+    return found
 
 
 def take_turns(
