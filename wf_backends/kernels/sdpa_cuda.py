@@ -195,8 +195,8 @@ def machine(device: torch.device | None = None) -> Machine:
 
 @lru_cache  # asked for every tile
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU."""
-    return torch.cuda.get_device_capability(device)
+    """Compute capability of a GPU; (0, 0) where there is none, and its tensors are fake."""
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 
 def cuda_tile(machine: Machine, q: Tensor, k: Tensor, band: Band) -> CudaTile:

@@ -66,13 +66,15 @@ def _has_kernel(call: Call) -> bool:
         kv_heads=heads,
         value_dim=call.size("value")[-1],
     )
-    takes = KERNELS["sdpa"]().refuses(spec) is None or _is_for_efficient(query)
+    takes = KERNELS["sdpa"]().refuses(spec) is None or _is_for_efficient(spec)
     return query.ndim == 4 and takes
 
 
-def _is_for_efficient(query: Tensor) -> bool:
-    """Whether it is for torch's memory-efficient kernel, as float32 is on CUDA."""
-    return query.is_cuda and query.dtype is torch.float32 and torch.version.hip is None
+def _is_for_efficient(spec: KernelSpec) -> bool:
+    """Whether torch's memory-efficient kernel takes it, as float32 on CUDA."""
+    aligned = spec.head_dim % 4 == 0 == (spec.value_dim or 0) % 4
+    on_cuda = spec.device == "cuda" and torch.version.hip is None
+    return on_cuda and spec.dtype is torch.float32 and aligned
 
 
 def attend_rows(
@@ -91,7 +93,7 @@ def attend_rows(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     if query.is_cuda:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        if _is_for_efficient(query):
+        if q.dtype is torch.float32:
             return _attend_efficiently(q, k, v, scores.scale).transpose(1, 2)
         return kernel.forward(q, k, v, scores, Band(right=before))[0].transpose(1, 2)
     out, lse = kernel.forward(q, k[:, before:], v[:, before:], scores, CAUSAL)
