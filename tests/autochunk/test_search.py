@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from wf_backends.autochunk.cost import Cost, Rates, measure_rates
 from wf_backends.autochunk.region import slice_length
@@ -55,6 +56,14 @@ def test_long_slices_have_an_even_number_of_rows() -> None:
     flow = flow_of(nn.Linear(4, 4).eval(), (torch.zeros(577, 4),), 0)
     lengths = {chunks: slice_length(flow, chunks) for chunks in (1, 2, 14, 36, 64, 577)}
     assert lengths == {1: 577, 2: 304, 14: 48, 36: 32, 64: 10, 577: 1}
+
+
+def test_much_longer_slices_on_a_gpu_fit_cudnns_attention() -> None:
+    flow = flow_of(nn.Linear(4, 4).eval(), (torch.zeros(5000, 4),), 0)
+    with FakeTensorMode():
+        flow.end.node.meta["val"] = torch.empty(5000, 4, device="cuda")
+    lengths = {chunks: slice_length(flow, chunks) for chunks in (1, 3, 20)}
+    assert lengths == {1: 5000, 3: 14 * 128, 20: 256}
 
 
 def test_slices_that_read_a_large_weight_whole_cost_more_than_slices_of_it() -> None:

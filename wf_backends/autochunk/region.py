@@ -18,7 +18,7 @@ from torch import fx, nn
 from wf_backends.graph import Effects, layout
 from wf_backends.slicing import Flow, RowsOf, Source, Value, emit, rows_of
 
-EVEN = 16
+EVEN, EVEN_ON_CUDA = 16, 128
 
 Rows = tuple[int, int]  # [lo, hi)
 Slice = tuple[int, int, int]  # a dimension and its rows [lo, hi)
@@ -66,10 +66,13 @@ def slice_length(flow: Flow, chunks: int) -> int:
     """The rows of the flow's end in a slice, for at most so many chunks.
 
     Longer slices have a multiple of EVEN rows: 41 columns of a product take a third more time than
-    48 (torch on a CPU).
+    48 (torch on a CPU). Much longer ones on CUDA have one of EVEN_ON_CUDA, as cuDNN's attention
+    wants them.
     """
     length = -(-flow.rows // chunks)
-    unit = lcm(flow.unit, EVEN) if length > EVEN else flow.unit
+    on_cuda = flow.end.node.meta["val"].is_cuda and length > 4 * EVEN_ON_CUDA
+    even = EVEN_ON_CUDA if on_cuda else EVEN
+    unit = lcm(flow.unit, even) if length > even else flow.unit
     return min(-(-length // unit) * unit, -(-flow.rows // flow.unit) * flow.unit)
 
 

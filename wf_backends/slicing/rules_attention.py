@@ -7,7 +7,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor, fx
 
-from wf_backends.kernels import KERNELS, KernelSpec, Scores, merge
+from wf_backends.kernels import CUDNN_MULTIPLE, KERNELS, KernelSpec, Scores, merge
 from wf_backends.schedule import CAUSAL, FULL, Band
 from wf_backends.slicing.call import Call, Reads, Rows, Rule, Slice, Table, aten, broadcast
 
@@ -81,7 +81,8 @@ def attend_rows(
     query: Tensor, key: Tensor, value: Tensor, before: int, scale: float | None
 ) -> Tensor:
     """Causal attention of rows behind `before` others: to the keys before, which all of them see,
-    and to their own, merged. No mask of rows x keys is made. On CUDA one call does both.
+    and to their own, merged. No mask of rows x keys is made. On CUDA one call does both, but for
+    tiles that cuDNN may compute.
 
     Args:
         query: (b, h, i, d). key, value: (b, g, before + i, d), g divides h.
@@ -95,9 +96,11 @@ def attend_rows(
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         if q.dtype is torch.float32:
             return _attend_efficiently(q, k, v, scores.scale).transpose(1, 2)
-        return kernel.forward(q, k, v, scores, Band(right=before))[0].transpose(1, 2)
-    out, lse = kernel.forward(q, k[:, before:], v[:, before:], scores, CAUSAL)
-    early, early_lse = kernel.forward(q, k[:, :before], v[:, :before], scores, FULL)
+        if q.shape[1] % CUDNN_MULTIPLE or before % CUDNN_MULTIPLE:
+            return kernel.forward(q, k, v, scores, Band(right=before))[0].transpose(1, 2)
+    (early_k, k), (early_v, v) = (x.split((before, q.shape[1]), 1) for x in (k, v))
+    out, lse = kernel.forward(q, k, v, scores, CAUSAL)
+    early, early_lse = kernel.forward(q, early_k, early_v, scores, FULL)
     out = out.to(torch.promote_types(out.dtype, torch.float32))
     merge(out, lse.transpose(1, 2), early, early_lse.transpose(1, 2))
     return out.to(query.dtype).transpose(1, 2)
