@@ -114,7 +114,7 @@ def _rows(case: Case, fused: bool, dtype: torch.dtype, row: Print) -> None:
         try:
             chunked = autochunk(model, (), kwargs, memory)
         except BudgetError as error:
-            row(*name, how, str(error).partition(":")[2][:80], *[""] * 8)
+            row(*name, how, str(error).partition("bytes")[2].splitlines()[0][:80], *[""] * 8)
             continue
         plan, took = chunked.plan, time.perf_counter() - start
         predicted = mib(plan.peak), f"{plan.slowdown:+.1%}", f"{took:.1f}"
