@@ -3,7 +3,7 @@
     python benchmarks/launch_queue.py [--kinds add triton ...]      # about 60 s, 8 kinds at a time
     python benchmarks/launch_queue.py --device cpu                  # the controls alone
 
-A stream waits behind a gate (HeteGen's `CudaGate`). One kind of call is put on it until one takes
+A stream waits behind a gate (HeteGen's `CudaCount`). One kind of call is put on it until one takes
 longer than `BLOCKED` seconds, in a process for each kind. Three threads beside it leave a mark
 every 0.2 ms:
 
@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import mmap
+import os
 import subprocess
 import sys
 import tempfile
@@ -58,9 +59,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         print(run_kind(args.one, args.device, args.count), flush=True)
-        sys.stdout.flush()
-        faulthandler.cancel_dump_traceback_later()
-        return
+        os._exit(0)  # threads still run
     where = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
     print(f"torch {torch.__version__}, {where}, python {sys.version.split()[0]}")
     print("\n| call | before one blocked | it took s | marks in that time: python, event, driver "
@@ -114,12 +113,12 @@ def prepare(device: str) -> SimpleNamespace:
     if device == "cpu":
         from contextlib import nullcontext
 
-        gate = SimpleNamespace(hold=lambda stream, count: None, open=lambda count: None)
+        gate = SimpleNamespace(hold=lambda stream, count: None, raise_to=lambda count: None)
         return SimpleNamespace(
             device="cpu", stream=None, stream_context=nullcontext(), gate=gate, free=None,
             synchronize=lambda: None, passed=None,
         )  # fmt: skip
-    from wf_backends.hetegen.gate import CudaGate
+    from wf_backends.hetegen.cuda_count import CudaCount
 
     stream, free = torch.cuda.Stream(), torch.cuda.Stream()
     passed = torch.cuda.Event(blocking=True)
@@ -127,7 +126,7 @@ def prepare(device: str) -> SimpleNamespace:
     word = torch.empty(1, dtype=torch.int32, pin_memory=True)
     return SimpleNamespace(
         device="cuda", stream=stream, stream_context=torch.cuda.stream(stream),
-        gate=CudaGate(word, free), free=free, synchronize=torch.cuda.synchronize, passed=passed,
+        gate=CudaCount(word, free), free=free, synchronize=torch.cuda.synchronize, passed=passed,
     )  # fmt: skip
 
 
@@ -167,7 +166,7 @@ def watch(call: Callable[[], object], setting: Any, threshold: float, counts: me
 
 def open_later(gate: Any, at: float) -> None:
     time.sleep(max(0.0, at - time.perf_counter()))
-    gate.open(1)
+    gate.raise_to(1)
 
 
 def leave_marks(

@@ -18,7 +18,7 @@ from tests.hetegen.models import CONFIGS, Plain, make_model, split_memory
 from tests.hetegen.test_exact import generate, ids_of
 from wf_backends.hetegen import Handle, Rates, accelerator, dispatch_model
 from wf_backends.hetegen.accelerator import Accelerator
-from wf_backends.hetegen.gate import CudaGate
+from wf_backends.hetegen.cuda_count import CudaCount
 from wf_backends.hetegen.measure import measure_rates
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(60)]
@@ -29,7 +29,7 @@ SOON = 5.0  # seconds in which an error has to come
 
 
 class Ungated(accelerator.Streams):
-    def gate(self) -> None:
+    def count(self) -> None:
         return None
 
 
@@ -159,7 +159,7 @@ def test_memory_is_as_planned_and_given_back(share: float) -> None:
     )
     assert plan.accelerator_bytes <= plan.request.accelerator_bytes
     assert taken <= plan.accelerator_bytes and left == 0
-    assert pinned <= 2 * slabs + 2**14  # the allocator rounds to powers of 2; two gates' words
+    assert pinned <= 2 * slabs + 2**14  # the allocator rounds to powers of 2; four counts
     assert max(off(each, expected) for each in got) <= 1e-5
 
 
@@ -195,7 +195,7 @@ def test_without_pinned_memory() -> None:
         got = [model(x.to(WHERE)).cpu() for _ in range(3)]
     handle.remove()
     texts = "\n".join(str(each.message) for each in warned)
-    assert "pinned memory ran out" in texts and "no gates for CUDA's streams" in texts
+    assert "pinned memory ran out" in texts and "no counts for CUDA's streams" in texts
     assert max(off(each, Plain()(x)) for each in got) <= 1e-5
 
 
@@ -213,7 +213,7 @@ def test_on_a_stream_of_the_callers() -> None:
 def test_a_gate_holds_a_stream_until_it_is_opened() -> None:
     stream = torch.cuda.Stream()
     word = torch.empty(1, dtype=torch.int32, pin_memory=True)
-    gate, x = CudaGate(word, stream), torch.zeros(1, device=WHERE)
+    gate, x = CudaCount(word, stream), torch.zeros(1, device=WHERE)
     for count in (1, 2, 7):
         stream.synchronize()
         gate.hold(stream, count)
@@ -221,12 +221,30 @@ def test_a_gate_holds_a_stream_until_it_is_opened() -> None:
             x.add_(1)
         time.sleep(0.05)
         held = not stream.query()
-        gate.open(count)
+        gate.raise_to(count)
         start = time.perf_counter()
         stream.synchronize()
         print(f"\ncount {count}: held {held}, {time.perf_counter() - start:.1e} s after it opened")
         assert held
     assert x.item() == 3
+
+
+def test_calls_that_lock_the_driver_between_linears() -> None:
+    """A kernel's first launch and memory given back wait for streams, which wait for the lanes."""
+    model, x = Plain(layers=12, width=256), torch.randn(3, 256)
+    new = iter([torch.special.i0, torch.special.i0e, torch.special.i1, torch.special.erfcx])
+
+    def between(module: nn.Module, inputs: object, out: Tensor) -> None:
+        next(new, torch.neg)(out)
+        torch.empty(2**21, dtype=torch.uint8, pin_memory=True)
+        torch.cuda.empty_cache()
+
+    with dispatch_model(model, split_memory(model, 0.4), Accelerator(RATES)), torch.no_grad():
+        hooks = [each.register_forward_hook(between) for each in model.modules()]
+        got = [model(x.to(WHERE)).cpu() for _ in range(5)]
+        for hook in hooks:
+            hook.remove()
+    assert max(off(each, Plain(12, 256)(x)) for each in got) <= 1e-5
 
 
 def test_rates_are_those_of_a_machine() -> None:

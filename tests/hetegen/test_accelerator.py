@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from types import ModuleType, SimpleNamespace
 
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 
 from tests.hetegen.models import Plain, make_model, split_memory
 from wf_backends.hetegen import Handle, Rates, dispatch_model
-from wf_backends.hetegen.accelerator import AHEAD, Accelerator, Streams
-from wf_backends.hetegen.gate import CudaGate
+from wf_backends.hetegen.accelerator import Accelerator, Streams
+from wf_backends.hetegen.cuda_count import CudaCount
 from wf_backends.hetegen.measure import measure_rates
 
 RATES = Rates(1e8, 2e8, 1e10)
@@ -46,6 +47,9 @@ class Event:
 
     def wait(self, stream: Stream) -> None:
         stream.wait_event(self)
+
+    def query(self) -> bool:
+        return self.passed.is_set()
 
     def elapsed_time(self, end: Event) -> float:
         return 1e3 * (end.time - self.time)
@@ -87,9 +91,10 @@ class Current(Stream):
         run()
 
 
-class StandInGate:
-    def __init__(self) -> None:
+class StandInCount:
+    def __init__(self, counts: Counter) -> None:
         self.count, self.held, self.changed = 0, 0, threading.Condition()
+        self.counts = counts
 
     def hold(self, stream: Stream, count: int) -> None:
         assert count > self.held  # a work that failed before its join holds nothing
@@ -100,11 +105,18 @@ class StandInGate:
         with self.changed:
             assert self.changed.wait_for(lambda: self.count >= count, SOON)
 
-    def open(self, count: int) -> None:
+    def raise_to(self, count: int) -> None:
         with self.changed:
             assert count > self.count
             self.count = count
             self.changed.notify_all()
+
+    def raise_on(self, stream: Stream, count: int) -> None:
+        stream.put(lambda: self.raise_to(count))
+
+    def reached(self, count: int) -> bool:
+        self.counts[f"{threading.current_thread().name.split('_')[0]} looked"] += 1
+        return self.count >= count
 
 
 class StandIn(Streams):
@@ -141,8 +153,8 @@ class StandIn(Streams):
     def copy(self, stream: Stream, source: Tensor, to: Tensor) -> None:  # type: ignore[override]
         stream.put(lambda: to.copy_(source))
 
-    def gate(self) -> StandInGate | None:  # type: ignore[override]
-        return StandInGate() if self.gates else None
+    def count(self) -> StandInCount | None:  # type: ignore[override]
+        return StandInCount(self.counts) if self.gates else None
 
 
 @pytest.fixture
@@ -170,8 +182,8 @@ def test_the_same_tokens_and_the_caller_waits_for_nothing(
     streams, caller = StandIn(gates=gates), threading.current_thread().name
     handle = dispatch_model(model, split_memory(model, 0.5), Accelerator(RATES, streams))
     assert torch.equal(model.generate(ids, **words), expected)  # type: ignore[operator]
-    assert streams.counts["host"] > 0 and streams.counts["link"] > 0
-    assert set(streams.counts) == {"host", "link"}  # and not the main thread
+    lanes = {"host looked", "link looked"} if gates else {"host", "link"}
+    assert set(streams.counts) == lanes  # not the main thread, nor events beside counts
     assert (waits[caller] == 0) == gates
     assert handle.report()["decode"]["measured_seconds"] > 0
     handle.remove()
@@ -240,26 +252,32 @@ def test_after_an_error_no_stream_has_work_left_that_uses_memory() -> None:
         handle.remove()
 
 
-class Away(Current):
-    """The stream of a caller who runs ahead: nothing that it waits for holds it up."""
-
-    def wait_event(self, event: Event) -> None:
-        assert event.recorded
-
-
-def test_the_caller_is_no_more_gates_ahead_than_a_drivers_queue_holds() -> None:
-    """Where it is full the driver has the caller wait, who holds the lock that threads need."""
-    streams = StandIn()
-    streams.current = Away  # type: ignore[assignment, method-assign]
+def test_pinned_memory_is_used_again() -> None:
+    """As much as one call needs: each waits for the one before it here."""
+    streams, taken = StandIn(), list[int]()
+    pinned = streams.pinned
     device = Accelerator(RATES, streams)
-    gate = device._host.gate
-    assert isinstance(gate, StandInGate)
-    shut, x = list[int](), torch.empty(1)
-    for i in range(3 * AHEAD):
-        device.on_host(lambda x, memory: time.sleep(0.002), x, torch.empty(1), 4)
-        shut.append(i + 1 - gate.count)
-    assert AHEAD / 2 < max(shut) <= AHEAD
+    device._pool._pinned = lambda shape, dtype: taken.append(1) or pinned(shape, dtype)
+    for _ in range(50):
+        device.wait([device.on_host(lambda x, memory: None, torch.ones(2), torch.ones(2), 4)])
+    assert len(taken) == 2
     device.close()
+    assert not device._pool._all
+
+
+def test_a_stream_comes_after_the_one_that_was_the_callers_before() -> None:
+    """Else its mark would tell a thread that what the other one has is done."""
+    streams, there, out = StandIn(), torch.zeros(1), torch.zeros(2)
+    slow, fast = streams.stream(), streams.stream()
+    device = Accelerator(RATES, streams)
+    slow.put(lambda: time.sleep(0.2))  # type: ignore[attr-defined]
+    slow.put(lambda: there.fill_(1))  # type: ignore[attr-defined]
+    for i, stream in enumerate([slow, fast]):
+        streams.current = lambda stream=stream: stream  # type: ignore[method-assign, misc]
+        work = device.on_host(lambda _, memory: memory.copy_(there), there, out[i : i + 1], 4)
+        device.wait([work])
+    device.close()
+    assert out.tolist() == [1, 1]
 
 
 def test_what_was_asked_for_before_the_end_is_done() -> None:
@@ -274,35 +292,42 @@ def test_what_was_asked_for_before_the_end_is_done() -> None:
     assert out.tolist() == [3, 3, 3, 3]
 
 
-def test_a_gate_of_cuda_is_a_count_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_count_of_cuda_lies_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple] = []
-    status = SimpleNamespace(CUDA_SUCCESS=0)
 
-    def wait(*arguments: int) -> tuple[int]:
-        calls.append(arguments)
+    def call(name: str, *arguments: int) -> tuple[int]:
+        calls.append((name, *arguments))
         return (0 if arguments[0] != 13 else 801,)
 
     driver = SimpleNamespace(
-        CUresult=status,
+        CUresult=SimpleNamespace(CUDA_SUCCESS=0),
         CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
+        CUstreamWriteValue_flags=SimpleNamespace(CU_STREAM_WRITE_VALUE_DEFAULT=0),
         cuMemHostGetDevicePointer=lambda address, flags: (0, address + 1 + flags),
-        cuStreamWaitValue32=wait,
+        cuStreamWaitValue32=partial(call, "wait"),
+        cuStreamWriteValue32=partial(call, "write"),
     )
     bindings = ModuleType("cuda.bindings")
     bindings.driver = driver  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cuda", ModuleType("cuda"))
     monkeypatch.setitem(sys.modules, "cuda.bindings", bindings)
     word = torch.full((1,), -1, dtype=torch.int32)
-    gate = CudaGate(word, SimpleNamespace(native_handle=7))
-    assert word.item() == 0 and calls == [(7, word.data_ptr() + 1, 0, 0)]
-    gate.hold(SimpleNamespace(native_handle=8), 2**32 + 5)  # modulo 2^32, as the driver compares
-    assert calls[-1] == (8, word.data_ptr() + 1, 5, 0)
-    gate.open(3)
-    assert word.item() == 3
-    gate.open(2**31)
+    count = CudaCount(word, SimpleNamespace(native_handle=7))
+    there = word.data_ptr() + 1
+    assert word.item() == 0 and calls == [("wait", 7, there, 0, 0)]
+    count.hold(SimpleNamespace(native_handle=8), 2**32 + 5)  # modulo 2^32, as the driver compares
+    count.raise_on(SimpleNamespace(native_handle=9), 2**32 + 6)
+    assert calls[1:] == [("wait", 8, there, 5, 0), ("write", 9, there, 6, 0)]
+    count.raise_to(3)
+    assert word.item() == 3 and count.reached(3) and not count.reached(4)
+    count.raise_to(2**31)
     assert word.item() == -(2**31)  # the same 32 bits
-    with pytest.raises(RuntimeError, match="no gates here: 801"):
-        CudaGate(word, SimpleNamespace(native_handle=13))
+    count.raise_to(2**32 - 1)
+    assert count.reached(2**32 - 1) and not count.reached(2**32)
+    word.fill_(2)  # a stream raised it to 2^32 + 2
+    assert count.reached(2**32) and not count.reached(2**32 + 3)
+    with pytest.raises(RuntimeError, match="no counts for streams here: 801"):
+        CudaCount(word, SimpleNamespace(native_handle=13))
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one here")

@@ -4,33 +4,30 @@
     host          a thread computes rows in pinned memory, at the join the caller's stream copies it
     accelerator   the caller's stream
 
-On CUDA streams wait for the threads behind gates, and the caller for nothing. Elsewhere the link's
-thread puts its copy on the stream itself, and the caller waits until it has, and for the host's
-rows. It has not run on an accelerator yet; tests run it on a stand-in for streams.
+On CUDA streams and threads wait for each other by counts in pinned memory, and the caller for
+nothing. Elsewhere threads wait for events, the link's thread puts its copy on the stream itself,
+and the caller waits until it has, and for the host's rows.
 """
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.gate import CudaGate
+from wf_backends.hetegen.cuda_count import CudaCount
 from wf_backends.hetegen.lane_thread import Lanes, LaneThread, Run, Stop, Write
 from wf_backends.hetegen.law import Rates
+from wf_backends.hetegen.pinned import PinnedPool
 
-AHEAD = 32
-"""Gates of a lane that may be shut at a time. A driver's queue holds about a thousand launches and
-then has the caller wait, who holds Python's lock where pinned memory ends that a copy used; the
-thread that opens the gate needs that lock. So many calls of linears stay below, and hide what a
-launch takes."""
+LOOK = 2e-5  # seconds between two looks of a thread at a count
 
 
 class Streams:
@@ -73,15 +70,15 @@ class Streams:
         with stream:
             to.copy_(source, non_blocking=True)
 
-    def gate(self) -> CudaGate | None:
+    def count(self) -> CudaCount | None:
         """None where there is none, with a warning where there could be one."""
         if self.device.type != "cuda" or torch.version.cuda is None:
             return None
         try:
-            return CudaGate(self.pinned((1,), torch.int32), self.current())
+            return CudaCount(self.pinned((1,), torch.int32), self.current())
         except (ImportError, AttributeError, RuntimeError) as error:
             warnings.warn(
-                f"no gates for CUDA's streams ({error}): the thread that calls the model waits "
+                f"no counts for CUDA's streams ({error}): the thread that calls the model waits "
                 "for the host's rows of each linear; torch 2.11 and pip install cuda-bindings "
                 "may mend it",
                 stacklevel=2,
@@ -91,10 +88,36 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """An event of a stream, and the thread's work that records it (None: it was)."""
+    """The end of what is on a stream now.
+
+    Attributes:
+        event: of it.
+        by: the thread's work that records the event; None: it was.
+        reached: tells whether the stream is there; None: a thread waits for the event.
+    """
 
     event: Any
     by: Future[float] | None = None
+    reached: Callable[[], bool] | None = None
+
+
+class Marks:
+    """Tells threads, without the driver, how far a stream is.
+
+    Args:
+        count: that the stream raises, if there is one.
+    """
+
+    def __init__(self, count: CudaCount | None) -> None:
+        self._count, self._last = count, 0
+
+    def mark(self, stream: Any) -> Callable[[], bool] | None:
+        """Tells whether the stream has done what is on it now."""
+        if self._count is None:
+            return None
+        self._last += 1
+        self._count.raise_on(stream, self._last)
+        return partial(self._count.reached, self._last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,31 +127,36 @@ class Filled:
     Attributes:
         by: the thread's work.
         count: of its gate; None: the caller waits instead.
+        pinned: what is free again when it was copied.
     """
 
     by: Future[float]
     memory: Tensor
     out: Tensor
     count: int | None
+    pinned: tuple[Tensor, ...] = ()
 
 
 class GatedThread(LaneThread):
-    """A thread that fills memory, and a gate behind which a stream waits until it has."""
+    """A thread that fills memory, and a count (the gate) for which a stream waits until it has."""
 
-    def __init__(self, name: str, stop: Stop, gate: CudaGate | None) -> None:
+    def __init__(self, name: str, stop: Stop, gate: CudaCount | None) -> None:
         super().__init__(name, stop)
         self.gate, self._count = gate, 0
-        self._shut: deque[Future[float]] = deque(maxlen=AHEAD)
 
-    def run_after(self, event: Recorded | None, run: Run) -> Future[float]:
-        """Have the thread wait for an event, which is recorded by then, and run."""
+    def run_after(self, before: Recorded | None, run: Run) -> Future[float]:
+        """Have the thread wait for what is recorded by then, and run."""
+        return self.submit(run, after=None if before is None else partial(self._wait_for, before))
 
-        def when_due() -> None:
-            if event is not None:
-                event.event.synchronize()
-            run()
-
-        return self.submit(when_due)
+    def _wait_for(self, before: Recorded) -> float:
+        """Any time: the work that follows takes what it takes."""
+        if before.reached is None:
+            before.event.synchronize()
+            return 0.0
+        while not before.reached():
+            self._stop.wait(0)
+            time.sleep(LOOK)
+        return 0.0
 
     def fill(self, memory: Tensor, out: Tensor, gated: bool, by: Future[float]) -> Filled:
         """What the thread's work fills; if it is gated a stream may wait for it."""
@@ -136,9 +164,6 @@ class GatedThread(LaneThread):
             return Filled(by, memory, out, None)
         self._count += 1
         by.add_done_callback(partial(self._open, self.gate, self._count, memory))
-        if len(self._shut) == AHEAD and not self._shut[0].done():
-            self._shut[0].result()
-        self._shut.append(by)
         return Filled(by, memory, out, self._count)
 
     def hold(self, stream: Any, filled: Filled) -> None:
@@ -149,12 +174,12 @@ class GatedThread(LaneThread):
             self.gate.hold(stream, filled.count)
 
     @staticmethod
-    def _open(gate: CudaGate, count: int, memory: Tensor, filled: Future[float]) -> None:
+    def _open(gate: CudaCount, count: int, memory: Tensor, filled: Future[float]) -> None:
         try:
             if filled.exception():  # nobody takes these values for results
                 memory.view(torch.uint8).fill_(0xFF)  # NaN, in any floating-point type
         finally:
-            gate.open(count)
+            gate.raise_to(count)
 
 
 class Accelerator(Lanes):
@@ -172,9 +197,12 @@ class Accelerator(Lanes):
         super().__init__()
         self.streams, self._rates = streams or Streams(), rates
         self._link, self._host = (
-            GatedThread(name, self._stop, self.streams.gate()) for name in ("link", "host")
+            GatedThread(name, self._stop, self.streams.count()) for name in ("link", "host")
         )
         self._link_stream = self.streams.stream()
+        self._of_caller, self._of_link = (Marks(self.streams.count()) for _ in range(2))
+        self._end: tuple[Any, Any] | None = None  # the caller's last stream, the last call's end
+        self._pool = PinnedPool(self.streams.pinned)
         self.lanes = {"link": self._link, "host": self._host}
 
     def rates(self) -> Rates:
@@ -213,46 +241,66 @@ class Accelerator(Lanes):
             after.event.wait(stream)
         self._link.hold(stream, filled)
         put(pinned)
-        return Recorded(done)
+        return Recorded(done, None, self._of_link.mark(stream))
 
-    def compute(self, run: Run, nbytes: int, after: Recorded | None) -> Recorded:
-        if after is not None:
-            if after.by is not None:
-                after.by.result()
-            after.event.wait(self.streams.current())
+    def compute(self, run: Run, nbytes: int, after: Recorded | None) -> Recorded | None:
+        """None if nobody waits for it: it has memory of its own."""
+        if after is None:
+            run()
+            return None
+        if after.by is not None:
+            after.by.result()
+        stream = self._stream()
+        after.event.wait(stream)
         run()
-        return self._record()
+        return self._record(stream)
 
     def on_host(self, write: Write, x: Tensor, out: Tensor, nbytes: int) -> Filled:
         (x_host, _), (memory, pinned) = self._host_memory(x), self._host_memory(out)
+        stream = self._stream()
         x_host.copy_(x, non_blocking=True)
-        work = self._host.run_after(self._record(), partial(write, x_host, memory))
-        return self._host.fill(memory, out, pinned, work)
+        work = self._host.run_after(self._record(stream), partial(write, x_host, memory))
+        filled = self._host.fill(memory, out, pinned, work)
+        return replace(filled, pinned=(x_host, memory)) if pinned else filled
 
     def _host_memory(self, like: Tensor) -> tuple[Tensor, bool]:
         """(memory for an activation, whether it is pinned), as it is while there is some."""
         try:
-            return self.streams.pinned(like.shape, like.dtype), True
+            return self._pool.take(like), True
         except RuntimeError:
             return torch.empty(like.shape, dtype=like.dtype), False
 
     def wait(self, events: Sequence[Any]) -> Any:
         self._stop.check()
-        current = self.streams.current()
+        current, pinned = self.streams.current(), list[Tensor]()
         for event in events:
             if isinstance(event, Filled):  # what was computed is on the caller's stream
                 self._host.hold(current, event)
                 self.streams.copy(current, event.memory, event.out)
-        return self.now()
+                pinned += event.pinned
+        now = self.now()
+        for memory in pinned:
+            self._pool.give(memory, now)
+        self._end = current, now
+        return now
 
-    def _record(self, timed: bool = False) -> Recorded:
-        """An event at the end of what is on the caller's stream."""
-        done = self.streams.event(timed)
-        done.record(self.streams.current())
-        return Recorded(done)
+    def _stream(self) -> Any:
+        """The caller's, behind what another one was given before: marks are in order."""
+        current = self.streams.current()
+        if self._end is not None and self._end[0] != current:
+            self._end[1].wait(current)
+        return current
+
+    def _record(self, stream: Any) -> Recorded:
+        """The end of what is on the caller's stream."""
+        done = self.streams.event()
+        done.record(stream)
+        return Recorded(done, None, self._of_caller.mark(stream))
 
     def now(self) -> Any:
-        return self._record(timed=True).event
+        now = self.streams.event(timed=True)
+        now.record(self.streams.current())
+        return now
 
     def seconds(self, start: Any, end: Any) -> float:
         end.synchronize()
@@ -261,6 +309,7 @@ class Accelerator(Lanes):
     def stop(self) -> None:
         super().stop()
         self.streams.synchronize()  # what is on the streams still uses slabs and outputs
+        self._pool.clear()
 
     def close(self) -> None:
         self.streams.synchronize()  # the caller's stream may wait for the host's rows

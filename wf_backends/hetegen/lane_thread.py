@@ -68,9 +68,13 @@ class LaneThread:
         self._thread: ThreadPoolExecutor | None = None
 
     def submit(
-        self, run: Run, seconds: float = 0.0, after: Future[float] | None = None
+        self, run: Run, seconds: float = 0.0, after: Callable[[], float] | None = None
     ) -> Future[float]:
-        """Have it run, for so many seconds at least; the time at which it ends."""
+        """Have it run, for so many seconds at least; the time at which it ends.
+
+        Args:
+            after: waits, and tells when what the work needs was there.
+        """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, self._name)
         return self._thread.submit(self._do, [run], seconds, after, time.perf_counter())
@@ -82,14 +86,14 @@ class LaneThread:
         self._thread = None
 
     def _do(
-        self, run: list[Run], seconds: float, after: Future[float] | None, submitted: float
+        self, run: list[Run], seconds: float, after: Callable[[], float] | None, submitted: float
     ) -> float:
         """When it ended; with a rate when it was due to, whose thread may have woken late.
 
         The list is emptied: a work's tensors go before anybody knows that it ended.
         """
         try:
-            start = max(submitted, self._due, after.result() if after is not None else 0.0)
+            start = max(submitted, self._due, after() if after is not None else 0.0)
             self._stop.wait(0)
             begun = time.perf_counter()
             with torch.inference_mode():

@@ -50,7 +50,8 @@ class ShapedDevice(Lanes):
         return self._rates
 
     def _submit(self, lane: str, run: Run, nbytes: int, after: End | None = None) -> End:
-        return self.lanes[lane].submit(run, self._seconds(lane, nbytes), after)
+        due = None if after is None else after.result
+        return self.lanes[lane].submit(run, self._seconds(lane, nbytes), due)
 
     def _seconds(self, lane: str, nbytes: int) -> float:
         """What a work of a lane takes at least."""
