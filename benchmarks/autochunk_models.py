@@ -125,13 +125,14 @@ def llama(
     layers: int = 2,
     heads: int = 8,
     vocabulary: int = 1000,
+    queries_per_key: int = 2,
 ) -> Made:
     config = LlamaConfig(
         hidden_size=width,
         intermediate_size=width * 11 // 4,
         num_hidden_layers=layers,
         num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
+        num_key_value_heads=heads // queries_per_key,
         vocab_size=vocabulary,
         **implementation(fused),
     )

@@ -36,7 +36,13 @@ from wf_backends.graph.memory import (
     read_steps,
     submodule,
 )
-from wf_backends.graph.tracker import FakeRun, StorageTracker, named_weights, unchunked_peak
+from wf_backends.graph.tracker import (
+    FakeRun,
+    StorageTracker,
+    masks_as_of_real_runs,
+    named_weights,
+    unchunked_peak,
+)
 
 __all__ = [
     "Budget",
@@ -58,6 +64,7 @@ __all__ = [
     "containers",
     "is_known",
     "layout",
+    "masks_as_of_real_runs",
     "module_path",
     "named_weights",
     "nbytes",

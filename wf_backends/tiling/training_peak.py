@@ -11,7 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from wf_backends.graph import CaptureError, FakeRun, attributes_kept, named_weights, reason
+from wf_backends.graph import (
+    CaptureError,
+    FakeRun,
+    attributes_kept,
+    masks_as_of_real_runs,
+    named_weights,
+    reason,
+)
 
 
 def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -30,8 +37,9 @@ def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     grads = [w.grad for w in weights.values() if w.grad is not None]
     inputs = [x for x in pytree.tree_leaves((args, words)) if isinstance(x, Tensor)]
     tracker = FakeRun((*weights.values(), *grads, *inputs))
+    as_real = masks_as_of_real_runs()
     try:
-        with attributes_kept(model), mode, tracker, torch.enable_grad():
+        with as_real, attributes_kept(model), mode, tracker, torch.enable_grad():
             _loss(functional_call(model, weights, args, words, tie_weights=False)).backward()
     except NotImplementedError:  # what tiles refuse
         raise
