@@ -3,9 +3,10 @@
     python benchmarks/memory_budget.py --device cuda
 
 One rank, one process. The device's bytes are those that torch's allocator was asked for, beyond
-what other cases left; the host's are those of torch's pinned memory, which it rounds up to powers
-of two. Activations are counted for each token, from two lengths; all beside them by whole steps of
-DeepSpeed's engine with AdamW.
+what other cases left; the host's are the blocks of torch's pinned memory, which it rounds up to
+powers of two and keeps. (Its "active_bytes" never fall in torch 2.11, and are no measure.)
+Activations are counted for each token, from two lengths, and as a whole at the longer one; all
+beside them by whole steps of DeepSpeed's engine with AdamW, part by part of a step.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from memory_budget import Point
@@ -27,9 +28,11 @@ SHAPE = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": 32768}
 SHAPE |= {"num_attention_heads": 16, "num_key_value_heads": 8}
 LAYERS = 8
 SEQLENS = 8192, 16384
+TILED_SEQLENS = 32768, 65536  # below, the fixed size of a tile of logits is what tells
 TILE = 1024
 BUCKETS = {"reduce_bucket_size": 50_000_000}
 GIB = 1 << 30
+ASKED, GIVEN = "requested_bytes.all", "allocated_bytes.all"
 
 
 @dataclass(frozen=True)
@@ -41,29 +44,44 @@ class Bytes:
     host: float
 
 
-def measured(point: Point) -> Bytes:
+@dataclass(frozen=True)
+class Seen(Bytes):
+    """`before` the step: weights, gradients, optimizer states. `parts`: the most of each part."""
+
+    before: int
+    parts: dict[str, int]
+
+
+def measured(point: Point) -> Seen:
     """Of a real step, which runs twice."""
     _settle()
     left = torch.cuda.memory_stats()
     step = warmed_step(point.case | {"device": "cuda", "buckets": BUCKETS})
     _settle()
-    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_stats()[f"{ASKED}.current"] - left[f"{ASKED}.current"]
     torch.cuda.reset_peak_host_memory_stats()
+    parts, blocks = dict[str, int](), 0
+
+    def after(part: str) -> None:
+        nonlocal blocks
+        torch.cuda.synchronize()
+        now = torch.cuda.memory_stats()
+        parts[part] = max(parts.get(part, 0), now[f"{ASKED}.peak"] - left[f"{ASKED}.current"])
+        blocks = max(blocks, now[f"{GIVEN}.peak"] - left[f"{GIVEN}.current"])
+        torch.cuda.reset_peak_memory_stats()
+
+    torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
-        step(point.seqlen)
-    torch.cuda.synchronize()
-    seen = torch.cuda.memory_stats()
-    asked, given = (
-        seen[f"{name}.all.peak"] - left[f"{name}.all.current"]
-        for name in ("requested_bytes", "allocated_bytes")
-    )
-    return Bytes(asked, given, torch.cuda.host_memory_stats().get("active_bytes.peak", 0))
+        step(point.seqlen, after)
+    host = torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0)
+    return Seen(max(parts.values()), blocks, host, before, parts)
 
 
 def _settle() -> None:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+    torch._C._host_emptyCache()
 
 
 def predicted(point: Point) -> Bytes:
@@ -85,24 +103,41 @@ def points() -> Iterator[Point]:
 
 
 def by_token(one: Point) -> str:
-    """A row: bytes of activations for each token, on the device and on the host."""
-    short, long = (replace(one, seqlen=length) for length in SEQLENS)
+    """A row: bytes of activations for each token, on the device and on the host, and all of them
+    at the longer length."""
+    lengths = TILED_SEQLENS if one.tile else SEQLENS
+    short, long = (replace(one, seqlen=length) for length in lengths)
     few, many = measured(short), measured(long)
     least, most = predicted(short), predicted(long)
-    count = SEQLENS[1] - SEQLENS[0]
+    count = lengths[1] - lengths[0]
     told = (most.device - least.device) / count
     asked, given = (many.device - few.device) / count, (many.blocks - few.blocks) / count
     host, seen = (most.host - least.host) / count, (many.host - few.host) / count
     how = f"{one.checkpoints} | {f'tiles of {one.tile}' if one.tile else 'whole'}"
     device = f"{told:,.0f} | {asked:,.0f} | {told / asked:.2f} | {given:,.0f}"
-    return f"| {how} | {device} | {host:,.0f} | {seen:,.0f} | {many.device / GIB:.2f} |"
+    whole = [
+        f"{f.device / GIB:.2f} {(x.device - x.before) / GIB:.2f}"
+        for f, x in ((least, few), (most, many))
+    ]
+    at = " | ".join(whole)
+    return f"| {how} | {device} | {host:,.0f} | {seen:,.0f} | {lengths[1]:,} | {at} |"
 
 
 def whole_step(one: Point) -> str:
-    """A row: all that a step of DeepSpeed's engine holds."""
+    """A row: all that a step of DeepSpeed's engine holds, and the most of each part of it."""
     told, seen = predicted(one), measured(one)
     ratio = f"{told.device / seen.device:.2f} | {seen.blocks / GIB:.2f}"
-    return f"| {one.stage} | {told.device / GIB:.2f} | {seen.device / GIB:.2f} | {ratio} |"
+    parts = " | ".join(f"{count / GIB:.2f}" for count in (seen.before, *seen.parts.values()))
+    cells = f"{told.device / GIB:.2f} | {seen.device / GIB:.2f} | {ratio} | {parts}"
+    return f"| {one.stage} | {one.checkpoints} | {cells} |"
+
+
+def terms(one: Point) -> str:
+    """What the prediction of a whole step is made of, in GiB."""
+    training = replace(one.training, buckets=Buckets(**BUCKETS))
+    found = training.activations(one.seqlen, Options(one.checkpoints, one.tile))  # type: ignore[arg-type]
+    held = asdict(training.states(one.stage or 0)) | asdict(found)
+    return ", ".join(f"{key} {value / GIB:.3f}" for key, value in held.items())
 
 
 def main() -> None:
@@ -112,15 +147,25 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}; a Llama of ", end="")
     print(f"{one.training.model.parameters / 1e6:.0f} M parameters in bfloat16\n")
     print("| checkpoints | MLP, loss | predicted bytes a token | measured | ratio ", end="")
-    print(f"| in blocks | host predicted | pinned | GiB at {SEQLENS[1]:,} tokens |")
-    print(f"{'|---' * 9}|", flush=True)
+    print("| in blocks | host predicted | pinned | long | predicted, measured GiB, short | long |")
+    print(f"{'|---' * 11}|", flush=True)
     for point in points():
         _guarded(lambda point=point: print(by_token(point), flush=True))
-    print(f"\n| ZeRO stage, {SEQLENS[0]:,} tokens, checkpoints on device ", end="")
-    print(f"| predicted GiB | measured | ratio | in blocks |\n{'|---' * 5}|", flush=True)
-    for stage in range(4):
-        point = replace(one, checkpoints="device", stage=stage, seqlen=SEQLENS[0])
+    print(
+        f"\n| ZeRO stage, {SEQLENS[0]:,} tokens | checkpoints | predicted GiB | measured ", end=""
+    )
+    print("| ratio | in blocks | before | forward | backward | step |")
+    print(f"{'|---' * 10}|", flush=True)
+    for checkpoints, stage in (
+        ("device", 0),
+        ("device", 1),
+        ("device", 2),
+        ("device", 3),
+        ("none", 0),
+    ):
+        point = replace(one, checkpoints=checkpoints, stage=stage, seqlen=SEQLENS[0])
         _guarded(lambda point=point: print(whole_step(point), flush=True))
+        print(f"<!-- {terms(point)} -->", flush=True)
     os._exit(0)  # what DeepSpeed would say on its way out is no figure
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from measure import peak, reset_peak
@@ -25,6 +25,16 @@ from wf_backends.tiling import Tiles, tile_modules
 WARM = 64  # tokens of the steps that are not measured
 
 
+def _unseen(part: str) -> None:
+    """After a part of a step."""
+
+
+class Step(Protocol):
+    """A step of so many tokens. `after` is told when forward, backward and optimizer are done."""
+
+    def __call__(self, seqlen: int, after: Callable[[str], None] = _unseen) -> None: ...
+
+
 def train(case: dict[str, Any]) -> int:
     """Bytes at the peak of a step, everything that lives between steps included."""
     step = warmed_step(case)
@@ -34,8 +44,7 @@ def train(case: dict[str, Any]) -> int:
     return peak()
 
 
-def warmed_step(case: dict[str, Any]) -> Callable[[int], None]:
-    """A step of so many tokens."""
+def warmed_step(case: dict[str, Any]) -> Step:
     step = under_deepspeed(case) if "stage" in case else alone(case)
     for _ in range(2):  # allocates optimizer states, learns the order of parameters
         step(WARM)
@@ -51,7 +60,7 @@ def llama(case: dict[str, Any]) -> Any:
     return model.to(getattr(torch, case["dtype"])).train()
 
 
-def alone(case: dict[str, Any]) -> Callable[[int], None]:
+def alone(case: dict[str, Any]) -> Step:
     """A step with attention over the ranks of the job, and no optimizer."""
     sp = SequenceParallel(SequenceParallelConfig.from_dict(case["words"]))
     model, tile = llama(case), case.get("tile", 0)
@@ -60,17 +69,22 @@ def alone(case: dict[str, Any]) -> Callable[[int], None]:
     if not tile:
         wf_transformers.WholeBatchHooks(model, handle)
 
-    def step(seqlen: int) -> None:
+    def step(seqlen: int, after: Callable[[str], None] = _unseen) -> None:
         ids = torch.randint(model.config.vocab_size, (1, seqlen), device=model.device)
         whole = {"input_ids": ids, "labels": ids}
         if not tile:
-            model(**whole, use_cache=False).loss.backward()
-            return
+            loss = model(**whole, use_cache=False).loss
+            after("forward")
+            loss.backward()
+            return after("backward")
         words = wf_transformers.forward_kwargs(
             model, sp.shard_batch(whole), num_valid=torch.tensor(seqlen - 1)
         )
         tiled = tile_modules(model, tiles(model, -(-seqlen // tile)))
-        model(**words).loss.backward()
+        loss = model(**words).loss
+        after("forward")
+        loss.backward()
+        after("backward")
         tiled.remove()
 
     return step
@@ -82,16 +96,18 @@ def tiles(model: Any, count: int) -> list[Tiles]:
     return [*(Tiles(name, 1, count) for name in mlps), Tiles("lm_head", 1, count, loss=True)]
 
 
-def under_deepspeed(case: dict[str, Any]) -> Callable[[int], None]:
+def under_deepspeed(case: dict[str, Any]) -> Step:
     """A step of DeepSpeed's engine and AdamW."""
     import wf_deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    checkpointing = case.get("activation_checkpointing")
+    words = {"activation_checkpointing": checkpointing} if checkpointing else {}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": case["stage"], **case["buckets"]},
-        "wallfacer": case["words"],
+        "wallfacer": case["words"] | words,
     }
     with wf_deepspeed.without_shared_memory_op():
         model = llama(case)
@@ -99,10 +115,15 @@ def under_deepspeed(case: dict[str, Any]) -> Callable[[int], None]:
         engine, *_ = wf_deepspeed.initialize(model=model, optimizer=adam, config=config)
     wf_transformers.WholeBatchHooks(engine.module, engine.wallfacer)
 
-    def step(seqlen: int) -> None:
+    def step(seqlen: int, after: Callable[[str], None] = _unseen) -> None:
         ids = torch.randint(model.config.vocab_size, (1, seqlen), device=model.device)
-        engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
+        loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+        after("forward")
+        engine.backward(loss)
+        after("backward")
+        del loss
         engine.step()
+        after("step")
 
     return step
 

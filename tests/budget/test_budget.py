@@ -64,9 +64,17 @@ def test_checkpoints_are_the_inputs_of_layers() -> None:
 
 def test_tiles_hold_no_more_than_one_tile() -> None:
     """Of MLP and logits; what attention needs stays."""
-    whole, tiles = (training().activations(65536, Options("device", t)) for t in (0, 512))
+    whole, tiles = (training().activations(1 << 20, Options("device", t)) for t in (0, 512))
     assert tiles.mlp < 2 / 3 * whole.mlp and tiles.loss < whole.loss / 4
     assert tiles.attention == whole.attention
+
+
+def test_several_tiles_sum_the_gradients_of_weights_in_float32() -> None:
+    """Of the head 128,256 x 4,096 x 4 bytes; a single tile has no sum."""
+    single, several = (training().activations(8 * t, Options("device", 512)) for t in (512, 513))
+    hidden, head = 4096 * 2, 128256 * 4096 * 4
+    rows = (4 + 2 * 2) * 4096 + 4 + hidden  # a token's norm, and its part of the gradient
+    assert several.loss - single.loss == rows + head
 
 
 @pytest.mark.parametrize("stage", STAGES)

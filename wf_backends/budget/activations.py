@@ -116,24 +116,37 @@ def _mlp_saved(model: Decoder, options: Options) -> float:
 def _mlp_alive(model: Decoder, tokens: int, options: Options) -> float:
     """Beyond what is saved: e h n of the incoming gradient, and 2 e i n of the product's backward.
 
-    In tiles of t tokens: e h n once more for the gradient that the tiles fill, and 6 e i t.
+    In tiles of t tokens: e h n once more for the gradient that the tiles fill, and 6 e i t with one
+    weight's gradient of a tile, or all of them rounded when the last tile is done.
     """
     rows = model.itemsize * model.hidden * tokens
     if not options.tile:
         return rows + 2 * model.itemsize * model.intermediate * tokens
-    return 2 * rows + 6 * model.itemsize * model.intermediate * min(options.tile, tokens)
+    weight = model.hidden * model.intermediate
+    tile = 6 * model.itemsize * model.intermediate * min(options.tile, tokens)
+    rounded = 3 * weight if model.itemsize < WIDE else 0
+    at_once = max(tile + model.itemsize * weight, model.itemsize * rounded)
+    return 2 * rows + at_once + _sums(model, 3 * weight, tokens, options)
+
+
+def _sums(model: Decoder, weights: int, tokens: int, options: Options) -> float:
+    """The gradients of weights, in WIDE bytes, that several tiles add up."""
+    several = 0 < options.tile < tokens
+    return float(several * max(WIDE, model.itemsize) * weights)
 
 
 def _loss(model: Decoder, tokens: int, options: Options) -> float:
     """The last norm, logits and their gradient, and some probabilities in WIDE bytes.
 
-    Where logits are narrower, these logits in WIDE bytes too. In tiles also e h n, the gradient
-    that the tiles fill.
+    Where logits are narrower, these logits in WIDE bytes too. In tiles all of a tile are in WIDE
+    bytes; beside them are e h n, the gradient that the tiles fill, and the head's.
     """
     some = min(options.tile, tokens) if options.tile else tokens
     wide = max(WIDE, model.itemsize)
     elements = model.vocabulary * some
     tensors = 1 if model.itemsize >= WIDE else 2
-    logits = 2 * model.itemsize * elements + tensors * wide * min(elements, LOSS_ELEMENTS)
+    upcast = elements if options.tile else min(elements, LOSS_ELEMENTS)
+    logits = 2 * model.itemsize * elements + tensors * wide * upcast
     rows = model.itemsize * model.hidden * tokens if options.tile else 0
-    return tokens * _norm_saved(model) + logits + rows
+    sums = _sums(model, model.vocabulary * model.hidden, tokens, options)
+    return tokens * _norm_saved(model) + logits + rows + sums
