@@ -78,7 +78,7 @@ def main() -> None:
     size = sum(p.nbytes for p in model.parameters())
     print(f"{args.layers} layers of {args.width}: {size / 1e9:.2f} GB, made in "
           f"{time.perf_counter() - start:.1f} s\n", flush=True)  # fmt: skip
-    rates = measure_machine()[1] if args.device == "cuda" else Rates(1e9, 3e9, 2e10)
+    rates = measure_machine(torch.bfloat16)[1] if args.device == "cuda" else Rates(1e9, 3e9, 2e10)
     run = Run(torch.device(WHERE[args.device]), rates, args.passes, args.seconds)
     parts: dict[str, Callable[[], None]] = {
         "rates": lambda: print_rates(run.device, rates, args.width),

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from wf_backends.cli import bench_hetero as module
 from wf_backends.cli import readers
@@ -21,7 +22,7 @@ def known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with rates of this host."""
     monkeypatch.setattr(module.socket, "gethostname", lambda: "here")
     words = {"device": "cuda:0", "rates": RATES}
-    (tmp_path / "hetero-here.json").write_text(json.dumps(words))
+    (tmp_path / "hetero-here-bfloat16.json").write_text(json.dumps(words))
     return tmp_path
 
 
@@ -35,10 +36,10 @@ def test_bench_hetero_prints_the_law(wallfacer, known: Path) -> None:
 def test_bench_hetero_measures_once(wallfacer, tmp_path: Path, monkeypatch) -> None:
     import wf_backends.hetegen as hetegen
 
-    calls: list[int] = []
+    calls: list[torch.dtype] = []
 
-    def measure() -> tuple[str, hetegen.Rates]:
-        calls.append(1)
+    def measure(dtype: torch.dtype) -> tuple[str, hetegen.Rates]:
+        calls.append(dtype)
         return "threads", hetegen.Rates(1e10, 1e10, 1e12)
 
     monkeypatch.setattr(hetegen, "measure_machine", measure)
@@ -48,7 +49,9 @@ def test_bench_hetero_measures_once(wallfacer, tmp_path: Path, monkeypatch) -> N
     assert "measured" in first[1] and "from " in second[1]
     assert first[1].splitlines()[1:] == second[1].splitlines()[1:]
     wallfacer(*args, "--fresh")
-    assert len(calls) == 2
+    assert calls == [torch.bfloat16] * 2
+    wallfacer(*args, "--dtype", "float32")  # has rates of its own
+    assert calls[2:] == [torch.float32]
 
 
 def cut_off(self: Path, text: str) -> None:
@@ -61,10 +64,10 @@ def test_rates_are_kept_whole_or_not_at_all(wallfacer, known: Path, monkeypatch)
     """Another run may read them at any moment, and a disk may be full."""
     import wf_backends.hetegen as hetegen
 
-    kept = known / "hetero-here.json"
+    kept = known / "hetero-here-bfloat16.json"
     kept.write_text(kept.read_text().replace("link", "of another version"))
     before = kept.read_text()
-    monkeypatch.setattr(hetegen, "measure_machine", lambda: ("threads", hetegen.Rates(1, 1, 1)))
+    monkeypatch.setattr(hetegen, "measure_machine", lambda _: ("threads", hetegen.Rates(1, 1, 1)))
     with monkeypatch.context() as full:
         full.setattr(Path, "write_text", cut_off)
         code, out, _ = wallfacer("bench-hetero", "--cache-dir", str(known))
@@ -76,9 +79,9 @@ def test_rates_are_kept_whole_or_not_at_all(wallfacer, known: Path, monkeypatch)
 
 def test_a_folder_s_name_is_no_markup(wallfacer, known: Path, tmp_path: Path) -> None:
     (folder := tmp_path / "a[" / "b]").mkdir(parents=True)
-    (folder / "hetero-here.json").write_text((known / "hetero-here.json").read_text())
+    (folder / "hetero-here-bfloat16.json").write_text((known / "hetero-here-bfloat16.json").read_text())
     code, out, _ = wallfacer("bench-hetero", "--cache-dir", str(folder))
-    assert code == 0 and f"from {folder}/hetero-here.json" in out
+    assert code == 0 and f"from {folder}/hetero-here-bfloat16.json" in out
     (folder / "config.json").write_text('{"model_type": "llama"}')
     args = ("generate", "--prompt", "w3", "--max-memory", "80kB", "--shaped", "1,2,3")
     assert f"loading {folder}" in wallfacer(*args, "--model", str(folder))[2]

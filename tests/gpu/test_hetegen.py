@@ -248,7 +248,7 @@ def test_calls_that_lock_the_driver_between_linears() -> None:
 
 
 def test_rates_are_those_of_a_machine() -> None:
-    rates = measure_rates(accelerator.Streams(), width=2048, seconds=0.1)
+    rates = measure_rates(accelerator.Streams(), torch.bfloat16, width=2048, seconds=0.1)
     print(f"\n{torch.get_num_threads()} thread: {rates}")
     assert rates.accelerator > rates.host and 1e9 < rates.link < 1e12
     assert 0 < rates.call_seconds < 0.01

@@ -338,6 +338,6 @@ def test_without_an_accelerator_the_message_names_what_to_do() -> None:
 
 @pytest.mark.parametrize("streams", [None, StandIn()])
 def test_rates_are_measured(streams: StandIn | None) -> None:
-    rates = measure_rates(streams, width=256, seconds=0.02)
+    rates = measure_rates(streams, torch.float32, width=2048, seconds=0.02)
     assert rates.memory < float("inf") and rates.staging < float("inf")
     assert rates.host_flops < float("inf") and rates.accelerator_flops < float("inf")

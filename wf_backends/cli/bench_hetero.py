@@ -10,10 +10,11 @@ from math import inf
 from pathlib import Path
 from typing import Annotated
 
+import torch
 from typer import Option
 
 from wf_backends import hetegen
-from wf_backends._validation import parse_bytes
+from wf_backends._validation import one_of, parse_bytes
 from wf_backends.cli import options as o
 from wf_backends.cluster import keep_text
 
@@ -29,23 +30,25 @@ NAMES = {
 def bench_hetero(
     model_size: Annotated[str, Option(help="Bytes of the model's weights.")] = "14GB",
     max_memory: Annotated[str, Option(help="Of the accelerator, for weights.")] = "0B",
+    dtype: Annotated[str, Option(help=f"Of the weights: {', '.join(o.ITEMSIZES)}.")] = "bfloat16",
     cache_dir: o.CacheDir = None,
     fresh: o.Fresh = False,
 ) -> None:
     """Measure this machine's rates, and predict tokens a second of HeteGen, streaming and the CPU.
 
     A token takes as long as the slowest of the link, the host, the accelerator and the host's
-    memory do for their shares of the weights. Batch 1, float32.
+    memory do for their shares of the weights. Batch 1.
 
     Example:
 
         wallfacer bench-hetero --model-size 26GB --max-memory 12GB
     """
     size, room = parse_bytes("--model-size", model_size), parse_bytes("--max-memory", max_memory)
+    one_of("--dtype", dtype, tuple(o.ITEMSIZES))
     if not size:
         raise ValueError(f"--model-size must be more than 0 bytes, got {model_size!r}")
-    device, rates, source = known_rates(o.folder_of(cache_dir), fresh)
-    one = rates.at(1, 4)
+    device, rates, source = known_rates(o.folder_of(cache_dir), dtype, fresh)
+    one = rates.at(1, o.ITEMSIZES[dtype])
     resident = min(1.0, room / size)
     alpha = hetegen.best_alpha(resident, one)
     seconds = {
@@ -61,15 +64,15 @@ def bench_hetero(
         print(f"  {name:40}{1 / (each * size):8.2f} tokens/s")
 
 
-def known_rates(folder: Path, fresh: bool) -> tuple:
+def known_rates(folder: Path, dtype: str, fresh: bool) -> tuple:
     """(device, rates, where they are from), measured at the first use on this host."""
-    path = folder / f"hetero-{socket.gethostname()}.json"
+    path = folder / f"hetero-{socket.gethostname()}-{dtype}.json"
     unreadable = OSError, ValueError, KeyError, TypeError, AttributeError  # or of another version
     with suppress(*unreadable):
         words = {} if fresh else json.loads(path.read_text())
         rates = {name: rate for name, rate in words["rates"].items() if rate is not None}
         return words["device"], hetegen.Rates(**rates), f"from {path}"
-    device, rates = hetegen.measure_machine()
+    device, rates = hetegen.measure_machine(getattr(torch, dtype))
     if fresh:
         return device, rates, "measured"
     known = {name: rate for name, rate in asdict(rates).items() if rate < inf}

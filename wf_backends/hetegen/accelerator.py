@@ -145,18 +145,21 @@ class GatedThread(LaneThread):
         self.gate, self._count = gate, 0
 
     def run_after(self, before: Recorded | None, run: Run) -> Future[float]:
-        """Have the thread wait for what is recorded by then, and run."""
-        return self.submit(run, after=None if before is None else partial(self._wait_for, before))
+        """Have the thread wait for what is recorded by then, and run.
 
-    def _wait_for(self, before: Recorded) -> float:
-        """Any time: the work that follows takes what it takes."""
+        It gets no event that it does not need: the end of one is a call of the driver, too.
+        """
+        if before is None:
+            return self.submit(run)
         if before.reached is None:
-            before.event.synchronize()
-            return 0.0
-        while not before.reached():
+            return self.submit(run, after=partial(_wait_for_event, before.event))
+        return self.submit(run, after=partial(self._look, before.reached))
+
+    def _look(self, reached: Callable[[], bool]) -> float:
+        while not reached():
             self._stop.wait(0)
             time.sleep(LOOK)
-        return 0.0
+        return 0.0  # when it was does not matter to a work without a rate
 
     def fill(self, memory: Tensor, out: Tensor, gated: bool, by: Future[float]) -> Filled:
         """What the thread's work fills; if it is gated a stream may wait for it."""
@@ -182,6 +185,11 @@ class GatedThread(LaneThread):
             gate.raise_to(count)
 
 
+def _wait_for_event(event: Any) -> float:
+    event.synchronize()
+    return 0.0
+
+
 class Accelerator(Lanes):
     """The accelerator that torch finds.
 
@@ -189,7 +197,7 @@ class Accelerator(Lanes):
     then its rows are NaN.
 
     Args:
-        rates: of its lanes; measured if not given.
+        rates: of its lanes; measured for the type of the weights if not given.
         streams: torch's.
     """
 
@@ -205,11 +213,11 @@ class Accelerator(Lanes):
         self._pool = PinnedPool(self.streams.pinned)
         self.lanes = {"link": self._link, "host": self._host}
 
-    def rates(self) -> Rates:
+    def rates(self, dtype: torch.dtype) -> Rates:
         if self._rates is None:
             from wf_backends.hetegen.measure import measure_rates
 
-            self._rates = measure_rates(self.streams)
+            return measure_rates(self.streams, dtype)
         return self._rates
 
     def pinned(self, nbytes: int) -> Tensor:

@@ -7,7 +7,7 @@
     wait(events)                     what the caller does next comes after these; when they were due
     now()                            the moment after what the caller has done so far
     seconds(start, end)              between two moments; waits for them
-    rates()                          of its lanes, for one token
+    rates(dtype)                     of its lanes, for one token and weights of a type
     pinned(nbytes)                   pinned memory, (nbytes,) uint8; MemoryError if none is left
     place(tensor)                    a copy in the accelerator's memory
     stop(), close()                  end the lanes' threads; give all memory back as well

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -12,6 +13,7 @@ from reprlib import repr as short
 from threading import Lock
 from typing import Literal, cast
 
+import torch
 from torch import Tensor, nn
 
 from wf_backends._validation import is_real, nearest, of_type, parse_bytes
@@ -126,7 +128,7 @@ def dispatch_model(
     device = Accelerator() if device is None else device
     request = Request(
         linears=tuple(weight.linear for weight in weights),
-        device_rates=device.rates(),
+        device_rates=device.rates(_type_of_most(weights)),
         accelerator_bytes=accelerator_bytes,
         host_bytes=host_bytes,
         other_bytes=sum(tensor.nbytes for tensor in _others(model, weights)),
@@ -201,6 +203,14 @@ def _others(model: nn.Module, weights: list[HostWeight]) -> list[Tensor]:
     split = {id(weight.parameter) for weight in weights}
     tensors = [*model.parameters(), *model.buffers()]
     return [tensor for tensor in tensors if id(tensor) not in split]
+
+
+def _type_of_most(weights: list[HostWeight]) -> torch.dtype:
+    """The type that has the most bytes of the split weights."""
+    sizes = Counter[torch.dtype]()
+    for weight in weights:
+        sizes[weight.tensor.dtype] += weight.linear.nbytes
+    return sizes.most_common(1)[0][0]
 
 
 def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Plan) -> Handle:

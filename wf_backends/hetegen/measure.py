@@ -17,38 +17,43 @@ from wf_backends.hetegen.dispatch import dispatch_model
 from wf_backends.hetegen.law import Rates
 from wf_backends.hetegen.shaped import ShapedDevice
 
-WEIGHTS = 4  # so many that caches do not hold them all
+WEIGHTS_BYTES = 2**28  # so many that caches do not hold them all
 MANY_TOKENS = 256
 CALLS = 200  # of linears that take no time
 FAST = 1e13  # bytes a second: no time
 
 
-def measure_machine() -> tuple[str, Rates]:
+def measure_machine(dtype: torch.dtype) -> tuple[str, Rates]:
     """(the accelerator that torch finds, or "threads" where there is none; its rates)."""
     if not torch.accelerator.is_available():
-        return "threads", measure_rates(None)
+        return "threads", measure_rates(None, dtype)
     streams = Streams()
-    return str(streams.device), measure_rates(streams)
+    return str(streams.device), measure_rates(streams, dtype)
 
 
-def measure_rates(streams: Streams | None, width: int = 4096, seconds: float = 0.7) -> Rates:
-    """Time copies and GEMMs over one token and over many, in float32, each for so many seconds.
+def measure_rates(
+    streams: Streams | None, dtype: torch.dtype, width: int = 4096, seconds: float = 0.7
+) -> Rates:
+    """Time copies and GEMMs over one token and over many, each for so many seconds.
+
+    A host's GEMM in 16 bits can be faster or slower than in 32: the type is that of the weights.
 
     Without an accelerator (streams None) a thread stands for it: its link is a copy within host
     memory, and its GEMM is the host's.
     """
-    weights = [torch.randn(width, width) for _ in range(WEIGHTS)]
+    number = max(2, WEIGHTS_BYTES // (width * width * dtype.itemsize))
+    weights = [torch.randn(width, width).to(dtype) for _ in range(number)]
     there, pinned, wait = weights, torch.empty_like(weights[0]), _nothing
     device: Device = ShapedDevice(FAST, FAST, FAST)
     if streams is not None:
         there = [weight.to(streams.device) for weight in weights]
-        pinned, wait = streams.pinned(weights[0].shape, torch.float32), streams.synchronize
+        pinned, wait = streams.pinned(weights[0].shape, dtype), streams.synchronize
         device = Accelerator(Rates(FAST, FAST, FAST), streams)
     slab = torch.empty_like(there[0])
-    copied = weights if streams is None else [pinned] * WEIGHTS
+    copied = weights if streams is None else [pinned] * number
 
     def rate(run: Callable[[int], object], wait: Callable[[], None] = wait) -> float:
-        return weights[0].nbytes / _seconds_each(run, wait, seconds)
+        return weights[0].nbytes / _seconds_each(run, number, wait, seconds)
 
     def gemm(tokens: int, rows: list[Tensor]) -> Callable[[int], object]:
         x = torch.randn(tokens, width).to(rows[0])
@@ -95,7 +100,9 @@ def _nothing() -> None:
     pass
 
 
-def _seconds_each(run: Callable[[int], object], wait: Callable[[], None], seconds: float) -> float:
+def _seconds_each(
+    run: Callable[[int], object], number: int, wait: Callable[[], None], seconds: float
+) -> float:
     """The median over the turns through the weights, of one run."""
     took, end = [], time.perf_counter() + seconds
     with torch.inference_mode():
@@ -103,8 +110,8 @@ def _seconds_each(run: Callable[[int], object], wait: Callable[[], None], second
         wait()
         while not took or time.perf_counter() < end:
             start = time.perf_counter()
-            for i in range(WEIGHTS):
+            for i in range(number):
                 run(i)
             wait()
-            took.append((time.perf_counter() - start) / WEIGHTS)
+            took.append((time.perf_counter() - start) / number)
     return median(took)

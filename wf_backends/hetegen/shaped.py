@@ -46,7 +46,7 @@ class ShapedDevice(Lanes):
         self.bytes = self.peak_bytes = self.pinned_bytes = 0
         self.lanes = {name: LaneThread(name, self._stop) for name in LANE_NAMES}
 
-    def rates(self) -> Rates:
+    def rates(self, dtype: torch.dtype) -> Rates:
         return self._rates
 
     def _submit(self, lane: str, run: Run, nbytes: int, after: End | None = None) -> End:
