@@ -79,7 +79,9 @@ def test_rates_are_kept_whole_or_not_at_all(wallfacer, known: Path, monkeypatch)
 
 def test_a_folder_s_name_is_no_markup(wallfacer, known: Path, tmp_path: Path) -> None:
     (folder := tmp_path / "a[" / "b]").mkdir(parents=True)
-    (folder / "hetero-here-bfloat16.json").write_text((known / "hetero-here-bfloat16.json").read_text())
+    (folder / "hetero-here-bfloat16.json").write_text(
+        (known / "hetero-here-bfloat16.json").read_text()
+    )
     code, out, _ = wallfacer("bench-hetero", "--cache-dir", str(folder))
     assert code == 0 and f"from {folder}/hetero-here-bfloat16.json" in out
     (folder / "config.json").write_text('{"model_type": "llama"}')
