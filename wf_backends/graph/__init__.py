@@ -39,8 +39,8 @@ from wf_backends.graph.memory import (
 from wf_backends.graph.tracker import (
     FakeRun,
     StorageTracker,
-    masks_as_of_real_runs,
     named_weights,
+    packing_is_asked,
     unchunked_peak,
 )
 
@@ -64,7 +64,7 @@ __all__ = [
     "containers",
     "is_known",
     "layout",
-    "masks_as_of_real_runs",
+    "packing_is_asked",
     "module_path",
     "named_weights",
     "nbytes",

@@ -89,14 +89,22 @@ class FakeRun(StorageTracker):
 
 
 @contextmanager
-def masks_as_of_real_runs() -> Iterator[None]:
-    """transformers 5 asks whether a tensor is fake, and for a fake one builds the causal mask that
-    fused attention has no need of in a real run."""
+def packing_is_asked() -> Iterator[None]:
+    """transformers 5 takes fake tensors for packed sequences unless it may ask whether positions
+    skip, and builds a causal mask, which fused attention has no need of in a real run. Here it may;
+    `FakeRun` says no. A padding mask is still one that depends on values."""
+    masks = sys.modules.get("transformers.masking_utils")
     asked = sys.modules.get("transformers.utils.import_utils")
-    if not hasattr(asked, "is_fake_tensor"):
+    find = getattr(masks, "find_packed_sequence_indices", None)
+    if find is None or not hasattr(asked, "is_fake_tensor"):
         yield
         return
-    with mock.patch.object(asked, "is_fake_tensor", lambda _: False):
+
+    def packed(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(asked, "is_fake_tensor", lambda _: False):
+            return find(*args, **kwargs)
+
+    with mock.patch.object(masks, "find_packed_sequence_indices", packed):
         yield
 
 
@@ -115,7 +123,7 @@ def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     weights = {name: fake(weight) for name, weight in named_weights(model)}
     args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    tracker, as_real = FakeRun((*weights.values(), *inputs)), masks_as_of_real_runs()
+    tracker, as_real = FakeRun((*weights.values(), *inputs)), packing_is_asked()
     try:
         with as_real, torch.no_grad(), no_log(), attributes_kept(model), mode, tracker:
             torch.func.functional_call(model, weights, args, kwargs, tie_weights=False)

@@ -15,8 +15,8 @@ from wf_backends.graph import (
     CaptureError,
     FakeRun,
     attributes_kept,
-    masks_as_of_real_runs,
     named_weights,
+    packing_is_asked,
     reason,
 )
 
@@ -37,7 +37,7 @@ def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     grads = [w.grad for w in weights.values() if w.grad is not None]
     inputs = [x for x in pytree.tree_leaves((args, words)) if isinstance(x, Tensor)]
     tracker = FakeRun((*weights.values(), *grads, *inputs))
-    as_real = masks_as_of_real_runs()
+    as_real = packing_is_asked()
     try:
         with as_real, attributes_kept(model), mode, tracker, torch.enable_grad():
             _loss(functional_call(model, weights, args, words, tie_weights=False)).backward()
