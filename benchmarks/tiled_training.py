@@ -79,6 +79,8 @@ def ours(local: int, size: Size) -> Step:
     model, ids = llama(size), torch.zeros(1, local, dtype=torch.int64, device=size.device)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     plan = plan_training(model, (), batch, max_slowdown=0.25)
+    if size.device == "cuda":
+        print(f"<!-- {local} tokens, {plan.explain()} -->".replace("\n", ";"), flush=True)
     return own_loss(model, lambda: apply_training(model, plan))
 
 
