@@ -7,7 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaForCausalLM
 
-from wf_backends.graph import StorageTracker, unchunked_peak
+from wf_backends.autochunk import autochunk
+from wf_backends.graph import StorageTracker, capture, tensors, unchunked_peak
 
 TOKENS = 1024  # a causal mask of them takes more than all activations
 
@@ -46,3 +47,22 @@ def test_the_safe_softmax_notes_what_is_masked() -> None:
     with StorageTracker((x,)) as seen:
         kept = torch.ops.aten._safe_softmax(x, -1)
     assert seen.peak == kept.nbytes + x.numel()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_graph_has_no_mask_where_the_model_counts_positions(name: str) -> None:
+    """Positions that are given may be packed: then transformers 5 has one."""
+    model, ids = small(name), torch.randint(50, (1, TOKENS))
+    graph = capture(model, (), {"input_ids": ids, "use_cache": False}).graph
+    made = [node for node in graph.nodes if node.op == "call_function"]
+    assert not any(t.shape[-2:] == (TOKENS, TOKENS) for n in made for t in tensors(n))
+
+
+def test_packed_positions_stay_packed() -> None:
+    model, ids = small("llama"), torch.randint(50, (1, 64))
+    packed = torch.cat((torch.arange(40), torch.arange(24)))[None]
+    kwargs = {"input_ids": ids, "use_cache": False, "position_ids": packed}
+    with torch.no_grad():
+        expected = model(**kwargs).logits
+        found = autochunk(model, (), kwargs, max_memory=0.8, max_slowdown=1e9)(**kwargs).logits
+    torch.testing.assert_close(found, expected)

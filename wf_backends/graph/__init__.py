@@ -36,11 +36,11 @@ from wf_backends.graph.memory import (
     read_steps,
     submodule,
 )
+from wf_backends.graph.packing import packing_is_asked
 from wf_backends.graph.tracker import (
     FakeRun,
     StorageTracker,
     named_weights,
-    packing_is_asked,
     unchunked_peak,
 )
 

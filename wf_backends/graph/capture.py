@@ -35,6 +35,7 @@ from wf_backends.graph.inputs import (
     containers,
     names_of_leaves,
 )
+from wf_backends.graph.packing import ranges_are_not_packed
 from wf_backends.slicing import split_group_norms, viewed, writes
 
 _CHECKS = (torch.ops.aten._assert_tensor_metadata.default,)
@@ -159,7 +160,7 @@ def _export_as_eager(model: nn.Module, args: tuple) -> Any:
     """
     no_stacks = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
     lazy = _use_lazy_graph_module(True)
-    with torch.no_grad(), no_log(), no_stacks, lazy:
+    with torch.no_grad(), no_log(), no_stacks, lazy, ranges_are_not_packed():
         try:
             with mock.patch.object(torch.compiler, "is_compiling", lambda: False):
                 return torch.export.export(model, args, strict=False)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -17,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wf_backends.graph.capture import CaptureError, no_log, reason
 from wf_backends.graph.inputs import attributes_kept
+from wf_backends.graph.packing import packing_is_asked
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -86,26 +84,6 @@ class FakeRun(StorageTracker):
         if is_read and getattr(args[0], "constant", None) is None:
             return True
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-@contextmanager
-def packing_is_asked() -> Iterator[None]:
-    """transformers 5 takes fake tensors for packed sequences unless it may ask whether positions
-    skip, and builds a causal mask, which fused attention has no need of in a real run. Here it may;
-    `FakeRun` says no. A padding mask is still one that depends on values."""
-    masks = sys.modules.get("transformers.masking_utils")
-    asked = sys.modules.get("transformers.utils.import_utils")
-    find = getattr(masks, "find_packed_sequence_indices", None)
-    if find is None or not hasattr(asked, "is_fake_tensor"):
-        yield
-        return
-
-    def packed(*args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(asked, "is_fake_tensor", lambda _: False):
-            return find(*args, **kwargs)
-
-    with mock.patch.object(masks, "find_packed_sequence_indices", packed):
-        yield
 
 
 def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

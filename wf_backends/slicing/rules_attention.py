@@ -102,6 +102,7 @@ def attend_rows(
     out, lse = kernel.forward(q, k, v, scores, CAUSAL)
     early, early_lse = kernel.forward(q, early_k, early_v, scores, FULL)
     out = out.to(torch.promote_types(out.dtype, torch.float32))
+    lse = lse.to(out.dtype)  # torch 2.11 has float32 for a fake one of float64
     merge(out, lse.transpose(1, 2), early, early_lse.transpose(1, 2))
     return out.to(query.dtype).transpose(1, 2)
 
