@@ -18,7 +18,7 @@ Run = Callable[[int], object]
 
 
 def print_rates(device: torch.device, rates: Rates, width: int) -> None:
-    """As the plans take them (float32), then in bfloat16, with the lanes' copies beside."""
+    """As the plans take them, then more, with the lanes' copies beside."""
     print(f"measure_machine: {rates}\n")
     rows = [torch.randn(width, width).bfloat16() for _ in range(WEIGHTS)]
     print("| GB/s of weights, bfloat16 | alone | beside | what is beside |\n|---|---|---|---|")

@@ -1,33 +1,29 @@
 """A real accelerator, of whatever kind torch finds: streams, events and pinned memory.
 
-    link          a thread fills pinned memory, a stream of its own copies it to a slab
-    host          a thread computes rows in pinned memory, at the join the caller's stream copies it
+    link          a thread fills pinned memory, and has a stream of its own copy it to a slab
+    host          a thread computes rows in pinned memory, which the caller's stream copies
     accelerator   the caller's stream
 
-On CUDA streams and threads wait for each other by counts in pinned memory, and the caller for
-nothing. Elsewhere threads wait for events, the link's thread puts its copy on the stream itself,
-and the caller waits until it has, and for the host's rows.
+The threads wait for the device, and the caller for the threads: for the host's rows of the linear
+that it calls, and until a copy that the linear needs is on its stream. It never waits for the
+device, and leaves no work on a stream that only a thread could end. (A stream can be held for a
+thread, so that the caller runs on; but code that keeps Python's lock while it waits for the device,
+such as a tensor indexed by a number on the GPU, then waits for a thread that needs this lock.)
 """
 
 from __future__ import annotations
 
-import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.cuda_count import CudaCount
-from wf_backends.hetegen.lane_thread import Lanes, LaneThread, Run, Stop, Write
+from wf_backends.hetegen.lane_thread import Lanes, LaneThread, Run, Write
 from wf_backends.hetegen.law import Rates
-from wf_backends.hetegen.pinned import PinnedPool
-
-LOOK = 2e-5  # seconds between two looks of a thread at a count
 
 
 class Streams:
@@ -70,131 +66,31 @@ class Streams:
         with stream:
             to.copy_(source, non_blocking=True)
 
-    def count(self) -> CudaCount | None:
-        """None where there is none, with a warning where there could be one."""
-        if self.device.type != "cuda" or torch.version.cuda is None:
-            return None
-        try:
-            return CudaCount(self.pinned((1,), torch.int32), self.current())
-        except (ImportError, AttributeError, RuntimeError) as error:
-            warnings.warn(
-                f"no counts for CUDA's streams ({error}): the thread that calls the model waits "
-                "for the host's rows of each linear; torch 2.11 and pip install cuda-bindings "
-                "may mend it",
-                stacklevel=2,
-            )
-            return None
-
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The end of what is on a stream now.
+    """The end of what was put on a stream.
 
     Attributes:
         event: of it.
         by: the thread's work that records the event; None: it was.
-        reached: tells whether the stream is there; None: a thread waits for the event.
     """
 
     event: Any
     by: Future[float] | None = None
-    reached: Callable[[], bool] | None = None
-
-
-class Marks:
-    """Tells threads, without the driver, how far a stream is.
-
-    Args:
-        count: that the stream raises, if there is one.
-    """
-
-    def __init__(self, count: CudaCount | None) -> None:
-        self._count, self._last = count, 0
-
-    def mark(self, stream: Any) -> Callable[[], bool] | None:
-        """Tells whether the stream has done what is on it now."""
-        if self._count is None:
-            return None
-        self._last += 1
-        self._count.raise_on(stream, self._last)
-        return partial(self._count.reached, self._last)
 
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """Memory that a thread fills, to be copied to `out` on the accelerator.
-
-    Attributes:
-        by: the thread's work.
-        count: of its gate; None: the caller waits instead.
-        pinned: what is free again when it was copied.
-    """
+    """Memory that a thread fills, to be copied to `out` on the accelerator."""
 
     by: Future[float]
     memory: Tensor
     out: Tensor
-    count: int | None
-    pinned: tuple[Tensor, ...] = ()
-
-
-class GatedThread(LaneThread):
-    """A thread that fills memory, and a count (the gate) for which a stream waits until it has."""
-
-    def __init__(self, name: str, stop: Stop, gate: CudaCount | None) -> None:
-        super().__init__(name, stop)
-        self.gate, self._count = gate, 0
-
-    def run_after(self, before: Recorded | None, run: Run) -> Future[float]:
-        """Have the thread wait for what is recorded by then, and run.
-
-        It gets no event that it does not need: the end of one is a call of the driver, too.
-        """
-        if before is None:
-            return self.submit(run)
-        if before.reached is None:
-            return self.submit(run, after=partial(_wait_for_event, before.event))
-        return self.submit(run, after=partial(self._look, before.reached))
-
-    def _look(self, reached: Callable[[], bool]) -> float:
-        while not reached():
-            self._stop.wait(0)
-            time.sleep(LOOK)
-        return 0.0  # when it was does not matter to a work without a rate
-
-    def fill(self, memory: Tensor, out: Tensor, gated: bool, by: Future[float]) -> Filled:
-        """What the thread's work fills; if it is gated a stream may wait for it."""
-        if self.gate is None or not gated:
-            return Filled(by, memory, out, None)
-        self._count += 1
-        by.add_done_callback(partial(self._open, self.gate, self._count, memory))
-        return Filled(by, memory, out, self._count)
-
-    def hold(self, stream: Any, filled: Filled) -> None:
-        """What is put on the stream from now on finds the memory filled."""
-        if self.gate is None or filled.count is None:
-            filled.by.result()
-        else:
-            self.gate.hold(stream, filled.count)
-
-    @staticmethod
-    def _open(gate: CudaCount, count: int, memory: Tensor, filled: Future[float]) -> None:
-        try:
-            if filled.exception():  # nobody takes these values for results
-                memory.view(torch.uint8).fill_(0xFF)  # NaN, in any floating-point type
-        finally:
-            gate.raise_to(count)
-
-
-def _wait_for_event(event: Any) -> float:
-    event.synchronize()
-    return 0.0
 
 
 class Accelerator(Lanes):
     """The accelerator that torch finds.
-
-    What a lane raises the next call of a split linear raises, or `close` where none comes: until
-    then its rows are NaN.
 
     Args:
         rates: of its lanes; measured for the type of the weights if not given.
@@ -204,14 +100,8 @@ class Accelerator(Lanes):
     def __init__(self, rates: Rates | None = None, streams: Streams | None = None) -> None:
         super().__init__()
         self.streams, self._rates = streams or Streams(), rates
-        self._link, self._host = (
-            GatedThread(name, self._stop, self.streams.count()) for name in ("link", "host")
-        )
         self._link_stream = self.streams.stream()
-        self._of_caller, self._of_link = (Marks(self.streams.count()) for _ in range(2))
-        self._end: tuple[Any, Any] | None = None  # the caller's last stream, the last call's end
-        self._pool = PinnedPool(self.streams.pinned)
-        self.lanes = {"link": self._link, "host": self._host}
+        self.lanes = {name: LaneThread(name, self._stop) for name in ("link", "host")}
 
     def rates(self, dtype: torch.dtype) -> Rates:
         if self._rates is None:
@@ -232,83 +122,52 @@ class Accelerator(Lanes):
     def copy(
         self, rows: Tensor, pinned: Tensor | None, slab: Tensor, after: Recorded | None
     ) -> Recorded:
-        done, stream = self.streams.event(), self._link_stream
+        done = self.streams.event()
 
-        def put(source: Tensor) -> None:
-            self.streams.copy(stream, source, slab)
-            done.record(stream)
+        def run() -> None:
+            source = rows if pinned is None else pinned.copy_(rows)
+            self.streams.copy(self._link_stream, source, slab)
+            done.record(self._link_stream)
 
-        def by_thread() -> None:
-            put(rows if pinned is None else pinned.copy_(rows))
+        return Recorded(done, self.lanes["link"].submit(run, after=_when(after)))
 
-        if pinned is None or self._link.gate is None:
-            return Recorded(done, self._link.run_after(after, by_thread))
-        work = self._link.run_after(after, partial(pinned.copy_, rows))
-        filled = self._link.fill(pinned, slab, True, work)
+    def compute(self, run: Run, nbytes: int, after: Recorded | None) -> Recorded:
         if after is not None:
-            after.event.wait(stream)
-        self._link.hold(stream, filled)
-        put(pinned)
-        return Recorded(done, None, self._of_link.mark(stream))
-
-    def compute(self, run: Run, nbytes: int, after: Recorded | None) -> Recorded | None:
-        """None if nobody waits for it: it has memory of its own."""
-        if after is None:
-            run()
-            return None
-        if after.by is not None:
-            after.by.result()
-        stream = self._stream()
-        after.event.wait(stream)
+            if after.by is not None:
+                after.by.result()
+            after.event.wait(self.streams.current())
         run()
-        return self._record(stream)
+        return self._record()
 
     def on_host(self, write: Write, x: Tensor, out: Tensor, nbytes: int) -> Filled:
-        (x_host, _), (memory, pinned) = self._host_memory(x), self._host_memory(out)
-        stream = self._stream()
+        x_host, memory = self._host_memory(x), self._host_memory(out)
         x_host.copy_(x, non_blocking=True)
-        work = self._host.run_after(self._record(stream), partial(write, x_host, memory))
-        filled = self._host.fill(memory, out, pinned, work)
-        return replace(filled, pinned=(x_host, memory)) if pinned else filled
+        run = partial(write, x_host, memory)
+        return Filled(self.lanes["host"].submit(run, after=_when(self._record())), memory, out)
 
-    def _host_memory(self, like: Tensor) -> tuple[Tensor, bool]:
-        """(memory for an activation, whether it is pinned), as it is while there is some."""
+    def _host_memory(self, like: Tensor) -> Tensor:
+        """Memory for an activation, pinned while there is some."""
         try:
-            return self._pool.take(like), True
+            return self.streams.pinned(like.shape, like.dtype)
         except RuntimeError:
-            return torch.empty(like.shape, dtype=like.dtype), False
+            return torch.empty(like.shape, dtype=like.dtype)
 
     def wait(self, events: Sequence[Any]) -> Any:
         self._stop.check()
-        current, pinned = self.streams.current(), list[Tensor]()
         for event in events:
             if isinstance(event, Filled):  # what was computed is on the caller's stream
-                self._host.hold(current, event)
-                self.streams.copy(current, event.memory, event.out)
-                pinned += event.pinned
-        now = self.now()
-        for memory in pinned:
-            self._pool.give(memory, now)
-        self._end = current, now
-        return now
+                event.by.result()
+                self.streams.copy(self.streams.current(), event.memory, event.out)
+        return self.now()
 
-    def _stream(self) -> Any:
-        """The caller's, behind what another one was given before: marks are in order."""
-        current = self.streams.current()
-        if self._end is not None and self._end[0] != current:
-            self._end[1].wait(current)
-        return current
-
-    def _record(self, stream: Any) -> Recorded:
+    def _record(self, timed: bool = False) -> Recorded:
         """The end of what is on the caller's stream."""
-        done = self.streams.event()
-        done.record(stream)
-        return Recorded(done, None, self._of_caller.mark(stream))
+        done = self.streams.event(timed)
+        done.record(self.streams.current())
+        return Recorded(done)
 
     def now(self) -> Any:
-        now = self.streams.event(timed=True)
-        now.record(self.streams.current())
-        return now
+        return self._record(timed=True).event
 
     def seconds(self, start: Any, end: Any) -> float:
         end.synchronize()
@@ -317,11 +176,11 @@ class Accelerator(Lanes):
     def stop(self) -> None:
         super().stop()
         self.streams.synchronize()  # what is on the streams still uses slabs and outputs
-        self._pool.clear()
 
     def close(self) -> None:
-        self.streams.synchronize()  # the caller's stream may wait for the host's rows
-        try:
-            self._stop.check()
-        finally:
-            self.stop()
+        self.stop()
+
+
+def _when(before: Recorded | None) -> Run | None:
+    """Waits for what is recorded by then."""
+    return None if before is None else before.event.synchronize

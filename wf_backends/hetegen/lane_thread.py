@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,12 +69,12 @@ class LaneThread:
         self._thread: ThreadPoolExecutor | None = None
 
     def submit(
-        self, run: Run, seconds: float = 0.0, after: Callable[[], float] | None = None
+        self, run: Run, seconds: float = 0.0, after: Callable[[], Any] | None = None
     ) -> Future[float]:
         """Have it run, for so many seconds at least; the time at which it ends.
 
         Args:
-            after: waits, and tells when what the work needs was there.
+            after: waits for what the work needs; with a rate it tells when that was there.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, self._name)
@@ -86,14 +87,15 @@ class LaneThread:
         self._thread = None
 
     def _do(
-        self, run: list[Run], seconds: float, after: Callable[[], float] | None, submitted: float
+        self, run: list[Run], seconds: float, after: Callable[[], Any] | None, submitted: float
     ) -> float:
         """When it ended; with a rate when it was due to, whose thread may have woken late.
 
         The list is emptied: a work's tensors go before anybody knows that it ended.
         """
         try:
-            start = max(submitted, self._due, after() if after is not None else 0.0)
+            due = after() if after is not None else None
+            start = max(submitted, self._due, due or 0.0)
             self._stop.wait(0)
             begun = time.perf_counter()
             with torch.inference_mode():
