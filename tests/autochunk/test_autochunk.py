@@ -318,6 +318,14 @@ class TestRefusals:
         least = int(str(refused.value).split("needs ")[1].split()[0])
         assert autochunk(model, (x,), max_memory=least, max_slowdown=1e9).plan.peak == least
 
+    def test_the_closest_plan_is_not_the_one_of_the_smallest_budget(self) -> None:
+        """For which a region of another kind is chosen first, and needs more in the end."""
+        model, kwargs = model_and_inputs("mistral", "sdpa")
+        with pytest.raises(ValueError, match="The closest one needs") as refused:
+            autochunk(model, kwargs=kwargs, max_memory=1, max_slowdown=ANY)
+        told = int(str(refused.value).split("needs ")[1].split()[0])
+        assert told <= autochunk(model, kwargs=kwargs, max_memory=None, max_slowdown=ANY).plan.peak
+
     def test_a_budget_that_only_a_slow_plan_fits_says_how_slow(self) -> None:
         model, kwargs = model_and_inputs("gpt2", "eager")
         with pytest.raises(ValueError, match=r"only with a predicted slowdown of .*max_slowdown=0"):

@@ -91,7 +91,7 @@ def _select(search: Search, budget: Budget) -> Selection:
     if budget.memory is None:
         return search.within_slowdown(budget.slowdown)
     found = search.within_memory(int(budget.memory))
-    return found if found.peak <= budget.memory else search.within_memory(0)
+    return found if found.peak <= budget.memory else search.within_slowdown(inf)
 
 
 def _fits(found: Selection | ChunkPlan, budget: Budget) -> bool:
