@@ -153,16 +153,17 @@ def _forward_alone(model: nn.Module, example: list[Any], spec: pytree.TreeSpec) 
 def _export_as_eager(model: nn.Module, args: tuple) -> Any:
     """The program of what the model runs eagerly.
 
-    A model that asks `torch.compiler.is_compiling()` is told no: transformers' models would build
-    causal masks as tensors, which they do not do in eager runs. Where that cannot be traced the
-    model is told yes. Of operators no stack is kept, and the code of no graph is compiled before it
-    runs: both would take more time than the trace.
+    A model that asks `torch.compiler.is_compiling()` or `is_exporting()` is told no: those of
+    transformers would build causal masks as tensors, which they do not do in eager runs. Where that
+    cannot be traced the model is told yes. Of operators no stack is kept, and the code of no graph
+    is compiled before it runs: both would take more time than the trace.
     """
+    eager = {"is_compiling": lambda: False, "is_exporting": lambda: False}
     no_stacks = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
     lazy = _use_lazy_graph_module(True)
     with torch.no_grad(), no_log(), no_stacks, lazy, ranges_are_not_packed():
         try:
-            with mock.patch.object(torch.compiler, "is_compiling", lambda: False):
+            with mock.patch.dict(vars(torch.compiler), eager):
                 return torch.export.export(model, args, strict=False)
         except Exception:  # for instance a branch on a tensor's value, which only eager runs take
             return torch.export.export(model, args, strict=False)
