@@ -12,6 +12,7 @@ from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_cuda import CudaTile, Machine, choose, machine
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
+CUDA = torch.device("cuda")
 HOPPER = Machine((2, 13), 91900, (9, 0), enabled=True, deterministic=False)
 TILE = CudaTile(HOPPER, torch.bfloat16, head_dim=128, rows=256, keys=256, band=CAUSAL)
 
@@ -65,25 +66,27 @@ def test_what_cudnn_lacks_goes_to_flash_and_the_reason_says_what(tile, says):
 
 def test_a_machine_without_a_gpu_has_no_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert machine().capability == (0, 0)
-    assert machine().torch == tuple(int(x) for x in torch.__version__.split(".")[:2])
+    nowhere = torch.device("cuda", 99)  # what is known of a GPU is kept
+    assert machine(nowhere).capability == (0, 0)
+    assert machine(nowhere).torch == tuple(int(x) for x in torch.__version__.split(".")[:2])
 
 
 def test_the_machine_is_asked_anew(monkeypatch):
     """The user may switch cuDNN off, or ask for determinism, between two calls."""
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
-    assert machine().cudnn == 91900 and machine().enabled and not machine().deterministic
+    assert machine(CUDA).cudnn == 91900
+    assert machine(CUDA).enabled and not machine(CUDA).deterministic
     monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert not machine().enabled and machine().deterministic
+    assert not machine(CUDA).enabled and machine(CUDA).deterministic
     monkeypatch.setattr(torch, "is_deterministic_algorithms_warn_only_enabled", lambda: True)
-    assert not machine().deterministic
+    assert not machine(CUDA).deterministic
 
 
 def test_rocm_answers_for_miopen_and_has_no_cudnn(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 3004000)
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert machine().cudnn == 0
+    assert machine(CUDA).cudnn == 0
 
 
 @pytest.mark.parametrize(
@@ -95,6 +98,6 @@ def test_rocm_answers_for_miopen_and_has_no_cudnn(monkeypatch):
     ids=["hopper", "ampere"],
 )
 def test_the_kernel_says_what_its_full_tiles_run_on(monkeypatch, machine, runs):
-    monkeypatch.setattr(sdpa, "machine", lambda: machine)
+    monkeypatch.setattr(sdpa, "machine", lambda device: machine)
     spec = KernelSpec("cuda", torch.bfloat16, head_dim=64, heads=8, kv_heads=2)
     assert SdpaKernel().runs(spec).startswith(f"torch's operators for full tiles: {runs}")

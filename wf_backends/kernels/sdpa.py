@@ -135,7 +135,8 @@ class SdpaKernel(SplitKernel):
         """See Kernel.runs; on CUDA the choice is made for each tile."""
         if spec.device != "cuda":
             return f"torch's flash operators for {spec.device}"
-        best = CudaTile(machine(), spec.dtype, spec.widest, CUDNN_MULTIPLE, CUDNN_MULTIPLE, FULL)
+        on, rows = machine(torch.device(spec.device)), CUDNN_MULTIPLE
+        best = CudaTile(on, spec.dtype, spec.widest, rows, rows, FULL)
         return f"torch's operators for full tiles: {choose(best)[1]}"
 
     def operators(self, q: Tensor, k: Tensor, scores: Scores, band: Band) -> Operators:

@@ -169,8 +169,7 @@ def cudnn_needs(tile: CudaTile) -> Iterator[tuple[bool, str, str]]:
     capability = "compute capability (9, 0), (10, 0) or (10, 3)"
     yield on.capability in gpus, capability, f"capability {on.capability}"
     yield on.enabled, "enable_cudnn_sdp(True)", f"enabled {on.enabled}"
-    random_order = "use_deterministic_algorithms(False)"
-    yield not on.deterministic, random_order, f"deterministic {on.deterministic}"
+    yield not on.deterministic, "use_deterministic_algorithms(False)", "deterministic True"
     yield tile.dtype in FLASH_DTYPES, "torch.bfloat16 or torch.float16", f"dtype {tile.dtype}"
     short = head_dim % 8 == 0 and head_dim <= 128
     yield short, "a head_dim that is a multiple of 8 up to 128", f"head_dim {head_dim}"
@@ -178,15 +177,13 @@ def cudnn_needs(tile: CudaTile) -> Iterator[tuple[bool, str, str]]:
     yield multiples, f"rows and keys in multiples of {CUDNN_MULTIPLE}", size
 
 
-def machine(device: torch.device | None = None) -> Machine:
-    """What torch says about itself and about `device` (None: the current GPU)."""
+def machine(device: torch.device) -> Machine:
+    """What torch says about itself and about a GPU ("cuda": the current one)."""
     has_cudnn = torch.version.hip is None  # there the same question is answered by MIOpen
-    if device is None and torch.cuda.is_available():
-        device = torch.device("cuda", torch.cuda.current_device())
     return Machine(
         torch=torch_release(),
         cudnn=(torch.backends.cudnn.version() or 0) if has_cudnn else 0,
-        capability=(0, 0) if device is None else capability_of(device),
+        capability=capability_of(device),
         enabled=torch.backends.cuda.cudnn_sdp_enabled(),
         deterministic=torch.are_deterministic_algorithms_enabled()
         and not torch.is_deterministic_algorithms_warn_only_enabled(),
