@@ -74,7 +74,7 @@ def fitted(model: Stack, guess: Rates) -> Rates:
         link,
         host,
         FAST,
-        memory=max(sum(beside), link, host),
+        memory=sum(beside),
         host_beside_link=min(beside[1], host),
         call_seconds=measure_call(TwoThreads(Rates(FAST, FAST, FAST))),
     )

@@ -15,7 +15,8 @@ from wf_backends.hetegen.law import (
     resident_limits,
     seconds_per_byte,
 )
-from wf_backends.hetegen.planning import host_rows
+from wf_backends.hetegen.plan import Linear, Request
+from wf_backends.hetegen.planning import host_rows, make_plan
 
 SETTINGS = 500
 GRID = 200
@@ -25,7 +26,7 @@ LEVELS = 12
 def draw_rates(draw: random.Random) -> Rates:
     link, host, accelerator = (10 ** draw.uniform(8, 11) for _ in range(3))
     memory = draw.choice([float("inf"), (link + host) * draw.uniform(0.5, 1.5)])
-    return Rates(link, host, accelerator, memory=max(memory, host))
+    return Rates(link, host, accelerator, memory=max(memory, link))
 
 
 def test_no_alpha_of_a_grid_is_better() -> None:
@@ -87,6 +88,18 @@ def test_the_headline_of_the_paper() -> None:
     rates = Rates(link=1e9, host=3.17e9, accelerator=1e12)
     alone = seconds_per_byte(0, 0, rates)
     assert alone / seconds_per_byte(best_alpha(0, rates), 0, rates) == pytest.approx(4.17, rel=1e-3)
+
+
+def test_where_both_together_serve_less_than_the_host_it_computes_alone() -> None:
+    """As on the host of an H100: its memory is read, written and read again for what is staged."""
+    rates = Rates(link=40e9, host=100e9, accelerator=1e12, memory=50e9, host_beside_link=26e9)
+    assert best_alpha(0, rates) == 1 and best_alpha(0.5, rates) == 0.5
+    assert rates.contended(False, True).host == 100e9 and rates.contended(True, False).link == 40e9
+    assert rates.contended(True, True).link == pytest.approx(24e9)
+    linears = tuple(Linear(str(i), 1024, 1024, 2) for i in range(16))
+    plan = make_plan(Request(linears, rates, accelerator_bytes=16 * 2**20))
+    assert all(split.streamed_decode == 0 for split in plan.splits)
+    assert plan.decode_seconds == pytest.approx(16 * 2**20 / 100e9, rel=0.05)
 
 
 def test_many_tokens_leave_the_host_little() -> None:

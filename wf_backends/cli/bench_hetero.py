@@ -20,7 +20,7 @@ from wf_backends.cluster import keep_text
 
 NAMES = {
     "link": "pinned host memory to accelerator",
-    "staging": "host memory to pinned",
+    "staging": "host memory to pinned to accelerator",
     "host": "the host's GEMM",
     "accelerator": "the accelerator's GEMM",
     "memory": "host memory, GEMM and link at a time",
@@ -54,7 +54,7 @@ def bench_hetero(
     seconds = {
         "HeteGen": hetegen.seconds_per_byte(alpha, resident, one),
         "streaming": hetegen.seconds_per_byte(0.0, resident, one),
-        "the CPU alone": 1 / min(one.host, one.memory),
+        "the CPU alone": 1 / one.host,
     }
     print(f"{device}, {source}")
     for name, told in NAMES.items():

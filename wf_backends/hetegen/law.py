@@ -6,7 +6,8 @@ the share alpha where it lies, and the rest streams to the accelerator:
     T = max( alpha W / host,  (1 - alpha - rho) W / link,  (1 - rho) W / memory,
              (1 - alpha) W / accelerator )
 
-The four parts work at the same time. Pure: standard library only.
+The four parts work at the same time; the third counts where the host and the link both work, which
+may serve less together than one of them alone. Pure: standard library only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from math import inf, isfinite
 
 from wf_backends._validation import is_real
 
+ROUNDING = 1e-12  # a share below it is none
+
 
 @dataclass(frozen=True, slots=True)
 class Rates:
@@ -26,10 +29,11 @@ class Rates:
         link: host memory that is pinned -> accelerator.
         host: the host's GEMM, reading weights where they lie.
         accelerator: the accelerator's GEMM.
-        memory: the host's memory, which the host's GEMM and the link share.
+        memory: of the host's memory, what its GEMM and the link read together while both work; no
+            less than the link alone.
         host_beside_link: the host's GEMM while the link works, too, which then has the rest of
             `memory`; inf: both slow down in proportion.
-        staging: host memory that is not pinned -> pinned.
+        staging: host memory that is not pinned -> pinned -> accelerator, both at a time.
         host_flops, accelerator_flops: operations a second, which bound a GEMM over many tokens.
         call_seconds: from the end of one call of a split linear to the next: what the model does
             in between, and waiting for lanes.
@@ -76,28 +80,36 @@ class Rates:
         return replace(self, link=min(self.link, self.staging) / 2)
 
     def contended(self, streams: bool, host_works: bool) -> Rates:
-        """The rates while the link and the host's GEMM read the host's memory, which is shared."""
-        wanted = self.link * streams + self.host * host_works
-        slower = min(1.0, self.memory / wanted) if wanted else 1.0
+        """The rates while the link streams or the host's GEMM works; where both do, they share."""
+        if not (streams and host_works):
+            return replace(self, memory=inf)
+        slower = min(1.0, self.memory / (self.link + self.host))
         link, host = self.link * slower, self.host * slower
-        if streams and host_works and self.host_beside_link < self.memory < inf:
+        if self.host_beside_link < self.memory < inf:
             host = min(self.host, self.host_beside_link)
             link = min(self.link, self.memory - host)
         return replace(self, link=link, host=host, memory=inf)
 
+    @property
+    def served(self) -> float:
+        """The bytes a second of weights that are not resident, as the best alpha has it."""
+        return max(self.link, self.host, min(self.link + self.host, self.memory))
+
 
 def seconds_per_byte(alpha: float, resident: float, rates: Rates) -> float:
     """T / W of the law, `rates` being those at the tokens at hand."""
+    streamed = max(0.0, 1 - alpha - resident)
+    both = alpha > 0 and streamed > ROUNDING
     return max(
         alpha / rates.host,
-        (1 - alpha - resident) / rates.link,
-        (1 - resident) / rates.memory,
+        streamed / rates.link,
+        both * (1 - resident) / rates.memory,
         (1 - alpha) / rates.accelerator,
     )
 
 
 def best_alpha(resident: float, rates: Rates) -> float:
-    """The alpha for which the law's T is least.
+    """The alpha for which the law's T is least: 0, 1 - rho, or between them
 
         alpha = min( 1 - rho,  max( (1 - rho) / (1 + link / host),  1 / (1 + accelerator / host) ) )
 
@@ -106,18 +118,19 @@ def best_alpha(resident: float, rates: Rates) -> float:
     """
     with_link = (1 - resident) / (1 + rates.link / rates.host)
     with_accelerator = 1 / (1 + rates.accelerator / rates.host)
-    return min(1 - resident, max(with_link, with_accelerator))
+    between = min(1 - resident, max(with_link, with_accelerator))
+    alphas = between, 1 - resident, 0.0
+    return min(alphas, key=lambda alpha: seconds_per_byte(alpha, resident, rates))
 
 
 def resident_limits(rates: Rates) -> tuple[float, float]:
     """(rho up to which each resident byte saves time, rho beyond which one costs time).
 
-    With the best alpha T / W = max( (1 - rho) / min(link + host, memory),
-    1 / (accelerator + host) ), until 1 - rho is less than the alpha of the second term.
+    With the best alpha T / W = max( (1 - rho) / served, 1 / (accelerator + host) ), until 1 - rho
+    is less than the alpha of the second term.
     """
-    served = min(rates.link + rates.host, rates.memory)
     together = rates.accelerator + rates.host
-    useful = 1 - served / together if isfinite(together) else 1.0
+    useful = 1 - rates.served / together if isfinite(together) else 1.0
     harmless = 1 / (1 + rates.host / rates.accelerator)
     return min(max(useful, 0.0), harmless), harmless
 
@@ -139,7 +152,7 @@ class WeightUse:
     @property
     def saved_per_byte(self) -> float:
         """Seconds of a pass that a resident byte saves."""
-        return self.uses / min(self.rates.link + self.rates.host, self.rates.memory)
+        return self.uses / self.rates.served
 
 
 def residency(weights: list[WeightUse], nbytes: float, alpha: float | None = None) -> list[float]:

@@ -18,6 +18,7 @@ from wf_backends.hetegen.law import Rates
 from wf_backends.hetegen.shaped import ShapedDevice
 
 WEIGHTS_BYTES = 2**28  # so many that caches do not hold them all
+SLABS = 3  # that a plan has, as a rule
 MANY_TOKENS = 256
 CALLS = 200  # of linears that take no time
 FAST = 1e13  # bytes a second: no time
@@ -43,14 +44,14 @@ def measure_rates(
     """
     number = max(2, WEIGHTS_BYTES // (width * width * dtype.itemsize))
     weights = [torch.randn(width, width).to(dtype) for _ in range(number)]
-    there, pinned, wait = weights, torch.empty_like(weights[0]), _nothing
+    there, wait = weights, _nothing
     device: Device = ShapedDevice(FAST, FAST, FAST)
     if streams is not None:
         there = [weight.to(streams.device) for weight in weights]
-        pinned, wait = streams.pinned(weights[0].shape, dtype), streams.synchronize
+        pinned = [streams.pinned(weights[0].shape, dtype) for _ in range(SLABS)]
+        wait = streams.synchronize
         device = Accelerator(Rates(FAST, FAST, FAST), streams)
     slab = torch.empty_like(there[0])
-    copied = weights if streams is None else [pinned] * number
 
     def rate(run: Callable[[int], object], wait: Callable[[], None] = wait) -> float:
         return weights[0].nbytes / _seconds_each(run, number, wait, seconds)
@@ -60,25 +61,25 @@ def measure_rates(
         return lambda i: F.linear(x, rows[i])
 
     def link(i: int) -> None:
-        slab.copy_(copied[i], non_blocking=True)
+        slab.copy_(weights[i] if streams is None else pinned[i % SLABS], non_blocking=True)
 
     def lane(i: int) -> None:  # as a run has it: the host's memory is read, written and read again
         if streams is not None:
-            pinned.copy_(weights[i])
+            pinned[i % SLABS].copy_(weights[i])
         link(i)
 
     with ThreadPoolExecutor(1) as other:
         beside = other.submit(rate, gemm(1, weights), _nothing)
         link_beside, host_beside = rate(lane), beside.result()
-    alone, host = rate(link), rate(gemm(1, weights))
+    alone, staging, host = rate(link), rate(lane), rate(gemm(1, weights))
     flops = 2.0 * MANY_TOKENS / weights[0].itemsize  # for each byte
     return Rates(
         link=alone,
         host=host,
         accelerator=rate(gemm(1, there)),
-        memory=max(link_beside + host_beside, alone, host),
+        memory=max(link_beside + host_beside, min(alone, staging)),
         host_beside_link=min(host, host_beside),
-        staging=rate(lambda i: pinned.copy_(weights[i])),
+        staging=staging,
         host_flops=flops * rate(gemm(MANY_TOKENS, weights)),
         accelerator_flops=flops * rate(gemm(MANY_TOKENS, there)),
         call_seconds=measure_call(device),

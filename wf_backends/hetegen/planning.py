@@ -103,8 +103,12 @@ def host_rows(rows: int, resident: int, rates: Rates, alpha: float | None) -> in
     """How many rows the host computes: of whole numbers the best by the law, or near `alpha`."""
     if alpha is not None:
         return min(round(alpha * rows), rows - resident)
+    most, both = rows - resident, rates
     if rates.host_beside_link < inf:  # the law with the rates of both at a time, as measured
-        rates = rates.contended(streams=True, host_works=True)
-    best = best_alpha(resident / rows, rates) * rows
-    around = {floor(best), min(floor(best) + 1, rows - resident)}
-    return min(around, key=lambda host: seconds_per_byte(host / rows, resident / rows, rates))
+        both = rates.contended(streams=True, host_works=True)
+
+    def seconds(host: int) -> float:
+        return seconds_per_byte(host / rows, resident / rows, both if 0 < host < most else rates)
+
+    best = floor(best_alpha(resident / rows, both) * rows)
+    return min({best, min(best + 1, most), most, 0}, key=seconds)
