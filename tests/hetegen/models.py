@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import torch
 import transformers as tf
 from torch import nn
@@ -53,7 +55,8 @@ if tf.__version__ >= "5":  # its experts are transposed, as no others'
 def make_model(name: str, attention: str | None = None) -> nn.Module:
     """A model with weights large enough that tokens differ, in evaluation mode."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation=attention)
+    config = deepcopy(CONFIGS[name])  # saving a model writes its type there
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
