@@ -42,7 +42,7 @@ class TwoThreads(ShapedDevice):
         self.lanes["accelerator"] = self.lanes["link"]
         self.fitted = rates
 
-    def rates(self) -> Rates:
+    def rates(self, dtype: torch.dtype) -> Rates:
         return self.fitted
 
     def _seconds(self, lane: str, nbytes: int) -> float:
