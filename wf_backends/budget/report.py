@@ -26,6 +26,8 @@ STATES = MappingProxyType(
 )
 ACTIVATIONS = ("kept", "attention", "mlp", "loss", "peak", "host")
 
+TILE = 1024  # tokens of a tile that stands beside whole MLPs and logits
+
 
 class Rows(NamedTuple):
     """A table: cells by the names of their columns."""
@@ -40,7 +42,7 @@ def report(training: Training, seqlen: int, memory_bytes: float) -> dict[str, An
     """States by ZeRO stage and activations by options, in bytes; sequences that fit, in tokens."""
     stages = [(stage, training.states(stage)) for stage in STAGES]
     model = training.model
-    compared = product(CHECKPOINTS, (0, model.hidden))  # tiles as long as the hidden size is wide
+    compared = product(CHECKPOINTS, (0, TILE))
     return {
         "model": asdict(model),
         "ranks": training.sequence_parallel_size * training.data_parallel_size,
