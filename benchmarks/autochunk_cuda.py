@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +32,7 @@ from autochunk_models import (
     unet_condition,
     vit,
 )
+from measure import attempt
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -74,30 +74,18 @@ def main(only: str, dtypes: Sequence[str], parts: Sequence[str], cap: float, row
             _head(HEAD, row)
             for case in (c for c in CASES if only in c.name):
                 for fused in (False, True):
-                    _guarded(partial(_rows, case, fused, dtype, row))
+                    attempt(partial(_rows, case, fused, dtype, row))
         if "capped" in parts:
             print(f"\nWithin {cap:g} GB, weights and inputs included, {SPARE:.0%} of it spare:")
             _head(CAP_HEAD, row)
             for one in (c for c in CAPPED if only in c.name):
-                _guarded(partial(_capped, one, dtype, int(cap * 1e9), rates, row))
+                attempt(partial(_capped, one, dtype, int(cap * 1e9), rates, row))
 
 
 def _head(names: tuple[str, ...], row: Print) -> None:
     print(flush=True)
     row(*names)
     print("|" + "---|" * len(names), flush=True)
-
-
-def _guarded(part: Callable[[], None]) -> None:
-    """One part; if it fails, the others go on."""
-    start = time.perf_counter()
-    try:
-        part()
-    except Exception:
-        traceback.print_exc()
-    gc.collect()
-    torch.cuda.empty_cache()
-    print(f"<!-- {time.perf_counter() - start:.1f} s -->", flush=True)
 
 
 def _rows(case: Case, fused: bool, dtype: torch.dtype, row: Print) -> None:

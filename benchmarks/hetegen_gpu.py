@@ -16,7 +16,6 @@ import argparse
 import faulthandler
 import os
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from typing import Any
 
 import torch
 from hetegen_rates import print_rates
+from measure import attempt
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
@@ -87,18 +87,8 @@ def main() -> None:
         "peers": lambda: peers(model, run, args.shares),
     }
     for part in args.parts:
-        begun = time.perf_counter()
-        print(f"## {part}\n", flush=True)
+        print(f"\n## {part}\n", flush=True)
         attempt(parts[part])
-        print(f"\n{part}: {time.perf_counter() - begun:.0f} s\n", flush=True)
-
-
-def attempt(part: Callable[[], object]) -> None:
-    """Go on after a part that fails, with its traceback."""
-    try:
-        part()
-    except Exception:
-        print("```\n" + traceback.format_exc() + "```", flush=True)
 
 
 def print_machine(device: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +20,19 @@ from wf_backends.comm import all_to_all
 from wf_backends.comm.protocol import CONTROL, Communicator, Message, Pending
 
 Step = Callable[[], float]  # forward and backward; the sum of the squares of this rank's output
+
+
+def attempt(part: Callable[[], object]) -> None:
+    """One part of a benchmark, and its seconds; if it fails, the others go on."""
+    start = time.perf_counter()
+    try:
+        part()
+    except Exception:
+        traceback.print_exc()
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
+    print(f"<!-- {time.perf_counter() - start:.1f} s -->", flush=True)
 
 
 class Counting(Communicator):

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import gc
 import os
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 
 import torch
+from measure import attempt
 from memory_budget import Point
 from memory_rank import warmed_step
 
@@ -150,7 +149,7 @@ def main() -> None:
     print("| in blocks | host predicted | pinned | long | predicted, measured GiB, short | long |")
     print(f"{'|---' * 11}|", flush=True)
     for point in points():
-        _guarded(lambda point=point: print(by_token(point), flush=True))
+        attempt(lambda point=point: print(by_token(point), flush=True))
     print(
         f"\n| ZeRO stage, {SEQLENS[0]:,} tokens | checkpoints | predicted GiB | measured ", end=""
     )
@@ -164,16 +163,6 @@ def main() -> None:
         ("none", 0),
     ):
         point = replace(one, checkpoints=checkpoints, stage=stage, seqlen=SEQLENS[0])
-        _guarded(lambda point=point: print(whole_step(point), flush=True))
+        attempt(lambda point=point: print(whole_step(point), flush=True))
         print(f"<!-- {terms(point)} -->", flush=True)
     os._exit(0)  # what DeepSpeed would say on its way out is no figure
-
-
-def _guarded(part: Callable[[], None]) -> None:
-    """One row; if it fails, the others go on."""
-    start = time.perf_counter()
-    try:
-        part()
-    except Exception:
-        traceback.print_exc()
-    print(f"<!-- {time.perf_counter() - start:.1f} s -->", flush=True)
