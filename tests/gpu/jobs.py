@@ -26,8 +26,8 @@ from wf_backends.parallel import DoubleAverage
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCABULARY, SEQLEN = 512, 2048
-MOST = 1.5
-"""Times the error of one process that one of several may have; see tests/gpu/test_ranks.py."""
+MOST = 1.1
+"""Times the error of one process that one of several may have: 1.002 on an H100."""
 
 
 def run_job(size: int, name: str, backend: str = "", seconds: int = 100) -> str:
