@@ -37,12 +37,7 @@ from wf_backends.graph.memory import (
     submodule,
 )
 from wf_backends.graph.packing import packing_is_asked
-from wf_backends.graph.tracker import (
-    FakeRun,
-    StorageTracker,
-    named_weights,
-    unchunked_peak,
-)
+from wf_backends.graph.tracker import FakeRun, StorageTracker, named_weights, unchunked_peak
 
 __all__ = [
     "Budget",
@@ -64,11 +59,11 @@ __all__ = [
     "containers",
     "is_known",
     "layout",
-    "packing_is_asked",
     "module_path",
     "named_weights",
     "nbytes",
     "operator_name",
+    "packing_is_asked",
     "profile",
     "read_steps",
     "reason",

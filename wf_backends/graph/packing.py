@@ -66,7 +66,7 @@ def _is_counted(position_ids: torch.Tensor) -> bool:
     slot: Any = mode and get_proxy_slot(position_ids, mode.tracer, None)
     node = slot.proxy.node if slot else None
     while isinstance(node, fx.Node) and node.target in _KEEP_STEPS:
-        if len(node.all_input_nodes) != 1 or node.kwargs:
+        if sum(isinstance(x, fx.Node) for x in node.args) != 1 or node.kwargs:
             return False
         node = node.args[0]
     return isinstance(node, fx.Node) and node.target in _RANGES and not node.all_input_nodes

@@ -101,9 +101,9 @@ def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     weights = {name: fake(weight) for name, weight in named_weights(model)}
     args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    tracker, as_real = FakeRun((*weights.values(), *inputs)), packing_is_asked()
+    tracker = FakeRun((*weights.values(), *inputs))
     try:
-        with as_real, torch.no_grad(), no_log(), attributes_kept(model), mode, tracker:
+        with packing_is_asked(), torch.no_grad(), no_log(), attributes_kept(model), mode, tracker:
             torch.func.functional_call(model, weights, args, kwargs, tie_weights=False)
     except Exception as error:  # sparse and nested tensors, TorchScript, what else has no fake
         raise CaptureError(reason(model, error, "run on fake tensors")) from error

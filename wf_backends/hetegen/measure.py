@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from statistics import median
 
 import torch
@@ -37,8 +38,7 @@ def measure_rates(
 ) -> Rates:
     """Time copies and GEMMs over one token and over many, each for so many seconds.
 
-    A host's GEMM in 16 bits can be faster or slower than in 32: the type is that of the weights.
-
+    The type is that of the weights: a host's GEMM in 16 bits has another rate than in 32.
     Without an accelerator (streams None) a thread stands for it: its link is a copy within host
     memory, and its GEMM is the host's.
     """
@@ -68,9 +68,9 @@ def measure_rates(
             pinned[i % SLABS].copy_(weights[i])
         link(i)
 
-    with ThreadPoolExecutor(1) as other:
-        beside = other.submit(rate, gemm(1, weights), _nothing)
-        link_beside, host_beside = rate(lane), beside.result()
+    link_beside, host_beside = _together(
+        partial(rate, lane), partial(rate, gemm(1, weights), _nothing)
+    )
     alone, staging, host = rate(link), rate(lane), rate(gemm(1, weights))
     flops = 2.0 * MANY_TOKENS / weights[0].itemsize  # for each byte
     return Rates(
@@ -95,6 +95,12 @@ def measure_call(device: Device) -> float:
         for _ in range(5):
             model(x)
         return handle.report()["decode"]["call_seconds"]
+
+
+def _together(one: Callable[[], float], other: Callable[[], float]) -> tuple[float, float]:
+    with ThreadPoolExecutor(1) as thread:
+        beside = thread.submit(other)
+        return one(), beside.result()
 
 
 def _nothing() -> None:

@@ -37,9 +37,8 @@ def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     grads = [w.grad for w in weights.values() if w.grad is not None]
     inputs = [x for x in pytree.tree_leaves((args, words)) if isinstance(x, Tensor)]
     tracker = FakeRun((*weights.values(), *grads, *inputs))
-    as_real = packing_is_asked()
     try:
-        with as_real, attributes_kept(model), mode, tracker, torch.enable_grad():
+        with packing_is_asked(), attributes_kept(model), mode, tracker, torch.enable_grad():
             _loss(functional_call(model, weights, args, words, tie_weights=False)).backward()
     except NotImplementedError:  # what tiles refuse
         raise
