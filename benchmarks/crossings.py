@@ -80,18 +80,18 @@ def messages(problem: Problem, rows: RowBytes) -> Iterator[Sent]:
         program = lower(problem, rank)
         stays, walks = derived.stay_home[rank], derived.walk_home[rank]
         held = derived.stay_rows(rank)
-        parts = [(program.walk.give, walks, "walk", rows.walk_gathered)]
+        parts = [(program.walk.give, walks, "walk", rows.walk.gathered)]
         for at, step in enumerate(program.steps):
             here = derived.forwarding.held(at, rank)
             last = [one for one in (step.partial_out, *step.home_out) if one]
             parts += [
-                (step.forwarded, here, "walk", rows.walk),
-                (step.give, walks, "walk", rows.walk),
+                (step.forwarded, here, "walk", rows.walk.row),
+                (step.give, walks, "walk", rows.walk.row),
             ]
-            parts.append((tuple(last), here, "walk found", rows.walk_partial))
+            parts.append((tuple(last), here, "walk found", rows.walk.partial))
             for one in step.rounds:
-                parts.append((one.fetch.send, stays, "stay", rows.stay_gathered))
-                parts.append((one.home.send, held, "stay found", rows.stay_partial))
+                parts.append((one.fetch.send, stays, "stay", rows.stay.gathered))
+                parts.append((one.home.send, held, "stay found", rows.stay.partial))
         for parcels, local, what, each in parts:
             for parcel in parcels:
                 yield rank, parcel.peer, what, each, globalize(parcel.rows, local)

@@ -14,7 +14,6 @@ from wf_backends.lowering.message_bytes import (
     backward_row_bytes,
     bytes_sent,
     forward_row_bytes,
-    total,
 )
 from wf_backends.lowering.program import OWN_MESSAGE_ROWS
 from wf_backends.schedule.layout import contiguous, make_layout, zigzag
@@ -33,7 +32,7 @@ def units(schedule, layout="zigzag", mask=None, backward=False, queries_walk=Fal
     where = make_layout(layout, n, n * ROWS)
     problem = Problem(schedule, where, where, mask or Mask(FULL), queries_walk)
     rows = backward_row_bytes(SHAPE, queries_walk) if backward else forward_row_bytes(SHAPE)
-    return [total(bytes_sent(lower(problem, r), rows, "pass")) / UNIT for r in range(n)]
+    return [sum(bytes_sent(lower(problem, r), rows, "pass").values()) / UNIT for r in range(n)]
 
 
 @pytest.mark.parametrize("n", (1, 2, 3, 4, 8, 16))

@@ -12,7 +12,7 @@ import pytest
 from tests.planning import both_ways, lab_cluster
 from tests.slices import window_with_sinks
 from wf_backends.lowering.derivation import lower
-from wf_backends.lowering.message_bytes import Shape, bytes_sent, total
+from wf_backends.lowering.message_bytes import Shape, bytes_sent
 from wf_backends.lowering.program import RankProgram
 from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost, problem_of
@@ -68,15 +68,15 @@ def test_a_wider_value_and_partial_results_in_16_bits_are_priced(walk: PassKind)
     backward = walk.name == "backward"
     sent = queries * 2 if backward else 0  # dout; the forward's queries are q alone
     found = (0 if backward else queries * 4, keys * 4 if backward else 0)
-    assert wider.stay + wider.walk == plain.stay + plain.walk + keys * 2 + sent
+    assert wider.stay.row + wider.walk.row == plain.stay.row + plain.walk.row + keys * 2 + sent
     more = walk.ordered(*found)
-    assert wider.stay_partial == plain.stay_partial + more[0] == wider.stay_found
-    assert wider.walk_partial == plain.walk_partial + more[1] == wider.walk_found
-    assert (narrow.stay, narrow.walk) == (plain.stay, plain.walk)
-    assert (narrow.stay_found, narrow.walk_found) == (plain.stay_partial, plain.walk_partial)
+    assert wider.stay.partial == plain.stay.partial + more[0] == wider.stay.summed
+    assert wider.walk.partial == plain.walk.partial + more[1] == wider.walk.summed
+    assert (narrow.stay.row, narrow.walk.row) == (plain.stay.row, plain.walk.row)
+    assert (narrow.stay.summed, narrow.walk.summed) == (plain.stay.partial, plain.walk.partial)
     lse = 0 if backward else 8 * 4
-    fewer = narrow.stay_partial + narrow.walk_partial
-    assert 2 * (fewer - lse) == plain.stay_partial + plain.walk_partial - lse
+    fewer = narrow.stay.partial + narrow.walk.partial
+    assert 2 * (fewer - lse) == plain.stay.partial + plain.walk.partial - lse
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -102,7 +102,7 @@ def test_every_byte_crosses_one_link_out_and_one_in() -> None:
     sent, told = Counter[LinkEnd](), 0
     for rank in range(8):
         plan = lower(problem, rank)
-        told += total(bytes_sent(plan, FORWARD.row_bytes(SHAPE), "forward"))
+        told += sum(bytes_sent(plan, FORWARD.row_bytes(SHAPE), "forward").values())
         for _, messages in messages_of(plan, job, FORWARD):
             for peer, num_bytes in messages:
                 for end in link_ends(job.topology, rank, peer):

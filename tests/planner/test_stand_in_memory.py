@@ -28,4 +28,4 @@ def test_queries_that_walk_have_stand_ins_for_those_that_are_held():
 
 def test_a_forward_has_none():
     rows = forward_row_bytes(SHAPE)
-    assert rows.stay_output == rows.walk_output == 0
+    assert rows.stay.output == rows.walk.output == 0

@@ -6,7 +6,7 @@ communicator counted can be compared one by one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from wf_backends.lowering.program import Parcel, RankProgram
@@ -52,42 +52,43 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class RowBytes:
-    """Bytes of one row of what travels: the sides' tensors, and their partial results."""
+class SideBytes:
+    """Bytes of one row of a side."""
 
-    stay: int
-    walk: int
-    stay_partial: int
-    walk_partial: int
-    stay_found: int
-    """Partial results as they are summed in memory."""
-    walk_found: int
-    stay_kept: int = 0
-    """The part of `stay` that the forward left in the buffer: it is not gathered."""
-    walk_kept: int = 0
-    stay_output: int = 0
+    row: int
+    """What travels to its readers."""
+    partial: int = 0
+    """Its partial results as they travel; 0 = nothing goes back to the owner."""
+    summed: int = 0
+    """Its partial results as they are summed in memory."""
+    kept: int = 0
+    """The part of `row` that the forward left in the buffer: it is not gathered."""
+    output: int = 0
     """What stands in for the output of queries that are not at home; it never travels."""
-    walk_output: int = 0
 
     @property
-    def stay_gathered(self) -> int:
-        return self.stay - self.stay_kept
+    def gathered(self) -> int:
+        return self.row - self.kept
 
-    @property
-    def walk_gathered(self) -> int:
-        return self.walk - self.walk_kept
+
+@dataclass(frozen=True, slots=True)
+class RowBytes:
+    """Bytes of one row of the side that stays, and of the side that walks."""
+
+    stay: SideBytes
+    walk: SideBytes
 
 
 def forward_row_bytes(shape: Shape, queries_walk: bool = False) -> RowBytes:
     """Forward: queries are (q) and (out, lse), keys are [K|V] and nothing goes home."""
     heads = shape.batch * shape.heads
-    queries = heads * shape.head_dim * shape.itemsize
-    found = heads * (shape.value + 1) * shape.accumulator_size
-    output = heads * (shape.value * shape.partial + shape.accumulator_size)
-    keys = shape.key_row * shape.itemsize
-    if queries_walk:
-        return RowBytes(keys, queries, 0, output, 0, found)
-    return RowBytes(queries, keys, output, 0, found, 0)
+    queries = SideBytes(
+        row=heads * shape.head_dim * shape.itemsize,
+        partial=heads * (shape.value * shape.partial + shape.accumulator_size),
+        summed=heads * (shape.value + 1) * shape.accumulator_size,
+    )
+    keys = SideBytes(shape.key_row * shape.itemsize)
+    return RowBytes(keys, queries) if queries_walk else RowBytes(queries, keys)
 
 
 def backward_row_bytes(shape: Shape, queries_walk: bool = False, keep: bool = False) -> RowBytes:
@@ -97,25 +98,22 @@ def backward_row_bytes(shape: Shape, queries_walk: bool = False, keep: bool = Fa
         keep: q and [K|V], where the forward gathered them, are still there.
     """
     heads = shape.batch * shape.heads
-    stats = 2 * heads * shape.accumulator_size
-    kept_queries, output = (
-        heads * width * shape.itemsize for width in (shape.head_dim, shape.value)
+    q, output = (heads * width * shape.itemsize for width in (shape.head_dim, shape.value))
+    queries = SideBytes(
+        row=q + output + 2 * heads * shape.accumulator_size,
+        partial=heads * shape.head_dim * shape.partial,
+        summed=heads * shape.head_dim * shape.accumulator_size,
+        kept=q if keep else 0,
+        output=output,
     )
-    queries = kept_queries + output + stats
-    query_grads = _grads(shape, heads * shape.head_dim)
-    keys = shape.key_row * shape.itemsize
-    key_grads = _grads(shape, shape.key_row)
-    kept = (kept_queries, keys) if keep else (0, 0)
-    if queries_walk:
-        travel, found = zip(key_grads, query_grads, strict=True)
-        return RowBytes(keys, queries, *travel, *found, *kept[::-1], walk_output=output)
-    travel, found = zip(query_grads, key_grads, strict=True)
-    return RowBytes(queries, keys, *travel, *found, *kept, stay_output=output)
-
-
-def _grads(shape: Shape, elements: int) -> tuple[int, int]:
-    """Bytes of so many gradients: as they travel, and as they are summed."""
-    return elements * shape.partial, elements * shape.accumulator_size
+    row = shape.key_row * shape.itemsize
+    keys = SideBytes(
+        row=row,
+        partial=shape.key_row * shape.partial,
+        summed=shape.key_row * shape.accumulator_size,
+        kept=row if keep else 0,
+    )
+    return RowBytes(keys, queries) if queries_walk else RowBytes(queries, keys)
 
 
 def bytes_sent(program: RankProgram, rows: RowBytes, name: str) -> dict[str, int]:
@@ -127,16 +125,11 @@ def bytes_sent(program: RankProgram, rows: RowBytes, name: str) -> dict[str, int
     rounds = [one for step in program.steps for one in step.rounds]
     fetched = (parcel for one in rounds for parcel in (*one.fetch.send, *one.pass_on.send))
     returned = (parcel for one in rounds for parcel in (*one.pass_back.send, *one.home.send))
-    sent = {f"{name} gather": count(program.walk.give) * rows.walk_gathered}
-    sent[f"{name} gather"] += count(fetched) * rows.stay_gathered
-    leaving = 0
+    gathered = count(program.walk.give) * rows.walk.gathered + count(fetched) * rows.stay.gathered
+    sent, leaving = {f"{name} gather": gathered}, 0
     for index, step in enumerate(program.steps):
-        sent[f"{name} step {index}"] = count((*step.forwarded, *step.give)) * rows.walk + leaving
-        leaving = count((step.partial_out, *step.home_out)) * rows.walk_partial
-    sent[f"{name} home"] = count(returned) * rows.stay_partial + leaving
+        hop = count((*step.forwarded, *step.give)) * rows.walk.row
+        sent[f"{name} step {index}"] = hop + leaving
+        leaving = count((step.partial_out, *step.home_out)) * rows.walk.partial
+    sent[f"{name} home"] = count(returned) * rows.stay.partial + leaving
     return {label: num_bytes for label, num_bytes in sent.items() if num_bytes}
-
-
-def total(sent: Mapping[str, int]) -> int:
-    """All bytes of a report."""
-    return sum(sent.values())

@@ -52,7 +52,7 @@ class ClosedForm:
         step_s = self.busiest_s / (live + 1)
         gather, home = self._walkers(shape, walk)
         come, leave = (
-            self.shards[0] * row for row in (self.rows.stay_gathered, self.rows.stay_partial)
+            self.shards[0] * row for row in (self.rows.stay.gathered, self.rows.stay.partial)
         )
         hops = list(self._hops(shape, walk, live))
         took = gather.seconds(at) + home.seconds(at)
@@ -65,8 +65,8 @@ class ClosedForm:
             else:
                 took += times * max(hop.hold_s(at) + step_s + self.call_s, hop.seconds(at))
         held = stay.shards * self.shards[0], walk.shards * self.shards[1]
-        gathered = held[0] * self.rows.stay if stay.foreign else 0.0
-        gathered += held[1] * self.rows.walk if walk.foreign else 0.0
+        gathered = held[0] * self.rows.stay.row if stay.foreign else 0.0
+        gathered += held[1] * self.rows.walk.row if walk.foreign else 0.0
         around = gather, home, *(stay.exchange(at, one, once=shape.once) for one in (come, leave))
         sent = [*hops, *((1, load) for load in around)]
         one_chunk = Cost(
@@ -117,14 +117,14 @@ class ClosedForm:
     def _walkers(self, shape: RouteShape, walk: Side) -> tuple[Load, Load]:
         """Walkers gathered before the first step; the last step's results brought home."""
         at, rows, shard = self.topology, self.rows, self.shards[1]
-        partial = shard * rows.walk_partial
+        partial = shard * rows.walk.partial
         if not shape.num_hops:
             home = walk.exchange(at, partial)
         elif walk.shards == 1:
             home = shape.hops[-1][1].hop(partial)
         else:
             home = Side(walk.shards, own=0).exchange(at, partial)
-        return walk.exchange(at, shard * rows.walk_gathered), home
+        return walk.exchange(at, shard * rows.walk.gathered), home
 
     def _hops(self, shape: RouteShape, walk: Side, live: int) -> Iterator[tuple[int, Load]]:
         """(how many, of how many bytes): a hop behind each step but the last, which has partials.
@@ -132,9 +132,9 @@ class ClosedForm:
         Partial results of walkers leave one step after they were computed; of the first step only
         those of other ranks' rows.
         """
-        partial = self.shards[1] * self.rows.walk_partial
+        partial = self.shards[1] * self.rows.walk.partial
         moved = (0.0, walk.foreign * partial, walk.shards * partial)
-        done, hop = 0, self.shards[1] * walk.shards * self.rows.walk
+        done, hop = 0, self.shards[1] * walk.shards * self.rows.walk.row
         for times, axis in shape.hops:
             for start, stop, results in zip((0, 1, 2), (1, 2, live), moved, strict=True):
                 count = min(done + times, stop, live) - max(done, start)

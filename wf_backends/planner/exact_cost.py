@@ -57,11 +57,11 @@ def buffer_bytes(shards: tuple[float, float], held: tuple[float, float], rows: R
         shards: rows of a rank's own shards, (stay, walk). held: rows of the two buffers.
     """
     stay, walk = held
-    beside = shards[1] * rows.walk_found
+    beside = shards[1] * rows.walk.summed
     if stay > shards[0]:
-        beside += shards[0] * rows.stay_found + stay * rows.stay_output
-    staying, walking = rows.stay + rows.stay_found, rows.walk + rows.walk_found
-    return stay * staying + walk * (2 * walking + rows.walk_output) + beside
+        beside += shards[0] * rows.stay.summed + stay * rows.stay.output
+    staying, walking = rows.stay.row + rows.stay.summed, rows.walk.row + rows.walk.summed
+    return stay * staying + walk * (2 * walking + rows.walk.output) + beside
 
 
 def _program_bytes(program: RankProgram, rows: RowBytes) -> float:
@@ -71,5 +71,5 @@ def _program_bytes(program: RankProgram, rows: RowBytes) -> float:
 
 def _gathered_bytes(program: RankProgram, gathers: tuple[bool, bool], rows: RowBytes) -> int:
     """The buffers of the sides (stay, walk) that hold more than the rank's own."""
-    stay, walk = program.stay.num_rows * rows.stay, program.walk.num_rows * rows.walk
+    stay, walk = program.stay.num_rows * rows.stay.row, program.walk.num_rows * rows.walk.row
     return gathers[0] * stay + gathers[1] * walk

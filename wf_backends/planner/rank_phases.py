@@ -47,24 +47,24 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
     def partials(step: Step | None) -> Messages:
         if step is None:
             return []
-        return messages((step.partial_out, *step.home_out), rows.walk_partial)
+        return messages((step.partial_out, *step.home_out), rows.walk.partial)
 
     def phase_round(one: Round) -> PhaseRound:
         scores = sum(tile_area(tile) + area_in_vain(tile, rate.diagonal_keys) for tile in one.tiles)
         return PhaseRound(
-            messages(one.fetch.send, rows.stay_gathered),
-            messages(one.pass_on.send, rows.stay_gathered),
+            messages(one.fetch.send, rows.stay.gathered),
+            messages(one.pass_on.send, rows.stay.gathered),
             scores * score_s + len(one.tiles) * rate.call_s,
-            messages(one.pass_back.send, rows.stay_partial),
-            messages(one.home.send, rows.stay_partial),
+            messages(one.pass_back.send, rows.stay.partial),
+            messages(one.home.send, rows.stay.partial),
         )
 
-    yield RankPhase(f"{kind.name} gather", messages(program.walk.give, rows.walk_gathered))
+    yield RankPhase(f"{kind.name} gather", messages(program.walk.give, rows.walk.gathered))
     before, busy = None, set(program.busy)
     for index, step in enumerate(program.steps):
         phase = RankPhase(f"{kind.name} step {index}")
         if index in busy:
-            hop = *messages((*step.forwarded, *step.give), rows.walk), *partials(before)
+            hop = *messages((*step.forwarded, *step.give), rows.walk.row), *partials(before)
             phase = replace(phase, hop=hop, rounds=tuple(map(phase_round, step.rounds)))
         yield phase
         before = step
