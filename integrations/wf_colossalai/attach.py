@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel
 from wf_backends.dsp import Mode, Stages
-from wf_colossalai.hooks import OverAllRows, TokenHooks
+from wf_colossalai.hooks import TokenHooks, recompute_with_documents
 from wf_colossalai.pipeline import Stage
 from wf_colossalai.table import AttentionModule, find
 from wf_transformers import (
@@ -23,7 +24,7 @@ from wf_transformers import (
     scope_documents,
     without_documents,
 )
-from wf_transformers.whole_batches.heads import head_is_over_all_rows
+from wf_transformers.whole_batches.heads import HeadHooks, head_is_over_all_rows
 
 OWN_ATTENTION = (
     "no layer of {} called self.wallfacer(...): every rank attended to its own tokens only; give "
@@ -59,9 +60,16 @@ def attach(
     handle.advice = SAME_SAMPLES
     for module in model.modules():
         if any(table.get(base.__name__) is row for base in type(module).__mro__):
-            _replace_methods(module, row, handle)
+            for name, function in row.methods.items():
+                handle.set(module, "wallfacer", handle.attention)
+                handle.set(module, name, MethodType(function, module))
+    if isinstance(model, PreTrainedModel) and row.cut == "tokens":
+        recompute = partial(recompute_with_documents, handle)
+        handle.hooks(model.register_forward_pre_hook(recompute))
     if head_is_over_all_rows(model):
-        OverAllRows(model, handle, stages)
+        is_last = stages.is_last_stage if stages else lambda: True
+        HeadHooks(model, handle, is_last)  # type: ignore[arg-type]
+        handle.share_operations(model)
     elif row.cut == "tokens":
         TokenHooks(model, handle, row.causal, tensor_parallel)
     if stages is not None:
@@ -93,12 +101,6 @@ def _attach_layers(model: nn.Module, sp: SequenceParallel) -> Handle:
     problem = OWN_ATTENTION.format(type(model).__name__)
     scope_documents(model, handle, without_documents, problem)
     return handle
-
-
-def _replace_methods(module: Any, row: AttentionModule, handle: Handle) -> None:
-    for name, function in row.methods.items():
-        handle.set(module, "wallfacer", handle.attention)
-        handle.set(module, name, MethodType(function, module))
 
 
 def _check_inputs(model: nn.Module, handle: Handle) -> None:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from colossalai.accelerator import api
 from colossalai.accelerator.cpu_accelerator import CpuAccelerator
-from colossalai.kernel.extensions.base_extension import _Extension
 from colossalai.kernel.kernel_loader import CPUAdamLoader
 from colossalai.nn.optimizer import CPUAdam
 from torch import Tensor
@@ -93,25 +92,16 @@ class _Adam:
         CPUAdam.torch_adam_update(self, *states, *words, *rates, self._adamw)  # type: ignore[arg-type]
 
 
-class _AdamExtension(_Extension):
+class _AdamExtension:
     """What HybridAdam and Gemini load in place of a compiled kernel."""
 
     CPUAdamOptimizer = _Adam
-
-    def __init__(self) -> None:
-        super().__init__(name="wallfacer_cpu_adam", support_aot=False, support_jit=False)
 
     def is_available(self) -> bool:
         return True
 
     def assert_compatible(self) -> None:
         """Torch runs everywhere."""
-
-    def build_aot(self) -> None:
-        raise NotImplementedError("nothing to build")
-
-    def build_jit(self) -> None:
-        raise NotImplementedError("nothing to build")
 
     def load(self) -> Any:
         return self
@@ -131,7 +121,7 @@ def cpu_accelerator() -> Iterator[None]:
     with ExitStack() as undo:
         undo.callback(setattr, api, "_ACCELERATOR", api._ACCELERATOR)
         api.set_accelerator(HostAccelerator())
-        extension: Any = _AdamExtension  # a class, whatever the annotation there says
+        extension: Any = _AdamExtension  # all that a loader asks for
         CPUAdamLoader.register_extension(extension)
         undo.callback(CPUAdamLoader.REGISTRY.remove, extension)
         # ColossalAI calls these without asking an accelerator

@@ -20,20 +20,10 @@ from wf_colossalai.config import HYBRID, load, sequence_parallel_words
 from wf_colossalai.plugin import WallFacerPlugin
 from wf_colossalai.sequence import PlainSequenceParallel
 from wf_colossalai.table import TABLE, AttentionModule
-from wf_transformers import (
-    AUTOCHUNK,
-    Handle,
-    ModelWords,
-    attach_compared,
-    data_parallel,
-)
+from wf_transformers import AUTOCHUNK, Handle, ModelWords, attach_compared, data_parallel
 
 OTHERS: Mapping[str, Any] = MappingProxyType(
-    {
-        "torch_ddp": TorchDDPPlugin,
-        "low_level_zero": LowLevelZeroPlugin,
-        "gemini": GeminiPlugin,
-    }
+    {"torch_ddp": TorchDDPPlugin, "low_level_zero": LowLevelZeroPlugin, "gemini": GeminiPlugin}
 )
 
 
@@ -96,10 +86,7 @@ class PluginHandle(Handle):
     """
 
     def __init__(self, attached: Handle, plugin: Any, config: Mapping[str, Any]) -> None:
-        super().__init__(attached.sp, attached.attention)
-        self.undo.push(attached.undo)
-        self.data_parallel_rank = attached.data_parallel_rank
-        self.data_parallel_size = attached.data_parallel_size
+        vars(self).update(vars(attached))  # what either takes back, both have taken back
         self.plugin, self.config = plugin, config
 
 

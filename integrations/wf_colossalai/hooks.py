@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from colossalai.pipeline.stage_manager import PipelineStageManager
 from colossalai.shardformer.layer.loss import cross_entropy_1d
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.modeling_utils import PreTrainedModel
 
+from wf_backends._compile import eager
 from wf_backends.parallel import count_valid
 from wf_colossalai.sequence import plain
 from wf_transformers import Handle, WholeBatchHooks, mask_words
 from wf_transformers.whole_batches.call import Call
-from wf_transformers.whole_batches.heads import HeadHooks
 from wf_transformers.whole_batches.own_loss import INPUTS, own_loss
 
 BATCH_KEYS = (*INPUTS, "labels")
@@ -66,7 +65,6 @@ class TokenHooks(WholeBatchHooks):
         self, model: nn.Module, given: dict[str, Any], local: dict[str, Any]
     ) -> dict[str, Any]:
         if isinstance(model, PreTrainedModel):
-            _recompute_with_documents(model, self.handle)
             return super()._words(model, given, local)
         known = {k: v for k, v in local.items() if k in self._names and k != "labels"}
         return given | known | {"cu_seqlens": None} | mask_words(local)
@@ -96,23 +94,6 @@ class TokenHooks(WholeBatchHooks):
         return total / sp.sum_over_ranks(count_valid(labels)).clamp(min=1) * sp.size
 
 
-class OverAllRows(HeadHooks):
-    """Brings rows together before the head of a classifier, or another that sees many rows.
-
-    Args:
-        model, handle: as for TokenHooks.
-        stages: the pipeline of which `model` is a stage; its last one has the head.
-    """
-
-    def __init__(self, model: Any, handle: Handle, stages: PipelineStageManager | None) -> None:
-        super().__init__(model, handle, stages.is_last_stage if stages else lambda: True)
-        handle.share_operations(model)
-
-    def _check(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        super()._check(model, args, kwargs)
-        _recompute_with_documents(self._model, self._handle)
-
-
 def _split_vocabulary(model: nn.Module, logits: Tensor) -> int | None:
     """Columns of the vocabulary with padding if `logits` hold only some of them, else None."""
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
@@ -120,8 +101,10 @@ def _split_vocabulary(model: nn.Module, logits: Tensor) -> int | None:
     return head.out_features if head is not None and logits.shape[-1] < wanted else None
 
 
-def _recompute_with_documents(model: PreTrainedModel, handle: Handle) -> None:
-    """Give checkpointed layers back their documents, wherever checkpointing was switched on."""
+@eager
+def recompute_with_documents(handle: Handle, model: Any, _: Any) -> None:
+    """A hook before a model of transformers: checkpointed layers get back their documents, wherever
+    checkpointing was switched on."""
     running = (m for m in model.modules() if getattr(m, "gradient_checkpointing", False))
     checkpoint = getattr(next(running, None), "_gradient_checkpointing_func", None)
     words, wanted = getattr(checkpoint, "keywords", {}), handle.checkpoint_kwargs

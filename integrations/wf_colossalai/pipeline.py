@@ -10,8 +10,7 @@ them but on the last. So a stage does what the whole model does, whatever its fa
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from types import MethodType
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -44,9 +43,10 @@ class Stage:
         self._layers: nn.ModuleList = getattr(self._holder, self._name)
         self._states: Tensor | None = None
         self._behind = False  # whether a layer of the running forward has been called
-        handle.set(model, "forward", MethodType(_as(model.forward, self._forward), model))
+        forward = update_wrapper(partial(self._forward), model.forward)
+        handle.set(model, "forward", forward)
         for part in _around(self._inner, self._layers):
-            handle.set(part, "forward", self._passed_over(part, part.forward))
+            handle.set(part, "forward", partial(self._pass_over, part, part.forward))
         inner = self._inner
         if not stages.is_first_stage(ignore_chunk=True):
             _say_dtype(inner, handle)
@@ -101,28 +101,14 @@ class Stage:
         setattr(self._holder, self._name, self._layers)
         self._states = None
 
-    def _passed_over(self, part: Any, own: Callable[..., Any]) -> Callable[..., Any]:
+    def _pass_over(self, part: Any, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A part's own forward on the stage that it is of; elsewhere it gives what it is given."""
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            stages = self._stages
-            if stages.is_last_stage() if self._behind else stages.is_first_stage():
-                return own(*args, **kwargs)
-            if hasattr(part, "num_embeddings"):  # to be added to states that have it already
-                return torch.zeros(())
-            return kwargs.get("inputs_embeds", args[0] if args else None)
-
-        return forward
-
-
-def _as(original: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` as a method that looks like `original` to whoever asks for its signature."""
-
-    @wraps(getattr(original, "__func__", original))
-    def method(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    return method
+        stages = self._stages
+        if stages.is_last_stage() if self._behind else stages.is_first_stage():
+            return own(*args, **kwargs)
+        if hasattr(part, "num_embeddings"):  # to be added to states that have it already
+            return torch.zeros(())
+        return kwargs.get("inputs_embeds", args[0] if args else None)
 
 
 def _find_layers(inner: nn.Module) -> tuple[nn.Module, str]:

@@ -22,12 +22,7 @@ from wf_backends.parallel import meant
 from wf_colossalai.config import HYBRID, load, sequence_parallel_words
 from wf_colossalai.policy import WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
-from wf_transformers import (
-    AUTOCHUNK,
-    MODEL_WORDS,
-    Handle,
-    ModelWords,
-)
+from wf_transformers import AUTOCHUNK, MODEL_WORDS, Handle, ModelWords
 
 WORDS = tuple(field.name for field in fields(SequenceParallelConfig))
 OURS: Mapping[str, str] = MappingProxyType(
@@ -100,8 +95,9 @@ class WallFacerPlugin(HybridParallelPlugin):
             sequence_parallelism_mode="ring_attn",
             **options,
         )
-        self.sp = PlainSequenceParallel(config, self.sp_group, owner=self)
+        self.sp = PlainSequenceParallel(config, self.sp_group)
         """The sequence parallelism of this rank: `plugin.sp.report()` has the bytes it sent."""
+        self.sp.owner = self
         self.handle = Handle(self.sp)
         """What takes back what is done to the model when it is boosted."""
         self.handle.data_parallel_rank = dist.get_rank(self.dp_group)
@@ -148,11 +144,8 @@ class WallFacerPlugin(HybridParallelPlugin):
 
 def _check_words(words: dict[str, Any]) -> None:
     theirs = inspect.signature(HybridParallelPlugin.__init__).parameters
-    known = [
-        *WORDS,
-        *MODEL_WORDS,
-        *(name for name in theirs if name != "self" and name not in OURS),
-    ]
+    kept = (name for name in theirs if name != "self" and name not in OURS)
+    known = [*WORDS, *MODEL_WORDS, *kept]
     if dsp.KEY in words:
         raise NotImplementedError(
             f'"{dsp.KEY}" is not supported by the hybrid plugin; use wf_colossalai.apply, or '

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends import SequenceParallel
 
 
 class PlainSequenceParallel(SequenceParallel):
@@ -17,17 +16,11 @@ class PlainSequenceParallel(SequenceParallel):
     Under Gemini every activation is a ColoTensor, and so would be what is allocated like one. Its
     operations do not write into views: gradients that are put together piece by piece would
     stay zero without a word.
-
-    Args:
-        owner: stays alive as long as this does. A plugin of ColossalAI takes its process groups
-            down when it is collected, whoever still uses them.
     """
 
-    def __init__(
-        self, config: SequenceParallelConfig, group: ProcessGroup | None, owner: Any = None
-    ) -> None:
-        super().__init__(config, group)
-        self._owner = owner
+    owner: Any = None
+    """Stays alive as long as this does: a plugin of ColossalAI takes its process groups down when
+    it is collected, whoever still uses them."""
 
     def shard(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().shard(plain(x), *args, **kwargs)

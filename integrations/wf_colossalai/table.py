@@ -62,7 +62,8 @@ def find(model: nn.Module, table: Mapping[str, AttentionModule]) -> AttentionMod
     bases = {base.__name__ for module in model.modules() for base in type(module).__mro__}
     rows = [row for known, row in table.items() if known in bases]
     if not rows:
-        mine = sorted({type(m).__name__ for m in model.modules() if _is_attention(m)})
+        kinds = {type(module).__name__ for module in model.modules()}
+        mine = sorted(kind for kind in kinds if kind.endswith("Attention"))
         raise ValueError(
             f"{name} holds no attention module that is known, but "
             f"{', '.join(mine) or 'none whose class is called ...Attention'}. Known: "
@@ -74,7 +75,3 @@ def find(model: nn.Module, table: Mapping[str, AttentionModule]) -> AttentionMod
             "nor a model with another head on one"
         )
     return rows[0]
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("Attention")
