@@ -9,7 +9,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -68,7 +69,7 @@ def load_config(config: Any) -> dict[str, Any]:
     if isinstance(config, Mapping):
         return dict(config)
     text = str(config)
-    if _is_file(text):
+    if os.path.isfile(text):  # which base64 longer than a file's name is not
         try:
             return _parse(Path(text).read_bytes(), f"DeepSpeed config {text!r}")
         except OSError as error:
@@ -82,13 +83,6 @@ def load_config(config: Any) -> dict[str, Any]:
             f"there is no file {short(text)}"
         ) from None
     return _parse(decoded, f"DeepSpeed config in base64, {short(text)},")
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return Path(text).is_file()
-    except OSError:  # longer than a name may be: base64
-        return False
 
 
 def _parse(data: bytes, what: str) -> dict[str, Any]:
@@ -129,7 +123,12 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
         raise ValueError(f'"{KEY}" must be a block {{...}}, got {_as_json(block)}')
     own = ("enabled", "loss_average")
     words = (field.name for field in fields(SequenceParallelConfig))
-    _refuse_unknown(block, (*own, dsp.KEY, *MODEL_WORDS, *words))
+    known = (*own, dsp.KEY, *MODEL_WORDS, *words)
+    for key in block:
+        if key not in known:
+            raise ValueError(
+                f'"{KEY}.{key}" is no known key{meant(key, known)} (known: {", ".join(known)})'
+            )
     enabled = block.get("enabled", True)
     if not isinstance(enabled, bool):
         raise ValueError(f'"{KEY}.enabled" must be true or false, got {_as_json(enabled)}')
@@ -151,14 +150,6 @@ def _refuse_misspelt(config: Mapping[str, Any]) -> None:
     for key in config:
         if key != KEY and get_close_matches(str(key).lower(), [KEY], cutoff=0.8):
             raise ValueError(f'"{key}" is no known key; did you mean "{KEY}"?')
-
-
-def _refuse_unknown(block: Mapping[str, Any], known: Sequence[str]) -> None:
-    for key in block:
-        if key not in known:
-            raise ValueError(
-                f'"{KEY}.{key}" is no known key{meant(key, known)} (known: {", ".join(known)})'
-            )
 
 
 def refuse_neighbours(config: Mapping[str, Any], block: Block) -> None:

@@ -31,13 +31,7 @@ from wf_deepspeed.config import (
 from wf_deepspeed.handle import WallFacer
 from wf_deepspeed.mpu import Groups, NeutralMpu
 from wf_deepspeed.saving import save_whole
-from wf_transformers import (
-    Handle,
-    WholeBatchHooks,
-    attach_compared,
-    attach_model,
-    attach_stages,
-)
+from wf_transformers import Handle, WholeBatchHooks, attach_compared, attach_model, attach_stages
 
 Initialize = Callable[..., tuple[Any, Any, Any, Any]]
 
@@ -70,8 +64,8 @@ def initialize_through(
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     config = given_config(call.arguments)
-    block = None if config is None else read_block(config)
-    if config is None or block is None:
+    block = read_block(config)
+    if block is None:
         return original(*args, **kwargs)
     refuse_neighbours(config, block)
     _refuse_arguments(call.arguments)
@@ -97,17 +91,15 @@ def _attach(
     model: nn.Module, sp: SequenceParallel, block: Block, whole_batches: bool
 ) -> tuple[Handle, list[nn.Module]]:
     """The model's handle, and its modules that are computed by tiles."""
-    stages, mode = block.dsp, block.model.verify
-
-    def plain() -> Handle:
-        return attach_stages(model, sp, stages, mode) if stages else attach_model(model, sp)
-
+    attach, stages = partial(attach_model, model, sp), block.dsp
+    if stages is not None:
+        attach = partial(attach_stages, model, sp, stages, block.model.verify)
     partitioned = any(hasattr(p, "ds_id") for p in model.parameters())
     return attach_compared(
         block.model,
         model,
         sp,
-        plain,
+        attach,
         hook=partial(WholeBatchHooks, model) if whole_batches else None,
         whole_batches=whole_batches,
         gather=_own_parameters if partitioned else None,
@@ -128,14 +120,14 @@ def _gather_as_a_whole(tiled: list[nn.Module], handle: Handle) -> None:
         handle.undo.callback(set_z3_leaf_module, module, False)
 
 
-def given_config(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The configuration among the arguments of deepspeed.initialize; None if there is none."""
+def given_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration among the arguments of deepspeed.initialize; empty if there is none."""
     given = arguments.get("config")
     if given is None:
         given = arguments.get("config_params")
     if given is None:
         given = getattr(arguments.get("args"), "deepspeed_config", None)
-    return None if given is None else load_config(given)
+    return {} if given is None else load_config(given)
 
 
 def _refuse_arguments(arguments: Mapping[str, Any]) -> None:

@@ -35,12 +35,10 @@ class WallFacer(Handle):
     ) -> None:
         """
         Args:
-            attached: the handle of the engine's model; removed with this one.
+            attached: the handle of the engine's model.
             accumulation: micro-batches of an optimizer step.
         """
-        super().__init__(attached.sp, attached.attention)
-        self.undo.push(attached.undo)
-        self.first = attached.first
+        vars(self).update(vars(attached))  # what either takes back, both have taken back
         self.block, self.groups = block, groups
         self.averages_tokens = block.loss_average == "token"
         self._device, self._accumulation = device, accumulation
@@ -78,7 +76,7 @@ class WallFacer(Handle):
         Raises:
             ValueError: if `valid` is missing where it is needed.
         """
-        if self.block.loss_average == "sequence":
+        if not self.averages_tokens:
             return super().loss(logits, labels)
         steps = self._accumulation()
         if valid is None and steps > 1:
@@ -123,12 +121,7 @@ class WallFacer(Handle):
             batch_size, shuffle, seed, options: as for `prepare_dataloader`.
         """
         loader = self.prepare_dataloader(dataset, batch_size, shuffle=shuffle, seed=seed, **options)
-
-        def cut(batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-            shards = (self.shard_batch(one, pad_token_id, labels_are_shifted) for one in batches)
-            return self.step_batches(shards) if self.block.loss_average == "token" else shards
-
-        return ShardedLoader(loader, cut)
+        return ShardedLoader(self, loader, pad_token_id, labels_are_shifted)
 
     def step_batches(self, batches: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """Sharded batches with "valid_labels" of their whole optimizer step added to each.
@@ -144,11 +137,14 @@ class WallFacer(Handle):
 class ShardedLoader:
     """An iterable of this rank's parts of batches; `sampler.set_epoch` as torch has it."""
 
-    def __init__(self, loader: DataLoader[Any], cut: Callable[[Any], Iterator[Any]]) -> None:
-        self._loader, self._cut, self.sampler = loader, cut, loader.sampler
+    def __init__(self, handle: WallFacer, loader: DataLoader[Any], *words: Any) -> None:
+        """`words`: those of `shard_batch` beside the batch."""
+        self._handle, self._loader, self._words = handle, loader, words
+        self.sampler = loader.sampler
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        return self._cut(self._loader)
+        shards = (self._handle.shard_batch(whole, *self._words) for whole in self._loader)
+        return self._handle.step_batches(shards) if self._handle.averages_tokens else shards

@@ -81,8 +81,8 @@ def corrected(arguments: Mapping[str, Any]) -> dict[str, Any]:
     configuration does not count so, or has no block.
     """
     config = given_config(arguments)
-    block = None if config is None else read_block(config)
-    if config is None or block is None or not dist.is_initialized():
+    block = read_block(config)
+    if block is None or not dist.is_initialized():
         return {}
     train, micro, steps = (config.get(key, 0) for key in BATCH_KEYS)
     if not train or train != micro * steps * dist.get_world_size():
