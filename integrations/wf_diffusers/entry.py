@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from wf_backends import SequenceParallel
 from wf_backends.schedule import Layout
@@ -13,6 +14,7 @@ from wf_diffusers.attention import Attention, take_over
 from wf_diffusers.families import Cut, Family, family_of, find
 from wf_diffusers.streams import cut_streams, take, whole
 from wf_transformers import Handle
+from wf_transformers.calls import parameter_names
 
 Words = dict[str, Any]
 
@@ -63,7 +65,7 @@ class _Spread:
         )
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: Words) -> None:
-        given = _named(model, args, kwargs)
+        given = dict(zip(parameter_names(model), args, strict=False)) | kwargs
         self.attention.calls = 0
         if self.sp.size == 1:
             return
@@ -72,14 +74,15 @@ class _Spread:
             self.sp.check_same(given)
 
     def _cut(self, module: nn.Module, cut: Cut) -> Any:
-        names = [*inspect.signature(module.forward).parameters]
+        names = parameter_names(module)
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: Words) -> tuple[tuple[()], Words]:
             given = dict(zip(names, args, strict=False)) | kwargs
             layouts = [self._layout] if cut.follows else self._layouts(cut, given)
             for stream, layout in zip(cut.streams, layouts, strict=True):
-                for name in stream:
-                    _put(given, name, self._take(_get(given, name), layout, cut.dim))
+                rows = partial(take, self.sp, layout, cut.dim)
+                for path in stream:
+                    _put(given, path, tree_map_only(Tensor, rows, _get(given, path)))
             self._layout = layouts[-1]
             return (), given
 
@@ -87,7 +90,7 @@ class _Spread:
 
     def _layouts(self, cut: Cut, given: Words) -> list[Layout]:
         """Which rows of each stream the ranks get."""
-        first = [_tensors(_get(given, stream[0]))[0] for stream in cut.streams]
+        first = [tree_leaves(_get(given, stream[0]))[0] for stream in cut.streams]
         lengths = [x.shape[cut.dim] for x in first]
         layouts = cut_streams(self.sp, lengths)
         if not self.family.takes_none and not all(map(all, layouts)):
@@ -96,11 +99,6 @@ class _Spread:
                 "one, which this model does not take: pad the text, or use fewer ranks"
             )
         return layouts
-
-    def _take(self, value: Any, layout: Layout, dim: int) -> Any:
-        if value is None or isinstance(value, Tensor):
-            return value if value is None else take(self.sp, layout, dim, value)
-        return type(value)(take(self.sp, layout, dim, x) for x in value)
 
     def _gather(self, _: nn.Module, __: Any, rows: Tensor) -> Tensor:
         return whole(self.sp, self._layout, 1, rows)
@@ -113,11 +111,6 @@ class _Spread:
                 "wf_diffusers.attach, which would leave every rank with its own tokens. Set them "
                 "before, and attach again"
             )
-
-
-def _named(model: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Words:
-    names = [*inspect.signature(model.forward).parameters]
-    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _get(given: Words, path: str) -> Any:
@@ -133,10 +126,6 @@ def _put(given: Words, path: str, value: Any) -> None:
         value = tuple(value if i == int(at) else x for i, x in enumerate(given[name]))
     if value is not None:
         given[name] = value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [value] if isinstance(value, Tensor) else list(value)
 
 
 def _refuse(model: nn.Module, given: Words, refused: tuple[tuple[str, str], ...]) -> None:
