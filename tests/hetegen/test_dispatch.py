@@ -19,7 +19,7 @@ from tests.hetegen.models import Plain, fast_device, make_model, split_memory
 from wf_backends._validation import parse_bytes
 from wf_backends.hetegen import ShapedDevice, dispatch_model
 from wf_backends.hetegen.plan import LANE_NAMES, LaneName
-from wf_backends.hetegen.split_weight import SplitWeight
+from wf_backends.hetegen.split_model import SplitWeight
 
 
 def lane_threads() -> list[str]:

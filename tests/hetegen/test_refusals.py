@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.hetegen.models import Plain, fast_device
 from wf_backends.hetegen import Accelerator, ShapedDevice, dispatch_model
-from wf_backends.hetegen.split_weight import SplitWeight
+from wf_backends.hetegen.split_model import SplitWeight
 
 SPLIT = {0: 30_000}
 FITS = {0: "1MB"}

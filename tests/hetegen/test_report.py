@@ -8,7 +8,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 from tests.hetegen.models import VOCABULARY, Plain, fast_device
 from wf_backends.hetegen import dispatch_model
-from wf_backends.hetegen.record import PASSES_KEPT
+from wf_backends.hetegen.runner import PASSES_KEPT
 
 SPLIT = {0: 30_000}
 

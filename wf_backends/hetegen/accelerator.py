@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.lane_thread import Lanes, LaneThread, Run, Write
+from wf_backends.hetegen.lane_thread import Lanes, Run, Write
 from wf_backends.hetegen.law import Rates
 
 
@@ -98,10 +98,9 @@ class Accelerator(Lanes):
     """
 
     def __init__(self, rates: Rates | None = None, streams: Streams | None = None) -> None:
-        super().__init__()
+        super().__init__("link", "host")
         self.streams, self._rates = streams or Streams(), rates
         self._link_stream = self.streams.stream()
-        self.lanes = {name: LaneThread(name, self._stop) for name in ("link", "host")}
 
     def rates(self, dtype: torch.dtype) -> Rates:
         if self._rates is None:
@@ -153,7 +152,7 @@ class Accelerator(Lanes):
             return torch.empty(like.shape, dtype=like.dtype)
 
     def wait(self, events: Sequence[Any]) -> Any:
-        self._stop.check()
+        self._stop.wait()
         for event in events:
             if isinstance(event, Filled):  # what was computed is on the caller's stream
                 event.by.result()
@@ -176,9 +175,6 @@ class Accelerator(Lanes):
     def stop(self) -> None:
         super().stop()
         self.streams.synchronize()  # what is on the streams still uses slabs and outputs
-
-    def close(self) -> None:
-        self.stop()
 
 
 def _when(before: Recorded | None) -> Run | None:

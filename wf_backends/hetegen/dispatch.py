@@ -18,19 +18,16 @@ from torch import Tensor, nn
 
 from wf_backends._validation import is_real, nearest, of_type, parse_bytes
 from wf_backends.hetegen.accelerator import Accelerator
-from wf_backends.hetegen.device import Device
-from wf_backends.hetegen.mark import (
-    MARK,
-    check_not_called,
-    check_not_split,
-    mark_modules,
-    tell_calls,
-)
 from wf_backends.hetegen.modules import HostWeight, find_weights
 from wf_backends.hetegen.plan import Plan, Request
 from wf_backends.hetegen.planning import make_plan
-from wf_backends.hetegen.runner import Runner
-from wf_backends.hetegen.split_weight import split_weights
+from wf_backends.hetegen.runner import Device, Runner
+from wf_backends.hetegen.split_model import (
+    check_not_called,
+    check_not_split,
+    mark_modules,
+    split_weights,
+)
 
 ACCELERATOR = "accelerator"
 KEYS = (ACCELERATOR, "cpu")
@@ -49,7 +46,8 @@ class Handle:
         self, model: nn.Module, plan: Plan, runner: Runner | None, undo: ExitStack
     ) -> None:
         self.model, self.plan = model, plan
-        self._runner, self._undo, self._undoing = runner, undo, Lock()
+        self._runner, self._undo, self._removing = runner, undo, Lock()
+        self._record = None if runner is None else runner.record
 
     def report(self) -> dict:
         """Measured beside predicted, as plain data.
@@ -61,7 +59,7 @@ class Handle:
         idle: of the time from the first pass to the end of the last. {"fits": True} where
         everything is resident. After `remove` it is what it was then.
         """
-        return {"fits": True} if self._runner is None else self._runner.record.report()
+        return {"fits": True} if self._record is None else self._record.report()
 
     def remove(self) -> None:
         """Put the model back as it was, and give the memory back. Twice is as good as once.
@@ -70,16 +68,13 @@ class Handle:
             RuntimeError: within a call of the model, this thread's or another's; it stays split.
         """
         check = partial(check_not_called, self.model)
-        if self._runner is None:
-            check()
-        else:
-            self._runner.end(check)
-        with self._undoing:
-            try:
-                self._undo.close()
-            finally:
-                if self._runner is not None:
-                    self._runner.free()
+        with self._removing:
+            if self._runner is None:
+                check()
+            else:
+                self._runner.end(check)
+            self._runner = None  # its memory goes, though the handle may stay
+            self._undo.close()
 
     def __enter__(self) -> Handle:
         return self
@@ -167,9 +162,9 @@ def _parse(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
     return sizes[ACCELERATOR], sizes.get("cpu", inf)
 
 
-def _check_device(device: object) -> None:
+def _check_device(device: Device | None) -> None:
     of_type("device", device, Device | None, "an Accelerator() or a ShapedDevice(...)")
-    if hasattr(device, MARK):
+    if device is not None and device.in_use:
         raise ValueError(
             f"device is that of another model that is split: give each a {type(device).__name__} "
             "of its own, or call the other's handle.remove() first"
@@ -217,8 +212,7 @@ def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Pl
     """Take memory, and have linears ask the runner; an error undoes all of it."""
     with ExitStack() as undo:
         undo.callback(device.close)
-        setattr(device, MARK, True)
-        undo.callback(delattr, device, MARK)
+        device.in_use = True
         mark_modules(model, undo)
         runner = None
         if plan.fits:
@@ -231,7 +225,6 @@ def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Pl
         else:
             plan, pinned = _pin(plan, device)
             runner = Runner(plan, weights, device, pinned)
-            tell_calls(model, runner, undo)
             split_weights(model, weights, runner, undo)
         for tensor in _others(model, weights):
             undo.callback(setattr, tensor, "data", tensor.data)

@@ -1,4 +1,4 @@
-"""A lane that is a thread: work in order, errors to whoever waits, and an end at any time."""
+"""Lanes that are threads: work in order, errors to whoever waits, and an end at any time."""
 
 from __future__ import annotations
 
@@ -15,41 +15,26 @@ Run = Callable[[], object]
 Write = Callable[[Tensor, Tensor], object]  # of an input, fills an output
 
 
-class LaneStopped(RuntimeError):
-    """The work was not done because the lanes were stopped."""
-
-
 class Stop:
-    """Tells the threads of a device to end, at the first error of any of them.
-
-    Attributes:
-        error: the first one.
-    """
+    """Ends what the threads of a device do, at the first error of any of them."""
 
     def __init__(self) -> None:
         self._set = threading.Event()
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
 
-    def check(self) -> None:
-        """Raise the first error, if there was one."""
-        if self.error is not None:
-            raise self.error
-
-    def set(self, error: BaseException) -> BaseException:
-        """Fail all work from now on; the error that was the first."""
-        if self.error is None:
-            self.error = error
+    def set(self, error: BaseException) -> None:
+        """Fail all work from now on: with this error, if it is the first."""
+        self._error = error if self._error is None else self._error
         self._set.set()
-        return self.error
 
-    def wait(self, seconds: float) -> None:
-        """Return after so many seconds; raise as soon as the threads are to end."""
-        if self._set.wait(seconds):
-            raise LaneStopped("the lanes were stopped") from self.error
+    def wait(self, seconds: float = 0.0) -> None:
+        """Return after so many seconds; raise the first error as soon as there is one."""
+        if self._set.wait(seconds) and self._error is not None:
+            raise self._error
 
     def clear(self) -> None:
         self._set.clear()
-        self.error = None
+        self._error = None
 
 
 class LaneThread:
@@ -66,7 +51,7 @@ class LaneThread:
         self.busy_seconds = 0.0
         self._name, self._stop = name, stop
         self._due = 0.0  # the end of the last work
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, name)
 
     def submit(
         self, run: Run, seconds: float = 0.0, after: Callable[[], Any] | None = None
@@ -76,15 +61,12 @@ class LaneThread:
         Args:
             after: waits for what the work needs; with a rate it tells when that was there.
         """
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, self._name)
         return self._thread.submit(self._do, [run], seconds, after, time.perf_counter())
 
     def end(self) -> None:
         """Wait for the end of the thread, which does what is queued first."""
-        if self._thread is not None:
-            self._thread.shutdown()
-        self._thread = None
+        self._thread.shutdown()
+        self._thread = ThreadPoolExecutor(1, self._name)
 
     def _do(
         self, run: list[Run], seconds: float, after: Callable[[], Any] | None, submitted: float
@@ -96,7 +78,7 @@ class LaneThread:
         try:
             due = after() if after is not None else None
             start = max(submitted, self._due, due or 0.0)
-            self._stop.wait(0)
+            self._stop.wait()
             begun = time.perf_counter()
             with torch.inference_mode():
                 run.pop()()
@@ -105,25 +87,51 @@ class LaneThread:
             self._due = start + took if seconds else now
             self._stop.wait(max(0.0, self._due - now))
         except BaseException as error:  # whoever waits for it raises it
-            raise self._stop.set(error) from None
+            self._stop.set(error)
+            raise
         self.busy_seconds += took
         return self._due
 
 
 class Lanes:
-    """The lanes of a device (`device.py`).
+    """What the runner asks of a device: three lanes, memory, and tensors on either side.
+
+        copy(rows, pinned, slab, after)  on the link: rows of a weight into a slab, through pinned
+                                         memory if it is not None
+        compute(run, nbytes, after)      on the accelerator: run(), which reads so much of a weight
+        on_host(write, x, out, nbytes)   on the host: write(x, out), of x and out on the accelerator
+        wait(events)                     what the caller does next comes after these; when they were
+                                         due
+        now()                            the moment after what the caller has done so far
+        seconds(start, end)              between two moments; waits for them
+        rates(dtype)                     of its lanes, for one token and weights of a type
+        pinned(nbytes)                   pinned memory, (nbytes,) uint8; MemoryError if none is left
+        place(tensor)                    a copy in the accelerator's memory
+
+    `copy`, `compute` and `on_host` return at once, with an event: the end of their work. What that
+    raises, `wait` raises. `after` is the event of the work before it on its slab, None for none.
+
+    Args:
+        threads: the lanes that are threads.
 
     Attributes:
-        lanes: those of `jobs.LANE_NAMES` that are threads.
+        lanes: these, by name.
+        in_use: whether a model is split over it.
     """
 
-    def __init__(self) -> None:
-        self.lanes: dict[str, LaneThread] = {}
-        self._stop = Stop()
+    def __init__(self, *threads: str) -> None:
+        self._stop, self.in_use = Stop(), False
+        self.lanes = {name: LaneThread(name, self._stop) for name in threads}
 
     def stop(self) -> None:
         """End the threads: what is queued or waits fails. The next work starts them again."""
-        self._stop.set(LaneStopped("the lanes were stopped"))
+        self._stop.set(RuntimeError("the lanes were stopped"))
         for lane in self.lanes.values():
             lane.end()
         self._stop.clear()
+
+    def close(self) -> None:
+        """End the threads, and count anew for the next model."""
+        self.stop()
+        self.lanes = {name: LaneThread(name, self._stop) for name in self.lanes}
+        self.in_use = False

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wf_backends.hetegen.accelerator import Accelerator, Streams
-from wf_backends.hetegen.device import Device
 from wf_backends.hetegen.dispatch import dispatch_model
 from wf_backends.hetegen.law import Rates
+from wf_backends.hetegen.runner import Device
 from wf_backends.hetegen.shaped import ShapedDevice
 
 WEIGHTS_BYTES = 2**28  # so many that caches do not hold them all

@@ -37,11 +37,6 @@ class HostWeight:
     dim: int
     version: int
 
-    @property
-    def expert(self) -> int | None:
-        """Its number, of a parameter that holds all experts of a layer."""
-        return int(self.linear.name.split(".")[-2]) if self.parameter.dim() == 3 else None
-
     def rows(self, start: int, stop: int) -> Tensor:
         """A view of some rows."""
         return self.tensor.narrow(self.dim, start, stop - start)

@@ -1,22 +1,29 @@
-"""Running the jobs of a plan on the lanes of a device."""
+"""Running the jobs of a plan on the lanes of a device, and what is told of it."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import fmean, median
 from threading import Lock, Thread, current_thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.device import Device, Event
+from wf_backends._compile import eager
+from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.jobs import JobMaker
 from wf_backends.hetegen.modules import HostWeight
-from wf_backends.hetegen.plan import Job, Plan
-from wf_backends.hetegen.record import Record
+from wf_backends.hetegen.plan import LANE_NAMES, PHASES, Job, Phase, Plan
+from wf_backends.hetegen.shaped import ShapedDevice
+
+PASSES_KEPT = 256
+Device = Accelerator | ShapedDevice
+Event = Any  # of a device's work: only the device that made it looks inside
+Moment = Any  # of the caller's time: likewise
 
 
 class Uncopied:
@@ -65,6 +72,11 @@ class Runner(Uncopied):
         self._lock = Lock()  # one call at a time, whichever thread it comes from
         self._restart()
 
+    def _restart(self) -> None:
+        """Forget what is in the slabs."""
+        self._maker = JobMaker(self._plan)
+        self._events: dict[int, Event] = {}  # slab -> the end of the last job that has it
+
     def enter(self, *_: Any) -> None:
         """A module is called: a pass begins with the next split linear if none was running."""
         if torch.compiler.is_compiling():
@@ -83,17 +95,10 @@ class Runner(Uncopied):
             self._running -= Counter([current_thread()])  # no count is below 0
 
     def end(self, check: Callable[[], None]) -> None:
-        """Take no more calls, unless `check` raises; the report stays as it is."""
+        """Take no more calls, unless `check` raises."""
         with self._lock:
-            if not self._ended:
-                check()
-                self._ended = True
-                self.record.end()
-
-    def free(self) -> None:
-        """Give back what lies on the accelerator, and pinned memory; no lane works any more."""
-        self._slabs, self._resident, self._pinned = [], [], []
-        self._events.clear()
+            check()
+            self._ended = True
 
     def _refuse_if_ended(self) -> None:
         if self._ended:
@@ -101,13 +106,21 @@ class Runner(Uncopied):
                 "the model is called while handle.remove() puts it back: call it again afterwards"
             )
 
-    def _restart(self) -> None:
-        """Forget what is in the slabs."""
-        self._maker = JobMaker(self._plan)
-        self._events: dict[int, Event] = {}  # slab -> the end of the last job that has it
+    @contextmanager
+    def _stopping_on_errors(self) -> Iterator[None]:
+        """Stop the lanes if the block raises anything, Ctrl-C too, and begin anew afterwards."""
+        with self._lock:
+            self._refuse_if_ended()
+            try:
+                yield
+            except BaseException:
+                self._device.stop()
+                self._restart()
+                raise
 
-    def linear(self, index: int, x: Tensor) -> Tensor:
-        """x (..., columns) times the transposed weight `index`: (..., rows).
+    @eager
+    def linear(self, index: int, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., columns) times the transposed weight `index`, plus bias (rows,): (..., rows).
 
         Raises:
             NotImplementedError: where a gradient would be needed, or weights of another type.
@@ -124,15 +137,13 @@ class Runner(Uncopied):
         phase = self._plan.request.phase(len(flat))
         with self._stopping_on_errors():
             jobs = self._maker.call(index, phase)
-            self.record.begin_call(phase, index == self._maker.first)
-            computed = []
-            for job in jobs:
-                event = self._submit(job, flat, flat_out[:, job.start : job.stop])
-                if job.lane != "link":
-                    computed.append(event)
-                self.record.ask(job, phase)
-            self.record.end_call(self._device.wait(computed))
-        return out
+            begun = self._device.now()
+            events = [self._submit(job, flat, flat_out[:, job.start : job.stop]) for job in jobs]
+            self.record.ask(jobs, phase)
+            computed = [e for e, job in zip(events, jobs, strict=True) if job.lane != "link"]
+            ended = self._device.wait(computed)
+            self.record.add_call(phase, index == self._maker.first, begun, ended)
+        return out if bias is None else out.add_(bias)
 
     def _submit(self, job: Job, x: Tensor, out: Tensor) -> Event:
         """Have its lane do a job of x (n, columns) and out (n, rows of the job)."""
@@ -152,6 +163,7 @@ class Runner(Uncopied):
         self._events[job.slab] = event
         return event
 
+    @eager
     def lookup(self, index: int, ids: Tensor) -> Tensor:
         """Rows `ids` (...) of weight `index` (n, d), a table in host memory: (..., d)."""
         weight = self._weights[index]
@@ -161,19 +173,64 @@ class Runner(Uncopied):
             self._device.wait([self._device.on_host(weight.look_up, ids, out, out.nbytes)])
         return out
 
-    @contextmanager
-    def _stopping_on_errors(self) -> Iterator[None]:
-        """Stop the lanes if the block raises anything, Ctrl-C too, and begin anew afterwards."""
-        with self._lock:
-            self._refuse_if_ended()
-            try:
-                yield
-            except BaseException:
-                self._device.stop()
-                self._restart()
-                raise
-
 
 def _like(rows: Tensor, memory: Tensor) -> Tensor:
     """The beginning of `memory` as a tensor like `rows`."""
     return memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
+
+
+class Record:
+    """What the lanes of a device are asked for, and when calls of split linears begin and end.
+
+    A pass of the model is from the jobs of its first split linear to the end of its last.
+    """
+
+    def __init__(self, plan: Plan, device: Device) -> None:
+        self._plan, self._device, self._lanes = plan, device, device.lanes
+        # Phase; when each call began and ended, in turns. The latest passes; all are counted.
+        self._passes: deque[tuple[Phase, list[Moment]]] = deque(maxlen=PASSES_KEPT)
+        self._num_passes: Counter[Phase] = Counter()
+        self._began: Moment = None
+        self._bytes: dict[str, int] = dict.fromkeys(LANE_NAMES, 0)
+        self._predicted: dict[str, float] = dict.fromkeys(LANE_NAMES, 0.0)
+
+    def ask(self, jobs: Sequence[Job], phase: Phase) -> None:
+        """The lanes are asked for jobs."""
+        for job in jobs:
+            self._bytes[job.lane] += self._plan.bytes_of(job)
+            self._predicted[job.lane] += self._plan.seconds_of(job, phase)
+
+    def add_call(self, phase: Phase, begins_pass: bool, begun: Moment, ended: Moment) -> None:
+        if begins_pass or not self._passes:
+            self._passes.append((phase, []))
+            self._num_passes[phase] += 1
+            self._began = begun if self._began is None else self._began
+        self._passes[-1][1].extend((begun, ended))
+
+    def report(self) -> dict:
+        """What `Handle.report` returns."""
+        between = self._device.seconds
+        wall = between(self._began, self._passes[-1][1][-1]) if self._passes else 0.0
+        lanes = {}
+        for name in LANE_NAMES:
+            busy = self._lanes[name].busy_seconds if name in self._lanes else 0.0  # it is no thread
+            lanes[name] = {
+                "busy_seconds": busy,
+                "predicted_busy_seconds": self._predicted[name],
+                "idle_seconds": max(0.0, wall - busy),
+                "bytes": self._bytes[name],
+            }
+        phases = {phase: self._phase_report(phase) for phase in PHASES}
+        return {"fits": False, **phases, "lanes": lanes}
+
+    def _phase_report(self, phase: Phase) -> dict[str, float | None]:
+        plan, between = self._plan, self._device.seconds
+        own = [moments for of, moments in self._passes if of == phase]
+        thought = [list(map(between, moments[1::2], moments[2::2])) for moments in own]
+        calls = [fmean(each) for each in thought if each]
+        return {
+            "passes": self._num_passes[phase],
+            "measured_seconds": median(between(each[0], each[-1]) for each in own) if own else None,
+            "predicted_seconds": plan.decode_seconds if phase == "decode" else plan.prefill_seconds,
+            "call_seconds": median(calls) if calls else None,
+        }

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.lane_thread import Lanes, LaneThread, Run, Write
+from wf_backends.hetegen.lane_thread import Lanes, Run, Write
 from wf_backends.hetegen.law import Rates
 from wf_backends.hetegen.plan import LANE_NAMES
 
@@ -40,11 +40,10 @@ class ShapedDevice(Lanes):
         accelerator_bytes_per_s: float,
         call_seconds: float = THREAD_CALL_SECONDS,
     ) -> None:
-        super().__init__()
+        super().__init__(*LANE_NAMES)
         rates = link_bytes_per_s, host_bytes_per_s, accelerator_bytes_per_s
         self._rates = Rates(*rates, call_seconds=call_seconds)
         self.bytes = self.peak_bytes = self.pinned_bytes = 0
-        self.lanes = {name: LaneThread(name, self._stop) for name in LANE_NAMES}
 
     def rates(self, dtype: torch.dtype) -> Rates:
         return self._rates
@@ -89,5 +88,5 @@ class ShapedDevice(Lanes):
         return end - start
 
     def close(self) -> None:
-        self.stop()
+        super().close()
         self.bytes = self.pinned_bytes = 0
