@@ -7,11 +7,9 @@ from wf_backends.runtime.attention import (
     ForwardTiles,
     accumulator_dtype,
     fuse,
-    unfuse,
 )
 from wf_backends.runtime.autograd import first_order_only, move
 from wf_backends.runtime.learned import Learned
-from wf_backends.runtime.messages import Accumulators, Messages, Total, add, gather, send_home
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
 from wf_backends.runtime.surrogate_out import SurrogateOut
 from wf_backends.runtime.ulysses import (
@@ -24,7 +22,6 @@ from wf_backends.runtime.ulysses import (
 from wf_backends.runtime.ulysses_pipeline import ChunkedAttention
 
 __all__ = [
-    "Accumulators",
     "Attention",
     "BackwardTiles",
     "Call",
@@ -33,22 +30,16 @@ __all__ = [
     "HeadExchange",
     "HeadGroup",
     "Learned",
-    "Messages",
     "SurrogateOut",
-    "Total",
     "accumulator_dtype",
-    "add",
     "dimension",
     "first_order_only",
     "fuse",
-    "gather",
     "gather_shards",
     "heads_for_tokens",
     "make_head_exchange",
     "move",
     "positions",
-    "send_home",
     "take_shard",
     "tokens_for_heads",
-    "unfuse",
 ]

@@ -21,11 +21,10 @@ from wf_backends.kernels import Kernel, PositionBias, Scores, TileGrad, merge
 from wf_backends.lowering import RankProgram, Tile
 from wf_backends.runtime.autograd import below_autograd, first_order_only
 from wf_backends.runtime.latents import LatentKernel
-from wf_backends.runtime.learned import Learned
+from wf_backends.runtime.learned import Learned, sinks_grad, with_sinks
 from wf_backends.runtime.messages import Accumulators, Combine, Tensors, add, copy, pack, scatter
-from wf_backends.runtime.runner import ComputeTile, Side, run
+from wf_backends.runtime.runner import Side, run
 from wf_backends.runtime.shards import positions
-from wf_backends.runtime.sinks import sinks_grad, with_sinks
 from wf_backends.runtime.surrogate_out import SurrogateOut
 from wf_backends.schedule import Range, Ranges
 
@@ -94,12 +93,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Learned) -> Ten
     wire = (q.dtype, dtype) if call.narrow else None  # of out; lse travels as it is
     found = Accumulators((shape, shape[:-1]), (0.0, -inf), dtype, q.device, _merge, wire)
     sides = Side((queries,), found), Side((kv,), Accumulators((), (), dtype, q.device, copy))
-    (out, lse), _, *held = _run(
-        call.forward, call, "forward", ForwardTiles(kernel, scores, k.shape[3]), *sides
-    )
+    tiles = ForwardTiles(kernel, scores, k.shape[3])
+    results = run(call.forward, call.comm, "forward", tiles, *sides)
+    out, lse = results[0].own
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
-    gathered = [side[0] for keep, side in zip(call.keep, held, strict=True) if keep]
+    gathered = [one.gathered[0] for keep, one in zip(call.keep, results, strict=True) if keep]
     return _batch_first(out).to(q.dtype), lse, *gathered
 
 
@@ -126,7 +125,7 @@ def differentiate(
     latent = None if up is None else LatentKernel(call.kernel, up)
     own = SurrogateOut(queries[1], _rows_first(out))
     tiles = BackwardTiles(latent or call.kernel, scores, k.shape[3], own)
-    (dq,), (dkv,), *_ = _run(call.backward, call, "backward", tiles, *sides)
+    (dq,), (dkv,) = (side.own for side in run(call.backward, call.comm, "backward", tiles, *sides))
     grads = dq, *unfuse(dkv, k.shape[3])
     dq, dk, dv = (_batch_first(grad).to(q.dtype) for grad in grads)
     of_learned = Learned(
@@ -151,14 +150,11 @@ class _Tiles(ABC):
         self._anywhere = scores.slopes is scores.dropout is scores.bias is None
         self._buffers: tuple[Tensors, Tensors] = ((), ())
         self._views: dict[Ranges, tuple[Tensors, Tensors]] = {}
+        self._outs: SurrogateOut | None = None
 
     @abstractmethod
     def _given(self, queries: Tensors, rows: Ranges) -> Tensors:
         """The rows of queries as the kernel takes them."""
-
-    @abstractmethod
-    def _renew(self, queries: Tensors) -> None:
-        """Other queries are at hand than before, perhaps in the same buffer."""
 
     def _scores(self, tile: Tile, q: Tensor) -> Scores:
         """The tile's, on q's device."""
@@ -172,8 +168,7 @@ class _Tiles(ABC):
         One slice is a view, which later tiles on the same rows use again. Several have no place.
         """
         if self._buffers[0] is not queries or self._buffers[1] is not found:
-            self._buffers, self._views = (queries, found), {}
-            self._renew(queries)
+            self._buffers, self._views, self._outs = (queries, found), {}, None
         if len(rows) != 1:
             return self._given(queries, rows), None
         if rows not in self._views:
@@ -190,14 +185,11 @@ class ForwardTiles(_Tiles):
     ) -> None:
         """Compute a tile; see runner.ComputeTile."""
         (q,), place = self._queries(tile.rows, queries, to_queries)
-        k, v = _keys_and_values(keys[0], tile, self.key_dim)
+        k, v = unfuse(pack(keys[0], tile.keys).transpose(0, 1), self.key_dim)
         scores = self.scores if self._anywhere else self._scores(tile, q)
         out, lse = self.kernel.forward(q, k, v, scores, tile.band)
         found = _rows_first(out), lse.permute(2, 0, 1)
         _combine(copy if tile.first_on_rows else _merge, place, to_queries, tile.rows, found)
-
-    def _renew(self, queries: Tensors) -> None:
-        """Nothing is known of queries but what is in their buffer."""
 
     def _given(self, queries: Tensors, rows: Ranges) -> Tensors:
         return (_batch_first(pack(queries[0], rows)),)
@@ -212,14 +204,14 @@ class BackwardTiles(_Tiles):
 
     def __init__(self, kernel: Kernel, scores: Scores, key_dim: int, own: SurrogateOut) -> None:
         super().__init__(kernel, scores, key_dim)
-        self._own = self._outs = own
+        self._own = own
 
     def __call__(
         self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
     ) -> None:
         """Compute a tile; see runner.ComputeTile."""
         (q, dout, out, lse, delta), place = self._queries(tile.rows, queries, to_queries)
-        k, v = _keys_and_values(keys[0], tile, self.key_dim)
+        k, v = unfuse(pack(keys[0], tile.keys).transpose(0, 1), self.key_dim)
         given = TileGrad(dout, q, k, v, out, lse, delta)
         scores = self.scores if self._anywhere else self._scores(tile, q)
         dq, dk, dv = self.kernel.backward(given, scores, tile.band)
@@ -229,12 +221,10 @@ class BackwardTiles(_Tiles):
         grads = _rows_first(dk), _rows_first(dv)
         scatter(unfuse(to_keys[0], self.key_dim), combine, tile.keys, grads)
 
-    def _renew(self, queries: Tensors) -> None:
-        dout = queries[1]
-        self._outs = self._own if self._own.dout is dout else SurrogateOut(dout)
-
     def _given(self, queries: Tensors, rows: Ranges) -> Tensors:
         q, dout, stats = queries
+        if self._outs is None:
+            self._outs = self._own if self._own.dout is dout else SurrogateOut(dout)
         out = self._outs.read(rows, stats)
         lse, delta = pack(stats, rows).permute(1, 2, 3, 0).unbind(0)
         q, dout, out = [_batch_first(pack(x, rows)) for x in (q, dout, out)]
@@ -249,22 +239,6 @@ def _combine(
         scatter(buffers, combine, rows, found)
     else:
         combine(place, found)
-
-
-def _keys_and_values(kv: Tensor, tile: Tile, key_dim: int) -> Tensors:
-    """k (b, j, g, d) and v (b, j, g, e) of a tile; d is `key_dim`."""
-    rows = pack(kv, tile.keys).transpose(0, 1)
-    return rows.split_with_sizes((key_dim, rows.size(-1) - key_dim), -1)
-
-
-def _run(
-    program: RankProgram, call: Call, name: str, compute: ComputeTile, queries: Side, keys: Side
-) -> tuple[Tensors, Tensors, Tensors, Tensors]:
-    """(queries' results, keys', gathered queries, gathered keys) of one pass."""
-    turn = program.queries_walk
-    stay, walk = (keys, queries) if turn else (queries, keys)
-    a, b, c, d = run(program, call.comm, name, compute, stay, walk)
-    return (b, a, d, c) if turn else (a, b, c, d)
 
 
 def _merge(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:

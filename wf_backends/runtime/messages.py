@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from wf_backends.comm import Communicator, Message, Pending
-from wf_backends.lowering import Gather, Parcel
+from wf_backends.lowering import Parcel
 from wf_backends.schedule import Ranges
 
 SPAN = "wallfacer "
@@ -220,27 +220,3 @@ class Messages:
         for _, place, rows, values in self._arrivals:
             place(rows, values)
         self._arrivals = []
-
-
-def gather(messages: Messages, rows: Gather, shard: Tensors) -> Tensors:
-    """Register a gather's messages.
-
-    Returns:
-        The buffers that it fills; the shard itself if that is all that this rank reads.
-    """
-    for parcel in rows.give:
-        messages.send(parcel, shard)
-    if len(rows.take) == 1 and rows.take[0].peer == messages.comm.rank:
-        return messages.to_self.pop(0)
-    buffers = empty_rows(rows.num_rows, shard)
-    for parcel in rows.take:
-        messages.receive(parcel, buffers)
-    return buffers
-
-
-def send_home(messages: Messages, rows: Gather, found: Tensors, total: Total) -> None:
-    """Register the transpose of a gather: every owner adds up the results for its rows."""
-    for parcel in rows.take:
-        messages.send(parcel, found)
-    for parcel in rows.give:
-        messages.collect(parcel, found, total.add)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from wf_backends.comm import Communicator
-from wf_backends.lowering import Exchange, RankProgram, Stay, Step, Tile
+from wf_backends.lowering import Exchange, Gather, RankProgram, Stay, Step, Tile
 from wf_backends.runtime.messages import (
     Accumulators,
     Messages,
@@ -20,7 +20,6 @@ from wf_backends.runtime.messages import (
     Total,
     copy,
     empty_rows,
-    gather,
     pack,
     scatter,
     span,
@@ -36,7 +35,7 @@ class ComputeTile(Protocol):
 
 
 class Side(NamedTuple):
-    """The input of a pass from one side, the one that stays or the one that walks."""
+    """The input of a pass from one side: queries or keys."""
 
     shard: Tensors
     """This rank's own rows."""
@@ -47,16 +46,12 @@ class Side(NamedTuple):
 
 
 class Results(NamedTuple):
-    """What a pass gives."""
+    """What a pass gives of one side."""
 
-    stay: Tensors
-    """What was found for this rank's rows of the side that stays."""
-    walk: Tensors
-    """The same of the side that walks."""
-    gathered_stay: Tensors
-    """The rows of that side that this rank computed on."""
-    gathered_walk: Tensors
-    """The rows that it held in the first step."""
+    own: Tensors
+    """What was found for this rank's own rows."""
+    gathered: Tensors
+    """The rows that this rank computed on; if they walk, those that it held in the first step."""
 
 
 def run(
@@ -64,22 +59,24 @@ def run(
     comm: Communicator,
     name: str,
     compute: ComputeTile,
-    stay: Side,
-    walk: Side,
-) -> Results:
-    """Run a program on one rank.
+    queries: Side,
+    keys: Side,
+) -> tuple[Results, Results]:
+    """Run a program on one rank; the results of queries and of keys.
 
     Args:
         name: of the pass, in labels of messages, spans and errors.
-        stay, walk: the sides; `program.queries_walk` says which of them queries are.
     """
+    turn = program.queries_walk
+    stay, walk = (keys, queries) if turn else (queries, keys)
     one = _Pass(program, comm, name, compute, stay, walk)
     for index in program.busy:
         inbound = one.post(index)
         one.compute(index)
         for messages in inbound:
             messages.wait()
-    return one.finish()
+    stayed, walked = one.finish()
+    return (walked, stayed) if turn else (stayed, walked)
 
 
 class _Pass:
@@ -99,7 +96,8 @@ class _Pass:
         """Of the step's messages."""
         self.in_flight: list[Messages] = []
         self.walkers = walk.shard
-        self.gathered = self.held = (*walk.kept, *self._gather(self.walkers[len(walk.kept) :]))
+        anew = self._gather(program.walk, self.walkers[len(walk.kept) :])
+        self.gathered = self.held = (*walk.kept, *anew)
         self.arriving: Tensors = ()
         """The buffer of the next step in which this rank reads anything, as it fills."""
         self.spare: Tensors = ()
@@ -172,14 +170,11 @@ class _Pass:
                 else:
                     self.tile(tile, self.stay, self.held, self.partial, self.moving)
                 if self.comm.needs_polls:
-                    self._poll()
+                    for messages in self.in_flight:
+                        messages.poll()
 
-    def _poll(self) -> None:
-        for messages in self.in_flight:
-            messages.poll()
-
-    def finish(self) -> Results:
-        """The results of this rank's own rows, once all partial results are at their owners."""
+    def finish(self) -> tuple[Results, Results]:
+        """(side that stays, side that walks), once all partial results are at their owners."""
         if self.walk_found.shapes:
             last = self._messages("home")
             self._move_partials(last, self.program.steps[-1], None)
@@ -191,15 +186,23 @@ class _Pass:
             messages.wait()
         for messages in list(self.in_flight):  # those that only sent
             messages.wait()
-        return Results(self.stay_total.buffers(), self.total.buffers(), self.stay, self.gathered)
+        stayed = Results(self.stay_total.buffers(), self.stay)
+        return stayed, Results(self.total.buffers(), self.gathered)
 
     def _messages(self, what: str) -> Messages:
         return Messages(self.comm, f"{self.name} {what}", self.in_flight)
 
-    def _gather(self, walkers: Tensors) -> Tensors:
-        """The walkers of the first step."""
+    def _gather(self, rows: Gather, shard: Tensors) -> Tensors:
+        """The walkers of the first step; the shard itself if that is all that this rank reads."""
         messages = self._messages("gather")
-        held = gather(messages, self.program.walk, walkers)
+        for parcel in rows.give:
+            messages.send(parcel, shard)
+        if len(rows.take) == 1 and rows.take[0].peer == self.comm.rank:
+            held = messages.to_self.pop(0)
+        else:
+            held = empty_rows(rows.num_rows, shard)
+            for parcel in rows.take:
+                messages.receive(parcel, held)
         messages.post().wait()
         return held
 
