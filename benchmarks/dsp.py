@@ -177,8 +177,8 @@ def ulysses_everywhere(video: Video, comm: Counting) -> Step:
     sizes, layers = chunk_sizes(video.tokens, comm.size), video.layers()
 
     def attend(dim: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = heads_for_tokens((q, k, v), 3 * [exchange], comm, "ulysses")
-        return tokens_for_heads((whole(video, dim, q, k, v),), [exchange], comm, "ulysses")[0]
+        qkv = heads_for_tokens(torch.cat((q, k, v), -1), exchange, comm, "ulysses")
+        return tokens_for_heads(whole(video, dim, *qkv.chunk(3, -1)), exchange, comm, "ulysses")
 
     def pair(x: Tensor) -> Tensor:
         x = layers[0](x, partial(attend, SPACE))

@@ -16,7 +16,7 @@ from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.lowering.derivation import Problem, lower
 from wf_backends.runtime.attention import Attention, Call
 from wf_backends.runtime.ulysses import HeadGroup, make_head_exchange
-from wf_backends.runtime.ulysses_pipeline import ChunkedAttention
+from wf_backends.runtime.ulysses_pipeline import UlyssesAttention
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.ranges import intersect, subtract
@@ -79,7 +79,7 @@ def chunk_events(comm, chunks):
     alone, group = recorder.view([comm.rank]), HeadGroup(recorder, trade, trade)
     call = Call(*case.plans(0), alone, RecordedKernel(events), Scores(0.3))
     q, k, v = (torch.randn(1, 8, 12, 8).requires_grad_() for _ in range(3))
-    ChunkedAttention.apply(q, k, v, call, group).sum().backward()
+    UlyssesAttention.apply(q, k, v, call, group).sum().backward()
     return [kind for kind, _ in groupby(events)]
 
 

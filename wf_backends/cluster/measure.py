@@ -21,7 +21,7 @@ from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.timer import Timer
 from wf_backends.cluster.topology import Topology
 from wf_backends.comm import HEADER_INTEGERS, Communicator, gather_small
-from wf_backends.runtime import heads_for_tokens, make_head_exchange
+from wf_backends.runtime import Messages, gather_rows, make_head_exchange
 from wf_backends.schedule import make_layout
 
 REPEATS = 7  # of which the median counts
@@ -77,18 +77,18 @@ def _agreement_s(timer: Timer) -> float:
 def _exchange_s(timer: Timer, per_host: int) -> float:
     """Seconds of an all-to-all of heads for a few tokens inside a host, on all hosts at once."""
     comm = timer.comm
-    sent, first = dict(comm.sent), comm.rank // per_host * per_host
+    first = comm.rank // per_host * per_host
     host = comm.view(range(first, first + per_host))
     exchange = make_head_exchange(make_layout("contiguous", per_host, per_host), per_host, per_host)
     x = torch.zeros(1, 1, per_host, HEAD_DIM, device=timer.device)
 
-    def work() -> object:
-        return heads_for_tokens((x, x, x), (exchange,) * 3, host, "bench")
+    def work() -> None:
+        messages = Messages(host, "bench")
+        for _ in "qkv":
+            gather_rows(messages, exchange, x)
+        messages.post().wait()
 
-    times = timer.times(work, REPEATS)
-    comm.sent.clear()
-    comm.sent.update(sent)  # measuring is no traffic of the job's
-    return median(times)
+    return median(timer.times(work, REPEATS))
 
 
 def _memory(device: torch.device, per_host: int) -> float:

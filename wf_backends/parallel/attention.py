@@ -25,11 +25,9 @@ from wf_backends.parallel.softmax import Softmax, make_softmax, plain_softmax
 from wf_backends.runtime import (
     Attention,
     Call,
-    ChunkedAttention,
     HeadGroup,
     Learned,
-    heads_for_tokens,
-    tokens_for_heads,
+    UlyssesAttention,
 )
 from wf_backends.schedule import Mask, make_mask
 
@@ -199,12 +197,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, group: HeadGroup, learned: 
     """softmax(scores + mask) v for this rank's rows: the call's programs, inside its exchanges."""
     if group.comm.size == 1:
         return Attention.apply(q, k, v, call, *learned)
-    if len(group.queries) > 1:
-        return ChunkedAttention.apply(q, k, v, call, group, *learned)
-    heads = group.heads(0)
-    q, k, v = heads_for_tokens((q, k, v), group.qkv(0), group.comm, "ulysses qkv", call.now)
-    out = Attention.apply(q, k, v, call.of_heads(heads), *learned.of_heads(heads))
-    return tokens_for_heads((out,), group.out(0), group.comm, "ulysses out", call.now)[0]
+    return UlyssesAttention.apply(q, k, v, call, group, *learned)
 
 
 def _check_words(seqlen: object, name: object) -> None:

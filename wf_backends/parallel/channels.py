@@ -54,15 +54,13 @@ class ChannelExchange:
         told = self._consistency.check(same, {"rows": x.shape[1]}, x)
         seqlen = cu_seqlens[-1] if cu_seqlens is not None else sum(told["rows"])
         exchange = self._exchange(seqlen, cu_seqlens)
-        (found,) = heads_for_tokens((x,), (exchange,), self.sp.comm, "channels")
-        return found.squeeze(2)
+        return heads_for_tokens(x, exchange, self.sp.comm, "channels").squeeze(2)
 
     @eager
     def bring_back(self, y: Tensor, cu_seqlens: Borders = None) -> Tensor:
         """The transpose of `gather`: (b, S, c) -> (b, s, P, c)."""
         exchange = self._exchange(y.shape[1], cu_seqlens)
-        (found,) = tokens_for_heads((y.unsqueeze(2),), (exchange,), self.sp.comm, "channels back")
-        return found
+        return tokens_for_heads(y.unsqueeze(2), exchange, self.sp.comm, "channels back")
 
     @eager
     def sum(self, x: Tensor) -> Tensor:

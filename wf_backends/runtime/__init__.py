@@ -10,31 +10,35 @@ from wf_backends.runtime.attention import (
 )
 from wf_backends.runtime.autograd import first_order_only, move
 from wf_backends.runtime.learned import Learned
+from wf_backends.runtime.messages import Messages
 from wf_backends.runtime.shards import dimension, gather_shards, positions, take_shard
 from wf_backends.runtime.surrogate_out import SurrogateOut
 from wf_backends.runtime.ulysses import (
     HeadExchange,
     HeadGroup,
+    gather_rows,
     heads_for_tokens,
     make_head_exchange,
     tokens_for_heads,
 )
-from wf_backends.runtime.ulysses_pipeline import ChunkedAttention
+from wf_backends.runtime.ulysses_pipeline import UlyssesAttention
 
 __all__ = [
     "Attention",
     "BackwardTiles",
     "Call",
-    "ChunkedAttention",
     "ForwardTiles",
     "HeadExchange",
     "HeadGroup",
     "Learned",
+    "Messages",
     "SurrogateOut",
+    "UlyssesAttention",
     "accumulator_dtype",
     "dimension",
     "first_order_only",
     "fuse",
+    "gather_rows",
     "gather_shards",
     "heads_for_tokens",
     "make_head_exchange",

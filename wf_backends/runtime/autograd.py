@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Tensors = tuple[Tensor, ...]
 Backward = Callable[..., Any]
 Move = Callable[[Tensor, str], Tensor]  # (tensor, label of its messages) -> tensor
-MoveAll = Callable[[Tensors, str], Tensors]  # the same of several tensors, in one exchange
 
 below_autograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 """`with below_autograd():` operators skip autograd, which would note every view and every write.
@@ -47,25 +45,16 @@ def first_order_only(backward: Backward) -> Backward:
 
 class _Adjoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, there: MoveAll, back: MoveAll, label: str, *xs: Tensor) -> Tensors:
+    def forward(ctx: Any, x: Tensor, there: Move, back: Move, label: str) -> Tensor:
         ctx.back, ctx.label = back, label
-        return there(xs, f"forward {label}")
+        return there(x, f"forward {label}")
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, None, None, *ctx.back(grads, f"backward {ctx.label}"))
-
-
-def move_all(xs: Tensors, there: MoveAll, back: MoveAll, label: str) -> Tensors:
-    """there(xs); the gradients are brought together by `back`, the transpose of `there`."""
-    return _Adjoint.apply(there, back, label, *xs)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(grad, f"backward {ctx.label}"), None, None, None
 
 
 def move(x: Tensor, there: Move, back: Move, label: str) -> Tensor:
     """there(x); the gradient is brought by `back`, the transpose of `there`."""
-
-    def alone(one: Move) -> MoveAll:
-        return lambda xs, label: (one(xs[0], label),)
-
-    return move_all((x,), alone(there), alone(back), label)[0]
+    return _Adjoint.apply(x, there, back, label)

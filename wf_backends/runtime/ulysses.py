@@ -18,8 +18,8 @@ from torch import Tensor
 
 from wf_backends.comm import NO_PASS, Communicator, Pass
 from wf_backends.lowering import Parcels, parcels
-from wf_backends.runtime.autograd import move_all
-from wf_backends.runtime.messages import Messages, Tensors, add, copy, scatter
+from wf_backends.runtime.autograd import move
+from wf_backends.runtime.messages import Messages, add, copy, scatter
 from wf_backends.schedule import Range, Ranges, join, locate, size
 
 
@@ -127,59 +127,34 @@ class HeadGroup:
         return (self.queries[chunk],)
 
 
-def heads_for_tokens(
-    xs: Tensors,
-    exchanges: Sequence[HeadExchange],
-    comm: Communicator,
-    label: str,
-    now: Pass = NO_PASS,
-) -> Tensors:
-    """All heads of my rows (b, s, h, d) -> my heads of the group's rows (b, n, h', d).
-
-    Args:
-        xs: tensors that travel together, forward and backward. exchanges: one for each.
-        now: the pass that they belong to.
-    """
-    if comm.size == 1:
-        return xs
-    there = partial(_exchange, gather_rows, exchanges, comm, now)
-    back = partial(_exchange, bring_back, exchanges, comm, now.back())
-    return move_all(xs, there, back, label)
+def heads_for_tokens(x: Tensor, exchange: HeadExchange, comm: Communicator, label: str) -> Tensor:
+    """All heads of my rows (b, s, h, d) -> my heads of the group's rows (b, n, h', d)."""
+    there = partial(_exchange, gather_rows, exchange, comm, NO_PASS)
+    back = partial(_exchange, bring_back, exchange, comm, NO_PASS.back())
+    return move(x, there, back, label) if comm.size > 1 else x
 
 
-def tokens_for_heads(
-    xs: Tensors,
-    exchanges: Sequence[HeadExchange],
-    comm: Communicator,
-    label: str,
-    now: Pass = NO_PASS,
-) -> Tensors:
+def tokens_for_heads(x: Tensor, exchange: HeadExchange, comm: Communicator, label: str) -> Tensor:
     """My heads of the group's rows (b, n, h', d) -> all heads of my rows (b, s, h, d)."""
-    if comm.size == 1:
-        return xs
-    there = partial(_exchange, bring_back, exchanges, comm, now)
-    back = partial(_exchange, gather_rows, exchanges, comm, now.back())
-    return move_all(xs, there, back, label)
-
-
-Register = Callable[[Messages, HeadExchange, Tensor], Tensor]
-"""Registers an exchange's messages; gives the tensor that holds what they bring."""
+    there = partial(_exchange, bring_back, exchange, comm, NO_PASS)
+    back = partial(_exchange, gather_rows, exchange, comm, NO_PASS.back())
+    return move(x, there, back, label) if comm.size > 1 else x
 
 
 def _exchange(
-    register: Register,
-    exchanges: Sequence[HeadExchange],
+    register: Callable[[Messages, HeadExchange, Tensor], Tensor],
+    exchange: HeadExchange,
     comm: Communicator,
     now: Pass,
-    xs: Tensors,
+    x: Tensor,
     label: str,
-) -> Tensors:
-    """Exchange several tensors together."""
+) -> Tensor:
+    """What the messages bring that `gather_rows` or `bring_back` registers, in x's dtype."""
     comm.enter(now)
     messages = Messages(comm, label)
-    found = [register(messages, one, x) for one, x in zip(exchanges, xs, strict=True)]
+    found = register(messages, exchange, x)
     messages.post().wait()
-    return tuple(total.to(x.dtype) for total, x in zip(found, xs, strict=True))
+    return found.to(x.dtype)
 
 
 def gather_rows(messages: Messages, exchange: HeadExchange, x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Heads in chunks: one is traded for tokens while another is computed.
+"""Attention between Ulysses exchanges, chunk by chunk of a rank's heads.
 
-A rank's heads after the exchange (runtime/ulysses.py) are computed one chunk after another. While
-one is, the next is on its way here and what the last one gave is on its way home, so that of all
-exchanges only the first one in and the last one out hide behind nothing.
+While one chunk is computed, the next is on its way here and what the last one gave is on its way
+home, so that of all exchanges (runtime/ulysses.py) only the first one in and the last one out hide
+behind nothing. By default all heads are one chunk.
 
 Shapes: s rows of this rank, n rows of its group, b batch, h query heads, g key heads, d head_dim.
 """
@@ -24,7 +24,7 @@ from wf_backends.runtime.ulysses import HeadExchange, HeadGroup, bring_back, gat
 Exchanges = Callable[[int], tuple[HeadExchange, ...]]  # of a chunk, one for each tensor
 
 
-class ChunkedAttention(torch.autograd.Function):
+class UlyssesAttention(torch.autograd.Function):
     """attention(q, k, v, call, group, *learned) of this rank's rows, all heads.
 
     q (b, s, h, d), k (b, s, g, d), v (b, s, g, e); the call and what is learned are of all heads,
@@ -43,20 +43,20 @@ class ChunkedAttention(torch.autograd.Function):
         *learned: Tensor | None,
     ) -> Tensor:
         parameters = Learned(*learned)
-        held: list[Tensors] = []
+        held: list[Tensor] = []
 
-        def compute(here: Tensors) -> Tensors:
+        def compute(chunk: int, here: Tensors) -> Tensors:
             q, k, v = here
-            heads = group.heads(len(held))
+            heads = group.heads(chunk)
             with below_autograd():
                 out, *more = attend(q, k, v, call.of_heads(heads), parameters.of_heads(heads))
-            held.append((*here, out, *more))
+            held.extend((*here, out, *more))
             return (out,)
 
         labels = "forward ulysses qkv", "forward ulysses out"
         (out,) = _through(group, (q, k, v), group.qkv, group.out, labels, compute)
         ctx.call, ctx.group, ctx.num_learned = call, group, len(learned)
-        ctx.save_for_backward(*learned, *(x for one in held for x in one))
+        ctx.save_for_backward(*learned, *held)
         return out
 
     @staticmethod
@@ -69,11 +69,9 @@ class ChunkedAttention(torch.autograd.Function):
         given, saved = everything[: ctx.num_learned], everything[ctx.num_learned :]
         learned = Learned(*given)
         each = len(saved) // len(group.queries)
-        chunks = iter(range(len(group.queries)))
         totals = [None if x is None else torch.zeros_like(x) for x in given]
 
-        def compute(here: Tensors) -> Tensors:
-            chunk = next(chunks)
+        def compute(chunk: int, here: Tensors) -> Tensors:
             held, heads = saved[chunk * each : (chunk + 1) * each], group.heads(chunk)
             of_these = learned.of_heads(heads)
             with below_autograd():
@@ -94,13 +92,14 @@ def _through(
     come: Exchanges,
     leave: Exchanges,
     labels: tuple[str, str],
-    compute: Callable[[Tensors], Tensors],
+    compute: Callable[[int, Tensors], Tensors],
 ) -> Tensors:
     """What `compute` makes of every chunk of the group's rows, brought back to this rank's.
 
     Args:
         xs: this rank's rows, all heads. come, leave: the exchanges of what is computed with, and
-            of what comes of it. labels: of their messages.
+            of what comes of it. labels: of their messages. compute: called with the chunk's number
+            and its heads of the group's rows.
     """
     totals: Tensors = ()
     coming, going = Messages(group.comm, labels[0]), Messages(group.comm, labels[1])
@@ -114,7 +113,7 @@ def _through(
             coming = Messages(group.comm, labels[0])
             arriving = _arrive(coming, come(chunk + 1), xs)
             coming.post()
-        found, exchanges = compute(here), leave(chunk)
+        found, exchanges = compute(chunk, here), leave(chunk)
         me = group.comm.rank
         totals = totals or tuple(one.blank(me, x) for one, x in zip(exchanges, found, strict=True))
         going.wait()
