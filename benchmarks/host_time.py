@@ -1,11 +1,10 @@
 """What a step of a ring costs the host that starts it: Python, launches and messages, no waiting.
 
 One process plays one rank of many: torch's "fake" process group delivers nothing, and shards are so
-short that the operator takes a few microseconds. On a GPU this is the time below which shorter
-steps do not make a ring faster. Ours beside ring-flash-attn, both on torch's operator for CPUs.
+short that the operator takes a few microseconds. Ours beside ring-flash-attn, both on torch's
+operator for CPUs.
 
     python benchmarks/host_time.py --ranks 8,64
-    python benchmarks/host_time.py --ranks 1,8,64 --device cuda    # ours beside torch's attention
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import one_rank
 import torch
 import torch.distributed as dist
 from measure import cores_and_load, cpu_name
@@ -34,8 +32,6 @@ from wf_backends.comm.protocol import CONTROL, Message, Pending
 
 STAND_IN = Path(__file__).parent / "flash_attn_stand_in"
 SHARD, HEADS, HEAD_DIM = 16, 4, 16
-DEVICE_SHARD, DEVICE_HEAD_DIM = 256, 64
-NOISY = (torch.bfloat16, torch.float32)
 Times = tuple[float, float]  # seconds of a forward, of a backward
 
 
@@ -61,14 +57,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", default="8,64", help="separated by commas")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.device == "cuda":
-        print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}, {cpu_name()}")
-        for size in map(int, args.ranks.split(",")):
-            on_device(size, args.repeats, args.device)
-        return
     if find_spec("flash_attn") is None:
         sys.path.append(str(STAND_IN))
     print(f"torch {torch.__version__}, {cpu_name()}, {cores_and_load()}")
@@ -97,47 +87,6 @@ def report(size: int, repeats: int) -> None:
         print(f"| {size} | {name} | {' | '.join(cells)} |")
     dist.destroy_process_group()
     print(f"| 1 | torch's operator alone | {' | '.join(f'{1e6 * x:.0f}' for x in operator())} |")
-
-
-def on_device(size: int, repeats: int, device: str) -> None:
-    """Of a rank of so many, until its call returns: the device computes later.
-
-    Rows that arrive are copied on the device (`one_rank.Alone`), at the cost of a launch.
-    """
-    like = {"dtype": torch.bfloat16, "device": device}
-    noise = {dtype: torch.randn(1 << 20, device=device).to(dtype) for dtype in NOISY}
-    config = SequenceParallelConfig(sequence_parallel_size=size, route="ring")
-    sp = SequenceParallel(config, one_rank.Alone(size // 2, size, noise))
-    ours, theirs = partial(sp.attention, causal=True), one_rank.one_call
-    inputs = [torch.randn(1, DEVICE_SHARD, HEADS, DEVICE_HEAD_DIM, **like) for _ in range(4)]
-    runs = [partial(launched, attend, *inputs) for attend in (ours, theirs)]
-    for name, several in zip(("ring", "torch"), take_turns(runs, repeats), strict=True):
-        steps = size if name == "ring" else 1
-        there, back = (
-            sorted(1e6 * each / steps for each in way) for way in zip(*several, strict=True)
-        )
-        told = (f"{statistics.median(one):.0f} ({one[0]:.0f})" for one in (there, back))
-        print(
-            f"{size} ranks, {name}: us a step, forward / backward: {' / '.join(told)}", flush=True
-        )
-
-
-def launched(attend: Callable[..., Tensor], *inputs: Tensor) -> Times:
-    """Seconds until a forward returns, and a backward; the device is idle before each."""
-    *leaves, dout = (x.detach().requires_grad_() for x in inputs)
-    idle()
-    start = time.perf_counter()
-    out = attend(*leaves)
-    middle = time.perf_counter()
-    idle()
-    again = time.perf_counter()
-    torch.autograd.grad(out, leaves, dout)
-    return middle - start, time.perf_counter() - again
-
-
-def idle() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def take_turns(runs: Sequence[Callable[[], Times]], repeats: int) -> list[list[Times]]:

@@ -18,7 +18,7 @@ HEAD = """\
     python benchmarks/lab.py
 
 Hosts are network namespaces of one machine, NICs are shaped by `tc tbf` (`benchmarks/lab_hosts.sh`
-says how, `benchmarks/lab_links.py` checks it); no added delay, gloo. One NIC a host: its ranks
+says how); no added delay, gloo. One NIC a host: its ranks
 share it, and reach each other over the loopback. One NIC a rank: a rank's traffic to other hosts
 goes through its own NIC, that to its own host over an unshaped link. A step is forward + backward,
 float32, causal, zigzag, head_dim 64.

@@ -6,7 +6,7 @@ with a rank's share of the heads.
 
     python benchmarks/one_rank.py                          # a CPU: 4 ranks, 8,192 tokens, float32
     python benchmarks/one_rank.py --device cuda --ranks 8 --tokens 131072 --heads 32 \\
-        --kv-heads 8 --head-dim 128 --dtype bfloat16 --schemes ring --rank 3 --launches
+        --kv-heads 8 --head-dim 128 --dtype bfloat16 --schemes ring --rank 3
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from statistics import mean, median
 import torch
 import torch.nn.functional as F
 from bytes import named_points
-from launches import launches
 from measure import cores_and_load, cpu_name
 from torch import Tensor
 
@@ -86,8 +85,6 @@ def main() -> None:
     turns = take_turns(those_that_run(trials(args)), args.repeats)
     for name in turns[0]:
         print(line(name, turns), flush=True)
-    if args.launches:
-        tell_launches(args)
 
 
 def heading(args: argparse.Namespace) -> str:
@@ -116,7 +113,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=7, help="after a warm-up")
     parser.add_argument("--schemes", default="", help="parts of names, separated by commas")
     parser.add_argument("--rank", type=int, help="the one to play; all in turn if not given")
-    parser.add_argument("--launches", action="store_true", help="say which kernels run, by scheme")
     args = parser.parse_args()
     if args.heads % args.ranks or args.kv_heads % args.ranks or args.tokens % (2 * args.ranks):
         parser.error("--ranks must divide --heads and --kv-heads, and twice of it --tokens")
@@ -168,18 +164,6 @@ def schemes(args: argparse.Namespace, q: Tensor) -> dict[str, list[Attend]]:
         comms = (Alone(rank, args.ranks, noise) for rank in ranks)
         found[name] = [partial(SequenceParallel(config, c).attention, causal=True) for c in comms]
     return found
-
-
-def tell_launches(args: argparse.Namespace) -> None:
-    """Print what a forward and a backward of the first rank start, scheme by scheme."""
-    whole, mine = draw(args, args.tokens, args.ranks), draw(args, args.tokens // args.ranks, 1)
-    runs = {name: (one[0], mine) for name, one in schemes(args, mine[0]).items()}
-    for name, (attend, (*qkv, dout)) in {ONE_CALL: (one_call, whole), **runs}.items():
-        leaves = [x.detach().requires_grad_() for x in qkv]
-        print(f"\n{name}, forward: {launches(partial(attend, *leaves))}", flush=True)
-        out = attend(*leaves)
-        back = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
-        print(f"{name}, backward: {launches(back)}", flush=True)
 
 
 def once(clock: Clock, attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Times:
