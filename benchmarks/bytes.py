@@ -55,9 +55,9 @@ def near_cases(size: int) -> tuple[Case, ...]:
     )
 
 
-def drawn_documents(tokens: int, median: float) -> tuple[int, ...]:
-    """Borders of packed documents of log-normal lengths, the same in every run."""
-    draw = random.Random(0)
+def drawn_documents(tokens: int, median: float, seed: int = 0) -> tuple[int, ...]:
+    """Borders of packed documents of log-normal lengths (sigma = 1), the same in every run."""
+    draw = random.Random(seed)
     lengths = (1 + int(draw.lognormvariate(0, 1) * median) for _ in range(tokens))
     borders = (border for border in accumulate(lengths) if border < tokens)
     return (0, *borders, tokens)

@@ -16,13 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
-from layers import Attend, Layer, cut_for_megatron, megatron_moves
-from measure import Counting, Measured, Step, check_same, machine, measure
+from layers import Attend, Layer, cut_for_megatron, megatron_moves, torch_attention
+from measure import Counting, Measured, Scheme, Step, compare, counting_job, machine
 from torch import Tensor
 
-from wf_backends import SequenceParallel, SequenceParallelConfig, launch
-from wf_backends.comm import make_comm
+from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.dsp.switch import DynamicSequenceParallel, Sharded, chunk_sizes
 from wf_backends.runtime.ulysses import heads_for_tokens, make_head_exchange, tokens_for_heads
 from wf_backends.schedule.layout import contiguous
@@ -52,31 +50,16 @@ class Video:
         return [Layer(self.dim, self.heads, seed) for seed in (0, 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """A name, a pair of blocks forward and backward, and the units that it must send."""
-
-    name: str
-    step: Step
-    units: float
-
-
 def main() -> None:
     """Measure all schemes, and print them beside what is derived."""
     args = parse()
-    torch.set_num_threads(1)
-    job = launch.init()
-    try:
-        comm = Counting(make_comm())
-        video = Video(args.frames, args.places, args.dim, args.heads)
+    video = Video(args.frames, args.places, args.dim, args.heads)
+    with counting_job() as comm:
         schemes = make_schemes(video, comm)
-        check_same(comm, [scheme.step for scheme in schemes])
-        results = measure(comm, [scheme.step for scheme in schemes], args.repeats)
+        results = compare(comm, schemes, args.repeats)
         if comm.rank == 0:
             print(machine(comm))
             show(video, comm.size, schemes, results)
-    finally:
-        job.close()
 
 
 def parse() -> argparse.Namespace:
@@ -107,13 +90,7 @@ def make_schemes(video: Video, comm: Counting) -> list[Scheme]:
     ]
 
 
-def here(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attention of one rank, q (b, n, h, d)."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
-
-
-def along(dim: int, x: Tensor, layer: Layer, attend: Attend = here) -> Tensor:
+def along(dim: int, x: Tensor, layer: Layer, attend: Attend = torch_attention) -> Tensor:
     """A layer whose attention mixes one dimension of x (1, T, S, D)."""
     turned = (x.transpose(1, 2) if dim == TIME else x).squeeze(0)
     out = layer(turned, attend).unsqueeze(0)
@@ -204,8 +181,8 @@ def whole(video: Video, dim: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attention along one dimension of all tokens (1, T S, h, d)."""
     q, k, v = (x.unflatten(1, (video.frames, -1)).squeeze(0) for x in (q, k, v))
     if dim == SPACE:
-        return here(q, k, v).flatten(0, 1).unsqueeze(0)
-    out = here(*(x.transpose(0, 1) for x in (q, k, v)))
+        return torch_attention(q, k, v).flatten(0, 1).unsqueeze(0)
+    out = torch_attention(*(x.transpose(0, 1) for x in (q, k, v)))
     return out.transpose(0, 1).flatten(0, 1).unsqueeze(0)
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from hetegen_rates import print_rates
-from measure import attempt
+from measure import attempt, cores_and_load, cpu_name
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
@@ -93,11 +93,8 @@ def main() -> None:
 
 def print_machine(device: str) -> None:
     card = torch.cuda.get_device_name() if device == "cuda" else "no GPU"
-    model = next((x for x in open("/proc/cpuinfo") if x.startswith("model name")), "?").strip()
-    cores = len(os.sched_getaffinity(0))
-    print(f"torch {torch.__version__}, {card}; {model}, {cores} cores, torch's threads "
-          f"{torch.get_num_threads()}, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS')}, "
-          f"load {os.getloadavg()[0]:.1f}")  # fmt: skip
+    threads = f"{torch.get_num_threads()}, OMP_NUM_THREADS {os.environ.get('OMP_NUM_THREADS')}"
+    print(f"torch {torch.__version__}, {card}; {cpu_name()}, {cores_and_load()}, threads {threads}")
 
 
 def make_model(layers: int, width: int, random_on: str) -> nn.Module:

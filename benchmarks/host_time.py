@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from measure import cores_and_load, cpu_name
-from peer_adapters import Attend, Place, schemes_of
+from peer_adapters import Attend, Place, lend_flash_attn, schemes_of
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -30,7 +27,6 @@ from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm.process_group import GroupComm
 from wf_backends.comm.protocol import CONTROL, Message, Pending
 
-STAND_IN = Path(__file__).parent / "flash_attn_stand_in"
 SHARD, HEADS, HEAD_DIM = 16, 4, 16
 Times = tuple[float, float]  # seconds of a forward, of a backward
 
@@ -59,8 +55,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if find_spec("flash_attn") is None:
-        sys.path.append(str(STAND_IN))
+    lend_flash_attn()
     print(f"torch {torch.__version__}, {cpu_name()}, {cores_and_load()}")
     print(f"Shards of {SHARD} rows, {HEADS} heads of {HEAD_DIM}, float32, causal, zigzag.")
     print("Microseconds of a step, median (least), forward and backward:\n")

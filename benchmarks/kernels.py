@@ -14,16 +14,15 @@ The last line of a dtype: what folding a tile's result into the running one take
 from __future__ import annotations
 
 import argparse
-import platform
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from measure import cpu_name
 from torch import Tensor
 
 from wf_backends.kernels import KernelSpec, Scores, TileGrad, merge, select
@@ -71,11 +70,7 @@ def machine(device: str) -> str:
     if device == "cuda":
         cudnn = torch.backends.cudnn.version()
         return f"torch {torch.__version__}, cuDNN {cudnn}, {torch.cuda.get_device_name()}"
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    cpu = names[0] if names else platform.processor()
-    return f"torch {torch.__version__}, {cpu}, {torch.backends.cpu.get_cpu_capability()}"
+    return f"torch {torch.__version__}, {cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def bands(rows: int) -> list[Band]:

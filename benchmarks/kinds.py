@@ -12,11 +12,11 @@ over drawn batches.
 from __future__ import annotations
 
 import argparse
-import random
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import accumulate
 from statistics import geometric_mean
+
+from bytes import drawn_documents
 
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.config import SequenceParallelConfig
@@ -56,7 +56,7 @@ def row(request: Request, median: int, batches: int) -> Iterator[str]:
     """Milliseconds of the three plans, and the first over the second."""
     times: list[tuple[float, float, float]] = []
     for seed in range(100, 100 + batches):
-        mask = Mask(CAUSAL, drawn(request.workload.seqlen, median, seed))
+        mask = Mask(CAUSAL, drawn_documents(request.workload.seqlen, median, seed))
         workload = replace(request.workload, mask=mask, layout=LAYOUT)
         real = replace(request, workload=workload, exact_up_to=request.topology.size)
         untold, told = (
@@ -76,13 +76,6 @@ def called(request: Request, mask: Mask) -> Plan:
     return plan_for(
         request_of(config, request.workload.shape, request.workload.seqlen, mask, request.topology)
     )
-
-
-def drawn(tokens: int, median: int, seed: int) -> tuple[int, ...]:
-    """Borders of a batch's documents."""
-    draw = random.Random(seed)
-    ends = accumulate(1 + int(median * draw.lognormvariate(0, 1)) for _ in range(tokens))
-    return (0, *(end for end in ends if end < tokens), tokens)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -32,6 +31,7 @@ from bytes import drawn_documents
 from lab_report import CALM
 from lab_schemes import Scheme, attention_of, schemes
 from lab_timeline import Timeline, phases, predicted
+from measure import cpu_name, everyones
 from torch import Tensor
 
 from wf_backends import launch
@@ -124,7 +124,7 @@ def case(args: argparse.Namespace, comm: Timeline) -> dict[str, Any]:
         "rate": os.environ["LAB_RATE"],
         "model": asdict(model),
         "documents": len(workload.mask.cu_seqlens or ()),
-        "machine": machine(),
+        "machine": f"{cpu_name()}, {os.cpu_count()} cores, torch {torch.__version__}",
         "load": os.getloadavg()[0],
         "topology": cluster.to_dict(),
         "topologies": [one.topology.to_dict() for one in clusters],
@@ -271,20 +271,6 @@ def nic_counters() -> tuple[int, int]:
     folder = Path("/sys/class/net/eth0/statistics")
     sent, received = ((folder / f"{way}_bytes").read_text() for way in ("tx", "rx"))
     return int(sent), int(received)
-
-
-def everyones(comm: Timeline, value: float) -> Tensor:
-    """(P,) float64: the values of all ranks."""
-    values = torch.zeros(comm.size, dtype=torch.float64)
-    values[comm.rank] = value
-    return sum_over_ranks(comm, values)
-
-
-def machine() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor()
-    return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}"
 
 
 if __name__ == "__main__":

@@ -23,6 +23,14 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, n, h, d) -> (
 Move = Callable[[Tensor], Tensor]
 
 
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    """torch's own, (B, n, h, d); k and v may have fewer heads."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    grouped = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
+    return out.transpose(1, 2)
+
+
 class Layer(nn.Module):
     """Attention and MLP, both residual; x is (B, n, D) with the tokens flattened."""
 

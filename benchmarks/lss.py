@@ -13,37 +13,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from layers import Attend, Layer, cut_for_megatron, megatron_moves
-from measure import Counting, Measured, Step, check_same, machine, measure
+from measure import Counting, Measured, Scheme, Step, compare, counting_job, machine, measure
 from torch import Tensor
 
-from wf_backends import SequenceParallel, SequenceParallelConfig, launch
-from wf_backends.comm import make_comm
+from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.dsp import chunk_sizes
 from wf_backends.parallel.gradients import GradientMean
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """A name, a step, and the units that it must send when all tokens see all others."""
-
-    name: str
-    step: Step
-    units: float
 
 
 def main() -> None:
     """Measure all schemes, and print them beside what is derived."""
     args = parse()
-    torch.set_num_threads(1)
-    job = launch.init()
-    try:
-        compare(args, Counting(make_comm()))
-    finally:
-        job.close()
+    with counting_job() as comm:
+        run_all(args, comm)
 
 
 def parse() -> argparse.Namespace:
@@ -56,10 +41,9 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compare(args: argparse.Namespace, comm: Counting) -> None:
+def run_all(args: argparse.Namespace, comm: Counting) -> None:
     schemes = make_schemes(args, comm)
-    check_same(comm, [scheme.step for scheme in schemes])
-    results = measure(comm, [scheme.step for scheme in schemes], args.repeats)
+    results = compare(comm, schemes, args.repeats)
     unit = args.tokens * args.dim * 4 // comm.size
     layer = Layer(args.dim, args.heads)
     for p in layer.parameters():

@@ -6,17 +6,21 @@ import ctypes
 import gc
 import os
 import platform
+import socket
+import subprocess
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from wf_backends.comm import all_to_all
+from wf_backends import launch
+from wf_backends.comm import make_comm, sum_over_ranks
 from wf_backends.comm.protocol import CONTROL, Communicator, Message, Pending
 
 Step = Callable[[], float]  # forward and backward; the sum of the squares of this rank's output
@@ -62,6 +66,23 @@ class Counting(Communicator):
         return found
 
 
+@contextmanager
+def counting_job() -> Iterator[Counting]:
+    """All ranks of this job, one thread each."""
+    torch.set_num_threads(1)
+    with closing(launch.init()):
+        yield Counting(make_comm())
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A name, a step, and the units that it must send when all tokens see all others."""
+
+    name: str
+    step: Step
+    units: float
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """The slowest rank's seconds, the largest rank's bytes and memory, of one step."""
@@ -80,34 +101,64 @@ def measure(comm: Counting, steps: Sequence[Callable[[], object]], repeats: int)
         for index, step in enumerate(steps):
             before = reset_peak()
             comm.take()
-            everyones(comm, 0)  # all start together
+            everyones(comm.inner, 0)  # all start together
             start = time.perf_counter()
             step()
             seconds = time.perf_counter() - start
             rest[index] = (*comm.take(), peak() - before)
-            best[index] = min(best[index], everyones(comm, seconds).max().item())
+            best[index] = min(best[index], everyones(comm.inner, seconds).max().item())
     return [
-        Measured(seconds, *(int(everyones(comm, value).max()) for value in values))
+        Measured(seconds, *(int(everyones(comm.inner, value).max()) for value in values))
         for seconds, values in zip(best, rest, strict=True)
     ]
 
 
-def check_same(comm: Counting, steps: Sequence[Step]) -> None:
-    """Run every step once; all must return the same, summed over the ranks.
+def compare(comm: Counting, schemes: Sequence[Scheme], repeats: int) -> list[Measured]:
+    """`measure` of schemes that return the same, summed over the ranks.
 
     Raises:
         RuntimeError: if they differ by more than float32's rounding.
     """
-    totals = torch.stack([everyones(comm, step()).sum() for step in steps])
+    totals = torch.stack([everyones(comm.inner, scheme.step()).sum() for scheme in schemes])
     if (totals / totals[0] - 1).abs().max() > 1e-4:
         raise RuntimeError(f"the schemes do not compute the same: {totals.tolist()}")
+    return measure(comm, [scheme.step for scheme in schemes], repeats)
 
 
-def everyones(comm: Counting, value: float) -> Tensor:
+def everyones(comm: Communicator, value: float) -> Tensor:
     """(P,) float64: the values of all ranks."""
-    own = torch.tensor([value], dtype=torch.float64)
-    parts = all_to_all(comm.inner, "figures", [own] * comm.size, [own.shape] * comm.size)
-    return torch.cat(parts)
+    values = torch.zeros(comm.size, dtype=torch.float64)
+    values[comm.rank] = value
+    return sum_over_ranks(comm, values)
+
+
+def last_lines(command: Sequence[str], ranks: int, more: Mapping[str, str]) -> list[str]:
+    """The last line that each rank of a job on this machine prints.
+
+    Args:
+        more: variables of the environment.
+
+    Raises:
+        RuntimeError: if a rank fails; it has said why on stderr.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **more}
+    jobs = [
+        subprocess.Popen(
+            command,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    printed = [job.communicate()[0] for job in jobs]
+    if any(job.returncode for job in jobs):
+        raise RuntimeError(f"a rank of {command} failed")
+    return [text.splitlines()[-1] for text in printed]
 
 
 def reset_peak() -> int:

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import cores_and_load, cpu_name
+from measure import cores_and_load, cpu_name, last_lines
 
 from wf_backends.budget import Buckets, Decoder, Options, Training
 from wf_backends.cluster import load
@@ -33,7 +30,8 @@ from wf_backends.schedule import in_rank_order, make_mask
 
 RANK = Path(__file__).with_name("memory_rank.py")
 # Freed memory goes back to the system at once, whatever was allocated before
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ENVIRONMENT |= {"DS_ACCELERATOR": "cpu"}
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 SMALL = {"hidden_size": 256, "intermediate_size": 768, "vocab_size": 256}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -100,21 +98,8 @@ class Point:
 
     def measured(self) -> int:
         """Bytes of the largest rank."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        shared = {"WORLD_SIZE": str(self.ranks), "LOCAL_WORLD_SIZE": str(self.ranks)}
-        shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "DS_ACCELERATOR": "cpu"}
         command = [sys.executable, str(RANK), json.dumps(self.case)]
-        jobs = [
-            subprocess.Popen(
-                command,
-                env=os.environ | MALLOC | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                stdout=subprocess.PIPE,
-            )
-            for rank in range(self.ranks)
-        ]
-        return max(int(job.communicate()[0].split()[-1]) for job in jobs)
+        return max(map(int, last_lines(command, self.ranks, ENVIRONMENT)))
 
 
 @dataclass(frozen=True, slots=True)

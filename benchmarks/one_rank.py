@@ -19,8 +19,8 @@ from functools import partial
 from statistics import mean, median
 
 import torch
-import torch.nn.functional as F
 from bytes import named_points
+from layers import torch_attention
 from measure import cores_and_load, cpu_name
 from torch import Tensor
 
@@ -119,14 +119,6 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def one_call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's causal attention of (b, s, h, d)."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    return out.transpose(1, 2)
-
-
 def draw(args: argparse.Namespace, rows: int, parts: int) -> tuple[Tensor, ...]:
     """q, k, v and dout of so many rows, with 1 / parts of the heads."""
     random = torch.Generator().manual_seed(0)
@@ -140,7 +132,7 @@ def trials(args: argparse.Namespace) -> dict[str, list[Callable[[], Times]]]:
     """By name: the one call, and what every rank of a scheme computes."""
     clock = Clock(torch.device(args.device))
     whole, mine = draw(args, args.tokens, args.ranks), draw(args, args.tokens // args.ranks, 1)
-    found = {ONE_CALL: [partial(once, clock, one_call, *whole)]}
+    found = {ONE_CALL: [partial(once, clock, partial(torch_attention, causal=True), *whole)]}
     for name, attends in schemes(args, mine[0]).items():
         found[name] = [partial(once, clock, attend, *mine) for attend in attends]
     return found

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from layers import torch_attention
 from peer_adapters import Place, Scheme
 from sockets import bytes_sent
 from torch import Tensor
@@ -70,14 +71,6 @@ class Figures:
     reported: list[float]
 
 
-def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's causal attention of (b, s, h, d) in one process."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    grouped = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    return out.transpose(1, 2)
-
-
 def forward_backward(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> Step:
     """Attention and its gradients; fresh leaves each time, so that nothing is kept."""
 
@@ -94,7 +87,7 @@ def reference_of(place: Place, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """out, dq, dk, dv of torch's attention in float64; each rank computes some of the key heads."""
     q, k, _, _ = inputs
     whole = [torch.empty(x.shape, dtype=torch.float64) for x in (q, *inputs[:3])]
-    scheme = Scheme(torch.arange(place.tokens), attend_alone)
+    scheme = Scheme(torch.arange(place.tokens), partial(torch_attention, causal=True))
     for head in range(place.rank, k.shape[2], place.size):
         mine = (heads_of(x, head, k.shape[2]).double() for x in inputs)
         parts = forward_backward(scheme, *mine)()
@@ -122,7 +115,7 @@ def run_of(name: str, scheme: Scheme, work: Work) -> Run:
 
 def one_process(work: Work, place: Place, alone: bool) -> Run:
     """The whole sequence in one process: on rank 0 while the others wait, or on every rank."""
-    scheme = Scheme(torch.arange(place.tokens), attend_alone)
+    scheme = Scheme(torch.arange(place.tokens), partial(torch_attention, causal=True))
     step = forward_backward(scheme, work.q, work.k, work.v, work.dout)
     if alone and place.rank:
         return Run("one process, alone", tuple, lambda: 0)

@@ -26,13 +26,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean, median
 
 import torch
 from measure import cores_and_load, cpu_name
-from peer_adapters import ADAPTERS, Make, Place, schemes_of
+from peer_adapters import ADAPTERS, STAND_IN, Make, Place, lend_flash_attn, schemes_of
 from peer_trial import (
     Figures,
     Heads,
@@ -48,7 +47,6 @@ from peer_trial import (
 
 from wf_backends import launch
 
-STAND_IN = Path(__file__).parent / "flash_attn_stand_in"
 AUTO = "ours: auto"
 WRONG = 30  # times the rounding of the dtype
 
@@ -106,12 +104,6 @@ def parse() -> argparse.Namespace:
     if unknown:
         parser.error(f"--only takes {', '.join(ADAPTERS)}, separated by commas, got {unknown}")
     return args
-
-
-def lend_flash_attn() -> None:
-    """Let `import flash_attn` find the stand-in, unless the real one is installed."""
-    if find_spec("flash_attn") is None:
-        sys.path.append(str(STAND_IN))
 
 
 def prepare(place: Place, work: Work, packages: list[str]) -> tuple[list[Row], list[str]]:

@@ -20,8 +20,6 @@ import gc
 import json
 import math
 import os
-import socket
-import subprocess
 import sys
 import time
 import traceback
@@ -32,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import cores_and_load, cpu_name, peak, reset_peak
+from measure import cores_and_load, cpu_name, last_lines, peak, reset_peak
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -255,27 +253,8 @@ def main() -> None:
 
 def in_fresh_processes(how: str, length: int, count: int) -> dict[str, float]:
     """What the ranks measured: of each figure the largest."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    words = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command = [sys.executable, __file__, "--rank", how, str(length)]
-    runs = [
-        subprocess.Popen(
-            command,
-            env=os.environ | words | {"RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(count)
-    ]
-    told = []
-    for run in runs:
-        out, errors = run.communicate()
-        if run.returncode:
-            raise RuntimeError(f"{how}, {length} tokens: {errors[-2000:]}")
-        told.append(json.loads(out.splitlines()[-1]))
+    told = [json.loads(line) for line in last_lines(command, count, {})]
     return {name: max(each[name] for each in told) for name in told[0]}
 
 

@@ -5,12 +5,16 @@ An adapter may fail to import, a scheme to be made or to run: `peers.py` reports
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from torch import Tensor
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -23,6 +27,15 @@ class Place:
     rank: int
     size: int
     tokens: int
+
+    def contiguous(self) -> Tensor:
+        """(s,) positions of this rank's rows: one range."""
+        return torch.arange(self.tokens).chunk(self.size)[self.rank]
+
+    def zigzag(self) -> Tensor:
+        """(s,) positions of this rank's rows: chunks r and 2P-1-r."""
+        chunks = torch.arange(self.tokens).chunk(2 * self.size)
+        return torch.cat([chunks[self.rank], chunks[2 * self.size - 1 - self.rank]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +53,7 @@ class Scheme:
 
 
 Make = Callable[[], Scheme]
+STAND_IN = Path(__file__).parents[1] / "flash_attn_stand_in"
 
 ADAPTERS: Mapping[str, str] = MappingProxyType(
     {
@@ -61,3 +75,9 @@ def schemes_of(package: str, place: Place) -> Mapping[str, Make]:
         ImportError, or whatever the package raises on being imported.
     """
     return import_module(f"peer_adapters.{ADAPTERS[package]}").schemes(place)
+
+
+def lend_flash_attn() -> None:
+    """Let `import flash_attn` find the stand-in, unless the real one is installed."""
+    if find_spec("flash_attn") is None:
+        sys.path.append(str(STAND_IN))

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import deepspeed
 import torch.distributed as dist
-import torch.nn.functional as F
 from deepspeed.sequence.layer import DistributedAttention
+from layers import torch_attention
 from torch import Tensor
 
 from peer_adapters import Make, Place, Scheme
-from peer_adapters.layouts import contiguous
 from wf_deepspeed.cpu import without_shared_memory_op
 
 
@@ -26,15 +26,10 @@ def make(place: Place) -> Scheme:
     deepspeed.logger.setLevel("WARNING")
     with without_shared_memory_op():
         deepspeed.init_distributed("gloo", verbose=False)
-    ulysses = DistributedAttention(here, dist.group.WORLD, scatter_idx=2, gather_idx=1)  # type: ignore
+    causal: Any = partial(torch_attention, causal=True)
+    ulysses = DistributedAttention(causal, dist.group.WORLD, scatter_idx=2, gather_idx=1)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return ulysses(q, k, v, 0)
 
-    return Scheme(contiguous(place), attend)
-
-
-def here(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the whole sequence and this rank's heads, (b, S, h, d)."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    return Scheme(place.contiguous(), attend)

@@ -10,14 +10,13 @@ from ring_flash_attn import ring_flash_attn_func, zigzag_ring_flash_attn_func
 from torch import Tensor
 
 from peer_adapters import Make, Place, Scheme
-from peer_adapters.layouts import contiguous, zigzag
 
 
 def schemes(place: Place) -> Mapping[str, Make]:
     """Both rings on the default group."""
     return {
-        "zigzag ring": partial(make, zigzag_ring_flash_attn_func, zigzag(place)),
-        "contiguous ring": partial(make, ring_flash_attn_func, contiguous(place)),
+        "zigzag ring": partial(make, zigzag_ring_flash_attn_func, place.zigzag()),
+        "contiguous ring": partial(make, ring_flash_attn_func, place.contiguous()),
     }
 
 

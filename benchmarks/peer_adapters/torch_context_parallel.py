@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from layers import torch_attention
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
@@ -47,11 +47,7 @@ def as_shipped(place: Place) -> Scheme:
         with context_parallel(mesh, buffers=[torch.arange(place.tokens)], buffer_seq_dims=[0]):
             yield
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-    return Scheme(positions(place), attend, around)
+    return Scheme(positions(place), partial(torch_attention, causal=True), around)
 
 
 def around_cpu(place: Place, rotate: str) -> Scheme:
