@@ -1,19 +1,22 @@
-"""How much longer a sequence may be: the third and fourth table of benchmarks/autochunk.py.
-
-By bisection on fake tensors, where a model of any length costs nothing.
-"""
+"""How much longer a sequence may be, for benchmarks/autochunk.py: by bisection on fake tensors,
+where a model of any length costs nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
+import torch
 import transformers
 from autochunk_models import (
+    WIDE,
     Made,
+    device_peak,
     evoformer,
     gpt2,
     llama,
@@ -43,6 +46,8 @@ LONGER_HEAD = ("model", "attention", "unchunked", "MiB", "chunked", "times", "el
 LONGER_HEAD += ("slowdown", "real run MiB")
 GPU_HEAD = ("model", "attention", "unchunked", "chunked", "times", "elements, times", "slowdown")
 GPU_HEAD += ("weights GB", "most slices")
+CAP_HEAD = ("model", "attention", "how", "length", "planned GB", "measured GB", "in blocks", "ran")
+Room = Callable[[nn.Module, dict[str, Any]], int]  # bytes for the activations of a call
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,23 @@ class Longer:
     fused: bool
     dims: int = 1
     confirm: bool = False
+
+    @property
+    def names(self) -> tuple[str, str]:
+        return self.name, "fused" if self.fused else "eager"
+
+    def made(self, length: int, **where: Any) -> Made:
+        return made(self.make, length, self.fused, **where)
+
+    def fake(self, length: int, dtype: torch.dtype = torch.float32, **where: Any) -> Made:
+        """On fake tensors, which cannot be cast: they are made in the dtype."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            with FakeTensorMode(), without_init():
+                return self.made(length, **where)
+        finally:
+            torch.set_default_dtype(before)
 
 
 LONGER = (
@@ -81,6 +103,11 @@ ON_GPU = tuple(
     )
     for fused in (False, True)
 )
+CAPPED = (
+    Longer("GPT-2, tokens", partial(gpt2, **WIDE), 4096, False),
+    Longer("Evoformer, residues", evoformer, 256, False, dims=2),
+)
+SPARE = 0.05  # of a cap: what the allocator loses to blocks, and workspaces
 
 
 def without_init() -> AbstractContextManager[Any]:
@@ -89,78 +116,127 @@ def without_init() -> AbstractContextManager[Any]:
     return import_module(f"transformers.{where}").no_init_weights()
 
 
-def on_fake_tensors(case: Longer, length: int) -> Made:
-    with FakeTensorMode(), without_init():
-        return made(case.make, length, case.fused)
-
-
-def longer_cells(case: Longer) -> tuple[object, ...]:
-    """The longest sequence whose plan fits, by bisection on fake tensors."""
-    model, kwargs = on_fake_tensors(case, case.length)
-    budget = unchunked_peak(model, (), kwargs)
-    slower: dict[int, float] = {}
-
-    def fits(length: int) -> bool:
-        try:
-            profiles = memory_profiles(*on_fake_tensors(case, length), budget, ANY)
-        except BudgetError:
-            return False
-        slower[length] = profiles.plan.slowdown
-        return True
-
-    reach = longest(fits, case.length // 16, case.length, WITHIN)
-    real = ""
-    if case.confirm:
-        model, kwargs = made(case.make, reach, case.fused)
-        real = mib(measured_peak(autochunk(model, (), kwargs, budget, ANY), kwargs))
-    return (
-        case.name,
-        "fused" if case.fused else "eager",
-        case.length,
-        mib(budget),
-        reach,
-        f"{reach / case.length:.1f}",
-        f"{(reach / case.length) ** case.dims:.1f}",
-        f"{slower[reach]:+.1%}" if reach in slower else "",
-        real,
-    )
-
-
-def gpu_cells(case: Longer) -> tuple[object, ...]:
-    """The longest sequence within a GPU's memory without and with slices, on fake tensors."""
-    plans: dict[int, ChunkPlan] = {}
-
-    def fits_whole(length: int) -> bool:
-        model, kwargs = on_fake_tensors(case, length)
-        return weights_and_inputs(model, kwargs) + unchunked_peak(model, (), kwargs) <= GPU
-
-    def fits_in_slices(length: int) -> bool:
-        model, kwargs = on_fake_tensors(case, length)
-        room = GPU - weights_and_inputs(model, kwargs)
-        if room <= 0:
-            return False
-        try:
-            plans[length] = memory_profiles(model, kwargs, room, rates=Rates()).plan
-        except BudgetError:
-            return False
-        return True
-
-    step = case.length // 16
-    whole = longest(fits_whole, step, case.length, WITHIN / 2)
-    reach = longest(fits_in_slices, step, whole, WITHIN / 2)
-    return (
-        case.name,
-        "fused" if case.fused else "eager",
-        whole,
-        reach,
-        f"{reach / whole:.1f}",
-        f"{(reach / whole) ** case.dims:.1f}",
-        f"{plans[reach].slowdown:+.1%}",
-        f"{weights_and_inputs(*on_fake_tensors(case, reach)) / 1e9:.1f}",
-        max(part.chunks for part in plans[reach].regions),
-    )
+def beside_weights(most: int) -> Room:
+    """What `most` bytes leave beside weights and inputs."""
+    return lambda model, kwargs: most - weights_and_inputs(model, kwargs)
 
 
 def weights_and_inputs(model: nn.Module, kwargs: dict[str, Any]) -> int:
     """Bytes."""
     return sum(x.nbytes for x in (*model.parameters(), *model.buffers(), *tensors(kwargs)))
+
+
+def longest_whole(case: Longer, room: Room, **where: Any) -> int:
+    """The longest that fits as it is."""
+
+    def fits(length: int) -> bool:
+        model, kwargs = case.fake(length, **where)
+        return unchunked_peak(model, (), kwargs) <= room(model, kwargs)
+
+    return longest(fits, case.length // 16, case.length, WITHIN / 2)
+
+
+def longest_sliced(
+    case: Longer, room: Room, known: int, within: float, *rates: Any, **where: Any
+) -> tuple[int, ChunkPlan | None]:
+    """The longest that fits in slices, and its plan; `known` fits as it is.
+
+    Args:
+        rates: the largest slowdown, and of the device that is to run it; see `memory_profiles`.
+    """
+    plans: dict[int, ChunkPlan] = {}
+
+    def fits(length: int) -> bool:
+        model, kwargs = case.fake(length, **where)
+        try:
+            memory = max(1, room(model, kwargs))
+            plans[length] = memory_profiles(model, kwargs, memory, *rates).plan
+        except BudgetError:
+            return False
+        return True
+
+    reach = longest(fits, case.length // 16, known, within)
+    return reach, plans.get(reach)
+
+
+def times(case: Longer, whole: int, reach: int) -> tuple[str, str]:
+    """How much longer, and how many times the elements."""
+    return f"{reach / whole:.1f}", f"{(reach / whole) ** case.dims:.1f}"
+
+
+def longer_cells(case: Longer) -> tuple[object, ...]:
+    """The longest sequence within what the model needs at its first length."""
+    model, kwargs = case.fake(case.length)
+    budget = unchunked_peak(model, (), kwargs)
+    reach, plan = longest_sliced(case, lambda *_: budget, case.length, WITHIN, ANY)
+    slower, real = f"{plan.slowdown:+.1%}" if plan else "", ""
+    if case.confirm:
+        model, kwargs = case.made(reach)
+        real = mib(measured_peak(autochunk(model, (), kwargs, budget, ANY), kwargs))
+    longer = times(case, case.length, reach)
+    return *case.names, case.length, mib(budget), reach, *longer, slower, real
+
+
+def gpu_cells(case: Longer) -> tuple[object, ...]:
+    """The longest sequence within a GPU's memory without and with slices, on fake tensors."""
+    room = beside_weights(GPU)
+    whole = longest_whole(case, room)
+    reach, plan = longest_sliced(case, room, whole, WITHIN / 2, 0.1, Rates())
+    assert plan is not None
+    held = f"{weights_and_inputs(*case.fake(reach)) / 1e9:.1f}"
+    slices = max(part.chunks for part in plan.regions)
+    slower = f"{plan.slowdown:+.1%}"
+    return *case.names, whole, reach, *times(case, whole, reach), slower, held, slices
+
+
+def capped_rows(
+    case: Longer, dtype: torch.dtype, cap: int, rates: Rates, row: Callable[..., None]
+) -> None:
+    """The longest that the plan says fits, as it is and in slices, run within the cap of a GPU; and
+    that the model as it is runs out of memory at 1.1 times its own."""
+    room = beside_weights(int((1 - SPARE) * cap))
+    where: dict[str, Any] = {"device": "cuda", "dtype": dtype}
+    whole = longest_whole(case, room, **where)
+    reach, _ = longest_sliced(case, room, whole, WITHIN, 0.1, rates, **where)
+    beyond = -(-int(1.1 * whole) // 16) * 16
+    with _cap(cap):
+        for how, length, sliced in (
+            ("as it is", whole, False),
+            ("as it is, 1.1 times that", beyond, False),
+            (f"in slices, {reach / whole:.1f} times", reach, True),
+        ):
+            cells = _run_within(case, length, room if sliced else None, where)
+            row(*case.names, how, length, *cells)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def _cap(count: int) -> Iterator[None]:
+    """This process gets no more of the GPU than so many bytes."""
+    torch.cuda.empty_cache()
+    share = count / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, share))
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def _run_within(
+    case: Longer, length: int, room: Room | None, where: dict[str, Any]
+) -> tuple[object, ...]:
+    """Planned and measured GB with weights, and whether it ran."""
+    planned = ""
+    try:
+        model, kwargs = case.made(length, **where)
+        held = torch.cuda.memory_allocated()
+        if room is not None:
+            model = autochunk(model, (), kwargs, room(model, kwargs))
+            planned = f"{(held + model.plan.peak) / 1e9:.2f}"
+            torch.cuda.empty_cache()  # what measuring the rates took
+        with torch.no_grad():
+            seen = device_peak(partial(model, **kwargs))
+    except torch.OutOfMemoryError as error:
+        return planned, "", "", f"out of memory: {str(error)[:60]}"
+    return planned, *(f"{(held + x) / 1e9:.2f}" for x in (seen.requested, seen.allocated)), "yes"

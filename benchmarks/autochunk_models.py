@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,22 +23,13 @@ from evoformer import EvoformerBlock, OuterProductMean
 from wf_backends.graph import StorageTracker
 
 MIB = 1 << 20
+WIDE = {"width": 1024, "heads": 16}
 Made = tuple[nn.Module, dict[str, Any]]  # a model and the keyword arguments of a call
 BLOCKS = {  # a UNet of three resolutions with attention at the two lower ones
     "block_out_channels": (64, 128, 256),
     "layers_per_block": 1,
     "norm_num_groups": 32,
 }
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model at a size: `make(size, fused)`. `by_hand` changes a model as people do by hand."""
-
-    name: str
-    size: int
-    make: Callable[[int, bool], Made]
-    by_hand: Mapping[str, Callable[[nn.Module], None]]
 
 
 class BySlices(nn.Module):
@@ -218,17 +209,6 @@ def _image(channels: int, pixels: int) -> dict[str, Any]:
         "timestep": torch.tensor(10),
         "return_dict": False,
     }
-
-
-MLPS = {"MLPs in 8 tiles by hand": tile_mlps}
-CASES = (
-    Case("GPT-2, 2,048 tokens", 2048, gpt2, MLPS),
-    Case("Llama, 2,048 tokens", 2048, llama, MLPS),
-    Case("ViT-large (2 layers), 384 x 384", 384, vit, {}),
-    Case("Evoformer block, 64 residues", 64, evoformer, {"chunk_layer by hand": chunk_layers}),
-    Case("UNet2D, 64 x 64", 64, unet, {}),
-    Case("UNet2DCondition, 64 x 64", 64, unet_condition, {}),
-)
 
 
 def made(

@@ -7,7 +7,7 @@
 A Llama of random weights. A pass: the model's call over one token of each sequence, with its cache,
 until the next token is known to the host; the median of some. "memory" is what HeteGen may use
 beyond what is not split and three slabs, as a share of the split weights. OMP_NUM_THREADS must not
-be 1: the host's lane computes with torch's threads. Parts: rates, ours, peers.
+be 1: the host's lane computes with torch's threads. Parts: ours, peers.
 """
 
 from __future__ import annotations
@@ -17,16 +17,11 @@ import faulthandler
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
-from threading import get_ident
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from hetegen_rates import print_rates
 from measure import attempt, cores_and_load, cpu_name
 from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
@@ -39,7 +34,7 @@ WHERE = {"cuda": "cuda:0", "cpu": "cpu"}
 LIMIT = 230  # seconds after which the process ends itself with a traceback
 HEAD = (
     "| | memory | batch | alpha | tokens/s | pass s | linears s | predicted s | measured / "
-    "predicted | call ms | GPU GB: planned, peak | the caller waited |\n|" + 12 * "---|"
+    "predicted | call ms | GPU GB: planned, peak |\n|" + 11 * "---|"
 )
 
 
@@ -60,7 +55,7 @@ class Run:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("parts", nargs="*", default=["rates", "ours", "peers"])
+    parser.add_argument("parts", nargs="*", default=["ours", "peers"])
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--width", type=int, default=4096)
@@ -80,9 +75,9 @@ def main() -> None:
     print(f"{args.layers} layers of {args.width}: {size / 1e9:.2f} GB, made in "
           f"{time.perf_counter() - start:.1f} s\n", flush=True)  # fmt: skip
     rates = measure_machine(torch.bfloat16)[1] if args.device == "cuda" else Rates(1e9, 3e9, 2e10)
+    print(rates, flush=True)
     run = Run(torch.device(WHERE[args.device]), rates, args.passes, args.seconds)
     parts: dict[str, Callable[[], None]] = {
-        "rates": lambda: print_rates(run.device, rates, args.width),
         "ours": lambda: ours(model, run, args.shares, not args.quick),
         "peers": lambda: peers(model, run, args.shares),
     }
@@ -147,7 +142,7 @@ def alone_on_gpu(model: nn.Module, run: Run, batches: tuple[int, ...]) -> None:
     for batch in batches:
         seconds = decode(there, run, batch)
         print(f"| alone on the GPU | all | {batch} | | {batch / seconds:.2f} | {seconds:.4f} |"
-              + 6 * " |", flush=True)  # fmt: skip
+              + 5 * " |", flush=True)  # fmt: skip
 
 
 def make_like(model: Any, where: str) -> nn.Module:
@@ -182,8 +177,7 @@ def _split_row(
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with dispatch_model(model, {0: memory}, device, alpha=alpha, batch=batch, prompt=64) as handle:
-        with waits_of_this_thread() as waits:
-            seconds = decode(model, run, batch)
+        seconds = decode(model, run, batch)
         told, plan = handle.report()["decode"], handle.plan
         peak = torch.cuda.max_memory_allocated() if run.device.type == "cuda" else 0
     linears, predicted = told["measured_seconds"], told["predicted_seconds"]
@@ -193,32 +187,10 @@ def _split_row(
         f"| {name} | {100 * share:.0f} % | {batch} | {of_host:.2f} | {batch / seconds:.2f} "
         f"| {seconds:.4f} | {linears:.4f} | {predicted:.4f} | {linears / predicted:.2f} "
         f"| {1e3 * told['call_seconds']:.3f} | {plan.accelerator_bytes / 1e9:.2f}, "
-        f"{peak / 1e9:.2f} | {waits.count} x, {waits.seconds:.3f} s |",
+        f"{peak / 1e9:.2f} |",
         flush=True,
     )
     return told["call_seconds"]
-
-
-@contextmanager
-def waits_of_this_thread() -> Any:
-    """How often and how long this thread waits for another's work."""
-    counted, result, own = SimpleNamespace(count=0, seconds=0.0), Future.result, get_ident()
-
-    def timed(self: Future, timeout: float | None = None) -> object:
-        if self.done() or get_ident() != own:
-            return result(self, timeout)
-        start = time.perf_counter()
-        try:
-            return result(self, timeout)
-        finally:
-            counted.count += 1
-            counted.seconds += time.perf_counter() - start
-
-    Future.result = timed  # type: ignore[method-assign]
-    try:
-        yield counted
-    finally:
-        Future.result = result  # type: ignore[method-assign]
 
 
 def decode(model: Any, run: Run, batch: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from statistics import median_high
 from typing import Any
 
 from lab_schemes import AGAIN, AT_ONCE, AUTO, BASELINES, RING, UNTOLD
@@ -212,11 +213,11 @@ def ranks(case: Mapping[str, Any]) -> range:
 
 def seconds(scheme: Mapping[str, Any]) -> float:
     """The median of the measured times."""
-    return _median([run["seconds"] for run in scheme["runs"]])
+    return median_high([run["seconds"] for run in scheme["runs"]])
 
 
 def megabytes(scheme: Mapping[str, Any]) -> float:
-    return _median([run["nic_bytes"] for run in scheme["runs"]]) / 1e6
+    return median_high([run["nic_bytes"] for run in scheme["runs"]]) / 1e6
 
 
 def spread(scheme: Mapping[str, Any]) -> float:
@@ -228,12 +229,8 @@ def spread(scheme: Mapping[str, Any]) -> float:
 def stolen(case: Mapping[str, Any]) -> str:
     """What others had of the cores while the schemes ran: the median and the most."""
     shares = sorted(run["stolen"] for scheme in case["schemes"] for run in scheme["runs"])
-    return f"{100 * _median(shares):.0f} % of the cores, {100 * shares[-1]:.0f} % at most"
+    return f"{100 * median_high(shares):.0f} % of the cores, {100 * shares[-1]:.0f} % at most"
 
 
 def holds(yes: bool) -> str:
     return "holds" if yes else "does not hold"
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
