@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import Any
 
-from wf_backends._validation import nearest
+from wf_backends._validation import nearest, positive
 
 KERNEL_NAMES = ("reference", "sdpa", "flash")
 MAX_COUNT = 10**6  # hosts, ranks or NICs
@@ -79,7 +79,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            _check_count(name, getattr(self, name))
+            positive(f"topology key {name!r}", getattr(self, name), MAX_COUNT)
         if self.ranks_per_host % self.nics_per_host:
             raise ValueError(
                 f"nics_per_host must divide ranks_per_host {self.ranks_per_host} (every rank "
@@ -262,12 +262,3 @@ def _check_number(key: str, value: object, may_be_zero: bool) -> float:
             wanted = f"from {MIN_NUMBER:g} to {MAX_NUMBER:g}"
     zero = " or 0" if may_be_zero else ""
     raise ValueError(f"topology key {key!r} must be {wanted}{zero}, got {short(value)}")
-
-
-def _check_count(key: str, value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"topology key {key!r} must be a positive integer, got {value!r}")
-    if value > MAX_COUNT:
-        most = f"at most {MAX_COUNT}"
-        raise ValueError(f"topology key {key!r} must be {most}, got {short(value)}")
-    return value
