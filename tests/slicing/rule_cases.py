@@ -230,6 +230,12 @@ SELECT = [
     case(aten.pad, "012", lambda t: (t("b", "s", "d"), [0, 1])),
     case(aten.pad, "01", lambda t: (t("b", "s", 4), [1, 1], "reflect")),
     case(aten.gather, "01", lambda t: (t("b", 7), 1, t.below(7, "b", "s"))),
+    *(
+        case(op, "0", lambda t: (t("b", 7), 1, t.below(7, "b", 3), t("b", 3)))
+        for op in (aten.scatter.src, aten.scatter_.src, aten.scatter_add)
+    ),
+    case(aten.scatter.value, "0", lambda t: (t("b", 7), 1, t.below(7, "b", 3), 2.0)),
+    case(aten.scatter.src, "", lambda t: (t("b", 7), 1, t.below(7, 1, 3), t("b", 3))),
     case(aten.index_select, "01", lambda t: (t("b", 7), 1, t.below(7, "s"))),
     case(aten.index.Tensor, "0123", lambda t: (t("b", 7, "d"), [None, t.below(7, "m", "n")])),
     case(

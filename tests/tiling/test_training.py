@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from tests.tiling.test_tiled_loss import ForCausalLMLoss
 from wf_backends.autochunk import ChunkPlan, autochunk
-from wf_backends.graph import StorageTracker
+from wf_backends.graph import Effects, StorageTracker
 from wf_backends.graph.capture import capture
 from wf_backends.tiling import TrainingPlan, apply_training, plan_training
 from wf_backends.tiling.tileable import Candidate, candidates, head_candidate
@@ -285,7 +285,7 @@ class Around(nn.Module):
 def judged(part: nn.Module, weight: nn.Parameter | None = None) -> Candidate:
     around = Around(part, weight)
     captured = capture(around, (torch.randn(2, ROWS, WIDTH),), {})
-    (found,) = [one for one in candidates(captured, around) if one.module == "part"]
+    (found,) = [one for one in candidates(captured, around, Effects()) if one.module == "part"]
     return found
 
 

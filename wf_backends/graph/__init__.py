@@ -18,11 +18,13 @@ from wf_backends.graph.capture import (
     tensors,
 )
 from wf_backends.graph.copies import Copied, with_copies
+from wf_backends.graph.experts import grouped_products_are_fake
 from wf_backends.graph.inputs import (
     attributes_kept,
     bind,
     containers,
     is_known,
+    named_weights,
     refill,
     register_containers,
 )
@@ -37,7 +39,7 @@ from wf_backends.graph.memory import (
     submodule,
 )
 from wf_backends.graph.packing import packing_is_asked
-from wf_backends.graph.tracker import FakeRun, StorageTracker, named_weights, unchunked_peak
+from wf_backends.graph.tracker import FakeRun, StorageTracker, unchunked_peak
 
 __all__ = [
     "Budget",
@@ -57,6 +59,7 @@ __all__ = [
     "capture",
     "checked_budget",
     "containers",
+    "grouped_products_are_fake",
     "is_known",
     "layout",
     "module_path",

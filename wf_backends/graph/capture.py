@@ -28,6 +28,7 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
+from wf_backends.graph.experts import experts_are_operators, put_experts
 from wf_backends.graph.inputs import (
     CONSTANTS,
     apart_from_weights,
@@ -104,7 +105,7 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
         leaves, spec = pytree.tree_flatten(apart_from_weights(model, args, kwargs))
         alone = _forward_alone(model, leaves, spec)
         given = (None if isinstance(leaf, CONSTANTS) else leaf for leaf in leaves)
-        with attributes_kept(model):
+        with attributes_kept(model), experts_are_operators(model) as experts:
             program = _export_as_eager(alone, tuple(given))
     except Exception as error:  # torch.export raises every kind of error for what it cannot trace
         raise CaptureError(reason(model, error)) from error
@@ -126,6 +127,7 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     graph = program.graph
     for node, weight in zip(graph.find_nodes(op="placeholder"), weights, strict=False):
         node.meta["whole"] = has_torch_function((_read(weight),))
+    put_experts(graph, experts)
     _clean(graph)
     kinds = tuple(_kind(_read(weight)) for weight in weights)
     return Captured(graph, weights, kinds, program.call_spec.out_spec, _fingerprint(graph))

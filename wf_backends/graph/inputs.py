@@ -111,6 +111,18 @@ def names_of_leaves(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> di
     return {f"leaves_{i}": name for i, name in enumerate(names)}
 
 
+def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each module's own parameters and buffers, once for each place where one is read.
+
+    For `torch.func.functional_call` with `tie_weights=False`: by default it leaves others in a
+    module that stands in two places, as T5's embedding does.
+    """
+    for path, module in model.named_modules():
+        own = {"recurse": False, "remove_duplicate": False}
+        yield from module.named_parameters(path, **own)
+        yield from module.named_buffers(path, **own)
+
+
 def apart_from_weights(
     model: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:

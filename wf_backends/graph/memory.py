@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from wf_backends.graph.capture import layout, tensors
+from wf_backends.graph.experts import grouped_products_are_fake
 from wf_backends.graph.tracker import StorageTracker
 from wf_backends.slicing import Source, sources, writes
 
@@ -102,7 +103,7 @@ class Effects:
             args, kwargs = fx.map_arg((node.args, node.kwargs), _fresh)
             inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
             flops = FlopCounterMode(display=False, custom_mapping=FLOPS)
-            with flops as counter, StorageTracker(inputs) as tracker:
+            with grouped_products_are_fake(), flops as counter, StorageTracker(inputs) as tracker:
                 result = node.target(*args, **kwargs)
         known = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(inputs)))}
         allocated, places = [], []

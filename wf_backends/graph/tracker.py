@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,20 +13,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wf_backends.graph.capture import CaptureError, no_log, reason
-from wf_backends.graph.inputs import attributes_kept
+from wf_backends.graph.experts import grouped_products_are_fake
+from wf_backends.graph.inputs import attributes_kept, named_weights
 from wf_backends.graph.packing import packing_is_asked
-
-
-def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each module's own parameters and buffers, once for each place where one is read.
-
-    For `torch.func.functional_call` with `tie_weights=False`: by default it leaves others in a
-    module that stands in two places, as T5's embedding does.
-    """
-    for path, module in model.named_modules():
-        own = {"recurse": False, "remove_duplicate": False}
-        yield from module.named_parameters(path, **own)
-        yield from module.named_buffers(path, **own)
 
 
 class StorageTracker(TorchDispatchMode):
@@ -103,7 +92,15 @@ def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
     tracker = FakeRun((*weights.values(), *inputs))
     try:
-        with packing_is_asked(), torch.no_grad(), no_log(), attributes_kept(model), mode, tracker:
+        with (
+            packing_is_asked(),
+            grouped_products_are_fake(),
+            attributes_kept(model),
+            no_log(),
+            torch.no_grad(),
+            mode,
+            tracker,
+        ):
             torch.func.functional_call(model, weights, args, kwargs, tie_weights=False)
     except Exception as error:  # sparse and nested tensors, TorchScript, what else has no fake
         raise CaptureError(reason(model, error, "run on fake tensors")) from error

@@ -29,6 +29,7 @@ from wf_backends.slicing import (
     rules_views,
 )
 from wf_backends.slicing.call import Call, Rows, Rule, Slice, Table, aten, by_name, shape_of
+from wf_backends.slicing.rules_experts import EXPERTS, Experts
 
 TABLE: Table = {
     **group_norm.TABLE,
@@ -132,6 +133,8 @@ def emit(
 @cache
 def rule_of(target: object) -> Rule | None:
     """The rule of an operator; an in-place one has that of its out-of-place twin."""
+    if isinstance(target, Experts):
+        return EXPERTS
     if not isinstance(target, OpOverload):
         return TABLE.get(target) if callable(target) else None
     written = [a.name for a in target._schema.arguments if a.alias_info and a.alias_info.is_write]

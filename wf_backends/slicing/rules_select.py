@@ -74,6 +74,16 @@ def gather(call: Call, dim: int) -> Reads:
     return {"index": Rows(dim), "self": None if dim == own_axis(call) else Rows(dim)}
 
 
+def scatter(call: Call, dim: int) -> Reads | None:
+    """Along another dimension, of which the index has all rows."""
+    rows = {name: call.size(name)[dim] for name in call.tensors()}
+    return (
+        None
+        if dim == own_axis(call) or len({*rows.values()}) > 1
+        else dict.fromkeys(rows, Rows(dim))
+    )
+
+
 def index_select(call: Call, dim: int) -> Reads:
     return {"index": Rows(0)} if dim == own_axis(call) else {"self": Rows(dim)}
 
@@ -149,6 +159,8 @@ TABLE: Table = {
     aten.gather: Rule(gather),
     aten.index: Rule(index),
     aten.index_select: Rule(index_select),
+    aten.scatter: Rule(scatter),
+    aten.scatter_add: Rule(scatter),
     aten.stack: Rule(stack),
     operator.getitem: Rule(same_rows),
 }

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from wf_backends.graph import Captured, Weight, nbytes, tensors
-from wf_backends.slicing import sources
+from wf_backends.graph import Captured, Effects, Weight, nbytes, tensors
+from wf_backends.slicing import Experts, sources
 from wf_backends.tiling.tiled_loss import LOSS, loss_name
 
 aten = torch.ops.aten
@@ -51,16 +51,21 @@ class _Wall(Exception):
     """Why a module cannot be cut along a dimension."""
 
 
-def candidates(captured: Captured, model: nn.Module) -> list[Candidate]:
-    """Every module that makes more than it is given, the outermost first."""
+def candidates(captured: Captured, model: nn.Module, effects: Effects) -> list[Candidate]:
+    """Every module that may make more than it is given, the outermost first.
+
+    Of a layer's experts the module itself, not what holds it: the router's logits are recorded.
+    """
     weights = _weights(captured)
     found: list[Candidate] = []
     for path, calls in _calls(captured.graph).items():
         module = model.get_submodule(path)
         if any(one.reason == "" and path.startswith(f"{one.module}.") for one in found):
             continue  # a part of one that is cut
+        if any(map(_is_experts, calls[0])) and len(calls[0]) > 1:
+            continue
         for nodes in calls:
-            found.append(_candidate(path, module, nodes, weights))
+            found.append(_candidate(path, module, nodes, weights, effects))
     whole = {one.module for one in found if one.reason}
     return [one for one in found if one.reason or one.module not in whole]
 
@@ -82,7 +87,11 @@ def _calls(graph: fx.Graph) -> dict[str, list[list[fx.Node]]]:
 
 
 def _candidate(
-    path: str, module: nn.Module, nodes: list[fx.Node], weights: Mapping[fx.Node, Weight | Tensor]
+    path: str,
+    module: nn.Module,
+    nodes: list[fx.Node],
+    weights: Mapping[fx.Node, Weight | Tensor],
+    effects: Effects,
 ) -> Candidate:
     inside, inputs = set(nodes), dict[fx.Node, None]()
     for node in nodes:
@@ -92,6 +101,7 @@ def _candidate(
     base = Candidate(path, type(module).__name__, tuple(nodes))
     try:
         made = sum(nbytes(n) for n in nodes if not _is_view(n) and n not in results)
+        made += sum(effects.of(n).temporary for n in nodes if _is_experts(n))
         base = replace(base, inside=made)
         _refuse_foreign(module, [weights[n] for n in inputs if n in weights])
         dim = _dim(nodes, given, results, set(weights) | _made_of(weights, nodes))
@@ -202,6 +212,10 @@ def _has_rows(node: fx.Node, dim: int) -> bool:
 def _shape(node: fx.Node) -> tuple[int, ...]:
     found = tensors(node)
     return tuple(found[0].shape) if found else ()
+
+
+def _is_experts(node: fx.Node) -> bool:
+    return isinstance(node.target, Experts)
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -155,7 +155,7 @@ class _Search:
         captured = capture(model, self.args, self.kwargs)
         self._effects = Effects()
         self._total = PASSES * max(1, self._flops(captured.graph.nodes))
-        head, found = head_candidate(captured, model), candidates(captured, model)
+        head, found = head_candidate(captured, model), candidates(captured, model, self._effects)
         heavy = [one for one in found if one.inside >= WORTH * one.around]
         self.groups = self._grouped([one for one in heavy if not one.reason])
         if head is not None and not head.reason:
@@ -180,7 +180,7 @@ class _Search:
         tiles = (*plan.tiles, *more)
         try:
             peak = self.peak(tiles) if more else plan.peak
-        except CaptureError as error:  # a module that is told its rows by a number, for instance
+        except (CaptureError, NotImplementedError) as error:  # it is told its rows by a number, say
             why = str(error).partition(": ")[2]
             return replace(plan, refused=(*plan.refused, (group[0].kind, f"no tiles: {why}")))
         if peak >= plan.peak:
@@ -197,7 +197,7 @@ class _Search:
             return None
         try:
             peak = self.peak(tiles)
-        except CaptureError:
+        except (CaptureError, NotImplementedError):
             return None
         return replace(plan, tiles=tiles, peak=peak) if peak < 0.99 * plan.peak else None
 

@@ -15,6 +15,7 @@ from wf_backends.graph import (
     CaptureError,
     FakeRun,
     attributes_kept,
+    grouped_products_are_fake,
     named_weights,
     packing_is_asked,
     reason,
@@ -38,7 +39,14 @@ def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
     inputs = [x for x in pytree.tree_leaves((args, words)) if isinstance(x, Tensor)]
     tracker = FakeRun((*weights.values(), *grads, *inputs))
     try:
-        with packing_is_asked(), attributes_kept(model), mode, tracker, torch.enable_grad():
+        with (
+            packing_is_asked(),
+            grouped_products_are_fake(),
+            attributes_kept(model),
+            mode,
+            tracker,
+            torch.enable_grad(),
+        ):
             _loss(functional_call(model, weights, args, words, tie_weights=False)).backward()
     except NotImplementedError:  # what tiles refuse
         raise
