@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tests.hetegen.models import Plain, make_model, split_memory
 from wf_backends.hetegen import Handle, Rates, dispatch_model
 from wf_backends.hetegen.accelerator import Accelerator, Filled, Streams
-from wf_backends.hetegen.lane_thread import Write
+from wf_backends.hetegen.device import Write
 from wf_backends.hetegen.measure import measure_rates
 
 RATES = Rates(1e8, 2e8, 1e10)

@@ -1,11 +1,11 @@
 """HeteGen (arXiv 2403.01164): inference in which the host computes its share of every linear."""
 
 from wf_backends.hetegen.accelerator import Accelerator
+from wf_backends.hetegen.device import ShapedDevice
 from wf_backends.hetegen.dispatch import Handle, dispatch_model
 from wf_backends.hetegen.law import Rates, best_alpha, seconds_per_byte
 from wf_backends.hetegen.measure import measure_machine
 from wf_backends.hetegen.plan import Plan
-from wf_backends.hetegen.shaped import ShapedDevice
 
 __all__ = [
     "Accelerator",

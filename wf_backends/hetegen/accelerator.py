@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.lane_thread import Lanes, Run, Write
+from wf_backends.hetegen.device import Lanes, Run, Write
 from wf_backends.hetegen.law import Rates
 
 
@@ -128,7 +128,7 @@ class Accelerator(Lanes):
             self.streams.copy(self._link_stream, source, slab)
             done.record(self._link_stream)
 
-        return Recorded(done, self.lanes["link"].submit(run, after=_when(after)))
+        return Recorded(done, self.submit("link", run, after=after and after.event.synchronize))
 
     def compute(self, run: Run, nbytes: int, after: Recorded | None) -> Recorded:
         if after is not None:
@@ -141,8 +141,9 @@ class Accelerator(Lanes):
     def on_host(self, write: Write, x: Tensor, out: Tensor, nbytes: int) -> Filled:
         x_host, memory = self._host_memory(x), self._host_memory(out)
         x_host.copy_(x, non_blocking=True)
-        run = partial(write, x_host, memory)
-        return Filled(self.lanes["host"].submit(run, after=_when(self._record())), memory, out)
+        there = self._record().event.synchronize
+        work = self.submit("host", partial(write, x_host, memory), after=there)
+        return Filled(work, memory, out)
 
     def _host_memory(self, like: Tensor) -> Tensor:
         """Memory for an activation, pinned while there is some."""
@@ -152,7 +153,7 @@ class Accelerator(Lanes):
             return torch.empty(like.shape, dtype=like.dtype)
 
     def wait(self, events: Sequence[Any]) -> Any:
-        self._stop.wait()
+        self.check()
         for event in events:
             if isinstance(event, Filled):  # what was computed is on the caller's stream
                 event.by.result()
@@ -175,8 +176,3 @@ class Accelerator(Lanes):
     def stop(self) -> None:
         super().stop()
         self.streams.synchronize()  # what is on the streams still uses slabs and outputs
-
-
-def _when(before: Recorded | None) -> Run | None:
-    """Waits for what is recorded by then."""
-    return None if before is None else before.event.synchronize

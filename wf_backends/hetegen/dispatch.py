@@ -121,9 +121,10 @@ def dispatch_model(
     accelerator_bytes, host_bytes = _parse(max_memory)
     weights = find_weights(model)
     device = Accelerator() if device is None else device
+    rates = device.rates(_type_of_most(weights))
     request = Request(
         linears=tuple(weight.linear for weight in weights),
-        device_rates=device.rates(_type_of_most(weights)),
+        rates=rates if pin_memory else rates.unpinned(),
         accelerator_bytes=accelerator_bytes,
         host_bytes=host_bytes,
         other_bytes=sum(tensor.nbytes for tensor in _others(model, weights)),
@@ -239,7 +240,8 @@ def _pin(plan: Plan, device: Device) -> tuple[Plan, list[Tensor]]:
     try:
         return plan, [device.pinned(plan.slab_bytes) for _ in range(plan.slabs)]
     except MemoryError as error:
-        slower = make_plan(replace(plan.request, pinned=False))
+        request = replace(plan.request, rates=plan.rates.unpinned(), pinned=False)
+        slower = make_plan(request)
         warnings.warn(
             f"pinned memory ran out ({error}): copies are pageable, {slower.rates.link:.3g} "
             f"bytes/s instead of {plan.rates.link:.3g}, and a decoding pass should take "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wf_backends.hetegen.accelerator import Accelerator, Streams
+from wf_backends.hetegen.device import ShapedDevice
 from wf_backends.hetegen.dispatch import dispatch_model
 from wf_backends.hetegen.law import Rates
 from wf_backends.hetegen.runner import Device
-from wf_backends.hetegen.shaped import ShapedDevice
 
 WEIGHTS_BYTES = 2**28  # so many that caches do not hold them all
 SLABS = 3  # that a plan has, as a rule
@@ -44,17 +44,17 @@ def measure_rates(
     """
     number = max(2, WEIGHTS_BYTES // (width * width * dtype.itemsize))
     weights = [torch.randn(width, width).to(dtype) for _ in range(number)]
-    there, wait = weights, _nothing
+    there, clock = weights, time.perf_counter
     device: Device = ShapedDevice(FAST, FAST, FAST)
     if streams is not None:
         there = [weight.to(streams.device) for weight in weights]
         pinned = [streams.pinned(weights[0].shape, dtype) for _ in range(SLABS)]
-        wait = streams.synchronize
+        clock = _clock_of(streams)
         device = Accelerator(Rates(FAST, FAST, FAST), streams)
     slab = torch.empty_like(there[0])
 
-    def rate(run: Callable[[int], object], wait: Callable[[], None] = wait) -> float:
-        return weights[0].nbytes / _seconds_each(run, number, wait, seconds)
+    def rate(run: Callable[[int], object], clock: Callable[[], float] = clock) -> float:
+        return weights[0].nbytes / _seconds_each(run, number, clock, seconds)
 
     def gemm(tokens: int, rows: list[Tensor]) -> Callable[[int], object]:
         x = torch.randn(tokens, width).to(rows[0])
@@ -68,9 +68,9 @@ def measure_rates(
             pinned[i % SLABS].copy_(weights[i])
         link(i)
 
-    link_beside, host_beside = _together(
-        partial(rate, lane), partial(rate, gemm(1, weights), _nothing)
-    )
+    with ThreadPoolExecutor(1) as thread:
+        beside = thread.submit(rate, gemm(1, weights), time.perf_counter)
+        link_beside, host_beside = rate(lane), beside.result()
     alone, staging, host = rate(link), rate(lane), rate(gemm(1, weights))
     flops = 2.0 * MANY_TOKENS / weights[0].itemsize  # for each byte
     return Rates(
@@ -97,28 +97,25 @@ def measure_call(device: Device) -> float:
         return handle.report()["decode"]["call_seconds"]
 
 
-def _together(one: Callable[[], float], other: Callable[[], float]) -> tuple[float, float]:
-    with ThreadPoolExecutor(1) as thread:
-        beside = thread.submit(other)
-        return one(), beside.result()
+def _clock_of(streams: Streams) -> Callable[[], float]:
+    """The time at which all is done that the streams were given."""
 
+    def clock() -> float:
+        streams.synchronize()
+        return time.perf_counter()
 
-def _nothing() -> None:
-    pass
+    return clock
 
 
 def _seconds_each(
-    run: Callable[[int], object], number: int, wait: Callable[[], None], seconds: float
+    run: Callable[[int], object], number: int, clock: Callable[[], float], seconds: float
 ) -> float:
     """The median over the turns through the weights, of one run."""
-    took, end = [], time.perf_counter() + seconds
     with torch.inference_mode():
         run(0)
-        wait()
-        while not took or time.perf_counter() < end:
-            start = time.perf_counter()
+        times = [clock()]
+        while len(times) == 1 or times[-1] < times[0] + seconds:
             for i in range(number):
                 run(i)
-            wait()
-            took.append((time.perf_counter() - start) / number)
-    return median(took)
+            times.append(clock())
+    return median((end - start) / number for start, end in pairwise(times))

@@ -97,7 +97,7 @@ class Request:
 
     Attributes:
         linears: of the model, in its order.
-        device_rates: of its lanes, for one token, where copies pass through pinned memory.
+        rates: of the device's lanes, for one token, with copies as they are.
         accelerator_bytes: of its memory, for weights and slabs.
         host_bytes: of the host's memory, for weights that are split and pinned memory.
         other_bytes: what is not split takes of the accelerator's memory.
@@ -108,7 +108,7 @@ class Request:
     """
 
     linears: tuple[Linear, ...]
-    device_rates: Rates
+    rates: Rates
     accelerator_bytes: int
     host_bytes: float = inf
     other_bytes: int = 0
@@ -117,11 +117,6 @@ class Request:
     alpha: float | None = None
     slabs: int = 3
     pinned: bool = True
-
-    @property
-    def rates(self) -> Rates:
-        """Of the lanes, for one token, with copies as they are."""
-        return self.device_rates if self.pinned else self.device_rates.unpinned()
 
     @property
     def room(self) -> int:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from wf_backends._compile import eager
 from wf_backends.hetegen.accelerator import Accelerator
+from wf_backends.hetegen.device import ShapedDevice
 from wf_backends.hetegen.jobs import JobMaker
 from wf_backends.hetegen.modules import HostWeight
 from wf_backends.hetegen.plan import LANE_NAMES, PHASES, Job, Phase, Plan
-from wf_backends.hetegen.shaped import ShapedDevice
 
 PASSES_KEPT = 256
 Device = Accelerator | ShapedDevice
@@ -186,7 +186,7 @@ class Record:
     """
 
     def __init__(self, plan: Plan, device: Device) -> None:
-        self._plan, self._device, self._lanes = plan, device, device.lanes
+        self._plan, self._device, self._busy = plan, device, device.busy_seconds
         # Phase; when each call began and ended, in turns. The latest passes; all are counted.
         self._passes: deque[tuple[Phase, list[Moment]]] = deque(maxlen=PASSES_KEPT)
         self._num_passes: Counter[Phase] = Counter()
@@ -213,7 +213,7 @@ class Record:
         wall = between(self._began, self._passes[-1][1][-1]) if self._passes else 0.0
         lanes = {}
         for name in LANE_NAMES:
-            busy = self._lanes[name].busy_seconds if name in self._lanes else 0.0  # it is no thread
+            busy = self._busy.get(name, 0.0)  # 0 of one that is no thread
             lanes[name] = {
                 "busy_seconds": busy,
                 "predicted_busy_seconds": self._predicted[name],
