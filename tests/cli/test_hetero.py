@@ -11,6 +11,7 @@ import torch
 
 from wf_backends.cli import bench_hetero as module
 from wf_backends.cli import readers
+from wf_backends.cli.generate import accelerator_rates
 
 transformers = pytest.importorskip("transformers", reason="the transformers extra is missing")
 
@@ -52,6 +53,26 @@ def test_bench_hetero_measures_once(wallfacer, tmp_path: Path, monkeypatch) -> N
     assert calls == [torch.bfloat16] * 2
     wallfacer(*args, "--dtype", "float32")  # has rates of its own
     assert calls[2:] == [torch.float32]
+
+
+def test_generate_takes_the_rates_that_are_known(tmp_path: Path, monkeypatch) -> None:
+    import wf_backends.hetegen as hetegen
+
+    calls: list[torch.dtype] = []
+
+    def measure(dtype: torch.dtype) -> tuple[str, hetegen.Rates]:
+        calls.append(dtype)
+        return "cuda:0", hetegen.Rates(1e10, 3e10, 1e12)
+
+    monkeypatch.setattr(hetegen, "measure_machine", measure)
+    monkeypatch.setattr(module.socket, "gethostname", lambda: "here")
+    model = torch.nn.Linear(2, 2, dtype=torch.float16)
+    for _ in range(2):
+        assert accelerator_rates(model, tmp_path) == hetegen.Rates(1e10, 3e10, 1e12)
+    assert calls == [torch.float16]
+    file = tmp_path / "hetero-here-float16.json"
+    file.write_text(file.read_text().replace("cuda:0", "threads"))  # of before the GPU came
+    assert accelerator_rates(model, tmp_path).host == 3e10 and len(calls) == 2
 
 
 def cut_off(self: Path, text: str) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
 
 from wf_backends._validation import parse_bytes, positive
-from wf_backends.cli.options import MOST
+from wf_backends.cli import options as o
+from wf_backends.cli.bench_hetero import known_rates
 from wf_backends.cli.readers import ModelFolder, call_reader
-from wf_backends.hetegen import ShapedDevice, dispatch_model
+from wf_backends.hetegen import Accelerator, Rates, ShapedDevice, dispatch_model
 
 LEAST_SEED, MOST_SEED = -(2**63), 2**64 - 1  # that torch takes
 GENERATORS = "wallfacer.generators"  # entry points: a folder -> a model with `generate_text`
@@ -29,17 +31,18 @@ def generate(
     shaped: Annotated[
         str, Option(help="Without an accelerator: GB/s of link, host, accelerator, as 1,3,20.")
     ] = "",
+    cache_dir: o.CacheDir = None,
 ) -> None:
     """Generate text with a model's linears split over the accelerator and the host.
 
     The text is written to stdout as it comes, progress and tokens a second to stderr. Weights are
-    read from the *.safetensors of the folder.
+    read from the *.safetensors of the folder. The accelerator's rates are those of `bench-hetero`.
 
     Example:
 
         wallfacer generate --model ./llama --max-memory 20GB --prompt "Once upon a time"
     """
-    positive("--max-new-tokens", max_new_tokens, MOST["seqlen"])
+    positive("--max-new-tokens", max_new_tokens, o.MOST["seqlen"])
     if not LEAST_SEED <= seed <= MOST_SEED:
         raise ValueError(f"--seed must be from {LEAST_SEED} to {MOST_SEED}, got {seed}")
     if seed and not sample:
@@ -47,9 +50,11 @@ def generate(
     memory: dict[int | str, int | str] = {0: parse_bytes("--max-memory", max_memory)}
     if cpu_memory:
         memory["cpu"] = parse_bytes("--cpu-memory", cpu_memory)
-    device = shaped_device(shaped) if shaped else None
+    device = shaped_device(shaped) if shaped else Accelerator()  # refused before it is loaded
     say(f"loading {model}")
     loaded = call_reader(GENERATORS, "generate", model)
+    if not shaped:
+        device = Accelerator(accelerator_rates(loaded.model, o.folder_of(cache_dir)))
     with dispatch_model(loaded.model, memory, device) as handle:
         plan = handle.plan
         say(
@@ -61,6 +66,16 @@ def generate(
         loaded.generate_text(prompt, max_new_tokens, shown, drawn, on_host=bool(shaped))
     print()
     say(rate(times))
+
+
+def accelerator_rates(model: Any, folder: Path) -> Rates:
+    """Those that `bench-hetero` keeps for the type of the weights; measured where it has none."""
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    device, rates, source = known_rates(folder, dtype, fresh=False)
+    if device == "threads":  # they were measured when there was no accelerator
+        _, rates, source = known_rates(folder, dtype, fresh=True)
+    say(f"rates: {source}")
+    return rates
 
 
 def say(words: str, end: str = "\n") -> None:
