@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from contextlib import ExitStack
+from typing import Any
 
 
-class Handle:
+class Handle(ExitStack):
     """Tiled modules of one model. `remove()`, or the end of a `with` block, takes it all back.
 
     Attributes:
         tiles: what runs, `Tiles`, with the counts that the ranks agreed on.
-        undo: the steps that `remove()` takes, the last first.
     """
 
-    def __init__(self, tiles: Sequence[Any] = ()) -> None:
-        self.tiles, self.undo = tuple(tiles), ExitStack()
+    tiles: tuple[Any, ...] = ()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """owner.name = value, for this instance, until `remove()`."""
@@ -24,25 +21,10 @@ class Handle:
         setattr(owner, name, value)  # a property may keep it under another name
         for key, now in vars(owner).copy().items():
             if key not in before:
-                self.undo.callback(delattr, owner, key)
+                self.callback(delattr, owner, key)
             elif before[key] is not now:
-                self.undo.callback(setattr, owner, key, before[key])
+                self.callback(setattr, owner, key, before[key])
 
     def remove(self) -> None:
-        """Take everything back. A second call does nothing."""
-        self.undo.close()
-
-    @contextmanager
-    def removed_on_error(self) -> Iterator[None]:
-        """Inside, an error takes back what was done so far."""
-        try:
-            yield
-        except BaseException:
-            self.remove()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.remove()
+        """Take everything back, the last first. A second call does nothing."""
+        self.close()

@@ -45,8 +45,8 @@ def tile_loss(owner: nn.Module, head: nn.Module, tiles: int, handle: Handle) -> 
     handle.set(owner, "loss_function", loss.given)
     before = owner.register_forward_pre_hook(loss.before, with_kwargs=True)
     after = owner.register_forward_hook(loss.after, always_call=True)
-    handle.undo.callback(before.remove)
-    handle.undo.callback(after.remove)
+    handle.callback(before.remove)
+    handle.callback(after.remove)
 
 
 def loss_name(owner: nn.Module) -> str | None:

@@ -66,15 +66,16 @@ def install(model: nn.Module, tiles: Sequence[Tiles]) -> Handle:
             raise ValueError(f"module {one.module!r} is none of this {type(model).__name__}")
         if one.dim < 0:
             raise ValueError(f"dim must be counted from the first, 0 or more, got {one.dim}")
-    handle = Handle(tiles)
-    with handle.removed_on_error():
+    with Handle() as handle:  # an error takes back what was done so far
         for one in tiles:
             module = modules[one.module]
             if one.loss:
                 tile_loss(modules[one.module.rpartition(".")[0]], module, one.tiles, handle)
             elif one.tiles > 1:
                 handle.set(module, "forward", TiledCall(Original(module), one.dim, one.tiles))
-    return handle
+        done = handle.pop_all()
+    done.tiles = tuple(tiles)
+    return done
 
 
 def agreed(tiles: Sequence[Tiles], group: ProcessGroup | None = None) -> tuple[Tiles, ...]:
