@@ -48,6 +48,7 @@ def measure_topology(comm: Communicator, hosts: Sequence[str], device: torch.dev
     check_job(nominal, hosts)
     open_connections(Timer(comm, device), per_host)
     timer, kernel = Timer(comm, device, HURRY_S), KernelTimer(device)
+    tile, _ = kernel.tiles(kernel.sizes.beside)
     inside = measure_inside(timer, per_host) if per_host > 1 else nominal.inside
     between, nics = measure_between(timer, per_host) if count > 1 else (nominal.between, 1)
     return replace(
@@ -59,7 +60,7 @@ def measure_topology(comm: Communicator, hosts: Sequence[str], device: torch.dev
         exchange_s=_exchange_s(timer, per_host) if per_host > 1 else 0.0,
         kernels=((kernel.name, kernel.rate(timer.per_run)),),
         memory_bytes=_memory(device, per_host),
-        occupied=measure_occupied(timer, per_host, kernel.tile_beside_messages()),
+        occupied=measure_occupied(timer, per_host, tile),
     )
 
 

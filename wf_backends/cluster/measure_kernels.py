@@ -89,10 +89,6 @@ class KernelTimer:
         scores = took / (self.flops_per_score * score_s)
         return max(0.0, scores - tile_area(_tile(rows, CAUSAL))) / rows
 
-    def tile_beside_messages(self) -> Work:
-        """The forward of the tile that is computed while messages travel."""
-        return self.tiles(self.sizes.beside)[0]
-
     def tiles(self, size: int, band: Band = FULL) -> tuple[Work, Work]:
         """The (forward, backward) of a tile of `size` rows and keys; each has run once already."""
         tile, scores = _tile(size, band), Scores(HEAD_DIM**-0.5)

@@ -104,7 +104,7 @@ def init(
     place = _open_group(backend, place, timeout)
     launch = replace(_describe(place), _exported=_export(place))
     _tell_folder(log_folder or default_log_folder(os.environ))
-    settle_at_exit()
+    settle_at_exit()  # at the exit these run the other way round: leave, end, settle
     atexit.register(launch._end)
     leave_at_exit()
     return launch
