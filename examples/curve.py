@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import get_type_hints
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +38,10 @@ def read_csv(path: Path) -> list[Row]:
     """The rows of a file that `write_csv` wrote; none if there is no file."""
     if not path.exists():
         return []
+    kinds = get_type_hints(Row)  # int or float
     with path.open(newline="") as file:
-        return [
-            Row(
-                step=int(row["step"]),
-                loss=float(row["loss"]),
-                grad_norm=float(row["grad_norm"]),
-                tokens=int(row["tokens"]),
-                seconds=float(row["seconds"]),
-                bytes_sent=int(row["bytes_sent"]),
-            )
-            for row in csv.DictReader(file)
-        ]
+        rows = csv.DictReader(file)
+        return [Row(**{key: kinds[key](text) for key, text in row.items()}) for row in rows]
 
 
 def draw(rows: list[Row], path: Path, title: str, held_out: float | None = None) -> None:

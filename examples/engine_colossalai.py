@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from colossalai.accelerator import get_accelerator
 from colossalai.booster import Booster
 from engine import Batch, StepResult
-from ranks import mean_over_ranks, progress_of, saved
-from torch import Tensor, nn
+from ranks import mean_over_ranks, progress_of, saved, to_device
+from torch import nn
 
 import wf_colossalai
 from wf_colossalai.cpu import cpu_accelerator
@@ -37,12 +38,13 @@ class ColossalAIEngine:
         self._booster = Booster(plugin=handle.plugin)
         boosted: Any = self._booster.boost(model, optimizer)
         self._model, self._optimizer = boosted[:2]
+        self._device = get_accelerator().get_current_device()
 
     def step(self, batches: Sequence[Batch]) -> StepResult:
         """As in `engine.Engine`."""
         losses = []
         for batch in batches:
-            loss = self._model(**self._to_device(batch)).loss
+            loss = self._model(**to_device(batch, self._device)).loss
             self._booster.backward(loss / len(batches), self._optimizer)
             losses.append(loss.detach())
         self._optimizer.step()
@@ -54,7 +56,7 @@ class ColossalAIEngine:
     def evaluate(self, batch: Batch) -> float:
         """As in `engine.Engine`."""
         self._model.eval()
-        loss = self._model(**self._to_device(batch)).loss
+        loss = self._model(**to_device(batch, self._device)).loss
         self._model.train()
         return mean_over_ranks(loss)
 
@@ -75,10 +77,6 @@ class ColossalAIEngine:
         self._stack.close()
         dist.barrier()
         dist.destroy_process_group()
-
-    def _to_device(self, batch: Batch) -> dict[str, Any]:
-        device = next(self._model.parameters()).device
-        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in batch.items()}
 
     def _grad_norm(self) -> float:
         """Nan where the plugin does not tell."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine import Batch, StepResult
+from ranks import to_device
 from torch import Tensor, nn
 
 import wf_deepspeed
@@ -90,9 +91,7 @@ class DeepSpeedEngine:
         dist.destroy_process_group()
 
     def _shard(self, batch: Batch) -> dict[str, Any]:
-        local = self._wallfacer.shard_batch(batch)
-        device = self._engine.device
-        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in local.items()}
+        return self._wallfacer.shard_batch(to_device(batch, self._engine.device))
 
     def _logits(self, shard: dict[str, Any]) -> Tensor:
         return self._engine(**wf_transformers.forward_kwargs(self._engine, shard)).logits

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engine import Batch, StepResult
-from ranks import mean_over_ranks, progress_of, saved
+from ranks import mean_over_ranks, progress_of, saved, to_device
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,51 +22,47 @@ from torch.nn.utils import clip_grad_norm_
 
 import wf_transformers
 from wf_backends import SequenceParallel, SequenceParallelConfig
+from wf_backends.comm import own_group
 
-KEYS = (
-    *("parallelism", "replicas", "bf16", "recompute", "accumulation", "gradient_clipping"),
-    *("optimizer", "wallfacer"),
-)
+KEYS = ("wallfacer", "parallelism", "replicas", "bf16", "recompute", "accumulation")
+KEYS += ("gradient_clipping", "optimizer")
 
 
 class TorchEngine:
     """A model under `fully_shard` or `DistributedDataParallel`, its attention by WallFacer.
 
-    Both average gradients over all ranks. A rank's `sp.loss` is its share of a sum over the ranks
-    of its sequence, so that times `sp.size` the average is the gradient of the mean loss of all
-    sequences.
+    Both average gradients over all ranks, and the handle's loss counts on it.
     """
 
     def __init__(self, config: str, model: Any) -> None:
         words = _read(config)
         spread = SequenceParallelConfig.from_dict(words["wallfacer"])
-        self._sp = SequenceParallel(spread, dist.new_group())  # a queue of its own
-        handle = wf_transformers.attach(model, self._sp)
+        sp = SequenceParallel(spread, own_group(spread.timeout))  # a queue of its own
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._handle = wf_transformers.attach(model.to(self._device), sp)
         if words.get("recompute", False):
-            model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
+            model.gradient_checkpointing_enable(self._handle.checkpoint_kwargs)
         self.rank = dist.get_rank()
-        self.data_parallel_rank = self.rank // self._sp.size
-        self.data_parallel_size = dist.get_world_size() // self._sp.size
+        self.data_parallel_rank = self._handle.data_parallel_rank
+        self.data_parallel_size = self._handle.data_parallel_size
         self.accumulation: int = words.get("accumulation", 1)
         self._clipping = float(words.get("gradient_clipping", "inf"))
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._model, self._sync = PARALLELISMS[words.get("parallelism", "fsdp")](
-            model.to(self._device), words.get("bf16", False), words.get("replicas")
-        )
+        parallelise = PARALLELISMS[words.get("parallelism", "fsdp")]
+        self._model = parallelise(model, words.get("bf16", False), words.get("replicas"))
         self._optimizer = torch.optim.AdamW(self._model.parameters(), **words.get("optimizer", {}))
 
     def step(self, batches: Sequence[Batch]) -> StepResult:
         """As in `engine.Engine`."""
-        losses = []
-        for at, batch in enumerate(batches, 1):
-            self._sync(at == len(batches))
-            loss = self._loss(batch) / len(batches)
+        shards, losses = [self._shard(batch) for batch in batches], []
+        for at, shard in enumerate(shards, 1):
+            self._sync(at == len(shards))
+            loss = self._loss(shard) / len(shards)
             loss.backward()
             losses.append(loss.detach())
         norm = clip_grad_norm_(self._model.parameters(), self._clipping)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        sent = sum(self._sp.report().values())
+        sent = sum(self._handle.report().values())
         whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
         return StepResult(mean_over_ranks(torch.stack(losses).sum()), float(whole), sent)
 
@@ -75,7 +70,7 @@ class TorchEngine:
     def evaluate(self, batch: Batch) -> float:
         """As in `engine.Engine`."""
         self._model.eval()
-        loss = self._loss(batch)
+        loss = self._loss(self._shard(batch))
         self._model.train()
         return mean_over_ranks(loss)
 
@@ -101,23 +96,27 @@ class TorchEngine:
         dist.barrier()
         dist.destroy_process_group()
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _shard(self, batch: Batch) -> dict[str, Any]:
+        return self._handle.shard_batch(to_device(batch, self._device))
+
+    def _loss(self, shard: dict[str, Any]) -> Tensor:
         """Of this rank's tokens; the mean over all ranks is the mean loss of all sequences."""
-        local = self._sp.shard_batch(batch)
-        local = {k: v.to(self._device) if isinstance(v, Tensor) else v for k, v in local.items()}
-        logits = self._model(**wf_transformers.forward_kwargs(self._model, local)).logits
-        return self._sp.loss(logits, local["labels"]) * self._sp.size
+        logits = self._model(**wf_transformers.forward_kwargs(self._model, shard)).logits
+        return self._handle.loss(logits, shard["labels"])
+
+    def _sync(self, now: bool) -> None:
+        """Whether the next backward is to bring gradients together."""
+        if isinstance(self._model, DistributedDataParallel):
+            self._model.require_backward_grad_sync = now
+        else:
+            self._model.set_requires_gradient_sync(now)
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self._model, self._optimizer)
         return {"model": model, "optimizer": optimizer}
 
 
-Parallel = tuple[nn.Module, Callable[[bool], None]]
-"""A model, and what tells it whether the next backward is to bring gradients together."""
-
-
-def _fully_sharded(model: Any, bf16: bool, replicas: int | None) -> Parallel:
+def _fully_sharded(model: Any, bf16: bool, replicas: int | None) -> Any:
     """FSDP2, layer by layer; computing in bfloat16 if asked for, parameters in float32.
 
     Args:
@@ -132,7 +131,7 @@ def _fully_sharded(model: Any, bf16: bool, replicas: int | None) -> Parallel:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model, model.set_requires_gradient_sync
+    return model
 
 
 def mesh_of(replicas: int, size: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -148,21 +147,14 @@ def mesh_of(replicas: int, size: int) -> tuple[tuple[int, ...], tuple[str, ...]]
     return (replicas, size // replicas), ("replicate", "shard")
 
 
-def _replicated(model: nn.Module, bf16: bool, replicas: int | None) -> Parallel:
+def _replicated(model: nn.Module, bf16: bool, replicas: int | None) -> Any:
     """DDP, which has no precision of its own, and a replica on every rank."""
     if bf16 or replicas is not None:
         raise ValueError('"bf16" and "replicas" need "parallelism": "fsdp"')
-    replicas = DistributedDataParallel(model)
-
-    def sync(now: bool) -> None:
-        replicas.require_backward_grad_sync = now
-
-    return replicas, sync
+    return DistributedDataParallel(model)
 
 
-PARALLELISMS: Mapping[str, Callable[[Any, bool, int | None], Parallel]] = MappingProxyType(
-    {"fsdp": _fully_sharded, "ddp": _replicated}
-)
+PARALLELISMS = {"fsdp": _fully_sharded, "ddp": _replicated}
 
 
 def _read(config: str) -> dict[str, Any]:

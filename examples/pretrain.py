@@ -19,7 +19,6 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from curve import Row, draw, read_csv, write_csv
 from engine import Batch, Engine, open_engine
 from model import build_model
@@ -28,6 +27,7 @@ from restart import checkpoint_to_resume, fitted
 from textdata import VOCABULARY, find_files, sequences, split
 
 from wf_backends import launch
+from wf_backends.launch import Launch
 
 HELD_OUT_BATCHES = 4
 
@@ -36,7 +36,7 @@ def main() -> None:
     """Train, evaluate on held-out text, write the curve."""
     args = parse_arguments()
     job = launch.init(timeout=args.timeout, log_folder=args.out)
-    share_cores()
+    share_cores(job)
     checkpoint = checkpoint_to_resume(args, job)
     config = (
         args.deepspeed_config if checkpoint is None else fitted(args.deepspeed_config, args.out)
@@ -116,11 +116,10 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def share_cores() -> None:
+def share_cores(job: Launch) -> None:
     """Threads of this process: its part of the host's cores, or what OMP_NUM_THREADS says."""
     if "OMP_NUM_THREADS" not in os.environ:
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.local_size))
 
 
 def full_batches(

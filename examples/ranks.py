@@ -1,16 +1,23 @@
-"""What engines without an answer of their own share: a mean over ranks, and checkpoints."""
+"""What the engines share: batches on their device, a mean over ranks, and checkpoints."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from wf_backends.checkpoints import saved_whole
+
+
+def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+    """The batch with its tensors there; borders of documents stay integers of the host."""
+    return {key: x.to(device) if isinstance(x, Tensor) else x for key, x in batch.items()}
 
 
 def mean_over_ranks(loss: Tensor) -> float:

@@ -23,9 +23,8 @@ from lss_model import LanguageModel, LanguageModelConfig
 from torch import Tensor, nn
 
 from wf_backends import SequenceParallel, SequenceParallelConfig, launch
-from wf_backends.comm import make_comm
-from wf_backends.comm.protocol import Communicator
-from wf_backends.parallel.gradients import DoubleAverage
+from wf_backends.comm import Communicator, make_comm
+from wf_backends.parallel import DoubleAverage
 
 
 def main() -> None:
@@ -61,7 +60,8 @@ def train(comm: Communicator, words: Mapping[str, Any], text: bytes, steps: int)
     block = dict(words["wallfacer"])
     block["sequence_parallel_size"] = block.get("sequence_parallel_size") or comm.size
     sp = SequenceParallel(SequenceParallelConfig.from_dict(block), comm)
-    model = initialise(LanguageModel(LanguageModelConfig(**words["model"]), sp))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = initialise(LanguageModel(LanguageModelConfig(**words["model"]), sp)).to(device)
     average = DoubleAverage(sp, comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=words["training"]["lr"])
     replicas, replica = comm.size // sp.size, comm.rank // sp.size
@@ -69,7 +69,7 @@ def train(comm: Communicator, words: Mapping[str, Any], text: bytes, steps: int)
     for step in range(steps):
         start, sample = time.perf_counter(), step * replicas + replica
         whole = draw(text, model.config.seq_len, words["training"]["batch"], sample)
-        batch = sp.shard_batch({"input_ids": whole, "labels": whole})
+        batch = sp.shard_batch({"input_ids": whole.to(device), "labels": whole.to(device)})
         logits = model(batch["input_ids"], batch["position_ids"], seed=sample)
         loss = sp.loss(logits, batch["labels"])
         optimizer.zero_grad()

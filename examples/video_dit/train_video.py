@@ -24,8 +24,7 @@ from video_model import VideoDiT, VideoDiTConfig
 from video_parallel import ParallelVideo
 
 from wf_backends import launch
-from wf_backends.comm import make_comm
-from wf_backends.comm.protocol import Communicator
+from wf_backends.comm import Communicator, make_comm
 
 
 def main() -> None:
@@ -62,7 +61,8 @@ def train(
     """
     config = VideoDiTConfig(**{k: _tuple(v) for k, v in words["model"].items()})
     training = words["training"]
-    model = initialise(VideoDiT(config).to(dtype), training["seed"])
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = initialise(VideoDiT(config).to(dtype), training["seed"]).to(device)
     spread = ParallelVideo(model, words["parallel"], comm)
     optimizer = torch.optim.AdamW(model.parameters(), lr=training["lr"])
     clips = read_folder(folder, *_size(config)) if folder else None
@@ -111,10 +111,11 @@ def flow_loss(
     model: VideoDiT, batch: tuple[Tensor, Tensor], step: int, dtype: torch.dtype
 ) -> Tensor:
     """Flow matching: the model shall predict noise - video on the line between them."""
-    video, text = batch[0].to(dtype), batch[1]
-    random = torch.Generator().manual_seed(step)
-    noise = torch.randn(video.shape, generator=random).to(dtype)
-    times = torch.rand(len(video), generator=random).to(dtype)
+    device = next(model.parameters()).device
+    video, text = batch[0].to(device, dtype), batch[1].to(device)
+    random = torch.Generator().manual_seed(step)  # of the host: the same on every rank
+    noise = torch.randn(video.shape, generator=random).to(video)
+    times = torch.rand(len(video), generator=random).to(video)
     along = times.view(-1, 1, 1, 1, 1)
     found = model((1 - along) * video + along * noise, times, text)
     return (found - (noise - video)).square().mean()

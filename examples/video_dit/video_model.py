@@ -183,7 +183,8 @@ def from_patches(x: Tensor, config: VideoDiTConfig) -> Tensor:
 
 def _waves(positions: Tensor, dim: int) -> Tensor:
     """(n,) -> (n, dim): sines and cosines."""
-    rates = torch.exp(-math.log(10000) * torch.arange(dim // 2) / (dim // 2))
+    places = torch.arange(dim // 2, device=positions.device)
+    rates = torch.exp(-math.log(10000) * places / (dim // 2))
     angles = positions[:, None] * rates
     return torch.cat((angles.sin(), angles.cos()), dim=-1)
 

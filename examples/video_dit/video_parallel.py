@@ -14,10 +14,9 @@ from typing import Any
 from video_model import VideoDiT
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.comm.protocol import Communicator
-from wf_backends.dsp.stages import LayoutTracker, Stages
-from wf_backends.dsp.switch import DynamicSequenceParallel
-from wf_backends.parallel.gradients import GradientMean
+from wf_backends.comm import Communicator
+from wf_backends.dsp import DynamicSequenceParallel, LayoutTracker, Stages
+from wf_backends.parallel import GradientMean
 
 KEYS = ("switch", "wallfacer")
 
