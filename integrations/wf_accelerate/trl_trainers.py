@@ -88,7 +88,8 @@ def _refuse(trainer: Any, beside: bool) -> None:
 def _count_groups(trainer: Any, size: int, handle: Handle) -> None:
     """A group's ranks count as one process where prompts are handed out."""
     args, each = trainer.args, trainer.num_generations
-    mine = {"per_device_train_batch_size x steps_per_generation": _rows_of_a_rollout(args)}
+    rows = args.per_device_train_batch_size * args.steps_per_generation
+    mine = {"per_device_train_batch_size x steps_per_generation": rows}
     if trainer.eval_dataset is not None:
         mine["per_device_eval_batch_size"] = args.per_device_eval_batch_size
     for name, rows in mine.items():
@@ -98,10 +99,6 @@ def _count_groups(trainer: Any, size: int, handle: Handle) -> None:
                 "of a prompt are compared with each other, so one sequence's ranks make all"
             )
     handle.set(args, "generation_batch_size", args.generation_batch_size // size)
-
-
-def _rows_of_a_rollout(args: Any) -> int:
-    return args.per_device_train_batch_size * args.steps_per_generation
 
 
 def _of_first_ranks(

@@ -33,9 +33,6 @@ class HostAccelerator(CpuAccelerator):
     def get_rng_state(self, device: Any = "cpu") -> Tensor:
         return torch.get_rng_state()
 
-    def set_rng_state(self, new_state: Any, device: Any = "cpu") -> None:
-        torch.set_rng_state(new_state)
-
     def manual_seed(self, seed: int) -> None:
         torch.manual_seed(seed)
 

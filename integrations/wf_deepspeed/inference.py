@@ -76,8 +76,7 @@ def init_inference(
         NotImplementedError: for what else stands in the block, and for DeepSpeed's own options
             beside "hetegen".
     """
-    config = {} if config is None else config
-    given = load_config(config if isinstance(config, Mapping) else str(config))
+    given = load_config({} if config is None else config)
     theirs = {key: value for key, value in given.items() if key != KEY} | options
     if KEY not in given:
         if device is not None:
