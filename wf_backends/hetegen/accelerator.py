@@ -110,10 +110,7 @@ class Accelerator(Lanes):
         return self._rates
 
     def pinned(self, nbytes: int) -> Tensor:
-        try:
-            return self.streams.pinned((nbytes,), torch.uint8)
-        except RuntimeError as error:
-            raise MemoryError(str(error)) from error
+        return self.streams.pinned((nbytes,), torch.uint8)
 
     def place(self, tensor: Tensor) -> Tensor:
         return tensor.detach().to(self.streams.device, copy=True)

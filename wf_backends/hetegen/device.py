@@ -33,7 +33,8 @@ class Lanes:
         now()                            the moment after what the caller has done so far
         seconds(start, end)              between two moments; waits for them
         rates(dtype)                     of its lanes, for one token and weights of a type
-        pinned(nbytes)                   pinned memory, (nbytes,) uint8; MemoryError if none is left
+        pinned(nbytes)                   pinned memory, (nbytes,) uint8; a MemoryError or torch's
+                                         RuntimeError if none is left
         place(tensor)                    a copy in the accelerator's memory
 
     `copy`, `compute` and `on_host` return at once, with an event: the end of their work. What that

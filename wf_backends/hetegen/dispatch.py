@@ -239,7 +239,7 @@ def _pin(plan: Plan, device: Device) -> tuple[Plan, list[Tensor]]:
         return plan, []
     try:
         return plan, [device.pinned(plan.slab_bytes) for _ in range(plan.slabs)]
-    except MemoryError as error:
+    except (MemoryError, RuntimeError) as error:
         request = replace(plan.request, rates=plan.rates.unpinned(), pinned=False)
         slower = make_plan(request)
         warnings.warn(

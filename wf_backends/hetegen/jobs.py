@@ -54,12 +54,6 @@ class JobMaker:
             row = self._compute_piece(jobs, linear, row, phase)
         return sorted(jobs, key=lambda job: job.lane == "link" and job.linear != linear)
 
-    def _following(self, linear: int) -> int | None:
-        """The linear after `linear`; None if it is not of the same expert, or of none as well."""
-        found = self._next[linear]
-        same = self._splits[found].linear.expert == self._splits[linear].linear.expert
-        return found if same else None
-
     def _copied(self, linear: int) -> int:
         """The row up to which those of `linear` are in slabs, or will be."""
         row = self._splits[linear].resident
@@ -101,10 +95,10 @@ class JobMaker:
                 stop = min(row + self._slab_bytes // split.linear.row_bytes, end)
                 self._cursor = (linear, stop, phase)
                 return linear, row, stop
-            following = self._following(linear)
-            if following is None:
+            linear = self._next[linear]
+            if self._splits[linear].linear.expert != split.linear.expert:
                 break
-            linear, row = following, self._splits[following].resident
+            row = self._splits[linear].resident
             phase = "decode" if linear == self.first else phase
         self._cursor = None
         return None

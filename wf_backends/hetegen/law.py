@@ -149,11 +149,6 @@ class WeightUse:
     uses: float
     rates: Rates
 
-    @property
-    def saved_per_byte(self) -> float:
-        """Seconds of a pass that a resident byte saves."""
-        return self.uses / self.rates.served
-
 
 def residency(weights: list[WeightUse], nbytes: float, alpha: float | None = None) -> list[float]:
     """The share of each weight that is resident, where `nbytes` bytes may be: the least total time.
@@ -169,7 +164,8 @@ def residency(weights: list[WeightUse], nbytes: float, alpha: float | None = Non
     groups: dict[tuple[float, float, float], list[int]] = defaultdict(list)
     for i, weight in enumerate(weights):
         limits = resident_limits(weight.rates) if alpha is None else (1 - alpha, 1 - alpha)
-        groups[weight.saved_per_byte, *limits].append(i)
+        saved_per_byte = weight.uses / weight.rates.served
+        groups[saved_per_byte, *limits].append(i)
     shares = [0.0] * len(weights)
     for turn in (1, 2):  # what saves time; what costs none
         for key in sorted(groups, reverse=True):

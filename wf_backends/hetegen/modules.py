@@ -90,7 +90,8 @@ def find_weights(model: nn.Module) -> list[HostWeight]:
         ValueError: if there are none.
     """
     users = Counter(id(p) for m in model.modules() for p in m.parameters(recurse=False))
-    tables = Counter(id(m.weight) for m in model.modules() if is_table(m))
+    embeddings = [m for m in model.modules() if type(m) is nn.Embedding]
+    tables = Counter(id(m.weight) for m in embeddings if m.max_norm is None)  # they only read it
     candidates = [*_candidates(model)]
     experts = {match[0]: match[1] for name, *_ in candidates if (match := EXPERT.match(name))}
     beside = Counter(experts.values())  # how many experts a layer has
@@ -133,11 +134,6 @@ def stacks_of_experts(module: Any) -> dict[str, nn.Parameter]:
         return {}
     own = module.named_parameters(recurse=False)
     return {key: p for key, p in own if p.dim() == 3 and type(p) is nn.Parameter}
-
-
-def is_table(module: Any) -> bool:
-    """Whether it is an nn.Embedding that only reads: one with max_norm rescales rows in place."""
-    return type(module) is nn.Embedding and module.max_norm is None
 
 
 def is_linear(module: Any) -> bool:

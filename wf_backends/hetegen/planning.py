@@ -79,24 +79,19 @@ def _slab_bytes(request: Request, alpha: float | None) -> int:
 def split_plan(request: Request, alpha: float | None) -> Plan:
     """The plan with the host's share `alpha` of every linear, or the law's."""
     splits, slab_bytes = [], _slab_bytes(request, alpha)
-    resident = resident_rows(request, request.room - request.slabs * slab_bytes, alpha)
-    for linear, rows in zip(request.linears, resident, strict=True):
+    weights = [
+        WeightUse(x.nbytes, x.uses(request.decode_tokens), request.rates_at(x, "decode"))
+        for x in request.linears
+    ]
+    shares = residency(weights, max(request.room - request.slabs * slab_bytes, 0), alpha)
+    for linear, share in zip(request.linears, shares, strict=True):
+        rows = floor(share * linear.rows + 1e-9)
         host = (
             host_rows(linear.rows, rows, request.rates_at(linear, phase), alpha) for phase in PHASES
         )
         splits.append(Split(linear, rows, *(linear.rows - rows - each for each in host)))
     streams = any(split.streamed_decode or split.streamed_prefill for split in splits)
     return Plan(request, tuple(splits), slab_bytes * streams, request.slabs * streams)
-
-
-def resident_rows(request: Request, nbytes: int, alpha: float | None) -> list[int]:
-    """`law.residency` in whole rows, which together take at most `nbytes`."""
-    weights = [
-        WeightUse(x.nbytes, x.uses(request.decode_tokens), request.rates_at(x, "decode"))
-        for x in request.linears
-    ]
-    shares = residency(weights, max(nbytes, 0), alpha)
-    return [floor(share * x.rows + 1e-9) for share, x in zip(shares, request.linears, strict=True)]
 
 
 def host_rows(rows: int, resident: int, rates: Rates, alpha: float | None) -> int:
