@@ -22,7 +22,7 @@ class JobMaker:
     run on neither into one nor out of it.
 
     Attributes:
-        first: the linear with which a pass begins, None before the first call.
+        first: the linear with which the pass began; None: it begins with the next call.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -50,8 +50,17 @@ class JobMaker:
         if split.resident:
             jobs.append(Job("accelerator", linear, 0, split.resident))
         row = split.resident
-        while row < end:
-            row = self._compute_piece(jobs, linear, row, phase)
+        while row < end:  # compute what one slab holds, and refill it
+            if not self._ahead or (self._ahead[0].linear, self._ahead[0].start) != (linear, row):
+                self._free.extend(copy.slab for copy in self._ahead)  # a wrong guess
+                self._ahead.clear()
+                self._cursor = (linear, row, phase)
+                self._copy_on(jobs)
+            copy = self._ahead.popleft()
+            jobs.append(Job("accelerator", linear, row, copy.stop, copy.slab))
+            self._free.append(copy.slab)
+            self._copy_on(jobs)
+            row = copy.stop
         return sorted(jobs, key=lambda job: job.lane == "link" and job.linear != linear)
 
     def _copied(self, linear: int) -> int:
@@ -62,19 +71,6 @@ class JobMaker:
                 break
             row = copy.stop
         return row
-
-    def _compute_piece(self, jobs: list[Job], linear: int, row: int, phase: Phase) -> int:
-        """Compute the rows from `row` on that one slab holds, and refill it; the row after them."""
-        if not self._ahead or (self._ahead[0].linear, self._ahead[0].start) != (linear, row):
-            self._free.extend(copy.slab for copy in self._ahead)
-            self._ahead.clear()
-            self._cursor = (linear, row, phase)
-            self._copy_on(jobs)
-        copy = self._ahead.popleft()
-        jobs.append(Job("accelerator", linear, row, copy.stop, copy.slab))
-        self._free.append(copy.slab)
-        self._copy_on(jobs)
-        return copy.stop
 
     def _copy_on(self, jobs: list[Job]) -> None:
         """Fill all free slabs with the rows that are needed next."""
@@ -129,23 +125,19 @@ class Simulated:
 
     def run_pass(self, order: Iterable[int], phase: Phase) -> float:
         """Call the linears in `order`; the seconds that this takes."""
-        start = self.now
+        begun = self.now
         for linear in order:
-            self.now = self._call(linear, phase) + self._plan.rates.call_seconds
-        return self.now - start
-
-    def _call(self, linear: int, phase: Phase) -> float:
-        """Do the jobs of a call at the caller's time; when its rows are computed."""
-        computed = self.now
-        for job in self._maker.call(linear, phase):
-            used = [job.lane] if job.slab is None else [job.lane, job.slab]
-            start = max(self.now, *(self._free[each] for each in used))
-            end = start + self._plan.seconds_of(job, phase)
-            self._free.update(dict.fromkeys(used, end))
-            self.done.append(Done(job, start, end))
-            if job.lane != "link":
-                computed = max(computed, end)
-        return computed
+            computed = self.now
+            for job in self._maker.call(linear, phase):
+                used = [job.lane] if job.slab is None else [job.lane, job.slab]
+                start = max(self.now, *(self._free[each] for each in used))
+                end = start + self._plan.seconds_of(job, phase)
+                self._free.update(dict.fromkeys(used, end))
+                self.done.append(Done(job, start, end))
+                if job.lane != "link":
+                    computed = max(computed, end)
+            self.now = computed + self._plan.rates.call_seconds
+        return self.now - begun
 
 
 def simulate(plan: Plan, phases: Sequence[Phase]) -> tuple[list[float], Simulated]:
