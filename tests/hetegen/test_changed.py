@@ -193,8 +193,8 @@ def test_passes_are_told_apart_after_calls_of_several_threads() -> None:
 
         def run_modules() -> None:
             for _ in range(20_000):
-                runner.enter()
-                runner.leave()
+                runner.enter(model)
+                runner.leave(model)
 
         threads = [threading.Thread(target=run_modules, daemon=True) for _ in range(4)]
         for thread in threads:

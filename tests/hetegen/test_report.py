@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from transformers import T5Config, T5ForConditionalGeneration
@@ -61,6 +62,27 @@ def test_a_pass_is_a_call_from_outside_also_after_one_that_failed() -> None:
                 hook.remove()
         model(x)
         assert handle.report()["decode"]["passes"] == 3
+
+
+def test_passes_are_told_apart_after_ctrl_c() -> None:
+    """torch tells no hook that it ended a call; the next call of the same model is a new one."""
+    model, ids = t5(), torch.arange(3, 12)[None]
+    nbytes = sum(p.nbytes for p in model.parameters())
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with dispatch_model(model, {0: nbytes // 2}, fast_device(), prompt=9) as handle:
+        hook = model.decoder.block[1].register_forward_hook(interrupt)  # type: ignore[union-attr, index]
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(ids, max_new_tokens=6)  # type: ignore[operator]
+        hook.remove()
+        model.generate(ids, max_new_tokens=1)  # type: ignore[operator]
+        before = handle.report()
+        model.generate(ids, max_new_tokens=6)  # type: ignore[operator]
+        told = handle.report()
+    assert told["prefill"]["passes"] - before["prefill"]["passes"] == 1  # the encoder's
+    assert told["decode"]["passes"] - before["decode"]["passes"] == 6
 
 
 def test_passes_that_are_not_kept_are_counted() -> None:

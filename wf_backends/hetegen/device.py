@@ -153,8 +153,7 @@ class ShapedDevice(Lanes):
         return self._rates
 
     def _submit(self, lane: str, run: Run, nbytes: int, after: End | None = None) -> End:
-        due = None if after is None else after.result
-        return self.submit(lane, run, self._seconds(lane, nbytes), due)
+        return self.submit(lane, run, self._seconds(lane, nbytes), after and after.result)
 
     def _seconds(self, lane: str, nbytes: int) -> float:
         """What a work of a lane takes at least."""

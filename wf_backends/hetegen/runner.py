@@ -11,9 +11,8 @@ from threading import Lock, Thread, current_thread
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from wf_backends._compile import eager
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.device import ShapedDevice
 from wf_backends.hetegen.jobs import JobMaker
@@ -67,32 +66,35 @@ class Runner(Uncopied):
         ]
         self.where = self._resident[0].device
         self.record = Record(plan, device)
-        self._running: Counter[Thread] = Counter()  # how many modules each is in
         self._ended = False
         self._lock = Lock()  # one call at a time, whichever thread it comes from
         self._restart()
 
     def _restart(self) -> None:
-        """Forget what is in the slabs."""
+        """Forget what is in the slabs, and which calls were running."""
         self._maker = JobMaker(self._plan)
+        self._running: dict[Thread, nn.Module] = {}  # the outermost that each is in
         self._events: dict[int, Event] = {}  # slab -> the end of the last job that has it
 
-    def enter(self, *_: Any) -> None:
-        """A module is called: a pass begins with the next split linear if none was running."""
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        """A module is called: from outside, a pass begins with the next split linear.
+
+        Ctrl-C ends a call without `leave`: the next call of its outermost module is from outside.
+        """
         if torch.compiler.is_compiling():
             return
         with self._lock:
             self._refuse_if_ended()
-            if current_thread() not in self._running:
+            if self._running.setdefault(current_thread(), module) is module:
                 self._maker.first = None
-            self._running[current_thread()] += 1
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, module: nn.Module, *_: Any) -> None:
         """A module's call has ended, also one whose hooks failed before `enter`."""
         if torch.compiler.is_compiling():
             return
         with self._lock:
-            self._running -= Counter([current_thread()])  # no count is below 0
+            if self._running.get(current_thread()) is module:
+                del self._running[current_thread()]
 
     def end(self, check: Callable[[], None]) -> None:
         """Take no more calls, unless `check` raises."""
@@ -118,7 +120,6 @@ class Runner(Uncopied):
                 self._restart()
                 raise
 
-    @eager
     def linear(self, index: int, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x (..., columns) times the transposed weight `index`, plus bias (rows,): (..., rows).
 
@@ -163,7 +164,6 @@ class Runner(Uncopied):
         self._events[job.slab] = event
         return event
 
-    @eager
     def lookup(self, index: int, ids: Tensor) -> Tensor:
         """Rows `ids` (...) of weight `index` (n, d), a table in host memory: (..., d)."""
         weight = self._weights[index]

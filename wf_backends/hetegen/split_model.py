@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from wf_backends._compile import eager
 from wf_backends.hetegen.modules import HostWeight, stacks_of_experts
 from wf_backends.hetegen.runner import Runner, Uncopied
 
@@ -89,6 +90,7 @@ class SplitWeight(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
     @classmethod
+    @eager
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
