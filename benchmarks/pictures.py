@@ -21,9 +21,9 @@ from wf_backends.autochunk import memory_profiles
 from wf_backends.cli.draw import draw_memory
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import Choice, Plan, Request
 from wf_backends.planner.search import best_plan, price_plan
+from wf_backends.planner.ulysses import legal_degrees
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.placement import divisors, in_rank_order

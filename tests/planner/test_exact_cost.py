@@ -15,11 +15,10 @@ from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.message_bytes import Shape, bytes_sent
 from wf_backends.lowering.program import RankProgram
 from wf_backends.planner.closed_form import ClosedForm
-from wf_backends.planner.exact_cost import pass_cost, problem_of
-from wf_backends.planner.link_loads import LinkEnd, link_ends
-from wf_backends.planner.rank_phases import Messages, rank_phases
+from wf_backends.planner.exact_cost import pass_cost, problem_of, rank_phases
 from wf_backends.planner.route_shape import shape_of
-from wf_backends.planner.ulysses_cost import exchange_loads, exchange_s, ulysses_cost
+from wf_backends.planner.simulator import LinkEnd, Messages, link_ends
+from wf_backends.planner.ulysses import exchange_loads, exchange_s, ulysses_cost
 from wf_backends.planner.workload import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,

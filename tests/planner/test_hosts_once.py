@@ -15,10 +15,9 @@ from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.plan import Request
 from wf_backends.planner.proxy import alike
-from wf_backends.planner.rank_phases import PhaseRound, RankPhase
 from wf_backends.planner.route_shape import shape_of
 from wf_backends.planner.search import best_plan, price_plan
-from wf_backends.planner.simulator import Simulator
+from wf_backends.planner.simulator import PhaseRound, RankPhase, Simulator
 from wf_backends.planner.words import scheme
 from wf_backends.planner.workload import (
     BACKWARD_KEYS,

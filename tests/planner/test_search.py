@@ -19,8 +19,7 @@ from wf_backends.config import SequenceParallelConfig
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import choose, request_of
 from wf_backends.planner.exact_cost import pass_cost
-from wf_backends.planner.plan import Choice, Plan, Request
-from wf_backends.planner.ranking import TIE, ranked, rounded
+from wf_backends.planner.plan import TIE, Choice, Plan, Request, ranked, rounded
 from wf_backends.planner.search import all_plans, best_plan, price_plan
 from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
@@ -90,7 +89,7 @@ def test_every_candidate_is_there() -> None:
 
 @pytest.mark.parametrize("named", (None, (read_placed(TURNED, 16),)), ids=("open", "named"))
 def test_in_closed_form_routes_of_one_shape_are_one_candidate(named) -> None:
-    """One host tells no order of digits from another: the first, or that of the other pass."""
+    """One host tells no order of digits from another: the first, unless another one is named."""
     request = Request(cluster(1, 16), Workload(SHAPE, 2400), degrees=(1,), forward=named)
     plans = all_plans(request)
     routes = {plan.choice.forward for plan in plans}
@@ -98,8 +97,7 @@ def test_in_closed_form_routes_of_one_shape_are_one_candidate(named) -> None:
         assert all(placed.in_rank_order for placed in routes)
         assert len(routes) == len({placed.words for placed in placements(16)})
     else:
-        mesh = [plan for plan in plans if plan.choice.backward.words == named[0].words]
-        assert routes == {*named} and all(plan.choice.backward in named for plan in mesh)
+        assert routes == {*named}
 
 
 def test_every_plan_can_run() -> None:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tests.planning import BYTES, plain_cluster
 from wf_backends.cluster.topology import Link, Topology
 from wf_backends.lowering.ulysses_groups import UlyssesGroups
-from wf_backends.planner.link_loads import Load
-from wf_backends.planner.rank_phases import Messages, PhaseRound, RankPhase
-from wf_backends.planner.simulator import Simulator, shared
+from wf_backends.planner.route_shape import Load
+from wf_backends.planner.simulator import Messages, PhaseRound, RankPhase, Simulator, shared
 
 
 def simulated(

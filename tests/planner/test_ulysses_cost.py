@@ -8,7 +8,7 @@ import pytest
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.planner.ulysses_cost import (
+from wf_backends.planner.ulysses import (
     exchange_hold_s,
     exchange_loads,
     pipelined,

@@ -13,9 +13,8 @@ from math import ceil, inf
 
 from wf_backends.lowering import bundles, unevenness
 from wf_backends.planner.exact_cost import buffer_bytes
-from wf_backends.planner.link_loads import NOTHING, Load
-from wf_backends.planner.route_shape import RouteShape, Side
-from wf_backends.planner.ulysses_cost import pipelined
+from wf_backends.planner.route_shape import NOTHING, Load, RouteShape, Side
+from wf_backends.planner.ulysses import pipelined
 from wf_backends.planner.workload import Cost, HeadSplit, PassKind
 from wf_backends.schedule import FULL
 

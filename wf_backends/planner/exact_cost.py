@@ -5,10 +5,22 @@ How long it takes is told by planner/simulator.py.
 
 from __future__ import annotations
 
-from wf_backends.lowering import Problem, RankProgram, RowBytes, lower
-from wf_backends.planner.rank_phases import rank_phases
-from wf_backends.planner.simulator import Simulator
-from wf_backends.planner.ulysses_cost import pipelined
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from wf_backends.lowering import (
+    Parcel,
+    Problem,
+    RankProgram,
+    Round,
+    RowBytes,
+    Step,
+    area_in_vain,
+    lower,
+    tile_area,
+)
+from wf_backends.planner.simulator import Messages, PhaseRound, RankPhase, Simulator
+from wf_backends.planner.ulysses import pipelined
 from wf_backends.planner.workload import Cost, HeadSplit, PassKind
 from wf_backends.schedule import Schedule, make_layout
 
@@ -26,12 +38,15 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: i
     programs = [lower(problem, rank) for rank in range(split.route_size)]
     simulator = Simulator(split.topology, split.groups)
     for ranks in zip(*(rank_phases(one, split, kind) for one in programs), strict=True):
-        if any(one.hop or one.rounds for one in ranks):
-            simulator.run(ranks)
-    gathers = kind.ordered(*schedule.gathers())
-    memory = max(_program_bytes(one, rows) for one in programs)
-    gathered = max(_gathered_bytes(one, gathers, rows) for one in programs)
-    return pipelined(split, simulator.cost(memory, gathered))
+        simulator.run(ranks)
+    memory, gathered = list[float](), list[float]()
+    gathers_stay, gathers_walk = kind.ordered(*schedule.gathers())
+    for stay, walk, steps in ((one.stay, one.walk, one.steps) for one in programs):
+        held = stay.num_rows, max(step.num_rows for step in steps)
+        memory.append(buffer_bytes((stay.shard_rows, walk.shard_rows), held, rows))
+        staying, walking = gathers_stay * stay.num_rows, gathers_walk * walk.num_rows
+        gathered.append(staying * rows.stay.row + walking * rows.walk.row)
+    return pipelined(split, simulator.cost(max(memory), max(gathered)))
 
 
 def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: int = 1) -> Problem:
@@ -64,12 +79,40 @@ def buffer_bytes(shards: tuple[float, float], held: tuple[float, float], rows: R
     return stay * staying + walk * (2 * walking + rows.walk.output) + beside
 
 
-def _program_bytes(program: RankProgram, rows: RowBytes) -> float:
-    held = program.stay.num_rows, max(step.num_rows for step in program.steps)
-    return buffer_bytes((program.stay.shard_rows, program.walk.shard_rows), held, rows)
+def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Iterator[RankPhase]:
+    """Everything that one rank does in a pass, in order.
 
+    The bytes are those of `message_bytes.bytes_sent`, and of the executor; there fetches count as
+    gathering, and results that leave as sent home. A round takes scores * score_s + calls * call_s.
+    """
+    rows, score_s, rate = kind.row_bytes(split.shape), kind.seconds_per_score(split), split.rate
 
-def _gathered_bytes(program: RankProgram, gathers: tuple[bool, bool], rows: RowBytes) -> int:
-    """The buffers of the sides (stay, walk) that hold more than the rank's own."""
-    stay, walk = program.stay.num_rows * rows.stay.row, program.walk.num_rows * rows.walk.row
-    return gathers[0] * stay + gathers[1] * walk
+    def messages(parcels: Iterable[Parcel | None], row: int) -> Messages:
+        sent = ((parcel.peer, parcel.num_rows * row) for parcel in parcels if parcel)
+        return [(peer, num_bytes) for peer, num_bytes in sent if peer != program.rank and num_bytes]
+
+    def partials(step: Step | None) -> Messages:
+        if step is None:
+            return []
+        return messages((step.partial_out, *step.home_out), rows.walk.partial)
+
+    def phase_round(one: Round) -> PhaseRound:
+        scores = sum(tile_area(tile) + area_in_vain(tile, rate.diagonal_keys) for tile in one.tiles)
+        return PhaseRound(
+            messages(one.fetch.send, rows.stay.gathered),
+            messages(one.pass_on.send, rows.stay.gathered),
+            scores * score_s + len(one.tiles) * rate.call_s,
+            messages(one.pass_back.send, rows.stay.partial),
+            messages(one.home.send, rows.stay.partial),
+        )
+
+    yield RankPhase(f"{kind.name} gather", messages(program.walk.give, rows.walk.gathered))
+    before, busy = None, set(program.busy)
+    for index, step in enumerate(program.steps):
+        phase = RankPhase(f"{kind.name} step {index}")
+        if index in busy:
+            hop = *messages((*step.forwarded, *step.give), rows.walk.row), *partials(before)
+            phase = replace(phase, hop=hop, rounds=tuple(map(phase_round, step.rounds)))
+        yield phase
+        before = step
+    yield RankPhase(f"{kind.name} home", partials(before))

@@ -1,10 +1,11 @@
-"""Plans as data: what is asked, and what is found."""
+"""Plans as data: what is asked, what is found, and which of several is the best."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from wf_backends.cluster import Topology
 from wf_backends.planner.workload import Cost, PassKind, Workload
@@ -12,6 +13,8 @@ from wf_backends.schedule import Placed, Schedule, place
 
 MOVES = ("keys", "queries")  # which side walks in a backward
 EXACT_UP_TO = 8  # ranks up to which every message is counted, by default
+TIE = 0.02  # times that differ by this share are equal: predictions are not more exact than that
+DIGITS = 3  # of all figures that count
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,3 +150,56 @@ class Plan:
     @property
     def complexity(self) -> tuple[float, ...]:
         return self.choice.complexity
+
+
+Found = TypeVar("Found", PassPlan, Plan)
+
+
+def ranked(found: Sequence[Found], request: Request) -> list[Found]:
+    """Plans, or plans of one pass, the best first.
+
+    Those over the request's memory limit come last, by what they need; the others by time. Times
+    within TIE of the fastest are equal. Of plans that are equally fast, the one comes first that
+    sends fewer bytes through the busiest link, then the one that takes less memory, then the one of
+    simpler words.
+
+    Args:
+        found: one at least.
+    """
+    equal_s = (1 + TIE) * fastest_of(found, request).cost.seconds
+
+    def merits(one: Found) -> tuple[float, ...]:
+        cost = one.cost
+        took = 0.0 if cost.seconds <= equal_s else rounded(cost.seconds)
+        _, link_s, _ = busiest_link(cost, request.topology)
+        figures = _over(cost, request), took, rounded(link_s), rounded(cost.memory_bytes)
+        return *figures, *one.complexity
+
+    return sorted(found, key=merits)
+
+
+def fastest_of(found: Sequence[Found], request: Request) -> Found:
+    """The fastest that fits the memory limit; if none does, the one that takes least."""
+    return min(found, key=lambda one: (_over(one.cost, request), one.cost.seconds))
+
+
+def _over(cost: Cost, request: Request) -> float:
+    """The bytes that a cost needs if they exceed the limit; else 0."""
+    return cost.memory_bytes if cost.memory_bytes > request.memory_limit else 0.0
+
+
+def busiest_link(cost: Cost, topology: Topology) -> tuple[str, float, float]:
+    """(its name, seconds, bytes) of the kind of link that is busy for longer.
+
+    seconds = bytes / rate
+    """
+    nic_s = cost.nic_bytes / topology.between.bytes_per_s
+    inside_s = cost.inside_bytes / topology.inside.bytes_per_s
+    if nic_s > inside_s:
+        return "the busiest NIC", nic_s, cost.nic_bytes
+    return "the busiest link inside a host", inside_s, cost.inside_bytes
+
+
+def rounded(value: float) -> float:
+    """A figure to the digits that count."""
+    return float(f"{value:.{DIGITS}g}")

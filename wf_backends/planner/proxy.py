@@ -10,38 +10,32 @@ that no route seems to send anything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from random import Random
 
-from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import EXACT_UP_TO, Request
+from wf_backends.planner.ulysses import legal_degrees
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule import LAYOUTS, Mask, Placed, Range
 
-NEAR_UP_TO = 64
-"""Ranks up to which every message is counted."""
-FEW_RANKS = 2 * EXACT_UP_TO
-"""Ranks that stand for others, at least."""
-FEWEST_IN_A_PART = 3
-"""As MIN_HALVINGS, of a part's tokens: fewer documents say too little, since only some routes are
-looked at."""
-WINDOWS = 16
-"""Windows that fit into the tokens of those ranks, at least."""
+NEAR_UP_TO = 64  # ranks up to which every message is counted
+FEW_RANKS = 2 * EXACT_UP_TO  # that stand for others, at least
+WINDOWS = 16  # that fit into the tokens of those ranks, at least
 LENGTHS = (
     *(1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 8, 8, 9, 10, 10, 11, 12, 13, 14, 16),
     *(17, 19, 21, 23, 26, 29, 34, 41, 53, 86),
 )
 """Quantiles of a log-normal distribution with sigma = 1, in tenths of its median."""
-GRID = 32
-"""Parts of a sequence, at whose ends slices are taken to begin and end."""
+GRID = 32  # parts of a sequence, at whose ends slices are taken to begin and end
 GRID_ERROR = 0.05
 """Of all pairs that slices let through; where they change by more, slices are taken as they are."""
 MIN_HALVINGS = 2
 """Halvings of the sequence down to the documents' mean length: with fewer it matters where each
 document begins."""
+FEWEST_IN_A_PART = 3
+"""The same of a part's tokens: fewer say too little, since only some routes are looked at."""
 SEED = 3
 """Which draw: picked once, of eight, for few bad plans; benchmarks/kinds.py judges it on others."""
 MAX_PARTS_OF_A_SHARD = 8
@@ -73,7 +67,7 @@ def _on_grid(work: Workload) -> Workload:
         for one in work.mask.slices or ()
     ]
     slices = tuple(one for one in found if one.distances[0] <= one.distances[1])
-    coarse = replace(work, mask=replace(work.mask, slices=slices))
+    coarse = replace(work, mask=Mask(slices=slices))
     is_like = abs(coarse.scores - work.scores) <= GRID_ERROR * work.scores
     return coarse if slices and is_like else work
 
@@ -126,32 +120,27 @@ def of_its_kind(request: Request) -> Request:
 def on_fewer_ranks(request: Request) -> Request | None:
     """The request on some of its hosts, whose fastest plan is one for all of them.
 
+    For documents on as many ranks as may be counted: how far the longest reach tells. For a window
+    few do, twice as many where its readers are in either direction.
+
     Returns:
         None if no part of the hosts holds several windows or documents, or if a route or a head
         split is wanted that a part does not have.
     """
-    work, routes = request.workload, (request.forward or PLAIN) + (request.backward or PLAIN)
-    plain = set(routes) <= set(PLAIN) and {request.strides, request.chunks} <= {None, (1,)}
+    work, at = request.workload, request.topology
+    has_documents = work.mask.cu_seqlens is not None
+    routes = {*(request.forward or PLAIN), *(request.backward or PLAIN)}
+    plain = routes <= {*PLAIN} and {request.strides, request.chunks} <= {None, (1,)}
     if not work.mask.is_near or work.keys is not None or not plain:
         return None
-    parts = (_part(request, size) for size in _part_sizes(request))
-    return next(filter(None, parts), None)
-
-
-def _part_sizes(request: Request) -> Sequence[int]:
-    """How many ranks may stand for all, whole hosts if there are several; the best number first.
-
-    For documents as many as may be counted: how far the longest reach tells. For a window few do,
-    twice as many where its readers are in either direction.
-    """
-    topology, known = request.topology, request.workload.mask.cu_seqlens
-    if known is not None and topology.size <= NEAR_UP_TO:
-        return ()
-    unit = 1 if topology.hosts == 1 else topology.ranks_per_host
-    few = FEW_RANKS if known or request.workload.layout == "contiguous" else 2 * FEW_RANKS
+    if has_documents and at.size <= NEAR_UP_TO:
+        return None
+    unit = 1 if at.hosts == 1 else at.ranks_per_host
+    few = FEW_RANKS if has_documents or work.layout == "contiguous" else 2 * FEW_RANKS
     least = unit * max(2, -(-few // unit))
-    sizes = range(least, min(NEAR_UP_TO, topology.size - 1) + 1, unit)
-    return sizes if known is None else sizes[::-1]
+    sizes = range(least, min(NEAR_UP_TO, at.size - 1) + 1, unit)
+    parts = (_part(request, size) for size in (sizes[::-1] if has_documents else sizes))
+    return next(filter(None, parts), None)
 
 
 def _part(request: Request, size: int) -> Request | None:

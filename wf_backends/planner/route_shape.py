@@ -9,9 +9,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from wf_backends.cluster import Topology
-from wf_backends.planner.link_loads import NOTHING, Load
 from wf_backends.planner.workload import HeadSplit
 from wf_backends.schedule import Placed, digits, strides
+
+
+@dataclass(slots=True)
+class Load:
+    """Bytes one way through the busiest NIC, and through the busiest rank's link in its host."""
+
+    nic: float = 0.0
+    inside: float = 0.0
+
+    def __add__(self, other: Load) -> Load:
+        return Load(self.nic + other.nic, self.inside + other.inside)
+
+    def seconds(self, topology: Topology) -> float:
+        """max(latency + bytes / rate) over both kinds of links; 0 where nothing is sent."""
+        return max(topology.inside.seconds(self.inside), topology.between.seconds(self.nic))
+
+    def hold_s(self, topology: Topology, messages: int = 1) -> float:
+        """How long as many messages out, and as many in, keep a rank from computing."""
+        own = self.inside + self.nic / topology.ranks_per_nic
+        return topology.hold_s(2 * own, 2 * messages) if own else 0.0
+
+
+NOTHING = Load()
 
 
 @dataclass(frozen=True, slots=True)

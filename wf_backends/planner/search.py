@@ -14,15 +14,14 @@ from threading import Lock
 
 from wf_backends.planner.closed_form import ClosedForm
 from wf_backends.planner.exact_cost import pass_cost
-from wf_backends.planner.head_splits import around, head_splits
-from wf_backends.planner.plan import MOVES, Choice, PassPlan, Plan, Request
+from wf_backends.planner.plan import MOVES, Choice, PassPlan, Plan, Request, fastest_of, ranked
 from wf_backends.planner.proxy import alike, counted, packed
-from wf_backends.planner.ranking import best_of, fastest_of, ranked
 from wf_backends.planner.route_shape import RouteShape, shape_of
+from wf_backends.planner.ulysses import around, head_splits
 from wf_backends.planner.workload import FORWARD, HeadSplit, PassKind
 from wf_backends.schedule import Placed, place, placements
 
-HEAD_SPLITS_COUNTED = 3  # message by message, of those that closed forms find the best
+HEAD_SPLITS_COUNTED = 3  # message by message, of the pairs that closed forms find the best
 _PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
 
 
@@ -85,14 +84,12 @@ def _first_plan(request: Request) -> Plan:
 
 
 def _promising(request: Request, splits: Sequence[HeadSplit]) -> list[HeadSplit]:
-    """The head splits that closed forms find the best: a few of all, and a few without chunks."""
-    roughly = replace(request, exact_up_to=0)
-    found = {_sorted_plans(roughly, [split])[0]: split for split in splits}
-    splits = [found[plan] for plan in ranked(list(found), roughly)]
-    by_ranks = {(split.degree, split.stride): split for split in reversed(splits)}
-    best_chunks = [split for split in splits if split in by_ranks.values()]
-    few = splits[:HEAD_SPLITS_COUNTED] + best_chunks[:HEAD_SPLITS_COUNTED]
-    return list(dict.fromkeys(few))
+    """A few pairs of degree and stride, each in the chunks that closed forms find the best."""
+    found = dict[tuple[int, int], HeadSplit]()
+    for plan in _sorted_plans(replace(request, exact_up_to=0), splits):
+        pair = plan.choice.degree, plan.choice.stride
+        found.setdefault(pair, _split(request, plan.choice))
+    return list(found.values())[:HEAD_SPLITS_COUNTED]
 
 
 def check_memory(first: Plan, request: Request) -> Plan:
@@ -116,9 +113,13 @@ def price_plan(request: Request, choice: Choice) -> Plan:
     """The plan of a choice, with its cost in this request."""
     routes = {"forward": (choice.forward,), "backward": (choice.backward,)}
     named = replace(request, **routes, moves=(choice.moves,), keeps=(choice.keep,))
-    parts = choice.degree, choice.stride, choice.chunks
-    (plan,) = _plans(named, HeadSplit(request.workload, request.topology, *parts))
+    (plan,) = _plans(named, _split(request, choice))
     return plan
+
+
+def _split(request: Request, choice: Choice) -> HeadSplit:
+    parts = choice.degree, choice.stride, choice.chunks
+    return HeadSplit(request.workload, request.topology, *parts)
 
 
 def _sorted_plans(request: Request, splits: Iterable[HeadSplit]) -> list[Plan]:
@@ -133,9 +134,9 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
     outside = around(split)
     within = replace(request, memory_bytes=request.memory_limit - outside.memory_bytes)
     sides = request.moves if split.route_size > 1 else request.moves[:1]  # nothing moves on one
-    named = request.forward, request.backward
-    there = _candidates(request, split, *named)
-    back = there if named[0] == named[1] else _candidates(request, split, *named[::-1])
+    named = {request.forward, request.backward}
+    routes = {one: _candidates(request, split, one) for one in named}
+    there, back = routes[request.forward], routes[request.backward]
     for keep in sorted(request.keeps):
         if keep:
             there = back = {
@@ -146,7 +147,7 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
         forward = _passes(request, split, replace(FORWARD, keep=keep), there)
         kinds = [PassKind("backward", side == MOVES[1], keep) for side in sides]
         backward = [one for kind in kinds for one in _passes(request, split, kind, back)]
-        for one, other in _pairs(forward, backward, within, keep):
+        for one, other in _pairs(forward, backward, within, one_route=keep):
             moves = MOVES[other.kind.queries_walk]
             choice = Choice(
                 split.degree, one.placed, other.placed, moves, keep, split.stride, split.chunks
@@ -157,29 +158,25 @@ def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
 def _pairs(
     forward: Sequence[PassPlan], backward: Sequence[PassPlan], request: Request, one_route: bool
 ) -> list[tuple[PassPlan, PassPlan]]:
-    """Every forward with the backwards on its own route; or with the best backward of all, that on
-    its own route if it is as good, and the fastest forward with the fastest backward."""
+    """Every forward with the backwards on its own route; or with the best backward, and the fastest
+    with the fastest."""
     if one_route:
         on_route = {one.placed: one for one in forward}
         return [(on_route[one.placed], one) for one in backward]
-    best = best_of(backward, request)
-    as_good = {one.placed: one for one in reversed(best)}
-    pairs = [(one, as_good.get(one.placed, best[0])) for one in forward]
+    best = ranked(backward, request)[0]
+    pairs = [(one, best) for one in forward]
     fastest = fastest_of(forward, request), fastest_of(backward, request)
     return pairs if fastest in pairs else [*pairs, fastest]
 
 
 def _candidates(
-    request: Request,
-    split: HeadSplit,
-    named: Sequence[Placed] | None,
-    beside: Sequence[Placed] | None,
+    request: Request, split: HeadSplit, named: Sequence[Placed] | None
 ) -> Mapping[Placed, RouteShape]:
     """The routes that are named; else all, and those on which hosts read rows several times also
     with rows that cross once.
 
     Closed forms know no more of a route than its shape: of several routes of one shape only the
-    first is a candidate, or the one that is named for the other pass (`beside`).
+    first is a candidate.
     """
     routes = placements(split.route_size) if named is None else named
     found = {placed: shape_of(placed, split) for placed in routes}
@@ -194,8 +191,7 @@ def _candidates(
         return found
     first = dict[RouteShape, Placed]()
     for placed, shape in found.items():
-        if shape not in first or placed in (beside or ()):
-            first[shape] = placed
+        first.setdefault(shape, placed)
     return {placed: shape for shape, placed in first.items()}
 
 

@@ -9,22 +9,44 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import zip_longest
 from math import inf
 
 from wf_backends.cluster import Link, Topology
 from wf_backends.lowering import UlyssesGroups
-from wf_backends.planner.link_loads import LinkEnd, link_ends
-from wf_backends.planner.rank_phases import Messages, PhaseRound, RankPhase
 from wf_backends.planner.workload import Cost, Span
 
+Messages = Sequence[tuple[int, int]]  # (peer, bytes)
+LinkEnd = tuple[bool, str, int, int]
+"""(is a NIC, "out" or "in", its NIC or rank, the far rank of a direct link or -1)."""
 Queued = tuple[float, float, tuple[int, int]]
 """A message on one end of its link: when both its ranks are ready, how many seconds it takes alone,
 and these ranks."""
 Landed = dict[int, float]
 """By rank: when the last of its messages of one moment is there."""
-NO_ROUND = PhaseRound()
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRound:
+    """A round of a step: what is sent before and after its tiles (see lowering's `Round`)."""
+
+    fetch: Messages = ()
+    pass_on: Messages = ()
+    seconds: float = 0.0
+    """Of its tiles."""
+    pass_back: Messages = ()
+    home: Messages = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankPhase:
+    """What one rank does in a phase: the hop goes on meanwhile, the rounds follow each other."""
+
+    label: str
+    hop: Messages = ()
+    rounds: tuple[PhaseRound, ...] = ()
 
 
 class Simulator:
@@ -61,7 +83,7 @@ class Simulator:
     def run(self, ranks: Sequence[RankPhase]) -> None:
         """One phase of all ranks, posted in the executor's order; some may have fewer rounds."""
         label = ranks[0].label
-        rounds = [*zip_longest(*(one.rounds for one in ranks), fillvalue=NO_ROUND)]
+        rounds = [*zip_longest(*(one.rounds for one in ranks), fillvalue=PhaseRound())]
         fetched = [self._post(label, [one.fetch for one in each]) for each in rounds]
         hopped = self._post(label, [one.hop for one in ranks])
         passed_on, passed_back = Landed(), Landed()
@@ -157,3 +179,11 @@ def shared(queue: Sequence[tuple[float, float]], free: float) -> list[float]:
             now, at = starts, waiting.pop()
             heappush(active, (done + queue[at][1], at))
     return through
+
+
+def link_ends(at: Topology, source: int, target: int) -> tuple[LinkEnd, LinkEnd]:
+    """What a message from rank `source` to rank `target` goes through."""
+    if at.host(source) != at.host(target):
+        return (True, "out", at.nic(source), -1), (True, "in", at.nic(target), -1)
+    ends = (target, source) if at.direct_links else (-1, -1)
+    return (False, "out", source, ends[0]), (False, "in", target, ends[1])

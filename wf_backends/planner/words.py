@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from math import floor, log10
 
-from wf_backends.planner.plan import Choice, Plan, Request
+from wf_backends.planner.plan import TIE, Choice, Plan, Request, busiest_link
 from wf_backends.planner.proxy import alike
-from wf_backends.planner.ranking import TIE, busiest_link
 from wf_backends.schedule import Placed
 
 
