@@ -82,25 +82,20 @@ def init_inference(
         if device is not None:
             raise ValueError(f'device={device!r} is for "{KEY}.{HETEGEN}", which is not given')
         return deepspeed.init_inference(model, theirs)
-    block, budget = _read(given[KEY])
-    if HETEGEN in block:
-        return _split(model, block[HETEGEN], budget, device, list(theirs))
-    engine = deepspeed.init_inference(model, theirs)
-    if budget is not None:
-        engine.module = _in_slices(engine.module, budget, 1, budget.longest(engine.module))
-    return engine
-
-
-def _split(
-    model: nn.Module, given: Any, budget: TrainingBudget | None, device: Any, theirs: list[str]
-) -> InferenceEngine:
-    """The model with its weights split, and under a budget its activations in slices."""
+    block = given[KEY]
+    _check(block)
+    budget = ModelWords.split(block)[1].autochunk
+    if HETEGEN not in block:
+        engine = deepspeed.init_inference(model, theirs)
+        if budget is not None:
+            engine.module = _in_slices(engine.module, budget, 1, budget.longest(engine.module))
+        return engine
     if theirs:
         raise NotImplementedError(
-            f'"{KEY}.{HETEGEN}" makes no engine of DeepSpeed\'s, which {theirs} are for: '
+            f'"{KEY}.{HETEGEN}" makes no engine of DeepSpeed\'s, which {list(theirs)} are for: '
             "leave them out"
         )
-    handle = _dispatch(model, given, device)
+    handle = _dispatch(model, block[HETEGEN], device)
     if budget is None:
         return InferenceEngine(model, handle)
     try:
@@ -113,8 +108,8 @@ def _split(
         raise
 
 
-def _read(block: Any) -> tuple[Mapping[str, Any], TrainingBudget | None]:
-    """The block, and the budget that it says."""
+def _check(block: Any) -> None:
+    """Refuse what is no block for inference."""
     if not isinstance(block, Mapping):
         raise ValueError(f'"{KEY}" must be a block {{...}}, got {block!r}')
     others = [key for key in block if key not in (HETEGEN, AUTOCHUNK)]
@@ -122,7 +117,6 @@ def _read(block: Any) -> tuple[Mapping[str, Any], TrainingBudget | None]:
         raise NotImplementedError(
             f'"{KEY}" of init_inference takes "{HETEGEN}" and "{AUTOCHUNK}", got {others}'
         )
-    return block, ModelWords.split(block)[1].autochunk
 
 
 def _dispatch(model: nn.Module, given: Any, device: Any) -> Handle:
