@@ -72,20 +72,7 @@ class WallFacerPlugin(HybridParallelPlugin):
             )
         config = SequenceParallelConfig.from_dict({k: words.pop(k) for k in WORDS if k in words})
         options: dict[str, Any] = {"precision": "fp32"} | words
-        if options.get("zero_stage") and options["precision"] == "fp32":
-            raise NotImplementedError(
-                f'zero_stage={options["zero_stage"]} with precision="fp32" is not in ColossalAI\'s '
-                'HybridParallelPlugin; use "bf16", or LowLevelZeroPlugin(precision="fp32") with '
-                "wf_colossalai.apply"
-            )
-        _check_precision(options["precision"])
-        policy = options.get("custom_policy")
-        if policy is not None and not isinstance(policy, WallFacerPolicy):
-            raise ValueError(
-                f"custom_policy must be a WallFacerPolicy, got a {type(policy).__name__}, which "
-                "would bring ColossalAI's own sequence parallelism; give it as "
-                "WallFacerPolicy(native=...)"
-            )
+        _check_options(options)
         _check_world(config.sequence_parallel_size, tp_size, pp_size)
         super().__init__(
             tp_size=tp_size,
@@ -158,12 +145,26 @@ def _check_words(words: dict[str, Any]) -> None:
             raise ValueError(f"unknown word {name!r}{meant(name, known)} Known: {known}")
 
 
-def _check_precision(precision: str) -> None:
-    """ColossalAI's loss scaling counts devices, and its own accelerator for CPUs counts none."""
-    if precision == "fp16" and type(get_accelerator()) is CpuAccelerator:
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse values of ColossalAI's own words that cannot be."""
+    if options.get("zero_stage") and options["precision"] == "fp32":
+        raise NotImplementedError(
+            f'zero_stage={options["zero_stage"]} with precision="fp32" is not in ColossalAI\'s '
+            'HybridParallelPlugin; use "bf16", or LowLevelZeroPlugin(precision="fp32") with '
+            "wf_colossalai.apply"
+        )
+    # its loss scaling counts devices, and its own accelerator for CPUs counts none
+    if options["precision"] == "fp16" and type(get_accelerator()) is CpuAccelerator:
         raise NotImplementedError(
             'precision="fp16" on a CPU is not in ColossalAI: use "bf16" or "fp32", or put the job '
             "into cpu_accelerator() (docs/colossalai.md, Limits)"
+        )
+    policy = options.get("custom_policy")
+    if policy is not None and not isinstance(policy, WallFacerPolicy):
+        raise ValueError(
+            f"custom_policy must be a WallFacerPolicy, got a {type(policy).__name__}, which "
+            "would bring ColossalAI's own sequence parallelism; give it as "
+            "WallFacerPolicy(native=...)"
         )
 
 
