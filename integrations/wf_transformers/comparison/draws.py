@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,16 +10,9 @@ from torch.overrides import TorchFunctionMode
 
 from wf_backends.comm import Communicator, fingerprint, gather_small
 
-DRAWS: Mapping[str, float] = MappingProxyType(
-    dict.fromkeys(
-        (
-            *("rand", "rand_like", "randn", "randn_like", "normal_", "exponential_"),
-            *("bernoulli", "bernoulli_"),
-        ),
-        0.75,
-    )
-)
-"""Functions of torch that draw, and what all elements become."""
+DRAWS = ("rand", "rand_like", "randn", "randn_like", "normal", "exponential", "bernoulli")
+"""Functions of torch that draw, in place or not. `uniform_` does so between two limits."""
+DRAWN = 0.75  # what all elements become, or how far between the limits
 SAME_ROWS = 1e-3  # the most that summaries of the same rows differ by
 EPSILON = 1e-30
 
@@ -45,11 +36,11 @@ class FixedDraws(TorchFunctionMode):
         if "dropout_p" in kwargs:
             kwargs["dropout_p"] = 0.0
         found = func(*args, **kwargs)
-        if name in DRAWS:
-            return found.fill_(DRAWS[name])
+        if name.rstrip("_") in DRAWS:
+            return found.fill_(DRAWN)
         if name == "uniform_":
             low, high = _limits(*args[1:], **kwargs)
-            return found.fill_(low + DRAWS["rand"] * (high - low))
+            return found.fill_(low + DRAWN * (high - low))
         return found
 
 

@@ -8,7 +8,6 @@ step only. By then engines have wrapped the model; see `Changes`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -103,7 +102,7 @@ class FirstStep:
         batch = {} if problem else batch or {}
         run = Comparison(model, handle.sp, batch, whole_batches, call=call)
         if problem is None:
-            problem = compare(run, lambda: nullcontext(handle), self.changes.taken_back)
+            problem = compare(run, handle, self.changes.taken_back())
         return None if conclude(run, problem, self.mode, on) is None else run
 
 

@@ -22,7 +22,7 @@ def gradients_of(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
         for name, p in parameters.items():
 
             def take(gradient: Tensor, name: str = name) -> Tensor:
-                found[name] = _summary(gradient)
+                found[name] = summary(gradient)
                 return gradient.new_zeros(()).expand_as(gradient)
 
             stack.callback(p.register_hook(take).remove)
@@ -35,7 +35,7 @@ def is_partitioned(p: nn.Parameter) -> bool:
     return isinstance(p, DTensor) or hasattr(p, "ds_id") or type(p).__name__ == "ColoParameter"
 
 
-def _summary(gradient: Tensor) -> Tensor:
+def summary(gradient: Tensor) -> Tensor:
     """(n,) float64: all elements of a small gradient, a projection of each row of a large one."""
     if gradient.numel() <= WHOLE_GRADIENT or gradient.dim() < 2:
         return gradient.detach().double().flatten()
@@ -43,8 +43,3 @@ def _summary(gradient: Tensor) -> Tensor:
     wide = torch.promote_types(rows.dtype, torch.float32)
     direction = torch.arange(rows.shape[1], device=rows.device).cos().to(wide)
     return (rows.to(wide) @ direction).double()
-
-
-def summary_size(p: Tensor) -> int:
-    whole = p.numel() <= WHOLE_GRADIENT or p.dim() < 2
-    return p.numel() if whole else p.numel() // p.shape[-1]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from wf_backends import SequenceParallel
 from wf_backends.schedule import padding_multiple
@@ -31,22 +32,14 @@ class Rows:
         self._sp, self._uneven = sp, uneven
         self.shape: tuple[int, ...] = ()
         """(b, S); () without tokens."""
-        self._positions = torch.empty(0, dtype=torch.int64)
         tokens = batch.get("input_ids", batch.get("inputs_embeds"))
         if isinstance(tokens, Tensor):
             self.shape = tuple(tokens.shape[:2])
             mask = batch.get("attention_mask")
             by_token = isinstance(mask, Tensor) and mask.shape == self.shape
-            self._valid = mask != 0 if by_token else tokens.new_ones(self.shape, dtype=torch.bool)
-            self._positions = self._padded(self.shape[1], tokens.device)
-
-    def cut(self, local: Mapping[str, Any]) -> None:
-        """Take the layout of this rank's part, whose padding may be a document of its own."""
-        tokens = local.get("input_ids", local.get("inputs_embeds"))
-        assert isinstance(tokens, Tensor), "a part of tokens are tokens"
-        borders = local.get("cu_seqlens")
-        seqlen = borders[-1] if borders else tokens.shape[1] * self._sp.size
-        self._positions = self._sp.positions(seqlen, tokens.device, borders)
+            valid = mask != 0 if by_token else tokens.new_ones(self.shape, dtype=torch.bool)
+            self._positions = self._padded(self.shape[1], tokens.device, int(valid.any(0).sum()))
+            self._valid = pad(valid, (0, self._sp.size * len(self._positions)))  # False at ours
 
     def unflatten(self, x: Tensor, whole: bool) -> Tensor:
         """(b, S, ...) of what layers that route tokens make of it, (b S, ...)."""
@@ -81,17 +74,16 @@ class Rows:
         else:
             found = self._padded(seqlen, device)
         if len(found) != count and seqlen >= self._sp.size:
-            found = self._one_document(seqlen, device)
+            found = self._sp.positions(seqlen, device, (0, seqlen))
         return found if len(found) == count else None
 
-    def _padded(self, seqlen: int, device: torch.device) -> Tensor:
+    def _padded(self, seqlen: int, device: torch.device, valid: int = 0) -> Tensor:
+        """Positions of this rank's rows of `seqlen`; padding behind `valid` ones is a document."""
         if self._uneven and seqlen >= self._sp.size:
             return self._sp.positions(seqlen, device)
         multiple = padding_multiple(self._sp.config.layout, self._sp.size)
-        return self._one_document(-(-seqlen // multiple) * multiple, device)
-
-    def _one_document(self, seqlen: int, device: torch.device) -> Tensor:
-        return self._sp.positions(seqlen, device, (0, seqlen))
+        padded = -(-seqlen // multiple) * multiple
+        return self._sp.positions(padded, device, (*sorted({0, valid, padded}),))
 
     def _valid_of(self, whole: Tensor, dim: int = 1) -> Tensor:
         """(b, 1, ..., S, 1, ...) bool, the tokens in `dim`: False at padding; True without any.
@@ -110,9 +102,7 @@ class Rows:
         """What the elements of an output count in a loss made for it; over the ranks, once each."""
         if whole or not self.shape or x.shape[:2] != (self.shape[0], len(self._positions)):
             return _wave(x) * self._valid_of(x) / (1 if whole else self._sp.size)
-        inside = self._positions < self.shape[1]
-        rows = self._positions.clamp(max=self.shape[1] - 1)
-        valid = (self._valid[:, rows] & inside).view(*x.shape[:2], *[1] * (x.dim() - 2))
+        valid = self._valid[:, self._positions].view(*x.shape[:2], *[1] * (x.dim() - 2))
         return _wave(x, self._positions) * valid
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.comm import World
+from wf_backends.comm import World, sum_on_all_ranks
 from wf_backends.dsp import (
     NARROW_TOLERANCES,
     RECEIVER,
@@ -20,12 +20,12 @@ from wf_backends.dsp import (
     named_tensors,
     receivers,
 )
-from wf_backends.parallel import IGNORE_INDEX, GradientMean
+from wf_backends.parallel import IGNORE_INDEX
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import has_tokens, parameter_names, takes_any_keyword
 from wf_transformers.comparison.draws import SeenDropouts
-from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary_size
+from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary
 from wf_transformers.comparison.rows import Rows
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import OPERATIONS, Handle
@@ -39,8 +39,6 @@ UNLABELLED = "loss without labels"
 Gather = Callable[[nn.Module], AbstractContextManager[Any]]
 Call = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
 """From a batch, and whether the model is alone, to outputs."""
-Attached = Callable[[], AbstractContextManager[Handle]]
-Alone = Callable[[], AbstractContextManager[Any]]
 See = Callable[[str, Any], None]
 Named = dict[str, Tensor]
 
@@ -77,19 +75,18 @@ class Comparison:
         self._bytes = 0
         self._narrowest = 0.0
 
-    def run(self, attach: Attached, alone: Alone = nullcontext) -> None:
-        """Run the model both ways and compare. Errors of the model and of `attach` pass through.
+    def run(self, handle: Handle, alone: AbstractContextManager[Any]) -> None:
+        """Run the model that `handle` attached both ways and compare; its errors pass through.
 
         Args:
-            attach: inside, the model is attached.
-            alone: inside, it is not.
+            alone: inside, the model is not attached.
         """
-        with attach() as handle, self._watched_cuts(handle):
+        with _compared_alone(handle):
             self.batch = handle.without_padded_labels(self.batch)
             words = self._words(handle)
             part, gradients = self._run(words, self._keep, whole=False)
             beside = self._beside(words, handle.whole_batches, self.sp.size)
-        with alone():
+        with alone:
             one = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
             for module in receivers(self.model):
                 getattr(module, RECEIVER)(one)
@@ -115,27 +112,9 @@ class Comparison:
 
         The attached model is run once more, with draws.
         """
-        with self._watched_cuts(handle), SeenDropouts() as seen:
+        with _compared_alone(handle), SeenDropouts() as seen:
             self._run(self._words(handle), seen.returned, whole=False)
         return seen.alike(self.sp.comm)
-
-    @contextmanager
-    def _watched_cuts(self, handle: Handle) -> Iterator[None]:
-        """Inside, rows are those that the handle cuts, for itself or for hooks of the model.
-
-        Attention drops nothing, since draws differ, and nothing else is compared.
-        """
-
-        def shard_batch(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            local = type(handle).shard_batch(handle, *args, **kwargs)
-            self._rows.cut(local)
-            return local
-
-        with ExitStack() as stack:
-            set_until(stack, handle, "shard_batch", shard_batch)
-            set_until(stack, handle, "first", None)
-            set_until(stack, handle.attention, "drops", False)
-            yield
 
     def _beside(self, words: Mapping[str, Any], counted: bool, size: int = 1) -> Named:
         """What a Trainer asks of a model that takes whole batches, beside outputs.
@@ -231,19 +210,14 @@ class Comparison:
         parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if not parameters or not self._backward:
             return
-        sizes = [summary_size(p) for p in parameters.values()]
-        any_one = next(iter(parameters.values()))
-        flat = nn.Parameter(torch.zeros(sum(sizes), dtype=torch.float64, device=any_one.device))
-        flat.grad = torch.zeros_like(flat)
-        pieces = dict(zip(parameters, flat.grad.split(sizes), strict=True))
-        for name, gradient in mine.items():
-            pieces[name].copy_(gradient)
-        GradientMean(self.sp.comm, divisor=1)([flat])
-        assert flat.grad is not None, "it was set above"
-        largest = max((float(g.abs().max()) for g in wanted.values() if g.numel()), default=0.0)
-        for (name, p), summed in zip(parameters.items(), flat.grad.split(sizes), strict=True):
-            one = wanted.get(name, torch.zeros_like(summed))
-            error = error_between(summed, one, max(SMALL_GRADIENT * largest, 1e-30))
+        none = {name: torch.zeros_like(summary(p)) for name, p in parameters.items()}
+        mine, wanted = none | mine, none | wanted
+        flat = torch.cat([mine[name] for name in parameters])
+        summed = sum_on_all_ranks(self.sp.comm, flat, "gradients", 1)
+        pieces = summed.split([len(x) for x in none.values()])
+        largest = max((float(x.abs().max()) for x in wanted.values() if x.numel()), default=0.0)
+        for (name, p), piece in zip(parameters.items(), pieces, strict=True):
+            error = error_between(piece, wanted[name], max(SMALL_GRADIENT * largest, 1e-30))
             self._note(f"the gradient of {name}", error, p.dtype)
 
     def _note(self, what: str, error: float, dtype: torch.dtype) -> None:
@@ -253,6 +227,15 @@ class Comparison:
 
 def _shapes(outputs: Named) -> str:
     return ", ".join(f"{key} {tuple(x.shape)}" for key, x in outputs.items()) or "no tensors"
+
+
+@contextmanager
+def _compared_alone(handle: Handle) -> Iterator[None]:
+    """Inside, attention drops nothing, since draws differ, and no first batch is compared."""
+    with ExitStack() as stack:
+        set_until(stack, handle, "first", None)
+        set_until(stack, handle.attention, "drops", False)
+        yield
 
 
 @contextmanager

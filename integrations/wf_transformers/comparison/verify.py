@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from wf_backends.schedule import LAYOUTS
 from wf_transformers.checkpoints import RUNNING
 from wf_transformers.comparison.drawn import drawn_batch
 from wf_transformers.comparison.draws import FixedDraws
-from wf_transformers.comparison.runs import Alone, Attached, Comparison, Gather
+from wf_transformers.comparison.runs import Comparison, Gather
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
 from wf_transformers.registry import registered_for
@@ -109,7 +109,8 @@ def verify(
             problem = f"what inputs it takes is not known. {OWN_BATCH}"
         run = Comparison(model, sp, {} if problem else given or {}, whole_batches, gather)
         if problem is None:
-            problem = compare(run, attach)
+            with attach() as handle:
+                problem = compare(run, handle, _removed(handle))
     return conclude(run, problem, mode)
 
 
@@ -123,28 +124,23 @@ def check_mode(mode: object) -> None:
         raise ValueError(f'"{VERIFY}" must be true, false or "strict", got {mode!r}')
 
 
-def compare(run: Comparison, attach: Attached, alone: Alone = nullcontext) -> str | None:
-    """Why the comparison could not be made, if so. A refusal of ours passes through."""
-    refusals = list[BaseException]()
-
-    def attached() -> AbstractContextManager[Handle]:
-        try:
-            return attach()
-        except Exception as error:
-            refusals.append(error)
-            raise
-
+def compare(run: Comparison, handle: Handle, alone: AbstractContextManager[Any]) -> str | None:
+    """Why the comparison could not be made, if so; arguments as those of `Comparison.run`."""
     try:
         with as_before(run.model, run.sp), FixedDraws() as draws:
-            run.run(attached, alone)
+            run.run(handle, alone)
         run.drops = draws.asked
     except NotImplementedError:
         raise
     except Exception as error:  # whatever a model of somebody else's raises
-        if refusals:
-            raise
         return f"{type(error).__name__}: {error}"
     return None
+
+
+@contextmanager
+def _removed(handle: Handle) -> Iterator[None]:
+    handle.remove()
+    yield
 
 
 def obstacle(model: nn.Module, sp: SequenceParallel, sharded: bool = False) -> str | None:
