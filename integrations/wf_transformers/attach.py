@@ -29,7 +29,7 @@ from wf_transformers.documents import MASK_WORDS, mask_words
 from wf_transformers.draws import RankDraws, draws_in_training
 from wf_transformers.families.experts import RouterLoss, has_router_loss
 from wf_transformers.families.media import language_model, media_of, take_media
-from wf_transformers.families.mixing import has_mixers, spread_mixers
+from wf_transformers.families.mixing import has_mixers, refuse_unspreadable, spread_mixers
 from wf_transformers.families.stacks import cut_stacks, shard_between, stacks_of
 from wf_transformers.families.table import LATENTS, REFUSED, changes_in, unasking
 from wf_transformers.handle import Handle
@@ -37,7 +37,7 @@ from wf_transformers.models import (
     asks_registry,
     inner_models,
     own_class,
-    refuse_unspreadable,
+    row_of,
     tell_windows,
 )
 from wf_transformers.positions import tell_positions
@@ -254,7 +254,7 @@ def scope_documents(
 
 def attends_alone(model: nn.Module) -> str:
     """What is wrong with a model whose attention is its own."""
-    found = next((why for m in model.modules() if (why := REFUSED.get(type(m).__name__))), None)
+    found = next((why for m in model.modules() if (why := row_of(REFUSED, m))), None)
     if found is not None:
         return f"attention of {type(model).__name__} {found}, of which WallFacer has no gradient"
     return (

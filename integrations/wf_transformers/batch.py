@@ -15,11 +15,11 @@ from wf_transformers.attach import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.documents import mask_words
 from wf_transformers.families.experts import COUNTED, has_router_loss
-from wf_transformers.families.mixing import refuse_unspread
+from wf_transformers.families.mixing import refuse_unspread, refuse_unspreadable
 from wf_transformers.families.stacks import stacks_of
 from wf_transformers.families.table import builds_masks
 from wf_transformers.masks import silent_mask
-from wf_transformers.models import outermost, refuse_unspreadable
+from wf_transformers.models import outermost
 from wf_transformers.registry import registered_for
 from wf_transformers.whole_batches.own_loss import refuse_own_loss
 

@@ -20,9 +20,10 @@ from wf_transformers.attach import (
 from wf_transformers.attention import Attention
 from wf_transformers.checkpoints import CHECKPOINTING
 from wf_transformers.comparison.verify import VERIFY, Mode
+from wf_transformers.families.mixing import refuse_mixing
 from wf_transformers.families.table import unasking
 from wf_transformers.handle import Handle
-from wf_transformers.models import outermost, refuse_mixing, refuse_virtual_tokens
+from wf_transformers.models import outermost, refuse_virtual_tokens
 from wf_transformers.registry import registered_for
 from wf_transformers.words import LATENTS, ModelWords, attach_compared
 

@@ -5,26 +5,17 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import transformers
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from wf_backends.dsp import RECEIVER
-from wf_transformers.families.mixers import mixer_of
-
 Head = Literal["causal", "masked", "other"]
 REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # what files whose attention asks the registry import
+Row = TypeVar("Row")
 VARYING_ROPE = ("dynamic", "longrope")
-MIXING_ENDS = {
-    "Indexer": "an indexer, which chooses the keys of each query by their scores",
-    "Compressor": "a compressor, which makes one key of several tokens",
-}
-"""Ends of class names: parts of sparse attention (DeepSeek V3.2 and V4, GLM-5), which shows only
-in sequences longer than what it chooses from."""
 
 
 def own_class(module: nn.Module) -> type:
@@ -32,6 +23,12 @@ def own_class(module: nn.Module) -> type:
     kinds = type(module).__mro__
     own = (kind for kind in kinds if kind.__module__.startswith("transformers.models."))
     return next(own, type(module))
+
+
+def row_of(table: Mapping[str, Row], module: nn.Module) -> Row | None:
+    """What a table of transformers' classes by name has for a module, or for one of its bases."""
+    kinds = (k for k in type(module).__mro__ if k.__module__.startswith("transformers.models."))
+    return next((table[kind.__name__] for kind in kinds if kind.__name__ in table), None)
 
 
 def outermost(module: nn.Module) -> list[PreTrainedModel]:
@@ -91,17 +88,6 @@ def asks_registry(model: PreTrainedModel) -> bool:
     return any(hasattr(sys.modules.get(file), REGISTRY) for file in files)
 
 
-def refuse_unspreadable(model: PreTrainedModel) -> None:
-    """Refuse a model of tokens that would be wrong with its tokens on several ranks.
-
-    Raises:
-        NotImplementedError: for rotary frequencies that follow from the longest position, and for
-            layers other than attention that mix tokens.
-    """
-    refuse_varying_rope(type(model).__name__, model.config)
-    refuse_mixing(model)
-
-
 def refuse_virtual_tokens(model: nn.Module) -> None:
     """Refuse PEFT's prompt and prefix tuning, whose tokens stand before the whole sequence.
 
@@ -117,54 +103,6 @@ def refuse_virtual_tokens(model: nn.Module) -> None:
                     f"PEFT's {kind}: its virtual tokens would stand before every rank's part of "
                     "the sequence; take LoRA, or another kind without virtual tokens"
                 )
-
-
-def refuse_mixing(model: nn.Module) -> None:
-    """Refuse layers of `model` that mix tokens and are no attention over the ranks.
-
-    Modules that are given the SequenceParallel are left alone, models of images or sounds, and
-    layers in the table of mixers.py.
-
-    Raises:
-        NotImplementedError: naming the first one.
-    """
-    for name, module in model.named_modules():
-        what = _mixes(module)
-        if what is not None and not _is_left_alone(model, name):
-            raise NotImplementedError(
-                f"{type(model).__name__}.{name} is {what}: only attention may mix tokens that are "
-                "on several ranks"
-            )
-
-
-def _mixes(module: nn.Module) -> str | None:
-    """What a module is, if it mixes tokens."""
-    kind = type(module).__name__
-    if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)) and module.kernel_size[0] > 1:
-        return f"a convolution over tokens, kernel_size {module.kernel_size[0]}"
-    if isinstance(module, nn.RNNBase):
-        return f"a recurrence over tokens, {kind}"
-    if isinstance(module, nn.MultiheadAttention):
-        return "torch's own attention, over this rank's tokens"
-    if isinstance(module, _BatchNorm):
-        return f"a mean over all tokens of a batch, {kind}"
-    name = own_class(module).__name__
-    return next((what for end, what in MIXING_ENDS.items() if name.endswith(end)), None)
-
-
-def _is_left_alone(model: nn.Module, name: str) -> bool:
-    """Whether a module is inside one that cuts what it mixes, or takes images or sounds."""
-    parts = name.split(".")
-    around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
-    return any(
-        hasattr(one, RECEIVER) or _takes_no_tokens(one) or mixer_of(one) is not None
-        for one in around
-    )
-
-
-def _takes_no_tokens(module: nn.Module) -> bool:
-    """Whether a module is a model of patches or sounds, cut behind layers that mix these."""
-    return isinstance(module, PreTrainedModel) and module.main_input_name != "input_ids"
 
 
 def tell_windows(model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ from transformers.models.bert import modeling_bert
 
 from wf_backends import SequenceParallel
 from wf_transformers.attention import Attention
-from wf_transformers.families.table import changes
+from wf_transformers.families.table import TABLE, changes
 from wf_transformers.handle import Handle
 
 # BERT's own registry, of modules: in versions of transformers whose BERT asks no other.
@@ -72,20 +72,16 @@ def _build_bert(
 ) -> nn.Module:
     """What BertAttention of transformers 4 builds for a name."""
     module = modeling_bert.BertSelfAttention(config, position_embedding_type)
-    for name, value in changes(module, attention).items():
+    for name, value in changes(module, TABLE["BertSelfAttention"], attention).items():
         setattr(module, name, value)
     return module
 
 
-def registered(name: Any) -> Attention | None:
-    """Our attention function of that name, if it is one."""
-    found = ALL_ATTENTION_FUNCTIONS.get(name)
-    return found if isinstance(found, Attention) else None
-
-
 def registered_for(model: Any) -> Attention | None:
     """Our attention function, if it is what the model's config names."""
-    return registered(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    found = ALL_ATTENTION_FUNCTIONS.get(name)
+    return found if isinstance(found, Attention) else None
 
 
 def _mask_name_is_free(name: str) -> bool:

@@ -26,6 +26,7 @@ from wf_transformers.attention import Attention
 from wf_transformers.calls import parameter_names, refuse_call
 from wf_transformers.documents import MASK_WORDS
 from wf_transformers.handle import Handle
+from wf_transformers.models import row_of
 
 ROWS = "media_rows"
 """In a local batch: of each kind of media, which features are this rank's tokens, in order."""
@@ -75,8 +76,7 @@ TABLE: Mapping[str, Media] = MappingProxyType(
 
 def media_of(model: nn.Module) -> Media | None:
     """The row of a model; a subclass counts as the class that it comes from."""
-    names = (kind.__name__ for kind in type(model).__mro__)
-    return next((TABLE[name] for name in names if name in TABLE), None)
+    return row_of(TABLE, model)
 
 
 def language_model(model: Any) -> PreTrainedModel:
@@ -183,18 +183,19 @@ def _take(
 
     `patches` and `features` are the sizes of all media, `mine` the numbers of this rank's tokens.
     """
-    values = media[kind.values]
-    ends = torch.tensor(features).cumsum(0)
     wanted = mine[mine > 0].cpu() - 1
-    medium = torch.bucketize(wanted, ends, right=True)
-    here = medium.unique().tolist() or [0]  # a rank without any encodes one, for nothing
-    starts = dict(zip(here, _starts([features[at] for at in here]), strict=True))
-    shift = torch.tensor([starts.get(at, 0) - end for at, end in enumerate(_starts(features))])
-    parts = values.split(list(patches))
-    found = {kind.values: torch.cat([parts[at] for at in here])}
+    owners = _by_medium(features)
+    here = owners[wanted].unique() if len(wanted) else torch.tensor([0])  # without any, for nothing
+    values, kept = media[kind.values], torch.isin(owners, here)
+    found = {kind.values: values[torch.isin(_by_medium(patches), here).to(values.device)]}
     if kind.grid is not None:
         found[kind.grid] = media[kind.grid][here]
-    return found, (wanted + shift[medium]).to(values.device)
+    return found, (kept.cumsum(0)[wanted] - 1).to(values.device)
+
+
+def _by_medium(sizes: Sequence[int]) -> Tensor:
+    """The number of the medium of each row, of media with so many rows: 0, ..., 0, 1, ..."""
+    return torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
 
 
 def _sizes(
@@ -218,10 +219,6 @@ def _sizes(
             f"have {tokens} tokens of {kind.token}"
         )
     return patches, features
-
-
-def _starts(sizes: Sequence[int]) -> list[int]:
-    return [sum(sizes[:at]) for at in range(len(sizes))]
 
 
 def take_media(model: nn.Module, handle: Handle) -> None:

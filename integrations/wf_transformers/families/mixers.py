@@ -180,35 +180,28 @@ SHORT_CONV = Mixer(_short_conv_share, _short_conv_project, _short_conv_finish, _
 
 MIXERS: Mapping[str, Mixer] = MappingProxyType(
     {
-        "mamba.modeling_mamba.MambaMixer": MAMBA,
-        "falcon_mamba.modeling_falcon_mamba.FalconMambaMixer": MAMBA,
-        "jamba.modeling_jamba.JambaMambaMixer": MAMBA,
-        "zamba.modeling_zamba.ZambaMambaMixer": Mixer(_zamba_share),
-        "mamba2.modeling_mamba2.Mamba2Mixer": MAMBA2,
-        "bamba.modeling_bamba.BambaMixer": MAMBA2,
-        "zamba2.modeling_zamba2.Zamba2MambaMixer": MAMBA2,
-        "granitemoehybrid.modeling_granitemoehybrid.GraniteMoeHybridMambaLayer": MAMBA2,
-        "nemotron_h.modeling_nemotron_h.NemotronHMamba2Mixer": MAMBA2,
-        "recurrent_gemma.modeling_recurrent_gemma.RecurrentGemmaRecurrentBlock": Mixer(
+        "MambaMixer": MAMBA,
+        "FalconMambaMixer": MAMBA,
+        "JambaMambaMixer": MAMBA,
+        "ZambaMambaMixer": Mixer(_zamba_share),
+        "Mamba2Mixer": MAMBA2,
+        "BambaMixer": MAMBA2,
+        "Zamba2MambaMixer": MAMBA2,
+        "GraniteMoeHybridMambaLayer": MAMBA2,
+        "NemotronHMamba2Mixer": MAMBA2,
+        "RecurrentGemmaRecurrentBlock": Mixer(
             _griffin_share,
             _griffin_project,
             _griffin_finish,
             _griffin_instead,
             run=_griffin_run,
         ),
-        "lfm2.modeling_lfm2.Lfm2ShortConv": SHORT_CONV,
-        "lfm2_moe.modeling_lfm2_moe.Lfm2MoeShortConv": SHORT_CONV,
-        "lfm3.modeling_lfm3.Lfm3ShortConv": SHORT_CONV,
-        "qwen3_next.modeling_qwen3_next.Qwen3NextGatedDeltaNet": QWEN3_NEXT,
-        "qwen3_5.modeling_qwen3_5.Qwen3_5GatedDeltaNet": QWEN3_5,
-        "qwen3_5_moe.modeling_qwen3_5_moe.Qwen3_5MoeGatedDeltaNet": QWEN3_5,
+        "Lfm2ShortConv": SHORT_CONV,
+        "Lfm2MoeShortConv": SHORT_CONV,
+        "Lfm3ShortConv": SHORT_CONV,
+        "Qwen3NextGatedDeltaNet": QWEN3_NEXT,
+        "Qwen3_5GatedDeltaNet": QWEN3_5,
+        "Qwen3_5MoeGatedDeltaNet": QWEN3_5,
     }
 )
-"""By file and class under transformers.models."""
-
-
-def mixer_of(module: nn.Module) -> Mixer | None:
-    """The row of a layer; a subclass counts as the class that it comes from."""
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__)
-    rows = (MIXERS.get(name.removeprefix("transformers.models.")) for name in names)
-    return next((row for row in rows if row is not None), None)
+"""By class of transformers."""

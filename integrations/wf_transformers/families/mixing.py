@@ -17,17 +17,86 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends._compile import eager
+from wf_backends.dsp import RECEIVER
 from wf_backends.parallel import ChannelExchange
 from wf_backends.schedule import SLICE_WORDS
 from wf_transformers.attention import Attention
 from wf_transformers.calls import CACHES, ON_ONE_PROCESS
-from wf_transformers.families.mixers import mixer_of
+from wf_transformers.families.mixers import MIXERS
 from wf_transformers.families.shares import Mixer, Share
 from wf_transformers.handle import Handle
+from wf_transformers.models import own_class, refuse_varying_rope, row_of
 
 Borders = Sequence[int] | None  # cu_seqlens as host integers; None is one document
+MIXING_ENDS = {
+    "Indexer": "an indexer, which chooses the keys of each query by their scores",
+    "Compressor": "a compressor, which makes one key of several tokens",
+}
+"""Ends of class names: parts of sparse attention (DeepSeek V3.2 and V4, GLM-5), which shows only
+in sequences longer than what it chooses from."""
+
+
+def refuse_unspreadable(model: PreTrainedModel) -> None:
+    """Refuse a model of tokens that would be wrong with its tokens on several ranks.
+
+    Raises:
+        NotImplementedError: for rotary frequencies that follow from the longest position, and for
+            layers other than attention that mix tokens.
+    """
+    refuse_varying_rope(type(model).__name__, model.config)
+    refuse_mixing(model)
+
+
+def refuse_mixing(model: nn.Module) -> None:
+    """Refuse layers of `model` that mix tokens and are no attention over the ranks.
+
+    Modules that are given the SequenceParallel are left alone, models of images or sounds, and
+    layers in the table of mixers.py.
+
+    Raises:
+        NotImplementedError: naming the first one.
+    """
+    for name, module in model.named_modules():
+        what = _mixes(module)
+        if what is not None and not _is_left_alone(model, name):
+            raise NotImplementedError(
+                f"{type(model).__name__}.{name} is {what}: only attention may mix tokens that are "
+                "on several ranks"
+            )
+
+
+def _mixes(module: nn.Module) -> str | None:
+    """What a module is, if it mixes tokens."""
+    kind = type(module).__name__
+    if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)) and module.kernel_size[0] > 1:
+        return f"a convolution over tokens, kernel_size {module.kernel_size[0]}"
+    if isinstance(module, nn.RNNBase):
+        return f"a recurrence over tokens, {kind}"
+    if isinstance(module, nn.MultiheadAttention):
+        return "torch's own attention, over this rank's tokens"
+    if isinstance(module, _BatchNorm):
+        return f"a mean over all tokens of a batch, {kind}"
+    name = own_class(module).__name__
+    return next((what for end, what in MIXING_ENDS.items() if name.endswith(end)), None)
+
+
+def _is_left_alone(model: nn.Module, name: str) -> bool:
+    """Whether a module is inside one that cuts what it mixes, or takes images or sounds."""
+    parts = name.split(".")
+    around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
+    return any(
+        hasattr(one, RECEIVER) or _takes_no_tokens(one) or row_of(MIXERS, one) is not None
+        for one in around
+    )
+
+
+def _takes_no_tokens(module: nn.Module) -> bool:
+    """Whether a module is a model of patches or sounds, cut behind layers that mix these."""
+    return isinstance(module, PreTrainedModel) and module.main_input_name != "input_ids"
 
 
 def spread_mixers(model: nn.Module, handle: Handle) -> None:
@@ -39,7 +108,7 @@ def spread_mixers(model: nn.Module, handle: Handle) -> None:
     """
     exchange = ChannelExchange(handle.sp)
     for name, module in model.named_modules():
-        row = mixer_of(module)
+        row = row_of(MIXERS, module)
         if row is not None and not is_spread(module):
             with handle.removed_on_error():
                 where = f"{type(model).__name__}.{name}"
@@ -54,7 +123,7 @@ def is_spread(module: nn.Module) -> bool:
 
 def has_mixers(model: nn.Module) -> bool:
     """Whether a layer of the model is in the table."""
-    return any(mixer_of(module) is not None for module in model.modules())
+    return any(row_of(MIXERS, module) is not None for module in model.modules())
 
 
 def refuse_unspread(model: nn.Module) -> None:
@@ -64,7 +133,7 @@ def refuse_unspread(model: nn.Module) -> None:
         ValueError: naming the first one.
     """
     for name, module in model.named_modules():
-        if mixer_of(module) is not None and not is_spread(module):
+        if row_of(MIXERS, module) is not None and not is_spread(module):
             raise ValueError(
                 f"{type(model).__name__}.{name} mixes tokens by a convolution and a recurrence: "
                 "call wf_transformers.apply(model, sp) once, which has the ranks share its channels"

@@ -33,7 +33,7 @@ from wf_transformers.families.forwards import (
     umt5,
 )
 from wf_transformers.families.stacks import stacks_of
-from wf_transformers.models import REGISTRY, own_class
+from wf_transformers.models import REGISTRY, own_class, row_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,26 +191,16 @@ def builds_masks(model: nn.Module) -> bool:
     return any(own_class(module).__name__ in BUILDS_MASKS for module in model.modules())
 
 
-def row_of(module: nn.Module) -> Row:
-    """The row of a module that the table has."""
-    return next(TABLE[base.__name__] for base in type(module).__mro__ if base.__name__ in TABLE)
-
-
 def unasking(model: nn.Module) -> list[Any]:
     """The attention modules in `model` that the table has, if their files ask no registry."""
-    return [module for module, asks in _known(model) if not asks]
+    return [module for module, _ in _rows_in(model) if not asks(own_class(module))]
 
 
-def _known(model: nn.Module) -> list[tuple[Any, bool]]:
-    """The attention modules in `model` that the table has, and whether they ask the registry."""
+def _rows_in(model: nn.Module) -> list[tuple[Any, Row]]:
+    """The attention modules in `model` that the table has, and their rows."""
     inside = {id(module) for stack in stacks_of(model) for module in stack.modules()}
-    found: list[tuple[Any, bool]] = []
-    for module in model.modules():
-        kinds = (kind for kind in type(module).__mro__ if kind.__name__ in TABLE)
-        kind = next((k for k in kinds if k.__module__.startswith("transformers.models.")), None)
-        if kind is not None and (id(module) in inside or not TABLE[kind.__name__].in_stack):
-            found.append((module, asks(kind)))
-    return found
+    found = ((module, row_of(TABLE, module)) for module in model.modules())
+    return [(m, row) for m, row in found if row and (id(m) in inside or not row.in_stack)]
 
 
 def asks(kind: type) -> bool:
@@ -218,13 +208,15 @@ def asks(kind: type) -> bool:
     return hasattr(sys.modules[kind.__module__], REGISTRY)
 
 
-def changes(module: Any, attention: Attention) -> dict[str, Any]:
-    """What to set on such a module so that it calls `attention`.
+def changes(module: Any, row: Row, attention: Attention) -> dict[str, Any]:
+    """What to set on a module of the table so that it calls `attention`.
 
     Raises:
         NotImplementedError: for a kind of it that cannot be spread.
     """
-    row = row_of(module)
+    if asks(own_class(module)):  # its masks alone tell of its window
+        window = None if hasattr(module, "sliding_window") else row.window(module)
+        return ({"sliding_window": window} if window else {}) | dict(row.asking(module))
     known = {"wallfacer": attention, "wallfacer_row": row}
     known["is_causal"] = getattr(module, "is_causal", True)
     return {**known, **row.attributes(module), row.method: MethodType(row.function, module)}
@@ -236,14 +228,6 @@ def changes_in(model: nn.Module, attention: Attention) -> list[tuple[nn.Module, 
     Raises:
         NotImplementedError: as `changes`.
     """
-    found = [(module, changes(module, attention)) for module in unasking(model)]
-    found += [(module, _told(module)) for module, asks in _known(model) if asks]
-    around = ((module, AROUND.get(type(module).__name__, {})) for module in model.modules())
+    found = [(module, changes(module, row, attention)) for module, row in _rows_in(model)]
+    around = ((module, row_of(AROUND, module) or {}) for module in model.modules())
     return found + [(m, {k: x for k, x in words.items() if hasattr(m, k)}) for m, words in around]
-
-
-def _told(module: Any) -> dict[str, Any]:
-    """Of a module that asks the registry: its window, of which only masks tell there, and more."""
-    row = row_of(module)
-    window = None if hasattr(module, "sliding_window") else row.window(module)
-    return ({"sliding_window": window} if window else {}) | dict(row.asking(module))
