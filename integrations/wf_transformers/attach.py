@@ -183,7 +183,8 @@ def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
                 with handle.advising():
                     handle.sp.check_same(given)
         if not passes_on:
-            return _without_positions(without_documents(args, kwargs), names)
+            known = without_documents(args, kwargs)  # without positions where ALiBi has its own
+            return {k: x for k, x in known.items() if k != "position_ids" or k in names}
         # Where there were documents before, a layer that is recomputed must know of none
         none = {"cu_seqlens": None} if attention.documents.used and has_tokens(given) else {}
         return none | kwargs
@@ -205,11 +206,6 @@ def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
 
     for inner in inner_models(model):
         handle.hooks(inner.register_forward_pre_hook(check, with_kwargs=True))
-
-
-def _without_positions(kwargs: Words, names: list[str]) -> Words:
-    """For a model that has no positions but ALiBi's, which are told to attention."""
-    return {k: v for k, v in kwargs.items() if k != "position_ids" or k in names}
 
 
 def without_documents(_: tuple[Any, ...], kwargs: Words) -> Words:

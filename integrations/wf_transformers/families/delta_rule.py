@@ -7,11 +7,11 @@ value heads of e features for each.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from wf_transformers.families.shares import Keep, Mixer, Share, Take, part, rows, spans
 
@@ -47,18 +47,23 @@ def _scalars_by_head(layer: Any, heads: Tensor) -> Tensor:
     return spans(heads, 2 * _readers(layer))
 
 
-def delta_rule(projections: Mapping[str, Features]) -> Mixer:
-    """The row of such a layer, by its projections of hidden states. The gate travels with them."""
+class DeltaRule(Mixer):
+    """Such a layer, by its projections of hidden states. The gate travels with them."""
 
-    def project(layer: Any, hidden: Tensor) -> tuple[Tensor, None]:
-        found = [layer.get_submodule(name)(hidden) for name in projections]
+    whole = ("norm.weight",)
+
+    def __init__(self, projections: Mapping[str, Features]) -> None:
+        self.projections = projections
+
+    def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, None]:
+        found = [layer.get_submodule(name)(hidden) for name in self.projections]
         return torch.cat(found, dim=-1), None
 
-    def share(layer: Any, rank: int, size: int) -> Share:
+    def share(self, layer: Any, rank: int, size: int) -> Share:
         heads = part("key heads", layer.num_k_heads, rank, size)
-        sizes = [layer.get_submodule(name).out_features for name in projections]
-        starts = accumulate(sizes, initial=0)
-        mine = [at + of(layer, heads) for at, of in zip(starts, projections.values(), strict=False)]
+        features = [of(layer, heads) for of in self.projections.values()]
+        starts = accumulate(self._sizes(layer), initial=0)
+        mine = torch.cat([at + of for at, of in zip(starts, features, strict=False)])
         convolved, readers = _convolved(layer, heads), _value_heads(layer, heads)
         cuts = rows(("conv1d.weight",), convolved) | rows(("dt_bias", "A_log"), readers)
         attributes = {
@@ -69,21 +74,20 @@ def delta_rule(projections: Mapping[str, Features]) -> Mixer:
             "conv_dim": len(convolved),
             "conv1d.groups": len(convolved),
         }
-        return Share(torch.cat(mine), _values(layer, heads), cuts, attributes)
+        return Share(mine, _values(layer, heads), cuts, attributes)
 
-    def instead(layer: Any, share: Share) -> dict[str, Any]:
+    def instead(self, layer: Any, share: Share) -> dict[str, nn.Module]:
         parts = layer.num_k_heads // share.attributes["num_k_heads"]
-        ends = accumulate(layer.get_submodule(name).out_features // parts for name in projections)
-        taken, start = dict[str, Any](), 0
-        for name, end in zip(projections, ends, strict=True):
-            taken[name], start = Take(start, end), end
-        return taken | {"out_proj": Keep()}
+        ends = accumulate((size // parts for size in self._sizes(layer)), initial=0)
+        taken = [Take(start, end) for start, end in pairwise(ends)]
+        return {**dict(zip(self.projections, taken, strict=True)), "out_proj": Keep()}
 
-    return Mixer(share, project, instead=instead, whole=("norm.weight",))
+    def _sizes(self, layer: Any) -> list[int]:
+        return [layer.get_submodule(name).out_features for name in self.projections]
 
 
-QWEN3_NEXT = delta_rule({"in_proj_qkvz": _by_head, "in_proj_ba": _scalars_by_head})
-QWEN3_5 = delta_rule(
+QWEN3_NEXT = DeltaRule({"in_proj_qkvz": _by_head, "in_proj_ba": _scalars_by_head})
+QWEN3_5 = DeltaRule(
     {
         "in_proj_qkv": _convolved,
         "in_proj_z": _values,

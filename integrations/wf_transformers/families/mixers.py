@@ -20,48 +20,64 @@ from torch import Tensor, nn
 from wf_transformers.families.delta_rule import QWEN3_5, QWEN3_NEXT
 from wf_transformers.families.shares import Keep, Mixer, Share, divide, part, rows, spans
 
-# ---- Mamba (arXiv 2312.00752): every channel has a state of its own; dt, B, C are sums over all
+
+class Mamba(Mixer):
+    """arXiv 2312.00752: every channel has a state of its own; dt, B, C are sums over all."""
+
+    summed = ("x_proj",)
+    whole = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
+
+    def share(self, layer: Any, rank: int, size: int) -> Share:
+        channels = layer.intermediate_size
+        mine = part("channels", channels, rank, size)
+        names = ("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D")
+        cuts = rows(names, mine) | {"x_proj.weight": (1, mine)}
+        attributes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
+        return Share(torch.cat([mine, channels + mine]), mine, cuts, attributes)
 
 
-def _mamba_share(layer: Any, rank: int, size: int) -> Share:
-    channels = layer.intermediate_size
-    mine = part("channels", channels, rank, size)
-    names = ("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D")
-    cuts = rows(names, mine) | {"x_proj.weight": (1, mine)}
-    attributes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
-    return Share(torch.cat([mine, channels + mine]), mine, cuts, attributes)
-
-
-def _zamba_share(layer: Any, rank: int, size: int) -> Share:
+class Zamba(Mixer):
     """Heads that are a Mamba each; the projection's features are (channel, gate) pairs."""
-    heads = part("n_mamba_heads", layer.n_mamba_heads, rank, size)
-    mine = part("channels", layer.intermediate_size, rank, size)
-    by_head = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D")
-    cuts = rows(by_head, heads) | rows(("conv1d.weight", "conv1d.bias"), mine)
-    pairs = part("channels", 2 * layer.intermediate_size, rank, size)
-    sizes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
-    return Share(pairs, mine, cuts, sizes | {"n_mamba_heads": len(heads)})
+
+    def share(self, layer: Any, rank: int, size: int) -> Share:
+        heads = part("n_mamba_heads", layer.n_mamba_heads, rank, size)
+        mine = part("channels", layer.intermediate_size, rank, size)
+        by_head = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D")
+        cuts = rows(by_head, heads) | rows(("conv1d.weight", "conv1d.bias"), mine)
+        pairs = part("channels", 2 * layer.intermediate_size, rank, size)
+        sizes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
+        return Share(pairs, mine, cuts, sizes | {"n_mamba_heads": len(heads)})
 
 
-# ---- Mamba-2 (arXiv 2405.21060): heads, and groups of heads that share B and C
+class Mamba2(Mixer):
+    """arXiv 2405.21060: heads, and groups of heads that share B and C. Its gate stays."""
 
+    def share(self, layer: Any, rank: int, size: int) -> Share:
+        heads, groups = _heads_and_groups(layer, rank, size)
+        channels, states = layer.intermediate_size, layer.n_groups * layer.ssm_state_size
+        x = spans(heads, layer.head_dim)
+        b = channels + spans(groups, layer.ssm_state_size)
+        convolved = torch.cat([x, b, states + b])
+        inputs = torch.cat([convolved, channels + 2 * states + heads])
+        cuts = rows(("conv1d.weight", "conv1d.bias"), convolved)
+        sizes = {
+            "intermediate_size": len(x),
+            "num_heads": len(heads),
+            "n_groups": len(groups),
+            "conv_dim": len(convolved),
+            "conv1d.groups": len(convolved),
+        }
+        return Share(inputs, x, cuts | rows(("dt_bias", "A_log", "D"), heads), sizes)
 
-def _mamba2_share(layer: Any, rank: int, size: int) -> Share:
-    heads, groups = _heads_and_groups(layer, rank, size)
-    channels, states = layer.intermediate_size, layer.n_groups * layer.ssm_state_size
-    x = spans(heads, layer.head_dim)
-    b = channels + spans(groups, layer.ssm_state_size)
-    convolved = torch.cat([x, b, states + b])
-    inputs = torch.cat([convolved, channels + 2 * states + heads])
-    cuts = rows(("conv1d.weight", "conv1d.bias"), convolved)
-    sizes = {
-        "intermediate_size": len(x),
-        "num_heads": len(heads),
-        "n_groups": len(groups),
-        "conv_dim": len(convolved),
-        "conv1d.groups": len(convolved),
-    }
-    return Share(inputs, x, cuts | rows(("dt_bias", "A_log", "D"), heads), sizes)
+    def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        features = layer.in_proj(hidden)
+        return features[..., layer.intermediate_size :], features[..., : layer.intermediate_size]
+
+    def finish(self, layer: Any, y: Tensor, kept: Any) -> Tensor:
+        return layer.out_proj(layer.norm(y, kept))
+
+    def instead(self, layer: Any, share: Share) -> dict[str, nn.Module]:
+        return {"in_proj": Keep(len(share.outputs)), "norm": Keep(), "out_proj": Keep()}
 
 
 def _heads_and_groups(layer: Any, rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -93,21 +109,32 @@ def _takes_groups_in_turn(layer: Any) -> bool:
     return not kernels and by_torch is not None and "B = B.repeat(" in inspect.getsource(by_torch)
 
 
-def _mamba2_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """x, B, C and dt; the gate stays."""
-    features = layer.in_proj(hidden)
-    return features[..., layer.intermediate_size :], features[..., : layer.intermediate_size]
+class Griffin(Mixer):
+    """arXiv 2402.19427: heads whose gates mix the channels of a head."""
 
+    def share(self, layer: Any, rank: int, size: int) -> Share:
+        heads = part("num_attention_heads", layer.rg_lru.num_attention_heads, rank, size)
+        mine = part("channels", layer.lru_width, rank, size)
+        gates = ("input_gate", "recurrent_gate")
+        by_head = tuple(f"rg_lru.{gate}_{kind}" for gate in gates for kind in ("weight", "bias"))
+        by_channel = ("conv_1d.weight", "conv_1d.bias", "rg_lru.recurrent_param")
+        sizes = {"conv_1d.groups": len(mine), "rg_lru.num_attention_heads": len(heads)}
+        return Share(mine, mine, rows(by_channel, mine) | rows(by_head, heads), sizes)
 
-def _mamba2_finish(layer: Any, y: Tensor, gate: Tensor | None) -> Tensor:
-    return layer.out_proj(layer.norm(y, gate))
+    def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        return layer.linear_x(hidden), layer.act_fn(layer.linear_y(hidden))
 
+    def finish(self, layer: Any, y: Tensor, kept: Any) -> Tensor:
+        return layer.linear_out(y * kept)
 
-def _mamba2_instead(_: Any, share: Share) -> dict[str, nn.Module]:
-    return {"in_proj": Keep(len(share.outputs)), "norm": Keep(), "out_proj": Keep()}
+    def instead(self, layer: Any, share: Share) -> dict[str, nn.Module]:
+        return {"linear_x": Keep(), "linear_y": Keep(), "act_fn": _Ones(), "linear_out": Keep()}
 
-
-# ---- Griffin (arXiv 2402.19427): heads whose gates mix the channels of a head
+    def words(self, layer: Any, x: Tensor) -> dict[str, Any]:
+        layer.rg_lru.recurrent_states = None  # it would go on from the document before
+        positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
+        none = {"attention_mask": None, "cache_position": None, "use_cache": False}
+        return {"position_ids": positions, **none}
 
 
 class _Ones(nn.Module):
@@ -115,34 +142,23 @@ class _Ones(nn.Module):
         return torch.ones_like(x)
 
 
-def _griffin_share(layer: Any, rank: int, size: int) -> Share:
-    heads = part("num_attention_heads", layer.rg_lru.num_attention_heads, rank, size)
-    mine = part("channels", layer.lru_width, rank, size)
-    gates = (f"rg_lru.{gate}_gate_{kind}" for gate in GATES for kind in ("weight", "bias"))
-    by_channel = ("conv_1d.weight", "conv_1d.bias", "rg_lru.recurrent_param")
-    sizes = {"conv_1d.groups": len(mine), "rg_lru.num_attention_heads": len(heads)}
-    return Share(mine, mine, rows(by_channel, mine) | rows(tuple(gates), heads), sizes)
+class ShortConv(Mixer):
+    """LFM2: a short convolution of every channel between two gates."""
 
+    def share(self, layer: Any, rank: int, size: int) -> Share:
+        mine = part("channels", layer.conv.in_channels, rank, size)
+        cuts = rows(("conv.weight", "conv.bias"), mine)
+        return Share(mine, mine, cuts, {"conv.groups": len(mine)})
 
-def _griffin_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    return layer.linear_x(hidden), layer.act_fn(layer.linear_y(hidden))
+    def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        gate, gate_behind, x = layer.in_proj(hidden).chunk(3, dim=-1)
+        return gate * x, gate_behind
 
+    def finish(self, layer: Any, y: Tensor, kept: Any) -> Tensor:
+        return layer.out_proj(kept * y)
 
-def _griffin_finish(layer: Any, y: Tensor, gate: Any) -> Tensor:
-    return layer.linear_out(y * gate)
-
-
-def _griffin_instead(_: Any, __: Share) -> dict[str, nn.Module]:
-    return {"linear_x": Keep(), "linear_y": Keep(), "act_fn": _Ones(), "linear_out": Keep()}
-
-
-def _griffin_run(layer: Any, x: Tensor) -> Tensor:
-    layer.rg_lru.recurrent_states = None  # it would go on from the document before
-    positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
-    return layer(x, positions, attention_mask=None, cache_position=None, use_cache=False)
-
-
-# ---- LFM2: a short convolution of every channel between two gates
+    def instead(self, layer: Any, share: Share) -> dict[str, nn.Module]:
+        return {"in_proj": _OpenGates(), "out_proj": Keep()}
 
 
 class _OpenGates(nn.Module):
@@ -153,52 +169,21 @@ class _OpenGates(nn.Module):
         return torch.cat([ones, ones, x], dim=-1)
 
 
-def _short_conv_share(layer: Any, rank: int, size: int) -> Share:
-    mine = part("channels", layer.conv.in_channels, rank, size)
-    cuts = rows(("conv.weight", "conv.bias"), mine)
-    return Share(mine, mine, cuts, {"conv.groups": len(mine)})
-
-
-def _short_conv_project(layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    gate, gate_behind, x = layer.in_proj(hidden).chunk(3, dim=-1)
-    return gate * x, gate_behind
-
-
-def _short_conv_finish(layer: Any, y: Tensor, gate: Any) -> Tensor:
-    return layer.out_proj(gate * y)
-
-
-def _short_conv_instead(_: Any, __: Share) -> dict[str, nn.Module]:
-    return {"in_proj": _OpenGates(), "out_proj": Keep()}
-
-
-GATES = ("input", "recurrent")
-NORMS = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
-MAMBA = Mixer(_mamba_share, summed=("x_proj",), whole=NORMS)
-MAMBA2 = Mixer(_mamba2_share, _mamba2_project, _mamba2_finish, _mamba2_instead)
-SHORT_CONV = Mixer(_short_conv_share, _short_conv_project, _short_conv_finish, _short_conv_instead)
-
 MIXERS: Mapping[str, Mixer] = MappingProxyType(
     {
-        "MambaMixer": MAMBA,
-        "FalconMambaMixer": MAMBA,
-        "JambaMambaMixer": MAMBA,
-        "ZambaMambaMixer": Mixer(_zamba_share),
-        "Mamba2Mixer": MAMBA2,
-        "BambaMixer": MAMBA2,
-        "Zamba2MambaMixer": MAMBA2,
-        "GraniteMoeHybridMambaLayer": MAMBA2,
-        "NemotronHMamba2Mixer": MAMBA2,
-        "RecurrentGemmaRecurrentBlock": Mixer(
-            _griffin_share,
-            _griffin_project,
-            _griffin_finish,
-            _griffin_instead,
-            run=_griffin_run,
-        ),
-        "Lfm2ShortConv": SHORT_CONV,
-        "Lfm2MoeShortConv": SHORT_CONV,
-        "Lfm3ShortConv": SHORT_CONV,
+        "MambaMixer": Mamba(),
+        "FalconMambaMixer": Mamba(),
+        "JambaMambaMixer": Mamba(),
+        "ZambaMambaMixer": Zamba(),
+        "Mamba2Mixer": Mamba2(),
+        "BambaMixer": Mamba2(),
+        "Zamba2MambaMixer": Mamba2(),
+        "GraniteMoeHybridMambaLayer": Mamba2(),
+        "NemotronHMamba2Mixer": Mamba2(),
+        "RecurrentGemmaRecurrentBlock": Griffin(),
+        "Lfm2ShortConv": ShortConv(),
+        "Lfm2MoeShortConv": ShortConv(),
+        "Lfm3ShortConv": ShortConv(),
         "Qwen3NextGatedDeltaNet": QWEN3_NEXT,
         "Qwen3_5GatedDeltaNet": QWEN3_5,
         "Qwen3_5MoeGatedDeltaNet": QWEN3_5,

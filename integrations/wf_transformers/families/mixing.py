@@ -85,18 +85,16 @@ def _mixes(module: nn.Module) -> str | None:
 
 
 def _is_left_alone(model: nn.Module, name: str) -> bool:
-    """Whether a module is inside one that cuts what it mixes, or takes images or sounds."""
+    """Whether a module is inside one that cuts what it mixes, or that takes images or sounds, which
+    are cut behind layers that mix them."""
     parts = name.split(".")
     around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
     return any(
-        hasattr(one, RECEIVER) or _takes_no_tokens(one) or row_of(MIXERS, one) is not None
+        hasattr(one, RECEIVER)
+        or row_of(MIXERS, one) is not None
+        or (isinstance(one, PreTrainedModel) and one.main_input_name != "input_ids")
         for one in around
     )
-
-
-def _takes_no_tokens(module: nn.Module) -> bool:
-    """Whether a module is a model of patches or sounds, cut behind layers that mix these."""
-    return isinstance(module, PreTrainedModel) and module.main_input_name != "input_ids"
 
 
 def spread_mixers(model: nn.Module, handle: Handle) -> None:
@@ -202,10 +200,12 @@ class SpreadMixer:
         for name, _ in self._small.named_parameters():
             value: Tensor = self.layer.get_parameter(name)
             values[name] = value.index_select(*cuts[name]) if name in cuts else value
-        run = _Run(self._small, self.row)
-        values = {f"small.{name}": value for name, value in values.items()}
         edges: Any = borders if borders is not None else (0, x.shape[1])
-        found = [functional_call(run, values, (x[:, a:b],)) for a, b in pairwise(edges)]
+        found: list[Any] = []
+        for start, stop in pairwise(edges):
+            document = x[:, start:stop]
+            words = self.row.words(self._small, document)
+            found.append(functional_call(self._small, values, (document,), words))
         if isinstance(found[0], Tensor):
             return torch.cat(found, dim=1), ()
         return torch.cat([first for first, *_ in found], dim=1), found[-1][1:]
@@ -213,7 +213,8 @@ class SpreadMixer:
     def _make_shares(self, device: torch.device) -> list[Share]:
         """Of all ranks, for a layer that computes on `device`."""
         size = self.exchange.sp.size
-        return [_on(device, self.row.share(self.layer, rank, size)) for rank in range(size)]
+        with device:
+            return [self.row.share(self.layer, rank, size) for rank in range(size)]
 
     def _make_orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The projected features by rank, and where the results stand in what comes back."""
@@ -249,22 +250,6 @@ class SpreadMixer:
         return self.exchange.sum(x)
 
 
-class _Run(nn.Module):
-    """`Mixer.run`, as a module whose parameters `functional_call` can replace."""
-
-    def __init__(self, small: nn.Module, row: Mixer) -> None:
-        super().__init__()
-        self.small, self.row = small, row
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.row.run(self.small, x)
-
-
 def _tensors(module: nn.Module) -> list[Tensor]:
     """Attributes that are neither parameters nor buffers, such as the last call's state."""
     return [value for value in vars(module).values() if isinstance(value, Tensor)]
-
-
-def _on(device: torch.device, share: Share) -> Share:
-    cuts = {name: (dim, index.to(device)) for name, (dim, index) in share.parameters.items()}
-    return Share(share.inputs.to(device), share.outputs.to(device), cuts, share.attributes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,30 +38,33 @@ class Keep(nn.Module):
         return pad(x, (self.zeros, 0)) if self.zeros else x
 
 
-@dataclass(frozen=True, slots=True)
-class Mixer:
-    """A kind of layer."""
+class Mixer(ABC):
+    """A kind of layer. What most have in common is here."""
 
-    share: Callable[[Any, int, int], Share]
-    """(layer, rank, ranks) -> its share; NotImplementedError if channels do not divide."""
-    project: Callable[[Any, Tensor], tuple[Tensor, Tensor | None]] = lambda layer, hidden: (
-        layer.in_proj(hidden),
-        None,
-    )
-    """(layer, hidden states) -> the features that are exchanged, and what stays with its tokens."""
-    finish: Callable[[Any, Tensor, Tensor | None], Tensor] = lambda layer, y, _: layer.out_proj(y)
-    """(layer, result, what stayed) -> hidden states."""
-    instead: Callable[[Any, Share], dict[str, nn.Module]] = lambda layer, share: {
-        "in_proj": Keep(),
-        "out_proj": Keep(),
-    }
-    """Modules of the layer -> what is in their place where its code runs on a share."""
     summed: tuple[str, ...] = ()
     """Modules whose results are sums over all channels."""
     whole: tuple[str, ...] = ()
     """Parameters that every rank uses whole, on all rows, for its own channels."""
-    run: Callable[[Any, Tensor], Any] = lambda layer, x: layer(x)
-    """(layer on a share, (b, S, c)) -> (b, S, c'), or a tuple that starts with it."""
+
+    @abstractmethod
+    def share(self, layer: Any, rank: int, size: int) -> Share:
+        """What rank `rank` of `size` runs; NotImplementedError if channels do not divide."""
+
+    def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Hidden states -> the features that are exchanged, and what stays with its tokens."""
+        return layer.in_proj(hidden), None
+
+    def finish(self, layer: Any, y: Tensor, kept: Any) -> Tensor:
+        """The result, and what stayed -> hidden states."""
+        return layer.out_proj(y)
+
+    def instead(self, layer: Any, share: Share) -> dict[str, nn.Module]:
+        """What is in the place of modules of the layer where its code runs on a share."""
+        return {"in_proj": Keep(), "out_proj": Keep()}
+
+    def words(self, layer: Any, x: Tensor) -> dict[str, Any]:
+        """What a layer on a share is called with beside a document's (b, S, c)."""
+        return {}
 
 
 class Take(nn.Module):
