@@ -11,20 +11,23 @@ import torch
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from wf_backends.budget import Experts
+
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def model_shape(name: str, sizes: bool = False) -> dict[str, int]:
+def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
     """heads, kv_heads and head_dim of a model: a folder, its config.json, or a name of the Hub.
 
     Of a model that also sees, its language model's.
 
     Args:
-        sizes: whether its layers, hidden, intermediate, vocabulary and parameters are wanted, too.
+        sizes: whether its layers, hidden, intermediate, vocabulary, parameters and, of a mixture,
+            `Experts` are wanted, too.
 
     Raises:
         ValueError: if there is no such model, or its config does not tell its heads or sizes.
-        NotImplementedError: for sizes of a mixture of experts.
+        NotImplementedError: for sizes of a mixture whose config does not tell its experts.
     """
     config = read_config(name).get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -73,20 +76,33 @@ def refused_by_name(name: str | Path) -> Iterator[None]:
         raise ValueError(f"--model {name}: {kind}{first}") from error
 
 
-def _sizes(name: str, config: Any) -> dict[str, int]:
+def _sizes(name: str, config: Any) -> dict[str, Any]:
     """What memory follows from; parameters are counted in a model that has no storage."""
-    if any(getattr(config, one, None) for one in EXPERTS):
-        raise NotImplementedError(
-            f"--model {name}: the memory budget is not made for a mixture of experts such as "
-            f"{type(config).__name__}; leave --memory-gib out"
-        )
     hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None)
+    mlp = {"intermediate": inner or getattr(config, "n_inner", None) or 4 * hidden}
     with refused_by_name(name), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return {
         "layers": config.num_hidden_layers,
         "hidden": hidden,
-        "intermediate": inner or getattr(config, "n_inner", None) or 4 * hidden,
         "vocabulary": config.vocab_size,
         "parameters": sum(one.numel() for one in model.parameters()),
+        **(_experts(name, config) or mlp),
     }
+
+
+def _experts(name: str, config: Any) -> dict[str, Any] | None:
+    """The experts of a mixture's layers, and the width of what every token goes through there."""
+    count = next((found for one in EXPERTS if (found := getattr(config, one, None))), None)
+    if count is None:
+        return None
+    chosen = getattr(config, "num_experts_per_tok", None)
+    width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    if not isinstance(count, int) or not isinstance(chosen, int) or not isinstance(width, int):
+        raise NotImplementedError(
+            f"--model {name}: the memory budget does not know how many experts a token of "
+            f"{type(config).__name__} goes to; leave --memory-gib out"
+        )
+    shared = getattr(config, "shared_expert_intermediate_size", None)
+    shared = shared or (getattr(config, "n_shared_experts", None) or 0) * width
+    return {"intermediate": shared, "experts": Experts(count, chosen, width)}

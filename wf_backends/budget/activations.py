@@ -1,8 +1,10 @@
 """What activations of one rank take in a training step. Pure: standard library only.
 
 Counted are the tensors that autograd saves in transformers' Llama (4.51) with our attention, and
-those that the backward makes while it is at one layer. n tokens of the rank, e bytes of an element,
-h hidden size, i width of the MLP, q and k widths of all query and key heads.
+those that the backward makes while it is at one layer, and in the experts of transformers 5, which
+are one product over all tokens (`"grouped_mm"`). n tokens of the rank, e bytes of an element, h
+hidden size, i width of the MLP, q and k widths of all query and key heads; of E experts a token
+goes to c, each of width w.
 """
 
 from __future__ import annotations
@@ -109,24 +111,61 @@ def _attention_saved(model: Decoder) -> float:
 
 def _mlp_saved(model: Decoder, options: Options) -> float:
     """Bytes a token: the norm before it; gate, activated gate, up, and their product: 4 e i."""
-    inner = 0 if options.tile else 4 * model.itemsize * model.intermediate
-    return _norm_saved(model) + inner
+    if options.tile:
+        return _norm_saved(model)
+    inner = 4 * model.itemsize * model.intermediate
+    return _norm_saved(model) + inner + _experts_saved(model)
 
 
 def _mlp_alive(model: Decoder, tokens: int, options: Options) -> float:
-    """Beyond what is saved: e h n of the incoming gradient, and 2 e i n of the product's backward.
+    """Beyond what is saved: e h n of the incoming gradient, and of the product's backward 2 e i n,
+    or what experts have if that is more.
 
     In tiles of t tokens: e h n once more for the gradient that the tiles fill, and 6 e i t with one
     weight's gradient of a tile, or all of them rounded when the last tile is done.
     """
-    rows = model.itemsize * model.hidden * tokens
+    rows, product = model.hidden * tokens, 2 * model.intermediate
     if not options.tile:
-        return rows + 2 * model.itemsize * model.intermediate * tokens
-    weight = model.hidden * model.intermediate
-    tile = 6 * model.itemsize * model.intermediate * min(options.tile, tokens)
-    rounded = 3 * weight if model.itemsize < WIDE else 0
-    at_once = max(tile + model.itemsize * weight, model.itemsize * rounded)
-    return 2 * rows + at_once + _sums(model, 3 * weight, tokens, options)
+        inner = max(model.itemsize * product * tokens, _experts_alive(model, tokens))
+        return model.itemsize * rows + inner
+    some, weights = min(options.tile, tokens), _mlp_weights(model)
+    tile = model.itemsize * (3 * product * some + model.hidden * model.intermediate)
+    experts = _experts_saved(model) * some + _experts_alive(model, some)
+    rounded = model.itemsize * weights if model.itemsize < WIDE else 0
+    at_once = max(tile, experts, rounded)
+    return 2 * model.itemsize * rows + at_once + _sums(model, weights, tokens, options)
+
+
+def _experts_saved(model: Decoder) -> float:
+    """Bytes a token: c times its row, those of an MLP and the result, and what the router chose.
+
+    e c (2 h + 4 w) + 40 c + 4 E + 4
+    """
+    one = model.experts
+    if one is None:
+        return 0.0
+    rows = model.itemsize * one.chosen * (2 * model.hidden + 4 * one.width)
+    return rows + 40.0 * one.chosen + 4 * one.count + 4
+
+
+def _experts_alive(model: Decoder, tokens: int) -> float:
+    """Beyond what is saved, the most of: results times their weights, three of them in WIDE bytes,
+    12 c h n; the product's backward, e c (2 w - h) n; the gradient of gate and up of all experts,
+    when most of what was saved is gone, 2 e w (E h - c n).
+    """
+    one, e = model.experts, model.itemsize
+    if one is None:
+        return 0.0
+    weighted = 3 * max(WIDE, e) * one.chosen * model.hidden * tokens
+    product = e * one.chosen * (2 * one.width - model.hidden) * tokens
+    gradient = 2 * e * one.width * (one.count * model.hidden - one.chosen * tokens)
+    return max(weighted, product, gradient)
+
+
+def _mlp_weights(model: Decoder) -> int:
+    """Elements of all weights: 3 h (i + E w)."""
+    experts = model.experts.count * model.experts.width if model.experts else 0
+    return 3 * model.hidden * (model.intermediate + experts)
 
 
 def _sums(model: Decoder, weights: int, tokens: int, options: Options) -> float:

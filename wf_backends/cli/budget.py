@@ -24,8 +24,9 @@ def budget_of(
         counted: the request that the plans answer; its ranks may stand for more.
     """
     work, shape = asked.workload, asked.workload.shape
-    heads = {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-    model = Decoder(**(read_model(name, sizes=True) | heads), itemsize=shape.itemsize)
+    sizes = read_model(name, sizes=True)  # those of the heads may have been given beside the name
+    sizes |= {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    model = Decoder(**sizes, itemsize=shape.itemsize)
     rows = counted.workload.seqlen / counted.topology.size * shape.batch
     each = plans[0].cost.memory_bytes / rows
     training = Training(model, asked.topology.size, each, shape.batch, data_parallel_size)

@@ -50,12 +50,11 @@ def check_folder(model: Path) -> Path:
 ModelFolder = Annotated[Path, Option(callback=check_folder, help="Folder with a config.json.")]
 
 
-def read_model(name: str, sizes: bool = False) -> dict[str, int]:
+def read_model(name: str, sizes: bool = False) -> dict[str, Any]:
     """heads, kv_heads and head_dim of a model; with `sizes` also what its memory follows from.
 
     Raises:
-        ValueError, NotImplementedError: if its config does not tell them; for sizes also if it is
-            of a mixture of experts.
+        ValueError, NotImplementedError: if its config does not tell them.
     """
     if Path(name).is_dir():
         check_folder(Path(name))
