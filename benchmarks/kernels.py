@@ -99,7 +99,7 @@ def rows_first(args: argparse.Namespace, heads: int, dtype: torch.dtype) -> Tens
 def our_calls(args: argparse.Namespace, dtype: torch.dtype, band: Band) -> list[Callable]:
     """The two calls that the executor makes."""
     spec = KernelSpec(args.device, dtype, args.head_dim, args.heads, args.kv_heads)
-    kernel, scores = select("sdpa", spec).kernel, Scores(args.head_dim**-0.5)
+    kernel, scores = select("sdpa", spec), Scores(args.head_dim**-0.5)
     q, dout = (rows_first(args, args.heads, dtype) for _ in range(2))
     k, v = (rows_first(args, args.kv_heads, dtype) for _ in range(2))
     out, lse = kernel.forward(q, k, v, scores, band)

@@ -66,7 +66,7 @@ def ours(comm: Communicator, route: object, partials: str) -> list[Tensor]:
 def ring_flash_attn(ranks: int, sums: torch.dtype) -> list[Tensor]:
     """Its plain ring, all ranks in one process; dk and dv are added up in `sums`."""
     spec = KernelSpec("cpu", torch.bfloat16, HEAD_DIM, HEADS, HEADS)
-    kernel = select("sdpa", spec).kernel
+    kernel = select("sdpa", spec)
     q, k, v, dout = (x.chunk(ranks, 1) for x in tensors())
     wide = [torch.zeros_like(x[0], dtype=torch.float32) for x in (q, k, v)]
     dq, dk, dv = ([x.clone() for _ in range(ranks)] for x in wide)

@@ -121,7 +121,7 @@ def dense(case: Case) -> tuple[Tensor, Tensor, list[Tensor]]:
 
 def kernel_named(name: str, case: Case) -> Kernel:
     heads, kv_heads, head_dim = case.q.shape[2], case.k.shape[2], case.q.shape[3]
-    return select(name, KernelSpec("cpu", case.q.dtype, head_dim, heads, kv_heads)).kernel
+    return select(name, KernelSpec("cpu", case.q.dtype, head_dim, heads, kv_heads))
 
 
 def delta_of(dout: Tensor, out: Tensor) -> Tensor:

@@ -30,7 +30,6 @@ from wf_backends.kernels import Kernel, KernelSpec, Scores, TileGrad
 from wf_backends.kernels.reference import ReferenceKernel
 from wf_backends.kernels.sdpa import SdpaKernel
 from wf_backends.kernels.sdpa_cuda import Machine, choose, cuda_tile
-from wf_backends.kernels.select import Selection
 from wf_backends.kernels.tile_split import split_window
 from wf_backends.parallel import position_dropout
 from wf_backends.parallel.attention import DistributedAttention, run
@@ -242,7 +241,7 @@ def test_so_does_what_stands_around_attention(work: Callable[[SequenceParallel],
 
 def test_measuring_takes_a_gpus_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but their times; no value of them is asked for either."""
-    kernel = Selection(sdpa_on((9, 0)), "")
+    kernel = sdpa_on((9, 0))
     monkeypatch.setattr("wf_backends.cluster.measure_kernels.select", lambda *_: kernel)
     found = measure_topology(Silent(RANK, SIZE), [f"host {rank // 4}" for rank in range(SIZE)], GPU)
     assert (found.hosts, found.ranks_per_host, found.kernels[0][0]) == (2, 4, "sdpa")

@@ -53,7 +53,7 @@ class KernelTimer:
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
         heads = self.sizes.heads
         spec = KernelSpec(device.type, self.dtype, HEAD_DIM, heads, heads)
-        self.kernel: Kernel = select("auto", spec).kernel
+        self.kernel: Kernel = select("auto", spec)
         self.name = self.kernel.name
         self.flops_per_score = 4 * heads * HEAD_DIM  # of the forward, per (query, key)
 

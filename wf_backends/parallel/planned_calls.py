@@ -104,7 +104,7 @@ class PlannedCalls:
             looks_back=mask.looks_back,
             whole=groups.count == 1,
         )
-        kernel = select(self.config.kernel, tile).kernel
+        kernel = select(self.config.kernel, tile)
         forward, backward = lower(there, at), lower(back, at)
         route = self.comm.view(groups.route(member))
         group = HeadGroup(self.comm.view(members), queries, keys)
