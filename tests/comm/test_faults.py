@@ -12,9 +12,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from wf_backends.comm import Pass, faults, watch
-from wf_backends.comm.faults import Board, in_words, note_of, report
+from wf_backends.comm.faults import Board, in_words, note_of, noticed_termination, report
 from wf_backends.comm.protocol import Wait
-from wf_backends.comm.termination import noticed_termination
 from wf_backends.comm.watch import Watch
 
 RANKS = range(4)

@@ -7,8 +7,14 @@ from math import inf
 
 import pytest
 
-from wf_backends.kernels.cpu_split import BLOCK_ROWS, is_reversed, split_causal
-from wf_backends.kernels.tile_split import SubTile, flash_window, split_window
+from wf_backends.kernels.tile_split import (
+    BLOCK_ROWS,
+    SubTile,
+    flash_window,
+    is_reversed,
+    split_causal,
+    split_window,
+)
 from wf_backends.schedule.mask import CAUSAL, FULL, Band
 
 Seen = set[tuple[int, int]]

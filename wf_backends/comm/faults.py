@@ -3,14 +3,22 @@
 A rank whose wait fails, or that ends by an error (`launch/ending.py`), leaves a note. The lowest
 rank that waited says in one line what all notes say: who answered, who did not, where each was, and
 since when.
+
+A launcher that ends a job sends SIGTERM first: the moment to say where this rank was. Open MPI's
+mpirun sends it a quarter of a second after a rank was killed, and SIGKILL soon after it; torchrun
+sends it at once, and SIGKILL 30 s later.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +26,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from wf_backends.comm.protocol import Communicator, Wait
-from wf_backends.comm.termination import noticed_termination
 
 ANSWER_S = 2.0  # how long a rank that failed waits for the notes of others
 PAUSE_S = 0.005  # mpirun kills within 0.02 s of telling
@@ -158,3 +165,33 @@ def in_words(ranks: Sequence[int], notes: dict[int, Note]) -> str:
         for where, told in places.items()
     )
     return f"fault report: {answered}; {'; '.join(told)}"
+
+
+class Termination:
+    """Whether this process was told to end."""
+
+    told = False
+
+    def __call__(self, *_: object) -> None:
+        self.told = True
+
+
+@contextmanager
+def noticed_termination() -> Iterator[Termination]:
+    """SIGTERM meanwhile is noticed, and ends the process at the end of the block.
+
+    Only in the main thread, and only where SIGTERM means what it does by default: a program that
+    handles it itself keeps it. Blocks inside each other share what they notice.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not signal.SIG_DFL or threading.current_thread() is not threading.main_thread():
+        yield handler if isinstance(handler, Termination) else Termination()
+        return
+    noticed = Termination()
+    signal.signal(signal.SIGTERM, noticed)
+    try:
+        yield noticed
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if noticed.told:
+            os.kill(os.getpid(), signal.SIGTERM)

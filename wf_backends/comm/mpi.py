@@ -15,6 +15,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from wf_backends.comm.faults import Termination, noticed_termination
 from wf_backends.comm.protocol import (
     CONTROL,
     DEFAULT_TIMEOUT_S,
@@ -24,7 +25,6 @@ from wf_backends.comm.protocol import (
     Wait,
 )
 from wf_backends.comm.staging import Staged
-from wf_backends.comm.termination import Termination, noticed_termination
 from wf_backends.comm.watch import ProcessComm
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from math import inf
 import torch
 from torch import Tensor
 
-from wf_backends.kernels.cpu_split import is_reversed, split_causal
 from wf_backends.kernels.merge import Operators, SplitKernel
 from wf_backends.kernels.protocol import (
     FLASH_DTYPES,
@@ -29,6 +28,7 @@ from wf_backends.kernels.protocol import (
 from wf_backends.kernels.reference import band_mask
 from wf_backends.kernels.scores import Scores
 from wf_backends.kernels.sdpa_cuda import CUDNN_MULTIPLE, CudaTile, choose, cuda_tile, machine
+from wf_backends.kernels.tile_split import is_reversed, split_causal
 from wf_backends.schedule import CAUSAL, FULL, Band
 
 MaskOf = Callable[[int, int, Band, torch.dtype], Tensor]
