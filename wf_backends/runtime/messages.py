@@ -98,10 +98,6 @@ class Accumulators(NamedTuple):
                 buffer[start:stop] = value
         return buffers
 
-    def blank(self, num_rows: int) -> Tensors:
-        """New buffers with start values in all rows."""
-        return self.prepare(num_rows, ((0, num_rows),))
-
 
 class Total:
     """The sum of several ranks' results for this rank's own rows."""
@@ -120,7 +116,7 @@ class Total:
     def buffers(self) -> Tensors:
         """The sum so far."""
         if self._buffers is None:
-            self._buffers = self._found.blank(self._num_rows)
+            self._buffers = self._found.prepare(self._num_rows, ((0, self._num_rows),))
         return self._buffers
 
 
@@ -146,7 +142,7 @@ class Messages:
         self._sends: list[Message] = []
         self._recvs: list[Message] = []
         self.to_self: list[Tensors] = []
-        self._arrivals: list[tuple[int, Place, Ranges, Tensors]] = []
+        self._arrivals: list[tuple[Place, Ranges, Tensors]] = []
         self._pending: Pending | None = None
 
     def send(self, parcel: Parcel, buffers: Tensors, dtypes: Dtypes | None = None) -> None:
@@ -179,14 +175,13 @@ class Messages:
         Args:
             dtypes: in which others send them, if not in those of `like`.
         """
-        peer = parcel.peer
-        if peer == self.comm.rank:
+        if parcel.peer == self.comm.rank:
             arriving = self.to_self.pop(0)
         else:
             arriving = empty_rows(parcel.num_rows, like, dtypes)
             for tensor in arriving:
-                self._recvs.append((peer, tensor))
-        self._arrivals.append((peer, place, parcel.rows, arriving))
+                self._recvs.append((parcel.peer, tensor))
+        self._arrivals.append((place, parcel.rows, arriving))
 
     def post(self) -> Messages:
         """Start everything.
@@ -217,6 +212,6 @@ class Messages:
                 self._pending.wait()
             self._pending = None
             self._in_flight.remove(self)
-        for _, place, rows, values in self._arrivals:
+        for place, rows, values in self._arrivals:
             place(rows, values)
         self._arrivals = []
