@@ -159,15 +159,9 @@ class DistributedAttention(PlannedCalls):
 
         Under Ulysses the kernel is that of a rank's heads.
         """
-        (b, s, h, d), (keys, g) = q.shape, k.shape[1:3]
-        scores, (_, up, bias) = softmax.scores, softmax.learned
-        there = scores.slopes is not None, scores.dropout is not None, bias is not None
-        width, latent = v.shape[3], 0
-        if up is not None:
-            width, latent = up.shape[1] - d + k.shape[3], k.shape[3] + width
-        spec = KernelSpec(q.device.type, q.dtype, d, h, g, width, scores.softcap > 0, *there)
-        same, words = self._same(spec, b, mask, softmax.told, seqlen)
-        lengths = {"q rows": s, "key rows": keys}
+        (spec, latent), batch = _spec(q, k, v, softmax), q.shape[0]
+        same, words = self._same(spec, batch, mask, softmax.told, seqlen)
+        lengths = {"q rows": q.shape[1], "key rows": k.shape[1]}
         now = Pass(self._calls + 1, layer)
         self.comm.enter(now)
         told = self.consistency.check(same, lengths, q, layer=layer, words=words)
@@ -177,7 +171,8 @@ class DistributedAttention(PlannedCalls):
                 f"seqlen must be the rows of q of all ranks, {list(told['q rows'])}, together; "
                 f"got {seqlen}"
             )
-        call, group = self._planned(tuple(told.items()), mask, spec, b, latent)
+        call, group = self._planned(tuple(told.items()), mask, spec, batch, latent)
+        scores = softmax.scores
         if scores.dropout is not None and scores.dropout.seed is None:
             scores = self._draw_seed(scores, scores.dropout, q.device)
         return call._replace(scores=scores, now=now), group
@@ -191,6 +186,18 @@ class DistributedAttention(PlannedCalls):
         drawn = torch.randint(1 << 62, (1,), device=device)
         seed = gather_small(self.comm, drawn)[0]
         return replace(scores, dropout=replace(dropout, seed=seed))
+
+
+def _spec(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[KernelSpec, int]:
+    """What kernels are asked for, of all heads; and the numbers of a token that travel in place of
+    its keys and values, 0 if these do."""
+    scores, (_, up, bias) = softmax.scores, softmax.learned
+    (heads, head_dim), kv_heads, width, latent = q.shape[2:], k.shape[2], v.shape[3], 0
+    if up is not None:
+        width, latent = up.shape[1] - head_dim + k.shape[3], k.shape[3] + width
+    dims = head_dim, heads, kv_heads, width
+    there = scores.slopes is not None, scores.dropout is not None, bias is not None
+    return KernelSpec(q.device.type, q.dtype, *dims, scores.softcap > 0, *there), latent
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, group: HeadGroup, learned: Learned) -> Tensor:
