@@ -98,19 +98,6 @@ def test_one_sided_tiles_need_no_mask_and_at_most_two_parts():
         assert all(p.band in (FULL, CAUSAL) or is_reversed(p.band) for p in parts)
 
 
-def test_a_short_causal_square_is_two_on_the_diagonal_and_one_between():
-    shifted = Band(right=88)
-    for rows, keys, band in [(512, 512, CAUSAL), (257, 257, CAUSAL), (512, 600, shifted)]:
-        parts = split_causal(rows, keys, band)
-        check_split(parts, rows, keys, band)
-        assert [part.band for part in parts[-3:]] == [CAUSAL, FULL, CAUSAL]
-        assert len(parts) == (3 if band == CAUSAL else 4)
-    for rows in (256, 513):
-        assert split_causal(rows, rows, CAUSAL) == (
-            SubTile(slice(0, rows), slice(0, rows), CAUSAL),
-        )
-
-
 def test_a_reversed_part_is_causal_when_read_backwards():
     for tile in small_tiles():
         for part in filter(lambda p: is_reversed(p.band), split_causal(*tile)):
