@@ -17,8 +17,9 @@ from typing import Any
 
 from bytes import drawn_documents
 
-from wf_backends.lowering import RowBytes, Shape
-from wf_backends.lowering.derivation import Problem, _derived, lower
+from wf_backends.lowering import Problem, RowBytes, Shape, lower
+from wf_backends.lowering.forwarding import Forwarding
+from wf_backends.lowering.problem import Reads
 from wf_backends.planner.workload import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD, PassKind
 from wf_backends.schedule import (
     CAUSAL,
@@ -75,20 +76,21 @@ def routes(hosts: int, per_host: int) -> Iterator[dict[str, Any]]:
 
 def messages(problem: Problem, rows: RowBytes) -> Iterator[Sent]:
     """Everything that all ranks send in a pass."""
-    derived = _derived(problem)
+    reads = Reads(problem)
+    forwarding = Forwarding(reads, problem.kept)
     for rank in range(problem.schedule.num_ranks):
         program = lower(problem, rank)
-        stays, walks = derived.stay_home[rank], derived.walk_home[rank]
-        held = derived.stay_rows(rank)
+        stays, walks = reads.stay_home[rank], reads.walk_home[rank]
+        held = reads.stay_rows(rank)
         parts = [(program.walk.give, walks, "walk", rows.walk.gathered)]
         for at, step in enumerate(program.steps):
-            here = derived.forwarding.held(at, rank)
-            last = [one for one in (step.partial_out, *step.home_out) if one]
+            here = forwarding.held(at, rank)
             parts += [
                 (step.forwarded, here, "walk", rows.walk.row),
                 (step.give, walks, "walk", rows.walk.row),
             ]
-            parts.append((tuple(last), here, "walk found", rows.walk.partial))
+            last = *step.partial_out, *step.home_out
+            parts.append((last, here, "walk found", rows.walk.partial))
             for one in step.rounds:
                 parts.append((one.fetch.send, stays, "stay", rows.stay.gathered))
                 parts.append((one.home.send, held, "stay found", rows.stay.partial))

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cases import schedules
 from wf_backends.lowering.derivation import Problem, lower
-from wf_backends.lowering.direction import nearest_first
+from wf_backends.lowering.problem import nearest_first
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.routes import double_ring, ring

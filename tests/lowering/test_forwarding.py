@@ -13,7 +13,7 @@ from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.routes import double_ring, make_schedule, ring
 
-walk = import_module("wf_backends.lowering.derivation")
+walk = import_module("wf_backends.lowering.problem")
 
 A, B, AB = ((0, 4),), ((4, 8),), ((0, 8),)
 WANTED = (AB, A, (), AB)

@@ -9,8 +9,9 @@ import pytest
 
 from tests.cases import schedules
 from tests.slices import SLICES
-from wf_backends.lowering.derivation import Problem, _derived, lower
+from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.gather_rounds import times
+from wf_backends.lowering.problem import Problem, Reads
 from wf_backends.schedule.layout import contiguous, make_layout, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask, make_mask
 from wf_backends.schedule.ranges import globalize
@@ -28,7 +29,7 @@ MASKS = {
 def crossings(problem: Problem, host_size: int) -> tuple[Counter, Counter]:
     """(row, host) -> how often the row is sent to the host, and its results from the host."""
     rows, results = Counter(), Counter()
-    derived = _derived(problem)
+    reads = Reads(problem)
 
     def count(found, parcels, held, rank, host_of):
         for parcel in parcels:
@@ -37,7 +38,7 @@ def crossings(problem: Problem, host_size: int) -> tuple[Counter, Counter]:
                     found.update((row, host_of(rank, parcel.peer)) for row in range(start, stop))
 
     for rank in range(problem.schedule.num_ranks):
-        home, held = derived.stay_home[rank], derived.stay_rows(rank)
+        home, held = reads.stay_home[rank], reads.stay_rows(rank)
         for one in (one for step in lower(problem, rank).steps for one in step.rounds):
             count(rows, one.fetch.send, home, rank, lambda _, peer: peer // host_size)
             count(rows, one.pass_on.send, held, rank, lambda _, peer: peer // host_size)
@@ -48,13 +49,13 @@ def crossings(problem: Problem, host_size: int) -> tuple[Counter, Counter]:
 
 def read(problem: Problem, host_size: int) -> set[tuple[int, int]]:
     """(row, host) of all rows that ranks of a host read and none of them owns."""
-    derived, found = _derived(problem), set()
+    reads, found = Reads(problem), set()
     for rank in range(problem.schedule.num_ranks):
         host = rank // host_size
-        found |= {(row, host) for a, b in derived.stay_rows(rank) for row in range(a, b)}
+        found |= {(row, host) for a, b in reads.stay_rows(rank) for row in range(a, b)}
     for rank in range(problem.schedule.num_ranks):
         host = rank // host_size
-        found -= {(row, host) for a, b in derived.stay_home[rank] for row in range(a, b)}
+        found -= {(row, host) for a, b in reads.stay_home[rank] for row in range(a, b)}
     return found
 
 

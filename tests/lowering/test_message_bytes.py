@@ -213,11 +213,11 @@ def _in_order(plan, peer, way):
         if step:
             parcels += step.forwarded if sends else step.take
         if last:
-            onward = last.partial_out if sends else step and step.partial_in
-            parcels += [onward, *(last.home_out if sends else last.home_in)]
+            parcels += last.partial_out if sends else step.partial_in if step else ()
+            parcels += last.home_out if sends else last.home_in
         if step:
             parcels += step.give if sends else step.get
         if step:
             parcels += [p for one in step.rounds for p in getattr(one.home, way)]
         last = step
-    return [p.num_rows for p in parcels if p and p.peer == peer]
+    return [p.num_rows for p in parcels if p.peer == peer]

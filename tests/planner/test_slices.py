@@ -49,7 +49,7 @@ def test_slices_that_a_grid_would_lose_are_planned_for_as_they_are():
 @pytest.mark.parametrize("route", ({"name": "ring"}, {"name": "double_ring", "inner": 4}))
 def test_a_mask_costs_the_same_in_slices(route):
     """Causal, a window and documents, told in both ways; a window has an order of hops of its own,
-    and costs less as `window_size` (lowering/direction.py)."""
+    and costs less as `window_size` (lowering/problem.py)."""
     placed = in_rank_order(route, 8)
     told = (
         (Mask(CAUSAL), words((0, S, 0, S, "causal"))),

@@ -7,7 +7,7 @@ from wf_backends.lowering.areas import (
     tile_area,
     unevenness,
 )
-from wf_backends.lowering.derivation import Problem, lower
+from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.gather_rounds import bundles
 from wf_backends.lowering.message_bytes import (
     ACTIVATION,
@@ -18,6 +18,7 @@ from wf_backends.lowering.message_bytes import (
     backward_row_bytes,
     forward_row_bytes,
 )
+from wf_backends.lowering.problem import Problem
 from wf_backends.lowering.program import (
     Exchange,
     Gather,
@@ -27,7 +28,6 @@ from wf_backends.lowering.program import (
     Round,
     Stay,
     Step,
-    met,
     parcels,
 )
 from wf_backends.lowering.tiles import Tile
@@ -56,7 +56,6 @@ __all__ = [
     "bundles",
     "forward_row_bytes",
     "mask_area",
-    "met",
     "parcels",
     "lower",
     "tile_area",

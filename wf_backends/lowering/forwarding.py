@@ -10,30 +10,20 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, cached_property, partial
+from itertools import accumulate, chain
 
+from wf_backends.lowering.problem import Reads
 from wf_backends.lowering.program import (
     Gather,
-    Parcel,
     Parcels,
     Round,
     Step,
     forward_parcels,
     parcels,
 )
-from wf_backends.schedule import (
-    Layout,
-    Ranges,
-    Schedule,
-    carriers,
-    intersect,
-    locate,
-    size,
-    subtract,
-    union,
-)
+from wf_backends.schedule import Ranges, carriers, intersect, size, subtract, union
 
 Sent = tuple[int, Ranges]  # the rank at the far end, and rows (positions)
 Rows = Callable[[int], Ranges]  # step -> rows (positions)
@@ -48,26 +38,27 @@ class WalkerRows:
     """
 
     def __init__(self, wanted: Rows, owned: Rows, num_steps: int, whole: bool = False) -> None:
-        self.wanted, self.owned, self.num_steps, self.whole = wanted, owned, num_steps, whole
-        self.needed = cache(self._needed)
-        """The rows that are held in a step."""
+        self.wanted, self.owned, self.num_steps, self.whole = cache(wanted), owned, num_steps, whole
         self.forwarded = cache(self._forwarded)
-        """Of them, those that the rank of the step before forwards; owners send the others."""
+        """Of the rows that are held in a step, those that the rank of the step before forwards."""
         self.grad_forwarded = cache(self._grad_forwarded)
         """The rows whose partial results are forwarded to the next step."""
 
-    def grad_to_owner(self, step: int) -> Ranges:
-        """The rows whose partial results are sent to their owners after a step."""
-        return subtract(self._summed(step), self.grad_forwarded(step))
+    def needed(self, step: int) -> Ranges:
+        """The rows that are held in a step."""
+        return self._later[0] if self.whole and step == 0 else self.wanted(step)
 
     def from_owner(self, step: int) -> Ranges:
         """The rows that owners send for a step, since the rank before does not forward them."""
         return subtract(self.needed(step), self.forwarded(step))
 
-    def _needed(self, step: int) -> Ranges:
-        if step == 0 and self.whole:
-            return needed_later([self.wanted(at) for at in range(self.num_steps)])[0]
-        return self.wanted(step)
+    def grad_to_owner(self, step: int) -> Ranges:
+        """The rows whose partial results are sent to their owners after a step."""
+        return subtract(self._summed(step), self.grad_forwarded(step))
+
+    @cached_property
+    def _later(self) -> list[Ranges]:
+        return needed_later([self.wanted(step) for step in range(self.num_steps)])
 
     def _forwarded(self, step: int) -> Ranges:
         if not step:
@@ -93,20 +84,20 @@ class RelayedRows(WalkerRows):
     """Rows that are forwarded by way of ranks that do not read them, until nobody further down
     does: every link of a step then carries as much as any other."""
 
-    def __init__(self, wanted: Rows, owned: Rows, num_steps: int, whole: bool = False) -> None:
-        super().__init__(wanted, owned, num_steps, whole)
-        self._later = needed_later([wanted(step) for step in range(num_steps)])
-        self._sums: list[Ranges] = []
-        moved: Ranges = ()
-        for step in range(num_steps):
-            self._sums.append(union(moved, wanted(step)))
-            moved = self._onward(self._sums[-1], step)
-
-    def _needed(self, step: int) -> Ranges:
+    def needed(self, step: int) -> Ranges:
+        """The rows that are held in a step: all that are still read."""
         return self._later[step]
 
     def _summed(self, step: int) -> Ranges:
         return self._sums[step]
+
+    @cached_property
+    def _sums(self) -> list[Ranges]:
+        found, moved = list[Ranges](), ()
+        for step in range(self.num_steps):
+            found.append(union(moved, self.wanted(step)))
+            moved = self._onward(found[-1], step)
+        return found
 
 
 def needed_later(wanted: Sequence[Ranges]) -> list[Ranges]:
@@ -115,33 +106,23 @@ def needed_later(wanted: Sequence[Ranges]) -> list[Ranges]:
 
 
 class Forwarding:
-    """The rows of all walkers of a schedule, and the messages that follow from them.
+    """The rows of all walkers of a problem, and the messages that follow from them.
 
     Args:
-        roles: its field `kv` names the shards that walk. home: the walkers' rows that each rank
-            owns.
-        wanted: (step, origin) -> the rows of a walker that the step's rank reads.
-        whole: see `WalkerRows`; only where walkers are gathered. through: `RelayedRows`.
+        kept: whether walkers, where they are gathered, come with all rows that any step reads.
     """
 
-    def __init__(
-        self,
-        roles: Schedule,
-        home: Layout,
-        wanted: Callable[[int, int], Ranges],
-        whole: bool = False,
-        through: bool = False,
-    ) -> None:
-        self.roles, self.kv, self.home = roles, roles.kv, home
-        self.num_steps = roles.num_steps
-        self.carriers = carriers(roles.kv)
-        self._wanted, self._whole = wanted, whole and roles.gathers()[1]
+    def __init__(self, reads: Reads, kept: bool) -> None:
+        self.reads, self.roles, self.home = reads, reads.roles, reads.walk_home
+        self.num_steps, self.carriers = reads.num_steps, carriers(reads.walk_shards)
+        self._whole = kept and self.roles.gathers()[1]
+        through = self.roles.has_laps and reads.mask.is_dense
         self._kind = RelayedRows if through else WalkerRows
         self.one = cache(self._one)
         """The rows of the walker that a rank first holds."""
-        self.reads = cache(self._reads)
+        self.reading = cache(self._reading)
         """The later steps in which a rank reads anything."""
-        self._given, self._taken = cache(self._gifts), cache(self._takings)
+        self._given = cache(self._gifts)
 
     def held(self, step: int, rank: int) -> Ranges:
         """The rows of walkers that a rank holds in a step."""
@@ -151,13 +132,14 @@ class Forwarding:
         """The messages by which a rank's first walkers come from their owners."""
         rows, home = self.held(0, rank), self.home[rank]
         give = ((other, intersect(self.held(0, other), home)) for other in self.carriers[rank])
-        take = ((owner, intersect(rows, self.home[owner])) for owner in sorted(self.kv[rank]))
+        take = self._by_owner(rank, rows)
         return Gather(size(home), size(rows), _all(rank, give, home), _all(rank, take, rows))
 
     def step(self, step: int, rank: int, rounds: tuple[Round, ...], blank: Ranges) -> Step:
         """A step of a rank's program, with all messages of walkers."""
-        origin, home, held = self.roles.origin(step, rank), self.home[rank], self.held(step, rank)
+        origin, home = self.roles.origin(step, rank), self.home[rank]
         one = self.one(origin)
+        held = one.needed(step)
         onward, after, came, past = (), -1, -1, ()
         if step + 1 < self.num_steps:
             after = self.roles.place(step + 1, origin)
@@ -174,24 +156,25 @@ class Forwarding:
             give=_all(rank, self._given(rank).get(step, ()), home),
             get=get,
             more=more,
-            partial_in=_parcel(came, past, held),
-            partial_out=_parcel(after, one.grad_forwarded(step), held),
-            home_out=_all(rank, self._leaving(step, rank), held),
+            partial_in=parcels(came, past, held, whole=True),
+            partial_out=parcels(after, one.grad_forwarded(step), held, whole=True),
+            home_out=_all(rank, self._by_owner(origin, one.grad_to_owner(step)), held),
             home_in=_all(rank, self._returning(step, rank), home),
         )
 
     def _one(self, origin: int) -> WalkerRows:
-        def wanted(step: int) -> Ranges:
-            return self._wanted(step, origin)
+        wanted, owned = partial(self._wanted, origin), partial(self._owned, origin)
+        return self._kind(wanted, owned, self.num_steps, self._whole)
 
-        return self._kind(wanted, partial(self._owned, origin), self.num_steps, self._whole)
+    def _wanted(self, origin: int, step: int) -> Ranges:
+        return self.reads.walk(step, origin)
 
     def _owned(self, origin: int, step: int) -> Ranges:
         """The rows of a walker that are the step's rank's own."""
         rank = self.roles.place(step, origin)
-        return self.home[rank] if rank in self.kv[origin] else ()
+        return self.home[rank] if rank in self.reads.walk_shards[origin] else ()
 
-    def _reads(self, rank: int) -> list[int]:
+    def _reading(self, rank: int) -> list[int]:
         return [step for step in range(1, self.num_steps) if self.held(step, rank)]
 
     def _before(self, step: int, rank: int) -> int:
@@ -210,25 +193,13 @@ class Forwarding:
                     found[self._before(step, reader)].append((reader, own))
         return found
 
-    def _takings(self, reader: int) -> defaultdict[int, list[Sent]]:
-        """What owners send a reader, by the step in which they do."""
-        found: defaultdict[int, list[Sent]] = defaultdict(list)
-        reads = self.reads(reader)
-        for before, step in zip((0, *reads), reads, strict=False):
-            origin = self.roles.origin(step, reader)
-            rows = self.one(origin).from_owner(step)
-            for owner in self.kv[origin] if rows else ():
-                if own := intersect(rows, self.home[owner]):
-                    found[before].append((owner, own))
-        return found
-
     def _arriving(self, step: int, rank: int) -> tuple[Parcels, Parcels, int]:
         """(take, get) during a step, and the rows of the buffer that they fill."""
-        reads = self.reads(rank)
-        at = bisect_right(reads, step)
-        if at == len(reads):
+        reading = self.reading(rank)
+        at = bisect_right(reading, step)
+        if at == len(reading):
             return (), (), 0
-        ahead = reads[at]
+        ahead = reading[at]
         origin = self.roles.origin(ahead, rank)
         one, rows = self.one(origin), self.held(ahead, rank)
         take: Parcels = ()
@@ -236,30 +207,27 @@ class Forwarding:
             take = forward_parcels(
                 self.roles.place(step, origin), one.forwarded(ahead), rows, one.needed(step)
             )
-        return take, _all(rank, self._taken(rank).get(step, ()), rows), size(rows)
+        asked = step == (reading[at - 1] if at else 0)  # in the step before in which it computes
+        missing = one.from_owner(ahead) if asked else ()
+        return take, _all(rank, self._by_owner(origin, missing), rows), size(rows)
 
-    def _leaving(self, step: int, rank: int) -> Iterator[Sent]:
-        """The partial results that a rank sends to their owners after a step."""
-        origin = self.roles.origin(step, rank)
-        rows = self.one(origin).grad_to_owner(step)
-        for owner in sorted(self.kv[origin]):
-            yield owner, intersect(rows, self.home[owner])
+    def _by_owner(self, origin: int, rows: Ranges) -> list[Sent]:
+        """Rows of a walker, by the rank that owns them."""
+        owners = self.reads.walk_shards[origin]
+        return [(owner, intersect(rows, self.home[owner])) for owner in owners]
 
-    def _returning(self, step: int, rank: int) -> Iterator[Sent]:
-        """The partial results that other ranks send to this owner."""
-        holders = sorted((self.roles.place(step, one), one) for one in self.carriers[rank])
-        for holder, origin in holders:
-            yield holder, intersect(self.one(origin).grad_to_owner(step), self.home[rank])
-
-
-def _parcel(peer: int, rows: Ranges, held: Ranges) -> Parcel | None:
-    return Parcel(peer, locate(rows, held)) if rows else None
+    def _returning(self, step: int, rank: int) -> list[Sent]:
+        """The partial results that other ranks send to this owner after a step."""
+        return sorted(
+            (
+                self.roles.place(step, one),
+                intersect(self.one(one).grad_to_owner(step), self.home[rank]),
+            )
+            for one in self.carriers[rank]
+        )
 
 
 def _all(rank: int, found: Iterable[Sent], held: Ranges) -> Parcels:
     """All parcels of a rank; the rows that it keeps are one parcel."""
-    several = (
-        (_parcel(peer, rows, held),) if peer == rank else parcels(peer, rows, held)
-        for peer, rows in found
-    )
-    return tuple(parcel for ones in several for parcel in ones if parcel)
+    several = (parcels(peer, rows, held, whole=peer == rank) for peer, rows in found)
+    return tuple(chain.from_iterable(several))

@@ -18,16 +18,15 @@ results before it sends them to the owner. Rows of owners on this host come betw
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache, partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from wf_backends.lowering.problem import Reads
 from wf_backends.lowering.program import Exchange, Parcels, Round, Stay, parcels
 from wf_backends.schedule import (
-    Layout,
     Ranges,
-    Shards,
     carriers,
     intersect,
     join,
@@ -71,6 +70,27 @@ def times(first: bool, bundle: int, count: int, hosts: bool = True) -> Times:
     return Times(count + 2 * hosts, count + hosts, bundle + hosts, bundle, bundle + hosts)
 
 
+class Delivery(NamedTuple):
+    """How rows of one owner reach the ranks of one host that read them, and their results it.
+
+    All by rank, in the order in which ranks are asked to fetch a row; the owner is none of them.
+    """
+
+    owner: int
+    near: bool
+    """Whether this is the owner's own host."""
+    times: tuple[Times, Times]
+    """In the first step, and in a later one."""
+    needed: dict[int, Ranges]
+    """What each of the ranks reads."""
+    fetched: dict[int, Ranges]
+    """Of that, what comes from the owner itself: all on its own host, else what no rank before
+    this one reads. The rank that fetched a row passes it on to the others."""
+    last: dict[int, int]
+    """The step in which results are finished: the last one that uses a row; on another host that
+    of all ranks, whose results are brought together."""
+
+
 class Move(NamedTuple):
     """Rows (positions) that one rank sends to another in a round, in one of its exchanges."""
 
@@ -86,47 +106,30 @@ class GatherRounds:
 
     Args:
         host_size: 1 = a row is fetched by each of its readers.
-        shards: whose rows each rank brings together. home: the rows that each rank owns.
-        rows: rank -> those that it brings together. met: (step, rank) -> those that it uses.
     """
 
-    def __init__(
-        self,
-        host_size: int,
-        shards: tuple[Shards, ...],
-        num_steps: int,
-        home: Layout,
-        rows: Callable[[int], Ranges],
-        met: Callable[[int, int], Ranges],
-    ) -> None:
-        self.host_size, self.shards, self.num_steps, self.home = host_size, shards, num_steps, home
-        self.rows, self.met = rows, met
-        self.num_hosts = -(-len(shards) // host_size)
-        self.carriers = carriers(shards)
+    def __init__(self, reads: Reads, host_size: int) -> None:
+        self.reads, self.host_size = reads, host_size
+        self.shards, self.home, self.rows = reads.stay_shards, reads.stay_home, reads.stay_rows
+        self.num_hosts = -(-len(self.shards) // host_size)
+        self.carriers = carriers(self.shards)
         self.bundles, self.places = cache(self._bundles), cache(self._places)
-        self.last, self.last_of_host = cache(self._last), cache(self._last_of_host)
-        self.holders, self.readers = cache(self._holders), cache(self._readers)
-        self.needed, self.fetched = cache(self._needed), cache(self._fetched)
+        self.delivery, self.deliveries = cache(self._delivery), cache(self._deliveries)
 
     def stay(self, rank: int) -> Stay:
         """The buffer of the rows that a rank brings together."""
-        mine = intersect(self.rows(rank), self.home[rank])
-        return Stay(
-            shard_rows=size(self.home[rank]),
-            num_rows=size(self.rows(rank)),
-            mine=locate(mine, self.home[rank]),
-            at=locate(mine, self.rows(rank)),
-        )
+        own, rows = self.home[rank], self.rows(rank)
+        mine = intersect(rows, own)
+        return Stay(size(own), size(rows), mine=locate(mine, own), at=locate(mine, rows))
 
     def rounds(self, step: int, rank: int) -> Iterator[tuple[Ranges, Round]]:
         """(rows, messages) of every round."""
-        moves = [move for pair in self._pairs(rank) for move in self._moves(step, rank, *pair)]
+        moves = [move for one in self.deliveries(rank) for move in self._moves(step, rank, one)]
         if not moves:
             yield self.rows(rank), Round(())
             return
         computed = self._computed(step, rank)
-        last = max([*computed, *(move.at for move in moves)])
-        for at in range(last + 1):
+        for at in range(max([*computed, *(move.at for move in moves)]) + 1):
             now = [move for move in moves if move.at == at]
             named = {one.exchange: self._exchange(rank, one.exchange, now) for one in now}
             yield computed.get(at, ()), Round((), **named)
@@ -160,101 +163,72 @@ class GatherRounds:
             for at, owner in enumerate(owners)
         }
 
-    def _times(self, step: int, owner: int, host: int) -> Times:
-        """Of an owner's rows on a host."""
-        bundle, _ = self.places(host).get(owner, (0, 0))
-        return times(step == 0, bundle, len(self.bundles(host)), self.host_size > 1)
+    def _times(self, host: int, bundle: int = 0) -> tuple[Times, Times]:
+        """Of the rows of a bundle on a host: in the first step, and in a later one."""
+        count, hosts = len(self.bundles(host)), self.host_size > 1
+        return times(True, bundle, count, hosts), times(False, bundle, count, hosts)
 
-    def _readers(self, owner: int, host: int) -> list[int]:
-        """The ranks of a host that read rows of an owner; who fetches them first."""
-        members = range(host * self.host_size, min((host + 1) * self.host_size, len(self.shards)))
-        found = [rank for rank in members if self._shares(rank, owner)]
-        _, place = self.places(host).get(owner, (0, 0))
-        return sorted(found, key=lambda rank: (rank - place) % self.host_size)
+    def _delivery(self, owner: int, host: int) -> Delivery:
+        bundle, place = self.places(host).get(owner, (0, 0))
+        members = range(len(self.shards))[host * self.host_size : (host + 1) * self.host_size]
+        in_turn = sorted(members, key=lambda rank: (rank - place) % self.host_size)
+        home, near = self.home[owner], host == self._host(owner)
+        read = {rank: intersect(self.rows(rank), home) for rank in in_turn if rank != owner}
+        needed = {rank: rows for rank, rows in read.items() if rows}
+        last = {rank: self._last(rank, home) for rank in needed}
+        fetched = dict(needed)
+        if not near:
+            last = dict.fromkeys(needed, max(last.values(), default=0))
+            before: Ranges = ()
+            for rank, rows in needed.items():
+                fetched[rank], before = subtract(rows, before), union(before, rows)
+        return Delivery(owner, near, self._times(host, bundle), needed, fetched, last)
 
-    def _shares(self, rank: int, owner: int) -> bool:
-        """Whether the rank holds rows of this other owner."""
-        return owner != rank and bool(self.needed(rank, owner))
+    def _last(self, rank: int, home: Ranges) -> int:
+        """The last step in which a rank uses one of an owner's rows."""
+        back = range(self.reads.num_steps - 1, -1, -1)
+        return next(step for step in back if intersect(self.reads.stay(step, rank), home))
 
-    def _holders(self, rank: int) -> list[int]:
-        """The other ranks that hold rows of this one."""
-        return [other for other in self.carriers[rank] if self._shares(other, rank)]
+    def _deliveries(self, rank: int) -> list[Delivery]:
+        """Those of the rank's own rows, then those of other owners' rows that it reads."""
+        host, hosts = self._host(rank), sorted({*map(self._host, self.carriers[rank])})
+        own = [self.delivery(rank, other) for other in hosts]
+        others = [self.delivery(owner, host) for owner in self.shards[rank] if owner != rank]
+        return own + [one for one in others if rank in one.needed]
 
-    def _last(self, rank: int, owner: int) -> int:
-        """The last step that uses a row of the owner's which the rank holds."""
-        back, home = range(self.num_steps - 1, -1, -1), self.home[owner]
-        return next(step for step in back if intersect(self.met(step, rank), home))
-
-    def _needed(self, rank: int, owner: int) -> Ranges:
-        """The rows of an owner that a rank reads."""
-        return intersect(self.rows(rank), self.home[owner])
-
-    def _fetched(self, rank: int, owner: int) -> Ranges:
-        """Those that it gets from the owner itself: that no reader before it on its host reads."""
-        host, rows = self._host(rank), self.needed(rank, owner)
-        if host == self._host(owner):
-            return rows
-        readers = self.readers(owner, host)
-        for other in readers[: readers.index(rank)]:
-            rows = subtract(rows, self.needed(other, owner))
-        return rows
-
-    def _passed(self, rank: int, to: int, owner: int) -> Ranges:
-        """Those that it passes on to another rank of its host."""
-        if rank == to or self._host(rank) == self._host(owner):
-            return ()
-        return intersect(self.fetched(rank, owner), self.needed(to, owner))
-
-    def _last_of_host(self, owner: int, host: int) -> int:
-        """The last step in which a host uses a row of the owner's; on its own host see `last`."""
-        return max(self.last(rank, owner) for rank in self.readers(owner, host))
-
-    def _leaves(self, step: int, rank: int, owner: int) -> bool:
-        """Whether a rank's results for an owner's rows are finished in this step."""
-        host = self._host(rank)
-        if host == self._host(owner):
-            return self.last(rank, owner) == step
-        return self.last_of_host(owner, host) == step
-
-    def _pairs(self, rank: int) -> Iterator[tuple[int, int]]:
-        """(owner, host that reads it) wherever this rank is the owner, or a reader."""
-        host = self._host(rank)
-        yield from ((rank, other) for other in sorted({*map(self._host, self.holders(rank))}))
-        yield from ((owner, host) for owner in self.shards[rank] if self._shares(rank, owner))
-
-    def _moves(self, step: int, rank: int, owner: int, host: int) -> Iterator[Move]:
+    def _moves(self, step: int, rank: int, one: Delivery) -> Iterator[Move]:
         """What a rank sends or receives of an owner's rows, and of their results."""
-        near, readers = host == self._host(owner), self.readers(owner, host)
-        at = self._times(step, owner, host)
-        here, home = (at.near, at.near) if near else (at.fetched, at.home)
-        for reader in readers if rank == owner else [rank]:
-            rows, leaves = self.fetched(reader, owner), self._leaves(step, reader, owner)
-            if step == 0 and rows:
-                yield Move(here, "fetch", owner, reader, rows)
-            if leaves and rows:
-                yield Move(home, "home", reader, owner, rows)
-        pairs = [] if rank == owner else [(rank, to) for to in readers]
-        for one, other in [*pairs, *(pair[::-1] for pair in pairs)]:
-            rows = self._passed(one, other, owner)
-            if step == 0 and rows:
-                yield Move(at.fetched, "pass_on", one, other, rows)
-            if rows and self._leaves(step, one, owner):
-                yield Move(at.passed, "pass_back", other, one, rows)
+        at = one.times[step > 0]
+        here, home = (at.near, at.near) if one.near else (at.fetched, at.home)
+        for reader in one.needed if rank == one.owner else [rank]:
+            rows = one.fetched[reader]
+            if rows and step == 0:
+                yield Move(here, "fetch", one.owner, reader, rows)
+            if rows and step == one.last[reader]:
+                yield Move(home, "home", reader, one.owner, rows)
+        if rank == one.owner or one.near:
+            return
+        pairs = [pair for to in one.needed if to != rank for pair in ((rank, to), (to, rank))]
+        for source, target in pairs:
+            rows = intersect(one.fetched[source], one.needed[target])
+            if rows and step == 0:
+                yield Move(at.fetched, "pass_on", source, target, rows)
+            if rows and step == one.last[source]:
+                yield Move(at.passed, "pass_back", target, source, rows)
 
     def _computed(self, step: int, rank: int) -> dict[int, Ranges]:
         """By round, the rows that are computed in it."""
         found: defaultdict[int, Ranges] = defaultdict(tuple)
-        rest, host = self.rows(rank), self._host(rank)
-        for owner in self.shards[rank]:
-            if not (self._shares(rank, owner) and (step == 0 or self._leaves(step, rank, owner))):
+        rest = self.rows(rank)
+        for one in self.deliveries(rank):
+            if rank == one.owner or (step and step != one.last[rank]):
                 continue
-            at, needed = self._times(step, owner, host), self.needed(rank, owner)
-            fetched = self.fetched(rank, owner)
-            here = at.near if host == self._host(owner) else at.fetched
+            at, needed, fetched = one.times[step > 0], one.needed[rank], one.fetched[rank]
+            here = at.near if one.near else at.fetched
             found[here] = union(found[here], fetched)
             found[at.passed] = union(found[at.passed], subtract(needed, fetched))
             rest = subtract(rest, needed)
-        found[self._times(step, rank, host).rest] = rest
+        found[self._times(self._host(rank))[step > 0].rest] = rest
         return found
 
     def _exchange(self, rank: int, name: str, moves: list[Move]) -> Exchange:

@@ -119,8 +119,8 @@ def backward_row_bytes(shape: Shape, queries_walk: bool = False, keep: bool = Fa
 def bytes_sent(program: RankProgram, rows: RowBytes, name: str) -> dict[str, int]:
     """Bytes that the program's rank sends in the pass called `name`, by message label."""
 
-    def count(parcels: Iterable[Parcel | None]) -> int:
-        return sum(p.num_rows for p in parcels if p and p.peer != program.rank)
+    def count(parcels: Iterable[Parcel]) -> int:
+        return sum(p.num_rows for p in parcels if p.peer != program.rank)
 
     rounds = [one for step in program.steps for one in step.rounds]
     fetched = (parcel for one in rounds for parcel in (*one.fetch.send, *one.pass_on.send))
@@ -130,6 +130,6 @@ def bytes_sent(program: RankProgram, rows: RowBytes, name: str) -> dict[str, int
     for index, step in enumerate(program.steps):
         hop = count((*step.forwarded, *step.give)) * rows.walk.row
         sent[f"{name} step {index}"] = hop + leaving
-        leaving = count((step.partial_out, *step.home_out)) * rows.walk.partial
+        leaving = count((*step.partial_out, *step.home_out)) * rows.walk.partial
     sent[f"{name} home"] = count(returned) * rows.stay.partial + leaving
     return {label: num_bytes for label, num_bytes in sent.items() if num_bytes}

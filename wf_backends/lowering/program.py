@@ -31,22 +31,23 @@ class Parcel:
 Parcels = tuple[Parcel, ...]
 
 
-def parcels(peer: int, rows: Ranges, held: Ranges) -> Parcels:
+def parcels(peer: int, rows: Ranges, held: Ranges, whole: bool = False) -> Parcels:
     """What carries the positions `rows` between this rank's buffer of `held` and the peer's.
 
     Both ends cut alike: a range of positions is one slice of either buffer.
+
+    Args:
+        whole: all rows in one parcel.
     """
-    if len(rows) > 1 and min(map(span, rows)) >= OWN_MESSAGE_ROWS:
+    if not whole and len(rows) > 1 and min(map(span, rows)) >= OWN_MESSAGE_ROWS:
         return tuple(Parcel(peer, (piece,)) for piece in locate_each(rows, held))
     return (Parcel(peer, locate(rows, held)),) if rows else ()
 
 
 def forward_parcels(peer: int, rows: Ranges, held: Ranges, far: Ranges) -> Parcels:
     """As `parcels`, to or from a buffer of `far`; one message where both ends need no packing."""
-    here = locate(rows, held)
-    if len(here) == len(locate(rows, far)) == 1:
-        return (Parcel(peer, here),)
-    return parcels(peer, rows, held)
+    slices = len(locate(rows, held)), len(locate(rows, far))
+    return parcels(peer, rows, held, whole=slices == (1, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +125,8 @@ class Step:
     give: Parcels
     get: Parcels
     more: int
-    partial_in: Parcel | None
-    partial_out: Parcel | None
+    partial_in: Parcels
+    partial_out: Parcels
     home_out: Parcels
     home_in: Parcels
 
@@ -137,28 +138,13 @@ class Step:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to compute, to send or to receive."""
-        rounds = any(one != Round(()) for one in self.rounds)
-        return not (
-            rounds or self.forwarded or self.take or self.give or self.get or self.partial_in
-        )
+        messages = self.forwarded or self.take or self.give or self.get or self.partial_in
+        return not messages and all(one == Round(()) for one in self.rounds)
 
     @property
     def parts(self) -> bool:
         """Whether partial results are sent or received after it."""
         return bool(self.partial_out or self.home_out or self.home_in)
-
-
-def met(step: Step, before: Step | None) -> set[int]:
-    """Peers of a step's hop, either way: what is forwarded, and the last partial results.
-
-    What owners give to or get from one of them goes with the hop, since a link that carries one
-    way a long message in another post does not even ask for what comes the other way.
-    """
-    parcels = [*step.forwarded, *step.take]
-    if before is not None:
-        parcels += (*before.home_out, *before.home_in)
-        parcels += [one for one in (before.partial_out, step.partial_in) if one]
-    return {parcel.peer for parcel in parcels}
 
 
 @dataclass(frozen=True)
@@ -180,9 +166,18 @@ class RankProgram:
 
     @cached_property
     def met(self) -> tuple[frozenset[int], ...]:
-        """The peers of each step's hop; see `met`."""
-        pairs = zip(self.steps, (None, *self.steps), strict=False)
-        return tuple(frozenset(met(step, before)) for step, before in pairs)
+        """By step, the peers of its hop: of what is forwarded, and of the last partial results.
+
+        What owners give to or get from one of them goes with the hop, since a link that carries one
+        way a long message in another post does not even ask for what comes the other way.
+        """
+        found = list[frozenset[int]]()
+        for before, step in zip((None, *self.steps), self.steps, strict=False):
+            hop = [*step.forwarded, *step.take]
+            if before is not None:
+                hop += (*before.partial_out, *step.partial_in, *before.home_out, *before.home_in)
+            found.append(frozenset(parcel.peer for parcel in hop))
+        return tuple(found)
 
     @cached_property
     def stays_alone(self) -> bool:

@@ -36,9 +36,6 @@ several short ones. Measured in docs/internals/kernels.md."""
 
 _globalize = lru_cache(maxsize=4096)(globalize)  # asked for in every call
 
-FAR = 1 << 60
-"""Further than any sequence is long: positions stay integers."""
-
 Parts = Mapping[int, Ranges]
 """The number of a part of the mask (a document or a slice) -> the rows or keys that lie in it."""
 
@@ -103,25 +100,14 @@ def seen(q: Parts, kv: Parts, mask: Mask) -> tuple[Ranges, Ranges]:
 def _seen_in_part(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ranges]:
     if band == FULL:
         return rows, keys
-    if band.left == inf:
-        return _seen_from_any_distance(rows, keys, band)
-    return _seen_in_window(rows, keys, band)
-
-
-def _seen_from_any_distance(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ranges]:
-    """`seen` of one part without a left bound: all rows from some on, all keys up to some."""
-    right = int(band.right)
-    first, stop = keys[0][0] - right, rows[-1][1] + right
-    return _clip(rows, (first, rows[-1][1])), _clip(keys, (keys[0][0], stop))
-
-
-def _seen_in_window(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ranges]:
-    """`seen` of one part, range by range."""
-    left, right = limits(band)
-    found = [reach for r in rows for k in keys if (reach := _reach(r, k, left, right))]
+    if band.left == inf:  # all rows from some on, all keys up to some
+        right = int(band.right)
+        first, stop = keys[0][0] - right, rows[-1][1] + right
+        return _clip(rows, (first, rows[-1][1])), _clip(keys, (keys[0][0], stop))
+    found = [reach for r in rows for k in keys if (reach := _reach(r, k, band))]
     if not found:
         return (), ()
-    return join([reach[0] for reach in found]), join([reach[1] for reach in found])
+    return join([seen for seen, _ in found]), join([seen for _, seen in found])
 
 
 def by_part(ranges: Ranges, mask: Mask, side: Literal["q", "k"]) -> Parts:
@@ -134,15 +120,12 @@ def by_part(ranges: Ranges, mask: Mask, side: Literal["q", "k"]) -> Parts:
     borders = mask.cu_seqlens
     if borders is None:
         return {0: ranges}
-    return {at: _clip(ranges, borders[at : at + 2]) for at in _touched(ranges, borders)}
-
-
-def _touched(ranges: Ranges, borders: tuple[int, ...]) -> list[int]:
-    """The numbers of the documents that some range reaches into."""
-    numbers: set[int] = set()
-    for start, stop in ranges:
-        numbers.update(range(bisect_right(borders, start) - 1, bisect_left(borders, stop)))
-    return sorted(numbers)
+    reached = (
+        range(bisect_right(borders, start) - 1, bisect_left(borders, stop))
+        for start, stop in ranges
+    )
+    documents = sorted({at for several in reached for at in several})
+    return {at: _clip(ranges, borders[at : at + 2]) for at in documents}
 
 
 def _clip(ranges: Ranges, edges: Sequence[int]) -> Ranges:
@@ -179,10 +162,9 @@ def _pairs(rows: Ranges, keys: Ranges, band: Band, held: tuple[Ranges, Ranges]) 
     """One tile for each range of rows and range of keys that see each other at all."""
     found: list[Tile] = []
     q, kv = held
-    left, right = limits(band)
     for row_range in rows:
         for key_range in keys:
-            if reach := _reach(row_range, key_range, left, right):
+            if reach := _reach(row_range, key_range, band):
                 (first, _), (begin, _) = reach
                 bounds = band.shift(begin - first)
                 num_rows, num_keys = map(span, reach)
@@ -191,18 +173,14 @@ def _pairs(rows: Ranges, keys: Ranges, band: Band, held: tuple[Ranges, Ranges]) 
     return found
 
 
-def limits(band: Band) -> tuple[int, int]:
-    """The bounds of a band of positions, as integers."""
-    return int(min(band.left, FAR)), int(min(band.right, FAR))
-
-
-def _reach(rows: Range, keys: Range, left: int, right: int) -> tuple[Range, Range] | None:
+def _reach(rows: Range, keys: Range, band: Band) -> tuple[Range, Range] | None:
     """The rows that see one of the keys, and the keys that one of the rows sees."""
-    first, stop = max(rows[0], keys[0] - right), min(rows[1], keys[1] + left)
-    if first >= stop:
+    left, right = band.left, band.right
+    if rows[0] - left >= keys[1] or keys[0] - right >= rows[1]:
         return None
+    first, stop = max(rows[0], keys[0] - right), min(rows[1], keys[1] + left)
     begin, end = max(keys[0], first - left), min(keys[1], stop + right)
-    return ((first, stop), (begin, end)) if begin < end else None
+    return ((int(first), int(stop)), (int(begin), int(end))) if begin < end else None
 
 
 def _loosen(bound: Bound, length: int) -> Bound:

@@ -27,7 +27,7 @@ class UlyssesGroups:
 
     @property
     def count(self) -> int:
-        """UlyssesGroups: ranks of the route."""
+        """How many groups there are: ranks of the route."""
         return self.size // self.degree
 
     def rank(self, group: int, member: int) -> int:

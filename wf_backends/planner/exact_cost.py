@@ -87,14 +87,14 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
     """
     rows, score_s, rate = kind.row_bytes(split.shape), kind.seconds_per_score(split), split.rate
 
-    def messages(parcels: Iterable[Parcel | None], row: int) -> Messages:
-        sent = ((parcel.peer, parcel.num_rows * row) for parcel in parcels if parcel)
+    def messages(parcels: Iterable[Parcel], row: int) -> Messages:
+        sent = ((parcel.peer, parcel.num_rows * row) for parcel in parcels)
         return [(peer, num_bytes) for peer, num_bytes in sent if peer != program.rank and num_bytes]
 
     def partials(step: Step | None) -> Messages:
         if step is None:
             return []
-        return messages((step.partial_out, *step.home_out), rows.walk.partial)
+        return messages((*step.partial_out, *step.home_out), rows.walk.partial)
 
     def phase_round(one: Round) -> PhaseRound:
         scores = sum(tile_area(tile) + area_in_vain(tile, rate.diagonal_keys) for tile in one.tiles)

@@ -241,13 +241,11 @@ class _Pass:
             self.moving = self.walk_found.prepare(step.num_rows, step.blank)
         if before is None or not leaving:
             return
-        if before.partial_out:
-            hop.send(before.partial_out, leaving, wire)
-        if step and step.partial_in:
-            onward = partial(scatter, self.moving, self.walk_found.combine)
-            hop.collect(step.partial_in, leaving, onward, wire)
-        for parcel in before.home_out:
+        for parcel in (*before.partial_out, *before.home_out):
             hop.send(parcel, leaving, wire)
+        for parcel in step.partial_in if step else ():
+            onward = partial(scatter, self.moving, self.walk_found.combine)
+            hop.collect(parcel, leaving, onward, wire)
         for parcel in before.home_in:
             hop.collect(parcel, leaving, self.total.add, wire)
 
