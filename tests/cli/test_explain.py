@@ -11,8 +11,8 @@ import pytest
 from tests.command_line import SMALL, TWO_HOSTS
 from wf_backends.cluster.presets import load
 from wf_backends.schedule.placement import place, read_placed
-from wf_backends.schedule.render import render
 from wf_backends.schedule.routes import concentric
+from wf_backends.schedule.schedule import render
 
 
 def test_explain_prints_the_grid_and_the_timeline(wallfacer) -> None:

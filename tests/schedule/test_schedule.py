@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.cases import schedules
-from wf_backends.schedule.render import render
 from wf_backends.schedule.routes import (
     ROUTES,
     all_gather,
@@ -18,7 +17,7 @@ from wf_backends.schedule.routes import (
     mesh,
     ring,
 )
-from wf_backends.schedule.schedule import Schedule, carriers, check
+from wf_backends.schedule.schedule import Schedule, carriers, check, render
 
 GOLDEN = Path(__file__).parent / "golden"
 EVERY = [

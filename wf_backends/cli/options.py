@@ -21,7 +21,7 @@ from wf_backends.cluster import KERNEL_NAMES, cache_folder
 from wf_backends.config import read_mask
 from wf_backends.lowering import ACTIVATION, FLOAT32, PARTIALS, Shape
 from wf_backends.planner import MIN_HALVINGS, Workload, draw_documents
-from wf_backends.schedule import LAYOUTS, check_layout_name, make_mask
+from wf_backends.schedule import LAYOUTS, make_mask
 
 ITEMSIZES = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8})
 MOST = MappingProxyType({"heads": 2**16, "head_dim": 2**16, "seqlen": 2**40, "batch": 2**31})
@@ -110,7 +110,8 @@ class Model:
         return read_mask("--mask", self.mask)
 
     def _check_layout(self) -> None:
-        kind = LAYOUTS[check_layout_name(self.layout)]
+        one_of("layout", self.layout, tuple(LAYOUTS))
+        kind = LAYOUTS[self.layout]
         if kind.needs_documents and not self.documents:
             raise ValueError(
                 f"--layout {self.layout} needs --documents, which `wallfacer plan` takes"

@@ -24,7 +24,7 @@ from wf_backends.config.route_words import (
 )
 from wf_backends.lowering import FLOAT32, PARTIALS
 from wf_backends.planner import MOVES
-from wf_backends.schedule import check_layout_name, divisors, read_placed
+from wf_backends.schedule import LAYOUTS, divisors, read_placed
 
 ULYSSES_DETAILS: Mapping[str, str] = MappingProxyType(
     {
@@ -97,7 +97,7 @@ class SequenceParallelConfig:
 
     def __post_init__(self) -> None:
         positive("sequence_parallel_size", self.sequence_parallel_size)
-        check_layout_name(self.layout)
+        one_of("layout", self.layout, tuple(LAYOUTS))
         one_of("kernel", self.kernel, (AUTO, *KERNEL_NAMES))
         one_of("partials", self.partials, PARTIALS)
         if self.strategy is not None:
@@ -106,8 +106,10 @@ class SequenceParallelConfig:
         self._fill_in()
         one_of("backward_moves", self.backward_moves, (AUTO, *MOVES))
         self._check_ulysses()
-        for key in ("route", "backward_route"):
-            self._set(key, self._checked(key))
+        for key, unsaid in (("route", (AUTO,)), ("backward_route", (AUTO, None))):
+            if (route := getattr(self, key)) not in unsaid:
+                size, degree = self.sequence_parallel_size, self.ulysses_degree
+                self._set(key, checked_route(key, route, size, degree))
         self._check_degrees()
         self._check_host_size()
         seconds("timeout", self.timeout)
@@ -261,10 +263,3 @@ class SequenceParallelConfig:
                 f'topology {self.topology!r} is what "{AUTO}" goes by, but nothing is "{AUTO}": '
                 "leave it out"
             )
-
-    def _checked(self, key: str) -> Route:
-        """The route as an object, once it is known to fit."""
-        route: Any = getattr(self, key)
-        if route == AUTO or (route is None and key == "backward_route"):
-            return route
-        return checked_route(key, route, self.sequence_parallel_size, self.ulysses_degree)

@@ -42,7 +42,7 @@ def checked_route(key: str, route: Any, size: int, degree: int | str | None) -> 
     known = divisors(size) if degree == AUTO else [cast(int, degree)]
     least = next((d for d in known if fits(words, size // d)), known[0])
     try:
-        words = _read(words, size // least, size).to_words()
+        words = read_placed(words, size // least, size).to_words()
     except ValueError as error:
         ranks = f"sequence_parallel_size {size} / ulysses_degree {degree} = {size // least}"
         ranks = f"and fits no ulysses_degree of {known}" if degree == AUTO else ranks
@@ -75,21 +75,7 @@ def parse_route(option: str, text: str, size: int) -> Placed:
                 f"{option} must look like ring, mesh:rows=2,cols=4 or "
                 f"mesh:rows=2,cols=4,order=1-0,reverse=true, got {text!r}; routes: {list(ROUTES)}"
             )
-    return _read(route, size, size)
-
-
-def _read(route: Mapping[str, Any], n: int, size: int) -> Placed:
-    """The route for n ranks, of all `size` ranks of a sequence, and its placement.
-
-    Raises:
-        ValueError: as `read_placed`, and for hosts of more than all ranks.
-    """
-    placed = read_placed(route, n)
-    if placed.host_size > size:
-        raise ValueError(
-            f"host_size must be at most {size}, all ranks of a sequence, got {placed.host_size}"
-        )
-    return placed
+    return read_placed(route, size, size)
 
 
 def fits(route: Mapping[str, Any], size: int) -> bool:

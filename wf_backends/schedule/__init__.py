@@ -5,7 +5,6 @@ from wf_backends.schedule.filling import slices_load
 from wf_backends.schedule.layout import (
     LAYOUTS,
     Layout,
-    check_layout_name,
     layout_of,
     make_layout,
     padding_multiple,
@@ -36,9 +35,8 @@ from wf_backends.schedule.ranges import (
     subtract,
     union,
 )
-from wf_backends.schedule.render import render
 from wf_backends.schedule.routes import ROUTES, make_schedule
-from wf_backends.schedule.schedule import Schedule, Shards, carriers, check
+from wf_backends.schedule.schedule import Schedule, Shards, carriers, check, render
 from wf_backends.schedule.slices import SLICE_WORDS, Slice
 
 __all__ = [
@@ -61,7 +59,6 @@ __all__ = [
     "Slice",
     "carriers",
     "check",
-    "check_layout_name",
     "digits",
     "divisors",
     "globalize",

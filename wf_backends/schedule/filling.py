@@ -7,7 +7,7 @@ of a mask make of a sequence.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise, product
@@ -203,11 +203,11 @@ class _Line:
         """
         tokens, scores = mean
         whole = round(tokens)
-        low, high = 0, whole
-        while low < high:
-            front = (low + high) // 2
-            found = self.scores(first, first + front) + self.scores(last - whole + front, last)
-            low, high = (front + 1, high) if found < scores else (low, front)
+
+        def scores_with(front: int) -> float:
+            return self.scores(first, first + front) + self.scores(last - whole + front, last)
+
+        low = bisect_left(range(whole), scores, key=scores_with)
         best = (2, 0.0), (low, whole - low)
         nearby = self._nearby(first + low), self._nearby(last - whole + low)
         for upto, since in product(*nearby):

@@ -117,12 +117,6 @@ LAYOUTS: Mapping[str, LayoutKind] = MappingProxyType(
 )
 
 
-def check_layout_name(name: str) -> str:
-    """The name itself; ValueError with the nearest right one if there is no such layout."""
-    one_of("layout", name, tuple(LAYOUTS))
-    return name
-
-
 def make_layout(
     name: str,
     num_ranks: int,
@@ -136,24 +130,27 @@ def make_layout(
         ValueError: for an unknown name, a sequence too short, or documents or slices that the
             layout needs and that were not given or do not fit `seqlen`.
     """
-    kind = LAYOUTS[check_layout_name(name)]
-    if kind.needs_documents and cu_seqlens is None:
-        raise ValueError(
-            f"the {name} layout follows from the documents: pass cu_seqlens ((0, {seqlen}) if "
-            "there is one)"
-        )
-    if kind.needs_slices and slices is None:
-        raise ValueError(
-            f"the {name} layout follows from the slices of the mask: pass q_ranges, k_ranges and "
-            "attn_mask_types, the same to shard, unshard, positions and attention"
-        )
+    one_of("layout", name, tuple(LAYOUTS))
+    kind = LAYOUTS[name]
     if cu_seqlens is not None and cu_seqlens[-1] != seqlen:
         raise ValueError(
             f"cu_seqlens must end at the sequence length {seqlen}, got {cu_seqlens[-1]}"
         )
     if kind.needs_documents:
-        return kind.build(num_ranks, tuple(cu_seqlens or ()))
-    return kind.build(num_ranks, seqlen, *([tuple(slices or ())] if kind.needs_slices else []))
+        if cu_seqlens is None:
+            raise ValueError(
+                f"the {name} layout follows from the documents: pass cu_seqlens ((0, {seqlen}) if "
+                "there is one)"
+            )
+        return kind.build(num_ranks, tuple(cu_seqlens))
+    if kind.needs_slices:
+        if slices is None:
+            raise ValueError(
+                f"the {name} layout follows from the slices of the mask: pass q_ranges, k_ranges "
+                "and attn_mask_types, the same to shard, unshard, positions and attention"
+            )
+        return kind.build(num_ranks, seqlen, tuple(slices))
+    return kind.build(num_ranks, seqlen)
 
 
 def layout_of(name: str, rows: Sequence[int], mask: Mask, what: str) -> Layout:

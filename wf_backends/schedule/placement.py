@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import permutations
+from itertools import permutations, product
+from operator import mul
 from typing import Any, cast
 
 from wf_backends._validation import nearest
@@ -105,7 +106,7 @@ def in_rank_order(route: Mapping[str, Any], n: int) -> Placed:
     return Placed(tuple(sorted(route.items())), tuple(range(len(digits(route, n)))))
 
 
-def read_placed(route: Mapping[str, Any], n: int) -> Placed:
+def read_placed(route: Mapping[str, Any], n: int, most: int | None = None) -> Placed:
     """A route for n ranks and its placement, in the words of a config.
 
     Args:
@@ -113,6 +114,7 @@ def read_placed(route: Mapping[str, Any], n: int) -> Placed:
             "order" (default: rank order) lists the digits as they stand in a rank's number, the
             most worthy first; "reverse" (default: false) counts the ranks backwards; "host_size"
             (default: 1) as in `Placed`.
+        most: the largest host_size, all ranks of a sequence; None = any.
 
     Raises:
         ValueError: if the route does not fit n ranks, naming its digits and their sizes if the
@@ -137,10 +139,10 @@ def read_placed(route: Mapping[str, Any], n: int) -> Placed:
             f"{ORDER} must list every digit of route {words['name']!r} once, here {told}; "
             f"got {order!r}"
         )
-    return Placed(plain.words, listed, reverse, _read_host_size(route, plain.gathers))
+    return Placed(plain.words, listed, reverse, _read_host_size(route, plain.gathers, most))
 
 
-def _read_host_size(route: Mapping[str, Any], gathers: bool) -> int:
+def _read_host_size(route: Mapping[str, Any], gathers: bool, most: int | None) -> int:
     size = route.get(HOST_SIZE, 1)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(
@@ -152,6 +154,8 @@ def _read_host_size(route: Mapping[str, Any], gathers: bool) -> int:
             f"{HOST_SIZE} {size} is for routes that bring rows of several ranks together; on route "
             f"{route['name']!r} a row is handed from rank to rank: leave {HOST_SIZE} out"
         )
+    if most is not None and size > most:
+        raise ValueError(f"{HOST_SIZE} must be at most {most}, all ranks of a sequence, got {size}")
     return size
 
 
@@ -175,12 +179,8 @@ def strides(sizes: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
 def permutation(placed: Placed, n: int) -> tuple[int, ...]:
     """The rank that plays each part."""
     sizes = digits(placed.route, n)
-    worth = strides(sizes, tuple(range(len(sizes))))
     apart = strides(sizes, placed.order)
-    ranks = [
-        sum(part // w % s * a for w, s, a in zip(worth, sizes, apart, strict=True))
-        for part in range(n)
-    ]
+    ranks = (sum(map(mul, part, apart)) for part in product(*map(range, sizes)))
     return tuple(n - 1 - rank for rank in ranks) if placed.reverse else tuple(ranks)
 
 

@@ -7,11 +7,12 @@ messages, their bytes and the way home are derived from them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, groupby
+
+from wf_backends.schedule.ranges import join
 
 Shards = tuple[int, ...]  # shard b is what rank b owns
 Hop = tuple[int, ...]  # rank r hands what it holds to rank hop[r]: a permutation
@@ -139,13 +140,10 @@ def cycles(hop: Hop) -> tuple[tuple[Shards, int], ...]:
 
 def carriers(shards: Sequence[Shards]) -> list[list[int]]:
     """Which ranks' tuples name a shard: [shard] -> ranks, rising."""
-    naming: defaultdict[Shards, list[int]] = defaultdict(list)  # ranks that gather name the same
-    for rank, named in enumerate(shards):
-        naming[named].append(rank)
     found: list[list[int]] = [[] for _ in shards]
-    for named, ranks in naming.items():
+    for rank, named in enumerate(shards):
         for shard in named:
-            found[shard] = sorted(found[shard] + ranks) if found[shard] else ranks
+            found[shard].append(rank)
     return found
 
 
@@ -178,3 +176,25 @@ def check(schedule: Schedule) -> Schedule:
             f"{len(bad)} do not, as (query, key, times): {bad[:4]}"
         )
     return schedule
+
+
+def render(schedule: Schedule) -> str:
+    """The step x rank grid: which key shards meet which query shards, where and when."""
+    held = schedule.holdings()
+    head = ["rank", "queries", *(f"step {step}" for step in range(schedule.num_steps))]
+    rows = [
+        [str(rank), _names(schedule.q[rank]), *(_names(keys[rank]) for keys in held)]
+        for rank in range(schedule.num_ranks)
+    ]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (head, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def _names(shards: Shards) -> str:
+    """Shard numbers, runs shortened: (0, 1, 2, 3, 6) -> "0-3,6"."""
+    runs = join((shard, shard + 1) for shard in shards)
+    return ",".join(str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in runs) or "-"
