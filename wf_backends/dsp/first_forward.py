@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from wf_backends.comm import World, gather_small
 from wf_backends.dsp.closeness import NARROW_TOLERANCES, TOLERANCE, error_between, named_tensors
-from wf_backends.dsp.stages import LayoutTracker, Sharding
+from wf_backends.dsp.stages import Cut, LayoutTracker
 from wf_backends.parallel import SequenceParallel, SequenceParallelConfig
 
 RECEIVER = "set_sequence_parallel"
@@ -53,7 +53,7 @@ class FirstForward:
         self, model: nn.Module, tracker: LayoutTracker, sp: SequenceParallel, mode: Mode
     ) -> None:
         self._tracker, self._sp, self._mode = tracker, sp, mode
-        self._kept: dict[str, list[list[tuple[Tensor, Sharding | None]]]] = {}
+        self._kept: dict[str, list[list[tuple[Tensor, Cut | None]]]] = {}
         self._bytes = 0
         self._errors: list[tuple[str, float, float]] = []  # of what, how large, how large it may be
         self.hook = model.register_forward_pre_hook(self._compare, prepend=True, with_kwargs=True)
@@ -97,9 +97,7 @@ class FirstForward:
         """What a module gave over the ranks, and how the hidden state was cut then."""
         tensors = [x for _, x in named_tensors(output)] if self._bytes < KEPT_BYTES else []
         self._bytes += sum(x.nbytes for x in tensors)
-        self._kept.setdefault(name, []).append(
-            [(x.clone(), self._tracker.place()) for x in tensors]
-        )
+        self._kept.setdefault(name, []).append([(x.clone(), self._tracker.now) for x in tensors])
 
     def _compare_output(self, name: str, output: Any) -> None:
         """What a module gave alone, beside what it gave over the ranks at that call."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,10 +85,10 @@ Lengths = tuple[int, ...]  # of the sequence dimensions on this rank, in the ord
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
-    """Which dimension of the hidden state is sharded, and the length of every whole dimension."""
+class Cut:
+    """Along which dimension the hidden state is cut, and the length of every whole dimension."""
 
-    name: str
+    along: str
     lengths: Mapping[str, int]
 
 
@@ -117,14 +118,17 @@ class LayoutTracker:
         self.dsp, self.stages = dsp, stages
         self.switches = 0
         """Switches in the forward passes so far."""
-        self._now: Sharding | None = None
+        self.now: Cut | None = None
+        """How the hidden state is cut now; None where it is whole."""
         self._running = self._ran_again = self._paused = False
-        self._arrived: dict[tuple[str, Lengths], list[Sharding | None]] = {}
+        self._arrived: dict[tuple[str, Lengths], list[Cut | None]] = {}
         """How the hidden state was sharded, by stage and by the lengths that the stage got."""
         modules = dict(model.named_modules())
         needs = _resolve(stages.needs, modules)
         for name in (stages.enters, stages.leaves):
-            _find(name, modules)
+            if name not in modules or not name:
+                known = [module for module in modules if module]
+                raise ValueError(f"the model has no module {name!r}{nearest(name, known)}")
         self._hooks: list[RemovableHandle] = [
             model.register_forward_pre_hook(lambda *_: self._set_running(True)),
             model.register_forward_hook(lambda *_: self._check_left()),
@@ -132,7 +136,8 @@ class LayoutTracker:
             modules[stages.leaves].register_forward_hook(lambda _, args, out: self._leave(out)),
         ]
         for name in dict.fromkeys((stages.enters, *needs)):
-            self._hooks.append(self._register(modules[name], name, needs.get(name)))
+            arrive = partial(self._arrive, name, needs.get(name))
+            self._hooks.append(modules[name].register_forward_pre_hook(arrive))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -143,19 +148,13 @@ class LayoutTracker:
         finally:
             self._paused = False
 
-    def place(self) -> Sharding | None:
-        """How the hidden state is cut now; None where it is whole."""
-        return self._now
-
-    def local_part(self, x: Tensor, now: Sharding | None) -> Tensor:
+    def local_part(self, x: Tensor, now: Cut | None) -> Tensor:
         """This rank's part of a whole hidden state that is cut so; x where it is something else."""
         dims = self.stages.dims
-        if now is None or x.dim() <= max(dims.values()):
+        if now is None or x.dim() <= max(dims.values()) or self._lengths(x) != now.lengths:
             return x
-        if any(x.shape[axis] != now.lengths[name] for name, axis in dims.items()):
-            return x
-        rank, sizes = self.dsp.rank, chunk_sizes(now.lengths[now.name], self.dsp.size)
-        return x.narrow(dims[now.name], sum(sizes[:rank]), sizes[rank])
+        rank, sizes = self.dsp.rank, chunk_sizes(now.lengths[now.along], self.dsp.size)
+        return x.narrow(dims[now.along], sum(sizes[:rank]), sizes[rank])
 
     def also_remove(self, hook: RemovableHandle) -> None:
         """Take this off with the hooks."""
@@ -173,45 +172,46 @@ class LayoutTracker:
     def __exit__(self, *error: object) -> None:
         self.remove()
 
-    def _register(self, module: nn.Module, name: str, need: str | None) -> RemovableHandle:
-        def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if not args or not isinstance(args[0], Tensor):
-                raise ValueError(f"{name} must get the hidden state as its first argument")
-            return (self._arrive(name, need, args[0]), *args[1:]), kwargs
-
-        return module.register_forward_pre_hook(before, with_kwargs=True)
+    def _lengths(self, x: Tensor) -> dict[str, int]:
+        """Of the sequence dimensions."""
+        return {dim: x.shape[axis] for dim, axis in self.stages.dims.items()}
 
     def _set_running(self, running: bool) -> None:
         """Before and after the forward of the model nothing is sharded."""
-        self._running, self._now = running, None
+        self._running, self.now = running, None
         if running and self._ran_again:  # a backward went over the forwards before
             self._arrived.clear()
             self._ran_again = False
 
-    def _arrive(self, name: str, need: str | None, x: Tensor) -> Tensor:
-        """The hidden state as the stage `name` needs it."""
+    def _arrive(
+        self, name: str, need: str | None, _: nn.Module, args: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """The arguments of the stage `name`, with the hidden state as it needs it."""
         if self._paused:
-            return x
-        sharding = self._sharding_at(name, x)
-        if sharding is None:
-            sharding, x = self._split(name, x)
-        if sharding.name == need:
+            return args
+        x = args[0] if args else None
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must get the hidden state as its first argument")
+        cut = self._cut_at(name, x)
+        if cut is None:
+            cut, x = self._split(name, x)
+        if cut.along == need:
             target = next(dim for dim in self.stages.dims if dim != need)
-            sharding, x = self._switch(name, sharding, target, x)
+            cut, x = self._switch(name, cut, target, x)
         if self._running:
-            self._now = sharding
-        return x
+            self.now = cut
+        return x, *args[1:]
 
-    def _sharding_at(self, name: str, x: Any) -> Sharding | None:
+    def _cut_at(self, name: str, x: Any) -> Cut | None:
         """How the hidden state arrives at `name`; where it is run again, as in its forward."""
         if not isinstance(x, Tensor) or x.dim() <= max(self.stages.dims.values()):
-            return self._now  # refused where it is cut, or looked at
-        lengths = tuple(x.shape[axis] for axis in self.stages.dims.values())
+            return self.now  # refused where it is cut, or looked at
+        lengths = tuple(self._lengths(x).values())
         found = self._arrived.setdefault((name, lengths), [])
         if self._running:
-            if self._now not in found:
-                found.append(self._now)
-            return self._now
+            if self.now not in found:
+                found.append(self.now)
+            return self.now
         self._ran_again = True
         if len(found) == 1 or (found and self.dsp.size == 1):  # on one rank all are alike
             return found[0]
@@ -221,7 +221,7 @@ class LayoutTracker:
             "one forward before the next forward"
         )
 
-    def _split(self, name: str, x: Tensor) -> tuple[Sharding, Tensor]:
+    def _split(self, name: str, x: Tensor) -> tuple[Cut, Tensor]:
         if name != self.stages.enters:
             raise ValueError(
                 f"the stage {name!r} runs before {self.stages.enters!r}, where the hidden state "
@@ -233,32 +233,30 @@ class LayoutTracker:
                 f"dims {dict(self.stages.dims)} do not fit the hidden state {tuple(x.shape)} "
                 f"that {name!r} gets"
             )
-        lengths = {dim: x.shape[axis] for dim, axis in self.stages.dims.items()}
-        return Sharding(start, lengths), self.dsp.split(x, self.stages.dims[start]).tensor
+        return Cut(start, self._lengths(x)), self.dsp.split(x, self.stages.dims[start]).tensor
 
-    def _switch(self, name: str, old: Sharding, target: str, x: Tensor) -> tuple[Sharding, Tensor]:
+    def _switch(self, name: str, old: Cut, target: str, x: Tensor) -> tuple[Cut, Tensor]:
         dims, shard = self.stages.dims, self._check_shard(name, old, x)
         self.switches += self._running
-        new = self.dsp.switch(shard, dims[old.name], dims[target])
-        return Sharding(target, old.lengths), new.tensor
+        new = self.dsp.switch(shard, dims[old.along], dims[target])
+        return Cut(target, old.lengths), new.tensor
 
-    def _check_shard(self, name: str, sharding: Sharding, x: Tensor) -> Sharded:
+    def _check_shard(self, name: str, cut: Cut, x: Tensor) -> Sharded:
         """x as this rank's shard; refuses one of another shape."""
-        sizes = chunk_sizes(sharding.lengths[sharding.name], self.dsp.size)
-        wanted = {**sharding.lengths, sharding.name: sizes[self.dsp.rank]}
-        got = {dim: x.shape[axis] for dim, axis in self.stages.dims.items()}
-        if got != wanted:
+        sizes = chunk_sizes(cut.lengths[cut.along], self.dsp.size)
+        wanted = {**cut.lengths, cut.along: sizes[self.dsp.rank]}
+        if (got := self._lengths(x)) != wanted:
             raise ValueError(
-                f"{name!r} got a hidden state with {got}, but sharded along {sharding.name!r} it "
+                f"{name!r} got a hidden state with {got}, but sharded along {cut.along!r} it "
                 f"has {wanted} on {self.dsp.comm.me}"
             )
-        return Sharded(x, self.stages.dims[sharding.name], sizes)
+        return Sharded(x, self.stages.dims[cut.along], sizes)
 
     def _check_left(self) -> None:
-        if self._now is not None:
+        if self.now is not None:
             raise ValueError(
                 f"the forward ended without {self.stages.leaves!r} behind {self.stages.enters!r}: "
-                f"its output is a part, cut along {self._now.name!r}. leaves must name the module "
+                f"its output is a part, cut along {self.now.along!r}. leaves must name the module "
                 "behind which the hidden state is whole again"
             )
 
@@ -267,14 +265,14 @@ class LayoutTracker:
         if self._paused:
             return out
         name = self.stages.leaves
-        sharding = self._sharding_at(name, out)
-        if sharding is None:
+        cut = self._cut_at(name, out)
+        if cut is None:
             raise ValueError(f"{name!r} ran before {self.stages.enters!r}: nothing is sharded yet")
         if not isinstance(out, Tensor):
             raise ValueError(f"{name!r} must return the hidden state, got {type(out).__name__}")
-        self._now = None
-        shard = self._check_shard(name, sharding, out)
-        return self.dsp.gather(shard, self.stages.dims[sharding.name])
+        self.now = None
+        shard = self._check_shard(name, cut, out)
+        return self.dsp.gather(shard, self.stages.dims[cut.along])
 
 
 def _resolve(needs: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -291,9 +289,3 @@ def _resolve(needs: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict
                     "all dimensions at once is SequenceParallel.attention's, and no stage"
                 )
     return found
-
-
-def _find(name: str, modules: Mapping[str, nn.Module]) -> None:
-    if name not in modules or not name:
-        known = [module for module in modules if module]
-        raise ValueError(f"the model has no module {name!r}{nearest(name, known)}")
