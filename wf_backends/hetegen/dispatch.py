@@ -104,7 +104,8 @@ def dispatch_model(
             resident.
         max_memory: {0: "20GB", "cpu": "100GB"}: bytes for weights and slabs, without activations
             and caches. "cpu" may be left out; "accelerator" may stand for 0.
-        device: where it runs; the accelerator that torch finds if not given.
+        device: where it runs. If not given, the accelerator that torch finds, whose rates are
+            measured, in some seconds; `Accelerator(rates=...)` says them.
         alpha: the share of each linear that the host computes, "auto" for the fastest.
         pin_memory: whether copies pass through pinned memory, as much as slabs take.
         prefetch: slabs that may be full while one is filled and one is read.
@@ -115,8 +116,7 @@ def dispatch_model(
             a device that another model uses, if there is nothing to split, or if what is not split
             exceeds the memory.
     """
-    _check_model(model)
-    _check_device(device)
+    _check_free(model, device)
     _check_settings(alpha, pin_memory, prefetch, batch, prompt)
     accelerator_bytes, host_bytes = _parse(max_memory)
     weights = find_weights(model)
@@ -163,7 +163,13 @@ def _parse(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
     return sizes[ACCELERATOR], sizes.get("cpu", inf)
 
 
-def _check_device(device: Device | None) -> None:
+def _check_free(model: nn.Module, device: Device | None) -> None:
+    """Refuse a model that is split already or not on the CPU, and a device that is in use."""
+    of_type("model", model, nn.Module, "a torch.nn.Module")
+    check_not_split(model)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"model must be on the CPU, got {name} on {tensor.device}")
     of_type("device", device, Device | None, "an Accelerator() or a ShapedDevice(...)")
     if device is not None and device.in_use:
         raise ValueError(
@@ -184,14 +190,6 @@ def _check_settings(
             raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
         if value > MOST_TOKENS:
             raise ValueError(f"{name} must be at most {MOST_TOKENS}, got {short(value)}")
-
-
-def _check_model(model: nn.Module) -> None:
-    of_type("model", model, nn.Module, "a torch.nn.Module")
-    check_not_split(model)
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if tensor.device.type != "cpu":
-            raise ValueError(f"model must be on the CPU, got {name} on {tensor.device}")
 
 
 def _others(model: nn.Module, weights: list[HostWeight]) -> list[Tensor]:
