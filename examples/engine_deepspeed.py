@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engine import Batch, StepResult
-from ranks import to_device
 from torch import Tensor, nn
 
 import wf_deepspeed
@@ -50,7 +49,7 @@ class DeepSpeedEngine:
 
     def step(self, batches: Sequence[Batch]) -> StepResult:
         """As in `engine.Engine`."""
-        shards = [self._shard(batch) for batch in batches]
+        shards = [self._wallfacer.shard_batch(batch) for batch in batches]
         token = self._wallfacer.block.loss_average == "token"
         valid = self._wallfacer.count_valid(shards) if token else None
         losses = []
@@ -68,7 +67,7 @@ class DeepSpeedEngine:
     def evaluate(self, batch: Batch) -> float:
         """As in `engine.Engine`."""
         self._engine.eval()
-        shard, sp = self._shard(batch), self._wallfacer.sp
+        shard, sp = self._wallfacer.shard_batch(batch), self._wallfacer.sp
         loss = sp.loss(self._logits(shard), shard["labels"]) * sp.size
         self._engine.train()
         return float(self._wallfacer.mean(loss))
@@ -89,9 +88,6 @@ class DeepSpeedEngine:
         self._engine.destroy()
         dist.barrier()
         dist.destroy_process_group()
-
-    def _shard(self, batch: Batch) -> dict[str, Any]:
-        return self._wallfacer.shard_batch(to_device(batch, self._engine.device))
 
     def _logits(self, shard: dict[str, Any]) -> Tensor:
         return self._engine(**wf_transformers.forward_kwargs(self._engine, shard)).logits

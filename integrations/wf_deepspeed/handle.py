@@ -51,12 +51,14 @@ class WallFacer(Handle):
     def shard_batch(
         self, batch: Mapping[str, Any], pad_token_id: int = 0, labels_are_shifted: bool = False
     ) -> dict[str, Any]:
-        """As `Handle.shard_batch`. Under "dsp" the batch itself: the model takes it whole."""
+        """As `Handle.shard_batch`, on the engine's device. Under "dsp" the whole batch: the model
+        takes it whole."""
+        batch = {k: x.to(self._device) if isinstance(x, Tensor) else x for k, x in batch.items()}
         if self.block.dsp is None:
             return super().shard_batch(batch, pad_token_id, labels_are_shifted)
         with self.advising():
             self.sp.check_same(batch)
-        return dict(batch)
+        return batch
 
     def loss(self, logits: Tensor, labels: Tensor, valid: Tensor | int | None = None) -> Tensor:
         """The loss of this rank's tokens, scaled so that DeepSpeed's mean over the world is exact.
