@@ -20,10 +20,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from host_time import Alone
+from host_time import one_of
 from measure import cpu_name
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wf_backends
 from wf_backends import SequenceParallel, SequenceParallelConfig
@@ -73,17 +71,14 @@ def followed(work: Callable[[], Any]) -> tuple[Any, CallPath]:
 
 def paths(causal: bool) -> dict[str, CallPath]:
     """Those of a first forward, and of a later forward and its backward."""
-    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=SIZE)
-    try:
-        words = {"sequence_parallel_size": SIZE, "route": ROUTE}
-        sp = SequenceParallel(SequenceParallelConfig.from_dict(words), Alone())
+    words = {"sequence_parallel_size": SIZE, "route": ROUTE}
+    with one_of(SIZE, RANK) as alone:
+        sp = SequenceParallel(SequenceParallelConfig.from_dict(words), alone)
         x = torch.zeros(1, SHARD, HEADS, HEAD_DIM, requires_grad=True)
         out, first = followed(lambda: sp.attention(x, x, x, causal=causal))
         out.backward(torch.zeros_like(out))
         out, warm = followed(lambda: sp.attention(x, x, x, causal=causal))
         _, backward = followed(lambda: out.backward(torch.zeros_like(out)))
-    finally:
-        dist.destroy_process_group()
     return {"first forward": first, "warm forward": warm, "backward": backward}
 
 

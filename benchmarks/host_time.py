@@ -12,7 +12,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -48,6 +49,16 @@ class Alone(GroupComm):
         return super().post(label, sends, recvs)
 
 
+@contextmanager
+def one_of(size: int, rank: int) -> Iterator[Alone]:
+    """This process as one rank of a job of so many."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield Alone()
+    finally:
+        dist.destroy_process_group()
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -66,21 +77,19 @@ def main() -> None:
 
 def report(size: int, repeats: int) -> None:
     """The rows of a job of so many ranks."""
-    dist.init_process_group("fake", store=FakeStore(), rank=size // 2, world_size=size)
     place = Place(size // 2, size, size * SHARD)
     config = SequenceParallelConfig(sequence_parallel_size=size, route="ring")
-    alone = Alone()
-    ours = partial(SequenceParallel(config, alone).attention, causal=True)
-    theirs = schemes_of("ring-flash-attn", place)["zigzag ring"]().attend
-    found = {"ours: ring": ours, "ring-flash-attn: zigzag ring": theirs}
-    times = take_turns([partial(once, attend, alone) for attend in found.values()], repeats)
+    with one_of(size, place.rank) as alone:
+        ours = partial(SequenceParallel(config, alone).attention, causal=True)
+        theirs = schemes_of("ring-flash-attn", place)["zigzag ring"]().attend
+        found = {"ours: ring": ours, "ring-flash-attn: zigzag ring": theirs}
+        times = take_turns([partial(once, attend, alone) for attend in found.values()], repeats)
     for name, several in zip(found, times, strict=True):
         there, back = (
             sorted(1e6 * each / size for each in way) for way in zip(*several, strict=True)
         )
         cells = (f"{statistics.median(one):.0f} ({one[0]:.0f})" for one in (there, back))
         print(f"| {size} | {name} | {' | '.join(cells)} |")
-    dist.destroy_process_group()
     print(f"| 1 | torch's operator alone | {' | '.join(f'{1e6 * x:.0f}' for x in operator())} |")
 
 

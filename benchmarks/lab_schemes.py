@@ -47,6 +47,23 @@ class Scheme:
         return f"{degree}{plan.forward} | {plan.backward}{walk}{kept}"
 
 
+def named_plan(request: Request, degree: int, moves: str = "keys", **route: Any) -> Plan | None:
+    """The plan of a scheme with a name, priced; None where ranks or heads do not fit it."""
+    if degree not in legal_degrees(request):
+        return None
+    try:
+        placed = read_placed(route, request.topology.size // degree)
+    except ValueError:  # a team size whose square does not divide, and the like
+        return None
+    return price_plan(request, Choice(degree, placed, placed, moves))
+
+
+def square_mesh(size: int) -> dict[str, Any]:
+    """The route of a mesh that is nearly square."""
+    rows = min(divisors(size), key=lambda d: abs(d - size**0.5))
+    return {"name": "mesh", "rows": rows, "cols": size // rows}
+
+
 def schemes(request: Request) -> list[Scheme]:
     """Every named scheme that the ranks and heads allow, and `auto`, priced alike.
 

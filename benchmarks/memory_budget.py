@@ -90,7 +90,7 @@ class Point:
 
     def predicted(self) -> float:
         """Bytes of a rank, its device's and the host's."""
-        options = Options(self.checkpoints, self.tile)  # type: ignore[arg-type]
+        options = Options(self.checkpoints, self.tile)
         found = self.training.activations(self.seqlen, options)
         if self.stage is None:  # gradients live between steps, and there is no optimizer
             return found.peak + found.host

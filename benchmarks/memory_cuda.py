@@ -85,7 +85,7 @@ def _settle() -> None:
 
 def predicted(point: Point) -> Bytes:
     """Of a step: without DeepSpeed activations alone, with it all."""
-    options = Options(point.checkpoints, point.tile)  # type: ignore[arg-type]
+    options = Options(point.checkpoints, point.tile)
     training = replace(point.training, buckets=Buckets(**BUCKETS))
     found = training.activations(point.seqlen, options)
     if point.stage is None:
@@ -134,7 +134,7 @@ def whole_step(one: Point) -> str:
 def terms(one: Point) -> str:
     """What the prediction of a whole step is made of, in GiB."""
     training = replace(one.training, buckets=Buckets(**BUCKETS))
-    found = training.activations(one.seqlen, Options(one.checkpoints, one.tile))  # type: ignore[arg-type]
+    found = training.activations(one.seqlen, Options(one.checkpoints, one.tile))
     held = asdict(training.states(one.stage or 0)) | asdict(found)
     return ", ".join(f"{key} {value / GIB:.3f}" for key, value in held.items())
 

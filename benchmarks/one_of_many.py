@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from host_time import Alone
+from host_time import one_of
 from measure import cores_and_load, cpu_name
 from planning import packed
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from wf_backends import SequenceParallelConfig
 from wf_backends.cluster.discover import JobTopology
@@ -70,18 +68,17 @@ def in_a_fresh_process(size: int, config: str, kind: str) -> tuple[float, float,
 def plan_one(size: int, config: str, kind: str) -> tuple[float, float, int]:
     """(seconds of the first plan of a rank in the middle, of a later one, bytes that it took)."""
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=size // 2, world_size=size)
     spread = SequenceParallelConfig(sequence_parallel_size=size, **CONFIGS[config])
-    comm, topology = Alone(), PRESETS["h100-8x400g"].with_ranks(size)
-    attention = DistributedAttention(spread, comm, JobTopology(comm, None, topology, Path()))
+    topology = PRESETS["h100-8x400g"].with_ranks(size)
     q = torch.zeros(1, ROWS, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     kv = torch.zeros(1, ROWS, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
     mask = masks(size)[kind]
-    run = partial(attention.call, q, kv, kv, mask, plain_softmax(HEAD_DIM), size * ROWS)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    first, later = seconds(run), [seconds(run) for _ in range(CALLS)]
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    dist.destroy_process_group()
+    with one_of(size, size // 2) as comm:
+        attention = DistributedAttention(spread, comm, JobTopology(comm, None, topology, Path()))
+        run = partial(attention.call, q, kv, kv, mask, plain_softmax(HEAD_DIM), size * ROWS)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        first, later = seconds(run), [seconds(run) for _ in range(CALLS)]
+        grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return first, statistics.median(later), grown * 1024
 
 

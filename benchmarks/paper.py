@@ -18,19 +18,20 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+
+from lab_schemes import named_plan, square_mesh
 
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.topology import Topology
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.planner.plan import Choice, Plan, Request
+from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.search import best_plan, price_plan
 from wf_backends.planner.ulysses import legal_degrees
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
-from wf_backends.schedule.placement import divisors, in_rank_order
 
 LENGTHS = (65536, 131072, 262144, 524288)
 HEADLINE = MappingProxyType({"GPT": 0.7712, "DiT": 1.1433})
@@ -86,18 +87,9 @@ def cases() -> list[Case]:
 def schemes(request: Request) -> Mapping[str, Plan | None]:
     """Every scheme with a name, and what the planner picks; None where it does not fit."""
     size, per_host = request.topology.size, request.topology.ranks_per_host
-
-    def plan(degree: int, moves: str = "keys", **route: Any) -> Plan | None:
-        if degree not in legal_degrees(request):
-            return None
-        placed = in_rank_order(route, size // degree)
-        return price_plan(request, Choice(degree, placed, placed, moves))
-
-    def teams(size: int) -> Plan | None:
-        return plan(1, "queries", name="concentric", team_size=size)
-
     usp = max(d for d in legal_degrees(request) if d <= per_host)
-    square = min((d for d in divisors(size)), key=lambda d: abs(d - size**0.5))
+    mesh = square_mesh(size)
+    plan = partial(named_plan, request)
 
     def auto(asked: Request) -> Plan:
         chosen = best_plan(replace(asked, exact_up_to=0))  # sorted by formulas, priced exactly
@@ -105,12 +97,12 @@ def schemes(request: Request) -> Mapping[str, Plan | None]:
 
     return {
         "Ring": plan(1, name="ring"),
-        "StarTrail C=2": teams(2),
-        "StarTrail C=4": teams(4),
+        "StarTrail C=2": plan(1, "queries", name="concentric", team_size=2),
+        "StarTrail C=4": plan(1, "queries", name="concentric", team_size=4),
         "double ring": plan(1, name="double_ring", inner=per_host),
         f"USP u={usp}": plan(usp, name="ring"),
         "Ulysses": plan(size, name="ring"),
-        f"mesh {square} x {size // square}": plan(1, name="mesh", rows=square, cols=size // square),
+        f"mesh {mesh['rows']} x {mesh['cols']}": plan(1, **mesh),
         "auto, heads at once": auto(replace(request, chunks=(1,))),
         "auto": auto(request),
     }

@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from autochunk_models import evoformer
+from lab_schemes import named_plan, square_mesh
 from matplotlib.figure import Figure
 
 from wf_backends.autochunk import memory_profiles
 from wf_backends.cli.draw import draw_memory
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.planner.plan import Choice, Plan, Request
-from wf_backends.planner.search import best_plan, price_plan
-from wf_backends.planner.ulysses import legal_degrees
+from wf_backends.planner.plan import Plan, Request
+from wf_backends.planner.search import best_plan
 from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
-from wf_backends.schedule.placement import divisors, in_rank_order
 
 SIZES = (4, 8, 16, 32, 64)
 RATES = (25, 50, 100, 200, 400, 800)  # Mbit/s
@@ -40,31 +39,13 @@ def lab(hosts: int, per_host: int, nics: int, mbit: float) -> Topology:
     return Topology(f"{mbit} Mbit/s", hosts, per_host, nics, inside, between, rates, 64e9)
 
 
-def named(request: Request, degree: int, **route: Any) -> Plan | None:
-    """The plan of a scheme with a name; None where it does not fit."""
-    size = request.topology.size // degree
-    if degree not in legal_degrees(request):
-        return None
-    try:
-        placed = in_rank_order(route, size)
-        return price_plan(request, Choice(degree, placed, placed, "keys"))
-    except ValueError:  # a team size whose square does not divide, and the like
-        return None
-
-
-def square(request: Request) -> Plan | None:
-    size = request.topology.size
-    rows = min(divisors(size), key=lambda d: abs(d - size**0.5))
-    return named(request, 1, name="mesh", rows=rows, cols=size // rows)
-
-
 Scheme = Callable[[Request], Plan | None]
 SCHEMES: tuple[tuple[str, Scheme], ...] = (
-    ("ring", lambda request: named(request, 1, name="ring")),
-    ("concentric, C = 2", lambda r: named(r, 1, name="concentric", team_size=2)),
-    ("concentric, C = 4", lambda r: named(r, 1, name="concentric", team_size=4)),
-    ("mesh, nearly square", square),
-    ("Ulysses x ring, u = 4", lambda request: named(request, 4, name="ring")),
+    ("ring", lambda request: named_plan(request, 1, name="ring")),
+    ("concentric, C = 2", lambda r: named_plan(r, 1, name="concentric", team_size=2)),
+    ("concentric, C = 4", lambda r: named_plan(r, 1, name="concentric", team_size=4)),
+    ("mesh, nearly square", lambda r: named_plan(r, 1, **square_mesh(r.topology.size))),
+    ("Ulysses x ring, u = 4", lambda request: named_plan(request, 4, name="ring")),
     ("planner, u = 1", lambda request: best_plan(replace(request, degrees=(1,)))),
     ("planner", best_plan),
 )
