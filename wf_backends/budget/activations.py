@@ -10,12 +10,11 @@ goes to c, each of width w.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from wf_backends._validation import one_of
 from wf_backends.budget.model import Decoder
 
-Checkpoints = Literal["none", "device", "host"]
+CHECKPOINTS = ("none", "device", "host")
 WIDE = 4  # bytes in which norms and the loss are computed, at least
 LOSS_ELEMENTS = 1 << 24  # logits that the loss has in WIDE bytes at one time
 POSITIONS = 32  # bytes a token: ids, labels, positions
@@ -29,13 +28,13 @@ class Options:
         ValueError: for checkpoints that there are not, or a tile below 0.
     """
 
-    checkpoints: Checkpoints = "device"
+    checkpoints: str = "device"
     """Whether of a layer its input alone is kept for the backward, and where."""
     tile: int = 0
     """Tokens that MLP and loss are computed for at a time, in the backward again; 0 = all."""
 
     def __post_init__(self) -> None:
-        one_of("checkpoints", self.checkpoints, get_args(Checkpoints))
+        one_of("checkpoints", self.checkpoints, CHECKPOINTS)
         if self.tile < 0:
             raise ValueError(f"tile must be a number of tokens, 0 for all, got {self.tile!r}")
 

@@ -8,12 +8,11 @@ from itertools import product
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from wf_backends.budget.activations import Activations, Options
+from wf_backends.budget.activations import CHECKPOINTS, Activations, Options
 from wf_backends.budget.budget import Training
 from wf_backends.budget.states import STAGES
 
 GIB = 2**30
-CHECKPOINTS = MappingProxyType({"none": "none", "device": "on device", "host": "on host"})
 STATES = MappingProxyType(
     {
         "parameters": "parameters",
@@ -53,7 +52,7 @@ def report(training: Training, seqlen: int, memory_bytes: float) -> dict[str, An
             for stage, one in stages
         ],
         "choices": [
-            _choice(training, seqlen, memory_bytes, Options(checkpoints, tile))  # pyright: ignore[reportArgumentType]
+            _choice(training, seqlen, memory_bytes, Options(checkpoints, tile))
             for checkpoints, tile in compared
         ],
     }
@@ -83,8 +82,8 @@ def tables(found: Mapping[str, Any]) -> list[Rows]:
     ]
     activations, longest = list[dict[str, str]](), list[dict[str, str]]()
     for one in found["choices"]:
-        tiles = "tiles" if one["tile"] else "whole"
-        named = {"checkpoints": CHECKPOINTS[one["checkpoints"]], "MLP, loss": tiles}
+        kept, tiles = one["checkpoints"], "tiles" if one["tile"] else "whole"
+        named = {"checkpoints": kept if kept == "none" else f"on {kept}", "MLP, loss": tiles}
         held = {key.replace("mlp", "MLP"): gib(one["activations"][key]) for key in ACTIVATIONS}
         activations.append(named | held)
         fits = dict(zip(stages, map(_thousands, one["longest"]), strict=True))
