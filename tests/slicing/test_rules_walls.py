@@ -60,7 +60,7 @@ def test_one_source_for_each_use_of_a_node() -> None:
     (node,) = calls(graph_of(lambda x: x @ x, (4, 4)), aten.matmul)
     x = node.args[0]
     assert isinstance(x, fx.Node)
-    assert sources(node, 0) == (Source(x, 0), Source(x, None))
+    assert sources(node, 0) == (Source(0, node=x), Source(None, node=x))
 
 
 def test_merged_heads_are_sliced_by_whole_heads() -> None:

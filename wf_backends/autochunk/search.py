@@ -81,7 +81,7 @@ def candidates_at(graph: Steps, peak: int) -> Iterator[Candidate]:
                 continue
             begins = (next(place for place in places if place >= lo) for lo in lows)
             for lo in dict.fromkeys(begins):
-                part = Flow.of(flow.operators[places.index(lo) :])
+                part = Flow(flow.operators[places.index(lo) :])
                 found = _candidate(graph, lo, hi, part)
                 if found is not None:
                     yield found

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -176,8 +176,8 @@ class Steps:
             return sources(node, dim)
         if key not in self._sources:
             self._sources[key] = sources(node, dim)
-        known = self._sources[key]
-        return None if known is None else tuple(map(Source.of, known, arguments(node)))
+        known, of = self._sources[key], arguments(node)
+        return known and tuple(replace(one, node=arg) for one, arg in zip(known, of, strict=True))
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:

@@ -20,12 +20,21 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [scale * lo - before, scale * hi + after) of `dim`, for rows [lo, hi) of the output."""
+    """Rows [scale * lo - before, scale * hi + after) of `dim`, for rows [lo, hi) of the output.
 
-    dim: int
+    `dim` is None where they need all of it.
+    """
+
+    dim: int | None
     scale: Fraction = Fraction(1)
     before: int = 0
     after: int = 0
+
+    def read(self, lo: int, hi: int) -> tuple[int, int]:
+        """What rows [lo, hi) of the output read; some of it may lie beyond the border."""
+        first, last = self.scale * lo - self.before, self.scale * hi + self.after
+        assert first.denominator == last.denominator == 1, (self, lo, hi)
+        return int(first), int(last)
 
 
 # What an operator reads of each argument, by its name; one entry for each tensor of a list.
@@ -48,8 +57,11 @@ class Call:
     def of(node: fx.Node) -> Call:
         shape = shape_of(node)
         assert shape is not None and callable(node.target)
-        bound = by_name(node.target, node.args, node.kwargs)
-        return Call(node.target, defaults(node.target) | bound, shape)
+        values = by_name(node.target, node.args, node.kwargs)
+        if isinstance(node.target, OpOverload):
+            arguments = node.target._schema.arguments
+            values = {a.name: a.default_value for a in arguments if a.has_default_value()} | values
+        return Call(node.target, values, shape)
 
     def __getitem__(self, name: str) -> Any:
         return self.values[name]
@@ -141,13 +153,6 @@ def argument_names(target: Callable[..., Any]) -> tuple[str, ...]:
     if isinstance(target, OpOverload):
         return tuple(argument.name for argument in target._schema.arguments)
     return tuple(inspect.signature(target).parameters)
-
-
-def defaults(target: Callable[..., Any]) -> dict[str, Any]:
-    if not isinstance(target, OpOverload):
-        return {}
-    arguments = target._schema.arguments
-    return {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
 def by_name(

@@ -26,16 +26,19 @@ RowsOf = dict[Value, tuple[int, int]]  # of what a slice reads or computes, the 
 class Sliced:
     """One operator of a flow.
 
-    Its output is sliced along `dim`; `scale` of its rows belong to one row of the flow's end, and
-    slices begin at multiples of `granule` of its rows. `sources` says what its arguments give, one
-    for each node among them.
+    Its output is sliced along `dim`; `scale` of its rows belong to one row of the flow's end.
+    `sources` says what its arguments give, one for each node among them.
     """
 
     node: fx.Node
     dim: int
     scale: Fraction
-    granule: int
     sources: tuple[Source, ...]
+
+    @cached_property
+    def granule(self) -> int:
+        """Slices begin at multiples of so many of its rows."""
+        return granule(self.sources)
 
     @property
     def value(self) -> Value:
@@ -51,17 +54,16 @@ class Sliced:
 @dataclass(frozen=True)
 class Flow:
     """Operators that are computed slice by slice together, in the graph's order; the last is the
-    flow's end. Slices of the end are `unit` rows or a multiple of it.
-    """
+    flow's end."""
 
     operators: tuple[Sliced, ...]
-    unit: int
 
-    @staticmethod
-    def of(operators: Sequence[Sliced]) -> Flow:
-        """Slices begin at whole rows of every operator."""
-        steps = {(op.scale, op.granule) for op in operators}
-        return Flow(tuple(operators), math.lcm(*((s / g).denominator for s, g in steps)))
+    @cached_property
+    def unit(self) -> int:
+        """Slices of the end are so many rows or a multiple: they begin at whole rows of each
+        operator."""
+        steps = {(op.scale, op.granule) for op in self.operators}
+        return math.lcm(*((s / g).denominator for s, g in steps))
 
     @cached_property
     def members(self) -> frozenset[fx.Node]:
@@ -95,18 +97,12 @@ class Flow:
     def around(self, window: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """The other nodes of a window: those to run before the flow, and those that depend on
         it."""
-        before: list[fx.Node] = []
-        after: list[fx.Node] = []
+        others = [node for node in window if node not in self.members]
         behind = set(self.members)
-        for node in window:
-            if node in self.members:
-                continue
-            if behind.isdisjoint(node.all_input_nodes):
-                before.append(node)
-            else:
-                after.append(node)
+        for node in others:
+            if not behind.isdisjoint(node.all_input_nodes):
                 behind.add(node)
-        return before, after
+        return [n for n in others if n not in behind], [n for n in others if n in behind]
 
 
 def trace(
@@ -118,30 +114,23 @@ def trace(
 
     None: that node has no rule for this dimension.
     """
-    inside, one = set(window), Fraction(1)
-    wanted: dict[fx.Node, tuple[int, Fraction]] = {window[-1]: (dim, one)}
-    outside: set[fx.Node] = set()
+    wanted: dict[fx.Node, tuple[int, Fraction] | None] = {window[-1]: (dim, Fraction(1))}
     operators: list[Sliced] = []
     for node in reversed(window):
-        if node not in wanted and node not in outside:
+        if node not in wanted:
             continue
-        along, scale = wanted.get(node, (-1, one))
-        found = None if node in outside else sources(node, along)
-        if found is None:
-            outside.update(arg for arg in node.all_input_nodes if arg in inside)
+        want = wanted[node]  # None: all of it
+        found = want and sources(node, want[0])
+        if want is None or found is None:
+            wanted.update(dict.fromkeys(node.all_input_nodes))
             continue
-        operators.append(Sliced(node, along, scale, granule(found), found))
+        along, scale = want
+        operators.append(Sliced(node, along, scale, found))
         for source in found:
-            if source.node not in inside:
-                continue
-            if source.dim is None:
-                outside.add(source.node)
-                continue
-            want = source.dim, scale if source.scale == 1 else scale * source.scale
-            if wanted.setdefault(source.node, want) != want:
-                outside.add(source.node)
-    operators.reverse()
-    return Flow.of(operators) if operators else None
+            rows = source.dim, scale if source.scale == 1 else scale * source.scale
+            if source.dim is None or wanted.setdefault(source.node, rows) != rows:
+                wanted[source.node] = None
+    return Flow(tuple(reversed(operators))) if operators else None
 
 
 def rows_of(flow: Flow, lo: int, hi: int) -> RowsOf:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, fx
 
-from wf_backends.slicing.call import Call, Reads, Rows, Rule, Table, aten, by_name, defaults
+from wf_backends.slicing.call import Call, Reads, Rows, Rule, Table, aten
 
 
 def group_statistics(x: Tensor, groups: int, eps: float) -> Tensor:
@@ -55,7 +55,7 @@ def group_normalize(
 def split_group_norms(graph: fx.Graph) -> None:
     """Replaces every group norm by the two functions above, but one that autocast widens."""
     for node in graph.find_nodes(op="call_function", target=aten.group_norm.default):
-        call = defaults(node.target) | by_name(node.target, node.args, node.kwargs)
+        call = Call.of(node)
         if call["input"].meta["val"].dtype != node.meta["val"].dtype:
             continue
         x, groups, parameters = call["input"], call["num_groups"], (call["weight"], call["bias"])

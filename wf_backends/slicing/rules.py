@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
+from dataclasses import dataclass, field
 from functools import cache
 from math import lcm
 from typing import Any
@@ -20,7 +19,6 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from wf_backends.slicing import (
     group_norm,
-    rules_along,
     rules_attention,
     rules_elementwise,
     rules_products,
@@ -33,7 +31,6 @@ from wf_backends.slicing.rules_experts import EXPERTS, Experts
 
 TABLE: Table = {
     **group_norm.TABLE,
-    **rules_along.TABLE,
     **rules_attention.TABLE,
     **rules_elementwise.TABLE,
     **rules_products.TABLE,
@@ -50,34 +47,20 @@ Value = tuple[fx.Node, int | None]  # a node, and the dimension that is sliced (
 
 
 @dataclass(frozen=True)
-class Source:
-    """What a sliced operator reads of one tensor argument.
+class Source(Rows):
+    """What a sliced operator reads of `node`, one of its arguments."""
 
-    Rows [lo, hi) of the output's dimension need rows [scale * lo - before, scale * hi + after) of
-    dimension `dim` of `node`, cut to what it has. With `dim` None they need all of it.
-    """
-
-    node: fx.Node
-    dim: int | None
-    scale: Fraction = Fraction(1)
-    before: int = 0
-    after: int = 0
+    node: fx.Node = field(kw_only=True)
 
     @property
     def value(self) -> Value:
         return self.node, self.dim
 
-    def of(self, node: fx.Node) -> Source:
-        """The same of another node."""
-        return Source(node, self.dim, self.scale, self.before, self.after)
-
     def rows(self, lo: int, hi: int) -> tuple[int, int]:
-        """The rows of `dim` that rows [lo, hi) of the output need; lo and hi fit the granule."""
+        """What rows [lo, hi) of the output read of what `node` has; both fit the granule."""
         shape = shape_of(self.node)
         assert shape is not None and self.dim is not None
-        first, last = self.scale * lo - self.before, self.scale * hi + self.after
-        assert first.denominator == last.denominator == 1, (self.node, lo, hi)
-        first, last = (min(max(int(row), 0), shape[self.dim]) for row in (first, last))
+        first, last = (min(max(row, 0), shape[self.dim]) for row in self.read(lo, hi))
         return first, max(first, last)
 
 
@@ -158,7 +141,7 @@ def tensor_sources(value: object, rows: Rows | None | Sequence[Rows | None]) -> 
     """One Source for each node in an argument's value."""
     if isinstance(value, fx.Node):
         assert not isinstance(rows, Sequence)
-        yield Source(value, **vars(rows)) if rows else Source(value, None)
+        yield Source(**vars(rows or Rows(None)), node=value)
     elif isinstance(value, list | tuple):
         each = rows if isinstance(rows, Sequence) else [rows] * len(value)
         for item, own in zip(value, each, strict=True):
@@ -168,12 +151,10 @@ def tensor_sources(value: object, rows: Rows | None | Sequence[Rows | None]) -> 
 def may_slice(node: fx.Node, dim: int) -> bool:
     """Whether `node` gives tensors that all have `dim`, as large, and reads nothing but tensors."""
     value = node.meta.get("val")
-    shapes = [
-        shape_of(tensor) for tensor in (value if isinstance(value, list | tuple) else [value])
-    ]
-    sizes = {shape[dim] if shape and 0 <= dim < len(shape) else None for shape in shapes}
+    shapes = map(shape_of, value if isinstance(value, list | tuple) else [value])
+    sizes = {shape[dim] if shape and 0 <= dim < len(shape) else 0 for shape in shapes}
     readable = all(shape_of(source) is not None for source in node.all_input_nodes)
-    return readable and len(sizes) == 1 and (sizes.pop() or 0) > 1
+    return readable and len(sizes) == 1 and sizes.pop() > 1
 
 
 def loses_a_write(node: fx.Node) -> bool:

@@ -6,8 +6,7 @@ border of the input, where the halo ends, the slice gets its share of the paddin
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from math import inf
 from typing import Any
@@ -18,68 +17,61 @@ from wf_backends.slicing.call import Call, Reads, Rows, Rule, Slice, Table, aten
 from wf_backends.slicing.rules_select import border
 
 
-@dataclass(frozen=True)
-class Window:
-    """A sliding window along one dimension."""
+def windows_of(
+    call: Call, kernel: Sequence[int], stride: Any, padding: Any, dilation: Any
+) -> list[Rows]:
+    """The rows under the windows of a slice, for each dimension of space.
 
-    kernel: int
-    stride: int
-    padding: int
-    dilation: int
+    `stride`, `padding` and `dilation` are one number for all of these, or one for each.
+    """
+    first, found = len(call.shape) - len(kernel), []
+    steps, pads, gaps = (_per_dimension(x, len(kernel)) for x in (stride, padding, dilation))
+    for dim, (size, step, pad, gap) in enumerate(
+        zip(kernel, steps, pads, gaps, strict=True), first
+    ):
+        after = gap * (size - 1) + 1 - step - pad
+        found.append(Rows(dim, Fraction(step), before=pad, after=after))
+    return found
 
-    def rows(self, dim: int) -> Rows:
-        reach = self.dilation * (self.kernel - 1) + 1
-        after = reach - self.stride - self.padding
-        return Rows(dim, Fraction(self.stride), before=self.padding, after=after)
 
-
-def per_dimension(value: Any, count: int) -> list[int]:
-    """An argument that is one number for all dimensions of space, or one for each."""
+def _per_dimension(value: Any, count: int) -> list[int]:
     values = list(value) if isinstance(value, list | tuple) else [value]
     return values * count if len(values) == 1 else values
 
 
-def conv_windows(call: Call) -> list[Window] | None:
-    """One for each dimension of space; None where "same" pads one side more than the other."""
-    kernel = call.size("weight")[2:]
-    stride, dilation = (per_dimension(call[name], len(kernel)) for name in ("stride", "dilation"))
-    padding = call["padding"]
+def conv_windows(call: Call) -> list[Rows] | None:
+    """None where "same" pads one side more than the other."""
+    kernel, padding = call.size("weight")[2:], call["padding"]
     if isinstance(padding, str):
-        total = [d * (k - 1) * (padding == "same") for d, k in zip(dilation, kernel, strict=True)]
+        gaps = _per_dimension(call["dilation"], len(kernel))
+        total = [d * (k - 1) * (padding == "same") for d, k in zip(gaps, kernel, strict=True)]
         if any(rows % 2 for rows in total):
             return None
         padding = [rows // 2 for rows in total]
-    padding = per_dimension(padding, len(kernel))
-    return [Window(*own) for own in zip(kernel, stride, padding, dilation, strict=True)]
+    return windows_of(call, kernel, call["stride"], padding, call["dilation"])
 
 
-def pool_windows(call: Call, count: int) -> list[Window] | None:
-    """One for each dimension of space; None where the last window may hang over the border."""
-    if call["ceil_mode"] or not call["self"].meta["val"].is_floating_point():
+def pool_windows(call: Call, count: int) -> list[Rows] | None:
+    """None where the last window may hang over the border."""
+    padded = any(_per_dimension(call["padding"], count))
+    if (
+        call["ceil_mode"]
+        or not call["self"].meta["val"].is_floating_point()
+        or (padded and not call.get("count_include_pad", True))
+    ):
         return None
-    kernel = per_dimension(call["kernel_size"], count)
-    stride = per_dimension(call["stride"], count) or kernel
-    padding = per_dimension(call["padding"], count)
-    if not call.get("count_include_pad", True) and any(padding):
-        return None
-    dilation = per_dimension(call.get("dilation", 1), count)
-    return [Window(*own) for own in zip(kernel, stride, padding, dilation, strict=True)]
+    kernel = _per_dimension(call["kernel_size"], count)
+    return windows_of(
+        call, kernel, call["stride"] or kernel, call["padding"], call.get("dilation", 1)
+    )
 
 
-def windowed(name: str, windows: list[Window] | None, call: Call, dim: int) -> Reads | None:
-    """A dimension of space: the window's rows of the argument `name`."""
-    if windows is None:
-        return None
-    return {name: windows[dim - len(call.shape)].rows(dim)}
-
-
-def write_windowed(new: Slice, name: str, windows: list[Window], fill: float) -> dict[str, Any]:
+def write_windowed(new: Slice, name: str, windows: list[Rows], fill: float) -> dict[str, Any]:
     """The arguments that a slice of space replaces: the input with its border, and the padding."""
-    window, from_end = windows[new.dim - len(new.call.shape)], len(new.call.shape) - new.dim
-    need = window.rows(new.dim)
-    lo, hi = new.lo * window.stride - need.before, new.hi * window.stride + need.after
-    front, back = border(lo, hi, new.call.size(name)[new.dim])
-    padding, tensor = [own.padding for own in windows], new.given[name]
+    from_end = len(new.call.shape) - new.dim
+    rows = windows[-from_end].read(new.lo, new.hi)
+    front, back = border(*rows, new.call.size(name)[new.dim])
+    padding, tensor = [own.before for own in windows], new.given[name]
     if front == back:
         padding[-from_end] = front
     else:
@@ -103,7 +95,8 @@ def convolution(call: Call, dim: int) -> Reads | None:
         return None
     if dim == channels:
         return {"weight": Rows(0), "bias": Rows(0)} if call["groups"] == 1 else None
-    return windowed("input", conv_windows(call), call, dim)
+    found = conv_windows(call)
+    return None if found is None else {"input": found[dim - len(call.shape)]}
 
 
 def write_convolution(new: Slice) -> fx.Node:
@@ -126,7 +119,8 @@ def pool(count: int, fill: float) -> Rule:
     def reads(call: Call, dim: int) -> Reads | None:
         if not is_space(call, dim, count):
             return {"self": Rows(dim)}
-        return windowed("self", pool_windows(call, count), call, dim)
+        found = pool_windows(call, count)
+        return None if found is None else {"self": found[dim - len(call.shape)]}
 
     def write(new: Slice) -> fx.Node:
         windows = pool_windows(new.call, count)
