@@ -111,7 +111,7 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     """The candidate of a flow within steps [lo, hi], where it may be one."""
     window = graph.steps[lo : hi + 1]
     inner = [step for step in window if step.node in flow.members]
-    born = {storage for step in inner for storage, _ in step.allocates}
+    born = {storage for step in inner for storage in step.allocates}
     outputs = Counter[int]()  # bytes that others read, by storage
     for op in flow.outputs:
         outputs[graph.of[op.node][0]] += nbytes(op.node)
@@ -129,10 +129,10 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     new, taken = dict(outputs), graph.of[overwritten] if overwritten else ()
     if overwritten:
         new[graph.of[flow.end.node][0]] -= nbytes(overwritten)
-    region = Step(flow.end.node, reads, tuple(new.items()))
+    region = Step(flow.end.node, reads, new)
     order = [graph.steps[graph.position[node]] for node in (*before, *after)]
     order.insert(len(before), region)
-    touched = {s for step in window for s in (*step.reads, *(s for s, _ in step.allocates))}
+    touched = {s for step in window for s in (*step.reads, *step.allocates)}
     kept = {s for s in touched if s in taken or graph.last.get(s, 0) > hi}
     peaks = profile(order, kept, graph.size, graph.live[lo])
     whole = peaks[len(before)]

@@ -69,7 +69,7 @@ def _chain(value: fx.Node, steps: Steps, from_living: bool) -> set[fx.Node]:
         if rule_of(node.target) is None:
             return set()
         left += node.all_input_nodes
-    made = {s for node in chain for s, _ in steps.steps[steps.position[node]].allocates}
+    made = {s for node in chain for s in steps.steps[steps.position[node]].allocates}
     return chain if count and made.issuperset(steps.of[value]) else set()
 
 

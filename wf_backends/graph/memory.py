@@ -78,7 +78,6 @@ class Effects:
     def __init__(self) -> None:
         self._mode = FakeTensorMode()
         self._known: dict[tuple[Any, str], Effect] = {}
-        self._layouts: dict[Any, int] = {}
         self._layout_of: dict[fx.Node, str] = {}
 
     def of(self, node: fx.Node) -> Effect:
@@ -91,10 +90,8 @@ class Effects:
     def _layout(self, node: fx.Node) -> str:
         """A text that is equal for nodes whose tensors have the same layouts."""
         if node not in self._layout_of:
-            layouts = map(layout, tensors(node))
             which = node.target if node.op == "get_attr" else node.meta.get("whole")
-            number = self._layouts.setdefault((which, *layouts), len(self._layouts))
-            self._layout_of[node] = f"<{number}>"
+            self._layout_of[node] = f"<{which} {[layout(tensor) for tensor in tensors(node)]}>"
         return self._layout_of[node]
 
     def _run(self, node: fx.Node, kind: int) -> Effect:
@@ -140,14 +137,13 @@ def submodule(node: fx.Node) -> nn.Module:
 class Step:
     """One node of a graph as memory sees it.
 
-    `reads` are the storages that it reads or returns views of; `allocates` the storages that it
-    allocates, with their bytes; `temporary` bytes beyond them while it runs; `flops` what it
-    computes; `kind` as of its `Effect`.
+    `reads` are the storages that it reads or returns views of; `allocates` the bytes of those that
+    it allocates; `temporary`, `flops` and `kind` as of its `Effect`.
     """
 
     node: fx.Node
     reads: tuple[int, ...]
-    allocates: tuple[tuple[int, int], ...]
+    allocates: Mapping[int, int]
     temporary: int = 0
     flops: int = 0
     kind: int = -1
@@ -186,9 +182,7 @@ class Steps:
     @cached_property
     def last(self) -> dict[int, int]:
         """The last step that reads each storage; one past the end for the graph's outputs."""
-        last = {s: i for i, step in enumerate(self.steps) for s, _ in step.allocates}
-        last.update((s, i) for i, step in enumerate(self.steps) for s in step.reads)
-        return last | dict.fromkeys(self.outputs, len(self.steps))
+        return last_uses(self.steps) | dict.fromkeys(self.outputs, len(self.steps))
 
     @cached_property
     def written(self) -> dict[int, set[int]]:
@@ -213,12 +207,7 @@ class Steps:
     @cached_property
     def live(self) -> list[int]:
         """The live bytes before each step, and after the last one."""
-        change = [0] * (len(self.steps) + 2)
-        for position, step in enumerate(self.steps):
-            for storage, count in step.allocates:
-                change[position + 1] += count
-                change[self.last[storage] + 1] -= count
-        return list(itertools.accumulate(change[: len(self.steps) + 1]))
+        return live_bytes(self.steps, self.outputs)
 
     @cached_property
     def peaks(self) -> list[int]:
@@ -244,10 +233,10 @@ def read_steps(graph: fx.Graph, effects: Effects) -> Steps:
             of[node] = tuple(next(numbers) for _ in tensors(node))
             continue
         effect = node.meta["effect"] if node.op == "call_module" else effects.of(node)
-        new = tuple(next(numbers) for _ in effect.allocated)
-        size.update(zip(new, effect.allocated, strict=True))
+        allocates = {next(numbers): count for count in effect.allocated}
+        size.update(allocates)
+        new = tuple(allocates)
         of[node] = tuple(reads[p] if p >= 0 else new[-1 - p] for p in effect.places)
-        allocates = tuple(zip(new, effect.allocated, strict=True))
         steps.append(Step(node, reads, allocates, effect.temporary, effect.flops, effect.kind))
     return Steps(graph, effects, steps, of, size, outputs)
 
@@ -259,30 +248,36 @@ def arguments(node: fx.Node) -> list[fx.Node]:
     return found
 
 
+def last_uses(steps: Sequence[Step]) -> dict[int, int]:
+    """The last step that reads or allocates each storage."""
+    return {s: i for i, step in enumerate(steps) for s in (*step.allocates, *step.reads)}
+
+
+def live_bytes(
+    steps: Sequence[Step],
+    kept: Container[int],
+    sizes: Mapping[int, int] | None = None,
+    live: int = 0,
+) -> list[int]:
+    """The live bytes before each step, and after the last one, of `live` before the first one.
+
+    `sizes` are the bytes of storages among them. Those that a step reads, and that are not in
+    `kept`, die with the last step that reads them.
+    """
+    own = {s: count for step in steps for s, count in step.allocates.items()}
+    change = [sum(step.allocates.values()) for step in steps]
+    for storage, position in last_uses(steps).items():
+        if storage not in kept:
+            change[position] -= own.get(storage) or (sizes or {}).get(storage, 0)
+    return list(itertools.accumulate(change, initial=live))
+
+
 def profile(
     steps: Sequence[Step],
     kept: Container[int],
     sizes: Mapping[int, int] | None = None,
     live: int = 0,
 ) -> list[int]:
-    """The live bytes while each step runs, of `live` before the first one.
-
-    `sizes` are the bytes of storages among them. Those that a step reads, and that are not in
-    `kept`, die with the last step that reads them.
-    """
-    last: dict[int, int] = {}
-    own: dict[int, int] = {}
-    for position, step in enumerate(steps):
-        own.update(step.allocates)
-        last.update(dict.fromkeys(step.reads, position))
-        last.update((storage, position) for storage, _ in step.allocates)
-    dying = [0] * len(steps)
-    for storage, position in last.items():
-        if storage not in kept:
-            dying[position] += own.get(storage) or (sizes or {}).get(storage, 0)
-    peaks = []
-    for step, freed in zip(steps, dying, strict=True):
-        live += sum(count for _, count in step.allocates)
-        peaks.append(live + step.temporary)
-        live -= freed
-    return peaks
+    """The live bytes while each step runs. Arguments as `live_bytes`."""
+    before = zip(steps, live_bytes(steps, kept, sizes, live), strict=False)
+    return [count + sum(step.allocates.values()) + step.temporary for step, count in before]

@@ -127,8 +127,8 @@ def trace(
         along, scale = want
         operators.append(Sliced(node, along, scale, found))
         for source in found:
-            rows = source.dim, scale if source.scale == 1 else scale * source.scale
-            if source.dim is None or wanted.setdefault(source.node, rows) != rows:
+            rows = None if source.dim is None else (source.dim, scale * source.scale)
+            if wanted.setdefault(source.node, rows) != rows:
                 wanted[source.node] = None
     return Flow(tuple(reversed(operators))) if operators else None
 
