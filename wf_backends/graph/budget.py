@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from wf_backends._validation import parse_bytes
+from wf_backends._validation import is_real, parse_bytes
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,16 @@ def checked_budget(
     Raises ValueError for what is none.
     """
     memory, slowdown = (names.format(word) for word in ("memory", "slowdown"))
-    return Budget(_memory(memory, max_memory), _slowdown(slowdown, max_slowdown))
-
-
-def _memory(name: str, value: int | float | str | None) -> int | float | None:
-    if value is None:
-        return None
-    if not isinstance(value, float):
-        return parse_bytes(name, value)
-    if 0 < value < 1:
-        return value
-    raise ValueError(
-        f"{name} as a float is a share of the peak as it is, between 0 and 1, got {value!r}; for "
-        f'bytes give an int or a size such as "2GB"'
-    )
-
-
-def _slowdown(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise ValueError(f"{name} must be a number such as 0.1, 0 or more, got {value!r}")
-    return float(value)
+    if isinstance(max_memory, float):
+        if not 0 < max_memory < 1:
+            raise ValueError(
+                f"{memory} as a float is a share of the peak as it is, between 0 and 1, got "
+                f'{max_memory!r}; for bytes give an int or a size such as "2GB"'
+            )
+    elif max_memory is not None:
+        max_memory = parse_bytes(memory, max_memory)
+    if not is_real(max_slowdown) or not max_slowdown >= 0:
+        raise ValueError(
+            f"{slowdown} must be a number such as 0.1, 0 or more, got {max_slowdown!r}"
+        )
+    return Budget(max_memory, float(max_slowdown))

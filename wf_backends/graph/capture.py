@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -39,8 +39,6 @@ from wf_backends.graph.inputs import (
 from wf_backends.graph.packing import ranges_are_not_packed
 from wf_backends.slicing import split_group_norms, viewed, writes
 
-_CHECKS = (torch.ops.aten._assert_tensor_metadata.default,)
-
 
 class CaptureError(ValueError):
     """A model that `torch.export` cannot capture: the reason and, where known, the module."""
@@ -48,17 +46,13 @@ class CaptureError(ValueError):
 
 @dataclass(frozen=True)
 class Weight:
-    """Where a parameter or buffer of the graph is read at a call."""
+    """Where a parameter, a buffer or a constant of the graph is read at a call."""
 
-    module: nn.Module
+    owner: object
     name: str
 
     def read(self) -> torch.Tensor:
-        return getattr(self.module, self.name)
-
-
-def _read(weight: Weight | torch.Tensor) -> torch.Tensor:
-    return weight.read() if isinstance(weight, Weight) else weight
+        return getattr(self.owner, self.name)
 
 
 def _kind(weight: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
@@ -76,7 +70,7 @@ class Captured:
     """
 
     graph: fx.Graph
-    weights: tuple[Weight | torch.Tensor, ...]
+    weights: tuple[Weight, ...]
     kinds: tuple[tuple[torch.dtype, torch.device, torch.Size], ...]
     output_spec: pytree.TreeSpec
     fingerprint: str
@@ -90,7 +84,7 @@ class Captured:
     def read_weights(self) -> list[torch.Tensor] | None:
         """The weights as they are now; None where one has another dtype, device or shape than
         when the graph was captured."""
-        weights = [_read(weight) for weight in self.weights]
+        weights = [weight.read() for weight in self.weights]
         return weights if tuple(map(_kind, weights)) == self.kinds else None
 
 
@@ -109,28 +103,34 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
             program = _export_as_eager(alone, tuple(given))
     except Exception as error:  # torch.export raises every kind of error for what it cannot trace
         raise CaptureError(reason(model, error)) from error
-    unknown = next((node for node in program.graph.nodes if _depends_on_values(node)), None)
-    if unknown is not None:
-        raise CaptureError(
-            f"{type(model).__name__} cannot be captured: what {operator_name(unknown)} gives "
-            f"depends on the values of tensors, in {module_path(unknown) or 'the model itself'}"
-        )
-    signature = program.graph_signature
-    changed = [_written_input(node) for node in program.graph.nodes if writes(node)]
-    if any(changed):
-        known = names_of_leaves(model, args, kwargs)
-        names = ", ".join(sorted({known.get(name, name) for name in changed if name}))
-        raise CaptureError(f"{type(model).__name__} changes {names} in its forward")
-    weights = tuple(
-        _weight(model, program, spec) for spec in signature.input_specs if _is_weight(spec)
-    )
     graph = program.graph
+    _refuse_values_and_writes(graph, model, args, kwargs)
+    specs = (s for s in program.graph_signature.input_specs if s.kind is not InputKind.USER_INPUT)
+    weights = tuple(_weight(model, program, spec) for spec in specs)
     for node, weight in zip(graph.find_nodes(op="placeholder"), weights, strict=False):
-        node.meta["whole"] = has_torch_function((_read(weight),))
+        node.meta["whole"] = has_torch_function((weight.read(),))
     put_experts(graph, experts)
     _clean(graph)
-    kinds = tuple(_kind(_read(weight)) for weight in weights)
+    kinds = tuple(_kind(weight.read()) for weight in weights)
     return Captured(graph, weights, kinds, program.call_spec.out_spec, _fingerprint(graph))
+
+
+def _refuse_values_and_writes(
+    graph: fx.Graph, model: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> None:
+    """Raises `CaptureError` for what depends on values, and for writes to weights and inputs."""
+    kind = type(model).__name__
+    for node in graph.nodes:
+        if _depends_on_values(node):
+            raise CaptureError(
+                f"{kind} cannot be captured: what {operator_name(node)} gives depends on the "
+                f"values of tensors, in {module_path(node) or 'the model itself'}"
+            )
+    changed = {_written_input(node) for node in graph.nodes if writes(node)} - {None}
+    if changed:
+        known = names_of_leaves(model, args, kwargs)
+        names = ", ".join(sorted({known.get(str(name), str(name)) for name in changed}))
+        raise CaptureError(f"{kind} changes {names} in its forward")
 
 
 def _forward_alone(model: nn.Module, example: list[Any], spec: pytree.TreeSpec) -> nn.Module:
@@ -185,7 +185,10 @@ def no_log() -> Iterator[None]:
 
 def _fingerprint(graph: fx.Graph) -> str:
     """A digest of the graph's operators and shapes: equal for the same model and input shapes."""
-    lines = (f"{n.op} {operator_name(n)} {n.args} {n.kwargs} {_shapes(n)}" for n in graph.nodes)
+    lines = []
+    for node in graph.nodes:
+        shapes = [(tuple(t.shape), t.dtype, t.device.type) for t in tensors(node)]
+        lines.append(f"{node.op} {operator_name(node)} {node.args} {node.kwargs} {shapes}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -227,10 +230,6 @@ def module_path(node: fx.Node) -> str:
     return stack[-1][0] if stack else ""
 
 
-def _shapes(node: fx.Node) -> list[tuple[Any, ...]]:
-    return [(tuple(t.shape), t.dtype, t.device.type) for t in tensors(node)]
-
-
 def _depends_on_values(node: fx.Node) -> bool:
     """Whether it gives a number, or rows whose number is, known only when it runs."""
     symbols = torch.SymInt, torch.SymFloat, torch.SymBool
@@ -238,16 +237,12 @@ def _depends_on_values(node: fx.Node) -> bool:
     return any(isinstance(value, symbols) for value in (node.meta.get("val"), *sizes))
 
 
-def _is_weight(spec: Any) -> bool:
-    return spec.kind is not InputKind.USER_INPUT
-
-
-def _weight(model: nn.Module, program: Any, spec: Any) -> Weight | torch.Tensor:
+def _weight(model: nn.Module, program: Any, spec: Any) -> Weight:
     if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
         path, _, name = spec.target.rpartition(".")
         return Weight(model.get_submodule(path), name)
     if spec.kind is InputKind.CONSTANT_TENSOR and isinstance(spec.arg, TensorArgument):
-        return program.constants[spec.target]
+        return Weight(SimpleNamespace(**program.constants), spec.target)
     raise CaptureError(
         f"{type(model).__name__}: no support for an input of kind {spec.kind.name} ({spec.target})"
     )
@@ -256,7 +251,7 @@ def _weight(model: nn.Module, program: Any, spec: Any) -> Weight | torch.Tensor:
 def _clean(graph: fx.Graph) -> None:
     """Checks of metadata go, and dropout that is off."""
     for node in list(graph.nodes):
-        if node.target in _CHECKS:
+        if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
         elif node.target is torch.ops.aten.dropout.default and not node.args[2]:
             node.replace_all_uses_with(node.args[0])

@@ -33,13 +33,10 @@ def with_copies(steps: Steps, what: Copied) -> Steps | None:
         chain = _chain(step.node, steps, what == "norms")
         if chain and all(_is_its_own(writer, chain, steps) for writer in writers):
             chains[step.node] = chain
-    readers: dict[int, set[fx.Node]] = defaultdict(set)
-    for value in chains:
-        for storage in steps.of[value]:
-            readers[storage].update(user for user in value.users if user not in chains)
     reads: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for value in chains:
-        if any(len(readers[storage]) > 1 for storage in steps.of[value]):
+        alike = {node for s in steps.of[value] for node in steps.nodes[s] if node in chains}
+        if len({user for node in alike for user in node.users} - chains.keys()) > 1:
             for user in value.users:
                 if user not in chains and user.op == "call_function":
                     reads[user].append(value)

@@ -77,9 +77,7 @@ def containers(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
 
 def refill(container: Any, filled: Any) -> None:
     """Gives a container of the inputs what the forward left in another of its type."""
-    if isinstance(container, list):
-        container[:] = filled
-    elif isinstance(container, deque):
+    if isinstance(container, list | deque):
         container.clear()
         container.extend(filled)
     elif isinstance(container, dict):  # transformers' outputs are some that know no update()

@@ -8,8 +8,8 @@ mask is not concerned: it is one that depends on values.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -23,37 +23,30 @@ _KEEP_STEPS = (aten.unsqueeze.default, aten.add.Tensor)
 _FIND = "find_packed_sequence_indices"
 
 
-@contextmanager
-def packing_is_asked() -> Iterator[None]:
+def packing_is_asked() -> AbstractContextManager[Any]:
     """In a run on fake tensors: it is asked, and whoever answers for values answers."""
-    asked = sys.modules.get("transformers.utils.import_utils")
-    find = _find()
-    if find is None or not hasattr(asked, "is_fake_tensor"):
-        yield
-        return
+    asked, find = sys.modules.get("transformers.utils.import_utils"), _find()
 
     def packed(*args: Any, **kwargs: Any) -> Any:
         with mock.patch.object(asked, "is_fake_tensor", lambda _: False):
             return find(*args, **kwargs)
 
-    with mock.patch.object(sys.modules["transformers.masking_utils"], _FIND, packed):
-        yield
+    return _answered_by(packed) if find and hasattr(asked, "is_fake_tensor") else nullcontext()
 
 
-@contextmanager
-def ranges_are_not_packed() -> Iterator[None]:
+def ranges_are_not_packed() -> AbstractContextManager[Any]:
     """In a trace: positions that the model counts itself are one sequence; of others nothing is
     known."""
     find = _find()
-    if find is None:
-        yield
-        return
 
     def packed(position_ids: torch.Tensor) -> Any:
         return None if _is_counted(position_ids) else find(position_ids)
 
-    with mock.patch.object(sys.modules["transformers.masking_utils"], _FIND, packed):
-        yield
+    return _answered_by(packed) if find else nullcontext()
+
+
+def _answered_by(packed: Callable[..., Any]) -> AbstractContextManager[Any]:
+    return mock.patch.object(sys.modules["transformers.masking_utils"], _FIND, packed)
 
 
 def _find() -> Any:

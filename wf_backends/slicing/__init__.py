@@ -8,7 +8,7 @@ operators; `rules` asks them about a node of a graph, and adds the call of a sli
 
 from wf_backends.slicing.flow import Flow, RowsOf, Sliced, rows_of, trace
 from wf_backends.slicing.group_norm import join_group_norms, split_group_norms
-from wf_backends.slicing.rules import Source, Value, emit, granule, rule_of, sources, viewed, writes
+from wf_backends.slicing.rules import Source, Value, emit, rule_of, sources, viewed, writes
 from wf_backends.slicing.rules_experts import Experts
 from wf_backends.slicing.rules_products import is_interleaved
 
@@ -20,7 +20,6 @@ __all__ = [
     "Source",
     "Value",
     "emit",
-    "granule",
     "is_interleaved",
     "join_group_norms",
     "rows_of",

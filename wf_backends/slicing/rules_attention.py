@@ -43,6 +43,7 @@ def keys(size: tuple[int, ...], dim: int, call: Call, grouped: bool) -> Rows | N
 
 
 def write_attention(new: Slice) -> fx.Node:
+    """Causal rows [lo, hi) see keys [0, hi)."""
     if not new.call["is_causal"] or len(new.call.shape) - new.dim != ROWS:
         return new.again()
     key, value = (
@@ -52,7 +53,10 @@ def write_attention(new: Slice) -> fx.Node:
         return new.again(key=key, value=value)
     if _has_kernel(new.call):
         return new.put(attend_rows, new.given["query"], key, value, new.lo, new.call["scale"])
-    return write_masked_rows(new, key, value)
+    size, device = (new.hi - new.lo, new.hi), new.call["query"].meta["val"].device
+    seen = new.put(aten.ones.default, size, dtype=torch.bool, device=device)
+    mask = new.put(aten.tril.default, seen, new.lo)
+    return new.again(key=key, value=value, attn_mask=mask, is_causal=False)
 
 
 def _has_kernel(call: Call) -> bool:
@@ -116,15 +120,6 @@ def _attend_efficiently(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor
     return aten._efficient_attention_forward.default(
         q, k, v, None, None, None, None, None, *options, scale=scale
     )[0]
-
-
-def write_masked_rows(new: Slice, key: fx.Node, value: fx.Node) -> fx.Node:
-    """Rows [lo, hi) see keys [0, hi)."""
-    device = new.call["query"].meta["val"].device
-    size = (new.hi - new.lo, new.hi)
-    seen = new.put(aten.ones.default, size, dtype=torch.bool, device=device)
-    mask = new.put(aten.tril.default, seen, new.lo)
-    return new.again(key=key, value=value, attn_mask=mask, is_causal=False)
 
 
 TABLE: Table = {aten.scaled_dot_product_attention: Rule(attention, write_attention)}
