@@ -6,20 +6,18 @@ In the paper's order:
     graph/copies   where masks and the like are computed anew for each reader
     slicing/flow   which operators may be computed slice by slice together (section 3.2)
     search         the regions around the step that needs most (3.3)
-    overwrite      the input whose memory a region's output may take
     cost           what slices add to the time
     select         which regions, and how many slices (3.4)
     region, lower  the slices' loops, and the graph that calls them (3.5)
 
-`planning` goes from a graph and a budget to a `plan`; `chunked` is what a user calls, `profiles`
-the same for a model that is only looked at.
+`planning` goes from a graph and a budget to a `plan`, also for a model that is only looked at;
+`chunked` is what a user calls.
 """
 
 from wf_backends.autochunk.chunked import autochunk
 from wf_backends.autochunk.cost import Rates
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
-from wf_backends.autochunk.planning import BudgetError
-from wf_backends.autochunk.profiles import Profiles, longest, memory_profiles
+from wf_backends.autochunk.planning import BudgetError, Profiles, longest, memory_profiles
 
 __all__ = [
     "BudgetError",

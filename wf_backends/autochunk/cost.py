@@ -16,6 +16,8 @@ from wf_backends.slicing import Sliced, is_interleaved
 _RUNS = 10  # of which the least time counts
 _ENOUGH = 0.05  # seconds after which no further run is timed: 16-bit products on some CPUs
 _KNOWN_WIDE = 2048  # rows of the float32 matrix for which a packing rate is the rate
+_FEW = 16  # rows that are multiplied with a matrix that no cache holds
+_AT_ONCE = 10  # runs on a GPU that are timed together: one call's time is mostly that of waiting
 _CHANNELS, _WIDTH = 128, 64  # of a row that is convolved, with the rows and places around it
 
 
@@ -24,21 +26,18 @@ class _Sizes:
     """What is timed to find the rates.
 
     `square` rows of the matrices that are multiplied to find the rate of arithmetic, `wide` rows
-    of a matrix that no cache holds, `few` rows that are multiplied with it; `rows` and `batch` of
-    the products that are summed over neither's innermost dimension. Of runs `at_once` are timed
-    together: where the host runs ahead, one call's time is mostly that of waiting for it.
+    of a matrix that no cache holds; `rows` and `batch` of the products that are summed over
+    neither's innermost dimension.
     """
 
     square: int
     wide: int
-    few: int
     rows: int
     batch: int
-    at_once: int
 
 
-_ON_CPU = _Sizes(square=256, wide=2048, few=16, rows=128, batch=32, at_once=1)
-_ON_GPU = _Sizes(square=4096, wide=6144, few=16, rows=512, batch=128, at_once=10)
+_ON_CPU = _Sizes(square=256, wide=2048, rows=128, batch=32)
+_ON_GPU = _Sizes(square=4096, wide=6144, rows=512, batch=128)
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,7 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
     launch = timed(lambda: small + small, passing)
     turn = timed(partial(_turn, nn.Identity(), small), passing) if on_cpu else 0.0
     flops = 2 * of.square**3 / timed(lambda: square @ square)
-    few = timed(lambda: wide[: of.few] @ wide) - 2 * of.few * of.wide**2 / flops
+    few = timed(lambda: wide[:_FEW] @ wide) - 2 * _FEW * of.wide**2 / flops
     row = timed(lambda: torch.einsum("ikc,jkc->ijc", mixed[:1], mixed))
     moved = 2 * wide.nbytes / timed(lambda: wide + 1)
     halo = timed(lambda: torch.conv2d(image, weight), passing)
@@ -107,33 +106,24 @@ def _turn(body: nn.Module, value: torch.Tensor) -> None:
 
 
 def _seconds(
-    device: torch.device, run: Callable[[], object], before: Callable[[], object] = lambda: None
+    device: torch.device, run: Callable[[], object], before: Callable[[], object] | None = None
 ) -> float:
     """The least of a few runs. On a CPU it is the time of this thread, so that other processes do
     not count, each after one of `before`; elsewhere several runs are timed together."""
-    if device.type == "cpu":
-        return _least(time.thread_time, run, before)
-    wait, count = partial(torch.accelerator.synchronize, device), _ON_GPU.at_once
-
-    def together() -> None:
+    on_cpu, took = device.type == "cpu", list[float]()
+    clock, count = (time.thread_time, 1) if on_cpu else (time.perf_counter, _AT_ONCE)
+    wait = (lambda: None) if on_cpu else partial(torch.accelerator.synchronize, device)
+    run()
+    while len(took) < _RUNS and sum(took) < _ENOUGH:
+        if on_cpu and before is not None:
+            before()
+        wait()
+        start = clock()
         for _ in range(count):
             run()
         wait()
-
-    return _least(time.perf_counter, together, wait) / count
-
-
-def _least(
-    clock: Callable[[], float], run: Callable[[], object], before: Callable[[], object]
-) -> float:
-    took: list[float] = []
-    run()
-    while len(took) < _RUNS and sum(took) < _ENOUGH:
-        before()
-        start = clock()
-        run()
         took.append(clock() - start)
-    return min(took)
+    return min(took) / count
 
 
 @dataclass(frozen=True)

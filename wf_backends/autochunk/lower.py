@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from wf_backends.autochunk.plan import ChunkedPart
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, kind_of
@@ -15,6 +15,7 @@ from wf_backends.autochunk.search import candidate_in
 from wf_backends.graph import Effect, Effects, Steps, module_path, read_steps, submodule
 from wf_backends.slicing import join_group_norms
 
+Window = Sequence[fx.Node]  # the nodes from a region's first operator to its last
 Profile = tuple[tuple[str, int], ...]  # a module's path and live bytes, for each operator
 
 
@@ -30,70 +31,51 @@ class Lowered:
         return max(count for _, count in self.profile)
 
 
-def lower(
-    graph: fx.Graph, windows: Sequence[tuple[Sequence[fx.Node], Region]], effects: Effects
-) -> Lowered:
-    """The graph with chunk regions: each with the nodes from its first to its last."""
-    writer = _Writer(effects)
-    regions = {window[0]: (window, region) for window, region in windows}
-    done: set[fx.Node] = set()
-    for node in graph.nodes:
-        if node in regions:
-            window, region = regions[node]
-            before, after = region.flow.around(window)
-            writer.copy(before)
-            writer.call(region, f"chunked_{node.name}")
-            writer.copy(after)
-            done.update(window)
-        elif node not in done:
-            writer.copy([node])
-    join_group_norms(writer.graph)
-    module = fx.GraphModule(writer.root, writer.graph)
+def lower(graph: fx.Graph, windows: Sequence[tuple[Window, Region]], effects: Effects) -> Lowered:
+    """A copy of the graph with chunk regions. Those of layers that are alike share a module."""
+    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    made.output(made.graph_copy(graph, copies))
+    modules = {str(node.target): submodule(node) for node in graph.find_nodes(op="get_attr")}
+    bodies, alike = Bodies(effects), dict[str, tuple[ChunkedRegion, Effect]]()
+    for window, region in windows:
+        kind = kind_of(region)
+        if kind not in alike:
+            module = ChunkedRegion(region, bodies)
+            alike[kind] = module, _effect(module, effects)
+        name = f"chunked_{window[0].name}"
+        modules[name], effect = alike[kind]
+        _replace(window, region, copies, name, effect)
+    join_group_norms(made)
+    module = fx.GraphModule(modules, made)
     steps = read_steps(module.graph, effects)
     paths = [module_path(step.node) for step in steps.steps]
     return Lowered(module, tuple(zip(paths, steps.peaks, strict=True)))
 
 
-class _Writer:
-    """Writes a graph anew, with regions as modules of `root`. Regions of layers that are alike
-    share a module."""
-
-    def __init__(self, effects: Effects) -> None:
-        self.graph, self.root = fx.Graph(), nn.Module()
-        self._effects, self._bodies = effects, Bodies(effects)
-        self._copies: dict[fx.Node, fx.Node] = {}
-        self._alike: dict[str, tuple[ChunkedRegion, Effect]] = {}
-
-    def copy(self, nodes: Iterable[fx.Node]) -> None:
-        for node in nodes:
-            if node in self._copies:
-                continue
-            # a region may move a node before what the graph stores, which it is given
-            self.copy(arg for arg in node.all_input_nodes if arg.op == "get_attr")
-            self._copies[node] = self.graph.node_copy(node, self._copies.__getitem__)
-            if node.op == "get_attr":
-                self.root.add_module(str(node.target), submodule(node))
-
-    def call(self, region: Region, name: str) -> None:
-        """Adds the call of a region, and its outputs in the place of their nodes."""
-        kind = kind_of(region)
-        if kind not in self._alike:
-            made = ChunkedRegion(region, self._bodies)
-            self._alike[kind] = made, _effect(made, self._effects)
-        module, effect = self._alike[kind]
-        self.root.add_module(name, module)
-        call = self.graph.call_module(name, tuple(self._copies[n] for n, _ in region.flow.inputs))
-        stack = region.flow.end.node.meta.get("nn_module_stack")
-        outputs = [op.node for op in region.flow.outputs]
-        values = [node.meta["val"] for node in outputs]
+def _replace(
+    window: Window, region: Region, copies: dict[fx.Node, fx.Node], name: str, effect: Effect
+) -> None:
+    """The call of a region in the place of its operators, its outputs in that of their results."""
+    flow, first, graph = region.flow, copies[window[0]], copies[window[0]].graph
+    operators = [copies[op.node] for op in flow.operators]
+    stack = flow.end.node.meta.get("nn_module_stack")
+    values = [op.node.meta["val"] for op in flow.outputs]
+    with graph.inserting_before(first):
+        call = graph.call_module(name, tuple(copies[node] for node, _ in flow.inputs))
         call.meta = {"val": values, "effect": effect, "nn_module_stack": stack}
-        for index, node in enumerate(outputs):
-            output = self.graph.call_function(operator.getitem, (call, index))
+        for index, op in enumerate(flow.outputs):
+            output = graph.call_function(operator.getitem, (call, index))
             output.meta = {"val": values[index], "nn_module_stack": stack}
-            self._copies[node] = output
+            copies[op.node].replace_all_uses_with(output)
+            copies[op.node] = output
+    for node in reversed(operators):
+        graph.erase_node(node)
+    for node in flow.around(window)[0]:
+        for one in (*(n for n in node.all_input_nodes if n.op == "get_attr"), node):
+            call.prepend(copies[one])
 
 
-def find_region(graph: Steps, part: ChunkedPart) -> tuple[list[fx.Node], Region]:
+def find_region(graph: Steps, part: ChunkedPart) -> tuple[Window, Region]:
     """The operators from `part.first` to `part.last`, and the region that they hold.
 
     Raises ValueError where the graph has no such region, or it may not overwrite that input.

@@ -1,8 +1,11 @@
-"""From a model and a budget to a plan and the module that runs it."""
+"""From a model and a budget to a plan and the module that runs it; or, for a model that is only
+looked at, to the memory of every operator."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from math import inf
 from os.path import commonprefix
@@ -11,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from wf_backends.autochunk.cost import Rates, measure_rates
-from wf_backends.autochunk.lower import Lowered, find_region, lower
+from wf_backends.autochunk.lower import Lowered, Profile, find_region, lower
 from wf_backends.autochunk.plan import ChunkedPart, ChunkPlan
 from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.search import Candidate
@@ -22,8 +25,11 @@ from wf_backends.graph import (
     Copied,
     Effects,
     Steps,
+    bind,
     capture,
+    checked_budget,
     read_steps,
+    register_containers,
     unchunked_peak,
     with_copies,
 )
@@ -200,3 +206,48 @@ def _check_fits(plan: ChunkPlan, budget: Budget) -> None:
             f"more than max_slowdown={budget.slowdown}; raise one of them. max_memory=None finds "
             f"the least memory within max_slowdown"
         )
+
+
+@dataclass(frozen=True)
+class Profiles(Planned):
+    """A plan, and the live bytes of activations at each operator with its module's path: `before`
+    as the model is, `after` with a chunk region as one operator."""
+
+    @cached_property
+    def before(self) -> Profile:
+        return lower(self.captured.graph, (), Effects()).profile
+
+    @property
+    def after(self) -> Profile:
+        return self.lowered.profile if self.plan.regions else self.before
+
+
+def memory_profiles(
+    model: nn.Module,
+    kwargs: Mapping[str, Any],
+    max_memory: int | float | str | None = None,
+    max_slowdown: float = 0.1,
+    rates: Rates | None = None,
+) -> Profiles:
+    """What `autochunk` would do to a model, which may lie on fake tensors: nothing is computed.
+
+    Arguments and errors as `autochunk`; `rates` of the device that is to run it, if not this one.
+    """
+    budget = checked_budget(max_memory, max_slowdown)
+    register_containers()
+    planned = find_plan(model, *bind(model, (), dict(kwargs)), budget, rates)
+    return Profiles(planned.captured, planned.plan, planned.lowered)
+
+
+def longest(fits: Callable[[int], bool], step: int, known: int = 0, within: float = 0.02) -> int:
+    """The largest multiple of `step` that fits, to within a share of it; 0 if none does.
+
+    What fits has to fit when it is shorter, too; `known`, a multiple of `step`, is known to fit.
+    """
+    low, high = known, max(step, 2 * known)
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(step, int(within * low)):
+        middle = (low + high) // 2 // step * step
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

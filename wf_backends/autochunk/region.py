@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from math import lcm
-from typing import Any
 
 import torch
 from torch import fx, nn
@@ -21,11 +21,7 @@ from wf_backends.slicing import Flow, RowsOf, Source, Value, emit, rows_of
 EVEN, EVEN_ON_CUDA = 16, 128
 
 Rows = tuple[int, int]  # [lo, hi)
-Slice = tuple[int, int, int]  # a dimension and its rows [lo, hi)
-
-
-class RegionError(ValueError):
-    """A flow that cannot be cut into these slices."""
+Cut = tuple[int, int, int]  # a dimension and its rows [lo, hi)
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class Region:
 
     The end takes the memory of `overwritten`, one of the flow's inputs (None: memory of its own).
 
-    Raises `RegionError` where slices would not begin at whole rows of every operator.
+    Raises ValueError where slices would not begin at whole rows of every operator.
     """
 
     flow: Flow
@@ -43,7 +39,7 @@ class Region:
 
     def __post_init__(self) -> None:
         if self.length < 1 or self.length % self.flow.unit:
-            raise RegionError(
+            raise ValueError(
                 f"slices of {self.length} rows: they have to be multiples of {self.flow.unit}"
             )
 
@@ -92,14 +88,11 @@ class Bodies:
     def __init__(self, effects: Effects) -> None:
         self._effects = effects
         self._known: dict[str, fx.GraphModule] = {}
-        self._parts: dict[Any, torch.Tensor] = {}
+        self._rows = cache(_rows_of)
 
-    def part(self, node: fx.Node, where: Slice | None) -> torch.Tensor:
+    def part(self, node: fx.Node, where: Cut | None) -> torch.Tensor:
         """A fake tensor like the rows of the node's value: of slices as long it is the same."""
-        key = node, where and (where[0], where[2] - where[1])
-        if key not in self._parts:
-            self._parts[key] = _narrow(node.meta["val"], where)
-        return self._parts[key]
+        return self._rows(node, where and (where[0], 0, where[2] - where[1]))
 
     def of(self, graph: fx.Graph) -> fx.GraphModule:
         """The module of a graph whose placeholders have their `meta["val"]`."""
@@ -120,15 +113,12 @@ class Chunk:
     where its results belong in each output."""
 
     body: fx.GraphModule
-    inputs: tuple[Slice | None, ...]
-    outputs: tuple[Slice, ...]
+    inputs: tuple[Cut | None, ...]
+    outputs: tuple[Cut, ...]
 
 
 class ChunkedRegion(nn.Module):
-    """Runs a region: ``forward(*inputs)`` returns its flow's outputs.
-
-    Raises `RegionError` where the slices do not cover an output.
-    """
+    """Runs a region: ``forward(*inputs)`` returns its flow's outputs."""
 
     def __init__(self, region: Region, bodies: Bodies) -> None:
         super().__init__()
@@ -137,14 +127,12 @@ class ChunkedRegion(nn.Module):
         own = flow.outputs[:-1] if over else flow.outputs
         # as the values lie, without the holes that these have as views of more
         self.allocated = [layout(torch.empty_like(op.node.meta["val"])) for op in own]
-        bounds = (
-            (lo, min(lo + region.length, flow.rows)) for lo in range(0, flow.rows, region.length)
-        )
+        starts = range(0, flow.rows, region.length)
+        bounds = ((lo, min(lo + region.length, flow.rows)) for lo in starts)
         self.chunks = [_chunk(flow, rows_of(flow, *rows), bodies) for rows in bounds]
         for index, op in enumerate(flow.outputs):
             rows = covered(chunk.outputs[index][1:] for chunk in self.chunks)
-            if rows != op.rows:
-                raise RegionError(f"slices compute only {rows} rows of {op.node.name}")
+            assert rows == op.rows, f"slices compute only {rows} rows of {op.node.name}"
 
     def forward(self, *values: torch.Tensor) -> list[torch.Tensor]:
         outputs = [
@@ -164,9 +152,9 @@ class ChunkedRegion(nn.Module):
 
 def _chunk(flow: Flow, rows: RowsOf, bodies: Bodies) -> Chunk:
     """The slice that computes these rows."""
-    graph = fx.Graph()
-    inputs = tuple(_where(value, rows) for value in flow.inputs)
-    held: dict[Value, fx.Node] = {}
+    graph, held = fx.Graph(), dict[Value, fx.Node]()
+    inputs = tuple(None if dim is None else (dim, *rows[node, dim]) for node, dim in flow.inputs)
+    outputs = tuple((op.dim, *rows[op.value]) for op in flow.outputs)
     for index, (value, where) in enumerate(zip(flow.inputs, inputs, strict=True)):
         held[value] = graph.placeholder(f"x{index}")
         held[value].meta["val"] = bodies.part(value[0], where)
@@ -175,41 +163,31 @@ def _chunk(flow: Flow, rows: RowsOf, bodies: Bodies) -> Chunk:
         args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), lambda _, own=read: next(own))
         held[op.value] = emit(graph, op.node, op.dim, rows[op.value], args, kwargs)
     graph.output(tuple(held[op.value] for op in flow.outputs))
-    outputs = tuple((op.dim, *rows[op.value]) for op in flow.outputs)
     body = bodies.of(graph)
     (output,) = body.graph.find_nodes(op="output")
-    for op, where, found in zip(flow.outputs, outputs, output.args[0], strict=True):
-        _check_result(op.node, found.meta["val"], bodies.part(op.node, where))
+    for op, where, result in zip(flow.outputs, outputs, output.args[0], strict=True):
+        found, wanted = result.meta["val"], bodies.part(op.node, where)
+        # copying others would make them wider, or of another dtype
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), (op.node, found, wanted)
     return Chunk(body, inputs, outputs)
-
-
-def _where(value: Value, rows: RowsOf) -> Slice | None:
-    """What a slice has of a value; None: all of it."""
-    return None if value[1] is None else (value[1], *rows[value])
-
-
-def _check_result(node: fx.Node, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    """Refuse rows that copying them would make wider, or of another dtype."""
-    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
-        raise RegionError(
-            f"a slice of {node.name} has {tuple(found.shape)} of {found.dtype}, "
-            f"not {tuple(wanted.shape)} of {wanted.dtype}"
-        )
 
 
 def _read(graph: fx.Graph, held: fx.Node, source: Source, reads: Rows, rows: RowsOf) -> fx.Node:
     """What rows `reads` of an operator need of a value, of which the slice may hold more."""
     if source.dim is None:
         return held
-    (lo, hi), (first, _) = source.rows(*reads), rows[source.value]
-    if (lo, hi) == rows[source.value]:
+    (lo, hi), (first, last) = source.rows(*reads), rows[source.value]
+    if (lo, hi) == (first, last):
         return held
-    return graph.call_function(
-        torch.ops.aten.slice.Tensor, (held, source.dim, lo - first, hi - first)
-    )
+    cut = held, source.dim, lo - first, hi - first
+    return graph.call_function(torch.ops.aten.slice.Tensor, cut)
 
 
-def _narrow(value: torch.Tensor, where: Slice | None) -> torch.Tensor:
+def _rows_of(node: fx.Node, where: Cut | None) -> torch.Tensor:
+    return _narrow(node.meta["val"], where)
+
+
+def _narrow(value: torch.Tensor, where: Cut | None) -> torch.Tensor:
     if where is None:
         return value
     dim, lo, hi = where

@@ -3,22 +3,25 @@
 Regions begin and end where few bytes are live (arXiv 2401.10652, section 3.3). What a candidate
 needs with any number of chunks follows from the storages of its operators: those that leave it stay
 whole, the others shrink with the slices.
+
+A region's end may take the memory of an input, such as a residual stream, which then does not live
+twice: every slice reads the input's rows that it overwrites afterwards, and no others, and nobody
+reads them later. An input of the model is its caller's, and is never taken.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from wf_backends.autochunk.overwrite import input_to_overwrite
 from wf_backends.autochunk.region import covered, slice_length
-from wf_backends.graph import Step, Steps, nbytes, profile
-from wf_backends.slicing import Flow, trace
+from wf_backends.graph import Step, Steps, layout, nbytes, profile
+from wf_backends.slicing import Flow, trace, viewed
 
 REACH = 160  # operators that a region may span on each side of the peak
 ENDS = 5  # of the places where a region may begin or end, so many nearest to the peak and farthest
@@ -66,11 +69,12 @@ class Candidate:
         return chunks if chunks <= self.most else None
 
 
-def candidates_at(graph: Steps, peak: int) -> Iterator[Candidate]:
+def candidates_at(graph: Steps, peak: int) -> list[Candidate]:
     """The candidates whose regions hold step `peak`."""
     live, first, last = graph.live, max(-1, peak - REACH), min(len(graph.steps), peak + REACH)
     lows = _ends({lo: live[lo] for lo in range(peak, first, -1)})
     highs = _ends({hi: live[hi + 1] for hi in range(peak, last)})
+    candidates: list[Candidate | None] = []
     for hi in highs:
         window = [step.node for step in graph.steps[min(lows) : hi + 1]]
         value = window[-1].meta["val"]
@@ -82,9 +86,8 @@ def candidates_at(graph: Steps, peak: int) -> Iterator[Candidate]:
             begins = (next(place for place in places if place >= lo) for lo in lows)
             for lo in dict.fromkeys(begins):
                 part = Flow(flow.operators[places.index(lo) :])
-                found = _candidate(graph, lo, hi, part)
-                if found is not None:
-                    yield found
+                candidates.append(_candidate(graph, lo, hi, part))
+    return [found for found in candidates if found is not None]
 
 
 def candidate_in(graph: Steps, lo: int, hi: int, dim: int) -> Candidate | None:
@@ -123,24 +126,23 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
         and _keeps_writes(graph, lo, hi, flow, born)
     ):
         return None
-    reads = tuple({s: None for step in inner for s in step.reads if s not in born})
     before, after = flow.around([step.node for step in window])
-    overwritten = input_to_overwrite(graph, flow, hi, after)
-    new, taken = dict(outputs), graph.of[overwritten] if overwritten else ()
-    if overwritten:
-        new[graph.of[flow.end.node][0]] -= nbytes(overwritten)
-    region = Step(flow.end.node, reads, new)
+    over = _input_to_overwrite(graph, flow, hi, after)
+    allocates = dict(outputs)
+    if over is not None:
+        allocates[graph.of[flow.end.node][0]] -= nbytes(over)
+    reads = tuple({s: None for step in inner for s in step.reads if s not in born})
     order = [graph.steps[graph.position[node]] for node in (*before, *after)]
-    order.insert(len(before), region)
+    order.insert(len(before), Step(flow.end.node, reads, allocates))
+    taken = graph.of[over] if over else ()
     touched = {s for step in window for s in (*step.reads, *step.allocates)}
     kept = {s for s in touched if s in taken or graph.last.get(s, 0) > hi}
     peaks = profile(order, kept, graph.size, graph.live[lo])
-    whole = peaks[len(before)]
-    peaks[len(before)] = 0
+    whole, peaks[len(before)] = peaks[len(before)], 0
     beside = max(peaks)
     place = graph.position[order[peaks.index(beside)].node]
     sliced = max(profile(inner, outputs))
-    return Candidate(lo, hi, flow, whole, sliced, outputs.total(), beside, place, overwritten)
+    return Candidate(lo, hi, flow, whole, sliced, outputs.total(), beside, place, over)
 
 
 def _passes_on_all(flow: Flow) -> bool:
@@ -160,19 +162,14 @@ def _keeps_writes(graph: Steps, lo: int, hi: int, flow: Flow, born: set[int]) ->
     """Whether what is written in place is seen as the graph has it. A write within the window is
     the region's own, and nobody reads before it, but runs after the region; one behind it is seen
     by all views (two outputs would be two copies)."""
-    window = graph.steps[lo : hi + 1]
+    leaving = Counter(s for op in flow.outputs for s in graph.of[op.node])
     for place, written in graph.written.items():
+        if place > hi and any(leaving[s] > 1 for s in written):
+            return False
         if lo <= place <= hi:
-            early = (step for step in window[: place - lo] if step.node not in flow.members)
-            if (
-                graph.steps[place].node not in flow.members
-                or not written <= born
-                or any(written.intersection(step.reads) for step in early)
-            ):
-                return False
-        if place > hi:
-            leaving = [s for op in flow.outputs for s in graph.of[op.node] if s in written]
-            if len(leaving) > len(set(leaving)):
+            others = (s for s in graph.steps[lo:place] if s.node not in flow.members)
+            own = graph.steps[place].node in flow.members and written <= born
+            if not own or any(written.intersection(step.reads) for step in others):
                 return False
     return True
 
@@ -181,3 +178,51 @@ def _random(node: fx.Node) -> bool:
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         return bool(node.kwargs.get("dropout_p") or (len(node.args) > 4 and node.args[4]))
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _input_to_overwrite(
+    graph: Steps, flow: Flow, hi: int, after: Iterable[fx.Node]
+) -> fx.Node | None:
+    """The input whose memory the end of a flow may take, if there is one.
+
+    `hi` is the last step of the flow's window, `after` the nodes of the window that run behind the
+    region.
+    """
+    end = flow.end.node
+    read_after = {s for node in after for arg in node.all_input_nodes for s in graph.of[arg]}
+    for node, _ in flow.inputs:
+        if layout(node.meta["val"]) != layout(end.meta["val"]) or node not in graph.position:
+            continue
+        (storage,) = graph.of[node]
+        if (
+            graph.size.get(storage) == nbytes(end)
+            and graph.last[storage] <= hi
+            and storage not in read_after
+            and _has_no_copies(graph, storage, flow)
+            and _reads_own_rows(graph, storage, flow, node)
+        ):
+            return node
+    return None
+
+
+def _has_no_copies(graph: Steps, storage: int, flow: Flow) -> bool:
+    """Whether no other storage may turn out to be this one: a reshape may copy, or give a view,
+    and the outputs of regions lie otherwise in memory than their nodes say."""
+    nodes = graph.nodes[storage]
+    users = {user for node in nodes for user in node.users} - flow.members
+    return viewed(nodes[0]) is None and all(
+        viewed(user) is None or storage in graph.of[user] for user in users
+    )
+
+
+def _reads_own_rows(graph: Steps, storage: int, flow: Flow, node: fx.Node) -> bool:
+    """Whether a slice reads of the node's memory just the rows that it computes of the end."""
+    end = flow.end
+    return all(
+        source.node is node
+        and source.dim == end.dim
+        and all(source.rows(*rows[op.value]) == rows[end.value] for rows in flow.halves)
+        for op in flow.operators
+        for source in op.sources
+        if source.node not in flow.members and storage in graph.of[source.node]
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache, partial
 
 from torch import fx
 
@@ -25,7 +26,7 @@ from wf_backends.graph import (
     tensors,
     with_copies,
 )
-from wf_backends.slicing import Sliced, sources
+from wf_backends.slicing import Sliced
 
 HALVINGS = 8  # of the range of budgets, to find the least memory within a slowdown
 BETWEEN = 5  # parts of what is left between the least memory that was found and that selection
@@ -62,38 +63,37 @@ class Selection:
 class Search:
     """Finds selections for one graph; what it knows of a step's candidates serves every budget.
 
-    `copied` is what the graph has anew for each reader.
+    `copied` is what the graph has anew for each reader, so that it takes longer than the model,
+    whose time is `seconds` (None: that of the graph).
     """
 
-    def __init__(self, steps: Steps, rates: Rates) -> None:
-        self.steps, self._rates = steps, rates
-        self.copied: Copied = ""
-        self._kinds = [step.kind for step in self.steps.steps]
-        self._count = Counter(self._kinds)
-        self._first = dict(zip(reversed(self._kinds), reversed(self.steps.steps), strict=True))
-        self._candidates: dict[int, list[Candidate]] = {}
-        self._places: dict[tuple[int, int, int], Candidate | None] = {}
+    def __init__(
+        self, steps: Steps, rates: Rates, copied: Copied = "", seconds: float | None = None
+    ) -> None:
+        self.steps, self._rates, self.copied = steps, rates, copied
+        self._kinds = [step.kind for step in steps.steps]
+        self._candidates_at = cache(partial(candidates_at, steps))
+        self._candidate_in = cache(partial(candidate_in, steps))
         self._costs: dict[tuple[int, int], Cost] = {}
-        each = (n * self._seconds(self._first[kind]) for kind, n in self._count.items())
-        self._seconds_of_graph = self._seconds_of_model = sum(each)
+        self._seconds_of_graph = sum(map(self._seconds, steps.steps))
+        self._seconds_of_model = self._seconds_of_graph if seconds is None else seconds
 
     def with_copies(self, copied: Copied) -> Search | None:
-        """The search of the graph with copies, which takes longer than the model; None: it has
-        none."""
+        """The search of the graph with copies; None: it has none."""
         steps = with_copies(self.steps, copied)
-        if steps is None:
-            return None
-        search = Search(steps, self._rates)
-        search.copied, search._seconds_of_model = copied, self._seconds_of_model
-        return search
+        return steps and Search(steps, self._rates, copied, self._seconds_of_model)
 
     def walls(self) -> tuple[tuple[str, int], ...]:
         """The operators that no region may hold, along no dimension, with how often they stand."""
-        walls: Counter[str] = Counter()
-        for kind, step in self._first.items():
-            if _is_wall(step.node):
-                walls[operator_name(step.node)] += self._count[kind]
+        nodes = (step.node for step in self.steps.steps)
+        walls = Counter(operator_name(node) for node in nodes if self._is_wall(node))
         return tuple(walls.most_common())
+
+    def _is_wall(self, node: fx.Node) -> bool:
+        """What makes tensors from nothing is none."""
+        dims = range(max((t.ndim for t in tensors(node)), default=0))
+        large = node.all_input_nodes and any(t.numel() > 1 for t in tensors(node))
+        return bool(large) and all(self.steps.sources(node, d) is None for d in dims)
 
     def within_slowdown(self, most: float) -> Selection:
         """The selection of least memory whose slowdown is at most `most`."""
@@ -162,9 +162,8 @@ class Search:
 
     def _choose(self, place: int, budget: int, taken: Sequence[Choice]) -> Choice | None:
         """The cheapest candidate at a step that fits; if none does, the one of least memory."""
-        if place not in self._candidates:
-            self._candidates[place] = list(candidates_at(self.steps, place))
-        free = [c for c in self._candidates[place] if not any(t.holds(c.lo, c.hi) for t in taken)]
+        found = self._candidates_at(place)
+        free = [c for c in found if not any(other.holds(c.lo, c.hi) for other in taken)]
         fitting = [(c, n) for c in free if (n := c.chunks_for(budget)) is not None]
         if not fitting and free:
             least = min(free, key=lambda c: c.peak(c.most))
@@ -199,10 +198,7 @@ class Search:
                 continue
             if max(self.steps.peaks[lo : hi + 1]) <= budget:
                 continue
-            place = lo, hi, first.flow.end.dim
-            if place not in self._places:
-                self._places[place] = candidate_in(self.steps, *place)
-            other = self._places[place]
+            other = self._candidate_in(lo, hi, first.flow.end.dim)
             if other is not None and other.peak(choice.chunks) <= budget:
                 choice = replace(choice, candidates=(*choice.candidates, other))
         return choice
@@ -211,10 +207,3 @@ class Search:
         """The predicted time of an operator."""
         rates, count = self._rates, sum(map(nbytes, (step.node, *arguments(step.node))))
         return rates.launch_seconds + max(step.flops / rates.flops_per_s, count / rates.bytes_per_s)
-
-
-def _is_wall(node: fx.Node) -> bool:
-    """Whether it has no rule along any dimension; what makes tensors from nothing is none."""
-    dims = range(max((t.ndim for t in tensors(node)), default=0))
-    large = any(t.numel() > 1 for t in tensors(node))
-    return large and bool(node.all_input_nodes) and all(sources(node, d) is None for d in dims)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
-from functools import partial
 from typing import Annotated
 
 from rich.console import Console
@@ -65,8 +64,13 @@ def chunk(
         made, inputs = call_reader(SKELETONS, "chunk", model, tokens, batch, attention, some)
         return memory_profiles(made, inputs, memory, max_slowdown, None if measure else Rates())
 
+    def fits(tokens: int) -> bool:
+        with suppress(BudgetError):
+            profiles_of(tokens, layers or FEW)
+            return True
+        return False
+
     found = profiles_of(seqlen, layers)
-    fits = partial(_fits, partial(profiles_of, some=layers or FEW))
     reach = longest(fits, STEP) if longest_sequence else None
     if picture is not None:
         limit = budget.in_bytes(found.plan.peak_before).memory
@@ -78,15 +82,6 @@ def chunk(
     if reach is not None:
         print(f"longest sequence within {max_memory}: {reach} tokens")
     Console().print(_table(found))
-
-
-def _fits(profiles_of: Callable[[int], Profiles], tokens: int) -> bool:
-    """Whether there is a plan within the budget for so many tokens."""
-    try:
-        profiles_of(tokens)
-    except BudgetError:
-        return False
-    return True
 
 
 def _memory(text: str) -> str | float | None:
