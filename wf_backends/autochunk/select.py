@@ -75,7 +75,9 @@ class Search:
         self._candidates_at = cache(partial(candidates_at, steps))
         self._candidate_in = cache(partial(candidate_in, steps))
         self._costs: dict[tuple[int, int], Cost] = {}
-        self._seconds_of_graph = sum(map(self._seconds, steps.steps))
+        of_kind = {step.kind: step for step in steps.steps}
+        seconds_of = {kind: self._seconds(step) for kind, step in of_kind.items()}
+        self._seconds_of_graph = sum(seconds_of[kind] for kind in self._kinds)
         self._seconds_of_model = self._seconds_of_graph if seconds is None else seconds
 
     def with_copies(self, copied: Copied) -> Search | None:

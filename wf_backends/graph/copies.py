@@ -35,8 +35,8 @@ def with_copies(steps: Steps, what: Copied) -> Steps | None:
             chains[step.node] = chain
     reads: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for value in chains:
-        alike = {node for s in steps.of[value] for node in steps.nodes[s] if node in chains}
-        if len({user for node in alike for user in node.users} - chains.keys()) > 1:
+        nodes = [node for s in steps.of[value] for node in steps.nodes[s] if node in chains]
+        if len({user for node in nodes for user in node.users if user not in chains}) > 1:
             for user in value.users:
                 if user not in chains and user.op == "call_function":
                     reads[user].append(value)
