@@ -23,17 +23,12 @@ _CHANNELS, _WIDTH = 128, 64  # of a row that is convolved, with the rows and pla
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What is timed to find the rates.
+    """What is timed to find the rates."""
 
-    `square` rows of the matrices that are multiplied to find the rate of arithmetic, `wide` rows
-    of a matrix that no cache holds; `rows` and `batch` of the products that are summed over
-    neither's innermost dimension.
-    """
-
-    square: int
-    wide: int
-    rows: int
-    batch: int
+    square: int  # rows of the matrices that are multiplied to find the rate of arithmetic
+    wide: int  # rows of a matrix that no cache holds
+    rows: int  # of the products that are summed over neither's innermost dimension
+    batch: int  # so many of them
 
 
 _ON_CPU = _Sizes(square=256, wide=2048, rows=128, batch=32)
@@ -42,20 +37,21 @@ _ON_GPU = _Sizes(square=4096, wide=6144, rows=512, batch=128)
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does: seconds to launch an operator, flops a second, bytes a second that are
-    read or written, bytes a second of a large matrix with which few rows are multiplied, bytes a
-    second of a batch of matrices whose innermost dimension is the batch (libraries copy it),
-    seconds of a turn of the loop over slices beside its operators (0 where the host runs ahead of
-    the device), and seconds that a convolution of few rows with a halo takes beside its arithmetic
-    and the reading of its weight, of 128 channels and 3 x 3."""
+    """What a device does; the defaults are those of one large GPU."""
 
-    launch_seconds: float = 5e-6
+    launch_seconds: float = 5e-6  # of an operator
     flops_per_s: float = 2e14
-    bytes_per_s: float = 2e12
-    packed_bytes_per_s: float = 2e12
-    interleaved_bytes_per_s: float = 5e11
-    slice_seconds: float = 0.0
-    halo_seconds: float = 0.0
+    bytes_per_s: float = 2e12  # that are read or written
+    packed_bytes_per_s: float = 2e12  # of a large matrix with which few rows are multiplied
+    interleaved_bytes_per_s: float = (
+        5e11  # of matrices of which the innermost dimension is the batch
+    )
+    slice_seconds: float = (
+        0.0  # of a turn of the loop beside its operators; a GPU's host runs ahead
+    )
+    halo_seconds: float = (
+        0.0  # of few rows of a 3 x 3 convolution of 128 channels, beside its flops
+    )
 
     def packing_seconds(self, count: float) -> float:
         """The time that a slice of few rows takes for a matrix of `count` bytes that it is

@@ -6,13 +6,12 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
 from wf_backends.autochunk.plan import ChunkedPart
 from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, kind_of
 from wf_backends.autochunk.search import candidate_in
-from wf_backends.graph import Effect, Effects, Steps, module_path, read_steps, submodule
+from wf_backends.graph import Effect, Effects, Steps, module_path, nbytes, read_steps, submodule
 from wf_backends.slicing import join_group_norms
 
 Window = Sequence[fx.Node]  # the nodes from a region's first operator to its last
@@ -41,7 +40,7 @@ def lower(graph: fx.Graph, windows: Sequence[tuple[Window, Region]], effects: Ef
         kind = kind_of(region)
         if kind not in alike:
             module = ChunkedRegion(region, bodies)
-            alike[kind] = module, _effect(module, effects)
+            alike[kind] = module, _effect(region, module, effects)
         name = f"chunked_{window[0].name}"
         modules[name], effect = alike[kind]
         _replace(window, region, copies, name, effect)
@@ -95,12 +94,11 @@ def find_region(graph: Steps, part: ChunkedPart) -> tuple[Window, Region]:
     return nodes, Region(found.flow, part.length, over)
 
 
-def _effect(module: ChunkedRegion, effects: Effects) -> Effect:
+def _effect(region: Region, module: ChunkedRegion, effects: Effects) -> Effect:
     """What a region does to memory: its outputs whole, but for one in an input's place; of the
     rest what the slice needs that needs most."""
-    allocated = tuple(
-        torch.Size(shape).numel() * dtype.itemsize for shape, _, dtype, _ in module.allocated
-    )
+    outputs = region.flow.outputs[: len(module.allocated)]
+    allocated = tuple(nbytes(op.node) for op in outputs)
     bodies = {id(chunk.body): chunk.body.graph for chunk in module.chunks}
     inner = max(max(read_steps(graph, effects).peaks) for graph in bodies.values())
     over = () if module.overwritten is None else (module.overwritten,)

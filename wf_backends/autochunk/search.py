@@ -30,23 +30,17 @@ MOST_CHUNKS = 512
 
 @dataclass(frozen=True, eq=False)
 class Candidate:
-    """A flow within steps [lo, hi] of the graph, and the bytes that these steps need with it.
-
-    `whole` is what lives while the region runs (its inputs, its outputs and what passes by),
-    `sliced` what its inner values would need whole, `copied` the bytes of its outputs. `beside` is
-    the peak of the steps around the region, at step `place`. `overwritten` is the input whose
-    memory the flow's end takes, if any.
-    """
+    """A flow within steps [lo, hi] of the graph, and the bytes that these steps need with it."""
 
     lo: int
     hi: int
     flow: Flow
-    whole: int
-    sliced: int
-    copied: int
-    beside: int
+    whole: int  # live while the region runs: its inputs, its outputs and what passes by
+    sliced: int  # that its inner values would need whole
+    copied: int  # of its outputs
+    beside: int  # the peak of the steps around the region, at step `place`
     place: int
-    overwritten: fx.Node | None
+    overwritten: fx.Node | None  # the input whose memory the flow's end takes
 
     @property
     def most(self) -> int:

@@ -151,18 +151,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Steps:
-    """A graph's operators in order, and its storages by number.
-
-    `effects` has what the operators do; `of` the storages of each node's tensors; `size` the bytes
-    of those that operators allocate; `outputs` those that the graph returns.
-    """
+    """A graph's operators in order, and its storages by number."""
 
     graph: fx.Graph
     effects: Effects
     steps: list[Step]
-    of: dict[fx.Node, tuple[int, ...]]
-    size: dict[int, int]
-    outputs: frozenset[int]
+    of: dict[fx.Node, tuple[int, ...]]  # the storages of each node's tensors
+    size: dict[int, int]  # the bytes of those that operators allocate
+    outputs: frozenset[int]  # those that the graph returns
     _sources: dict[tuple[int, int], tuple[Source, ...] | None] = field(default_factory=dict)
 
     def sources(self, node: fx.Node, dim: int) -> tuple[Source, ...] | None:

@@ -76,12 +76,9 @@ def gather(call: Call, dim: int) -> Reads:
 
 def scatter(call: Call, dim: int) -> Reads | None:
     """Along another dimension, of which the index has all rows."""
-    rows = {name: call.size(name)[dim] for name in call.tensors()}
-    return (
-        None
-        if dim == own_axis(call) or len({*rows.values()}) > 1
-        else dict.fromkeys(rows, Rows(dim))
-    )
+    names = call.tensors()
+    same = len({call.size(name)[dim] for name in names}) == 1
+    return dict.fromkeys(names, Rows(dim)) if same and dim != own_axis(call) else None
 
 
 def index_select(call: Call, dim: int) -> Reads:
