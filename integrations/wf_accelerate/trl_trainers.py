@@ -14,8 +14,11 @@ from accelerate.utils import set_seed
 from torch import Tensor, nn
 
 from wf_transformers import Handle, attach_model, temporarily_replace
-from wf_transformers.whole_batches.log_probabilities import LogProbabilityHooks, take_sharded_logits
-from wf_transformers.whole_batches.rollout import Rollout
+from wf_transformers.whole_batches.log_probabilities import (
+    LogProbabilityHooks,
+    Rollout,
+    take_sharded_logits,
+)
 
 
 class TrlTrainer:

@@ -17,16 +17,16 @@ from wf_backends.dsp import DynamicSequenceParallel, Mode, Stages, receivers, sp
 from wf_transformers.attention import UNSUPPORTED
 from wf_transformers.calls import (
     TOKENS,
-    has_tokens,
+    by_name,
     parameter_names,
     refuse_call,
     refuse_inner_call,
     refuse_media,
-    rows_given,
     takes_any_keyword,
+    tokens_of,
 )
 from wf_transformers.documents import MASK_WORDS, mask_words
-from wf_transformers.draws import RankDraws, draws_in_training
+from wf_transformers.draws import RankDraws
 from wf_transformers.families.experts import RouterLoss, has_router_loss
 from wf_transformers.families.media import language_model, media_of, take_media
 from wf_transformers.families.mixing import has_mixers, refuse_unspreadable, spread_mixers
@@ -36,7 +36,6 @@ from wf_transformers.handle import Handle
 from wf_transformers.models import (
     asks_registry,
     inner_models,
-    own_class,
     row_of,
     tell_windows,
 )
@@ -132,10 +131,9 @@ def _draw_by_rank(model: nn.Module, handle: Handle) -> None:
 
     @eager
     def enter(called: nn.Module, args: tuple[Any, ...], kwargs: Words) -> None:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        own = model not in handle.attention.cut_inside
-        if own and called.training and has_tokens(given) and draws_in_training(called):
-            draws.enter(given[next(key for key in TOKENS if given.get(key) is not None)].device)
+        tokens = tokens_of(by_name(names, args, kwargs))
+        if tokens is not None and model not in handle.attention.cut_by_heads:
+            draws.enter_for(called, handle.sp, tokens.device)
 
     handle.hooks(
         model.register_forward_pre_hook(enter, with_kwargs=True),
@@ -149,7 +147,7 @@ def take_latents(model: nn.Module, handle: Handle) -> None:
     Raises:
         ValueError: for a model without such layers, or whose attention is not over the ranks.
     """
-    layers = [module for module in model.modules() if own_class(module).__name__ in LATENTS]
+    layers = [(m, forward) for m in model.modules() if (forward := row_of(LATENTS, m))]
     if not layers:
         raise ValueError(
             f'"latents": true is for models with {" or ".join(LATENTS)} of transformers, and '
@@ -157,9 +155,9 @@ def take_latents(model: nn.Module, handle: Handle) -> None:
         )
     if not handle.attention.name:
         raise ValueError('"latents": true is for attention over the ranks, and not beside "dsp"')
-    for module in layers:
+    for module, forward in layers:
         handle.set(module, "wallfacer", handle.attention)
-        handle.set(module, "forward", MethodType(LATENTS[own_class(module).__name__], module))
+        handle.set(module, "forward", MethodType(forward, module))
 
 
 def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
@@ -169,29 +167,30 @@ def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
     stacks = bool(stacks_of(model))
 
     def check(args: tuple[Any, ...], kwargs: Words) -> Words:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = by_name(names, args, kwargs)
         if given.get("output_attentions"):
             raise NotImplementedError(f"{UNSUPPORTED['output_attentions']}, which WallFacer lacks")
         if handle.sp.size > 1:
-            whole = TOKENS if stacks or model in attention.cut_inside else ()
+            whole = TOKENS if stacks or model in attention.cut_by_heads else ()
             cut = {key: value for key, value in given.items() if key not in whole}
             refuse_call(model, cut, names, attention.logits_are_whole)
             if media_of(model) is None:
                 refuse_media(model, cut)
-            attention.documents.expect(rows_given(cut))
-            if not has_tokens(cut):
+            tokens = tokens_of(cut)
+            attention.documents.expect(0 if tokens is None else tokens.shape[1])
+            if tokens is None:
                 with handle.advising():
                     handle.sp.check_same(given)
         if not passes_on:
             known = without_documents(args, kwargs)  # without positions where ALiBi has its own
             return {k: x for k, x in known.items() if k != "position_ids" or k in names}
         # Where there were documents before, a layer that is recomputed must know of none
-        none = {"cu_seqlens": None} if attention.documents.used and has_tokens(given) else {}
-        return none | kwargs
+        knows = attention.documents.used and tokens_of(given) is not None
+        return ({"cu_seqlens": None} if knows else {}) | kwargs
 
     problem = None if receivers(model) else attends_alone(model)
     scope_documents(model, handle, check, problem)
-    handle.set(model, APPLIED, attention)
+    handle.set(model, APPLIED, True)
     if handle.sp.size > 1:
         _check_inner_models(model, handle)
 
@@ -200,8 +199,9 @@ def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
     """Check calls of the models inside `model`, which scripts call for hidden states, too."""
 
     def check(inner: nn.Module, args: tuple[Any, ...], kwargs: Words) -> None:
-        given = dict(zip(parameter_names(inner), args, strict=False)) | kwargs
-        if handle.attention.documents.rows != 0:  # else attention refuses to be called
+        given = by_name(parameter_names(inner), args, kwargs)
+        running = handle.attention.documents.running
+        if running is None or running.rows != 0:  # else attention refuses to be called
             refuse_inner_call(inner, given, handle.attention.logits_are_whole)
 
     for inner in inner_models(model):
@@ -268,7 +268,4 @@ def can_ask(model: PreTrainedModel) -> bool:
 
 def is_applied(model: nn.Module) -> bool:
     """Whether `apply` was called on this very module, or on one that it is a copy of."""
-    mine = [getattr(module, "wallfacer", None) for module in unasking(model)]
-    named = registered_for(model)
-    applied = vars(model).get(APPLIED)
-    return applied is not None and any(applied is attention for attention in [*mine, named])
+    return APPLIED in vars(model)

@@ -60,7 +60,7 @@ class Attention(Shared):
         self.name = name
         """In transformers' registry; "" if it is not there."""
         self.documents = Documents()
-        self.cut_inside: WeakSet[nn.Module] = WeakSet()
+        self.cut_by_heads: WeakSet[nn.Module] = WeakSet()
         """Models that take whole batches, of which the model inside is cut: see heads.py."""
         self.asked = False
         """Whether a layer has called since somebody last set this to False."""
@@ -137,7 +137,8 @@ class Attention(Shared):
         given: dict[str, Any],
     ) -> dict[str, Any]:
         """What sp.attention is told of the mask."""
-        place, seqlen = getattr(module, IN_STACK, None), self.documents.seqlen
+        place, running = getattr(module, IN_STACK, None), self.documents.running
+        seqlen = running.seqlen if running else None
         if place is None:
             self._check_mask(mask, causal, _built_window(module, window))
             told = self.documents.current(given)

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from wf_backends.parallel import at_least_one
 from wf_transformers.attach import is_applied
-from wf_transformers.calls import parameter_names, takes_any_keyword
+from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.documents import mask_words
 from wf_transformers.families.experts import COUNTED, has_router_loss
 from wf_transformers.families.mixing import refuse_unspread, refuse_unspreadable
-from wf_transformers.families.stacks import stacks_of
+from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.families.table import builds_masks
 from wf_transformers.masks import silent_mask
 from wf_transformers.models import outermost
@@ -47,7 +47,7 @@ def forward_kwargs(
             `num_valid` for one whose loss is not plain cross entropy.
     """
     model = _unwrap(model)
-    if any(stacks_of(one) for one in outermost(model)):
+    if is_cut_inside(model):
         raise ValueError(
             f"{type(model).__name__} is cut inside: call it with the whole batch on every rank"
         )
@@ -86,8 +86,8 @@ def _refuse_unspreadable(model: nn.Module) -> None:
 
 
 def _silent_mask(model: nn.Module, local_batch: Mapping[str, Any]) -> Tensor:
-    tokens = local_batch.get("input_ids", local_batch.get("inputs_embeds"))
-    if not isinstance(tokens, Tensor):
+    tokens = tokens_of(local_batch)
+    if tokens is None:
         raise ValueError(f'a batch needs "input_ids" (b, s), got the keys {sorted(local_batch)}')
     wide = any(p.dtype == torch.float64 for p in model.parameters())
     dtype = torch.float64 if wide else torch.float32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,11 +23,9 @@ OF_THE_WHOLE = {
     **dict.fromkeys(CACHES, f"a KV cache cannot be spread; {ON_ONE_PROCESS}"),
     "logits_to_keep": f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})",
     "num_logits_to_keep": f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})",
-    "output_router_logits": "the router's loss would be of this rank's tokens only; set it to "
-    "False in the call and in the config",
 }
-FROM_CONFIG = ("output_router_logits",)
-"""Which of these a model also takes from its config, where the call does not say."""
+ROUTER_LOGITS = "output_router_logits"
+HIDDEN_STATES = "output_hidden_states"
 PARTIAL_STATES = (
     "output_hidden_states=True: they would be of this rank's tokens, beside whole logits; leave it "
     "out of the call and the config"
@@ -49,17 +47,22 @@ def takes_any_keyword(model: nn.Module) -> bool:
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in kept)
 
 
-def has_tokens(given: Mapping[str, Any]) -> bool:
-    """Whether a call's arguments are tokens, not images or sounds (which encoders take whole)."""
-    return any(given.get(key) is not None for key in TOKENS)
+def by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments, where `names` are those of the parameters."""
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def rows_given(given: Mapping[str, Any]) -> int:
-    """This rank's tokens among a call's arguments; 0 for images and sounds, which are whole."""
-    for key in TOKENS:
-        if isinstance(given.get(key), Tensor):
-            return given[key].shape[1]
-    return 0
+def asks_for(key: str, model: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether a call of a model asks for an output, or its config where the call does not say."""
+    config, asked = getattr(model, "config", None), given.get(key)
+    return bool(getattr(config, key, False) if asked is None else asked)
+
+
+def tokens_of(given: Mapping[str, Any]) -> Tensor | None:
+    """(b, S) ids or (b, S, width) embeddings among a call's arguments; None beside them stand
+    images or sounds, which encoders take whole."""
+    found = (given.get(key) for key in TOKENS)
+    return next((x for x in found if isinstance(x, Tensor)), None)
 
 
 def refuse_call(
@@ -77,15 +80,18 @@ def refuse_call(
         NotImplementedError: for arguments that have no meaning for a part.
         ValueError: for a call without what `forward_kwargs` gives.
     """
-    config = getattr(model, "config", None)
     for key, why in OF_THE_WHOLE.items():
-        default = getattr(config, key, None) if key in FROM_CONFIG else None
-        value = default if given.get(key) is None else given[key]
+        value = given.get(key)
         if isinstance(value, Tensor) or value not in (None, 0):
             raise NotImplementedError(f"{key}: {why}")
+    if asks_for(ROUTER_LOGITS, model, given):
+        raise NotImplementedError(
+            f"{ROUTER_LOGITS}: the router's loss would be of this rank's tokens only; set it to "
+            "False in the call and in the config"
+        )
     if model.training:
-        _refuse_layerdrop(type(model).__name__, config)
-    if has_tokens(given):
+        _refuse_layerdrop(type(model).__name__, getattr(model, "config", None))
+    if tokens_of(given) is not None:
         if not logits_are_whole:
             _refuse_labels(type(model).__name__, given)
         _refuse_tokens(type(model).__name__, given, names)
@@ -100,7 +106,7 @@ def refuse_media(model: nn.Module, given: Mapping[str, Any]) -> None:
         NotImplementedError: naming the argument.
     """
     whole = next((key for key in MEDIA if given.get(key) is not None), None)
-    if whole is not None and has_tokens(given):
+    if whole is not None and tokens_of(given) is not None:
         name = type(model).__name__
         raise NotImplementedError(f"{name} was called with {whole} beside tokens: {NOT_CUT}")
 
@@ -112,16 +118,10 @@ def refuse_inner_call(model: nn.Module, given: Mapping[str, Any], logits_are_who
         NotImplementedError: for hidden states of one rank beside logits of all.
         ValueError: for tokens without what `forward_kwargs` gives.
     """
-    if logits_are_whole and _asks_hidden_states(model, given):
+    if logits_are_whole and asks_for(HIDDEN_STATES, model, given):
         raise NotImplementedError(PARTIAL_STATES)
-    if has_tokens(given):
+    if tokens_of(given) is not None:
         _refuse_tokens(type(model).__name__, given, parameter_names(model))
-
-
-def _asks_hidden_states(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    asked = given.get("output_hidden_states")
-    own = getattr(getattr(model, "config", None), "output_hidden_states", False)
-    return bool(own if asked is None else asked)
 
 
 def _refuse_layerdrop(name: str, config: Any) -> None:

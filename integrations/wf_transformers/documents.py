@@ -65,19 +65,9 @@ class Documents:
             self._scopes[-1] = self._scopes[-1]._replace(rows=rows, seqlen=seqlen)
 
     @property
-    def running(self) -> bool:
-        """Whether a model that was attached is being called."""
-        return bool(self._scopes)
-
-    @property
-    def rows(self) -> int | None:
-        """What `expect` was told in the running scope; None outside of any."""
-        return self._scopes[-1].rows if self._scopes else None
-
-    @property
-    def seqlen(self) -> int | None:
-        """As `rows`."""
-        return self._scopes[-1].seqlen if self._scopes else None
+    def running(self) -> Scope | None:
+        """The scope of a model that was attached and is being called; None outside of any."""
+        return self._scopes[-1] if self._scopes else None
 
     def check_rows(self, layer: str, rows: int) -> None:
         """Refuse attention over rows that nobody cut.
@@ -85,7 +75,7 @@ class Documents:
         Raises:
             NotImplementedError: if the running scope expects another number.
         """
-        wanted = self.rows
+        wanted = self.running.rows if self.running else None
         if wanted is not None and wanted != rows:
             cut = f"{wanted} were cut for this rank" if wanted else "none were cut"
             raise NotImplementedError(f"{layer} attends over {rows} rows, and {cut}: {NOT_CUT}")
@@ -110,14 +100,12 @@ class Documents:
         """
         if any(key in kwargs for key in MASK_WORDS):
             return mask_words(kwargs)
-        if self._scopes:
-            return self._scopes[-1].words
+        if self.running:
+            return self.running.words
         if self.used:
             raise ValueError(OUTSIDE)
         return NONE
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], ...]:
         """torch.utils.checkpoint's `context_fn`: the recomputation sees what the forward saw."""
-        if not self._scopes:
-            return nullcontext(), nullcontext()
-        return nullcontext(), self.scope(*self._scopes[-1])
+        return nullcontext(), self.scope(*self.running) if self.running else nullcontext()

@@ -11,6 +11,8 @@ from torch import Generator, Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers.configuration_utils import PretrainedConfig
 
+from wf_backends import SequenceParallel
+
 NEFTUNE = "neftune_noise_alpha"
 HEADS = ("classifier", "summary")  # of configs' names: heads that pool, which are not spread
 
@@ -44,6 +46,11 @@ class RankDraws:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._outer: list[tuple[Generator, Tensor, Tensor]] = []
+
+    def enter_for(self, model: nn.Module, sp: SequenceParallel, device: torch.device) -> None:
+        """`enter` before a forward that draws, of tokens that are on several ranks."""
+        if sp.size > 1 and model.training and draws_in_training(model):
+            self.enter(device)
 
     def enter(self, device: torch.device) -> None:
         """Seed the generators of the host and of `device` by this rank."""

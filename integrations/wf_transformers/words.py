@@ -16,13 +16,12 @@ from torch import nn
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_transformers.attach import take_latents
-from wf_transformers.calls import has_tokens, parameter_names
+from wf_transformers.calls import by_name, parameter_names, tokens_of
 from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing, checkpoint_activations
-from wf_transformers.comparison.first import FirstStep
-from wf_transformers.comparison.inner import InnerCalls
+from wf_transformers.comparison.first import FirstStep, InnerCalls
 from wf_transformers.comparison.runs import Gather
 from wf_transformers.comparison.verify import VERIFY, Mode, check_mode, verify
-from wf_transformers.families.stacks import stacks_of
+from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost
 from wf_transformers.tiles import AUTOCHUNK, TrainingBudget, apply_tiles, plan_tiles
@@ -156,9 +155,9 @@ def _compare_whole_calls(model: nn.Module, handle: Handle) -> None:
 
     @eager
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = dict(zip(names, args, strict=False)) | kwargs
-        found = outermost(model)  # without any it is not known what the arguments are
-        whole = bool(found) and (not has_tokens(given) or any(stacks_of(one) for one in found))
+        given = by_name(names, args, kwargs)
+        known = bool(outermost(model))  # else it is not known what the arguments are
+        whole = known and (tokens_of(given) is None or is_cut_inside(model))
         if whole and model.training and torch.is_grad_enabled():
             handle.compare_first(given)
 

@@ -28,7 +28,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
 )
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
-from wf_transformers.whole_batches.fused import has_fused_head, own_words  # noqa: E402
+from wf_transformers.whole_batches.arguments import own_words  # noqa: E402
+from wf_transformers.whole_batches.own_loss import has_fused_head  # noqa: E402
 
 IGNORED = -100
 BORDERS = (0, 7, 19, 30)

@@ -16,8 +16,10 @@ import wf_transformers  # noqa: E402
 from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.families import Doubles  # noqa: E402
 from tests.integrations.transformers_models import gradients, sequence_parallel  # noqa: E402
-from wf_transformers.whole_batches.log_probabilities import LogProbabilityHooks  # noqa: E402
-from wf_transformers.whole_batches.rollout import Rollout  # noqa: E402
+from wf_transformers.whole_batches.log_probabilities import (  # noqa: E402
+    LogProbabilityHooks,
+    Rollout,
+)
 from wf_transformers.whole_batches.sharded_logits import log_softmax_of  # noqa: E402
 
 VOCAB, SAMPLES, SEQLEN, KEPT = 96, 3, 26, 11

@@ -10,26 +10,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from wf_backends import SequenceParallel
+from wf_backends._compile import eager
 from wf_backends.comm import ThreadComm
 from wf_backends.parallel import IGNORE_INDEX
 from wf_backends.schedule import SLICE_WORDS
-from wf_transformers.calls import LABELS, parameter_names
+from wf_transformers.calls import LABELS, TOKENS, by_name, parameter_names, tokens_of
 from wf_transformers.comparison.changes import Changes
-from wf_transformers.comparison.drawn import SAMPLES, drawn_length
+from wf_transformers.comparison.drawn import SAMPLES, drawn_length, drawn_tokens
 from wf_transformers.comparison.runs import Call, Comparison
 from wf_transformers.comparison.verify import Mode, as_before, compare, conclude, obstacle
+from wf_transformers.documents import MASK_WORDS
+from wf_transformers.families.stacks import stacks_of
 from wf_transformers.handle import Handle
-from wf_transformers.whole_batches.fused import VARLEN
+from wf_transformers.models import inner_models, outermost
+from wf_transformers.whole_batches.arguments import own_words
 
 LONGEST = 2048  # tokens of a batch that cannot be cut
 TOO_LONG = (
     "its first batch cannot be cut short: it has a mask in slices, several sequences a sample, or "
     f"images in more than {LONGEST} tokens"
 )
-BORDERS = ("cu_seqlens", *VARLEN)
+UNKNOWN = "what inputs it takes is not known"
 LIKE_DRAWS = (
     "{name} drops the same places of different tokens on several ranks, the first in {where}: they "
     "draw from the same random state. Outside of Hugging Face models seed each rank by its own, "
@@ -72,9 +77,10 @@ class FirstStep:
         due, self.due = self.due, False
         if not due or handle.sp.size == 1:
             return
+        given = own_words(given)
         if not whole_batches:
             known = [name for name in parameter_names(self.model) if name not in LABELS]
-            given = {key: x for key, x in given.items() if key in (*known, *BORDERS)}
+            given = {key: x for key, x in given.items() if key in (*known, "cu_seqlens")}
         batch, on = shortened(given, handle.sp), "the first tokens of its first batch"
         run = self.run(self.model, handle, batch, TOO_LONG, on, whole_batches, call)
         if run is not None and run.drops:
@@ -106,6 +112,49 @@ class FirstStep:
         return None if conclude(run, problem, self.mode, on) is None else run
 
 
+class InnerCalls:
+    """Compares the models inside those that `handle` attached, when they are first called.
+
+    A loop of one's own calls such a model by itself, for hidden states, and a loss in chunks. That
+    goes round the model that was attached, and round what knows whole batches. So a call is
+    compared as it is made: on a drawn batch, with the arguments that this one has.
+
+    Args:
+        first: what knows how `model` was attached, the hooks of this among it.
+    """
+
+    def __init__(self, model: nn.Module, handle: Handle, first: FirstStep) -> None:
+        self._handle, self._first = handle, first
+        around = (one for one in outermost(model) if not stacks_of(one))
+        self._due = {inner for one in around for inner in inner_models(one)}
+        for inner in self._due:
+            handle.hooks(inner.register_forward_pre_hook(self._before, with_kwargs=True))
+
+    @eager
+    def _before(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = by_name(parameter_names(inner), args, kwargs)
+        by_itself = (
+            self._handle.attention.documents.running is None and self._handle.first is not None
+        )
+        trains = inner.training and torch.is_grad_enabled() and tokens_of(given) is not None
+        if by_itself and trains and inner in self._due:
+            self._due -= set(inner.modules())
+            self._compare(inner, [name for name, x in given.items() if x is not None])
+
+    def _compare(self, inner: nn.Module, names: list[str]) -> None:
+        handle = self._handle
+        told = dict.fromkeys(name for name in MASK_WORDS if name in names)  # one document
+        no_cache = {"use_cache": False} if "use_cache" in parameter_names(inner) else {}
+
+        def call(words: Mapping[str, Any], alone: bool) -> Any:
+            asked = {k: x for k, x in words.items() if alone or k in (*TOKENS, *names)}
+            return inner(**no_cache | (asked if alone else told | asked))
+
+        batch = drawn_tokens(inner, handle.sp)
+        on = f"a drawn batch, with {', '.join(names)} alone as here"
+        self._first.run(inner, handle, batch, UNKNOWN, on, handle.whole_batches, call)
+
+
 def _refuse_like_draws(run: Comparison, handle: Handle) -> None:
     """Refuse dropout that drops the same of every rank's tokens."""
     if isinstance(run.sp.comm, ThreadComm):  # which share a generator
@@ -127,9 +176,9 @@ def shortened(given: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any] 
     """
     batch = {key: x for key, x in given.items() if x is not None}
     tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]
-    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+    tokens = tokens_of(batch)
     samples = len(tensors[0] if tokens is None else tokens) if tensors else 0
-    if not isinstance(tokens, Tensor):
+    if tokens is None:
         return {key: _first(x, samples) for key, x in batch.items()}
     seqlen = tokens.shape[1]
     if batch.get(SLICE_WORDS[0]) is not None or batch.get("input_ids", tokens[:, 0]).dim() > 2:
@@ -145,7 +194,7 @@ def shortened(given: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any] 
         for dim in dims:
             x = x.narrow(dim, start, stop - start) if x.shape[dim] == seqlen else x
         found[key] = x
-    found = {key: x for key, x in found.items() if key not in BORDERS}
+    found.pop("cu_seqlens", None)
     return _with_labels(found)
 
 
@@ -159,8 +208,6 @@ def _longest_document(batch: Mapping[str, Any], seqlen: int) -> tuple[int, int]:
     positions = batch.get("position_ids")
     if batch.get("cu_seqlens") is not None:
         borders = batch["cu_seqlens"]
-    elif isinstance(batch.get(VARLEN[0]), Tensor):
-        borders = batch[VARLEN[0]].tolist()
     elif isinstance(positions, Tensor) and positions.dim() == 2:
         borders = [*(positions[0] == 0).nonzero().flatten().tolist(), seqlen]
     pairs = list(zip(borders, borders[1:], strict=False)) or [(0, seqlen)]

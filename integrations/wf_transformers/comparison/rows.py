@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from wf_backends import SequenceParallel
 from wf_backends.schedule import padding_multiple
+from wf_transformers.calls import tokens_of
 
 LESS = (0, 1)  # rows than tokens: the last one predicts nothing, so some leave it out
 SLOPES = tuple(sqrt(prime) for prime in (2, 3, 5, 7, 11, 13))
@@ -32,8 +33,8 @@ class Rows:
         self._sp, self._uneven = sp, uneven
         self.shape: tuple[int, ...] = ()
         """(b, S); () without tokens."""
-        tokens = batch.get("input_ids", batch.get("inputs_embeds"))
-        if isinstance(tokens, Tensor):
+        tokens = tokens_of(batch)
+        if tokens is not None:
             self.shape = tuple(tokens.shape[:2])
             mask = batch.get("attention_mask")
             by_token = isinstance(mask, Tensor) and mask.shape == self.shape

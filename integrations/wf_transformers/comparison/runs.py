@@ -23,7 +23,7 @@ from wf_backends.dsp import (
 from wf_backends.parallel import IGNORE_INDEX
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.batch import forward_kwargs
-from wf_transformers.calls import has_tokens, parameter_names, takes_any_keyword
+from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.comparison.draws import SeenDropouts
 from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary
 from wf_transformers.comparison.rows import Rows
@@ -67,7 +67,7 @@ class Comparison:
         inside = bool(stacks_of(model))
         if inside and "use_cache" in parameter_names(model):
             self.batch["use_cache"] = False  # keys and values would be of this rank's rows
-        self.whole_batches = whole_batches or inside or not has_tokens(batch)
+        self.whole_batches = whole_batches or inside or tokens_of(batch) is None
         self.errors: list[tuple[str, float, float]] = []
         self.cut = self.drops = False
         self._rows = Rows(sp, batch, uneven=inside)

@@ -16,17 +16,16 @@ from transformers.utils.generic import ModelOutput
 
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
-from wf_transformers.calls import parameter_names
+from wf_transformers.calls import ROUTER_LOGITS, asks_for, by_name, parameter_names
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, own_class
 
-ASKED = "output_router_logits"
 COUNTED = "router_mask"
 """Beside it: (b, s), 1 where a token of this rank counts. `forward_kwargs` passes it."""
 FUNCTION = "load_balancing_loss_func"
 NO_MASK = (
-    f"{ASKED}: which tokens count must be known: have an attention_mask in the batch (ones where "
-    "nothing is padding), and call the model with what wf_transformers.forward_kwargs gives"
+    f"{ROUTER_LOGITS}: which tokens count must be known: have an attention_mask in the batch (ones "
+    "where nothing is padding), and call the model with what wf_transformers.forward_kwargs gives"
 )
 
 Words = dict[str, Any]
@@ -41,11 +40,7 @@ def has_router_loss(model: nn.Module) -> bool:
 
 def asks_router_loss(model: nn.Module, given: Mapping[str, Any]) -> bool:
     """Whether a call of `model` wants it."""
-    asked = given.get(ASKED)
-    config = getattr(model, "config", None)
-    return has_router_loss(model) and bool(
-        getattr(config, ASKED, False) if asked is None else asked
-    )
+    return has_router_loss(model) and asks_for(ROUTER_LOGITS, model, given)
 
 
 def balance(
@@ -97,24 +92,24 @@ class RouterLoss:
         )
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+        given = by_name(self._names, args, kwargs)
         words = {key: value for key, value in kwargs.items() if key != COUNTED}
         if not asks_router_loss(model, given):
             return args, words
         self._counted, self._labelled = kwargs.get(COUNTED), given.get("labels") is not None
         if self._counted is None:
             raise ValueError(NO_MASK)
-        return args, words | {ASKED: False}
+        return args, words | {ROUTER_LOGITS: False}
 
     def _inside(self, _: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
-        return args, kwargs | {ASKED: True} if self._counted is not None else kwargs
+        return args, kwargs | {ROUTER_LOGITS: True} if self._counted is not None else kwargs
 
     @eager
     def _after(self, model: Any, args: tuple[Any, ...], output: Any) -> Any:
         if self._counted is None:
             return None
         if not isinstance(output, ModelOutput):
-            raise NotImplementedError(f"return_dict=False beside {ASKED}: leave it out")
+            raise NotImplementedError(f"return_dict=False beside {ROUTER_LOGITS}: leave it out")
         sp, counted = self._handle.sp, self._counted.to(output["logits"].device)
         share = balance(
             sp, output["router_logits"], model.num_experts, model.num_experts_per_tok, counted

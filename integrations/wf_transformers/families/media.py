@@ -23,7 +23,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends import SequenceParallel
 from wf_transformers.attention import Attention
-from wf_transformers.calls import parameter_names, refuse_call
+from wf_transformers.calls import by_name, parameter_names, refuse_call
 from wf_transformers.documents import MASK_WORDS
 from wf_transformers.handle import Handle
 from wf_transformers.models import row_of
@@ -250,7 +250,7 @@ class _Taking:
         if self.row.rope and isinstance(flat, Tensor) and flat.dim() == 2:  # of text alone
             kwargs["position_ids"] = flat.expand(3, *flat.shape)
         if self.attention.sp.size > 1:
-            given = dict(zip(self.names, args, strict=False)) | kwargs
+            given = by_name(self.names, args, kwargs)
             refuse_call(self.model, given, self.names, self.attention.logits_are_whole)
             kinds = [kind.values for kind in self.row.kinds if given.get(kind.values) is not None]
             if len(kinds) != len(self.waiting):

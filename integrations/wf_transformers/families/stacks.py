@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from wf_backends import SequenceParallel
-from wf_transformers.draws import RankDraws, draws_in_training
+from wf_transformers.draws import RankDraws
 from wf_transformers.handle import Handle
-from wf_transformers.models import own_class
+from wf_transformers.models import outermost, own_class
 
 Words = dict[str, Any]
 
@@ -36,6 +36,11 @@ def stacks_of(model: nn.Module) -> list[Any]:
     file = own_class(model).__module__
     kinds = ((module, own_class(module)) for module in model.modules())
     return [one for one, kind in kinds if kind.__name__ in STACKS and kind.__module__ == file]
+
+
+def is_cut_inside(module: nn.Module) -> bool:
+    """Whether a Hugging Face model in `module` is, so that it takes whole batches."""
+    return any(stacks_of(one) for one in outermost(module))
 
 
 def cut_stacks(model: nn.Module, handle: Handle) -> None:
@@ -87,8 +92,7 @@ class _Cut:
         """(b, S, width) -> (b, s, width), and what is known of it until `unshard`."""
         rows = self._rows(whole)
         self._documents.expect(rows.shape[1], whole.shape[1])
-        if self._layers.training and self._sp.size > 1 and draws_in_training(self._layers):
-            self._draws.enter(whole.device)
+        self._draws.enter_for(self._layers, self._sp, whole.device)
         return rows
 
     def unshard(self, rows: Tensor) -> Tensor:

@@ -16,10 +16,13 @@ from wf_transformers.calls import (
     PARTIAL_STATES,
     parameter_names,
     takes_any_keyword,
+    tokens_of,
 )
 from wf_transformers.documents import MASK_WORDS, mask_words
 from wf_transformers.models import Head, outermost
 
+VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+"""What collators without padding give to flash attention."""
 INSTEAD = (
     "in a loop of your own cut batches by shard_batch(batch, labels_are_shifted=...), of a "
     "SequenceParallel or of DeepSpeed's engine.wallfacer, and make a loss of your own"
@@ -35,10 +38,10 @@ def argument_names(model: nn.Module) -> list[str]:
 
 
 def seqlen_of(given: Mapping[str, Any]) -> int:
-    for key in ("input_ids", "inputs_embeds"):
-        if isinstance(given.get(key), Tensor):
-            return given[key].shape[1]
-    raise ValueError(f'the model was called without "input_ids", with {sorted(given)}')
+    tokens = tokens_of(given)
+    if tokens is None:
+        raise ValueError(f'the model was called without "input_ids", with {sorted(given)}')
+    return tokens.shape[1]
 
 
 def is_by_token(key: str, value: Any, seqlen: int) -> bool:
@@ -156,3 +159,12 @@ def with_documents(batch: dict[str, Any]) -> dict[str, Any]:
     if not starts or starts[0] != 0:
         raise ValueError(f"position_ids must start at 0, got {int(positions[0, 0])}")
     return batch if len(starts) == 1 else batch | {"cu_seqlens": (*starts, positions.shape[1])}
+
+
+def own_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A call's arguments with the documents that flash attention was told of as "cu_seqlens"."""
+    found = {key: value for key, value in given.items() if key not in VARLEN}
+    borders = given.get(VARLEN[0])
+    if isinstance(borders, Tensor) and found.get("cu_seqlens") is None:
+        found["cu_seqlens"] = tuple(borders.to(torch.int64).tolist())
+    return found

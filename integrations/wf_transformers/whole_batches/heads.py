@@ -18,9 +18,17 @@ from transformers.modeling_utils import PreTrainedModel
 
 from wf_backends._compile import eager
 from wf_transformers.batch import forward_kwargs
-from wf_transformers.calls import PARTIAL_STATES, TOKENS, parameter_names, takes_any_keyword
+from wf_transformers.calls import (
+    HIDDEN_STATES,
+    PARTIAL_STATES,
+    TOKENS,
+    asks_for,
+    by_name,
+    parameter_names,
+    takes_any_keyword,
+)
 from wf_transformers.documents import mask_words
-from wf_transformers.draws import RankDraws, WholeNoise, draws_in_training
+from wf_transformers.draws import RankDraws, WholeNoise
 from wf_transformers.families.media import media_of
 from wf_transformers.families.stacks import stacks_of, whole_rows
 from wf_transformers.handle import Handle, recorded
@@ -83,16 +91,15 @@ class HeadHooks:
                 self._inner.register_forward_hook(self._leave, always_call=True),
             )
         handle.hooks(*self.hooks)
-        handle.attention.cut_inside.add(model)
-        handle.undo.callback(handle.attention.cut_inside.discard, model)
+        handle.attention.cut_by_heads.add(model)
+        handle.undo.callback(handle.attention.cut_by_heads.discard, model)
 
     @eager
     def _check(self, model: Any, args: tuple[Any, ...], kwargs: Words) -> None:
         """Refuse what the head would take from one rank's rows."""
-        given = dict(zip(parameter_names(model), args, strict=False)) | kwargs
+        given = by_name(parameter_names(model), args, kwargs)
         refuse_arguments(given)
-        states = given.get("output_hidden_states")
-        if model.config.output_hidden_states if states is None else states:
+        if asks_for(HIDDEN_STATES, model, given):
             raise NotImplementedError(PARTIAL_STATES)
         mask = given.get("attention_mask")
         padded = isinstance(mask, Tensor) and not bool(mask.all())
@@ -105,7 +112,7 @@ class HeadHooks:
     def _cut(self, inner: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
         """This rank's part of what the model inside is called with."""
         names, documents = parameter_names(inner), self._handle.attention.documents
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = by_name(names, args, kwargs)
         key = next(key for key in TOKENS if given.get(key) is not None)
         self._shape = given[key].shape[: 2 if key == "inputs_embeds" else None]
         given = {k: self._flat(x) for k, x in given.items()}
@@ -120,12 +127,11 @@ class HeadHooks:
         documents.expect(seqlen_of(local))
         rest = {k: x for k, x in given.items() if k not in batch}
         refuse_overwriting(rest, words)
-        any_word = takes_any_keyword(inner)
-        known = (
-            {"cu_seqlens": None} | words if any_word else {k: words[k] for k in names if k in words}
-        )
-        if self._model.training and self._handle.sp.size > 1 and draws_in_training(inner):
-            self._draws.enter(given[key].device)
+        if takes_any_keyword(inner):
+            known = {"cu_seqlens": None} | words
+        else:
+            known = {k: x for k, x in words.items() if k in names}
+        self._draws.enter_for(inner, self._handle.sp, given[key].device)
         self._noise.enter(inner, seqlen_of(local), seqlen)
         return (), rest | known
 

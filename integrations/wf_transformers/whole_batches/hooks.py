@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from wf_backends._compile import eager
 from wf_backends.parallel import count_valid, token_loss
 from wf_transformers.batch import forward_kwargs
-from wf_transformers.calls import PARTIAL_STATES
+from wf_transformers.calls import PARTIAL_STATES, by_name
 from wf_transformers.documents import mask_words
 from wf_transformers.draws import WholeNoise
 from wf_transformers.families.experts import asks_router_loss, router_loss
 from wf_transformers.families.media import media_of, media_words, shard_media
-from wf_transformers.families.stacks import stacks_of, whole_rows
+from wf_transformers.families.stacks import is_cut_inside, whole_rows
 from wf_transformers.handle import Handle, recorded
 from wf_transformers.models import Head, head_of, inner_models, outermost
 from wf_transformers.whole_batches.arguments import (
@@ -33,6 +33,7 @@ from wf_transformers.whole_batches.arguments import (
     is_by_token,
     keep_padding_in_range,
     logits_of,
+    own_words,
     refuse_arguments,
     refuse_overwriting,
     refuse_unknown_words,
@@ -42,10 +43,16 @@ from wf_transformers.whole_batches.arguments import (
     with_slices,
 )
 from wf_transformers.whole_batches.call import Call
-from wf_transformers.whole_batches.fused import FUSED, fused_fields, own_words
 from wf_transformers.whole_batches.heads import HeadHooks, head_is_over_all_rows
-from wf_transformers.whole_batches.own_loss import INPUTS, no_head, output_embeddings, own_loss
-from wf_transformers.whole_batches.unusable import LocalLogits
+from wf_transformers.whole_batches.own_loss import (
+    FUSED,
+    INPUTS,
+    fused_fields,
+    no_head,
+    output_embeddings,
+    own_loss,
+)
+from wf_transformers.whole_batches.sharded_logits import LocalLogits
 
 WHOLE_LOGITS = "whole_logits"
 LOG = logging.getLogger(__name__)
@@ -89,26 +96,22 @@ class WholeBatchHooks:
         self._hooks: tuple[Any, ...] = ()
         handle.whole_batches = True
         with recorded(handle):
-            if not any(stacks_of(one) for one in outermost(model)):  # which takes them as it is
+            if not is_cut_inside(model):  # which takes them as it is
                 self._register(model)
             handle.share_operations(model)
         handle.undo.callback(self.remove)
 
     def _register(self, model: nn.Module) -> None:
         if head_is_over_all_rows(model):
-            self._hooks = tuple(
-                h for one in outermost(model) for h in HeadHooks(one, self.handle).hooks
-            )
+            heads = [HeadHooks(one, self.handle) for one in outermost(model)]
+            self._hooks = tuple(hook for head in heads for hook in head.hooks)
             return
         self._hooks = (
             model.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True),
             model.register_forward_hook(self._after),
             model.register_forward_hook(self._leave, always_call=True),
             *(head.register_forward_hook(self._at_head) for head in output_embeddings(model)),
-            *(
-                inner.register_forward_pre_hook(self._inside, prepend=True)
-                for inner in inner_models(model)
-            ),
+            *(m.register_forward_pre_hook(self._inside, prepend=True) for m in inner_models(model)),
         )
 
     @property
@@ -125,19 +128,15 @@ class WholeBatchHooks:
     def _before(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        given = own_words(dict(zip(self._names, args, strict=False)) | kwargs)
+        given = own_words(by_name(self._names, args, kwargs))
         if self.compares_first and model.training and torch.is_grad_enabled():
             self.handle.compare_first(given)
         given = with_slices(given, self._head)
-        labelled = given.get("labels") is not None
-        asked = given.pop(WHOLE_LOGITS, None)
-        wanted = asked if asked is not None else self._always_whole or not model.training
-        whole = wanted or (self.whole_without_labels and not labelled)
-        hidden = self.hides_local_logits and asked is None and not whole
         refuse_arguments(given)
+        labelled, fused = given.get("labels") is not None, bool(given.get(FUSED))
         if labelled and self._head == "other":
             raise NotImplementedError(unknown_labels(model))
-        fused = bool(given.get(FUSED))
+        whole, hidden = self._logits(given.pop(WHOLE_LOGITS, None), model.training, labelled)
         leaves_loss = labelled and not fused and self._leaves_loss(model, given)
         seqlen = seqlen_of(given)
         batch = self._batch(given, seqlen)
@@ -155,6 +154,12 @@ class WholeBatchHooks:
         self.handle.attention.logits_are_whole, self._head_called = leaves_loss, False
         self._noise.enter(model, seqlen_of(local), seqlen)
         return (), self._words(model, given, local)
+
+    def _logits(self, asked: bool | None, trains: bool, labelled: bool) -> tuple[bool, bool]:
+        """Whether the output has those of the whole batch, and whether it has none at all."""
+        wanted = self._always_whole or not trains if asked is None else asked
+        whole = wanted or (self.whole_without_labels and not labelled)
+        return whole, self.hides_local_logits and asked is None and not whole
 
     def _tell_padding(self, batch: dict[str, Any]) -> None:
         """Warn once where a loss of the model's own gets logits of padding."""

@@ -1,7 +1,7 @@
 """Models whose trainers make a loss of log-probabilities: those of TRL (DPO, GRPO and others).
 
 Those of TRL 0.19 make them of logits: called with whole batches and without labels, the model gives
-`ShardedLogits`. Those of TRL 1.16 have a fused LM head that gives them (see fused.py).
+`ShardedLogits`. Those of TRL 1.16 have a fused LM head that gives them (see own_loss.py).
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -19,15 +21,21 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from wf_backends._compile import eager
+from wf_transformers.calls import by_name, tokens_of
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, own_class
 from wf_transformers.replace import temporarily_replace
 from wf_transformers.whole_batches.arguments import is_by_token, keep_padding_in_range, seqlen_of
 from wf_transformers.whole_batches.call import Call
-from wf_transformers.whole_batches.fused import FUSED, has_fused_head
 from wf_transformers.whole_batches.hooks import WHOLE_LOGITS, WholeBatchHooks
-from wf_transformers.whole_batches.sharded_logits import Rows, ShardedLogits, log_softmax_of, rolled
-from wf_transformers.whole_batches.unusable import LocalStates
+from wf_transformers.whole_batches.own_loss import FUSED, has_fused_head
+from wf_transformers.whole_batches.sharded_logits import (
+    LocalStates,
+    Rows,
+    ShardedLogits,
+    log_softmax_of,
+    rolled,
+)
 
 LOG_SOFTMAX = "selective_log_softmax"
 """TRL's function of (logits, index), which its trainers' files import."""
@@ -97,7 +105,7 @@ class LogProbabilityHooks(WholeBatchHooks):
     def _before(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[()], dict[str, Any]]:
-        given = dict(zip(self._names, args, strict=False)) | kwargs
+        given = by_name(self._names, args, kwargs)
         self._asked, fused = None, bool(given.get(FUSED))
         told = given.get("labels") is not None or given.get(WHOLE_LOGITS) is not None
         if told and not fused:
@@ -145,11 +153,12 @@ def _counts_valid(model: nn.Module) -> bool:
 
 def padding_on_the_left(given: Mapping[str, Any]) -> Tensor:
     """(b,) int64: how many tokens of padding each sample begins with."""
-    mask, tokens = given.get("attention_mask"), given.get("input_ids", given.get("inputs_embeds"))
+    mask, tokens = given.get("attention_mask"), tokens_of(given)
     if isinstance(mask, Tensor) and mask.dim() == 2:
         return (mask != 0).int().argmax(dim=1)
-    samples, device = (len(tokens), tokens.device) if isinstance(tokens, Tensor) else (1, None)
-    return torch.zeros(samples, dtype=torch.int64, device=device)
+    if tokens is None:
+        return torch.zeros(1, dtype=torch.int64)
+    return torch.zeros(len(tokens), dtype=torch.int64, device=tokens.device)
 
 
 def _moved(given: Mapping[str, Any], starts: Tensor) -> dict[str, Any]:
@@ -160,3 +169,36 @@ def _moved(given: Mapping[str, Any], starts: Tensor) -> dict[str, Any]:
         return isinstance(value, Tensor) and is_by_token(key, value, seqlen)
 
     return {k: rolled(v, starts) if moves(k, v) else v for k, v in given.items()}
+
+
+class Rollout:
+    """The whole model beside one that is spread, for completions that a trainer has it generate.
+
+    A KV cache cannot be spread. So a second tree of modules over the same parameters, made before
+    the model is attached, generates. The ranks of a sequence draw alike and so generate the same.
+
+    Args:
+        model: before it is attached.
+    """
+
+    def __init__(self, model: Any) -> None:
+        shared = chain(model.parameters(), model.buffers())
+        self._model, self._alone = model, deepcopy(model, {id(x): x for x in shared})
+        for one in filter(has_fused_head, outermost(self._alone)):
+            del one.forward  # it calls the forward of `model`
+
+    def take_over(self, handle: Handle) -> None:
+        """`model.generate` is the whole model's, until `handle` is removed."""
+        handle.set(self._model, "generate", self.generate)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """What `generate` of the model alone gives, with the parameters as they are now."""
+        for one, its in zip(self._alone.modules(), self._model.modules(), strict=True):
+            _share(one, its)
+        self._alone.generation_config = self._model.generation_config
+        return self._alone.generate(*args, **kwargs)
+
+
+def _share(one: nn.Module, its: nn.Module) -> None:
+    """The same parameters, buffers and mode: a move to a device replaces buffers."""
+    one._parameters, one._buffers, one.training = its._parameters, its._buffers, its.training

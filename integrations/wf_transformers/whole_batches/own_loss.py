@@ -2,25 +2,29 @@
 
 Their output embeddings then give the rows of all ranks, so that whatever the forward does with
 logits and labels is what one device does. Every rank does it alike.
+
+And models without logits: trainers of TRL put a fused LM head on a model (`add_fused_lm_head` of
+TRL 1.16). With `fused_lm_head=True` such a forward returns values by token (log_probs, entropy and
+others) of the labels, or of `shift_labels`, which stand where they are predicted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from inspect import unwrap
+from inspect import signature, unwrap
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 
 from wf_transformers.documents import MASK_WORDS
 from wf_transformers.models import outermost
-from wf_transformers.whole_batches.fused import has_fused_head
 
 PLAIN_LOSSES = (ForCausalLMLoss, ForMaskedLMLoss)
 PLAIN_FORWARDS = ("transformers.", "peft.", "colossalai.")
 """Packages whose forwards give labels to nothing but `loss_function`, or to cross entropy."""
+FUSED = "fused_lm_head"
 LOSS_WORDS = ("shift_labels", "ignore_index")
 """Arguments of a call that change transformers' own loss."""
 INPUTS = (
@@ -94,3 +98,29 @@ def refuse_own_loss(model: nn.Module) -> None:
                 "make it from the logits: of all tokens, sp.unshard(logits), or sum what each "
                 "valid token adds and divide by the number of all ranks' (see sp.loss)"
             )
+
+
+def has_fused_head(model: nn.Module) -> bool:
+    """Whether the model's own forward takes `fused_lm_head=True` beside `shift_labels=`."""
+    parameters = signature(model.forward, follow_wrapped=False).parameters
+    return {FUSED, "shift_labels"} <= set(parameters)
+
+
+def fused_fields(
+    output: Mapping[str, Any], num_items: Tensor | int | None, whole: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """The fields of the whole batch: by token (b, S - 1), as one device gives them, and the loss.
+
+    Args:
+        output: of this rank's tokens, (b, s_local) each.
+        num_items: what the loss is divided by; None: the tokens with a label.
+        whole: (b, S) of a field, on every rank of the group.
+    """
+    found = {
+        key: whole(value)[:, :-1]  # the last token predicts nothing
+        for key, value in output.items()
+        if isinstance(value, Tensor) and value.dim() == 2
+    }
+    if num_items is None:
+        num_items = found["label_mask"].sum().clamp(min=1)
+    return found | {"loss": -found["log_probs"].sum() / num_items}

@@ -1,20 +1,21 @@
-"""Logits of the whole batch, of which a rank holds the rows of its tokens.
+"""What stands in an output where a tensor is not what one device would have.
 
-What trainers make of logits per token (log-probabilities, means) is made of a rank's own rows, and
-only that is brought together: (b, S) numbers, never (b, S, vocabulary).
+`ShardedLogits` are those of the whole batch, of which a rank holds the rows of its tokens. What
+trainers make of logits per token (log-probabilities, means) is made of a rank's own rows, and only
+that is brought together: (b, S) numbers, never (b, S, vocabulary).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from wf_transformers.whole_batches.unusable import Unusable
+from wf_transformers.calls import PARTIAL_STATES
 
 LogSoftmax = Callable[[Tensor, Tensor], Tensor]
 PLAIN = {"reduction": "mean", "label_smoothing": 0.0}
@@ -25,6 +26,54 @@ LACKS = (
     "cross entropy with its mean, and the mean of the rows that a mask chooses. For anything else "
     "say model(**batch, whole_logits=True): logits of all ranks, the memory of one device"
 )
+
+
+class Unusable:
+    """Any use as a tensor is an error that says what to do.
+
+    Left alone, it is a field of the output as any other, for what walks through outputs.
+    """
+
+    WHY: ClassVar[str]
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(Tensor, name):
+            self._use()
+        raise AttributeError(name)
+
+    @classmethod
+    def _use(cls, *_: object) -> NoReturn:
+        raise NotImplementedError(cls.WHY)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        cls._use()
+
+    def __getitem__(self, key: Any) -> Any:
+        self._use()
+
+    def __truediv__(self, other: Any) -> Any:
+        self._use()
+
+    __len__ = __float__ = __neg__ = __add__ = __sub__ = __mul__ = _use
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = _use
+
+
+class LocalLogits(Unusable):
+    """In training beside labels, where nobody asked for logits."""
+
+    WHY = (
+        "these logits are of this rank's tokens only, and a mean over them is none of the batch: "
+        "say model(**batch, whole_logits=True), or connect(..., whole_logits=True) or "
+        "connect_trainer(..., whole_logits=True) once, for those of all ranks; whole_logits=False "
+        "gives this rank's"
+    )
+
+
+class LocalStates(Unusable):
+    """In place of hidden states that a trainer asks for."""
+
+    WHY = PARTIAL_STATES
 
 
 @dataclass(frozen=True, eq=False)

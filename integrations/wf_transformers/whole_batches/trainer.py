@@ -22,7 +22,7 @@ def loss_only(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     A model without the hooks is called as ever.
     """
     call = inspect.signature(original).bind(*args, **kwargs)
-    if call.arguments["prediction_loss_only"] and _takes_whole_batches(call.arguments["model"]):
+    if call.arguments["prediction_loss_only"] and _hooks_on(call.arguments["model"]):
         call.arguments["inputs"] = {**call.arguments["inputs"], WHOLE_LOGITS: False}
     return original(*call.args, **call.kwargs)
 
@@ -35,7 +35,8 @@ def counted_once(trainer: Any, original: Callable[..., Any], *args: Any, **kwarg
     """
     call = inspect.signature(original).bind(*args, **kwargs)
     num_items = call.arguments.get("num_items_in_batch")
-    size = _ranks_of_a_sequence(call.arguments["model"])
+    hooks = _hooks_on(call.arguments["model"])
+    size = hooks.size if hooks else 1
     multiplies = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
     average = getattr(trainer.args, "average_tokens_across_devices", False)
     if size == 1 or num_items is None or not (average and multiplies):
@@ -49,7 +50,7 @@ def compared_first(
     trainer: Any, original: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Instead of the Trainer's `training_step`: before the first one its loss is compared."""
-    hooks = next(_hooks_on(model), None)
+    hooks = _hooks_on(model)
     if hooks is not None and hooks.compares_first and hooks.handle.awaits_first:
         counted = (args[0] if args else kwargs.get("num_items_in_batch")) is not None
         with _same_counts(trainer):
@@ -92,18 +93,8 @@ def _is_plain(x: Any) -> bool:
     return isinstance(x, dict | list | tuple | int | float | str) and all(map(_is_plain, items))
 
 
-def _takes_whole_batches(model: nn.Module) -> bool:
-    return any(True for _ in _hooks_on(model))
-
-
-def _ranks_of_a_sequence(model: nn.Module) -> int:
-    return next((hooks.size for hooks in _hooks_on(model)), 1)
-
-
-def _hooks_on(model: nn.Module) -> Iterator[WholeBatchHooks]:
+def _hooks_on(model: nn.Module) -> WholeBatchHooks | None:
     """The hooks that are on the model, or on one inside a wrapper."""
-    for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, WholeBatchHooks):
-                yield owner
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    owners = (getattr(hook, "__self__", None) for hook in hooks)
+    return next((owner for owner in owners if isinstance(owner, WholeBatchHooks)), None)
