@@ -227,11 +227,12 @@ def vision(name: str) -> Any:
         return getattr(tf, f"{name}Model")(config)
 
 
-def test_a_vision_model_whose_patches_are_cut() -> None:
-    """By the door, which cuts a ViT's."""
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+def test_a_vision_model_whose_patches_are_cut(layout: str) -> None:
+    """By the door, which cuts a ViT's 17 rows: nothing is padded."""
 
     def rank(comm: Any) -> Report | None:
-        sp, model = sequence_parallel(comm), vision("ViT")
+        sp, model = sequence_parallel(comm, layout), vision("ViT")
         return verify(model, sp, lambda: attach(model, sp), "strict")
 
     assert all(report is not None and report.largest < 1e-5 for report in run_threads(2, rank))

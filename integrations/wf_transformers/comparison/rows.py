@@ -70,18 +70,14 @@ class Rows:
 
     def _find(self, count: int, seqlen: int, device: torch.device) -> Tensor | None:
         """Positions of a part's `count` rows in a whole of `seqlen`."""
-        if self.shape and self.shape[1] - seqlen in LESS:
-            found = self._positions
-        else:
-            found = self._padded(seqlen, device)
-        if len(found) != count and seqlen >= self._sp.size:
-            found = self._sp.positions(seqlen, device, (0, seqlen))
+        tokens = self.shape and self.shape[1] - seqlen in LESS
+        found = self._positions if tokens else self._padded(seqlen, device)
         return found if len(found) == count else None
 
     def _padded(self, seqlen: int, device: torch.device, valid: int = 0) -> Tensor:
         """Positions of this rank's rows of `seqlen`; padding behind `valid` ones is a document."""
         if self._uneven and seqlen >= self._sp.size:
-            return self._sp.positions(seqlen, device)
+            return self._sp.positions(seqlen, device, (0, seqlen))
         multiple = padding_multiple(self._sp.config.layout, self._sp.size)
         padded = -(-seqlen // multiple) * multiple
         return self._sp.positions(padded, device, (*sorted({0, valid, padded}),))

@@ -27,7 +27,7 @@ from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.comparison.draws import SeenDropouts
 from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary
 from wf_transformers.comparison.rows import Rows
-from wf_transformers.families.stacks import stacks_of
+from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.handle import OPERATIONS, Handle
 from wf_transformers.replace import set_until
 
@@ -64,10 +64,11 @@ class Comparison:
         self.model, self.sp, self.batch, self._gather = model, sp, dict(batch), gather
         self._call = call
         self._backward = gather is None and not any(map(is_partitioned, model.parameters()))
-        inside = bool(stacks_of(model))
+        inside = is_cut_inside(model)
         if inside and "use_cache" in parameter_names(model):
             self.batch["use_cache"] = False  # keys and values would be of this rank's rows
-        self.whole_batches = whole_batches or inside or tokens_of(batch) is None
+        inside = inside or tokens_of(batch) is None
+        self.whole_batches = whole_batches or inside
         self.errors: list[tuple[str, float, float]] = []
         self.cut = self.drops = False
         self._rows = Rows(sp, batch, uneven=inside)
