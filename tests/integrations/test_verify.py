@@ -66,6 +66,16 @@ def test_models_that_are_right(family: str, whole: bool) -> None:
         assert report is not None and report.compared >= 30 and report.largest < 1e-5
 
 
+def test_a_layout_that_follows_from_documents() -> None:
+    original = llama().float()
+
+    def rank(comm: Any) -> Report | None:
+        sp, model = sequence_parallel(comm, "document_zigzag"), copy.deepcopy(original)
+        return verify(model, sp, lambda: _attach(model, sp, True), "strict", whole_batches=True)
+
+    assert all(report is not None and report.largest < 1e-5 for report in run_threads(2, rank))
+
+
 class Wrapper(nn.Module):
     """Hugging Face's model inside one's own."""
 

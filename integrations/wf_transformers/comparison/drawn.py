@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from wf_backends import SequenceParallel
 from wf_backends.parallel import prepare_batch
-from wf_backends.schedule import padding_multiple
+from wf_backends.schedule import LAYOUTS, padding_multiple
 from wf_transformers.calls import parameter_names, takes_any_keyword
 from wf_transformers.models import head_of, outermost
 from wf_transformers.whole_batches.heads import head_is_over_all_rows
@@ -80,7 +80,7 @@ def _tokens(
     batch = {"input_ids": ids}
     pools = labelled and head_is_over_all_rows(model)  # by the last token, whatever the mask says
     if _takes(model, "attention_mask"):
-        batch["attention_mask"] = torch.ones_like(ids) if pools else _padding(model, ids)
+        batch["attention_mask"] = torch.ones_like(ids) if pools else _padding(model, ids, sp)
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" in parameters and parameters["position_ids"].default is inspect._empty:
         batch["position_ids"] = prepare_batch(batch, multiple=1)["position_ids"]
@@ -99,14 +99,15 @@ def _multiple(sp: SequenceParallel) -> int:
     return max(padding_multiple(sp.config.layout, sp.size), sp.size)
 
 
-def _padding(model: nn.Module, ids: Tensor) -> Tensor:
+def _padding(model: nn.Module, ids: Tensor, sp: SequenceParallel) -> Tensor:
     """A mask with padding on the right: of one sample, or alike of all where that is not known
-    to be causal (full attention knows padding only as a document that all samples have).
+    to be causal (full attention knows padding only as a document that all samples have) or the
+    layout follows from documents.
 
     Padding is shorter than a window: a row that sees nothing else is NaN in some models.
     """
     seqlen = ids.shape[1]
-    ragged = head_of(model) == "causal"
+    ragged = head_of(model) == "causal" and not LAYOUTS[sp.config.layout].needs_documents
     padding = min(seqlen // PADDING, *(window - 1 for window in _windows(model)), seqlen)
     ends = (seqlen, seqlen - padding) if ragged else (seqlen - 1,) * SAMPLES
     return (torch.arange(seqlen)[None] < torch.tensor(ends)[:, None]).long()
