@@ -163,11 +163,8 @@ class Forwarding:
         )
 
     def _one(self, origin: int) -> WalkerRows:
-        wanted, owned = partial(self._wanted, origin), partial(self._owned, origin)
+        wanted, owned = partial(self.reads.walk, origin), partial(self._owned, origin)
         return self._kind(wanted, owned, self.num_steps, self._whole)
-
-    def _wanted(self, origin: int, step: int) -> Ranges:
-        return self.reads.walk(step, origin)
 
     def _owned(self, origin: int, step: int) -> Ranges:
         """The rows of a walker that are the step's rank's own."""

@@ -113,7 +113,7 @@ class GatherRounds:
         self.shards, self.home, self.rows = reads.stay_shards, reads.stay_home, reads.stay_rows
         self.num_hosts = -(-len(self.shards) // host_size)
         self.carriers = carriers(self.shards)
-        self.bundles, self.places = cache(self._bundles), cache(self._places)
+        self.bundles = cache(self._bundles)
         self.delivery, self.deliveries = cache(self._delivery), cache(self._deliveries)
 
     def stay(self, rank: int) -> Stay:
@@ -137,31 +137,27 @@ class GatherRounds:
     def _host(self, rank: int) -> int:
         return rank // self.host_size
 
-    def _bundles(self, host: int) -> list[list[int]]:
-        """The owners on other hosts whose rows a host reads: those of the next hosts first."""
+    def _bundles(self, host: int) -> list[dict[int, int]]:
+        """The owners on other hosts whose rows a host reads, those of the next hosts first.
+
+        By owner the place on the host of who fetches its rows, if it reads them. Each place has
+        owners that are neighbours, so that few kernel calls read what it fetched.
+        """
         members = self.shards[host * self.host_size : (host + 1) * self.host_size]
         owners = {owner for shards in {*members} for owner in shards}
         hosts = {*map(self._host, owners)} - {host}
         far = sorted(hosts, key=partial(self._distance, host))
-        edges = accumulate(bundles(len(far)), initial=0)
-        parts = ({*far[first:stop]} for first, stop in pairwise(edges))
-        return [[owner for owner in sorted(owners) if self._host(owner) in part] for part in parts]
+        found: list[dict[int, int]] = []
+        for first, stop in pairwise(accumulate(bundles(len(far)), initial=0)):
+            part = {*far[first:stop]}
+            here = [owner for owner in sorted(owners) if self._host(owner) in part]
+            found.append({o: at * self.host_size // len(here) for at, o in enumerate(here)})
+        return found
 
     def _distance(self, host: int, other: int) -> int:
         """By what hosts take turns: all in pairs, where their number allows that by bits."""
         in_pairs = self.num_hosts & (self.num_hosts - 1) == 0
         return other ^ host if in_pairs else (other - host) % self.num_hosts
-
-    def _places(self, host: int) -> dict[int, tuple[int, int]]:
-        """By owner: its bundle, and the place on the host of who fetches its rows if it reads them.
-
-        Each place has owners that are neighbours, so that few kernel calls read what it fetched.
-        """
-        return {
-            owner: (bundle, at * self.host_size // len(owners))
-            for bundle, owners in enumerate(self.bundles(host))
-            for at, owner in enumerate(owners)
-        }
 
     def _times(self, host: int, bundle: int = 0) -> tuple[Times, Times]:
         """Of the rows of a bundle on a host: in the first step, and in a later one."""
@@ -169,7 +165,8 @@ class GatherRounds:
         return times(True, bundle, count, hosts), times(False, bundle, count, hosts)
 
     def _delivery(self, owner: int, host: int) -> Delivery:
-        bundle, place = self.places(host).get(owner, (0, 0))
+        numbered = enumerate(self.bundles(host))
+        bundle, place = next(((at, its[owner]) for at, its in numbered if owner in its), (0, 0))
         members = range(len(self.shards))[host * self.host_size : (host + 1) * self.host_size]
         in_turn = sorted(members, key=lambda rank: (rank - place) % self.host_size)
         home, near = self.home[owner], host == self._host(owner)
@@ -187,7 +184,7 @@ class GatherRounds:
     def _last(self, rank: int, home: Ranges) -> int:
         """The last step in which a rank uses one of an owner's rows."""
         back = range(self.reads.num_steps - 1, -1, -1)
-        return next(step for step in back if intersect(self.reads.stay(step, rank), home))
+        return next(step for step in back if intersect(self.reads.stay(rank, step), home))
 
     def _deliveries(self, rank: int) -> list[Delivery]:
         """Those of the rank's own rows, then those of other owners' rows that it reads."""

@@ -58,17 +58,17 @@ class Reads:
         """(queries, keys) from (stay, walk); and back, since it is its own inverse."""
         return (walk, stay) if self.queries_walk else (stay, walk)
 
-    def stay(self, step: int, rank: int) -> Ranges:
+    def stay(self, rank: int, step: int) -> Ranges:
         """The rows of what stays with a rank that a step's tiles use."""
         return self._seen(rank, self.roles.origin(step, rank))[0]
 
-    def walk(self, step: int, origin: int) -> Ranges:
+    def walk(self, origin: int, step: int) -> Ranges:
         """The rows of a walker (by the rank that first holds it) that a step's tiles use."""
         return self._seen(self.roles.place(step, origin), origin)[1]
 
     def _stay_rows(self, rank: int) -> Ranges:
         """The rows of what stays with a rank that any tile uses."""
-        used = {self.stay(step, rank) for step in range(self.num_steps)}
+        used = {self.stay(rank, step) for step in range(self.num_steps)}
         return join(piece for rows in used for piece in rows)
 
     def _find_seen(self, rank: int, origin: int) -> tuple[Ranges, Ranges]:
