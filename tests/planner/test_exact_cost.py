@@ -197,6 +197,22 @@ def test_closed_forms_are_exact_for_a_full_mask(
         assert closed.memory_bytes == pytest.approx(exact.memory_bytes), placed
 
 
+@pytest.mark.parametrize(
+    ("hosts", "ranks", "nics", "degree"),
+    [(3, 4, 1, 1), (3, 4, 2, 1), (3, 4, 4, 1), (6, 4, 4, 2), (3, 8, 8, 2), (5, 2, 1, 1)],
+)
+def test_where_hosts_hold_no_whole_digits_the_busiest_ones_bytes_count(
+    hosts: int, ranks: int, nics: int, degree: int
+) -> None:
+    """At most twice as many: a mesh of three rows on hosts of four."""
+    job = HeadSplit(Workload(SHAPE, 960), lab_cluster(hosts, ranks, nics), degree)
+    for placed in placements(job.route_size):
+        if placed.route["name"] != "concentric":
+            exact = pass_cost(job, place(placed, job.route_size), FORWARD)
+            closed = ClosedForm(job, FORWARD).cost(shape_of(placed, job))
+            assert 0.999 * exact.nic_bytes <= closed.nic_bytes <= 2 * exact.nic_bytes, placed
+
+
 @pytest.mark.parametrize("walk", KINDS, ids=lambda w: f"{w.name} {w.queries_walk}")
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_closed_forms_are_near_for_a_causal_mask(layout: str, walk: PassKind) -> None:

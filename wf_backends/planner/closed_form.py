@@ -1,9 +1,9 @@
 """What a pass costs, in closed form: for thousands of ranks, without building a schedule.
 
 All figures are those of the busiest rank and link, as if ranks kept step. On hosts that hold whole
-digits (see planner/route_shape.py) this counts a full mask's bytes exactly. For other masks it
-counts those of a full one: on the busiest link of a step most rows are needed by someone. Only a
-sliding window on a contiguous or a zigzag layout ends the walk early.
+digits (see planner/route_shape.py) this counts a full mask's bytes exactly, on others at most twice
+as many. For other masks it counts those of a full one: on the busiest link of a step most rows are
+needed by someone. Only a sliding window on a contiguous or a zigzag layout ends the walk early.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class ClosedForm:
         calls, waiting, passed_s = len(owners) + stay.own, owners[-1], 0.0
         if once and stay.axis is not None:  # on the last bundle of hosts and what is passed on
             here = stay.axis.near
-            hosts = bundles(max(1, ceil(stay.axis.size / here) - 1))
+            hosts = bundles(max(1, stay.axis.size // here - 1))
             calls, waiting = CALLS_OF_A_BUNDLE * (len(hosts) + 1), sum(hosts[-2:]) * here
             passed_s = at.inside.seconds(hosts[-1] * (here - 1) * max(come, leave))
         arrives, leaves = (stay.exchange(at, each, once=once) for each in (come, leave))

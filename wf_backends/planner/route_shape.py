@@ -7,6 +7,7 @@ axis: to the next value of it, or to all other values.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from wf_backends.cluster import Topology
 from wf_backends.planner.workload import HeadSplit
@@ -41,7 +42,7 @@ class Axis:
     """Ranks that differ in one digit."""
 
     size: int
-    near: float
+    near: int
     """How many of them one host holds."""
     leaving: int
     """How many ranks send through one NIC if every rank sends to the next one along the axis."""
@@ -140,7 +141,13 @@ def shape_of(placed: Placed, split: HeadSplit) -> RouteShape:
 
 
 def _axis(split: HeadSplit, size: int, groups: int) -> Axis:
-    """Ranks of the route that are so many groups apart."""
+    """Ranks of the route that are so many groups apart.
+
+    Where hosts do not hold whole digits, those of the busiest host: fewer of a digit's ranks are
+    near, and those of two digits send to the next host.
+    """
     at, apart = split.topology, split.groups.apart(groups)
-    near = max(1.0, min(size, at.ranks_per_host / apart))
-    return Axis(size, near, min(at.ranks_per_nic, apart) if near < size else 0)
+    here = 1 if at.ranks_per_host % apart else at.ranks_per_host // apart
+    near = gcd(size, here)
+    leaving = apart if near == min(size, here) else 2 * apart
+    return Axis(size, near, min(at.ranks_per_nic, leaving) if near < size else 0)

@@ -37,6 +37,7 @@ def plan_for(request: Request) -> Plan:
 
 @lru_cache(maxsize=64)
 def _planned(request: Request) -> Plan:
+    """The best plan; where few routes are counted, or that for one document if it is better."""
     few = counted(request)
     if few == request:
         return best_plan(request)
