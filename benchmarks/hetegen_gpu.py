@@ -2,7 +2,7 @@
 
     python benchmarks/hetegen_gpu.py                  # about 170 s: 7 GB of weights in bfloat16
     python benchmarks/hetegen_gpu.py --quick          # about 100 s
-    python benchmarks/hetegen_gpu.py --device cpu --layers 2 --width 256    # threads for lanes
+    python benchmarks/hetegen_gpu.py --device cpu --layers 2 --width 1024    # threads for lanes
 
 A Llama of random weights. A pass: the model's call over one token of each sequence, with its cache,
 until the next token is known to the host; the median of some. "memory" is what HeteGen may use
@@ -111,7 +111,7 @@ def empty_model(layers: int, width: int, where: str) -> nn.Module:
     )  # fmt: skip
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model = model.to_empty(device=where).eval().requires_grad_(False)
     rotary = model.model.rotary_emb
     model.model.rotary_emb = type(rotary)(config=config).to(where)  # its buffers are not weights
