@@ -456,3 +456,15 @@ class TestRefusals:
 
         with pytest.raises(ValueError, match="Counting changes b_calls in its forward"):
             autochunk(Counting(), (torch.randn(8, 8),))
+
+    def test_a_model_that_writes_into_a_buffer(self) -> None:
+        class Keeping(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.register_buffer("sums", torch.zeros(8, 4))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return torch.add(x, x, out=self.sums).relu()
+
+        with pytest.raises(ValueError, match="Keeping changes b_sums in its forward"):
+            autochunk(Keeping(), (torch.randn(8, 4),), max_memory=0.5)

@@ -37,7 +37,7 @@ from wf_backends.graph.inputs import (
     names_of_leaves,
 )
 from wf_backends.graph.packing import ranges_are_not_packed
-from wf_backends.slicing import split_group_norms, viewed, writes
+from wf_backends.slicing import split_group_norms, viewed, written
 
 
 class CaptureError(ValueError):
@@ -126,10 +126,11 @@ def _refuse_values_and_writes(
                 f"{kind} cannot be captured: what {operator_name(node)} gives depends on the "
                 f"values of tensors, in {module_path(node) or 'the model itself'}"
             )
-    changed = {_written_input(node) for node in graph.nodes if writes(node)} - {None}
+    bases = (_base(value) for node in graph.nodes for value in written(node))
+    changed = {base.name for base in bases if base.op == "placeholder"}
     if changed:
         known = names_of_leaves(model, args, kwargs)
-        names = ", ".join(sorted({known.get(str(name), str(name)) for name in changed}))
+        names = ", ".join(sorted({known.get(name, name) for name in changed}))
         raise CaptureError(f"{kind} changes {names} in its forward")
 
 
@@ -216,12 +217,11 @@ def layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Any,
     return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device
 
 
-def _written_input(node: fx.Node) -> str | None:
-    """The name of the weight or input that an operator writes to in place, if it does."""
-    base = node.args[0]
-    while isinstance(base, fx.Node) and (below := viewed(base)):
-        base = below
-    return base.name if isinstance(base, fx.Node) and base.op == "placeholder" else None
+def _base(value: fx.Node) -> fx.Node:
+    """The node of which it is a view, or itself."""
+    while below := viewed(value):
+        value = below
+    return value
 
 
 def module_path(node: fx.Node) -> str:

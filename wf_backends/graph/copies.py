@@ -15,7 +15,7 @@ from torch import fx
 
 from wf_backends.graph.capture import nbytes
 from wf_backends.graph.memory import Steps, read_steps
-from wf_backends.slicing import rule_of, writes
+from wf_backends.slicing import rule_of, writes, written
 
 Copied = Literal["", "masks", "norms"]  # none; what is computed from little; from what lives, too
 LITTLE = 16  # a value has so many times the bytes of each of those that count as little
@@ -71,11 +71,14 @@ def _chain(value: fx.Node, steps: Steps, from_living: bool) -> set[fx.Node]:
 
 
 def _is_its_own(writer: fx.Node, chain: set[fx.Node], steps: Steps) -> bool:
-    """Whether what an operator writes in place is the chain's own, or nothing that it touches."""
-    if writer in chain and writer.args[0] in chain:
+    """Whether what an operator writes to is the chain's own, or nothing that it touches."""
+    if writer in chain and chain.issuperset(written(writer)):
         return True
     seen = {arg for node in chain for arg in (node, *node.all_input_nodes)}
-    return not {storage for node in seen for storage in steps.of[node]} & {*steps.of[writer]}
+    return (
+        not {storage for node in seen for storage in steps.of[node]}
+        & steps.written[steps.position[writer]]
+    )
 
 
 def _write(

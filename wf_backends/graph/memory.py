@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from wf_backends.graph.capture import layout, tensors
 from wf_backends.graph.experts import grouped_products_are_fake
 from wf_backends.graph.tracker import StorageTracker
-from wf_backends.slicing import Source, sources, writes
+from wf_backends.slicing import Source, sources, writes, written
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -182,14 +182,9 @@ class Steps:
 
     @cached_property
     def written(self) -> dict[int, set[int]]:
-        """The storages that each step writes to in place, of those that do."""
-        return {
-            i: {*self.of[first]}
-            if isinstance(first := step.node.args[0], fx.Node)
-            else {*step.reads}
-            for i, step in enumerate(self.steps)
-            if writes(step.node)
-        }
+        """The storages that each step writes to, of those that do."""
+        found = {i: written(step.node) for i, step in enumerate(self.steps) if writes(step.node)}
+        return {i: {s for value in values for s in self.of[value]} for i, values in found.items()}
 
     @cached_property
     def nodes(self) -> dict[int, list[fx.Node]]:

@@ -8,7 +8,7 @@ operators; `rules` asks them about a node of a graph, and adds the call of a sli
 
 from wf_backends.slicing.flow import Flow, RowsOf, Sliced, rows_of, trace
 from wf_backends.slicing.group_norm import join_group_norms, split_group_norms
-from wf_backends.slicing.rules import Source, Value, emit, rule_of, sources, viewed, writes
+from wf_backends.slicing.rules import Source, Value, emit, rule_of, sources, viewed, writes, written
 from wf_backends.slicing.rules_experts import Experts
 from wf_backends.slicing.rules_products import is_interleaved
 
@@ -29,4 +29,5 @@ __all__ = [
     "trace",
     "viewed",
     "writes",
+    "written",
 ]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.utils import _pytree as pytree
 
 from wf_backends.slicing import (
     group_norm,
@@ -161,7 +162,7 @@ def loses_a_write(node: fx.Node) -> bool:
     """Whether what `node` writes in place is read through a reshape, which may copy once sliced."""
     if not writes(node):
         return False
-    base, may_copy = node.args[0], False
+    (base, *_), may_copy = written(node), False
     while isinstance(base, fx.Node) and (below := viewed(base)):
         may_copy |= getattr(base.target, "overloadpacket", None) in MAY_COPY
         base = below
@@ -174,9 +175,21 @@ def writes(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target._schema.is_mutable
 
 
+def written(node: fx.Node) -> tuple[fx.Node, ...]:
+    """The arguments that an operator writes to: `self` of one in place, or `out`."""
+    if not isinstance(node.target, OpOverload):
+        return ()
+    names = [
+        a.name for a in node.target._schema.arguments if a.alias_info and a.alias_info.is_write
+    ]
+    given = by_name(node.target, node.args, node.kwargs)
+    found = pytree.tree_leaves([given.get(name) for name in names])
+    return tuple(value for value in found if isinstance(value, fx.Node))
+
+
 def viewed(node: fx.Node) -> fx.Node | None:
     """The node whose memory `node` may give again."""
-    target, base = node.target, node.args[0] if node.args else None
+    target, base = node.target, next(iter((*written(node), *node.args)), None)
     if isinstance(target, OpOverload):
         alias = any(a.alias_info for a in target._schema.returns)
         alias = alias or target.overloadpacket is aten.dropout  # itself, unless it draws
