@@ -9,7 +9,7 @@ Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_di
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, partial
 from math import inf
 
 import torch
@@ -40,8 +40,8 @@ before read and write beyond the tensors' ends."""
 
 
 def cpu_operators() -> Operators:
-    """torch's CPU operators for one tile; most blocks of its window share one mask."""
-    mask_of = lru_cache(maxsize=1)(additive_mask)
+    """torch's CPU operators for one tile; all blocks of its window share one mask."""
+    mask_of = cache(additive_mask)
     there, back = partial(cpu_forward, mask_of), partial(cpu_backward, mask_of)
     return Operators("cpu", split_causal, there, back)
 

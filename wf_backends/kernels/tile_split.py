@@ -118,8 +118,7 @@ def split_causal(rows: int, keys: int, band: Band) -> tuple[SubTile, ...]:
     shown = effective(rows, keys, band)
     left, right = shown.left, shown.right
     if left < inf and right < inf:
-        few = rows <= 2 * BLOCK_ROWS  # more calls would cost more than the hidden scores
-        return whole(rows, keys, band) if few else row_blocks(rows, keys, band, BLOCK_ROWS)
+        return tuple(_two_sided(rows, keys, band))
     if right < inf:  # all rows see the first keys
         full, rest, bound = slice(0, int(right)), slice(int(right), keys), CAUSAL
     elif left < inf:  # all rows see the keys from the diagonal of the last row on
@@ -134,3 +133,21 @@ def split_causal(rows: int, keys: int, band: Band) -> tuple[SubTile, ...]:
 def is_reversed(band: Band) -> bool:
     """Whether a sub-tile of `split_causal` is causal once rows and keys are read backwards."""
     return band.left != inf and band.right == inf
+
+
+def _two_sided(rows: int, keys: int, band: Band) -> Iterator[SubTile]:
+    """The first rows, bound on the right only; the last, on the left only; blocks between them."""
+    if rows <= 2 * BLOCK_ROWS:  # more calls would cost more than the hidden scores
+        yield from whole(rows, keys, band)
+        return
+    head = _worth_a_call(int(band.left) + 1)
+    tail = max(rows - _worth_a_call(rows - (keys - 1 - int(band.right))), head)
+    yield from split_rows(split_causal, slice(0, head), keys, band)
+    for start in range(head, tail, BLOCK_ROWS):
+        yield sub_tile(slice(start, min(start + BLOCK_ROWS, tail)), keys, band)
+    yield from split_rows(split_causal, slice(tail, rows), keys, band)
+
+
+def _worth_a_call(rows: int) -> int:
+    """`rows` that are bound on one side only, or 0 if they are too few for a call of their own."""
+    return rows if rows >= BLOCK_ROWS else 0
