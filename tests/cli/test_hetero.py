@@ -66,6 +66,7 @@ def test_generate_takes_the_rates_that_are_known(tmp_path: Path, monkeypatch) ->
 
     monkeypatch.setattr(hetegen, "measure_machine", measure)
     monkeypatch.setattr(module.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     model = torch.nn.Linear(2, 2, dtype=torch.float16)
     for _ in range(2):
         assert accelerator_rates(model, tmp_path) == hetegen.Rates(1e10, 3e10, 1e12)

@@ -65,13 +65,15 @@ def bench_hetero(
 
 
 def known_rates(folder: Path, dtype: str, fresh: bool) -> tuple:
-    """(device, rates, where they are from), measured at the first use on this host."""
+    """(device, rates, where they are from), measured at the first use on this host, and anew where
+    there was no accelerator then and is one now."""
     path = folder / f"hetero-{socket.gethostname()}-{dtype}.json"
     unreadable = OSError, ValueError, KeyError, TypeError, AttributeError  # or of another version
     with suppress(*unreadable):
         words = {} if fresh else json.loads(path.read_text())
         rates = {name: rate for name, rate in words["rates"].items() if rate is not None}
-        return words["device"], hetegen.Rates(**rates), f"from {path}"
+        if words["device"] != "threads" or not torch.accelerator.is_available():
+            return words["device"], hetegen.Rates(**rates), f"from {path}"
     device, rates = hetegen.measure_machine(getattr(torch, dtype))
     if fresh:
         return device, rates, "measured"

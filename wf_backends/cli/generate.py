@@ -71,9 +71,7 @@ def generate(
 def accelerator_rates(model: Any, folder: Path) -> Rates:
     """Those that `bench-hetero` keeps for the type of the weights; measured where it has none."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    device, rates, source = known_rates(folder, dtype, fresh=False)
-    if device == "threads":  # they were measured when there was no accelerator
-        _, rates, source = known_rates(folder, dtype, fresh=True)
+    _, rates, source = known_rates(folder, dtype, fresh=False)
     say(f"rates: {source}")
     return rates
 
