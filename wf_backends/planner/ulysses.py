@@ -135,12 +135,11 @@ def _bytes(split: HeadSplit, rows: float, keys: float) -> tuple[float, float]:
 
 def exchange_s(split: HeadSplit, load: Load) -> float:
     """bytes / rate of the busiest link + max(latency, what the smallest exchange takes)."""
-    at = split.topology
-    link, sent = max(
-        ((at.inside, load.inside), (at.between, load.nic)),
-        key=lambda pair: pair[0].seconds(pair[1]),
+    at, least_s = split.topology, smallest_s(split)
+    links = (at.inside, load.inside), (at.between, load.nic)
+    return max(
+        sent / link.bytes_per_s + max(link.latency_s, least_s) for link, sent in links if sent
     )
-    return sent / link.bytes_per_s + max(link.latency_s, smallest_s(split))
 
 
 def smallest_s(split: HeadSplit) -> float:
