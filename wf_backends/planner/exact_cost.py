@@ -43,7 +43,8 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: i
     gathers_stay, gathers_walk = kind.ordered(*schedule.gathers())
     for stay, walk, steps in ((one.stay, one.walk, one.steps) for one in programs):
         held = stay.num_rows, max(step.num_rows for step in steps)
-        memory.append(buffer_bytes((stay.shard_rows, walk.shard_rows), held, rows))
+        shards = stay.shard_rows, walk.shard_rows
+        memory.append(buffer_bytes(shards, held, len(steps) > 1, rows))
         staying, walking = gathers_stay * stay.num_rows, gathers_walk * walk.num_rows
         gathered.append(staying * rows.stay.row + walking * rows.walk.row)
     return pipelined(split, simulator.cost(max(memory), max(gathered)))
@@ -62,7 +63,9 @@ def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: 
     return Problem(schedule, queries, keys, mask, kind.queries_walk, kind.keep, near)
 
 
-def buffer_bytes(shards: tuple[float, float], held: tuple[float, float], rows: RowBytes) -> float:
+def buffer_bytes(
+    shards: tuple[float, float], held: tuple[float, float], arrive: bool, rows: RowBytes
+) -> float:
     """Buffers of a pass at their peak: what stays and its results, and walkers held and arriving.
 
     In the backward also what stands in for outputs that are not on their own rank (see
@@ -70,13 +73,14 @@ def buffer_bytes(shards: tuple[float, float], held: tuple[float, float], rows: R
 
     Args:
         shards: rows of a rank's own shards, (stay, walk). held: rows of the two buffers.
+        arrive: whether the next walkers arrive while those of a step are computed.
     """
     stay, walk = held
     beside = shards[1] * rows.walk.summed
     if stay > shards[0]:
         beside += shards[0] * rows.stay.summed + stay * rows.stay.output
     staying, walking = rows.stay.row + rows.stay.summed, rows.walk.row + rows.walk.summed
-    return stay * staying + walk * (2 * walking + rows.walk.output) + beside
+    return stay * staying + walk * ((1 + arrive) * walking + rows.walk.output) + beside
 
 
 def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Iterator[RankPhase]:
