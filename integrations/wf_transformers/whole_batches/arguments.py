@@ -157,7 +157,10 @@ def with_documents(batch: dict[str, Any]) -> dict[str, Any]:
         )
     starts = torch.nonzero(positions[0] == 0).flatten().tolist()
     if not starts or starts[0] != 0:
-        raise ValueError(f"position_ids must start at 0, got {int(positions[0, 0])}")
+        raise ValueError(
+            f"position_ids must start at 0, got {int(positions[0, 0])}: this model takes whole "
+            "batches and cuts them itself, without shard_batch"
+        )
     return batch if len(starts) == 1 else batch | {"cu_seqlens": (*starts, positions.shape[1])}
 
 
