@@ -19,7 +19,8 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
     """heads, kv_heads and head_dim of a model: a folder, its config.json, or a name of the Hub.
 
-    Of a model that also sees, its language model's.
+    Of a model that also sees, its language model's. Of DeepSeek's multi-head latent attention what
+    the latents become, value_dim too.
 
     Args:
         sizes: whether its layers, hidden, intermediate, vocabulary, parameters and, of a mixture,
@@ -42,6 +43,9 @@ def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
             "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
             "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         }
+        if latent := getattr(config, "qk_nope_head_dim", None):
+            shape["head_dim"] = latent + config.qk_rope_head_dim
+            shape["value_dim"] = config.v_head_dim
     except Exception as error:  # transformers 5 raises one of its own where layers differ (Gemma 4)
         raise ValueError(
             f"--model {name}: {str(error).partition('. ')[0]}; say --heads, --kv-heads and "

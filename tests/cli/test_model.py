@@ -52,6 +52,19 @@ def test_a_model_that_tells_no_key_heads_has_as_many_as_heads(wallfacer, tmp_pat
     assert wanted[:2] == wallfacer("plan", "--model", str(tmp_path), *ON_EIGHT)[:2]
 
 
+def test_values_of_another_width_are_those_of_the_latents(wallfacer, tmp_path: Path) -> None:
+    words = {"num_attention_heads": 8, "num_key_value_heads": 8, "qk_nope_head_dim": 32}
+    config = transformers.DeepseekV3Config(**words, qk_rope_head_dim=16, v_head_dim=24)
+    config.save_pretrained(tmp_path)
+    shape = ("--heads", "8", "--kv-heads", "8", "--head-dim", "48")
+    wanted = wallfacer("plan", *shape, "--value-dim", "24", *ON_EIGHT)
+    assert wanted[:2] == wallfacer("plan", "--model", str(tmp_path), *ON_EIGHT)[:2]
+    assert wanted[:2] != wallfacer("plan", *shape, *ON_EIGHT)[:2]
+    args = ("--seqlen", "128", "--repeats", "1", "--cache-dir", str(tmp_path / "kept"), "--json")
+    assert wallfacer("bench", "--model", str(tmp_path), *args)[0] == 0
+    assert "--value-dim must be at least 0" in wallfacer("plan", "--value-dim", "-1")[2]
+
+
 def test_models_that_cannot_be_read_are_refused(wallfacer, tmp_path: Path) -> None:
     code, _, err = wallfacer("plan", "--model", str(tmp_path / "nowhere"))
     assert code == 2 and f"--model {tmp_path}/nowhere: " in err

@@ -3,8 +3,8 @@
 Counted are the tensors that autograd saves in transformers' Llama (4.51) with our attention, and
 those that the backward makes while it is at one layer, and in the experts of transformers 5, which
 are one product over all tokens (`"grouped_mm"`). n tokens of the rank, e bytes of an element, h
-hidden size, i width of the MLP, q and k widths of all query and key heads; of E experts a token
-goes to c, each of width w.
+hidden size, i width of the MLP, a elements of q, k, v and out, all heads; of E experts a token goes
+to c, each of width w.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def _norm_alive(model: Decoder) -> float:
 def _attention_saved(model: Decoder) -> float:
     """Bytes a token: the norm before it, q, k, v, out, and lse for each head.
 
-    norm + e (2 q + 2 k) + 4 heads
+    norm + e a + 4 heads
     """
     wide = max(WIDE, model.itemsize)
-    rows = 2 * model.itemsize * (model.queries + model.keys)
+    rows = model.itemsize * model.attention_width
     return _norm_saved(model) + rows + wide * model.heads
 
 

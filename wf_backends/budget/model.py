@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 from wf_backends._validation import positive
 
@@ -50,18 +51,18 @@ class Decoder:
     itemsize: int = 2
     """Bytes of one element of a parameter and of an activation."""
     experts: Experts | None = None
+    value_dim: int | None = None
+    """head_dim of the values; None = that of queries and keys."""
 
     def __post_init__(self) -> None:
-        others = {"experts", "intermediate"} if self.experts else {"experts"}
-        for name in (one.name for one in fields(self) if one.name not in others):
-            positive(name, getattr(self, name), MOST_ELEMENTS)
+        others: dict[str, Any] = {"experts": self.experts, "value_dim": None}
+        others |= {"intermediate": 0} if self.experts else {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if one.name not in others or value != others[one.name]:
+                positive(one.name, value, MOST_ELEMENTS)
 
     @property
-    def queries(self) -> int:
-        """Width of a token's queries, all heads together."""
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """Width of a token's keys, all heads together; as wide are its values."""
-        return self.kv_heads * self.head_dim
+    def attention_width(self) -> int:
+        """Elements of a token's queries, keys, values and outputs, all heads together."""
+        return (self.heads + self.kv_heads) * (self.head_dim + (self.value_dim or self.head_dim))

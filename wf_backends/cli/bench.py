@@ -140,12 +140,11 @@ def with_ring(plans: list[Plan], request: Request, top: int) -> list[Plan]:
 
 
 def draw_inputs(model: o.Model, rank: int, device: Any, rows: int) -> tuple[Any, ...]:
-    """Random q, k, v and dout of a rank, (batch, rows, heads, head_dim) each."""
+    """Random q, k, v and dout of a rank, (batch, rows, heads, head_dim or value_dim) each."""
     generator, kv_heads = torch.Generator().manual_seed(rank), model.kv_heads or model.heads
-    drawn = [
-        torch.randn((model.batch, rows, heads, model.head_dim), generator=generator)
-        for heads in (model.heads, kv_heads, kv_heads, model.heads)
-    ]
+    dim, value = model.head_dim, model.value_dim or model.head_dim
+    sizes = (model.heads, dim), (kv_heads, dim), (kv_heads, value), (model.heads, value)
+    drawn = (torch.randn(model.batch, rows, *size, generator=generator) for size in sizes)
     q, k, v, dout = (x.to(device, getattr(torch, model.dtype)) for x in drawn)
     return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout
 

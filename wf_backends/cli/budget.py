@@ -25,7 +25,7 @@ def budget_of(
     """
     work, shape = asked.workload, asked.workload.shape
     sizes = read_model(name, sizes=True)  # those of the heads may have been given beside the name
-    sizes |= {"heads": shape.heads, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    sizes |= {name: getattr(shape, name) for name in ("heads", "kv_heads", "head_dim", "value_dim")}
     model = Decoder(**sizes, itemsize=shape.itemsize)
     rows = counted.workload.seqlen / counted.topology.size * shape.batch
     each = plans[0].cost.memory_bytes / rows

@@ -62,6 +62,7 @@ class Model:
     ] = "zigzag"
     kernel: Annotated[str, Option(help="Whose rate counts; auto = the topology's first.")] = "auto"
     partials: Annotated[str, Option(help="Partial results: float32 or activation.")] = FLOAT32
+    value_dim: Annotated[int, Option(help="Size of one head's values; 0 = head_dim.")] = 0
     documents: Annotated[
         int, Option(help="Tokens of a packed document, in the mean as a token sees it; 0 = one.")
     ] = 0
@@ -84,6 +85,7 @@ class Model:
         for name, most in MOST.items():
             check_range(1, most, **{name: getattr(self, name)})
         check_range(-1, window=self.window)
+        check_range(0, MOST["head_dim"], value_dim=self.value_dim)
         kv_heads = self.kv_heads or self.heads
         if kv_heads < 1 or self.heads % kv_heads:
             raise ValueError(f"--kv-heads must divide --heads {self.heads}, got {kv_heads}")
@@ -92,7 +94,8 @@ class Model:
         self._check_layout()
         one_of("--partials", self.partials, PARTIALS)
         itemsize = ITEMSIZES[self.dtype]
-        sizes = itemsize, max(4, itemsize), None, itemsize if self.partials == ACTIVATION else None
+        partial = itemsize if self.partials == ACTIVATION else None
+        sizes = itemsize, max(4, itemsize), self.value_dim or None, partial
         shape = Shape(self.batch, self.heads, kv_heads, self.head_dim, *sizes)
         mask = make_mask(**self.mask_words(), cu_seqlens=self._borders())
         mask.check_lengths(self.seqlen, self.seqlen)
