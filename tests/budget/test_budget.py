@@ -6,7 +6,7 @@ from dataclasses import astuple, replace
 
 import pytest
 
-from wf_backends.budget import STAGES, Buckets, Decoder, Options, Training
+from wf_backends.budget import STAGES, Buckets, Decoder, Experts, Options, Training
 
 LLAMA = Decoder(32, 4096, 14336, 128256, 32, 8, 128, 8_030_261_248)
 FEW = Buckets(reduce_bucket_size=10, stage3_max_live_parameters=7, stage3_prefetch_bucket_size=3)
@@ -45,6 +45,14 @@ def test_states_of_a_thousand_parameters_on_four_ranks(stage: int, wanted: tuple
     held = found.parameters + found.optimizer
     assert found.peak(0.0) == held + max(found.gradients + found.buffers, found.step)
     assert found.peak(1e6) == held + found.gradients + found.buffers + 1e6
+
+
+def test_a_layers_experts_are_gathered_as_a_whole() -> None:
+    model = replace(LLAMA, intermediate=0, experts=Experts(8, 2, 14336))
+    found = Training(replace(model, parameters=46_700_000_000), 64, 0.0).states(3)
+    buckets = Buckets()
+    arriving = buckets.reduce_bucket_size + buckets.stage3_prefetch_bucket_size
+    assert found.buffers == 2 * (arriving + 3 * 8 * 4096 * 14336)
 
 
 def test_float32_needs_no_master_weights_without_zero() -> None:

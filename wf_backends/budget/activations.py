@@ -163,8 +163,8 @@ def _experts_alive(model: Decoder, tokens: int) -> float:
 
 def _mlp_weights(model: Decoder) -> int:
     """Elements of all weights: 3 h (i + E w)."""
-    experts = model.experts.count * model.experts.width if model.experts else 0
-    return 3 * model.hidden * (model.intermediate + experts)
+    experts = model.experts.weights(model.hidden) if model.experts else 0
+    return 3 * model.hidden * model.intermediate + experts
 
 
 def _sums(model: Decoder, weights: int, tokens: int, options: Options) -> float:

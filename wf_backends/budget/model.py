@@ -23,6 +23,10 @@ class Experts:
     """How many of them a token goes to."""
     width: int
 
+    def weights(self, hidden: int) -> int:
+        """Elements of all of them in a layer: 3 h E w."""
+        return 3 * hidden * self.count * self.width
+
     def __post_init__(self) -> None:
         for one in fields(self):
             positive(f"experts.{one.name}", getattr(self, one.name), MOST_ELEMENTS)

@@ -82,7 +82,8 @@ def states(model: Decoder, stage: int, ranks: int, buckets: Buckets | None = Non
     if stage < 3:
         gradients, step = size * (all_of_it if stage == 1 else part), (2 * size + WIDE) * part
         return States(size * all_of_it, gradients, ADAM * part, bucket, step)
-    live = min(model.parameters, sizes.stage3_max_live_parameters)
+    module = model.experts.weights(model.hidden) if model.experts else 0  # gathered as a whole
+    live = min(model.parameters, max(sizes.stage3_max_live_parameters, module))
     arriving = min(model.parameters, sizes.stage3_prefetch_bucket_size)
     step = size * part + (size + WIDE) * min(part, SUB_GROUP)
     return States(size * part, size * part, ADAM * part, bucket + size * (live + arriving), step)
