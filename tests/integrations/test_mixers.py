@@ -76,6 +76,29 @@ if hasattr(tf, "NemotronHConfig"):
         | {"mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 4, "chunk_size": 8}
         | {"n_groups": 2, "num_hidden_layers": 3},
     )
+FOUR = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "pad_token_id": 0}
+if hasattr(tf, "LaraMiniConfig"):
+    FAMILIES["lara_mini"] = ("LaraMini", {**SIZES, **HEADS, **DELTA, **FOUR})
+if hasattr(tf, "OlmoHybridConfig"):
+    _delta = {**DELTA, "linear_num_value_heads": 4, "pad_token_id": 0}
+    FAMILIES["olmo_hybrid"] = ("OlmoHybrid", {**SIZES, **HEADS, **_delta})
+LATENT = {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "kv_lora_rank": 16}
+LATENT |= {"q_lora_rank": 16, "linear_num_heads": 4, "linear_head_dim": 8, "num_hidden_layers": 2}
+LATENT |= {"n_routed_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+LATENT |= {"moe_intermediate_size": 16, "first_k_dense_replace": 1, "topk_group": 1}
+LATENT |= {"layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0}
+for _family in ("KimiLinear", "BailingHybrid"):
+    if hasattr(tf, f"{_family}Config"):
+        FAMILIES[_family.lower()] = (_family, {**SIZES, **HEADS, **LATENT})
+H1 = {"num_hidden_layers": 2, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_ssm": 64}
+H1 |= {"mamba_n_groups": 2, "mamba_chunk_size": 8, "ssm_in_multiplier": 1.3}
+H1 |= {"ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8], "attention_out_multiplier": 0.9}
+if hasattr(tf, "FalconH1Config"):
+    for _norm in (True, False):
+        FAMILIES[f"falcon_h1, norm {_norm}"] = (
+            "FalconH1",
+            {**SIZES, **HEADS, **H1, "mamba_rms_norm": _norm},
+        )
 SHORT = {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2, "pad_token_id": 0}
 for _family in ("Lfm2", "Lfm3"):
     if hasattr(tf, f"{_family}Config"):

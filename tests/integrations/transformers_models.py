@@ -162,7 +162,7 @@ def stay_in_float64(monkeypatch: Any) -> None:
 
     A gradient that ranks have in parts is otherwise rounded part by part.
     """
-    as_float, to = Tensor.float, Tensor.to
+    as_float, to, as_type = Tensor.float, Tensor.to, Tensor.type
 
     def rounds(x: Tensor, *words: Any, **more: Any) -> bool:
         return x.dtype == torch.float64 and torch.float32 in (*words, more.get("dtype"))
@@ -173,6 +173,9 @@ def stay_in_float64(monkeypatch: Any) -> None:
     monkeypatch.setattr(Tensor, "float", other)
     monkeypatch.setattr(
         Tensor, "to", lambda x, *a, **k: x if rounds(x, *a, **k) else to(x, *a, **k)
+    )
+    monkeypatch.setattr(
+        Tensor, "type", lambda x, *a, **k: x if rounds(x, *a, **k) else as_type(x, *a, **k)
     )
 
 

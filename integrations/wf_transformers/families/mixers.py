@@ -11,13 +11,21 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import silu
 
-from wf_transformers.families.delta_rule import QWEN3_5, QWEN3_NEXT
+from wf_transformers.families.delta_rule import (
+    BAILING_HYBRID,
+    KIMI_LINEAR,
+    OLMO_HYBRID,
+    QWEN3_5,
+    QWEN3_NEXT,
+)
 from wf_transformers.families.shares import Keep, Mixer, Share, divide, part, rows, spans
 
 
@@ -78,6 +86,26 @@ class Mamba2(Mixer):
 
     def instead(self, layer: Any, share: Share) -> dict[str, nn.Module]:
         return {"in_proj": Keep(len(share.outputs)), "norm": Keep(), "out_proj": Keep()}
+
+
+class FalconH1(Mamba2):
+    """Scales its input and its features; without its norm the gate multiplies the result."""
+
+    def share(self, layer: Any, rank: int, size: int) -> Share:
+        found = super().share(layer, rank, size)
+        scales = {"ssm_in_multiplier": 1.0, "mup_vector": torch.ones(())}
+        return replace(found, attributes=found.attributes | scales | {"mamba_rms_norm": True})
+
+    def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        features = layer.in_proj(hidden * layer.ssm_in_multiplier) * layer.mup_vector
+        return features[..., layer.intermediate_size :], features[..., : layer.intermediate_size]
+
+    def finish(self, layer: Any, y: Tensor, kept: Any) -> Tensor:
+        return (
+            super().finish(layer, y, kept)
+            if layer.mamba_rms_norm
+            else layer.out_proj(y * silu(kept))
+        )
 
 
 def _heads_and_groups(layer: Any, rank: int, size: int) -> tuple[Tensor, Tensor]:
@@ -180,6 +208,7 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         "Zamba2MambaMixer": Mamba2(),
         "GraniteMoeHybridMambaLayer": Mamba2(),
         "NemotronHMamba2Mixer": Mamba2(),
+        "FalconH1Mixer": FalconH1(),
         "RecurrentGemmaRecurrentBlock": Griffin(),
         "Lfm2ShortConv": ShortConv(),
         "Lfm2MoeShortConv": ShortConv(),
@@ -187,6 +216,10 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         "Qwen3NextGatedDeltaNet": QWEN3_NEXT,
         "Qwen3_5GatedDeltaNet": QWEN3_5,
         "Qwen3_5MoeGatedDeltaNet": QWEN3_5,
+        "LaraMiniGatedDeltaNet": QWEN3_5,
+        "OlmoHybridGatedDeltaNet": OLMO_HYBRID,
+        "KimiLinearDeltaAttention": KIMI_LINEAR,
+        "BailingHybridDeltaAttention": BAILING_HYBRID,
     }
 )
 """By class of transformers."""
