@@ -58,10 +58,16 @@ def test_without_a_model_or_a_memory_there_is_no_budget(wallfacer, llama: str) -
 
 def test_what_cannot_be_counted_is_refused(wallfacer, tmp_path: Path) -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    transformers.MixtralConfig(hidden_size=64, **heads).save_pretrained(tmp_path)
+    config = transformers.MixtralConfig(hidden_size=64, intermediate_size=32, **heads)
+    config.save_pretrained(tmp_path)
     args = ("plan", "--model", str(tmp_path), *ON_EIGHT)
+    code, out, _ = wallfacer(*args, "--memory-gib", "80", "--json")
+    assert code == 0 and json.loads(out)["budget"]["model"]["experts"]["count"] == 8
+    file = tmp_path / "config.json"
+    file.write_text(
+        file.read_text().replace('"num_experts_per_tok": 2', '"num_experts_per_tok": "x"')
+    )
     code, _, err = wallfacer(*args, "--memory-gib", "80")
-    assert code == 2 and "leave --memory-gib out" in err
-    assert wallfacer(*args)[0] == 0
+    assert code == 2 and ("leave --memory-gib out" in err or "num_experts_per_tok" in err)
     code, _, err = wallfacer("plan", "--data-parallel-size", "0", *ON_EIGHT)
     assert code == 2 and "--data-parallel-size must be at least 1, got 0" in err

@@ -26,6 +26,12 @@ def test_queries_that_walk_have_stand_ins_for_those_that_are_held():
     assert buffer_bytes((5, 5), (5, 5), rows) == 5 * (KEY + KEY_GRAD) + queries
 
 
+def test_a_pass_of_one_step_has_no_keys_that_arrive():
+    rows = backward_row_bytes(SHAPE)
+    once = 5 * (QUERY + QUERY_GRAD) + 5 * (KEY + KEY_GRAD) + 5 * KEY_GRAD
+    assert buffer_bytes((5, 5), (5, 5), rows, arrive=False) == once
+
+
 def test_a_forward_has_none():
     rows = forward_row_bytes(SHAPE)
     assert rows.stay.output == rows.walk.output == 0

@@ -74,7 +74,7 @@ class ClosedForm:
             transfer_s=sum(times * load.seconds(at) for times, load in sent),
             nic_bytes=sum(times * load.nic for times, load in sent),
             inside_bytes=sum(times * load.inside for times, load in sent),
-            memory_bytes=buffer_bytes(self.shards, held, live > 0, self.rows),
+            memory_bytes=buffer_bytes(self.shards, held, self.rows, live > 0),
             gathered_bytes=gathered,
         )
         return pipelined(self.split, one_chunk)

@@ -44,7 +44,7 @@ def pass_cost(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: i
     for stay, walk, steps in ((one.stay, one.walk, one.steps) for one in programs):
         held = stay.num_rows, max(step.num_rows for step in steps)
         shards = stay.shard_rows, walk.shard_rows
-        memory.append(buffer_bytes(shards, held, len(steps) > 1, rows))
+        memory.append(buffer_bytes(shards, held, rows, arrive=len(steps) > 1))
         staying, walking = gathers_stay * stay.num_rows, gathers_walk * walk.num_rows
         gathered.append(staying * rows.stay.row + walking * rows.walk.row)
     return pipelined(split, simulator.cost(max(memory), max(gathered)))
@@ -64,7 +64,7 @@ def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: 
 
 
 def buffer_bytes(
-    shards: tuple[float, float], held: tuple[float, float], arrive: bool, rows: RowBytes
+    shards: tuple[float, float], held: tuple[float, float], rows: RowBytes, arrive: bool = True
 ) -> float:
     """Buffers of a pass at their peak: what stays and its results, and walkers held and arriving.
 
