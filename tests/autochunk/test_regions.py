@@ -237,3 +237,16 @@ def test_two_views_that_leave_a_region_are_not_two_copies_of_what_is_written_lat
         return view.flatten(2) + hidden.cumsum(1)
 
     assert (candidate_from(written_through_one, "linear", "view") is None) == write
+
+
+@pytest.mark.parametrize("shaped", [torch.Tensor.view_as, torch.Tensor.reshape_as])
+def test_a_view_like_another_tensor_is_sliced_with_it(shaped: Callable) -> None:
+    def block(x: torch.Tensor, up: nn.Module, down: nn.Module) -> torch.Tensor:
+        wide = up(x).relu()
+        return down(shaped(wide.flatten(0, 1), wide))
+
+    chunked = chunked_equals(
+        Lambda(block, nn.Linear(8, 64), nn.Linear(64, 8)), torch.randn(16, 8, 8)
+    )
+    assert not chunked.plan.walls
+    assert chunked.plan.peak < chunked.plan.peak_before / 2

@@ -39,6 +39,12 @@ from wf_backends.graph.inputs import (
 from wf_backends.graph.packing import ranges_are_not_packed
 from wf_backends.slicing import split_group_norms, viewed, written
 
+aten = torch.ops.aten
+_BY_SHAPE = {
+    aten.view_as.default: aten.view.default,
+    aten.reshape_as.default: aten.reshape.default,
+}
+
 
 class CaptureError(ValueError):
     """A model that `torch.export` cannot capture: the reason and, where known, the module."""
@@ -249,13 +255,16 @@ def _weight(model: nn.Module, program: Any, spec: Any) -> Weight:
 
 
 def _clean(graph: fx.Graph) -> None:
-    """Checks of metadata go, and dropout that is off."""
+    """Checks of metadata go, and dropout that is off; a view like another tensor has its sizes."""
     for node in list(graph.nodes):
-        if node.target is torch.ops.aten._assert_tensor_metadata.default:
+        if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
-        elif node.target is torch.ops.aten.dropout.default and not node.args[2]:
+        elif node.target is aten.dropout.default and not node.args[2]:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif node.target in _BY_SHAPE:
+            node.target = _BY_SHAPE[node.target]
+            node.args = node.args[0], list(node.meta["val"].shape)
     split_group_norms(graph)
     graph.eliminate_dead_code()
 

@@ -13,7 +13,7 @@ from math import isclose, prod
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from wf_backends.graph import Captured, Effects, Weight, nbytes, tensors
 from wf_backends.slicing import Experts, sources
@@ -70,7 +70,7 @@ def candidates(captured: Captured, model: nn.Module, effects: Effects) -> list[C
     return [one for one in found if one.reason or one.module not in whole]
 
 
-def _weights(captured: Captured) -> dict[fx.Node, Weight | Tensor]:
+def _weights(captured: Captured) -> dict[fx.Node, Weight]:
     placeholders = captured.graph.find_nodes(op="placeholder")
     return dict(zip(placeholders, captured.weights, strict=False))
 
@@ -90,7 +90,7 @@ def _candidate(
     path: str,
     module: nn.Module,
     nodes: list[fx.Node],
-    weights: Mapping[fx.Node, Weight | Tensor],
+    weights: Mapping[fx.Node, Weight],
     effects: Effects,
 ) -> Candidate:
     inside, inputs = set(nodes), dict[fx.Node, None]()
@@ -112,12 +112,11 @@ def _candidate(
     return replace(base, around=max(1, around), dim=dim, rows=rows)
 
 
-def _refuse_foreign(module: nn.Module, used: Sequence[Weight | Tensor]) -> None:
+def _refuse_foreign(module: nn.Module, used: Sequence[Weight]) -> None:
     """Parameters of other modules would get no gradient from tiles."""
     own = {id(x) for x in (*module.parameters(), *module.buffers())}
-    for one in used:
-        if not isinstance(one, Weight) or id(one.read()) not in own:
-            raise _Wall("uses a parameter or a constant of another module")
+    if any(id(one.read()) not in own for one in used):
+        raise _Wall("uses a parameter or a constant of another module")
 
 
 def _made_of(weights: Mapping[fx.Node, Any], nodes: Sequence[fx.Node]) -> set[fx.Node]:
