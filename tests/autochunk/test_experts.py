@@ -25,6 +25,9 @@ class Grouped(nn.Module):
         self.down = nn.Parameter(torch.randn(EXPERTS, inner, HIDDEN) / inner**0.5)
         self.act = nn.SiLU()
 
+    def _apply_gate(self, x: Tensor) -> Tensor:
+        return self.act(x)
+
     def products(self, x: Tensor, weight: Tensor, offsets: Tensor, experts: Tensor) -> Tensor:
         return F.grouped_mm(x, weight, offs=offsets)
 
@@ -33,7 +36,8 @@ class Grouped(nn.Module):
         counts = torch.histc(experts.float(), EXPERTS, 0, EXPERTS - 1)
         of = counts.cumsum(0, dtype=torch.int32), experts
         rows = hidden_states[order // top_k_index.shape[1]]
-        rows = self.products(self.act(self.products(rows, self.up, *of)), self.down, *of)
+        rows = self._apply_gate(self.products(rows, self.up, *of))
+        rows = self.products(rows, self.down, *of)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order))
         rows = (rows * top_k_weights.flatten()[order, None])[back]
@@ -116,6 +120,25 @@ def test_experts_with_a_hook_or_a_forward_of_their_own_are_traced_as_they_are() 
     model[1].experts.forward = model[1].experts.forward
     assert len(operators(model, x)) == 1
     assert "forward" not in vars(model[2].experts)
+
+
+def test_a_module_that_only_takes_the_same_arguments_is_no_mixture() -> None:
+    class Dropping(nn.Module):
+        """Of each expert's tokens it takes the first few: a token depends on those before it."""
+
+        def forward(
+            self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+        ) -> Tensor:
+            before = F.one_hot(top_k_index[:, 0], EXPERTS).cumsum(0).gather(1, top_k_index[:, :1])
+            return hidden_states * (before < 8) * top_k_weights[:, :1]
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Layer(Dropping(), False) for _ in range(2))).double().eval()
+    x = torch.randn(2, TOKENS // 2, HIDDEN).double()
+    assert not operators(model, x)
+    chunked = autochunk(model, (x,), max_slowdown=1e9)
+    with torch.no_grad():
+        torch.testing.assert_close(chunked(x), model(x), rtol=1e-12, atol=1e-12)
 
 
 def test_the_rule_for_experts_gives_the_rows_of_the_whole() -> None:

@@ -1,8 +1,9 @@
 """A layer's experts as one operator of the graph.
 
-Known by the arguments of their forward (`ARGUMENTS`), as transformers 5 has them: tokens x hidden,
-tokens x k, tokens x k. What it gives a token depends on that token alone, but it sorts the tokens
-by expert, so that none of its operators may be sliced.
+Known as transformers 5 marks them (`use_experts_implementation` gives the class `MARK`), and by the
+arguments of their forward (`ARGUMENTS`): tokens x hidden, tokens x k, tokens x k. Whatever
+implementation it is asked for, such a module gives a token what depends on that token alone; but it
+sorts the tokens by expert, so that none of its operators may be sliced.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, fx, nn
 from wf_backends.graph.inputs import named_weights
 from wf_backends.slicing import Experts
 
+MARK = "_apply_gate"
 ARGUMENTS = (
     ("hidden_states", "top_k_index", "top_k_weights"),
     ("hidden_states", "router_indices", "routing_weights"),  # gpt-oss
@@ -78,7 +80,7 @@ def _traced(module: nn.Module, kind: Experts) -> Any:
 
 def _is_experts(module: nn.Module) -> bool:
     hooks = module._forward_hooks or module._forward_pre_hooks
-    if hooks or "forward" in vars(module) or type(module).forward is nn.Module.forward:
+    if hooks or "forward" in vars(module) or not hasattr(type(module), MARK):
         return False
     names = tuple(inspect.signature(type(module).forward).parameters)
     return names[1:] in ARGUMENTS

@@ -82,8 +82,9 @@ class FirstStep:
             known = [name for name in parameter_names(self.model) if name not in LABELS]
             given = {key: x for key, x in given.items() if key in (*known, "cu_seqlens")}
         batch, on = shortened(given, handle.sp), "the first tokens of its first batch"
-        if batch is not None:  # a loop of one's own may bring its part to the device afterwards
-            device = next(self.model.parameters()).device
+        device = next(self.model.parameters()).device
+        if batch is not None and device.type != "cpu":  # on a CPU they may be offloaded
+            # a loop of one's own may bring its part to the device afterwards
             batch = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in batch.items()}
         run = self.run(self.model, handle, batch, TOO_LONG, on, whole_batches, call)
         if run is not None and run.drops:
