@@ -17,10 +17,10 @@ from typing import Any
 
 from bytes import drawn_documents
 
+from wf_backends.cost.workload import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD, PassKind
 from wf_backends.lowering import Problem, RowBytes, Shape, lower
 from wf_backends.lowering.forwarding import Forwarding
 from wf_backends.lowering.problem import Reads
-from wf_backends.planner.workload import BACKWARD_KEYS, BACKWARD_QUERIES, FORWARD, PassKind
 from wf_backends.schedule import (
     CAUSAL,
     Band,

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from wf_backends.hetegen import Plan, Rates
-from wf_backends.hetegen.jobs import Simulated
-from wf_backends.hetegen.plan import Linear, Request, Split
-from wf_backends.hetegen.planning import make_plan
+from wf_backends.weights.jobs import Simulated
+from wf_backends.weights.plan import Linear, Request, Split
+from wf_backends.weights.planning import make_plan
 
 BF16 = 2
 CHOSEN = ("0", "2")  # of the experts of each layer

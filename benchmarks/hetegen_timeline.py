@@ -19,9 +19,9 @@ import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 
 from wf_backends.hetegen import Rates  # noqa: E402
-from wf_backends.hetegen.jobs import simulate  # noqa: E402
-from wf_backends.hetegen.plan import LANE_NAMES, Linear, Request  # noqa: E402
-from wf_backends.hetegen.planning import make_plan  # noqa: E402
+from wf_backends.weights.jobs import simulate  # noqa: E402
+from wf_backends.weights.plan import LANE_NAMES, Linear, Request  # noqa: E402
+from wf_backends.weights.planning import make_plan  # noqa: E402
 
 LINEARS = 6
 WARM, SHOWN = 2, 2  # passes

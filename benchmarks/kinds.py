@@ -20,11 +20,11 @@ from bytes import drawn_documents
 
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.config import SequenceParallelConfig
+from wf_backends.cost.workload import Workload
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import request_of
 from wf_backends.planner.plan import EXACT_UP_TO, Plan, Request
 from wf_backends.planner.search import best_plan, plan_for, price_plan
-from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
 
 SHARD = 8192

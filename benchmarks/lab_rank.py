@@ -39,9 +39,9 @@ from wf_backends.cli.options import Model
 from wf_backends.cluster.measure import measure_topology
 from wf_backends.cluster.topology import Topology, from_dict
 from wf_backends.comm import make_comm, sum_over_ranks
+from wf_backends.cost.workload import Workload
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.search import price_plan
-from wf_backends.planner.workload import Workload
 from wf_backends.runtime.shards import positions
 from wf_backends.schedule.layout import make_layout
 

@@ -15,9 +15,9 @@ from typing import Any
 from wf_backends import SequenceParallel, SequenceParallelConfig
 from wf_backends.comm import Communicator
 from wf_backends.parallel.choose import request_of
+from wf_backends.planner import legal_degrees
 from wf_backends.planner.plan import Choice, Plan, Request
 from wf_backends.planner.search import plan_for, price_plan
-from wf_backends.planner.ulysses import legal_degrees
 from wf_backends.schedule.mask import Mask
 from wf_backends.schedule.placement import divisors, in_rank_order, read_placed
 

@@ -3,7 +3,7 @@
     python benchmarks/paper.py --out benchmarks/results/paper.md
 
 Nothing here is measured. Links and kernels are the nominal figures of the presets (presets.py);
-every scheme is priced by the same model (planner/exact_cost.py), as our executor would run it:
+every scheme is priced by the same model (cost/exact_cost.py), as our executor would run it:
 partial results in float32, needed rows only, hops and gathers behind the tiles. Percentages are
 over the ring. StarTrail walks back with the queries, as the paper does. Ranks of a named scheme
 stand in the order of their numbers; `auto` may place them. Clusters and models: arXiv 2407.00611,
@@ -26,11 +26,11 @@ from lab_schemes import named_plan, square_mesh
 
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.topology import Topology
+from wf_backends.cost.workload import Workload
 from wf_backends.lowering.message_bytes import Shape
+from wf_backends.planner import legal_degrees
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.search import best_plan, price_plan
-from wf_backends.planner.ulysses import legal_degrees
-from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
 
 LENGTHS = (65536, 131072, 262144, 524288)

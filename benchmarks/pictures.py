@@ -21,10 +21,10 @@ from matplotlib.figure import Figure
 from wf_backends.autochunk import memory_profiles
 from wf_backends.cli.draw import draw_memory
 from wf_backends.cluster.topology import KernelRate, Link, Topology
+from wf_backends.cost.workload import Workload
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.search import best_plan
-from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
 
 SIZES = (4, 8, 16, 32, 64)

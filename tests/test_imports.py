@@ -28,8 +28,9 @@ ROWS = (
     ("comm", "kernels"),
     ("runtime", "launch"),
     ("cluster",),
+    ("cost",),
     ("planner",),
-    ("config",),
+    ("config", "weights"),
     ("parallel",),
     ("dsp", "slicing", "hetegen", "budget"),
     ("graph",),
@@ -38,7 +39,7 @@ ROWS = (
     ("cli",),
 )
 PACKAGES = tuple(f"wf_backends.{name}" for row in ROWS for name in row)
-PURE_PACKAGES = ("schedule", "lowering", "planner", "config", "budget")
+PURE_PACKAGES = ("schedule", "lowering", "cost", "planner", "config", "weights", "budget")
 PURE = tuple(f"wf_backends.{name}" for name in ("_validation", *PURE_PACKAGES))
 PURE_MODULES = (  # of packages that are not
     "wf_backends.cluster.job",

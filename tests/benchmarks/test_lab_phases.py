@@ -8,10 +8,10 @@ import pytest
 
 from tests.helpers import ROOT
 from wf_backends.cluster.presets import PRESETS
+from wf_backends.cost.workload import Workload
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.planner.plan import Choice, Request
 from wf_backends.planner.search import price_plan
-from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.placement import in_rank_order
 

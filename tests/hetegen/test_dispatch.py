@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from tests.hetegen.models import Plain, fast_device, make_model, split_memory
 from wf_backends._validation import parse_bytes
 from wf_backends.hetegen import ShapedDevice, dispatch_model
-from wf_backends.hetegen.plan import LANE_NAMES, LaneName
 from wf_backends.hetegen.split_model import SplitWeight
+from wf_backends.weights.plan import LANE_NAMES, LaneName
 
 
 def lane_threads() -> list[str]:

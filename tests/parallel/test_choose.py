@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from tests.planning import MASKS, SHAPE, cluster
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.config import SequenceParallelConfig
+from wf_backends.cost.workload import Workload
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import choose, request_of
 from wf_backends.planner.plan import EXACT_UP_TO, Request, ranked
 from wf_backends.planner.proxy import on_few, on_fewer_ranks
 from wf_backends.planner.search import best_plan, plan_for, price_plan
-from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.placement import place
 from wf_backends.schedule.schedule import check

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
+from wf_backends.cost.exact_cost import pass_cost
+from wf_backends.cost.workload import FORWARD, HeadSplit, Workload
 from wf_backends.lowering.message_bytes import Shape
-from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.plan import Choice, Request
 from wf_backends.planner.search import price_plan
-from wf_backends.planner.workload import FORWARD, HeadSplit, Workload
 from wf_backends.schedule.placement import Placed, in_rank_order, place, routes
 
 SHAPE = Shape(batch=1, heads=4, kv_heads=4, head_dim=16, itemsize=2)

@@ -9,17 +9,11 @@ import pytest
 from tests.planning import BYTES, lab_cluster, plain_cluster
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.topology import Topology
-from wf_backends.lowering.message_bytes import Shape
-from wf_backends.lowering.ulysses_groups import UlyssesGroups
-from wf_backends.planner.closed_form import ClosedForm
-from wf_backends.planner.exact_cost import pass_cost
-from wf_backends.planner.plan import Request
-from wf_backends.planner.proxy import alike
-from wf_backends.planner.route_shape import shape_of
-from wf_backends.planner.search import best_plan, price_plan
-from wf_backends.planner.simulator import PhaseRound, RankPhase, Simulator
-from wf_backends.planner.words import scheme
-from wf_backends.planner.workload import (
+from wf_backends.cost.closed_form import ClosedForm
+from wf_backends.cost.exact_cost import pass_cost
+from wf_backends.cost.route_shape import shape_of
+from wf_backends.cost.simulator import PhaseRound, RankPhase, Simulator
+from wf_backends.cost.workload import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     FORWARD,
@@ -27,6 +21,12 @@ from wf_backends.planner.workload import (
     PassKind,
     Workload,
 )
+from wf_backends.lowering.message_bytes import Shape
+from wf_backends.lowering.ulysses_groups import UlyssesGroups
+from wf_backends.planner.plan import Request
+from wf_backends.planner.proxy import alike
+from wf_backends.planner.search import best_plan, price_plan
+from wf_backends.planner.words import scheme
 from wf_backends.schedule.mask import CAUSAL, Mask
 from wf_backends.schedule.placement import Placed, place, placements
 

@@ -16,12 +16,12 @@ from tests.planning import MASKS, SHAPE, cluster
 from wf_backends.cluster.presets import PRESETS, one_host
 from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.config import SequenceParallelConfig
+from wf_backends.cost.exact_cost import pass_cost
+from wf_backends.cost.workload import FORWARD, Cost, HeadSplit, Workload
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import choose, request_of
-from wf_backends.planner.exact_cost import pass_cost
 from wf_backends.planner.plan import TIE, Choice, Plan, Request, ranked, rounded
 from wf_backends.planner.search import all_plans, best_plan, price_plan
-from wf_backends.planner.workload import FORWARD, Cost, HeadSplit, Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.placement import divisors, in_rank_order, place, placements, read_placed
 from wf_backends.schedule.schedule import check

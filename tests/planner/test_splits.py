@@ -8,11 +8,11 @@ import pytest
 
 from tests.planning import SHAPE, cluster
 from wf_backends.config import SequenceParallelConfig
+from wf_backends.cost.workload import Workload
 from wf_backends.parallel.choose import request_of
+from wf_backends.planner.head_splits import legal_chunks, legal_degrees, legal_strides
 from wf_backends.planner.plan import Choice, Request
 from wf_backends.planner.search import all_plans, best_plan, plan_for, price_plan
-from wf_backends.planner.ulysses import legal_chunks, legal_degrees, legal_strides
-from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.placement import in_rank_order
 

@@ -13,12 +13,12 @@ import pytest
 from wf_backends.cluster.presets import PRESETS
 from wf_backends.cluster.topology import Topology
 from wf_backends.config import SequenceParallelConfig
+from wf_backends.cost.workload import Workload
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import request_of
 from wf_backends.planner.plan import Plan, Request
 from wf_backends.planner.proxy import LENGTHS, typical_documents
 from wf_backends.planner.search import best_plan, plan_for, price_plan
-from wf_backends.planner.workload import Workload
 from wf_backends.schedule.mask import CAUSAL, Mask, make_mask
 
 SHAPE = Shape(1, 32, 8, 128, 2)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.planning import SHAPE, both_ways, cluster
-from wf_backends.planner.route_shape import shape_of
-from wf_backends.planner.workload import HeadSplit, Workload
+from wf_backends.cost.route_shape import shape_of
+from wf_backends.cost.workload import HeadSplit, Workload
 from wf_backends.schedule.placement import (
     Placed,
     digits,

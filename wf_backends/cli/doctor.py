@@ -11,7 +11,7 @@ from rich.table import Table
 
 from wf_backends.cli.options import AsJson
 from wf_backends.cli.tables import print_json
-from wf_backends.cluster import Finding, check_up
+from wf_backends.cluster import check_up
 
 
 def doctor(as_json: AsJson = False) -> None:
@@ -23,19 +23,13 @@ def doctor(as_json: AsJson = False) -> None:
     """
     findings = list(check_up())
     if as_json:
-        print_json([asdict(finding) for finding in findings])
+        print_json([asdict(one) for one in findings])
     else:
-        Console().print(table(findings))
-    if any(finding.needed and not finding.works for finding in findings):
+        table = Table("", "what", "here", "to mend it")
+        for one in findings:
+            lacking = "[red]NO[/red]" if one.needed else "[yellow]no[/yellow]"
+            sign = "[green]yes[/green]" if one.works else lacking
+            table.add_row(sign, *map(escape, (one.name, one.what, one.mend)))
+        Console().print(table)
+    if any(one.needed and not one.works for one in findings):
         raise typer.Exit(1)
-
-
-def table(findings: list[Finding]) -> Table:
-    """One line for each."""
-    found = Table("", "what", "here", "to mend it")
-    for finding in findings:
-        sign = "[green]yes[/green]" if finding.works else "[yellow]no[/yellow]"
-        if finding.needed and not finding.works:
-            sign = "[red]NO[/red]"
-        found.add_row(sign, *map(escape, (finding.name, finding.what, finding.mend)))
-    return found

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wf_backends.hetegen.law import Rates
-from wf_backends.hetegen.plan import LANE_NAMES
+from wf_backends.weights import LANE_NAMES, Rates
 
 THREAD_CALL_SECONDS = 2e-4  # to hand work to a thread and wait for it, on a core that is shared
 End = Future[float]

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from wf_backends._validation import is_real, nearest, of_type, parse_bytes
 from wf_backends.hetegen.accelerator import Accelerator
 from wf_backends.hetegen.modules import HostWeight, find_weights
-from wf_backends.hetegen.plan import Plan, Request
-from wf_backends.hetegen.planning import make_plan
 from wf_backends.hetegen.runner import Device, Runner
 from wf_backends.hetegen.split_model import (
     check_not_called,
@@ -28,6 +26,7 @@ from wf_backends.hetegen.split_model import (
     mark_modules,
     split_weights,
 )
+from wf_backends.weights import Plan, Request, make_plan
 
 ACCELERATOR = "accelerator"
 KEYS = (ACCELERATOR, "cpu")

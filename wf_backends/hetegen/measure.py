@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from wf_backends.hetegen.accelerator import Accelerator, Streams
 from wf_backends.hetegen.device import ShapedDevice
 from wf_backends.hetegen.dispatch import dispatch_model
-from wf_backends.hetegen.law import Rates
 from wf_backends.hetegen.runner import Device
+from wf_backends.weights import Rates
 
 WEIGHTS_BYTES = 2**28  # so many that caches do not hold them all
 SLABS = 3  # that a plan has, as a rule

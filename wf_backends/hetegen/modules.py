@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wf_backends._compile import refuse_transforms
-from wf_backends.hetegen.plan import Linear
+from wf_backends.weights import Linear
 
 MIN_ROWS = 16  # a linear with fewer is not worth a split: routers, heads of few classes
 EXPERT = re.compile(r"((?:.*\.)?experts)\.\d+(?=\.)")

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from wf_backends.cluster import Topology
-from wf_backends.planner.workload import Cost, PassKind, Workload
+from wf_backends.cost import Cost, PassKind, Workload
 from wf_backends.schedule import Placed, Schedule, place
 
 MOVES = ("keys", "queries")  # which side walks in a backward

@@ -15,9 +15,9 @@ from functools import lru_cache
 from itertools import pairwise
 from random import Random
 
+from wf_backends.cost import Workload
+from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import EXACT_UP_TO, Request
-from wf_backends.planner.ulysses import legal_degrees
-from wf_backends.planner.workload import Workload
 from wf_backends.schedule import LAYOUTS, Mask, Placed, Range
 
 NEAR_UP_TO = 64  # ranks up to which every message is counted

@@ -1,8 +1,8 @@
 """Which plan is the fastest: every route, placement and head split, by predicted time.
 
 The same request gives the same plan on every rank, without a message. Up to `exact_up_to` ranks a
-cost is derived message by message (planner/exact_cost.py), beyond by closed forms
-(planner/closed_form.py).
+cost is derived message by message (cost/exact_cost.py), beyond by closed forms
+(cost/closed_form.py).
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ from dataclasses import replace
 from functools import lru_cache
 from threading import Lock
 
-from wf_backends.planner.closed_form import ClosedForm
-from wf_backends.planner.exact_cost import pass_cost
+from wf_backends.cost import (
+    FORWARD,
+    ClosedForm,
+    HeadSplit,
+    PassKind,
+    RouteShape,
+    around,
+    pass_cost,
+    shape_of,
+)
+from wf_backends.planner.head_splits import head_splits
 from wf_backends.planner.plan import MOVES, Choice, PassPlan, Plan, Request, fastest_of, ranked
 from wf_backends.planner.proxy import alike, counted, packed
-from wf_backends.planner.route_shape import RouteShape, shape_of
-from wf_backends.planner.ulysses import around, head_splits
-from wf_backends.planner.workload import FORWARD, HeadSplit, PassKind
 from wf_backends.schedule import Placed, place, placements
 
 HEAD_SPLITS_COUNTED = 3  # message by message, of the pairs that closed forms find the best

@@ -1,16 +1,13 @@
-"""The plan for a model: of the law's, streaming and the host alone the fastest by simulation.
-
-Pure: standard library only.
-"""
+"""The plan for a model: of the law's, streaming and the host alone the fastest by simulation."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from math import floor, inf
 
-from wf_backends.hetegen.jobs import simulate
-from wf_backends.hetegen.law import Rates, WeightUse, best_alpha, residency, seconds_per_byte
-from wf_backends.hetegen.plan import PHASES, Plan, Request, Split
+from wf_backends.weights.jobs import simulate
+from wf_backends.weights.law import Rates, WeightUse, best_alpha, residency, seconds_per_byte
+from wf_backends.weights.plan import PHASES, Plan, Request, Split
 
 CALLS_OF_COPY = 5  # a copy takes no less than so many times the overhead of a call
 SLABS_OF_LARGEST = 4  # slabs that the streamed rows of the largest linear fill
@@ -78,7 +75,7 @@ def _slab_bytes(request: Request, alpha: float | None) -> int:
 
 def split_plan(request: Request, alpha: float | None) -> Plan:
     """The plan with the host's share `alpha` of every linear, or the law's."""
-    splits, slab_bytes = [], _slab_bytes(request, alpha)
+    splits, slab_bytes = list[Split](), _slab_bytes(request, alpha)
     weights = [
         WeightUse(x.nbytes, x.uses(request.decode_tokens), request.rates_at(x, "decode"))
         for x in request.linears

@@ -1,4 +1,4 @@
-"""Trading heads for tokens: which ranks may, in how many chunks, and what it costs.
+"""What trading heads for tokens costs, all at once or in chunks.
 
 Where heads are traded in chunks (runtime/ulysses_pipeline.py), one is on its way while another is
 computed. The way in of the first and the way out of the last hide behind nothing, the others behind
@@ -10,56 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import gcd
 
-from wf_backends.planner.plan import Request
-from wf_backends.planner.route_shape import NOTHING, Axis, Load, Side
-from wf_backends.planner.workload import BACKWARD_KEYS, FORWARD, Cost, HeadSplit, Span
-from wf_backends.schedule import divisors
-
-MAX_CHUNKS = 8  # of a rank's heads that the planner looks at
-MIN_HIDDEN_SHARE = 0.02  # of the computing time that chunks must be able to hide, to be looked at
-
-
-def head_splits(request: Request, min_hidden_share: float = MIN_HIDDEN_SHARE) -> list[HeadSplit]:
-    """The head splits to look at.
-
-    Args:
-        min_hidden_share: how much of the exchanges chunks must be able to hide, as a share of what
-            is computed.
-
-    Raises:
-        ValueError: if no degree, or no number of chunks, that is wanted fits the ranks and heads.
-    """
-    shape, degrees = request.workload.shape, legal_degrees(request)
-    if not degrees:
-        raise ValueError(
-            f"no ulysses_degree of {request.degrees or 'any size'} divides the "
-            f"{request.topology.size} ranks and {shape.heads} heads, and divides the "
-            f"{shape.kv_heads} key heads or is a multiple of them; 1 always does"
-        )
-    splits = [
-        HeadSplit(request.workload, request.topology, degree, stride, chunks)
-        for degree in degrees
-        for stride in legal_strides(request, degree)
-        for chunks in legal_chunks(request, degree)
-    ]
-    if request.chunks is None:
-        splits = [one for one in splits if one.chunks == 1 or _hides(one, min_hidden_share)]
-    if not splits:
-        raise ValueError(
-            f"ulysses_chunks {request.chunks} divides neither the query nor the key heads of a "
-            f"rank with any ulysses_degree of {degrees} ({shape.heads} heads, {shape.kv_heads} key "
-            'heads): leave it out, or "auto"'
-        )
-    return splits
-
-
-def _hides(split: HeadSplit, share: float) -> bool:
-    """Whether exchanges in chunks may hide more than this share of the time of computing, in both
-    passes, if every rank has the same part of it: no plan takes less."""
-    hidden_s = ulysses_cost(replace(split, chunks=1)).seconds - ulysses_cost(split).seconds
-    score_s = sum(kind.seconds_per_score(split) for kind in (FORWARD, BACKWARD_KEYS))
-    even_s = split.workload.scores / split.route_size * split.chunks * score_s
-    return 2 * hidden_s > share * even_s
+from wf_backends.cost.route_shape import NOTHING, Axis, Load, Side
+from wf_backends.cost.workload import Cost, HeadSplit, Span
 
 
 def around(split: HeadSplit) -> Cost:
@@ -68,49 +20,6 @@ def around(split: HeadSplit) -> Cost:
     took, exchanges = split.topology.agreement_s, ulysses_cost(split)
     spans = (Span("agreement", "transfer", 0.0, took),) if took else ()
     return Cost(took, transfer_s=took, spans=spans) + exchanges + exchanges
-
-
-def legal_degrees(request: Request) -> list[int]:
-    """The ulysses degrees that the ranks and heads allow, rising."""
-    shape = request.workload.shape
-    return [
-        degree
-        for degree in divisors(request.topology.size)
-        if shape.heads % degree == 0
-        and (shape.kv_heads % degree == 0 or degree % shape.kv_heads == 0)
-        and (request.degrees is None or degree in request.degrees)
-    ]
-
-
-def legal_strides(request: Request, degree: int) -> list[int]:
-    """How far apart the ranks may be that trade heads for tokens, rising.
-
-    1, and what brings as many groups of ranks onto a host as it has ranks. Only 1 where nothing is
-    won: on one host; and where tokens see only near ones, which are best on the same rank.
-    """
-    topology, mask = request.topology, request.workload.mask
-    groups = topology.size // degree
-    if request.strides is not None:
-        return [stride for stride in request.strides if groups % stride == 0]
-    if degree == 1 or topology.hosts == 1 or mask.is_near:
-        return [1]
-    on_host = topology.ranks_per_host
-    return sorted({1, on_host if groups % on_host == 0 else groups})
-
-
-def legal_chunks(request: Request, degree: int) -> list[int]:
-    """In how many chunks a rank's heads may be traded, rising.
-
-    Each has whole groups of query heads. Only one under windows, documents or slices.
-    """
-    shape = request.workload.shape
-    whole_groups = gcd(shape.heads // degree, max(1, shape.kv_heads // degree))
-    chunks = divisors(whole_groups if shape.kv_heads % degree == 0 else 1)
-    if request.chunks is not None:
-        return [count for count in request.chunks if count in chunks and degree > 1 or count == 1]
-    if degree == 1 or not request.workload.mask.is_dense:
-        return [1]
-    return [count for count in chunks if count <= MAX_CHUNKS]
 
 
 def exchange_loads(split: HeadSplit) -> tuple[Load, Load]:

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 
-from wf_backends.hetegen.law import (
+from wf_backends.weights.law import (
     Rates,
     WeightUse,
     best_alpha,
@@ -15,8 +15,8 @@ from wf_backends.hetegen.law import (
     resident_limits,
     seconds_per_byte,
 )
-from wf_backends.hetegen.plan import Linear, Request
-from wf_backends.hetegen.planning import host_rows, make_plan
+from wf_backends.weights.plan import Linear, Request
+from wf_backends.weights.planning import host_rows, make_plan
 
 SETTINGS = 500
 GRID = 200

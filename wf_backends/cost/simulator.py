@@ -15,8 +15,8 @@ from itertools import zip_longest
 from math import inf
 
 from wf_backends.cluster import Link, Topology
+from wf_backends.cost.workload import Cost, Span
 from wf_backends.lowering import UlyssesGroups
-from wf_backends.planner.workload import Cost, Span
 
 Messages = Sequence[tuple[int, int]]  # (peer, bytes)
 LinkEnd = tuple[bool, str, int, int]

@@ -1,6 +1,6 @@
 """What a pass costs, message by message: from the programs that its ranks run.
 
-How long it takes is told by planner/simulator.py.
+How long it takes is told by cost/simulator.py.
 """
 
 from __future__ import annotations
@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+from wf_backends.cost.simulator import Messages, PhaseRound, RankPhase, Simulator
+from wf_backends.cost.ulysses import pipelined
+from wf_backends.cost.workload import Cost, HeadSplit, PassKind
 from wf_backends.lowering import (
     Parcel,
     Problem,
@@ -19,9 +22,6 @@ from wf_backends.lowering import (
     lower,
     tile_area,
 )
-from wf_backends.planner.simulator import Messages, PhaseRound, RankPhase, Simulator
-from wf_backends.planner.ulysses import pipelined
-from wf_backends.planner.workload import Cost, HeadSplit, PassKind
 from wf_backends.schedule import Schedule, make_layout
 
 

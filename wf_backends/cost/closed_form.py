@@ -1,7 +1,7 @@
 """What a pass costs, in closed form: for thousands of ranks, without building a schedule.
 
 All figures are those of the busiest rank and link, as if ranks kept step. On hosts that hold whole
-digits (see planner/route_shape.py) this counts a full mask's bytes exactly, on others at most twice
+digits (see cost/route_shape.py) this counts a full mask's bytes exactly, on others at most twice
 as many. For other masks it counts those of a full one: on the busiest link of a step most rows are
 needed by someone. Only a sliding window on a contiguous or a zigzag layout ends the walk early.
 """
@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import ceil, inf
 
+from wf_backends.cost.exact_cost import buffer_bytes
+from wf_backends.cost.route_shape import NOTHING, Load, RouteShape, Side
+from wf_backends.cost.ulysses import pipelined
+from wf_backends.cost.workload import Cost, HeadSplit, PassKind
 from wf_backends.lowering import bundles, unevenness
-from wf_backends.planner.exact_cost import buffer_bytes
-from wf_backends.planner.route_shape import NOTHING, Load, RouteShape, Side
-from wf_backends.planner.ulysses import pipelined
-from wf_backends.planner.workload import Cost, HeadSplit, PassKind
 from wf_backends.schedule import FULL
 
 CALLS_OF_A_BUNDLE = 6

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from wf_backends.cost.exact_cost import buffer_bytes
 from wf_backends.lowering.message_bytes import Shape, backward_row_bytes, forward_row_bytes
-from wf_backends.planner.exact_cost import buffer_bytes
 
 SHAPE = Shape(batch=2, heads=4, kv_heads=2, head_dim=16, itemsize=2)
 OUTPUT = 2 * 4 * 16 * 2  # bytes of one row, in the queries' dtype

@@ -1,6 +1,6 @@
 """How a model is split over an accelerator and its host, as plain data.
 
-Rows of a weight lie as  [ resident | streamed | the host's ].  Pure: standard library only.
+Rows of a weight lie as  [ resident | streamed | the host's ].
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from functools import cached_property
 from math import inf
 from typing import Literal
 
-from wf_backends.hetegen.law import Rates
+from wf_backends.weights.law import Rates
 
 Phase = Literal["decode", "prefill"]
 PHASES: tuple[Phase, ...] = ("decode", "prefill")

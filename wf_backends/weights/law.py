@@ -7,7 +7,7 @@ the share alpha where it lies, and the rest streams to the accelerator:
              (1 - alpha) W / accelerator )
 
 The four parts work at the same time; the third counts where the host and the link both work, which
-may serve less together than one of them alone. Pure: standard library only.
+may serve less together than one of them alone.
 """
 
 from __future__ import annotations

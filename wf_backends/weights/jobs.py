@@ -2,7 +2,7 @@
 
 Streamed rows pass through slabs, pieces of the accelerator's memory that are used in turn. Copies
 run on: as soon as a slab is read, the rows that will be needed next are on their way into it, also
-those of the next token. Pure: standard library only.
+those of the next token.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from wf_backends.hetegen.plan import PHASES, Job, Linear, Phase, Plan
+from wf_backends.weights.plan import PHASES, Job, Linear, Phase, Plan
 
 
 class JobMaker:
@@ -149,7 +149,7 @@ def simulate(plan: Plan, phases: Sequence[Phase]) -> tuple[list[float], Simulate
 
 def used_linears(linears: Sequence[Linear], tokens: int) -> list[int]:
     """The linears that a pass calls, in order: of experts as many as are used on average."""
-    order, due, drawn = [], 0.5, {"": True}
+    order, due, drawn = list[int](), 0.5, {"": True}
     for i, linear in enumerate(linears):
         if linear.expert not in drawn:
             due += linear.uses(tokens)

@@ -11,15 +11,12 @@ import pytest
 
 from tests.planning import both_ways, lab_cluster
 from tests.slices import window_with_sinks
-from wf_backends.lowering.derivation import lower
-from wf_backends.lowering.message_bytes import Shape, bytes_sent
-from wf_backends.lowering.program import RankProgram
-from wf_backends.planner.closed_form import ClosedForm
-from wf_backends.planner.exact_cost import pass_cost, problem_of, rank_phases
-from wf_backends.planner.route_shape import shape_of
-from wf_backends.planner.simulator import LinkEnd, Messages, link_ends
-from wf_backends.planner.ulysses import exchange_loads, exchange_s, ulysses_cost
-from wf_backends.planner.workload import (
+from wf_backends.cost.closed_form import ClosedForm
+from wf_backends.cost.exact_cost import pass_cost, problem_of, rank_phases
+from wf_backends.cost.route_shape import shape_of
+from wf_backends.cost.simulator import LinkEnd, Messages, link_ends
+from wf_backends.cost.ulysses import exchange_loads, exchange_s, ulysses_cost
+from wf_backends.cost.workload import (
     BACKWARD_KEYS,
     BACKWARD_QUERIES,
     FORWARD,
@@ -27,6 +24,9 @@ from wf_backends.planner.workload import (
     PassKind,
     Workload,
 )
+from wf_backends.lowering.derivation import lower
+from wf_backends.lowering.message_bytes import Shape, bytes_sent
+from wf_backends.lowering.program import RankProgram
 from wf_backends.runtime.ulysses import make_head_exchange
 from wf_backends.schedule.layout import make_layout
 from wf_backends.schedule.mask import CAUSAL, Band, Mask, make_mask

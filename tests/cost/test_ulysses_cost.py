@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 
 from wf_backends.cluster.topology import KernelRate, Link, Topology
-from wf_backends.lowering.message_bytes import Shape
-from wf_backends.planner.ulysses import (
+from wf_backends.cost.ulysses import (
     exchange_hold_s,
     exchange_loads,
     pipelined,
     smallest_s,
     ulysses_cost,
 )
-from wf_backends.planner.workload import Cost, HeadSplit, Workload
+from wf_backends.cost.workload import Cost, HeadSplit, Workload
+from wf_backends.lowering.message_bytes import Shape
 
 RATES = (("sdpa", KernelRate(1e9, 1e9)),)
 LATENCY = 0.5

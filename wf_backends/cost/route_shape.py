@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from wf_backends.cluster import Topology
-from wf_backends.planner.workload import HeadSplit
+from wf_backends.cost.workload import HeadSplit
 from wf_backends.schedule import Placed, digits, strides
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.planning import BYTES, plain_cluster
 from wf_backends.cluster.topology import Link, Topology
+from wf_backends.cost.route_shape import Load
+from wf_backends.cost.simulator import Messages, PhaseRound, RankPhase, Simulator, shared
 from wf_backends.lowering.ulysses_groups import UlyssesGroups
-from wf_backends.planner.route_shape import Load
-from wf_backends.planner.simulator import Messages, PhaseRound, RankPhase, Simulator, shared
 
 
 def simulated(

@@ -10,10 +10,10 @@ from functools import cache
 
 import pytest
 
-from wf_backends.hetegen.jobs import Done, JobMaker, Simulated, simulate, used_linears
-from wf_backends.hetegen.law import Rates
-from wf_backends.hetegen.plan import LANE_NAMES, Linear, Phase, Plan, Request
-from wf_backends.hetegen.planning import decode_seconds, make_plan, split_plan
+from wf_backends.weights.jobs import Done, JobMaker, Simulated, simulate, used_linears
+from wf_backends.weights.law import Rates
+from wf_backends.weights.plan import LANE_NAMES, Linear, Phase, Plan, Request
+from wf_backends.weights.planning import decode_seconds, make_plan, split_plan
 
 
 def draw_request(draw: random.Random) -> Request:

@@ -1,0 +1,21 @@
+"""Where the rows of a model's weights lie, and who computes them. Pure: standard library only."""
+
+from wf_backends.weights.jobs import JobMaker
+from wf_backends.weights.law import Rates, best_alpha, seconds_per_byte
+from wf_backends.weights.plan import LANE_NAMES, PHASES, Job, Linear, Phase, Plan, Request
+from wf_backends.weights.planning import make_plan
+
+__all__ = [
+    "LANE_NAMES",
+    "PHASES",
+    "Job",
+    "JobMaker",
+    "Linear",
+    "Phase",
+    "Plan",
+    "Rates",
+    "Request",
+    "best_alpha",
+    "make_plan",
+    "seconds_per_byte",
+]
