@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from wf_backends.hetegen import Plan, Rates
-from wf_backends.weights.jobs import Simulated
+from wf_backends.weights.jobs import SimulatedDevice
 from wf_backends.weights.plan import Linear, Request, Split
 from wf_backends.weights.planning import make_plan
 
@@ -56,7 +56,7 @@ def show(name: str, plan: Plan, saved: float) -> None:
 
 def last_pass(plan: Plan) -> float:
     """Seconds of a decoding pass, after others with the same experts."""
-    device, linears = Simulated(plan), plan.request.linears
+    device, linears = SimulatedDevice(plan), plan.request.linears
     order = [i for i, x in enumerate(linears) if not x.expert or x.expert.split(".")[1] in CHOSEN]
     return [device.run_pass(order, "decode") for _ in range(4)][-1]
 

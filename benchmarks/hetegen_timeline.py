@@ -46,11 +46,11 @@ def draw(axes: Axes, title: str, request: Request) -> None:
     plan = make_plan(request)
     took, device = simulate(plan, ["decode"] * (WARM + SHOWN))
     start = sum(took[:WARM])
-    for done in device.done:
-        if done.end > start:
-            lane = LANE_NAMES.index(done.job.lane)
-            span = 1e3 * (done.start - start), 1e3 * (done.end - done.start)
-            color = f"C{done.job.linear}"
+    for timed in device.timed_jobs:
+        if timed.end > start:
+            lane = LANE_NAMES.index(timed.job.lane)
+            span = 1e3 * (timed.start - start), 1e3 * (timed.end - timed.start)
+            color = f"C{timed.job.linear}"
             axes.broken_barh([span], (lane - 0.35, 0.7), color=color, edgecolor="white", lw=0.4)
     for end in accumulate(took[WARM:]):
         axes.axvline(1e3 * end, color="black", linewidth=1)

@@ -244,7 +244,7 @@ def test_the_first_layers_copies_start_before_the_last_token_is_sampled() -> Non
     ids = torch.ones(1, 4, dtype=torch.long)
     words = {"attention_mask": ids, "pad_token_id": 0, "max_new_tokens": 3}
     model.generate(ids, logits_processor=[sample], **words)  # type: ignore[operator]
-    ahead = [job for job in handle._runner._maker._ahead if job.linear == 0]  # type: ignore[union-attr]
+    ahead = [job for job in handle._runner._maker._prefetched if job.linear == 0]  # type: ignore[union-attr]
     assert ahead and submitted[-1] < sampled[-1]
     handle.remove()
 

@@ -10,7 +10,7 @@ from functools import cache
 
 import pytest
 
-from wf_backends.weights.jobs import Done, JobMaker, Simulated, simulate, used_linears
+from wf_backends.weights.jobs import JobMaker, SimulatedDevice, TimedJob, simulate, used_linears
 from wf_backends.weights.law import Rates
 from wf_backends.weights.plan import LANE_NAMES, Linear, Phase, Plan, Request
 from wf_backends.weights.planning import decode_seconds, make_plan, split_plan
@@ -46,22 +46,24 @@ class Call:
     linear: int
     begin: float
     end: float
-    done: list[Done]
+    done: list[TimedJob]
 
 
-def call_all(device: Simulated, order: Sequence[int], phase: Phase) -> list[Call]:
+def call_all(device: SimulatedDevice, order: Sequence[int], phase: Phase) -> list[Call]:
     """A pass, call by call."""
     calls = []
     for linear in order:
-        begin, before = device.now, len(device.done)
+        begin, before = device.now, len(device.timed_jobs)
         device.run_pass([linear], phase)
-        calls.append(Call(linear, begin, device.now, device.done[before:]))
+        calls.append(Call(linear, begin, device.now, device.timed_jobs[before:]))
     return calls
 
 
-def call_drawn(draw: random.Random, plan: Plan, passes: int = 4) -> tuple[Simulated, list[Call]]:
+def call_drawn(
+    draw: random.Random, plan: Plan, passes: int = 4
+) -> tuple[SimulatedDevice, list[Call]]:
     """Passes of both phases with experts drawn at random."""
-    device, calls = Simulated(plan), list[Call]()
+    device, calls = SimulatedDevice(plan), list[Call]()
     linears = [split.linear for split in plan.splits]
     for number in range(passes):
         drawn = {x.expert: draw.random() < x.routed for x in linears}
@@ -71,7 +73,7 @@ def call_drawn(draw: random.Random, plan: Plan, passes: int = 4) -> tuple[Simula
 
 
 @cache
-def drawn(seed: int) -> tuple[Plan, Simulated, list[Call]]:
+def drawn(seed: int) -> tuple[Plan, SimulatedDevice, list[Call]]:
     """A plan, and passes of it."""
     draw = random.Random(seed)
     plan = make_plan(draw_request(draw))
@@ -81,7 +83,7 @@ def drawn(seed: int) -> tuple[Plan, Simulated, list[Call]]:
 @pytest.mark.parametrize("seed", range(100))
 def test_every_row_is_computed_once_and_no_slab_is_written_while_it_is_read(seed: int) -> None:
     plan, _, calls = drawn(seed)
-    held: dict[int, Done] = {}  # slab -> what was copied into it
+    held: dict[int, TimedJob] = {}  # slab -> what was copied into it
     free: dict[int | None, float] = {}  # slab -> end of the last job that used it
     for call in calls:
         rows: list[int] = []
@@ -107,7 +109,7 @@ def test_every_row_is_computed_once_and_no_slab_is_written_while_it_is_read(seed
 def test_no_pass_is_faster_than_its_bounds(seed: int) -> None:
     plan, device, _ = drawn(seed)
     for lane in LANE_NAMES:
-        jobs = [d for d in device.done if d.job.lane == lane]
+        jobs = [d for d in device.timed_jobs if d.job.lane == lane]
         assert all(a.end <= b.start for a, b in zip(jobs, jobs[1:], strict=False))
         waited_for = [d for d in jobs if d.end <= device.now]  # copies may run on after the end
         assert sum(d.end - d.start for d in waited_for) <= device.now * (1 + 1e-9)
@@ -144,7 +146,7 @@ def test_what_a_call_waits_for_is_submitted_before_copies_for_others(seed: int) 
     plan = drawn(seed)[0]
     maker = JobMaker(plan)
     for linear in 2 * used_linears(plan.request.linears, 1):
-        jobs = maker.call(linear, "decode")
+        jobs = maker.make_jobs(linear, "decode")
         others = [job.lane == "link" and job.linear != linear for job in jobs]
         assert others == sorted(others)
 
@@ -162,7 +164,7 @@ def test_the_order_is_learned_from_the_calls() -> None:
     """Calls in another order than that of the model cost copies in vain in the first pass only."""
     linears = tuple(Linear(f"{i}", 64, 16, 4) for i in range(5))
     plan = make_plan(Request(linears, Rates(1e5, 1e5, 1e8), 4096))
-    device = Simulated(plan)
+    device = SimulatedDevice(plan)
     straight = simulate(plan, ["decode"] * 3)[0]
     turned = [device.run_pass([0, 3, 1, 2, 4], "decode") for _ in range(3)]
     assert turned[0] > straight[0] and turned[2] == pytest.approx(straight[2], rel=1e-3)
@@ -175,10 +177,10 @@ def test_experts_that_no_token_is_routed_to_are_not_copied() -> None:
         Linear("head", 64, 16, 4),
     )
     plan = make_plan(Request(linears, Rates(1e5, 1e5, 1e8), 6000, alpha=0.0))
-    device = Simulated(plan)
+    device = SimulatedDevice(plan)
     for _ in range(5):
         device.run_pass([0, 5, 6, 9], "decode")
-    assert {d.job.linear for d in device.done if d.job.lane == "link"} == {0, 5, 6, 9}
+    assert {d.job.linear for d in device.timed_jobs if d.job.lane == "link"} == {0, 5, 6, 9}
     assert len(used_linears(linears, 1)) == 4  # one of four experts, between the first and the last
 
 

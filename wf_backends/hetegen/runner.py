@@ -85,7 +85,7 @@ class Runner(Uncopied):
         with self._lock:
             self._refuse_if_ended()
             if self._running.setdefault(current_thread(), module) is module:
-                self._maker.first = None
+                self._maker.first_linear = None
 
     def leave(self, module: nn.Module, *_: Any) -> None:
         """A module's call has ended, also one whose hooks failed before `enter`."""
@@ -136,13 +136,13 @@ class Runner(Uncopied):
         flat, flat_out = x.detach().reshape(-1, x.shape[-1]), out.view(-1, rows)
         phase = self._plan.request.phase(len(flat))
         with self._stopping_on_errors():
-            jobs = self._maker.call(index, phase)
+            jobs = self._maker.make_jobs(index, phase)
             begun = self._device.now()
             events = [self._submit(job, flat, flat_out[:, job.start : job.stop]) for job in jobs]
             self.record.ask(jobs, phase)
             computed = [e for e, job in zip(events, jobs, strict=True) if job.lane != "link"]
             ended = self._device.wait(computed)
-            self.record.add_call(phase, index == self._maker.first, begun, ended)
+            self.record.add_call(phase, index == self._maker.first_linear, begun, ended)
         return out if bias is None else out.add_(bias)
 
     def _submit(self, job: Job, x: Tensor, out: Tensor) -> Event:

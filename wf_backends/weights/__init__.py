@@ -1,4 +1,4 @@
-"""Where the rows of a model's weights lie, and who computes them. Pure: standard library only."""
+"""Plans that split weights by rows over an accelerator and its host. Pure: no torch."""
 
 from wf_backends.weights.jobs import JobMaker
 from wf_backends.weights.law import Rates, best_alpha, seconds_per_byte

@@ -1,8 +1,8 @@
-"""What the lanes of a device do for the calls of split linears; and when, in virtual time.
+"""The jobs that the lanes of a device do for each call of a split linear, and their simulation.
 
-Streamed rows pass through slabs, pieces of the accelerator's memory that are used in turn. Copies
-run on: as soon as a slab is read, the rows that will be needed next are on their way into it, also
-those of the next token.
+Streamed rows pass through slabs: buffers in the accelerator's memory that are reused in turn. The
+link prefetches: as soon as a slab has been read, the rows that are needed next are copied into it,
+also rows for the next token.
 """
 
 from __future__ import annotations
@@ -15,146 +15,154 @@ from wf_backends.weights.plan import PHASES, Job, Linear, Phase, Plan
 
 
 class JobMaker:
-    """Makes the jobs of one call after the other, and keeps what is in the slabs.
+    """Makes the jobs of one call after another, and keeps track of what is in the slabs.
 
-    Which linear follows which is first taken from their order, then learned from the calls. A
-    wrong guess costs copies in vain and nothing else. Experts are used as they are routed: copies
-    run on neither into one nor out of it.
+    It prefetches for the linears that should be called next. Their order is first that of the plan,
+    then learned from the calls; a wrong guess costs useless copies and nothing else. Routing is not
+    known in advance: an expert is copied from its first call on, and nothing beyond its end.
 
     Attributes:
-        first: the linear with which the pass began; None: it begins with the next call.
+        first_linear: the first linear of the running pass; None: the next call begins a pass.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._splits, self._slab_bytes = plan.splits, plan.slab_bytes
-        self._free: deque[int | None] = deque(range(plan.slabs))
-        self._ahead: deque[Job] = deque()  # copies whose rows are in slabs, or will be
-        self._next = [*range(1, len(plan.splits)), 0]  # the linear that follows
-        self.first: int | None = None
-        self._last: int | None = None  # that was called
-        self._cursor: tuple[int, int, Phase] | None = None  # linear, row: where copying goes on
+        self._free_slabs: deque[int | None] = deque(range(plan.slabs))
+        self._prefetched: deque[Job] = deque()  # copies whose rows were not computed yet
+        self._successors = [*range(1, len(plan.splits)), 0]  # linear -> the one called after it
+        self.first_linear: int | None = None
+        self._previous_linear: int | None = None  # that of the last call
+        self._cursor: tuple[int, int, Phase] | None = None  # linear and row to copy next
 
-    def call(self, linear: int, phase: Phase) -> list[Job]:
-        """The jobs of a call of `linear`, whose input is there, then copies for calls to come."""
-        self.first = linear if self.first is None else self.first
-        if self._last is not None:
-            self._next[self._last] = linear
-        self._last = linear
+    def make_jobs(self, linear: int, phase: Phase) -> list[Job]:
+        """The jobs of a call of `linear`, in order; copies for later calls are the last ones."""
+        self.first_linear = linear if self.first_linear is None else self.first_linear
+        if self._previous_linear is not None:
+            self._successors[self._previous_linear] = linear
+        self._previous_linear = linear
         split = self._splits[linear]
         if self._cursor is not None and self._cursor[0] == linear:
-            self._cursor = (linear, self._cursor[1], phase)  # its copies were begun for a guess
-        end, rows = max(self._copied(linear), split.host_start(phase)), split.linear.rows
+            self._cursor = (linear, self._cursor[1], phase)  # its phase was a guess
+        # Rows that were prefetched are computed on the accelerator, even if the phase was wrong.
+        host_start = max(self._prefetched_stop(linear), split.host_start(phase))
         jobs: list[Job] = []
-        if end < rows:
-            jobs.append(Job("host", linear, end, rows))
+        if host_start < split.linear.rows:
+            jobs.append(Job("host", linear, host_start, split.linear.rows))
         if split.resident:
             jobs.append(Job("accelerator", linear, 0, split.resident))
         row = split.resident
-        while row < end:  # compute what one slab holds, and refill it
-            if not self._ahead or (self._ahead[0].linear, self._ahead[0].start) != (linear, row):
-                self._free.extend(copy.slab for copy in self._ahead)  # a wrong guess
-                self._ahead.clear()
+        while row < host_start:  # compute the rows of one slab, then refill it
+            copy = self._prefetched[0] if self._prefetched else None
+            if copy is None or (copy.linear, copy.start) != (linear, row):  # a wrong guess
+                self._free_slabs.extend(copy.slab for copy in self._prefetched)
+                self._prefetched.clear()
                 self._cursor = (linear, row, phase)
-                self._copy_on(jobs)
-            copy = self._ahead.popleft()
+                self._prefetch(jobs)
+            copy = self._prefetched.popleft()
             jobs.append(Job("accelerator", linear, row, copy.stop, copy.slab))
-            self._free.append(copy.slab)
-            self._copy_on(jobs)
+            self._free_slabs.append(copy.slab)
+            self._prefetch(jobs)
             row = copy.stop
         return sorted(jobs, key=lambda job: job.lane == "link" and job.linear != linear)
 
-    def _copied(self, linear: int) -> int:
-        """The row up to which those of `linear` are in slabs, or will be."""
+    def _prefetched_stop(self, linear: int) -> int:
+        """The end of the rows of `linear` that are resident or prefetched."""
         row = self._splits[linear].resident
-        for copy in self._ahead:
+        for copy in self._prefetched:
             if (copy.linear, copy.start) != (linear, row):
                 break
             row = copy.stop
         return row
 
-    def _copy_on(self, jobs: list[Job]) -> None:
-        """Fill all free slabs with the rows that are needed next."""
-        while self._free and (piece := self._next_piece()):
-            copy = Job("link", *piece, self._free.popleft())
+    def _prefetch(self, jobs: list[Job]) -> None:
+        """Add copies of the rows that are needed next to `jobs`, until no slab is free."""
+        while self._free_slabs and (rows := self._next_rows()):
+            copy = Job("link", *rows, self._free_slabs.popleft())
             jobs.append(copy)
-            self._ahead.append(copy)
+            self._prefetched.append(copy)
 
-    def _next_piece(self) -> tuple[int, int, int] | None:
-        """(linear, start, stop) of the piece at the cursor, which moves on; None before experts."""
+    def _next_rows(self) -> tuple[int, int, int] | None:
+        """(linear, start, stop) of the rows to copy next; the cursor moves behind them.
+
+        None if no linear streams rows, or before the next of them an expert begins or ends.
+        """
         if self._cursor is None:
             return None
         linear, row, phase = self._cursor
         for _ in range(len(self._splits) + 1):
             split = self._splits[linear]
-            end = split.host_start(phase)
-            if row < end:
-                stop = min(row + self._slab_bytes // split.linear.row_bytes, end)
+            host_start = split.host_start(phase)
+            if row < host_start:
+                stop = min(row + self._slab_bytes // split.linear.row_bytes, host_start)
                 self._cursor = (linear, stop, phase)
                 return linear, row, stop
-            linear = self._next[linear]
+            linear = self._successors[linear]
             if self._splits[linear].linear.expert != split.linear.expert:
                 break
             row = self._splits[linear].resident
-            phase = "decode" if linear == self.first else phase
+            phase = "decode" if linear == self.first_linear else phase  # of the next pass
         self._cursor = None
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """A job with the time of its lane that it took, in seconds."""
+class TimedJob:
+    """A job and when its lane begins and ends it, in seconds of virtual time."""
 
     job: Job
     start: float
     end: float
 
 
-class Simulated:
-    """Runs the jobs of a plan in the order in which they come, each lane one after the other.
+class SimulatedDevice:
+    """Does the jobs of a plan in virtual time; every lane does its jobs one after another.
 
     Attributes:
-        now: the caller's time.
-        done: all jobs so far.
+        now: the caller's time in seconds.
+        timed_jobs: all jobs so far.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._maker = plan, JobMaker(plan)
         self.now = 0.0
-        self.done: list[Done] = []
-        self._free: defaultdict[object, float] = defaultdict(float)  # when a lane or slab is
+        self.timed_jobs: list[TimedJob] = []
+        self._free_at: defaultdict[object, float] = defaultdict(float)  # lane or slab -> seconds
 
     def run_pass(self, order: Iterable[int], phase: Phase) -> float:
-        """Call the linears in `order`; the seconds that this takes."""
-        begun = self.now
+        """Call the linears in `order`; returns the seconds that this takes."""
+        pass_start = self.now
         for linear in order:
             computed = self.now
-            for job in self._maker.call(linear, phase):
-                used = [job.lane] if job.slab is None else [job.lane, job.slab]
-                start = max(self.now, *(self._free[each] for each in used))
+            for job in self._maker.make_jobs(linear, phase):
+                resources = [job.lane] if job.slab is None else [job.lane, job.slab]
+                start = max(self.now, *(self._free_at[resource] for resource in resources))
                 end = start + self._plan.seconds_of(job, phase)
-                self._free.update(dict.fromkeys(used, end))
-                self.done.append(Done(job, start, end))
+                self._free_at.update(dict.fromkeys(resources, end))
+                self.timed_jobs.append(TimedJob(job, start, end))
                 if job.lane != "link":
                     computed = max(computed, end)
             self.now = computed + self._plan.rates.call_seconds
-        return self.now - begun
+        return self.now - pass_start
 
 
-def simulate(plan: Plan, phases: Sequence[Phase]) -> tuple[list[float], Simulated]:
-    """The seconds of some passes in a row, and the jobs in virtual time."""
-    device, request = Simulated(plan), plan.request
+def simulate(plan: Plan, phases: Sequence[Phase]) -> tuple[list[float], SimulatedDevice]:
+    """(seconds of each pass, the device) of passes of these phases, one after another."""
+    device, request = SimulatedDevice(plan), plan.request
     orders = {phase: used_linears(request.linears, request.tokens(phase)) for phase in PHASES}
     return [device.run_pass(orders[phase], phase) for phase in phases], device
 
 
 def used_linears(linears: Sequence[Linear], tokens: int) -> list[int]:
-    """The linears that a pass calls, in order: of experts as many as are used on average."""
-    order, due, drawn = list[int](), 0.5, {"": True}
+    """The linears that a pass calls, in order; of experts as many as are used on average."""
+    order: list[int] = []
+    is_used = {"": True}  # expert -> whether the pass uses it
+    expected = 0.5  # experts that should be used and were not taken yet; 0.5 rounds to nearest
     for i, linear in enumerate(linears):
-        if linear.expert not in drawn:
-            due += linear.uses(tokens)
-            drawn[linear.expert] = due >= 1
-            due -= drawn[linear.expert]
-        if drawn[linear.expert]:
+        if linear.expert not in is_used:
+            expected += linear.use_probability(tokens)
+            is_used[linear.expert] = expected >= 1
+            if is_used[linear.expert]:
+                expected -= 1
+        if is_used[linear.expert]:
             order.append(i)
     return order

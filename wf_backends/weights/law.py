@@ -1,13 +1,13 @@
 """The law of HeteGen (arXiv 2403.01164): which share of a linear's rows the host computes.
 
-Of a weight of W bytes the share rho lies in the accelerator's memory for good, the host computes
-the share alpha where it lies, and the rest streams to the accelerator:
+A weight has W bytes. The share rho is resident in the accelerator's memory, the share alpha is
+computed by the host in its own memory, and the rest is streamed to the accelerator:
 
     T = max( alpha W / host,  (1 - alpha - rho) W / link,  (1 - rho) W / memory,
              (1 - alpha) W / accelerator )
 
-The four parts work at the same time; the third counts where the host and the link both work, which
-may serve less together than one of them alone.
+The four terms overlap in time. The third one, the host's memory, counts only while the host and the
+link both work: together they may get less of its bandwidth than one of them alone.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from math import inf, isfinite
 
 from wf_backends._validation import is_real
 
-ROUNDING = 1e-12  # a share below it is none
+ROUNDING = 1e-12  # a smaller share is 0
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What the parts of a machine take, in weight bytes a second for a GEMM over one token.
+    """Rates of a machine, in bytes of weights per second.
 
     Attributes:
-        link: host memory that is pinned -> accelerator.
-        host: the host's GEMM, reading weights where they lie.
-        accelerator: the accelerator's GEMM.
-        memory: of the host's memory, what its GEMM and the link read together while both work; no
-            less than the link alone.
-        host_beside_link: the host's GEMM while the link works, too, which then has the rest of
-            `memory`; inf: both slow down in proportion.
-        staging: host memory that is not pinned -> pinned -> accelerator, both at a time.
-        host_flops, accelerator_flops: operations a second, which bound a GEMM over many tokens.
-        call_seconds: from the end of one call of a split linear to the next: what the model does
-            in between, and waiting for lanes.
+        link: copies from pinned host memory to the accelerator.
+        host: a GEMM over one token on the host.
+        accelerator: a GEMM over one token on the accelerator.
+        memory: what the host's GEMM and the link read together while both work; at least `link`.
+        host_beside_link: the host's GEMM while the link works too, which then gets the rest of
+            `memory`. inf: both slow down in proportion.
+        staging: copies from pageable host memory through pinned memory to the accelerator, with
+            the two copies overlapped.
+        host_flops, accelerator_flops: operations per second, which bound a GEMM over many tokens.
+        call_seconds: from the end of one call of a split linear to the next: what the model
+            computes in between, and waiting for lanes.
     """
 
     link: float
@@ -63,10 +63,10 @@ class Rates:
     def at(self, tokens: int, itemsize: int) -> Rates:
         """The rates of a GEMM over `tokens` tokens with weights of `itemsize` bytes.
 
-        It takes the longer of reading the weights and of 2 operations a weight and token. The
-        link's rate is then that of copies which are staged.
+        A GEMM takes the longer of reading its weights and of 2 operations per weight and token.
+        Copies are staged, so that the link is no faster than `staging`.
         """
-        operations = 2 * tokens / itemsize  # for each byte
+        operations = 2 * tokens / itemsize  # per byte
         return replace(
             self,
             link=min(self.link, self.staging),
@@ -76,15 +76,15 @@ class Rates:
         )
 
     def unpinned(self) -> Rates:
-        """The rates of copies from memory that is not pinned: the driver copies twice."""
+        """The rates with copies from pageable memory, which the driver copies twice."""
         return replace(self, link=min(self.link, self.staging) / 2)
 
     def contended(self, streams: bool, host_works: bool) -> Rates:
-        """The rates while the link streams or the host's GEMM works; where both do, they share."""
+        """The rates while the link streams or the host works; if both do, they share `memory`."""
         if not (streams and host_works):
             return replace(self, memory=inf)
-        slower = min(1.0, self.memory / (self.link + self.host))
-        link, host = self.link * slower, self.host * slower
+        slowdown = min(1.0, self.memory / (self.link + self.host))
+        link, host = self.link * slowdown, self.host * slowdown
         if self.host_beside_link < self.memory < inf:
             host = min(self.host, self.host_beside_link)
             link = min(self.link, self.memory - host)
@@ -92,39 +92,39 @@ class Rates:
 
     @property
     def served(self) -> float:
-        """The bytes a second of weights that are not resident, as the best alpha has it."""
+        """Bytes per second at which non-resident weights are processed, with the best alpha."""
         return max(self.link, self.host, min(self.link + self.host, self.memory))
 
 
 def seconds_per_byte(alpha: float, resident: float, rates: Rates) -> float:
-    """T / W of the law, `rates` being those at the tokens at hand."""
+    """T / W of the law, with rho = `resident` and the rates for a pass's tokens (`Rates.at`)."""
     streamed = max(0.0, 1 - alpha - resident)
-    both = alpha > 0 and streamed > ROUNDING
+    both_work = alpha > 0 and streamed > ROUNDING
     return max(
         alpha / rates.host,
         streamed / rates.link,
-        both * (1 - resident) / rates.memory,
+        (1 - resident) / rates.memory if both_work else 0.0,
         (1 - alpha) / rates.accelerator,
     )
 
 
 def best_alpha(resident: float, rates: Rates) -> float:
-    """The alpha for which the law's T is least: 0, 1 - rho, or between them
+    """The alpha with the smallest T of the law: 0, 1 - rho, or in between
 
         alpha = min( 1 - rho,  max( (1 - rho) / (1 + link / host),  1 / (1 + accelerator / host) ) )
 
-    alpha / host grows with alpha and the other terms fall, so T is least where the first is as
-    large as the largest of the others, or where nothing is left to stream.
+    alpha / host grows with alpha and the other terms fall, so T is smallest where the first term
+    equals the largest of the others, or where nothing is left to stream.
     """
     with_link = (1 - resident) / (1 + rates.link / rates.host)
     with_accelerator = 1 / (1 + rates.accelerator / rates.host)
-    between = min(1 - resident, max(with_link, with_accelerator))
-    alphas = between, 1 - resident, 0.0
+    balanced = min(1 - resident, max(with_link, with_accelerator))
+    alphas = balanced, 1 - resident, 0.0
     return min(alphas, key=lambda alpha: seconds_per_byte(alpha, resident, rates))
 
 
 def resident_limits(rates: Rates) -> tuple[float, float]:
-    """(rho up to which each resident byte saves time, rho beyond which one costs time).
+    """(rho up to which a resident byte saves time, rho above which a resident byte costs time).
 
     With the best alpha T / W = max( (1 - rho) / served, 1 / (accelerator + host) ), until 1 - rho
     is less than the alpha of the second term.
@@ -137,12 +137,12 @@ def resident_limits(rates: Rates) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class WeightUse:
-    """A weight for which memory is shared out.
+    """A weight that may get a part of the accelerator's memory.
 
     Attributes:
         nbytes: its size.
-        uses: how often it is used in a pass, on average; below 1 for an expert.
-        rates: those at the tokens at hand.
+        uses: how often a pass uses it, on average; below 1 for an expert.
+        rates: for the number of tokens of a pass (`Rates.at`).
     """
 
     nbytes: float
@@ -151,28 +151,31 @@ class WeightUse:
 
 
 def residency(weights: list[WeightUse], nbytes: float, alpha: float | None = None) -> list[float]:
-    """The share of each weight that is resident, where `nbytes` bytes may be: the least total time.
+    """The resident share of each weight, with the smallest total time of all weights.
 
-    Bytes go to where one saves the most time; weights where it saves as much get equal shares,
-    since T is convex in rho. What is left then goes where it costs nothing.
+    Bytes go first to the weights for which a byte saves the most time; weights for which it saves
+    the same get equal shares, since T is convex in rho. The rest goes where it costs no time.
 
     Args:
         weights: in any order.
-        nbytes: at most this much is resident.
-        alpha: of all weights, if it is not for the law to choose; nothing of alpha is resident.
+        nbytes: the memory for all resident shares together.
+        alpha: the host's share of every weight, which is never resident; None: the best alpha.
     """
-    groups: dict[tuple[float, float, float], list[int]] = defaultdict(list)
+    groups: dict[tuple[float, float, float], list[int]] = defaultdict(list)  # -> indices of weights
     for i, weight in enumerate(weights):
         limits = resident_limits(weight.rates) if alpha is None else (1 - alpha, 1 - alpha)
         saved_per_byte = weight.uses / weight.rates.served
         groups[saved_per_byte, *limits].append(i)
+    order = sorted(groups, reverse=True)
+    useful = [(group, group[1]) for group in order]
+    harmless = [(group, group[2]) for group in order]
     shares = [0.0] * len(weights)
-    for turn in (1, 2):  # what saves time; what costs none
-        for key in sorted(groups, reverse=True):
-            size = sum(weights[i].nbytes for i in groups[key])
-            level = shares[groups[key][0]]
-            raised = min(key[turn], level + nbytes / size)
-            nbytes -= (raised - level) * size
-            for i in groups[key]:
-                shares[i] = raised
+    for group, limit in useful + harmless:
+        members = groups[group]
+        group_bytes = sum(weights[i].nbytes for i in members)
+        share = shares[members[0]]
+        raised = min(limit, share + nbytes / group_bytes)
+        nbytes -= (raised - share) * group_bytes
+        for i in members:
+            shares[i] = raised
     return shares

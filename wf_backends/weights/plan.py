@@ -1,6 +1,8 @@
-"""How a model is split over an accelerator and its host, as plain data.
+"""How a model's weights are split over an accelerator and its host, as plain data.
 
-Rows of a weight lie as  [ resident | streamed | the host's ].
+The output rows of a weight are split in three:  [ resident | streamed | host ]. The accelerator
+computes resident rows, which stay in its memory, and streamed rows, which the link copies to it in
+every pass; the host computes the others.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Linear:
         name: of its module.
         rows, columns: output and input features.
         itemsize: bytes of an element.
-        expert: the expert it belongs to, an empty string for none.
+        expert: the name of the expert that it belongs to; empty: it belongs to none.
         routed: the share of the tokens that are routed to it.
     """
 
@@ -45,14 +47,14 @@ class Linear:
     def nbytes(self) -> int:
         return self.rows * self.row_bytes
 
-    def uses(self, tokens: int) -> float:
-        """How likely any of `tokens` tokens uses it."""
+    def use_probability(self, tokens: int) -> float:
+        """The probability that at least one of `tokens` tokens is routed to it."""
         return 1 - (1 - self.routed) ** tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Rows of a linear:  [ resident | streamed | the host's ], the last two by phase."""
+    """How many rows of a linear are resident, and streamed in each phase; the host has the rest."""
 
     linear: Linear
     resident: int
@@ -63,7 +65,7 @@ class Split:
         return self.streamed_decode if phase == "decode" else self.streamed_prefill
 
     def host_start(self, phase: Phase) -> int:
-        """The first row of the host's."""
+        """The first row that the host computes."""
         return self.resident + self.streamed(phase)
 
     def alpha(self, phase: Phase) -> float:
@@ -75,13 +77,14 @@ class Split:
 class Job:
     """Rows [start, stop) of a linear, for one lane.
 
-    It comes after the job before it that has its slab: rows are computed when they were copied,
-    and a slab is written when it was read.
+    A job begins after the previous job with the same slab has ended: rows are computed after they
+    were copied, and a slab is overwritten after it was read.
 
     Attributes:
-        lane: "link" copies the rows to a slab; "host" computes them where they lie;
-            "accelerator" computes them from a slab, or resident ones.
-        slab: None for no slab.
+        lane: "link" copies the rows to a slab; "host" computes them in host memory; "accelerator"
+            computes them from a slab, or resident rows without one.
+        linear: its index in the plan.
+        slab: its number; None: no slab.
     """
 
     lane: LaneName
@@ -93,17 +96,17 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a plan is asked for.
+    """What a plan is made from.
 
     Attributes:
-        linears: of the model, in its order.
-        rates: of the device's lanes, for one token, with copies as they are.
-        accelerator_bytes: of its memory, for weights and slabs.
-        host_bytes: of the host's memory, for weights that are split and pinned memory.
-        other_bytes: what is not split takes of the accelerator's memory.
-        decode_tokens, prefill_tokens: in a pass.
-        alpha: the host's share of every linear; None for the best.
-        slabs: how many there are.
+        linears: those of the model, in its order.
+        rates: of the device's lanes for one token, with copies pinned or pageable as `pinned` says.
+        accelerator_bytes: the accelerator's memory for weights and slabs.
+        host_bytes: the host's memory for split weights and pinned memory.
+        other_bytes: the accelerator's memory that tensors which are not split take.
+        decode_tokens, prefill_tokens: tokens in a pass.
+        alpha: the host's share of every linear; None: the best.
+        slabs: their number.
         pinned: whether copies pass through pinned memory.
     """
 
@@ -119,8 +122,8 @@ class Request:
     pinned: bool = True
 
     @property
-    def room(self) -> int:
-        """Bytes for the linears and slabs."""
+    def linear_bytes(self) -> int:
+        """Bytes of the accelerator's memory for resident rows and slabs."""
         return self.accelerator_bytes - self.other_bytes
 
     def tokens(self, phase: Phase) -> int:
@@ -128,25 +131,25 @@ class Request:
         return self.decode_tokens if phase == "decode" else self.prefill_tokens
 
     def rates_at(self, linear: Linear, phase: Phase) -> Rates:
-        """Those of a GEMM of the linear in a pass."""
+        """The rates of a GEMM of the linear in a pass."""
         return self.rates.at(self.tokens(phase), linear.itemsize)
 
     def phase(self, tokens: int) -> Phase:
-        """The phase of a call over so many tokens: prefill above the geometric mean of the two."""
+        """The phase of a call: prefill above the geometric mean of the phases' tokens."""
         return "decode" if tokens**2 <= self.decode_tokens * self.prefill_tokens else "prefill"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What lies where, who computes what, and the seconds that this should take.
+    """Where every row lies, what computes it, and the predicted seconds.
 
     Attributes:
-        request: what was asked for.
+        request: what the plan was made from.
         splits: one for each linear, in the order of the model.
-        slab_bytes, slabs: the size of a slab, and how many there are.
-        decode_seconds, prefill_seconds: of all split linears in a pass.
-        streaming_seconds, host_seconds: of a decoding pass, if weights were only streamed, with
-            the same memory, and if the host computed everything.
+        slab_bytes, slabs: the size of a slab, and the number of slabs.
+        decode_seconds, prefill_seconds: predicted for all split linears of a pass.
+        streaming_seconds, host_seconds: predicted for a decoding pass if the host computed nothing,
+            with the same memory, and if the host computed everything.
     """
 
     request: Request
@@ -160,7 +163,7 @@ class Plan:
 
     @property
     def rates(self) -> Rates:
-        """Those that were planned with."""
+        """The rates that the plan was made from."""
         return self.request.rates
 
     @property
@@ -176,21 +179,21 @@ class Plan:
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory: all weights that are split, and pinned memory as slabs take."""
-        pinned = self.slabs * self.slab_bytes * self.request.pinned
+        """Bytes of host memory: all split weights, and pinned memory as large as the slabs."""
+        pinned = self.slabs * self.slab_bytes if self.request.pinned else 0
         return sum(split.linear.nbytes for split in self.splits) + pinned
 
     def bytes_of(self, job: Job) -> int:
-        """Bytes of its rows."""
+        """Bytes of a job's rows."""
         return (job.stop - job.start) * self.splits[job.linear].linear.row_bytes
 
     def seconds_of(self, job: Job, phase: Phase) -> float:
-        """What a job of a lane should take in a pass."""
-        return self.bytes_of(job) / getattr(self._rates_of[job.linear, phase], job.lane)
+        """Predicted seconds of a job in a pass."""
+        return self.bytes_of(job) / getattr(self._contended_rates[job.linear, phase], job.lane)
 
     @cached_property
-    def _rates_of(self) -> dict[tuple[int, Phase], Rates]:
-        """(linear, phase) -> rates while the lanes that it uses work at the same time."""
+    def _contended_rates(self) -> dict[tuple[int, Phase], Rates]:
+        """(linear, phase) -> rates while all lanes that the linear uses work at the same time."""
         return {
             (i, phase): self.request.rates_at(split.linear, phase).contended(
                 streams=split.streamed(phase) > 0, host_works=split.alpha(phase) > 0

@@ -1,4 +1,7 @@
-"""The plan for a model: of the law's, streaming and the host alone the fastest by simulation."""
+"""Makes the plan for a model: the fastest by simulation of three shares of the host.
+
+The shares are the law's best alpha, 0 (all weights are streamed) and 1 (the host computes all).
+"""
 
 from __future__ import annotations
 
@@ -9,25 +12,26 @@ from wf_backends.weights.jobs import simulate
 from wf_backends.weights.law import Rates, WeightUse, best_alpha, residency, seconds_per_byte
 from wf_backends.weights.plan import PHASES, Plan, Request, Split
 
-CALLS_OF_COPY = 5  # a copy takes no less than so many times the overhead of a call
-SLABS_OF_LARGEST = 4  # slabs that the streamed rows of the largest linear fill
+MIN_COPY_CALLS = 5  # a copy takes at least this many times call_seconds
+SLABS_PER_LINEAR = 4  # slabs that the streamed rows of the largest linear fill
 
 
 def make_plan(request: Request) -> Plan:
-    """The plan whose decoding pass takes the least time; everything resident where that fits.
+    """The plan with the fastest decoding pass; everything is resident if it fits.
 
     Raises:
-        ValueError: where slabs of a single row, and what is not split, exceed the accelerator's
-            memory, or weights and pinned memory the host's.
+        ValueError: if slabs of one row and the tensors that are not split exceed the accelerator's
+            memory, or split weights and pinned memory exceed the host's.
     """
-    if sum(linear.nbytes for linear in request.linears) <= request.room:
+    if sum(linear.nbytes for linear in request.linears) <= request.linear_bytes:
         splits = tuple(Split(linear, linear.rows, 0, 0) for linear in request.linears)
-        plan = streaming = Plan(request, splits, slab_bytes=0, slabs=0)
+        plan = Plan(request, splits, slab_bytes=0, slabs=0)
+        streaming = plan
     else:
-        _check_room(request)
+        _check_accelerator_bytes(request)
         streaming = split_plan(request, 0.0)
-        shares = (None, 0.0, 1.0) if request.alpha is None else (request.alpha,)
-        plan = min((split_plan(request, a) for a in shares), key=decode_seconds)
+        alphas = (None, 0.0, 1.0) if request.alpha is None else (request.alpha,)
+        plan = min((split_plan(request, alpha) for alpha in alphas), key=decode_seconds)
     if plan.host_bytes > request.host_bytes:
         raise ValueError(
             f'max_memory["cpu"] must be at least {plan.host_bytes} bytes, which the weights that '
@@ -42,8 +46,8 @@ def make_plan(request: Request) -> Plan:
     )
 
 
-def _check_room(request: Request) -> None:
-    need = request.other_bytes + request.slabs * _largest_row(request)
+def _check_accelerator_bytes(request: Request) -> None:
+    need = request.other_bytes + request.slabs * _largest_row_bytes(request)
     if need > request.accelerator_bytes:
         raise ValueError(
             f"max_memory[0] must be at least {need} bytes, which what is not split "
@@ -53,54 +57,63 @@ def _check_room(request: Request) -> None:
 
 
 def decode_seconds(plan: Plan) -> float:
-    """Of a decoding pass after others."""
+    """Predicted seconds of a decoding pass, with slabs filled by the passes before it."""
     return simulate(plan, ["decode", "decode", "decode"])[0][-1]
 
 
-def _largest_row(request: Request) -> int:
+def _largest_row_bytes(request: Request) -> int:
     return max(linear.row_bytes for linear in request.linears)
 
 
 def _slab_bytes(request: Request, alpha: float | None) -> int:
-    """Whole rows of the largest linear; all slabs together are no more than the memory."""
+    """Bytes of a slab: whole rows of the widest linear, at least one; all slabs fit the memory."""
     rates = request.rates_at(request.linears[0], "decode")
     sizes = [linear.nbytes for linear in request.linears]
-    resident = request.room / sum(sizes)
-    share = 1 - resident - (best_alpha(resident, rates) if alpha is None else alpha)
-    wanted = int(share * max(sizes) / SLABS_OF_LARGEST)
-    least = int(CALLS_OF_COPY * rates.call_seconds * rates.link)
-    row, most = _largest_row(request), request.room // request.slabs
-    return max(row, min(max(wanted, least), most)) // row * row
+    resident = request.linear_bytes / sum(sizes)
+    streamed = 1 - resident - (best_alpha(resident, rates) if alpha is None else alpha)
+    target = int(streamed * max(sizes) / SLABS_PER_LINEAR)
+    min_bytes = int(MIN_COPY_CALLS * rates.call_seconds * rates.link)
+    max_bytes = request.linear_bytes // request.slabs
+    row_bytes = _largest_row_bytes(request)
+    rows = max(row_bytes, min(max(target, min_bytes), max_bytes)) // row_bytes
+    return rows * row_bytes
 
 
 def split_plan(request: Request, alpha: float | None) -> Plan:
-    """The plan with the host's share `alpha` of every linear, or the law's."""
-    splits, slab_bytes = list[Split](), _slab_bytes(request, alpha)
+    """The plan in which the host computes the share `alpha` of every linear; None: the best."""
+    slab_bytes = _slab_bytes(request, alpha)
+    tokens = request.decode_tokens
     weights = [
-        WeightUse(x.nbytes, x.uses(request.decode_tokens), request.rates_at(x, "decode"))
-        for x in request.linears
+        WeightUse(linear.nbytes, linear.use_probability(tokens), request.rates_at(linear, "decode"))
+        for linear in request.linears
     ]
-    shares = residency(weights, max(request.room - request.slabs * slab_bytes, 0), alpha)
+    resident_bytes = max(request.linear_bytes - request.slabs * slab_bytes, 0)
+    shares = residency(weights, resident_bytes, alpha)
+    splits: list[Split] = []
     for linear, share in zip(request.linears, shares, strict=True):
-        rows = floor(share * linear.rows + 1e-9)
+        resident = floor(share * linear.rows + 1e-9)
         host = (
-            host_rows(linear.rows, rows, request.rates_at(linear, phase), alpha) for phase in PHASES
+            host_rows(linear.rows, resident, request.rates_at(linear, phase), alpha)
+            for phase in PHASES
         )
-        splits.append(Split(linear, rows, *(linear.rows - rows - each for each in host)))
-    streams = any(split.streamed_decode or split.streamed_prefill for split in splits)
-    return Plan(request, tuple(splits), slab_bytes * streams, request.slabs * streams)
+        splits.append(Split(linear, resident, *(linear.rows - resident - rows for rows in host)))
+    if any(split.streamed_decode or split.streamed_prefill for split in splits):
+        return Plan(request, tuple(splits), slab_bytes, request.slabs)
+    return Plan(request, tuple(splits), slab_bytes=0, slabs=0)
 
 
 def host_rows(rows: int, resident: int, rates: Rates, alpha: float | None) -> int:
-    """How many rows the host computes: of whole numbers the best by the law, or near `alpha`."""
+    """How many of a linear's rows the host computes: nearest to `alpha`, or the best by the law."""
+    max_rows = rows - resident
     if alpha is not None:
-        return min(round(alpha * rows), rows - resident)
-    most, both = rows - resident, rates
-    if rates.host_beside_link < inf:  # the law with the rates of both at a time, as measured
-        both = rates.contended(streams=True, host_works=True)
+        return min(round(alpha * rows), max_rows)
+    shared = rates  # while the host and the link both work
+    if rates.host_beside_link < inf:  # measured, and more exact than the law's third term
+        shared = rates.contended(streams=True, host_works=True)
 
     def seconds(host: int) -> float:
-        return seconds_per_byte(host / rows, resident / rows, both if 0 < host < most else rates)
+        both_work = 0 < host < max_rows
+        return seconds_per_byte(host / rows, resident / rows, shared if both_work else rates)
 
-    best = floor(best_alpha(resident / rows, both) * rows)
-    return min({best, min(best + 1, most), most, 0}, key=seconds)
+    best = floor(best_alpha(resident / rows, shared) * rows)
+    return min({best, min(best + 1, max_rows), max_rows, 0}, key=seconds)
