@@ -17,7 +17,7 @@ from wf_backends.kernels.flash import FlashKernel
 from wf_backends.schedule.mask import CAUSAL, FULL
 
 HEADS, KV_HEADS, SEQLEN, DIM = 8, 4, 48, 16
-CUDA = KernelSpec("cuda", torch.bfloat16, 64, HEADS, KV_HEADS, dropout=True, whole=True)
+CUDA = KernelSpec("cuda", torch.bfloat16, 64, HEADS, KV_HEADS, dropout=True, whole_sequence=True)
 MASKS = {
     "full": {},
     "causal": {"causal": True},
@@ -106,7 +106,9 @@ def test_samples_heads_tiles_and_seeds_are_dropped_apart_and_the_generator_is_le
     seen = []
     for seed in (1, 2):
         for row, key in ((0, 0), (1000, 0), (0, 1000)):  # that a tile begins with
-            scores = Scores(1.0, dropout=Dropout(0.5, seed, (0, 2))).at(place + row, place + key)
+            scores = Scores(1.0, dropout=Dropout(0.5, seed, (0, 2))).at_positions(
+                place + row, place + key
+            )
             out, lse = kernel.forward(q, q, v, scores, FULL)
             assert torch.allclose(lse, torch.tensor(float(SEQLEN)).log())
             seen += [out[b, :, h] > 0 for b in range(2) for h in range(2)]
@@ -147,10 +149,10 @@ def test_on_a_gpu(band):
     q, k, dout = (torch.randn(2, 128, 4, 128, **options) for _ in range(3))
     v = torch.eye(128, **options)[None, :, None].expand(2, 128, 4, 128)
     place = torch.arange(128, device="cuda")
-    scores = Scores(0.1, dropout=Dropout(0.25, 3, (4, 8))).at(place, place)
+    scores = Scores(0.1, dropout=Dropout(0.25, 3, (4, 8))).at_positions(place, place)
     out, lse = kernel.forward(q, k, v, scores, band)
     factors = (out.transpose(1, 2) != 0) / 0.75
-    half = Scores(0.1, dropout=Dropout(0.25, 3, (6, 8))).at(place, place)
+    half = Scores(0.1, dropout=Dropout(0.25, 3, (6, 8))).at_positions(place, place)
     part, _ = kernel.forward(q[:, :, 2:], k[:, :, 2:], v[:, :, 2:], half, band)
     assert torch.equal(part, out[:, :, 2:])  # heads draw alike however they are split
     delta = (dout.float() * out.float()).sum(-1).transpose(1, 2)

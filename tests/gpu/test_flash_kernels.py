@@ -134,7 +134,7 @@ def test_a_soft_cap_is_said_to_flash_attention(emulated, tile):
 def test_alibi_goes_as_dimensions_of_queries_and_keys(emulated, distance):
     """On the diagonal and far from it; by global positions, of which the library knows nothing."""
     keys = torch.arange(24) + 1000
-    scores = Scores(0.3, slopes=2.0 ** -torch.arange(1.0, 5)).at(keys + distance, keys)
+    scores = Scores(0.3, slopes=2.0 ** -torch.arange(1.0, 5)).at_positions(keys + distance, keys)
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         tile = (24, 24, FULL if distance else CAUSAL)
         assert max(compare(AlibiKernel(emulated), tile, scores=scores, dtype=dtype)) < most

@@ -12,7 +12,7 @@ PLACES = torch.arange(LENGTH)
 
 
 def kept(seed=0, heads=HEADS, p=P):
-    return Dropout(p, seed, (0, heads)).kept(BATCH, PLACES, PLACES)
+    return Dropout(p, seed, (0, heads)).keep_mask(BATCH, PLACES, PLACES)
 
 
 def correlation(a, b):
@@ -56,7 +56,7 @@ def test_seeds_are_independent_even_where_they_follow_one_another():
 def test_a_part_is_a_part_of_the_whole():
     whole = kept(3)
     rows, keys = PLACES[40:77], torch.cat((PLACES[:9], PLACES[200:230]))
-    part = Dropout(P, 3, (0, HEADS)).of_heads((4, 8)).of_heads((1, 3)).kept(2, rows, keys)
+    part = Dropout(P, 3, (0, HEADS)).of_heads((4, 8)).of_heads((1, 3)).keep_mask(2, rows, keys)
     assert torch.equal(part, whole[:2, 5:7][:, :, 40:77][..., keys])
 
 

@@ -228,7 +228,7 @@ def test_the_reference_computes_rows_in_blocks(monkeypatch, tile, scores):
     """Blocks of about three rows give what one block gives."""
     case = make_case(TILES[tile])
     rows, keys, band = TILES[tile]
-    scores = scores.at(torch.arange(7, 7 + rows), torch.arange(keys))
+    scores = scores.at_positions(torch.arange(7, 7 + rows), torch.arange(keys))
     whole = run("reference", case, scores)
     monkeypatch.setattr(reference, "BLOCK_SCORES", 3 * 2 * 4 * keys)
     parts = run("reference", case, scores)

@@ -44,7 +44,7 @@ def far(distance: int, rows: int, dtype: torch.dtype) -> tuple[Scores, TileGrad]
     )
     slopes = 2.0 ** -torch.arange(1.0, 9)
     keys = torch.arange(rows) + 100_000
-    scores = Scores(0.11, slopes=slopes).at(keys + rows - 1 + distance, keys)
+    scores = Scores(0.11, slopes=slopes).at_positions(keys + rows - 1 + distance, keys)
     band = CAUSAL if distance == 1 - rows else FULL
     out, lse = ReferenceKernel().forward(q.double(), k.double(), v.double(), scores, band)
     delta = (dout * out).sum(-1).transpose(1, 2)

@@ -1,20 +1,21 @@
-"""ALiBi on kernels that know nothing of it: more dimensions of queries and keys.
+"""ALiBi on kernels that do not support it: the bias becomes extra dimensions of q and k.
 
-Where no row i sees a later key j, of a tile whose last key is at position z,
+In a tile where no row i sees a later key j, and whose last key is at position z,
 
     -slope |i - j| = -slope (z - j) - slope (i - z)
 
-The first term is a product of a number of the head and one of the key: further dimensions of q and
-k. The second is one number for each row: it leaves weights as they are, and is taken off lse.
+The first term is a factor of the head times a factor of the key, so extra dimensions of q and k
+add it to their product. The second term is constant in a row: it does not change the softmax
+weights, only lse, from which it is subtracted.
 
-Numbers of 16 bits would round both. So a distance is three digits of 8 bits, a slope the sum of
-three numbers of 8 bits, and each pair of these a dimension: products that are exact in the float32
-in which such kernels add up.
+16-bit dtypes would round both factors. So a distance is written as three digits of 8 bits, and a
+slope as the sum of three numbers of 8 bits. Each pair of them takes one dimension, and its product
+is exact in the float32 in which flash kernels accumulate.
 
-(flash-attn's own `alibi_slopes` count i and j in a tile, as if it stood on the diagonal: in every
-other tile the distances of some pairs have the wrong sign.)
+(flash-attn's own `alibi_slopes` count i and j inside the tile, as if the tile stood on the
+diagonal: in every other tile the distances of some pairs have the wrong sign.)
 
-Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim.
+Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim, n extra dims.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ from wf_backends.kernels.protocol import Grads, Kernel, KernelSpec, TileGrad
 from wf_backends.kernels.scores import Scores
 from wf_backends.schedule import Band
 
-BASE, PARTS = 256, 3
-DIMENSIONS = {torch.float64: 1, torch.float32: 1, torch.bfloat16: 16}
-"""That ALiBi takes: one, or PARTS x PARTS and zeros up to what flash kernels take."""
+DIGIT_BASE = 256
+NUM_TERMS = 3  # digits of a distance, and numbers that add up to a slope
+EXTRA_DIMS = {torch.float64: 1, torch.float32: 1, torch.bfloat16: 16}
+"""For bfloat16 NUM_TERMS x NUM_TERMS, then zeros up to a multiple of 8, as flash kernels need."""
 
 
 class AlibiKernel:
-    """The Kernel protocol on another kernel; for tiles in which no row sees a later key."""
+    """The Kernel protocol: adds ALiBi to another kernel, for tiles without later keys."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.name, self._kernel = kernel.name, kernel
@@ -46,63 +48,67 @@ class AlibiKernel:
             return "it has no ALiBi where rows see later keys"
         if spec.softcap:
             return "it has no soft cap before ALiBi"
-        if spec.dtype not in DIMENSIONS:
+        if spec.dtype not in EXTRA_DIMS:
             return f"it has no ALiBi for {spec.dtype}"
-        return self._kernel.refuses(_wider(spec))
+        return self._kernel.refuses(_extended_spec(spec))
 
     def runs(self, spec: KernelSpec) -> str:
         """See Kernel.runs."""
-        return f"{self._kernel.runs(_wider(spec))}, ALiBi as dimensions of queries and keys"
+        return f"{self._kernel.runs(_extended_spec(spec))}, ALiBi as dimensions of queries and keys"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
     ) -> tuple[Tensor, Tensor]:
         """See Kernel.forward."""
-        wide, shift = _with_distances(q, k, scores)
-        out, lse = self._kernel.forward(*wide, v, replace(scores, slopes=None), band)
-        return out, lse - shift.to(lse.dtype)
+        q, k, row_bias = _append_distances(q, k, scores)
+        out, lse = self._kernel.forward(q, k, v, replace(scores, slopes=None), band)
+        return out, lse - row_bias.to(lse.dtype)
 
     def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
         """See Kernel.backward."""
-        (q, k), shift = _with_distances(tile.q, tile.k, scores)
-        wide = tile._replace(q=q, k=k, lse=tile.lse + shift.to(tile.lse.dtype))
-        dq, dk, dv = self._kernel.backward(wide, replace(scores, slopes=None), band)
-        width = tile.q.shape[3]
-        return dq[..., :width], dk[..., :width], dv
+        q, k, row_bias = _append_distances(tile.q, tile.k, scores)
+        extended = tile._replace(q=q, k=k, lse=tile.lse + row_bias.to(tile.lse.dtype))
+        dq, dk, dv = self._kernel.backward(extended, replace(scores, slopes=None), band)
+        head_dim = tile.q.shape[3]
+        return dq[..., :head_dim], dk[..., :head_dim], dv
 
 
-def _wider(spec: KernelSpec) -> KernelSpec:
-    more = DIMENSIONS[spec.dtype]
+def _extended_spec(spec: KernelSpec) -> KernelSpec:
+    """The spec of the kernel inside, which gets longer queries and keys instead of ALiBi."""
+    head_dim = spec.head_dim + EXTRA_DIMS[spec.dtype]
     value_dim = spec.value_dim or spec.head_dim
-    return replace(spec, head_dim=spec.head_dim + more, value_dim=value_dim, alibi=False)
+    return replace(spec, head_dim=head_dim, value_dim=value_dim, alibi=False)
 
 
-def _with_distances(q: Tensor, k: Tensor, scores: Scores) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """q and k with further dimensions, and slope (i - z) as (h, i) float64."""
+def _append_distances(q: Tensor, k: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+    """q (b, i, h, d + n), k (b, j, g, d + n), and slope (i - z) as (h, i) float64."""
     assert scores.slopes is not None and scores.rows is not None and scores.keys is not None
     slopes = scores.slopes.double()
     last = scores.keys.max()
-    of_heads, of_keys = _factors(-slopes / scores.scale, last - scores.keys, q.dtype)
-    wide_q = torch.cat((q, of_heads.expand(*q.shape[:3], -1)), -1)
-    wide_k = torch.cat((k, of_keys[:, None].expand(*k.shape[:3], -1)), -1)
-    return (wide_q, wide_k), slopes[:, None] * (scores.rows - last)
+    head_factors, key_factors = _factors(-slopes / scores.scale, last - scores.keys, q.dtype)
+    q = torch.cat((q, head_factors.expand(*q.shape[:3], -1)), -1)
+    k = torch.cat((k, key_factors[:, None].expand(*k.shape[:3], -1)), -1)
+    return q, k, slopes[:, None] * (scores.rows - last)
 
 
 def _factors(weights: Tensor, distances: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(h, n) and (j, n) in `dtype`, whose products add up to weights (h,) times distances (j,)."""
-    if DIMENSIONS[dtype] == 1:
+    """Factors A (h, n) and B (j, n) in `dtype` with A B^T = weights (h, 1) distances (1, j)."""
+    if EXTRA_DIMS[dtype] == 1:
         return weights[:, None].to(dtype), distances[:, None].to(dtype)
-    digits = [distances // BASE**n % BASE for n in range(PARTS) for _ in range(PARTS)]
-    pieces = [piece for n in range(PARTS) for piece in _pieces(weights * BASE**n, dtype)]
-    zeros = DIMENSIONS[dtype] - PARTS * PARTS
-    of_heads, of_keys = torch.stack(pieces, -1), torch.stack(digits, -1).to(dtype)
-    return pad(of_heads, (0, zeros)), pad(of_keys, (0, zeros))
+    terms: list[Tensor] = []
+    digits: list[Tensor] = []
+    for exponent in range(NUM_TERMS):
+        terms += _as_sum(weights * DIGIT_BASE**exponent, dtype)
+        digits += [distances // DIGIT_BASE**exponent % DIGIT_BASE] * NUM_TERMS
+    zeros = EXTRA_DIMS[dtype] - len(terms)
+    head_factors, key_factors = torch.stack(terms, -1), torch.stack(digits, -1).to(dtype)
+    return pad(head_factors, (0, zeros)), pad(key_factors, (0, zeros))
 
 
-def _pieces(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Numbers of `dtype` that add up to x, but for what is beyond the last one."""
-    found: list[Tensor] = []
-    for _ in range(PARTS):
-        found.append(x.to(dtype))
-        x = x - found[-1].to(x.dtype)
-    return found
+def _as_sum(x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """NUM_TERMS tensors of `dtype` whose sum is x, rounded to the last one's precision."""
+    terms: list[Tensor] = []
+    for _ in range(NUM_TERMS):
+        terms.append(x.to(dtype))
+        x = x - terms[-1].to(x.dtype)
+    return terms

@@ -1,8 +1,8 @@
-"""Dropout that falls on the same weights or activations, however they are split.
+"""Dropout that drops the same weights or activations, however they are split over ranks.
 
-Whether a weight is dropped is a function of (seed, sample, head, query, key) alone, all of them
-global: nothing is stored, a backward draws again what its forward drew, and so does every rank,
-route, layout, head split and tile.
+Whether a weight is dropped follows from (seed, sample, head, query, key) alone, all of them global
+numbers. So no mask is stored, a backward computes the mask of its forward again, and the mask is
+the same for every number of ranks, route, layout, head split and tile.
 
 Shapes: b batch, h heads, i query rows, j key rows.
 Source: splitmix64 (Steele, Lea and Flood 2014, doi 10.1145/2660193.2660195). Number j of a row's
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from wf_backends.schedule import Range
 
-RANDOM_BITS = 24  # of the numbers drawn, compared with p
-GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15, of the golden ratio, as int64
+RANDOM_BITS = 24  # low bits of a random number that are compared with p
+GAMMA = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15, from the golden ratio, as int64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,40 +29,40 @@ class Dropout:
     p: float
     """In [0, 1)."""
     seed: int | Tensor | None
-    """In [0, 2**63), or (1,) int64 where it was drawn on a device; None = not drawn yet."""
+    """In [0, 2**63); (1,) int64 if it was drawn on a device; None = not drawn yet."""
     heads: Range
-    """The global numbers of the query heads at hand."""
+    """The global numbers (start, stop) of the query heads that are computed."""
 
     def of_heads(self, heads: Range) -> Dropout:
-        """That of the heads start to stop of the heads at hand."""
+        """The dropout of some of these heads: `heads` (start, stop) counts from the first one."""
         first = self.heads[0]
         return replace(self, heads=(first + heads[0], first + heads[1]))
 
     def factors(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
-        """(b, h, i, j) float64: what weights are multiplied by, 0 or 1 / (1 - p).
+        """(b, h, i, j) float64: the factors of the attention weights, 0 or 1 / (1 - p).
 
         Args:
-            rows: (i,) int64, global positions of the queries. keys: (j,), those of the keys.
+            rows: (i,) int64, the queries' global positions. keys: (j,) int64, the keys'.
         """
-        return self.kept(batch, rows, keys) / (1 - self.p)
+        return self.keep_mask(batch, rows, keys) / (1 - self.p)
 
-    def kept(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
-        """(b, h, i, j) bool: which weights are not dropped; see `factors`."""
+    def keep_mask(self, batch: int, rows: Tensor, keys: Tensor) -> Tensor:
+        """(b, h, i, j) bool: True where a weight is not dropped; arguments as in `factors`."""
         samples = torch.arange(batch, device=rows.device)[:, None, None]
         heads = torch.arange(*self.heads, device=rows.device)[:, None]
-        return keeps(mix(self._mixed(samples, heads, rows)[..., None] + keys * GAMMA), self.p)
+        return is_kept(mix(self._state(samples, heads, rows)[..., None] + keys * GAMMA), self.p)
 
     def seeds(self, batch: int, row: Tensor, key: Tensor) -> Tensor:
-        """(b,) int64, not negative: of a generator for each sample of a tile that begins here.
+        """(b,) int64 >= 0: for each sample of a tile the seed of a library's random generator.
 
         Args:
-            row: () int64, the global position of the tile's first query. key: of its first key.
+            row, key: () int64, the global positions of the tile's first query and first key.
         """
         samples = torch.arange(batch, device=row.device)
-        return self._mixed(samples, row, key).bitwise_and_((1 << 63) - 1)
+        return self._state(samples, row, key).bitwise_and_((1 << 63) - 1)
 
-    def _mixed(self, *numbers: Tensor) -> Tensor:
-        """int64 of the seed and these numbers, which are broadcast."""
+    def _state(self, *numbers: Tensor) -> Tensor:
+        """int64: a generator state, mixed from the seed and `numbers`, which are broadcast."""
         assert self.seed is not None, "no seed was drawn"
         state = mix(numbers[0].new_zeros(1) + self.seed)
         for number in numbers:
@@ -73,13 +73,13 @@ class Dropout:
 def position_dropout(x: Tensor, positions: Tensor, p: float, seed: int) -> Tensor:
     """Zero elements of x with probability p and scale the others by 1 / (1 - p).
 
-    Which ones depends on seed, sample, global position and channel alone, so that P ranks drop
-    what one rank drops, in any layout, and again when a layer is run again in the backward.
+    The choice follows from seed, sample, global position and channel alone: P ranks drop what one
+    rank drops, in any layout, and a layer that the backward runs again drops the same elements.
 
     Args:
-        x: (b, s, d). positions: (s,) or (b, s) int64, the global positions of its rows.
+        x: (b, s, d). positions: (s,) or (b, s) int64, the global positions of the rows of x.
         p: in [0, 1).
-        seed: another one for every layer and step.
+        seed: a different one for every layer and training step.
 
     Raises:
         ValueError: for a p outside [0, 1).
@@ -90,21 +90,21 @@ def position_dropout(x: Tensor, positions: Tensor, p: float, seed: int) -> Tenso
         return x
     samples, channels = (torch.arange(n, device=x.device) for n in (x.shape[0], x.shape[2]))
     rows = mix(mix(samples + seed)[:, None] + positions)
-    return x * keeps(mix(rows[..., None] + channels), p) / (1 - p)
+    return x * is_kept(mix(rows[..., None] + channels), p) / (1 - p)
 
 
-def keeps(random: Tensor, p: float) -> Tensor:
-    """Whether what has this random number, by `mix`, is not dropped with probability p."""
+def is_kept(random: Tensor, p: float) -> Tensor:
+    """bool, of the shape of `random`: False with probability p. `random` is int64 from `mix`."""
     return (random & ((1 << RANDOM_BITS) - 1)) >= int(p * (1 << RANDOM_BITS))
 
 
 def mix(x: Tensor) -> Tensor:
-    """The finaliser of splitmix64, on the bits of int64; x is left as it is."""
-    x = (x ^ _shift(x, 30)).mul_(-0x40A7B892E31B1A47)
-    x = x.bitwise_xor_(_shift(x, 27)).mul_(-0x6B2FB644ECCEEE15)
-    return x.bitwise_xor_(_shift(x, 31))
+    """The finaliser of splitmix64 on the bits of x (int64); x itself is not changed."""
+    x = (x ^ _shift_right(x, 30)).mul_(-0x40A7B892E31B1A47)
+    x = x.bitwise_xor_(_shift_right(x, 27)).mul_(-0x6B2FB644ECCEEE15)
+    return x.bitwise_xor_(_shift_right(x, 31))
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros from the left."""
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """x shifted to the right as an unsigned number: zeros come in from the left."""
     return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)

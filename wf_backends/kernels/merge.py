@@ -1,5 +1,5 @@
-"""Results of several tiles as one: of tiles on the same rows, and of the sub-tiles of a tile that a
-library does not take whole, for its Band or for values of another width.
+"""Merging the results of several tiles: of tiles with the same rows and other keys, and of the
+sub-tiles into which a tile is split because a library does not support its Band.
 
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim of queries and
 keys, e of values; s rows of a buffer, which is rows-first.
@@ -28,9 +28,10 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
         out' = out + sigmoid(block_lse - lse) (block_out - out)
 
     Args:
-        out: (s, b, h, e), float32 or float64. Running output, 0 where a row has met no key yet.
-        lse: (s, b, h), same dtype, natural log, -inf where a row has met no key yet.
-        block_out: (s, b, h, e), any float dtype. block_lse: (s, b, h), finite.
+        out: (s, b, h, e) or (b, i, h, e), float32 or float64. Running output, 0 where a row has
+            met no key yet.
+        lse: out's shape without e, same dtype, natural log, -inf where a row has met no key yet.
+        block_out: out's shape, any float dtype. block_lse: lse's shape, finite.
 
     Source: Milakov & Gimelshein 2018 (online softmax); the sigmoid form as in
     ring-flash-attention PR 34.
@@ -50,7 +51,7 @@ Backward = Callable[[TileGrad, Scores, Band], Grads]
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """A library's forward and backward, and the split that makes sub-tiles which they take."""
+    """A library's forward and backward, and the split into sub-tiles that they support."""
 
     name: str
     split: Split
@@ -59,11 +60,14 @@ class Operators:
 
 
 class SplitKernel(ABC):
-    """What kernels have in common that run a library's operators, sub-tile by sub-tile."""
+    """Base of the kernels that split a tile and run a library's operators on its sub-tiles.
+
+    Where the head_dims of keys and values differ, the smaller one is filled up with zeros.
+    """
 
     @abstractmethod
     def operators(self, q: Tensor, k: Tensor, scores: Scores, band: Band) -> Operators:
-        """What computes the tile of q (b, i, h, d) and k (b, j, g, d) under `band`."""
+        """The operators for the tile of q (b, i, h, d) and k (b, j, g, d) under `band`."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
@@ -71,29 +75,30 @@ class SplitKernel(ABC):
         """See Kernel.forward.
 
         Returns:
-            out, in the dtype that the library gives if there is one sub-tile, else float32 or
-            float64; lse.
+            out (b, i, h, e), in the library's dtype if there is one sub-tile, else float32 or
+            float64; lse (b, h, i).
         """
-        width = v.shape[3]
-        if q.shape[3] != width:
-            q, k, v = _one_width(q, k, v)
+        value_dim = v.shape[3]
+        if q.shape[3] != value_dim:
+            q, k, v = _pad_to_same_dim(q, k, v)
             out, lse = self.forward(q, k, v, scores, band)
-            return out[..., :width], lse
-        run = self.operators(q, k, scores, band)
-        parts = run.split(q.shape[1], k.shape[1], band)
-        if len(parts) == 1:  # has all rows and keys
-            return run.forward(q, k, v, scores, parts[0].band)
+            return out[..., :value_dim], lse
+        operators = self.operators(q, k, scores, band)
+        sub_tiles = operators.split(q.shape[1], k.shape[1], band)
+        if len(sub_tiles) == 1:  # has all rows and keys
+            return operators.forward(q, k, v, scores, sub_tiles[0].band)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)
-        begun = 0  # rows before have met keys already
-        for rows, keys, part_band in parts:
-            part = scores.part(rows, keys)
-            block_out, block_lse = run.forward(q[:, rows], k[:, keys], v[:, keys], part, part_band)
+        out, lse = q.new_empty(q.shape, dtype=dtype), q.new_empty(q.shape[:3], dtype=dtype)  # b i h
+        filled_rows = 0  # rows before this one hold a result already
+        for rows, keys, sub_band in sub_tiles:
+            args = q[:, rows], k[:, keys], v[:, keys], scores.part(rows, keys), sub_band
+            block_out, block_lse = operators.forward(*args)
             block_lse = block_lse.transpose(1, 2)
-            if rows.start < begun:
+            if rows.start < filled_rows:
                 merge(out[:, rows], lse[:, rows], block_out, block_lse)
             else:
-                out[:, rows], lse[:, rows], begun = block_out, block_lse, rows.stop
+                out[:, rows], lse[:, rows] = block_out, block_lse
+                filled_rows = rows.stop
         return out, lse.transpose(1, 2)
 
     def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
@@ -101,32 +106,31 @@ class SplitKernel(ABC):
         again from them.
 
         Returns:
-            dq, dk and dv, in the dtype that the library gives if there is one sub-tile, else
-            float32 or float64.
+            dq, dk and dv, in the library's dtype if there is one sub-tile, else float32 or float64.
         """
         dout, q, k, v, out, lse, delta = tile
         if q.shape[3] != v.shape[3]:
-            dout, wide_q, wide_k, wide_v, out = _one_width(dout, q, k, v, out)
-            even = TileGrad(dout, wide_q, wide_k, wide_v, out, lse, delta)
-            grads = self.backward(even, scores, band)
-            dq, dk, dv = (one[..., : x.shape[3]] for one, x in zip(grads, (q, k, v), strict=True))
-            return dq, dk, dv
-        run = self.operators(q, k, scores, band)
+            dout, padded_q, padded_k, padded_v, out = _pad_to_same_dim(dout, q, k, v, out)
+            padded = TileGrad(dout, padded_q, padded_k, padded_v, out, lse, delta)
+            dq, dk, dv = self.backward(padded, scores, band)
+            return dq[..., : q.shape[3]], dk[..., : k.shape[3]], dv[..., : v.shape[3]]
+        operators = self.operators(q, k, scores, band)
         if not dout.dtype == out.dtype == q.dtype:
             tile = TileGrad(dout.to(q.dtype), q, k, v, out.to(q.dtype), lse, delta)
-        parts = run.split(q.shape[1], k.shape[1], band)
-        if len(parts) == 1:  # has all rows and keys
-            return run.backward(tile, scores, parts[0].band)
+        sub_tiles = operators.split(q.shape[1], k.shape[1], band)
+        if len(sub_tiles) == 1:  # has all rows and keys
+            return operators.backward(tile, scores, sub_tiles[0].band)
         dtype = torch.promote_types(q.dtype, torch.float32)
-        totals = dq, dk, dv = [x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)]
-        for rows, keys, part_band in parts:
-            grads = run.backward(tile.part(rows, keys), scores.part(rows, keys), part_band)
-            for total, where, grad in zip(totals, (rows, keys, keys), grads, strict=True):
-                total[:, where] += grad
+        dq, dk, dv = [x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v)]
+        for rows, keys, sub_band in sub_tiles:
+            grads = operators.backward(tile.part(rows, keys), scores.part(rows, keys), sub_band)
+            dq[:, rows] += grads[0]
+            dk[:, keys] += grads[1]
+            dv[:, keys] += grads[2]
         return dq, dk, dv
 
 
-def _one_width(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, zeros added behind their last dimension: scores and gradients stay the same."""
-    widest = max(x.shape[3] for x in tensors)
-    return [pad(x, (0, widest - x.shape[3])) for x in tensors]
+def _pad_to_same_dim(*tensors: Tensor) -> list[Tensor]:
+    """The tensors with zeros appended along dim 3; scores and gradients stay the same."""
+    max_dim = max(x.shape[3] for x in tensors)
+    return [pad(x, (0, max_dim - x.shape[3])) for x in tensors]

@@ -1,4 +1,4 @@
-"""What every attention kernel takes and gives.
+"""The interface of attention kernels.
 
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads (g divides h), d head_dim of
 queries and keys, e of values.
@@ -19,7 +19,7 @@ from wf_backends.schedule import Band
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """What a kernel is asked to work on; all that a choice between kernels may look at."""
+    """The properties of an attention call by which a kernel is selected."""
 
     device: str
     """torch device type: "cpu" or "cuda"."""
@@ -35,18 +35,18 @@ class KernelSpec:
     position_bias: bool = False
     looks_back: bool = False
     """Whether no row sees a later key."""
-    whole: bool = False
-    """Whether a rank computes the whole sequence for some heads: its tiles are the same on every
-    number of ranks, and in the backward."""
+    whole_sequence: bool = False
+    """Whether a rank computes the whole sequence for some heads: then its tiles are the same for
+    every number of ranks, and in the backward."""
 
     @property
-    def widest(self) -> int:
-        """The larger head_dim, to which libraries that have one get the other filled up."""
+    def max_head_dim(self) -> int:
+        """The larger of head_dim and value_dim; see SplitKernel, which fills up the smaller one."""
         return max(self.head_dim, self.value_dim or 0)
 
 
 OPTIONS = ("softcap", "alibi", "dropout", "position_bias")
-"""Fields of a spec that only some kernels know."""
+"""Fields of a spec that only some kernels support."""
 
 
 @cache  # asked for every tile
@@ -57,24 +57,25 @@ def torch_release() -> tuple[int, int]:
 
 
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
-FLASH_HEAD_DIM = 256  # the largest
-FLASH_CAPABILITY = (8, 0)  # the oldest GPUs: Ampere
+MAX_FLASH_HEAD_DIM = 256
+MIN_FLASH_CAPABILITY = (8, 0)  # Ampere
 
 
 def flash_refuses(spec: KernelSpec) -> str | None:
-    """Why neither flash-attn nor torch's copy of it runs a head_dim, or on the current GPU."""
-    if spec.widest % 8 or spec.widest > FLASH_HEAD_DIM:
-        return f"head_dim must be a multiple of 8 up to {FLASH_HEAD_DIM}, got {spec.widest}"
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= FLASH_CAPABILITY:
+    """Why flash-attn and torch's copy of it refuse the head_dim or the GPU; None if they do not."""
+    head_dim = spec.max_head_dim
+    if head_dim % 8 or head_dim > MAX_FLASH_HEAD_DIM:
+        return f"head_dim must be a multiple of 8 up to {MAX_FLASH_HEAD_DIM}, got {head_dim}"
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() >= MIN_FLASH_CAPABILITY:
         return None
-    has = torch.cuda.get_device_capability()
-    return f"flash kernels need compute capability {FLASH_CAPABILITY} or later, this GPU has {has}"
+    need = f"compute capability {MIN_FLASH_CAPABILITY} or later"
+    return f"flash kernels need {need}, this GPU has {torch.cuda.get_device_capability()}"
 
 
-def lacks(spec: KernelSpec, library: str, *options: str) -> str | None:
-    """Which of the options that `spec` asks for a library (a plural) does not have."""
-    asked = [name for name in OPTIONS if getattr(spec, name) and name not in options]
-    return f"{library} have no {' and no '.join(asked)}" if asked else None
+def lacks(spec: KernelSpec, library: str, *supported: str) -> str | None:
+    """Which options of `spec` a library (a plural noun) does not support; None if it has all."""
+    missing = [name for name in OPTIONS if getattr(spec, name) and name not in supported]
+    return f"{library} have no {' and no '.join(missing)}" if missing else None
 
 
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -82,13 +83,13 @@ Grads = tuple[Tensor, Tensor, Tensor]
 
 
 class TileGrad(NamedTuple):
-    """What the backward of one tile needs.
+    """The inputs of the backward of one tile.
 
-    out, lse and delta are those of the whole rows, which meet other keys in other tiles.
+    dout, out, lse and delta belong to the whole rows: to the softmax over the keys of all tiles.
     """
 
     dout: Tensor
-    """(b, i, h, e), the gradient of the whole rows' output."""
+    """(b, i, h, e), the gradient of the rows' output."""
     q: Tensor
     """(b, i, h, d)."""
     k: Tensor
@@ -96,20 +97,20 @@ class TileGrad(NamedTuple):
     v: Tensor
     """(b, j, g, e)."""
     out: Tensor
-    """(b, i, h, e), the whole rows' output, or any tensor with rowsum(dout * out) == delta."""
+    """(b, i, h, e), the rows' output, or any tensor with rowsum(dout * out) == delta."""
     lse: Tensor
-    """(b, h, i), of the whole rows."""
+    """(b, h, i), natural log."""
     delta: Tensor
     """(b, h, i), rowsum(dout * out)."""
 
     def part(self, rows: slice, keys: slice) -> TileGrad:
-        """Some of its rows and keys."""
+        """The inputs for some rows and keys of the tile."""
         dout, q, k, v, out, lse, delta = self
         k, v, lse, delta = k[:, keys], v[:, keys], lse[:, :, rows], delta[:, :, rows]
         return TileGrad(dout[:, rows], q[:, rows], k, v, out[:, rows], lse, delta)
 
     def reversed(self) -> TileGrad:
-        """The last row and the last key first."""
+        """The tile with its rows and its keys in reverse order."""
         dout, q, k, v, out = (x.flip(1) for x in self[:5])
         return TileGrad(dout, q, k, v, out, self.lse.flip(2), self.delta.flip(2))
 
@@ -117,18 +118,18 @@ class TileGrad(NamedTuple):
 class Kernel(Protocol):
     """One tile of attention: rows x keys under a Band in the tile's own indices.
 
-    The executor only asks for trimmed tiles: every row sees a key and every key is seen.
+    The runtime passes only trimmed tiles: every row sees a key and every key is seen.
     Row i sees key j if and only if -band.left <= j - i <= band.right.
     """
 
     name: str
 
     def refuses(self, spec: KernelSpec) -> str | None:
-        """Why this kernel cannot run `spec` here, in words for the user; None if it can."""
+        """Why this kernel cannot run `spec` on this machine, for an error; None if it can."""
         ...
 
     def runs(self, spec: KernelSpec) -> str:
-        """What computes the tiles of a `spec` that is not refused, in words for the user."""
+        """Which library computes the tiles of a `spec` that is not refused, for the user."""
         ...
 
     def forward(

@@ -1,8 +1,8 @@
-"""Attention of one tile written as its formula: the meaning of every other kernel.
+"""Attention of one tile written as its formula, against which the other kernels are tested.
 
-Slow; but it takes any float dtype, any Band, all that `Scores` can say and any device, and its
-float64 results are exact to rounding. Rows are computed in blocks, so that memory holds the scores
-of one block alone.
+It is slow, but supports every float dtype, Band, device and option of `Scores`, and its float64
+results are exact to rounding. Rows are computed in blocks, so that only the scores of one block are
+in memory.
 
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads, r = h / g, d head_dim of
 queries and keys, e of values.
@@ -21,28 +21,26 @@ from wf_backends.kernels.tile_split import SubTile, row_blocks
 from wf_backends.schedule import Band
 
 BLOCK_SCORES = 1 << 22
-"""Scores that a block of rows has at most, unless one row has more: 16 MiB in float32."""
+"""Scores in a block of rows (at least one row): 16 MiB in float32."""
 
 
 def band_mask(rows: int, keys: int, band: Band, device: torch.device) -> Tensor:
     """(rows, keys) bool: True where the row sees the key."""
-    key = torch.arange(keys, device=device)
-    row = torch.arange(rows, device=device)
-    offset = key - row[:, None]
-    return (offset >= -band.left) & (offset <= band.right)
+    row = torch.arange(rows, device=device)[:, None]
+    distance = torch.arange(keys, device=device) - row
+    return (distance >= -band.left) & (distance <= band.right)
 
 
 class ReferenceKernel:
     """The Kernel protocol in a few einsums.
 
-    Everything is computed and returned in float32, in float64 if any input is float64, under
-    torch.autocast too.
+    Computes and returns float32, or float64 if any input is float64; torch.autocast has no effect.
     """
 
     name = "reference"
 
     def refuses(self, spec: KernelSpec) -> str | None:
-        """Only a dtype that is not a float is refused."""
+        """Refuses dtypes that are not floating point only; see Kernel.refuses."""
         if not spec.dtype.is_floating_point:
             return f"attention needs a float dtype, got {spec.dtype}"
         return None
@@ -55,33 +53,35 @@ class ReferenceKernel:
         self, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
     ) -> tuple[Tensor, Tensor]:
         """out = softmax(scores) v and lse = logsumexp(scores); see Kernel.forward and Scores."""
-        q, k, v = _widen(q, k, v)
+        q, k, v = _to_compute_dtype(q, k, v)
         blocks = [
-            _forward(q[:, rows], k[:, keys], v[:, keys], scores.part(rows, keys), part_band)
-            for rows, keys, part_band in _blocks(q, k, band)
+            _forward(q[:, rows], k[:, keys], v[:, keys], scores.part(rows, keys), block_band)
+            for rows, keys, block_band in _blocks(q, k, band)
         ]
         outs, lses = zip(*blocks, strict=True)
         return torch.cat(outs, 1), torch.cat(lses, 2)
 
     def backward(self, tile: TileGrad, scores: Scores, band: Band) -> Grads:
-        """Gradients of the tile from delta alone: `out` is not looked at. See Kernel.backward."""
-        tile = TileGrad(*_widen(*tile))
-        dq, (dk, dv) = torch.empty_like(tile.q), map(torch.zeros_like, (tile.k, tile.v))
-        for rows, keys, part_band in _blocks(tile.q, tile.k, band):
-            part = tile.part(rows, keys)
-            dq[:, rows], more_dk, more_dv = _backward(part, scores.part(rows, keys), part_band)
-            dk[:, keys] += more_dk
-            dv[:, keys] += more_dv
+        """Gradients of the tile, from delta and without `out`; see Kernel.backward."""
+        tile = TileGrad(*_to_compute_dtype(*tile))
+        dq = torch.empty_like(tile.q)
+        dk, dv = torch.zeros_like(tile.k), torch.zeros_like(tile.v)
+        for rows, keys, block_band in _blocks(tile.q, tile.k, band):
+            block = tile.part(rows, keys)
+            dq[:, rows], block_dk, block_dv = _backward(block, scores.part(rows, keys), block_band)
+            dk[:, keys] += block_dk
+            dv[:, keys] += block_dv
         return dq, dk, dv
 
 
-def _widen(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in the dtype to compute in: float64 if any of them is, else float32."""
-    double = any(x.dtype == torch.float64 for x in tensors)
-    return [x.to(torch.float64 if double else torch.float32) for x in tensors]
+def _to_compute_dtype(*tensors: Tensor) -> list[Tensor]:
+    """The tensors in float64 if any of them is float64, else in float32."""
+    has_float64 = any(x.dtype == torch.float64 for x in tensors)
+    return [x.to(torch.float64 if has_float64 else torch.float32) for x in tensors]
 
 
 def _blocks(q: Tensor, k: Tensor, band: Band) -> tuple[SubTile, ...]:
+    """The tile as blocks of rows with at most BLOCK_SCORES scores."""
     batch, rows, heads, _ = q.shape
     keys = k.shape[1]
     return row_blocks(rows, keys, band, max(1, BLOCK_SCORES // max(1, batch * heads * keys)))
@@ -89,9 +89,9 @@ def _blocks(q: Tensor, k: Tensor, band: Band) -> tuple[SubTile, ...]:
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band) -> tuple[Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
-        x = _hidden(_biased(_capped(q, k, scores), scores), band)
+        x = _apply_mask(_add_biases(_capped_scores(q, k, scores), scores), band)
         lse = x.logsumexp(-1)
-        p = _dropped(torch.exp(x - lse[..., None]), scores)
+        p = _apply_dropout(torch.exp(x - lse[..., None]), scores)
         out = torch.einsum("bgrij,bjge->bigre", p, v)
     return out.flatten(2, 3), lse.flatten(1, 2)
 
@@ -102,29 +102,29 @@ def _backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
     dout, q_grouped = dout.unflatten(2, by_group), q.unflatten(2, by_group)  # b i g r d
     lse, delta = (x.unflatten(1, by_group)[..., None] for x in (lse, delta))  # b g r i 1
     with torch.autocast(q.device.type, enabled=False):
-        capped = _capped(q, k, scores)
-        p = torch.exp(_hidden(_biased(capped, scores), band) - lse)
-        dp = _dropped(torch.einsum("bigre,bjge->bgrij", dout, v), scores)
+        capped = _capped_scores(q, k, scores)
+        p = torch.exp(_apply_mask(_add_biases(capped, scores), band) - lse)
+        dp = _apply_dropout(torch.einsum("bigre,bjge->bgrij", dout, v), scores)
         ds = p * (dp - delta)
-        _keep_bias_grad(ds, scores)
+        _add_bias_grad(ds, scores)
         ds = ds * scores.scale
         if scores.softcap:
             ds = ds * (1 - (capped / scores.softcap).square())
         dq = torch.einsum("bgrij,bjgd->bigrd", ds, k).flatten(2, 3)
         dk = torch.einsum("bgrij,bigrd->bjgd", ds, q_grouped)
-        dv = torch.einsum("bgrij,bigre->bjge", _dropped(p, scores), dout)
+        dv = torch.einsum("bgrij,bigre->bjge", _apply_dropout(p, scores), dout)
     return dq, dk, dv
 
 
-def _capped(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
+def _capped_scores(q: Tensor, k: Tensor, scores: Scores) -> Tensor:
     """(b, g, r, i, j): scale q k^T, soft-capped."""
     grouped = q.unflatten(2, (k.shape[2], q.shape[2] // k.shape[2]))
     x = torch.einsum("bigrd,bjgd->bgrij", grouped, k) * scores.scale
     return scores.softcap * torch.tanh(x / scores.softcap) if scores.softcap else x
 
 
-def _biased(x: Tensor, scores: Scores) -> Tensor:
-    """x (b, g, r, i, j) with ALiBi's bias and the learned one."""
+def _add_biases(x: Tensor, scores: Scores) -> Tensor:
+    """x (b, g, r, i, j) plus the bias of ALiBi and the learned bias."""
     if scores.slopes is scores.bias is None:
         return x
     assert scores.rows is not None and scores.keys is not None
@@ -133,19 +133,19 @@ def _biased(x: Tensor, scores: Scores) -> Tensor:
         slopes = scores.slopes.to(x).unflatten(0, by_group)  # g r
         x = x - slopes[..., None, None] * (scores.rows[:, None] - scores.keys).abs()
     if scores.bias is not None:
-        x = x + scores.bias.of(scores.rows, scores.keys).to(x).unflatten(0, by_group)
+        x = x + scores.bias.lookup(scores.rows, scores.keys).to(x).unflatten(0, by_group)
     return x
 
 
-def _keep_bias_grad(ds: Tensor, scores: Scores) -> None:
-    """Of the scores' gradient ds (b, g, r, i, j), the learned bias's."""
+def _add_bias_grad(ds: Tensor, scores: Scores) -> None:
+    """Add the scores' gradient ds (b, g, r, i, j) to the gradient of the learned bias."""
     if scores.bias is not None:
         assert scores.rows is not None and scores.keys is not None
         scores.bias.add_grad(ds.sum(0).flatten(0, 1), scores.rows, scores.keys)
 
 
-def _dropped(p: Tensor, scores: Scores) -> Tensor:
-    """The weights p (b, g, r, i, j), or their gradients, after dropout."""
+def _apply_dropout(p: Tensor, scores: Scores) -> Tensor:
+    """p (b, g, r, i, j), weights or their gradients, times the factors of dropout."""
     if scores.dropout is None:
         return p
     assert scores.rows is not None and scores.keys is not None
@@ -153,6 +153,6 @@ def _dropped(p: Tensor, scores: Scores) -> Tensor:
     return p * factors.to(p.dtype).view_as(p)
 
 
-def _hidden(x: Tensor, band: Band) -> Tensor:
-    """x (b, g, r, i, j), -inf where the band hides the key."""
+def _apply_mask(x: Tensor, band: Band) -> Tensor:
+    """x (b, g, r, i, j) with -inf where the band hides the key."""
     return x.masked_fill(~band_mask(x.shape[3], x.shape[4], band, x.device), -inf)

@@ -1,7 +1,6 @@
-"""torch's own kernels, through the aten operators that return lse: flash on CPUs; on CUDA see
-`sdpa_cuda`.
+"""torch's own kernels, by the aten operators that return lse. For CUDA see `sdpa_cuda`.
 
-The public F.scaled_dot_product_attention returns no lse, and its backward knows only its own rows'.
+F.scaled_dot_product_attention returns no lse, and its backward takes the lse of its own keys alone.
 
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim.
 """
@@ -31,31 +30,33 @@ from wf_backends.kernels.sdpa_cuda import CUDNN_MULTIPLE, CudaTile, choose, cuda
 from wf_backends.kernels.tile_split import is_reversed, split_causal
 from wf_backends.schedule import CAUSAL, FULL, Band
 
-MaskOf = Callable[[int, int, Band, torch.dtype], Tensor]
+MakeMask = Callable[[int, int, Band, torch.dtype], Tensor]
+"""(rows, keys, band, dtype) -> additive mask."""
 
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_GROUPS_ON_CPU = (2, 9)
-"""The torch release from which its kernel for CPUs takes fewer key heads than query heads. Those
-before read and write beyond the tensors' ends."""
+_MIN_RELEASE_FOR_GQA_ON_CPU = (2, 9)
+"""Earlier releases of torch read and write out of bounds in the CPU kernel if there are fewer key
+heads than query heads."""
 
 
 def cpu_operators() -> Operators:
-    """torch's CPU operators for one tile; all blocks of its window share one mask."""
-    mask_of = cache(additive_mask)
-    there, back = partial(cpu_forward, mask_of), partial(cpu_backward, mask_of)
-    return Operators("cpu", split_causal, there, back)
+    """torch's CPU operators for one tile; the blocks of a window of the same shape share a mask."""
+    make_mask = cache(additive_mask)
+    forward, backward = partial(cpu_forward, make_mask), partial(cpu_backward, make_mask)
+    return Operators("cpu", split_causal, forward, backward)
 
 
 def cpu_forward(
-    mask_of: MaskOf, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
+    make_mask: MakeMask, q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
 ) -> tuple[Tensor, Tensor]:
-    """A sub-tile of `split_causal`; see Kernel.forward. Causal is from the top left here."""
-    mask, causal = None, band is CAUSAL or band == CAUSAL
+    """A sub-tile of `split_causal`; see Kernel.forward. Causal counts from the top left."""
+    mask = None
+    causal = band is CAUSAL or band == CAUSAL  # `is` first: it costs no call
     if not causal and band is not FULL and band != FULL:
         if is_reversed(band):
-            out, lse = cpu_forward(mask_of, q.flip(1), k.flip(1), v.flip(1), scores, CAUSAL)
+            out, lse = cpu_forward(make_mask, q.flip(1), k.flip(1), v.flip(1), scores, CAUSAL)
             return out.flip(1), lse.flip(2)
-        mask = mask_of(q.shape[1], k.shape[1], band, q.dtype)
+        mask = make_mask(q.shape[1], k.shape[1], band, q.dtype)
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
         q, k, v, 0.0, causal, attn_mask=mask, scale=scores.scale
@@ -63,15 +64,16 @@ def cpu_forward(
     return out.transpose(1, 2), lse
 
 
-def cpu_backward(mask_of: MaskOf, tile: TileGrad, scores: Scores, band: Band) -> Grads:
+def cpu_backward(make_mask: MakeMask, tile: TileGrad, scores: Scores, band: Band) -> Grads:
     """A sub-tile of `split_causal`; see Kernel.backward. The operator computes delta again."""
     dout, q, k, v, out, lse, _ = tile
-    mask, causal = None, band is CAUSAL or band == CAUSAL
+    mask = None
+    causal = band is CAUSAL or band == CAUSAL
     if not causal and band is not FULL and band != FULL:
         if is_reversed(band):
-            dq, dk, dv = cpu_backward(mask_of, tile.reversed(), scores, CAUSAL)
+            dq, dk, dv = cpu_backward(make_mask, tile.reversed(), scores, CAUSAL)
             return dq.flip(1), dk.flip(1), dv.flip(1)
-        mask = mask_of(q.shape[1], k.shape[1], band, q.dtype)
+        mask = make_mask(q.shape[1], k.shape[1], band, q.dtype)
     dout, out, q = dout.transpose(1, 2), out.transpose(1, 2), q.transpose(1, 2)
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
@@ -86,14 +88,15 @@ def additive_mask(rows: int, keys: int, band: Band, dtype: torch.dtype) -> Tenso
     return torch.zeros(1, 1, rows, keys, dtype=dtype).masked_fill(~seen, -inf)
 
 
-_CPU = cpu_operators()  # for tiles that need no mask
+_CPU_WITHOUT_MASK = cpu_operators()
 
 
 def operators_for(q: Tensor, k: Tensor, band: Band) -> Operators:
-    """What computes the tile of q (b, i, h, d) and k (b, j, g, d) under `band`."""
+    """The operators for the tile of q (b, i, h, d) and k (b, j, g, d) under `band`."""
     if q.is_cuda:
         return choose(cuda_tile(machine(q.device), q, k, band))[0]
-    return _CPU if inf in (band.left, band.right) else cpu_operators()
+    needs_mask = band.left != inf and band.right != inf  # see split_causal
+    return cpu_operators() if needs_mask else _CPU_WITHOUT_MASK
 
 
 class SdpaKernel(SplitKernel):
@@ -102,7 +105,8 @@ class SdpaKernel(SplitKernel):
     On a CPU it takes float64, float32, bfloat16 and float16; on CUDA bfloat16 and float16.
 
     Args:
-        release: of torch; None = the one that is installed.
+        operators_for: chooses the operators for a tile (q, k, band).
+        release: (major, minor) of torch; None = the installed one.
     """
 
     name = "sdpa"
@@ -116,28 +120,29 @@ class SdpaKernel(SplitKernel):
 
     def refuses(self, spec: KernelSpec) -> str | None:
         """What torch's flash kernels lack; see Kernel.refuses."""
-        takes = {"cpu": _CPU_DTYPES, "cuda": FLASH_DTYPES}.get(spec.device)
-        if takes is None:
+        dtypes = {"cpu": _CPU_DTYPES, "cuda": FLASH_DTYPES}.get(spec.device)
+        if dtypes is None:
             return f"torch has flash kernels that return lse on cpu and cuda, not on {spec.device}"
-        if spec.dtype not in takes:
-            names = ", ".join(map(str, takes))
+        if spec.dtype not in dtypes:
+            names = ", ".join(map(str, dtypes))
             return f"torch's flash kernels on {spec.device} take {names}, got {spec.dtype}"
-        if lacking := lacks(spec, "torch's flash kernels"):
-            return lacking
+        if refusal := lacks(spec, "torch's flash kernels"):
+            return refusal
         if spec.device == "cuda":
             return flash_refuses(spec)
-        if spec.kv_heads != spec.heads and self._release < _GROUPS_ON_CPU:
-            since, here = (".".join(map(str, r)) for r in (_GROUPS_ON_CPU, self._release))
-            return f"on cpu torch's takes grouped key heads from {since} on, this is {here}"
+        minimum = _MIN_RELEASE_FOR_GQA_ON_CPU
+        if spec.kv_heads != spec.heads and self._release < minimum:
+            needed, installed = (".".join(map(str, r)) for r in (minimum, self._release))
+            return f"on cpu torch's takes grouped key heads from {needed} on, this is {installed}"
         return None
 
     def runs(self, spec: KernelSpec) -> str:
-        """See Kernel.runs; on CUDA the choice is made for each tile."""
+        """See Kernel.runs; on CUDA, where each tile has its own choice, that of a full tile."""
         if spec.device != "cuda":
             return f"torch's flash operators for {spec.device}"
-        on, rows = machine(torch.device(spec.device)), CUDNN_MULTIPLE
-        best = CudaTile(on, spec.dtype, spec.widest, rows, rows, FULL)
-        return f"torch's operators for full tiles: {choose(best)[1]}"
+        gpu, rows = machine(torch.device(spec.device)), CUDNN_MULTIPLE
+        full_tile = CudaTile(gpu, spec.dtype, spec.max_head_dim, rows, rows, FULL)
+        return f"torch's operators for full tiles: {choose(full_tile)[1]}"
 
     def operators(self, q: Tensor, k: Tensor, scores: Scores, band: Band) -> Operators:
         """See SplitKernel.operators."""

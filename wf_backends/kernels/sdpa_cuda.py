@@ -1,12 +1,11 @@
 """torch's operators for CUDA: its flash kernel, cuDNN's attention, and which computes a tile.
 
-The flash kernel is torch's copy of flash-attn 2. If
-`torch.nn.attention.activate_flash_attention_impl` has put flash-attn 3 or 4 behind its operators,
-this runs those. What cuDNN needs is one table; `machine` is the one place that asks torch and the
-GPU.
+The flash kernel is torch's copy of flash-attn 2, or flash-attn 3 or 4 after a call of
+`torch.nn.attention.activate_flash_attention_impl`. `cudnn_needs` lists what cuDNN needs; `machine`
+is the only function that asks torch and the GPU.
 
-Both backwards want the lse of the whole row and compute delta from out and dout, so the executor's
-stand-in for out serves them as well.
+Both backwards take the lse of the whole row and compute delta from out and dout, so the runtime may
+pass any `out` that gives the right delta; see TileGrad.
 
 Shapes: b batch, i query rows, j key rows, h query heads, g key heads, d head_dim.
 Source: aten/src/ATen/native/cudnn/MHA.cpp and transformers/cuda/attention_backward.cu of PyTorch.
@@ -25,7 +24,7 @@ from torch import Tensor
 from wf_backends.kernels.merge import Operators
 from wf_backends.kernels.protocol import FLASH_DTYPES, Grads, TileGrad, torch_release
 from wf_backends.kernels.scores import Scores
-from wf_backends.kernels.tile_split import effective, flash_window, split_window, whole
+from wf_backends.kernels.tile_split import effective_band, flash_window, split_window, unsplit
 from wf_backends.schedule import CAUSAL, FULL, Band
 
 CUDNN_MULTIPLE = 128
@@ -37,12 +36,12 @@ def cuda_forward(
 ) -> tuple[Tensor, Tensor]:
     """A sub-tile of `split_window`; see Kernel.forward.
 
-    Only the first two results are used: the others, whose meaning changed in torch 2.7, belong to
-    dropout and debugging.
+    Only the operator's first two results are used: the others are for dropout and debugging, and
+    changed their meaning in torch 2.7.
     """
-    rows, keys, options = q.shape[1], k.shape[1], _options(q, k, scores, band)
+    rows, keys = q.shape[1], k.shape[1]
     out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
-        q, k, v, None, None, rows, keys, 0.0, False, False, **options
+        q, k, v, None, None, rows, keys, 0.0, False, False, **_tile_kwargs(q, k, scores, band)
     )
     return out, lse
 
@@ -50,14 +49,16 @@ def cuda_forward(
 def cuda_backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
     """A sub-tile of `split_window`; see Kernel.backward. The operator computes delta again."""
     dout, q, k, v, out, lse, _ = tile
-    rows, keys, options = q.shape[1], k.shape[1], _options(q, k, scores, band)
+    rows, keys = q.shape[1], k.shape[1]
     lse = lse.contiguous()  # the operator reads it as (b, h, i), whatever its strides
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that there is not
-    given = dout, q, k, v, out, lse, None, None, rows, keys, 0.0, False, seed, seed[0]
-    return torch.ops.aten._flash_attention_backward.default(*given, **options)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # required, also without dropout
+    args = dout, q, k, v, out, lse, None, None, rows, keys, 0.0, False, seed, seed[0]
+    kwargs = _tile_kwargs(q, k, scores, band)
+    return torch.ops.aten._flash_attention_backward.default(*args, **kwargs)
 
 
-def _options(q: Tensor, k: Tensor, scores: Scores, band: Band) -> dict[str, Any]:
+def _tile_kwargs(q: Tensor, k: Tensor, scores: Scores, band: Band) -> dict[str, Any]:
+    """The keyword arguments that flash's forward and backward have in common."""
     left, right = flash_window(band, q.shape[1], k.shape[1])
     return {"scale": scores.scale, "window_size_left": left, "window_size_right": right}
 
@@ -66,7 +67,8 @@ def cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, scores: Scores, band: Band
 ) -> tuple[Tensor, Tensor]:
     """A full or square causal tile; see Kernel.forward."""
-    causal, (q, k, v) = _is_causal(q, k, band), (x.transpose(1, 2) for x in (q, k, v))
+    causal = _is_causal(q, k, band)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention.default(
         q, k, v, None, True, 0.0, causal, False, scale=scores.scale
     )
@@ -74,68 +76,69 @@ def cudnn_forward(
 
 
 def cudnn_backward(tile: TileGrad, scores: Scores, band: Band) -> Grads:
-    """A full or square causal tile; see Kernel.backward, but for delta.
+    """A full or square causal tile; see Kernel.backward. The operator computes delta again.
 
-    torch keeps one compiled graph for each layout of q, k and v, and not every release looks at
-    the layouts of out, dout and lse before it uses one again. So they always arrive as torch
-    itself would have made them: out and dout laid out like q, lse packed, without a gap.
+    torch keeps a compiled graph for each memory layout of q, k and v, and some releases use it
+    again without a look at the layouts of out, dout and lse. So these always get the layout that
+    torch gives them in a forward: out and dout have q's, lse is contiguous.
     """
     causal = _is_causal(tile.q, tile.k, band)
     *tensors, lse, _ = tile
     dout, q, k, v, out = (x.transpose(1, 2) for x in tensors)
     dout, out = _laid_out_like(q, dout), _laid_out_like(q, out)
     lse = torch.empty((*lse.shape, 1), dtype=lse.dtype, device=lse.device).copy_(lse[..., None])
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that there is not
-    lengths = None, None, None, q.shape[2], k.shape[2]
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # required, also without dropout
+    bias_and_lengths = None, None, None, q.shape[2], k.shape[2]
     grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default(
-        dout, q, k, v, out, lse, seed, seed, *lengths, 0.0, causal, scale=scores.scale
+        dout, q, k, v, out, lse, seed, seed, *bias_and_lengths, 0.0, causal, scale=scores.scale
     )
     dq, dk, dv = (x.transpose(1, 2) for x in grads)
     return dq, dk, dv
 
 
 def _is_causal(q: Tensor, k: Tensor, band: Band) -> bool:
-    """The operator's word for the band of a tile that `choose` gave to cuDNN."""
-    shown = effective(q.shape[1], k.shape[1], band)
-    assert shown == FULL or (shown == CAUSAL and q.shape[1] == k.shape[1]), (q.shape, k.shape, band)
-    return shown == CAUSAL
+    """The operator's `is_causal` for a tile that `choose` gave to cuDNN: full or square causal."""
+    rows, keys = q.shape[1], k.shape[1]
+    band = effective_band(rows, keys, band)
+    assert band == FULL or (band == CAUSAL and rows == keys), (rows, keys, band)
+    return band == CAUSAL
 
 
 def _laid_out_like(q: Tensor, x: Tensor) -> Tensor:
-    """x (b, h, i, d) in the memory order in which torch allocates the output for q.
+    """x (b, h, i, d) with the strides that torch gives to the output for q.
 
-    Strides of dimensions of size 1 are set without a copy.
+    It is a view of x if only strides of dimensions of size 1 differ, else a copy.
     """
-    wanted = torch.empty_like(q, device="meta").stride()
-    dims = zip(x.shape, x.stride(), wanted, strict=True)
-    if all(size == 1 or stride == like for size, stride, like in dims):
-        return x.as_strided(x.shape, wanted)
+    strides = torch.empty_like(q, device="meta").stride()
+    dims = zip(x.shape, x.stride(), strides, strict=True)
+    if all(size == 1 or stride == q_stride for size, stride, q_stride in dims):
+        return x.as_strided(x.shape, strides)
     return torch.empty_like(q).copy_(x)
 
 
-CUDNN = Operators("cudnn", whole, cudnn_forward, cudnn_backward)
+CUDNN = Operators("cudnn", unsplit, cudnn_forward, cudnn_backward)
 FLASH = Operators("flash", split_window, cuda_forward, cuda_backward)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What torch and one of its GPUs say about themselves."""
+    """The versions and settings of torch and the GPU that cuDNN's attention depends on."""
 
     torch: tuple[int, int]
-    """Release, (2, 13) for 2.13.0."""
+    """The release, (2, 13) for 2.13.0."""
     cudnn: int
-    """Version of the loaded library, 91501 for 9.15.1; 0 if torch has none."""
+    """The version of the loaded library, 91501 for 9.15.1; 0 if torch has no cuDNN."""
     capability: tuple[int, int]
-    """Compute capability of the GPU, (9, 0) for a Hopper; (0, 0) if there is none."""
+    """The GPU's compute capability, (9, 0) for a Hopper; (0, 0) if there is no GPU."""
     enabled: bool
     """torch.backends.cuda.cudnn_sdp_enabled()."""
     deterministic: bool
-    """Whether torch refuses operators that are not deterministic."""
+    """Whether torch raises an error for operators that are not deterministic."""
 
 
 @dataclass(frozen=True, slots=True)
 class CudaTile:
-    """A tile on a machine: all that the choice looks at."""
+    """The properties of a tile by which `choose` decides."""
 
     machine: Machine
     dtype: torch.dtype
@@ -145,41 +148,42 @@ class CudaTile:
     band: Band
 
 
-@lru_cache(maxsize=1024)  # asked for every tile
+@lru_cache(maxsize=1024)  # called for every tile
 def choose(tile: CudaTile) -> tuple[Operators, str]:
-    """The operators for a tile, and why these.
+    """The operators for a tile, and the reason in words.
 
-    cuDNN's if it lacks nothing, since it is faster; else flash, which takes every tile.
+    cuDNN's where all its needs are met, since it is faster; else flash, which takes every tile.
     """
-    for holds, need, got in cudnn_needs(tile):
-        if not holds:
+    for is_met, need, got in cudnn_needs(tile):
+        if not is_met:
             return FLASH, f"flash; not cudnn, which needs {need}, got {got}"
     return CUDNN, "cudnn"
 
 
 def cudnn_needs(tile: CudaTile) -> Iterator[tuple[bool, str, str]]:
-    """What cuDNN needs of a tile: (whether it is so, in words, what there is instead)."""
-    on, head_dim, rows, keys = tile.machine, tile.head_dim, tile.rows, tile.keys
-    gpus, shown = ((9, 0), (10, 0), (10, 3)), effective(rows, keys, tile.band)
-    right_band = shown == FULL or (shown == CAUSAL and rows == keys)
-    multiples = rows % CUDNN_MULTIPLE == 0 == keys % CUDNN_MULTIPLE
-    size = f"rows {rows}, keys {keys}"
-    yield on.torch >= (2, 11), "torch 2.11 or later", f"torch {on.torch}"
-    yield on.cudnn >= 91501, "cuDNN 9.15.1 or later", f"cudnn {on.cudnn}"
+    """What cuDNN needs of a tile: (whether it is met, the need in words, the tile's value)."""
+    gpu, head_dim, rows, keys = tile.machine, tile.head_dim, tile.rows, tile.keys
+    yield gpu.torch >= (2, 11), "torch 2.11 or later", f"torch {gpu.torch}"
+    yield gpu.cudnn >= 91501, "cuDNN 9.15.1 or later", f"cudnn {gpu.cudnn}"
     capability = "compute capability (9, 0), (10, 0) or (10, 3)"
-    yield on.capability in gpus, capability, f"capability {on.capability}"
-    yield on.enabled, "enable_cudnn_sdp(True)", f"enabled {on.enabled}"
-    yield not on.deterministic, "use_deterministic_algorithms(False)", "deterministic True"
+    is_met = gpu.capability in ((9, 0), (10, 0), (10, 3))
+    yield is_met, capability, f"capability {gpu.capability}"
+    yield gpu.enabled, "enable_cudnn_sdp(True)", f"enabled {gpu.enabled}"
+    yield not gpu.deterministic, "use_deterministic_algorithms(False)", "deterministic True"
     yield tile.dtype in FLASH_DTYPES, "torch.bfloat16 or torch.float16", f"dtype {tile.dtype}"
-    short = head_dim % 8 == 0 and head_dim <= 128
-    yield short, "a head_dim that is a multiple of 8 up to 128", f"head_dim {head_dim}"
-    yield right_band, "a full or square causal tile", f"{size}, band {tile.band}"
-    yield multiples, f"rows and keys in multiples of {CUDNN_MULTIPLE}", size
+    is_met = head_dim % 8 == 0 and head_dim <= 128
+    yield is_met, "a head_dim that is a multiple of 8 up to 128", f"head_dim {head_dim}"
+    band = effective_band(rows, keys, tile.band)
+    is_met = band == FULL or (band == CAUSAL and rows == keys)
+    size = f"rows {rows}, keys {keys}"
+    yield is_met, "a full or square causal tile", f"{size}, band {tile.band}"
+    is_met = rows % CUDNN_MULTIPLE == 0 and keys % CUDNN_MULTIPLE == 0
+    yield is_met, f"rows and keys in multiples of {CUDNN_MULTIPLE}", size
 
 
 def machine(device: torch.device) -> Machine:
-    """What torch says about itself and about a GPU ("cuda": the current one)."""
-    has_cudnn = torch.version.hip is None  # there the same question is answered by MIOpen
+    """The Machine of a GPU; the device "cuda" is the current GPU."""
+    has_cudnn = torch.version.hip is None  # on ROCm this version is that of MIOpen
     return Machine(
         torch=torch_release(),
         cudnn=(torch.backends.cudnn.version() or 0) if has_cudnn else 0,
@@ -190,9 +194,9 @@ def machine(device: torch.device) -> Machine:
     )
 
 
-@lru_cache  # asked for every tile
+@lru_cache  # called for every tile
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """Compute capability of a GPU; (0, 0) where there is none, and its tensors are fake."""
+    """A GPU's compute capability; (0, 0) without a GPU, where its tensors are fake tensors."""
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (0, 0)
 
 

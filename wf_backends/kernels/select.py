@@ -1,4 +1,4 @@
-"""Which kernel computes the tiles."""
+"""Selects the kernel that computes the tiles of an attention call."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from wf_backends.kernels.sdpa import SdpaKernel
 KERNELS: Mapping[str, Callable[[], Kernel]] = MappingProxyType(
     {"flash": FlashKernel, "sdpa": SdpaKernel, "reference": ReferenceKernel}
 )
-"""Every kernel by name, fastest first: "auto" is the first that does not refuse. It never takes
-a library's own dropout (`KernelSpec.whole`), so that dropout is the same on every route."""
+"""The kernels by name, fastest first. "auto" is the first that does not refuse; it never uses a
+library's own dropout (`KernelSpec.whole_sequence`), so that dropout is the same on every route."""
 
 
 def select(name: str, spec: KernelSpec) -> Kernel:
     """The kernel called `name`, or the fastest that can run `spec` if name is "auto".
 
     Raises:
-        ValueError: if there is no such kernel, or if the one named cannot run `spec`.
+        ValueError: if there is no such kernel, or no kernel by this name can run `spec`.
     """
     one_of("kernel", name, (AUTO, *KERNELS))
     if name != AUTO:
-        kernel, refusal = _asked(KERNELS[name](), spec)
+        kernel, refusal = _with_alibi(KERNELS[name](), spec)
         if refusal is not None:
             raise ValueError(f'kernel "{name}" cannot be used here: {refusal}')
         return kernel
     refusals: list[str] = []
-    spec = replace(spec, whole=False)
-    for make in KERNELS.values():
-        kernel, refusal = _asked(make(), spec)
+    spec = replace(spec, whole_sequence=False)
+    for make_kernel in KERNELS.values():
+        kernel, refusal = _with_alibi(make_kernel(), spec)
         if refusal is None:
             return kernel
         refusals.append(f"{kernel.name}: {refusal}")
     raise ValueError(f"no kernel can run {spec}; " + "; ".join(refusals))
 
 
-def _asked(kernel: Kernel, spec: KernelSpec) -> tuple[Kernel, str | None]:
-    """The kernel and why it cannot run `spec`; one that lacks ALiBi alone gets it as dimensions."""
+def _with_alibi(kernel: Kernel, spec: KernelSpec) -> tuple[Kernel, str | None]:
+    """The kernel, in an AlibiKernel if it lacks only ALiBi; and why it cannot run `spec`."""
     refusal = kernel.refuses(spec)
     if refusal is None or not spec.alibi:
         return kernel, refusal
-    more = AlibiKernel(kernel)
-    return (more, None) if more.refuses(spec) is None else (kernel, refusal)
+    wrapped = AlibiKernel(kernel)
+    return (wrapped, None) if wrapped.refuses(spec) is None else (kernel, refusal)

@@ -102,7 +102,7 @@ class PlannedCalls:
             heads=queries[0].share,
             kv_heads=seen,
             looks_back=mask.looks_back,
-            whole=groups.count == 1,
+            whole_sequence=groups.count == 1,
         )
         kernel = select(self.config.kernel, tile)
         forward, backward = lower(there, at), lower(back, at)

@@ -158,7 +158,7 @@ class _Tiles(ABC):
 
     def _scores(self, tile: Tile, q: Tensor) -> Scores:
         """The tile's, on q's device."""
-        return self.scores.at(*(positions(one, q.device) for one in tile.positions))
+        return self.scores.at_positions(*(positions(one, q.device) for one in tile.positions))
 
     def _queries(
         self, rows: Ranges, queries: Tensors, found: Tensors
