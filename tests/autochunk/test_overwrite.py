@@ -115,7 +115,7 @@ def test_every_region_that_overwrites_computes_what_the_model_does(what: str) ->
     assert found
     nodes = [node for node in graph.nodes if node.op == "call_function"]
     for candidate in found:
-        region = Region(candidate.flow, 20 * candidate.flow.unit, candidate.overwritten)
+        region = Region(candidate.flow, 20 * candidate.flow.alignment, candidate.overwritten)
         window = nodes[candidate.lo : candidate.hi + 1]
         ours = lower(graph, [(window, region)], Effects()).module(x)
         theirs = pytree.tree_leaves(model(x))

@@ -157,7 +157,7 @@ def test_no_region_reads_a_list_of_tensors() -> None:
     steps = read_steps(graph, Effects())
     for place in range(len(steps.steps)):
         for candidate in candidates_at(steps, place):
-            region = Region(candidate.flow, candidate.flow.unit)
+            region = Region(candidate.flow, candidate.flow.alignment)
             assert all(isinstance(node.meta["val"], torch.Tensor) for node, _ in region.flow.inputs)
 
 

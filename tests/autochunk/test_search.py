@@ -16,7 +16,7 @@ from wf_backends.autochunk.region import slice_length
 from wf_backends.autochunk.select import Search, Selection
 from wf_backends.graph.capture import capture
 from wf_backends.graph.memory import Effects, read_steps
-from wf_backends.slicing import Flow, Sliced, is_interleaved, sources, trace
+from wf_backends.slicing import Flow, SlicedOperator, is_interleaved, sources, trace
 
 RATES = Rates(2e-6, 1e11, 2.5e10, 1e10)
 
@@ -71,7 +71,7 @@ def test_slices_that_read_a_large_weight_whole_cost_more_than_slices_of_it() -> 
     flops = 2 * 512 * 1024 * 4096
     by_rows, by_columns = (flow_of(linear, (x,), dim).end for dim in (0, 1))
 
-    def added(op: Sliced, chunks: int) -> float:
+    def added(op: SlicedOperator, chunks: int) -> float:
         cost = Cost.of(op, flops, RATES)
         return cost.seconds(chunks) - cost.seconds(1)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from wf_backends.slicing.rules import emit, granule, sources
+from wf_backends.slicing.rules import alignment, emit, sources
 
 
 def run_slice(
@@ -50,7 +50,7 @@ def assert_slices(
     node: fx.Node, dim: int, whole: Any, value_of: Callable[[fx.Node], Any], seed: int
 ) -> None:
     """Every cut gives the same rows as the whole call, to 1e-12 in float64."""
-    step, size = granule(sources(node, dim) or ()), tensors(whole)[0].shape[dim]
+    step, size = alignment(sources(node, dim) or ()), tensors(whole)[0].shape[dim]
     drawn = [sorted(random.Random(seed).sample(range(0, size + 1, step), 2)) for _ in range(2)]
     for lo, hi in [(0, step), (size - step, size), (0, size), *drawn]:
         ours = run_slice(node, dim, lo, hi, value_of)

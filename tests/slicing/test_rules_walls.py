@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from wf_backends.slicing.rules import Source, emit, granule, sources
+from wf_backends.slicing.rules import Source, alignment, emit, sources
 from wf_backends.slicing.rules_attention import attend_rows
 
 aten = torch.ops.aten
@@ -66,9 +66,9 @@ def test_one_source_for_each_use_of_a_node() -> None:
 def test_merged_heads_are_sliced_by_whole_heads() -> None:
     (node,) = calls(graph_of(lambda x: x.reshape(2, 5, 12), (2, 5, 3, 4)), aten.reshape)
     (source,) = sources(node, 2) or ()
-    assert (source.dim, source.scale, granule([source])) == (2, Fraction(1, 4), 4)
+    assert (source.dim, source.scale, alignment([source])) == (2, Fraction(1, 4), 4)
     assert source.rows(4, 12) == (1, 3)
-    assert granule(sources(node, 1) or ()) == 1
+    assert alignment(sources(node, 1) or ()) == 1
 
 
 def test_a_convolutions_rows_are_cut_at_the_border() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from wf_backends.graph import nbytes
-from wf_backends.slicing import Sliced, is_interleaved
+from wf_backends.slicing import SlicedOperator, is_interleaved
 
 _RUNS = 10  # of which the least time counts
 _ENOUGH = 0.05  # seconds after which no further run is timed: 16-bit products on some CPUs
@@ -133,7 +133,7 @@ class Cost:
     launch: float
 
     @staticmethod
-    def of(op: Sliced, flops: int, rates: Rates) -> Cost:
+    def of(op: SlicedOperator, flops: int, rates: Rates) -> Cost:
         """What a product reads whole is packed, or copied, for every slice. A convolution that
         reads a halo takes longer for each slice."""
         moved, each, launch = nbytes(op.node), 0, rates.launch_seconds

@@ -69,7 +69,7 @@ def _replace(
             copies[op.node] = output
     for node in reversed(operators):
         graph.erase_node(node)
-    for node in flow.around(window)[0]:
+    for node in flow.others(window)[0]:
         for one in (*(n for n in node.all_input_nodes if n.op == "get_attr"), node):
             call.prepend(copies[one])
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from wf_backends.graph import Effects, layout
-from wf_backends.slicing import Flow, RowsOf, Source, Value, emit, rows_of
+from wf_backends.slicing import Flow, RowsByValue, Source, Value, emit, needed_rows
 
 EVEN, EVEN_ON_CUDA = 16, 128
 
@@ -38,9 +38,9 @@ class Region:
     overwritten: fx.Node | None = None
 
     def __post_init__(self) -> None:
-        if self.length < 1 or self.length % self.flow.unit:
+        if self.length < 1 or self.length % self.flow.alignment:
             raise ValueError(
-                f"slices of {self.length} rows: they have to be multiples of {self.flow.unit}"
+                f"slices of {self.length} rows: they have to be multiples of {self.flow.alignment}"
             )
 
 
@@ -68,8 +68,8 @@ def slice_length(flow: Flow, chunks: int) -> int:
     length = -(-flow.rows // chunks)
     on_cuda = flow.end.node.meta["val"].is_cuda and length > 4 * EVEN_ON_CUDA
     even = EVEN_ON_CUDA if on_cuda else EVEN
-    unit = lcm(flow.unit, even) if length > even else flow.unit
-    return min(-(-length // unit) * unit, -(-flow.rows // flow.unit) * flow.unit)
+    unit = lcm(flow.alignment, even) if length > even else flow.alignment
+    return min(-(-length // unit) * unit, -(-flow.rows // flow.alignment) * flow.alignment)
 
 
 def covered(slices: Iterable[Rows]) -> int:
@@ -129,7 +129,7 @@ class ChunkedRegion(nn.Module):
         self.allocated = [layout(torch.empty_like(op.node.meta["val"])) for op in own]
         starts = range(0, flow.rows, region.length)
         bounds = ((lo, min(lo + region.length, flow.rows)) for lo in starts)
-        self.chunks = [_chunk(flow, rows_of(flow, *rows), bodies) for rows in bounds]
+        self.chunks = [_chunk(flow, needed_rows(flow, *rows), bodies) for rows in bounds]
         for index, op in enumerate(flow.outputs):
             rows = covered(chunk.outputs[index][1:] for chunk in self.chunks)
             assert rows == op.rows, f"slices compute only {rows} rows of {op.node.name}"
@@ -150,7 +150,7 @@ class ChunkedRegion(nn.Module):
         return outputs
 
 
-def _chunk(flow: Flow, rows: RowsOf, bodies: Bodies) -> Chunk:
+def _chunk(flow: Flow, rows: RowsByValue, bodies: Bodies) -> Chunk:
     """The slice that computes these rows."""
     graph, held = fx.Graph(), dict[Value, fx.Node]()
     inputs = tuple(None if dim is None else (dim, *rows[node, dim]) for node, dim in flow.inputs)
@@ -172,7 +172,9 @@ def _chunk(flow: Flow, rows: RowsOf, bodies: Bodies) -> Chunk:
     return Chunk(body, inputs, outputs)
 
 
-def _read(graph: fx.Graph, held: fx.Node, source: Source, reads: Rows, rows: RowsOf) -> fx.Node:
+def _read(
+    graph: fx.Graph, held: fx.Node, source: Source, reads: Rows, rows: RowsByValue
+) -> fx.Node:
     """What rows `reads` of an operator need of a value, of which the slice may hold more."""
     if source.dim is None:
         return held

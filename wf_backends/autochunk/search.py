@@ -21,7 +21,7 @@ from torch import fx
 
 from wf_backends.autochunk.region import covered, slice_length
 from wf_backends.graph import Step, Steps, layout, nbytes, profile
-from wf_backends.slicing import Flow, trace, viewed
+from wf_backends.slicing import Flow, trace, view_base
 
 REACH = 160  # operators that a region may span on each side of the peak
 ENDS = 5  # of the places where a region may begin or end, so many nearest to the peak and farthest
@@ -45,7 +45,7 @@ class Candidate:
     @property
     def most(self) -> int:
         """The largest number of chunks."""
-        return min(MOST_CHUNKS, self.flow.rows // self.flow.unit)
+        return min(MOST_CHUNKS, self.flow.rows // self.flow.alignment)
 
     def peak(self, chunks: int) -> int:
         """The bytes that the steps need with so many chunks."""
@@ -113,14 +113,14 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     for op in flow.outputs:
         outputs[graph.of[op.node][0]] += nbytes(op.node)
     if not (
-        flow.rows >= 2 * flow.unit
+        flow.rows >= 2 * flow.alignment
         and born.issuperset(outputs)
         and _passes_on_all(flow)
         and not any(_random(step.node) for step in window)
         and _keeps_writes(graph, lo, hi, flow, born)
     ):
         return None
-    before, after = flow.around([step.node for step in window])
+    before, after = flow.others([step.node for step in window])
     over = _input_to_overwrite(graph, flow, hi, after)
     allocates = dict(outputs)
     if over is not None:
@@ -204,8 +204,8 @@ def _has_no_copies(graph: Steps, storage: int, flow: Flow) -> bool:
     and the outputs of regions lie otherwise in memory than their nodes say."""
     nodes = graph.nodes[storage]
     users = {user for node in nodes for user in node.users} - flow.members
-    return viewed(nodes[0]) is None and all(
-        viewed(user) is None or storage in graph.of[user] for user in users
+    return view_base(nodes[0]) is None and all(
+        view_base(user) is None or storage in graph.of[user] for user in users
     )
 
 

@@ -26,7 +26,7 @@ from wf_backends.graph import (
     tensors,
     with_copies,
 )
-from wf_backends.slicing import Sliced
+from wf_backends.slicing import SlicedOperator
 
 HALVINGS = 8  # of the range of budgets, to find the least memory within a slowdown
 BETWEEN = 5  # parts of what is left between the least memory that was found and that selection
@@ -181,7 +181,7 @@ class Search:
         turns = chunks * self._rates.slice_seconds
         return added + candidate.copied / self._rates.bytes_per_s + turns
 
-    def _cost(self, op: Sliced) -> Cost:
+    def _cost(self, op: SlicedOperator) -> Cost:
         step = self.steps.steps[self.steps.position[op.node]]
         key = step.kind, op.dim
         if key not in self._costs:

@@ -37,7 +37,7 @@ from wf_backends.graph.inputs import (
     names_of_leaves,
 )
 from wf_backends.graph.packing import ranges_are_not_packed
-from wf_backends.slicing import split_group_norms, viewed, written
+from wf_backends.slicing import split_group_norms, view_base, written
 
 aten = torch.ops.aten
 _BY_SHAPE = {
@@ -225,7 +225,7 @@ def layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Any,
 
 def _base(value: fx.Node) -> fx.Node:
     """The node of which it is a view, or itself."""
-    while below := viewed(value):
+    while below := view_base(value):
         value = below
     return value
 

@@ -1,4 +1,5 @@
-"""One call of an operator as the rules see it: arguments by name, sizes, the call of a slice."""
+"""What the rules are written in: the call of an operator, the rows that a slice of its output reads
+of each input, and the call that computes the slice. Rows are indices of the sliced dimension."""
 
 from __future__ import annotations
 
@@ -20,33 +21,31 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows [scale * lo - before, scale * hi + after) of `dim`, for rows [lo, hi) of the output.
-
-    `dim` is None where they need all of it.
-    """
+    """What rows [lo, hi) of the output need of one input: the whole input if `dim` is None, or
+    rows [scale * lo - before, scale * hi + after) of its dimension `dim`."""
 
     dim: int | None
     scale: Fraction = Fraction(1)
     before: int = 0
     after: int = 0
 
-    def read(self, lo: int, hi: int) -> tuple[int, int]:
-        """What rows [lo, hi) of the output read; some of it may lie beyond the border."""
+    def unclipped(self, lo: int, hi: int) -> tuple[int, int]:
+        """The rows that output rows [lo, hi) read, some of them perhaps beyond the border."""
         first, last = self.scale * lo - self.before, self.scale * hi + self.after
         assert first.denominator == last.denominator == 1, (self, lo, hi)
         return int(first), int(last)
 
 
-# What an operator reads of each argument, by its name; one entry for each tensor of a list.
-# None, or a name that is missing: all of it.
+# What a slice reads of each argument, by the argument's name; for a list of tensors a list of Rows.
+# None, or a missing name: the whole argument.
 Reads = Mapping[str, "Rows | None | Sequence[Rows | None]"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A node's operator with its arguments by the names of its schema, defaults filled in.
+    """The call of an operator: its arguments by name, in the schema's order, with the defaults.
 
-    `shape` is the output's; of an operator that returns a list, its first tensor's.
+    `shape` is the output's shape, or the first tensor's where the operator returns a list.
     """
 
     target: Callable[..., Any]
@@ -54,13 +53,12 @@ class Call:
     shape: Shape
 
     @staticmethod
-    def of(node: fx.Node) -> Call:
+    def from_node(node: fx.Node) -> Call:
         shape = shape_of(node)
         assert shape is not None and callable(node.target)
         values = by_name(node.target, node.args, node.kwargs)
         if isinstance(node.target, OpOverload):
-            arguments = node.target._schema.arguments
-            values = {a.name: a.default_value for a in arguments if a.has_default_value()} | values
+            values = {a.name: a.default_value for a in node.target._schema.arguments} | values
         return Call(node.target, values, shape)
 
     def __getitem__(self, name: str) -> Any:
@@ -70,23 +68,26 @@ class Call:
         return self.values.get(name, default)
 
     def size(self, name: str) -> Shape:
-        """Sizes of the tensor argument `name`."""
+        """The shape of the tensor argument `name`."""
         shape = shape_of(self.values[name])
         assert shape is not None, name
         return shape
 
     def has(self, name: str) -> bool:
-        """Whether the argument `name` is a tensor here."""
+        """Whether the argument `name` was given as a tensor."""
         return isinstance(self.values.get(name), fx.Node)
 
     def tensors(self) -> dict[str, fx.Node]:
-        """The arguments that are one tensor each."""
+        """The arguments that are tensors (not lists of tensors), by name."""
         return {name: value for name, value in self.values.items() if isinstance(value, fx.Node)}
 
 
 @dataclass(frozen=True)
 class Slice:
-    """The call to add to `graph`: rows [lo, hi) of `dim` of `call`, with the inputs in `args`."""
+    """Rows [lo, hi) of dimension `dim` of the output of `call`, which a rule adds to `graph`.
+
+    `args` and `kwargs` are the operator's, with nodes of `graph` that hold the rows it reads.
+    """
 
     graph: fx.Graph
     call: Call
@@ -97,21 +98,21 @@ class Slice:
     kwargs: Mapping[str, Any]
 
     @property
-    def given(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         return by_name(self.call.target, self.args, self.kwargs)
 
     @property
     def shape(self) -> list[int]:
-        """Sizes of the sliced output."""
+        """The shape of the slice."""
         sizes = list(self.call.shape)
         sizes[self.dim] = self.hi - self.lo
         return sizes
 
-    def put(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
+    def call_function(self, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)
 
-    def again(self, /, **changed: Any) -> fx.Node:
-        """The same operator, with the arguments named in `changed` replaced."""
+    def call_same(self, /, **changed: Any) -> fx.Node:
+        """Calls the same operator, with the arguments named in `changed` replaced."""
         names = argument_names(self.call.target)
         args = tuple(
             changed.pop(name, value) for name, value in zip(names, self.args, strict=False)
@@ -123,24 +124,24 @@ class Slice:
 class Rule:
     """How an operator is sliced along dimension `dim` of its output.
 
-    reads(call, dim): what it reads then; None where it cannot be sliced so.
-    write(slice): adds the sliced call; by default the operator as it stands.
+    reads(call, dim): what a slice reads of each argument; None where `dim` cannot be sliced.
+    write(slice): adds the call that computes a slice; by default the same operator.
     """
 
     reads: Callable[[Call, int], Reads | None]
-    write: Callable[[Slice], fx.Node] = Slice.again
+    write: Callable[[Slice], fx.Node] = Slice.call_same
 
 
 Table = dict[Callable[..., Any], Rule]
 
 
 def table(rule: Rule, names: str) -> Table:
-    """One rule for several of ATen's operators. A packet stands for its in-place twin, too."""
+    """The same rule for several ATen operators, and so for their in-place variants."""
     return {getattr(aten, name): rule for name in names.split()}
 
 
 def shape_of(value: object) -> Shape | None:
-    """Sizes of a node's tensor, or of the first of its tensors; None if it is no tensor."""
+    """The shape of a node's tensor, or of the first one of its list; None for other values."""
     if isinstance(value, fx.Node):
         value = value.meta.get("val")
     if isinstance(value, list | tuple) and value:
@@ -158,21 +159,23 @@ def argument_names(target: Callable[..., Any]) -> tuple[str, ...]:
 def by_name(
     target: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments that were passed, by name, in their order."""
+    """The arguments that were passed, by name, in the order of the call."""
     return {**dict(zip(argument_names(target), args, strict=False)), **kwargs}
 
 
 def axis(dim: int, ndim: int) -> int:
-    """`dim` counted from the front."""
+    """`dim`, counted from the front where it is negative."""
     return dim + ndim if dim < 0 else dim
 
 
 def same_rows(call: Call, dim: int) -> Reads:
-    """Those of the first tensor."""
+    """The same rows of the first tensor argument."""
     return {next(iter(call.tensors())): Rows(dim)}
 
 
 def broadcast(shape: Shape | None, dim: int, out: Shape) -> Rows | None:
-    """The rows that an input of `shape` gives to dimension `dim` of `out`; None: all of it."""
-    own = dim - len(out) + len(shape or ())
-    return Rows(own) if shape and own >= 0 and shape[own] == out[dim] else None
+    """What rows of dimension `dim` of `out` read of an input of `shape` that is broadcast to `out`:
+    its rows, or all of it (None) where it lacks that dimension or has size 1."""
+    input_dim = dim - len(out) + len(shape or ())
+    has_rows = shape and input_dim >= 0 and shape[input_dim] == out[dim]
+    return Rows(input_dim) if has_rows else None

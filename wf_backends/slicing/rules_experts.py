@@ -1,8 +1,8 @@
-"""The rule for a layer's experts, which are one operator: each token's result is its own.
+"""The rule for a layer's experts, which are one operator of the graph and are sliced by tokens.
 
-    y_t = sum over the experts e that token t chose of w_te f_e(x_t)
+    y_t = sum of w_te f_e(x_t) over the experts e of token t
 
-Their operators sort the tokens of a call by expert, so none of these could be sliced by itself.
+The operators inside sort all tokens by expert, so that none of them could be sliced by itself.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from wf_backends.slicing.call import Call, Reads, Rows, Rule
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The call of a module that computes a layer's experts, its parameters among the arguments.
+    """A module that computes a layer's experts, as a function that gets its parameters as inputs.
 
-    Modules of layers that are alike share one; `number` tells it from others of the same graph.
+    Identical layers of a graph share one instance; `number` distinguishes the instances.
 
     Args:
-        weights: the names of its parameters and buffers.
+        weights: the names of the module's parameters and buffers.
     """
 
     module: nn.Module
@@ -44,16 +44,17 @@ class Experts:
         top_k_weights: torch.Tensor,
         weights: Sequence[torch.Tensor],
     ) -> torch.Tensor:
-        """(t, h) for (t, h), (t, k) and (t, k)."""
-        own = dict(zip(self.weights, weights, strict=True))
-        given = hidden_states, top_k_index, top_k_weights
-        return torch.func.functional_call(self.module, own, given, tie_weights=False)
+        """(tokens, hidden), of inputs of shapes (tokens, hidden), (tokens, k) and (tokens, k)."""
+        parameters = dict(zip(self.weights, weights, strict=True))
+        inputs = hidden_states, top_k_index, top_k_weights
+        return torch.func.functional_call(self.module, parameters, inputs, tie_weights=False)
 
 
-def _tokens(call: Call, dim: int) -> Reads | None:
+def experts_reads(call: Call, dim: int) -> Reads | None:
+    """Sliced along tokens, where all three inputs are matrices with a row for each token."""
     sizes = {name: call.size(name) for name in call.tensors()}
     flat = all(len(size) == 2 and size[0] == call.shape[0] for size in sizes.values())
     return dict.fromkeys(sizes, Rows(0)) if flat and dim == 0 else None
 
 
-EXPERTS = Rule(_tokens)
+EXPERTS = Rule(experts_reads)

@@ -1,7 +1,7 @@
-"""Rules for products of tensors, read off their Einstein sums.
+"""Rules for products of tensors, which follow from their einsum equations.
 
-A letter names a dimension, "..." the batch dimensions in front, counted from the end. An argument
-that has the letter of the output's sliced dimension is sliced along it, any other is needed whole.
+A letter names a dimension, "..." the batch dimensions. An argument that has the letter of the
+output's sliced dimension is sliced along that dimension; any other argument is needed whole.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from torch import fx
 
 from wf_backends.slicing.call import Call, Reads, Rows, Rule, Shape, Table, aten, axis, shape_of
 
-Letters = tuple[str | int, ...]  # int: a batch dimension, counted from the end
+Letters = tuple[str | int, ...]  # an int is a batch dimension, counted from the last one (-1)
 
 
 def letters(term: str, ndim: int) -> Letters:
-    """One letter for each dimension of a tensor; a term may begin with more than the tensor has."""
+    """The letters of a tensor with `ndim` dimensions; of a longer term only the last ones count."""
     if "..." not in term:
         return tuple(term[len(term) - ndim :])
     front, back = term.split("...")
@@ -22,19 +22,18 @@ def letters(term: str, ndim: int) -> Letters:
     return (*front, *range(-batch, 0), *back)
 
 
-def rows(term: str, size: Shape | None, letter: str | int, wanted: int) -> Rows | None:
-    """The rows of one argument; None where it lacks the letter or is broadcast along it."""
-    if size is None:
+def rows(term: str, shape: Shape | None, letter: str | int, out_size: int) -> Rows | None:
+    """The rows along `letter` of an argument with this term of the equation; None (all of it) where
+    it lacks the letter, or is broadcast: the letter's size in the output is `out_size`."""
+    argument_letters = letters(term, len(shape)) if shape else ()
+    if shape is None or letter not in argument_letters:
         return None
-    own = letters(term, len(size))
-    if letter not in own:
-        return None
-    dim = own.index(letter)
-    return Rows(dim) if size[dim] == wanted else None
+    dim = argument_letters.index(letter)
+    return Rows(dim) if shape[dim] == out_size else None
 
 
-def einstein_sum(call: Call, dim: int, equation: str, names: tuple[str, ...]) -> Reads:
-    """`equation` has one term for each of `names` and ends in "->" and the output's."""
+def equation_reads(call: Call, dim: int, equation: str, names: tuple[str, ...]) -> Reads:
+    """What a slice reads of the arguments `names`, each of which has a term in `equation`."""
     terms, _, out = equation.partition("->")
     letter = letters(out, len(call.shape))[dim]
     return {
@@ -45,71 +44,71 @@ def einstein_sum(call: Call, dim: int, equation: str, names: tuple[str, ...]) ->
 
 
 def product(equation: str, *names: str) -> Rule:
-    return Rule(lambda call, dim: einstein_sum(call, dim, equation, names))
+    """The rule for an operator whose arguments `names` are multiplied by a fixed equation."""
+    return Rule(lambda call, dim: equation_reads(call, dim, equation, names))
 
 
 def linear(call: Call, dim: int) -> Reads:
     vector = len(call.size("weight")) == 1
     equation = "...i,i,->..." if vector else "...i,oi,o->...o"
-    return einstein_sum(call, dim, equation, ("input", "weight", "bias"))
+    return equation_reads(call, dim, equation, ("input", "weight", "bias"))
 
 
 def matmul(call: Call, dim: int) -> Reads:
-    left, right = len(call.size("self")), len(call.size("other"))
-    row, column = "i" * (left > 1), "j" * (right > 1)
-    terms = (f"...{row}k" if left > 1 else "k", f"...k{column}" if right > 1 else "k")
-    return einstein_sum(call, dim, f"{','.join(terms)}->...{row}{column}", ("self", "other"))
+    is_vector = {name: len(call.size(name)) == 1 for name in ("self", "other")}
+    left, row = ("k", "") if is_vector["self"] else ("...ik", "i")
+    right, column = ("k", "") if is_vector["other"] else ("...kj", "j")
+    return equation_reads(call, dim, f"{left},{right}->...{row}{column}", ("self", "other"))
 
 
 def tensordot(call: Call, dim: int) -> Reads:
-    """The output has the dimensions left over of `self`, then those of `other`."""
+    """The output has the dimensions of `self` that are not summed, then those of `other`."""
     summed = {
         name: {axis(d, len(call.size(name))) for d in call[f"dims_{name}"]}
         for name in ("self", "other")
     }
-    left_over = [
+    remaining = [
         (name, d) for name in summed for d in range(len(call.size(name))) if d not in summed[name]
     ]
-    name, own = left_over[dim]
-    return {name: Rows(own)}
+    name, input_dim = remaining[dim]
+    return {name: Rows(input_dim)}
 
 
 def einsum(call: Call, dim: int) -> Reads | None:
-    """As its equation says; a wall where a term repeats a letter (a diagonal)."""
+    """By its own equation; a wall where a term repeats a letter (a diagonal)."""
     equation = call["equation"].replace(" ", "")
     terms, arrow, out = equation.partition("->")
-    if not arrow:
-        once = sorted(c for c in set(terms) - set(".,") if terms.count(c) == 1)
-        out = "..." * ("..." in terms) + "".join(once)
-    split = terms.split(",")
-    if any(len(set(own)) < len(own) for own in (t.replace(".", "") for t in split)):
-        return None
+    if not arrow:  # the output has the letters that occur once, in alphabetical order
+        batch = "..." if "..." in terms else ""
+        out = batch + "".join(sorted(c for c in set(terms) - set(".,") if terms.count(c) == 1))
+    for term in terms.replace(".", "").split(","):
+        if len(set(term)) < len(term):
+            return None
     letter = letters(out, len(call.shape))[dim]
-    sizes = [shape_of(tensor) for tensor in call["tensors"]]
-    return {
-        "tensors": [rows(t, s, letter, call.shape[dim]) for t, s in zip(split, sizes, strict=True)]
-    }
+    with_terms = zip(terms.split(","), map(shape_of, call["tensors"]), strict=True)
+    return {"tensors": [rows(t, shape, letter, call.shape[dim]) for t, shape in with_terms]}
 
 
 def is_interleaved(product: fx.Node, operand: fx.Node) -> bool:
-    """Whether elements of an operand that lie side by side belong to different matrices of a batch.
+    """Whether elements adjacent in the operand's memory belong to different matrices of a batch.
 
-    A library copies such matrices one by one before it multiplies.
+    Libraries copy such matrices one by one before they multiply them.
     """
     if product.target not in (*BATCHED, aten.einsum.default):
         return False
     strides = operand.meta["val"].stride()
-    inner = strides.index(min(strides)) if strides else 0
+    innermost = strides.index(min(strides)) if strides else 0
     if product.target in BATCHED:
-        return inner < len(strides) - 2
+        return innermost < len(strides) - 2
     equation, operands = product.args[:2]
     terms, _, out = str(equation).replace(" ", "").partition("->")
     tensors = [*operands, product]  # type: ignore[misc]
-    every = [
+    letters_of_each = [
         letters(term, len(tensor.meta["val"].shape))
         for term, tensor in zip([*terms.split(","), out], tensors, strict=True)
     ]
-    return all(every[tensors.index(operand)][inner] in own for own in every)
+    letter = letters_of_each[tensors.index(operand)][innermost]
+    return all(letter in tensor_letters for tensor_letters in letters_of_each)
 
 
 BATCHED = (aten.bmm.default, aten.baddbmm.default, aten.matmul.default)

@@ -1,4 +1,4 @@
-"""Rules for operators that join, cut or pick parts of tensors."""
+"""Rules for operators that concatenate, split, pad or index tensors."""
 
 from __future__ import annotations
 
@@ -23,87 +23,91 @@ from wf_backends.slicing.call import (
 )
 
 
-def own_axis(call: Call, name: str = "self") -> int:
-    """The argument `dim` counted from the front, for the tensor `name`."""
-    return axis(call["dim"], len(call.size(name)))
+def operator_dim(call: Call) -> int:
+    """The operator's argument `dim`, a dimension of `self`, counted from the front."""
+    return axis(call["dim"], len(call.size("self")))
 
 
 def cat(call: Call, dim: int) -> Reads | None:
-    """Along another dimension; a wall with an empty vector among the tensors, as torch allows."""
-    sizes = [shape_of(tensor) for tensor in call["tensors"]]
-    same = all(size is not None and len(size) == len(call.shape) for size in sizes)
-    along = axis(call["dim"], len(call.shape)) == dim
-    return {"tensors": [Rows(dim)] * len(sizes)} if same and not along else None
+    """Along another dimension; a wall if one of the tensors is an empty vector, as torch allows."""
+    shapes = [shape_of(tensor) for tensor in call["tensors"]]
+    same_ndim = all(shape is not None and len(shape) == len(call.shape) for shape in shapes)
+    if not same_ndim or dim == axis(call["dim"], len(call.shape)):
+        return None
+    return {"tensors": [Rows(dim)] * len(shapes)}
 
 
 def stack(call: Call, dim: int) -> Reads | None:
-    new = axis(call["dim"], len(call.shape))
-    return None if dim == new else {"tensors": [Rows(dim - (dim > new))] * len(call["tensors"])}
+    new_dim = axis(call["dim"], len(call.shape))
+    rows = Rows(dim if dim < new_dim else dim - 1)
+    return None if dim == new_dim else {"tensors": [rows] * len(call["tensors"])}
 
 
 def split(call: Call, dim: int) -> Reads | None:
-    """Each part, along another dimension than the cut."""
-    return None if dim == own_axis(call) else {"self": Rows(dim)}
+    """The same rows of every part, along another dimension than the split one."""
+    return None if dim == operator_dim(call) else {"self": Rows(dim)}
 
 
-def pick(call: Call, dim: int) -> Reads:
-    """select and unbind: dimension `call["dim"]` is gone from the output."""
-    return {"self": Rows(dim + (dim >= own_axis(call)))}
+def select(call: Call, dim: int) -> Reads:
+    """select and unbind: the output lacks the dimension `call["dim"]`."""
+    return {"self": Rows(dim if dim < operator_dim(call) else dim + 1)}
 
 
-def part(call: Call, dim: int) -> Reads | None:
-    """slice and narrow: along the cut dimension the rows are `start` further on, in steps of 1."""
-    if call.has("start"):  # known only when it runs
+def narrow(call: Call, dim: int) -> Reads | None:
+    """slice and narrow: along the operator's dimension, row i of the output is row start + i."""
+    if call.has("start"):  # its value is known only at run time
         return None
-    if dim != own_axis(call):
+    if dim != operator_dim(call):
         return {"self": Rows(dim)}
     size = call.size("self")[dim]
     start = min(max(axis(call["start"] or 0, size), 0), size)
     return {"self": Rows(dim, before=-start, after=start)} if call.get("step", 1) == 1 else None
 
 
-def write_part(new: Slice) -> fx.Node:
-    """Along the cut dimension the input holds just these rows: all of it is taken."""
-    if new.dim != own_axis(new.call):
-        return new.again()
-    return new.put(aten.slice.Tensor, new.given["self"], new.dim, 0, new.hi - new.lo)
+def write_narrow(slice_: Slice) -> fx.Node:
+    """Along the operator's dimension the input of a slice has exactly its rows: takes all of it."""
+    if slice_.dim != operator_dim(slice_.call):
+        return slice_.call_same()
+    return slice_.call_function(
+        aten.slice.Tensor, slice_.arguments["self"], slice_.dim, 0, slice_.hi - slice_.lo
+    )
 
 
 def gather(call: Call, dim: int) -> Reads:
-    """The index is as large as the output; along `dim` all of `self` may be asked for."""
-    return {"index": Rows(dim), "self": None if dim == own_axis(call) else Rows(dim)}
+    """The index has the output's shape; along the operator's dimension it may name any row."""
+    return {"index": Rows(dim), "self": None if dim == operator_dim(call) else Rows(dim)}
 
 
 def scatter(call: Call, dim: int) -> Reads | None:
-    """Along another dimension, of which the index has all rows."""
+    """The same rows of all tensors, along another dimension, if they have the same size there."""
     names = call.tensors()
-    same = len({call.size(name)[dim] for name in names}) == 1
-    return dict.fromkeys(names, Rows(dim)) if same and dim != own_axis(call) else None
+    same_size = len({call.size(name)[dim] for name in names}) == 1
+    return dict.fromkeys(names, Rows(dim)) if same_size and dim != operator_dim(call) else None
 
 
 def index_select(call: Call, dim: int) -> Reads:
-    return {"index": Rows(0)} if dim == own_axis(call) else {"self": Rows(dim)}
+    return {"index": Rows(0)} if dim == operator_dim(call) else {"self": Rows(dim)}
 
 
 def index(call: Call, dim: int) -> Reads | None:
-    """x[i, :, j]: the indices' own dimensions stand where i and j are adjacent, else in front."""
+    """x[i, :, j]: the dimensions of the index tensors, broadcast to each other, replace the indexed
+    ones if these are adjacent, and else stand in front."""
     ndim, indices = len(call.size("self")), list(call["indices"])
     indexed = [d for d, tensor in enumerate(indices) if tensor is not None]
     if not indexed or any(is_mask(indices[d]) for d in indexed):
         return None
-    width = len(call.shape) - (ndim - len(indexed))
+    index_ndim = len(call.shape) - (ndim - len(indexed))
     adjacent = indexed[-1] - indexed[0] + 1 == len(indexed)
     first = indexed[0] if adjacent else 0
-    if first <= dim < first + width:
-        shape = call.shape[first : first + width]
-        sizes = [shape_of(tensor) for tensor in indices]
-        return {"indices": [broadcast(size, dim - first, shape) for size in sizes]}
-    left_over = [d for d in range(ndim) if d not in indexed]
-    return {"self": Rows(left_over[dim if dim < first else dim - width])}
+    if first <= dim < first + index_ndim:
+        shape = call.shape[first : first + index_ndim]
+        return {"indices": [broadcast(shape_of(i), dim - first, shape) for i in indices]}
+    remaining = [d for d in range(ndim) if d not in indexed]
+    return {"self": Rows(remaining[dim if dim < first else dim - index_ndim])}
 
 
 def is_mask(tensor: fx.Node) -> bool:
-    """Whether it is no tensor of indices: how many rows a mask picks is known only when it runs."""
+    """Whether it is a mask instead of indices: how many rows it picks depends on its values."""
     return tensor.meta["val"].dtype in (torch.bool, torch.uint8)
 
 
@@ -112,34 +116,32 @@ def embedding(call: Call, dim: int) -> Reads:
 
 
 def padding(call: Call, dim: int) -> tuple[int, int]:
-    """Rows that are added before and after dimension `dim`; `pad` starts at the last dimension."""
-    pad = call["pad"]
-    place = 2 * (len(call.shape) - 1 - dim)
-    return (pad[place], pad[place + 1]) if place < len(pad) else (0, 0)
+    """The rows that are added before and after dimension `dim`; `pad` begins with the last one."""
+    pad, position = call["pad"], 2 * (len(call.shape) - 1 - dim)
+    return (pad[position], pad[position + 1]) if position < len(pad) else (0, 0)
 
 
 def pad(call: Call, dim: int) -> Reads | None:
-    """Along a padded dimension only constants are added slice by slice."""
-    front, back = padding(call, dim)
-    if (front or back) and call.get("mode", "constant") != "constant":
+    """Along any dimension; along a padded one only where the padding is constant."""
+    before, after = padding(call, dim)
+    if (before or after) and call.get("mode", "constant") != "constant":
         return None
-    return {"self": Rows(dim, before=front, after=-front)}
+    return {"self": Rows(dim, before=before, after=-before)}
 
 
-def write_pad(new: Slice) -> fx.Node:
-    """This slice's share of the padding."""
-    pad, place = list(new.call["pad"]), 2 * (len(new.call.shape) - 1 - new.dim)
-    if place < len(pad):
-        front, size = pad[place], new.call.size("self")[new.dim]
-        missing = border(new.lo - front, new.hi - front, size)
-        pad[place : place + 2] = missing
-    return new.again(pad=pad)
+def write_pad(slice_: Slice) -> fx.Node:
+    """Adds only the padding that lies in the slice."""
+    pad, position = list(slice_.call["pad"]), 2 * (len(slice_.call.shape) - 1 - slice_.dim)
+    if position < len(pad):
+        before, size = pad[position], slice_.call.size("self")[slice_.dim]
+        pad[position : position + 2] = outside(slice_.lo - before, slice_.hi - before, size)
+    return slice_.call_same(pad=pad)
 
 
-def border(lo: int, hi: int, size: int) -> tuple[int, int]:
-    """How many of rows [lo, hi) lie before and after a dimension of `size`."""
-    before = min(max(-lo, 0), hi - lo)
-    return before, min(max(hi - size, 0), hi - lo)
+def outside(lo: int, hi: int, size: int) -> tuple[int, int]:
+    """How many of rows [lo, hi) lie before row 0, and how many from row `size` on."""
+    before, after = max(-lo, 0), max(hi - size, 0)
+    return min(before, hi - lo), min(after, hi - lo)
 
 
 TABLE: Table = {
@@ -150,14 +152,13 @@ TABLE: Table = {
     ),
     **table(Rule(cat), "cat concat"),
     **table(Rule(pad, write_pad), "constant_pad_nd pad"),
-    **table(Rule(part, write_part), "narrow slice"),
-    **table(Rule(pick), "select unbind"),
+    **table(Rule(narrow, write_narrow), "narrow slice"),
+    **table(Rule(select), "select unbind"),
     aten.embedding: Rule(embedding),
     aten.gather: Rule(gather),
     aten.index: Rule(index),
     aten.index_select: Rule(index_select),
-    aten.scatter: Rule(scatter),
-    aten.scatter_add: Rule(scatter),
+    **table(Rule(scatter), "scatter scatter_add"),
     aten.stack: Rule(stack),
     operator.getitem: Rule(same_rows),
 }
