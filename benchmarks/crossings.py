@@ -82,12 +82,12 @@ def messages(problem: Problem, rows: RowBytes) -> Iterator[Sent]:
         program = lower(problem, rank)
         stays, walks = reads.stay_home[rank], reads.walk_home[rank]
         held = reads.stay_rows(rank)
-        parts = [(program.walk.give, walks, "walk", rows.walk.gathered)]
+        parts = [(program.walk.send, walks, "walk", rows.walk.gathered)]
         for at, step in enumerate(program.steps):
             here = forwarding.held(at, rank)
             parts += [
-                (step.forwarded, here, "walk", rows.walk.row),
-                (step.give, walks, "walk", rows.walk.row),
+                (step.hop_out, here, "walk", rows.walk.row),
+                (step.owner_out, walks, "walk", rows.walk.row),
             ]
             last = *step.partial_out, *step.home_out
             parts.append((last, here, "walk found", rows.walk.partial))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wf_backends.lowering.areas import area_in_vain, band_area, mask_area, tile_area, unevenness
+from wf_backends.lowering.areas import band_area, mask_area, tile_area, unevenness, wasted_area
 from wf_backends.lowering.tiles import Tile, tiles
 from wf_backends.schedule.layout import make_layout
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask
@@ -48,8 +48,8 @@ def test_a_kernel_computes_some_keys_in_vain_along_an_edge(
     rows: int, keys: int, band: Band, in_vain: float
 ) -> None:
     tile = Tile(((0, rows),), ((0, keys),), band)
-    assert area_in_vain(tile, 10) == in_vain
-    assert area_in_vain(tile, 0) == 0
+    assert wasted_area(tile, 10) == in_vain
+    assert wasted_area(tile, 0) == 0
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])

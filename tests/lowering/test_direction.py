@@ -48,7 +48,7 @@ def test_a_row_crosses_from_host_to_host_once(where, borders, queries_walk):
         parcel.num_rows
         for rank in range(n)
         for step in lower(problem, rank).steps
-        for parcel in (*step.forwarded, *step.give)
+        for parcel in (*step.hop_out, *step.owner_out)
         if parcel.peer // 8 != rank // 8
     )
     assert crossing <= window * borders

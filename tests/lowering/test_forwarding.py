@@ -87,17 +87,21 @@ def test_what_is_read_much_later_is_sent_while_something_is_computed():
     mask = Mask(CAUSAL, (0, 16, *range(24, 65, 8)))
     steps = lower(Problem(ring(8), layout, layout, mask), 1).steps
     assert [step.num_rows for step in steps] == [8, 0, 0, 0, 0, 0, 0, 8]
-    assert [bool(step.get or step.take) for step in steps] == [True] + [False] * 7
-    (parcel,) = steps[0].get
-    assert (parcel.peer, parcel.num_rows, steps[0].more) == (0, 8, 8)
+    assert [bool(step.owner_in or step.hop_in) for step in steps] == [True] + [False] * 7
+    (parcel,) = steps[0].owner_in
+    assert (parcel.peer, parcel.num_rows, steps[0].next_num_rows) == (0, 8, 8)
 
 
 def test_steps_in_which_nothing_happens_are_left_out():
     layout = contiguous(8, 64)
     mask = Mask(CAUSAL, (0, 16, *range(24, 65, 8)))
     plans = [lower(Problem(ring(8), layout, layout, mask), rank) for rank in range(8)]
-    assert [plan.busy for plan in plans[:3]] == [(0, 1), (0, 1, 7), (0, 1)]  # 1: gradients home
-    assert lower(Problem(ring(8), layout, layout, Mask()), 0).busy == tuple(range(8))
+    assert [plan.busy_steps for plan in plans[:3]] == [
+        (0, 1),
+        (0, 1, 7),
+        (0, 1),
+    ]  # 1: gradients home
+    assert lower(Problem(ring(8), layout, layout, Mask()), 0).busy_steps == tuple(range(8))
 
 
 @pytest.mark.parametrize("near", (False, True))

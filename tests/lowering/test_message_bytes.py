@@ -75,7 +75,7 @@ def test_a_causal_zigzag_ring_saves_a_quarter(n, least):
 def hops_of(problem: Problem, rank: int) -> int:
     """In how many steps a rank sends any rows of walkers."""
     steps = lower(problem, rank).steps
-    return sum(bool(away(rank, step.forwarded, step.give)) for step in steps)
+    return sum(bool(away(rank, step.hop_out, step.owner_out)) for step in steps)
 
 
 def away(rank, *several):
@@ -122,8 +122,8 @@ def test_a_row_is_sent_once_to_each_rank_that_reads_it(mask, where, queries_walk
 def rows_sent(problem, n):
     """Rows of walkers that all ranks together send, in hops and to gather them."""
     plans = [lower(problem, rank) for rank in range(n)]
-    several = [(plan.rank, step.forwarded, step.give) for plan in plans for step in plan.steps]
-    several += [(plan.rank, plan.walk.give) for plan in plans]
+    several = [(plan.rank, step.hop_out, step.owner_out) for plan in plans for step in plan.steps]
+    several += [(plan.rank, plan.walk.send) for plan in plans]
     return sum(parcel.num_rows for found in several for parcel in away(*found))
 
 
@@ -206,17 +206,17 @@ def _received(plan, peer):
 def _in_order(plan, peer, way):
     """Rows of the messages from or to a peer, in the order in which a rank posts them."""
     sends = way == "send"
-    parcels = [*(plan.walk.give if sends else plan.walk.take)]
+    parcels = [*(plan.walk.send if sends else plan.walk.receive)]
     parcels += [p for one in plan.steps[0].rounds for p in getattr(one.fetch, way)]
     last = None
     for step in (*plan.steps, None):
         if step:
-            parcels += step.forwarded if sends else step.take
+            parcels += step.hop_out if sends else step.hop_in
         if last:
             parcels += last.partial_out if sends else step.partial_in if step else ()
             parcels += last.home_out if sends else last.home_in
         if step:
-            parcels += step.give if sends else step.get
+            parcels += step.owner_out if sends else step.owner_in
         if step:
             parcels += [p for one in step.rounds for p in getattr(one.home, way)]
         last = step

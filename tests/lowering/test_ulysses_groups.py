@@ -40,7 +40,7 @@ def test_members_are_a_stride_apart(of: UlyssesGroups) -> None:
 @given(groups(), st.integers(1, 64))
 def test_how_far_pools_are_apart(of: UlyssesGroups, groups: int) -> None:
     if groups < of.count and (groups < of.stride or groups % of.stride == 0):
-        assert of.rank(groups, 0) - of.rank(0, 0) == of.apart(groups)
+        assert of.rank(groups, 0) - of.rank(0, 0) == of.rank_distance(groups)
 
 
 def test_head_first_and_context_first() -> None:
@@ -72,7 +72,7 @@ def test_groups_on_one_host_are_neighbours(size, host_size):
     for degree in (d for d in (1, 2, 3, 4, 8) if size % d == 0):
         for stride in (s for s in (1, 2, 4, 8) if size // degree % s == 0):
             groups = UlyssesGroups(size, degree, stride)
-            near = groups.on_host(host_size)
+            near = groups.groups_per_host(host_size)
             for group in range(groups.count):
                 first = group // near * near
                 hosts = [

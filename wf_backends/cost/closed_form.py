@@ -15,7 +15,7 @@ from wf_backends.cost.exact_cost import buffer_bytes
 from wf_backends.cost.route_shape import NOTHING, Load, RouteShape, Side
 from wf_backends.cost.ulysses import pipelined
 from wf_backends.cost.workload import Cost, HeadSplit, PassKind
-from wf_backends.lowering import bundles, unevenness
+from wf_backends.lowering import bundle_sizes, unevenness
 from wf_backends.schedule import FULL
 
 CALLS_OF_A_BUNDLE = 6
@@ -92,11 +92,11 @@ class ClosedForm:
         Args:
             come, leave: bytes of one owner.
         """
-        at, call_s, owners = self.topology, self.call_s, bundles(stay.foreign)
+        at, call_s, owners = self.topology, self.call_s, bundle_sizes(stay.foreign)
         calls, waiting, passed_s = len(owners) + stay.own, owners[-1], 0.0
         if once and stay.axis is not None:  # on the last bundle of hosts and what is passed on
             here = stay.axis.near
-            hosts = bundles(max(1, stay.axis.size // here - 1))
+            hosts = bundle_sizes(max(1, stay.axis.size // here - 1))
             calls, waiting = CALLS_OF_A_BUNDLE * (len(hosts) + 1), sum(hosts[-2:]) * here
             passed_s = at.inside.seconds(hosts[-1] * (here - 1) * max(come, leave))
         arrives, leaves = (stay.exchange(at, each, once=once) for each in (come, leave))

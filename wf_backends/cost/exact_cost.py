@@ -18,9 +18,9 @@ from wf_backends.lowering import (
     Round,
     RowBytes,
     Step,
-    area_in_vain,
     lower,
     tile_area,
+    wasted_area,
 )
 from wf_backends.schedule import Schedule, make_layout
 
@@ -59,7 +59,7 @@ def problem_of(split: HeadSplit, schedule: Schedule, kind: PassKind, host_size: 
         )
         for rows in (work.seqlen, work.num_keys)
     )
-    near = split.groups.on_host(host_size)
+    near = split.groups.groups_per_host(host_size)
     return Problem(schedule, queries, keys, mask, kind.queries_walk, kind.keep, near)
 
 
@@ -101,7 +101,7 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
         return messages((*step.partial_out, *step.home_out), rows.walk.partial)
 
     def phase_round(one: Round) -> PhaseRound:
-        scores = sum(tile_area(tile) + area_in_vain(tile, rate.diagonal_keys) for tile in one.tiles)
+        scores = sum(tile_area(tile) + wasted_area(tile, rate.diagonal_keys) for tile in one.tiles)
         return PhaseRound(
             messages(one.fetch.send, rows.stay.gathered),
             messages(one.pass_on.send, rows.stay.gathered),
@@ -110,12 +110,12 @@ def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Itera
             messages(one.home.send, rows.stay.partial),
         )
 
-    yield RankPhase(f"{kind.name} gather", messages(program.walk.give, rows.walk.gathered))
-    before, busy = None, set(program.busy)
+    yield RankPhase(f"{kind.name} gather", messages(program.walk.send, rows.walk.gathered))
+    before, busy = None, set(program.busy_steps)
     for index, step in enumerate(program.steps):
         phase = RankPhase(f"{kind.name} step {index}")
         if index in busy:
-            hop = *messages((*step.forwarded, *step.give), rows.walk.row), *partials(before)
+            hop = *messages((*step.hop_out, *step.owner_out), rows.walk.row), *partials(before)
             phase = replace(phase, hop=hop, rounds=tuple(map(phase_round, step.rounds)))
         yield phase
         before = step

@@ -146,7 +146,7 @@ def _axis(split: HeadSplit, size: int, groups: int) -> Axis:
     Where hosts do not hold whole digits, those of the busiest host: fewer of a digit's ranks are
     near, and those of two digits send to the next host.
     """
-    at, apart = split.topology, split.groups.apart(groups)
+    at, apart = split.topology, split.groups.rank_distance(groups)
     here = 1 if at.ranks_per_host % apart else at.ranks_per_host // apart
     near = gcd(size, here)
     leaving = apart if near == min(size, here) else 2 * apart

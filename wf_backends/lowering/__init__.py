@@ -2,13 +2,13 @@
 
 from wf_backends.lowering.areas import (
     BACKWARD_FLOPS,
-    area_in_vain,
     mask_area,
     tile_area,
     unevenness,
+    wasted_area,
 )
 from wf_backends.lowering.derivation import lower
-from wf_backends.lowering.gather_rounds import bundles
+from wf_backends.lowering.gather_rounds import bundle_sizes
 from wf_backends.lowering.message_bytes import (
     ACTIVATION,
     FLOAT32,
@@ -51,9 +51,9 @@ __all__ = [
     "Stay",
     "Step",
     "Tile",
-    "area_in_vain",
+    "wasted_area",
     "backward_row_bytes",
-    "bundles",
+    "bundle_sizes",
     "forward_row_bytes",
     "mask_area",
     "parcels",

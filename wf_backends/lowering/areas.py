@@ -16,7 +16,7 @@ def tile_area(tile: Tile) -> int:
     return band_area(size(tile.rows), size(tile.keys), tile.band.left, tile.band.right)
 
 
-def area_in_vain(tile: Tile, keys: float) -> float:
+def wasted_area(tile: Tile, keys: float) -> float:
     """The pairs that a kernel, which goes by blocks, computes beside those.
 
     Args:

@@ -20,7 +20,7 @@ from wf_backends.lowering.program import (
     Parcels,
     Round,
     Step,
-    forward_parcels,
+    hop_parcels,
     parcels,
 )
 from wf_backends.schedule import Ranges, carriers, intersect, size, subtract, union
@@ -143,7 +143,7 @@ class Forwarding:
         onward, after, came, past = (), -1, -1, ()
         if step + 1 < self.num_steps:
             after = self.roles.place(step + 1, origin)
-            onward = forward_parcels(after, one.forwarded(step + 1), held, one.needed(step + 1))
+            onward = hop_parcels(after, one.forwarded(step + 1), held, one.needed(step + 1))
         if step:
             came, past = self.roles.place(step - 1, origin), one.grad_forwarded(step - 1)
         take, get, more = self._arriving(step, rank)
@@ -151,11 +151,11 @@ class Forwarding:
             num_rows=size(held),
             rounds=rounds,
             blank=blank,
-            forwarded=onward,
-            take=take,
-            give=_all(rank, self._given(rank).get(step, ()), home),
-            get=get,
-            more=more,
+            hop_out=onward,
+            hop_in=take,
+            owner_out=_all(rank, self._given(rank).get(step, ()), home),
+            owner_in=get,
+            next_num_rows=more,
             partial_in=parcels(came, past, held, whole=True),
             partial_out=parcels(after, one.grad_forwarded(step), held, whole=True),
             home_out=_all(rank, self._by_owner(origin, one.grad_to_owner(step)), held),
@@ -201,7 +201,7 @@ class Forwarding:
         one, rows = self.one(origin), self.held(ahead, rank)
         take: Parcels = ()
         if ahead == step + 1:
-            take = forward_parcels(
+            take = hop_parcels(
                 self.roles.place(step, origin), one.forwarded(ahead), rows, one.needed(step)
             )
         asked = step == (reading[at - 1] if at else 0)  # in the step before in which it computes

@@ -41,7 +41,7 @@ MAX_ROUNDS = 3
 something to do."""
 
 
-def bundles(count: int) -> list[int]:
+def bundle_sizes(count: int) -> list[int]:
     """How many of `count` owners share each bundle."""
     rounds = min(count, MAX_ROUNDS)
     return [count // rounds + (at < count % rounds) for at in range(rounds)] if count else []
@@ -120,7 +120,9 @@ class GatherRounds:
         """The buffer of the rows that a rank brings together."""
         own, rows = self.home[rank], self.rows(rank)
         mine = intersect(rows, own)
-        return Stay(size(own), size(rows), mine=locate(mine, own), at=locate(mine, rows))
+        return Stay(
+            size(own), size(rows), own_in_shard=locate(mine, own), own_in_buffer=locate(mine, rows)
+        )
 
     def rounds(self, step: int, rank: int) -> Iterator[tuple[Ranges, Round]]:
         """(rows, messages) of every round."""
@@ -148,7 +150,7 @@ class GatherRounds:
         hosts = {*map(self._host, owners)} - {host}
         far = sorted(hosts, key=partial(self._distance, host))
         found: list[dict[int, int]] = []
-        for first, stop in pairwise(accumulate(bundles(len(far)), initial=0)):
+        for first, stop in pairwise(accumulate(bundle_sizes(len(far)), initial=0)):
             part = {*far[first:stop]}
             here = [owner for owner in sorted(owners) if self._host(owner) in part]
             found.append({o: at * self.host_size // len(here) for at, o in enumerate(here)})

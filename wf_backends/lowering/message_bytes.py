@@ -125,10 +125,10 @@ def bytes_sent(program: RankProgram, rows: RowBytes, name: str) -> dict[str, int
     rounds = [one for step in program.steps for one in step.rounds]
     fetched = (parcel for one in rounds for parcel in (*one.fetch.send, *one.pass_on.send))
     returned = (parcel for one in rounds for parcel in (*one.pass_back.send, *one.home.send))
-    gathered = count(program.walk.give) * rows.walk.gathered + count(fetched) * rows.stay.gathered
+    gathered = count(program.walk.send) * rows.walk.gathered + count(fetched) * rows.stay.gathered
     sent, leaving = {f"{name} gather": gathered}, 0
     for index, step in enumerate(program.steps):
-        hop = count((*step.forwarded, *step.give)) * rows.walk.row
+        hop = count((*step.hop_out, *step.owner_out)) * rows.walk.row
         sent[f"{name} step {index}"] = hop + leaving
         leaving = count((*step.partial_out, *step.home_out)) * rows.walk.partial
     sent[f"{name} home"] = count(returned) * rows.stay.partial + leaving

@@ -1,6 +1,7 @@
 """What one rank does in one pass, as plain data: buffers, tiles and messages.
 
-Pure: standard library only. Rows of a buffer are in sequence order; slices are local to it.
+Pure: standard library only. Rows of a buffer are in sequence order. All slices are local to their
+buffer, in rows.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from wf_backends.lowering.tiles import Tile
 from wf_backends.schedule import Ranges, locate, locate_each, size, span
 
 OWN_MESSAGE_ROWS = 256
-"""Rows from which a range of positions is a message of its own: then it is neither packed before
-it is sent nor unpacked where it lands. Shorter ones share one."""
+"""Least length of a range of positions that is sent as a message of its own. Such a range is
+neither packed by its sender nor unpacked by its receiver; shorter ranges share one message."""
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Rows that one message carries: slices of this rank's buffer, and who is at the far end."""
+    """The rows that one message carries: slices of this rank's buffer, and the other rank."""
 
     peer: int
     rows: Ranges
@@ -32,53 +33,59 @@ Parcels = tuple[Parcel, ...]
 
 
 def parcels(peer: int, rows: Ranges, held: Ranges, whole: bool = False) -> Parcels:
-    """What carries the positions `rows` between this rank's buffer of `held` and the peer's.
+    """The parcels that carry the positions `rows` between a buffer of this rank and the peer's.
 
-    Both ends cut alike: a range of positions is one slice of either buffer.
+    Sender and receiver cut alike: each range of positions is one slice of either buffer.
 
     Args:
-        whole: all rows in one parcel.
+        held: positions in this rank's buffer.
+        whole: put all rows into one parcel.
     """
     if not whole and len(rows) > 1 and min(map(span, rows)) >= OWN_MESSAGE_ROWS:
         return tuple(Parcel(peer, (piece,)) for piece in locate_each(rows, held))
     return (Parcel(peer, locate(rows, held)),) if rows else ()
 
 
-def forward_parcels(peer: int, rows: Ranges, held: Ranges, far: Ranges) -> Parcels:
-    """As `parcels`, to or from a buffer of `far`; one message where both ends need no packing."""
-    slices = len(locate(rows, held)), len(locate(rows, far))
-    return parcels(peer, rows, held, whole=slices == (1, 1))
+def hop_parcels(peer: int, rows: Ranges, held: Ranges, peer_held: Ranges) -> Parcels:
+    """As `parcels`, but one parcel if the rows are contiguous in both buffers.
+
+    Args:
+        peer_held: positions in the peer's buffer.
+    """
+    contiguous_here = len(locate(rows, held)) == 1
+    contiguous_there = len(locate(rows, peer_held)) == 1
+    return parcels(peer, rows, held, whole=contiguous_here and contiguous_there)
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """Rows of shards gathered in one buffer; transposed, their results sent to the owners.
+    """How the walkers of the first step are gathered into one buffer.
 
-    `give` slices this rank's own shard of `shard_rows` rows, `take` slices the buffer of
-    `num_rows` rows. A parcel to oneself is no message.
+    Slices of `send` are in this rank's own shard (`shard_rows` rows), those of `receive` in the
+    buffer (`num_rows` rows). A parcel whose peer is this rank is a local copy.
     """
 
     shard_rows: int
     num_rows: int
-    give: Parcels
-    take: Parcels
+    send: Parcels
+    receive: Parcels
 
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """The buffer of the side that stays: rows of this rank's own shard, and of other owners'."""
+    """The buffer of the side that stays: `num_rows` rows, of this rank's shard and of others'."""
 
     shard_rows: int
     num_rows: int
-    mine: Ranges
+    own_in_shard: Ranges
     """Slices of this rank's own shard that the buffer holds."""
-    at: Ranges
-    """Where they lie in the buffer."""
+    own_in_buffer: Ranges
+    """The same rows as slices of the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What this rank sends and receives in one round."""
+    """What this rank sends and receives of the side that stays, at one point of a round."""
 
     send: Parcels = ()
     receive: Parcels = ()
@@ -86,16 +93,19 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Tiles on the rows of one owner, or of all.
+    """A part of a step: tiles on some rows of the side that stays, and their messages.
 
-    Before them `fetch` must have arrived (sent: slices of this rank's own shard; received: of the
-    buffer that stays). After them the owner's results are finished and sent to it by `home` (sent:
-    slices of the buffer; received: of this rank's own shard).
+    `fetch` brings rows from their owners. It must have arrived before the tiles. Sent are slices
+    of this rank's own shard, received are slices of the buffer.
 
-    Where a row crosses to a host once (lowering/gather_rounds.py), both have a second half inside
-    the host, of slices of the buffer on both sides: `pass_on` sends what was fetched to other
-    readers, before the tiles, and must have arrived before the next round; `pass_back` brings
-    their results together, after the tiles, and must have arrived before the next round's `home`.
+    `home` sends results to the owners of the rows after the tiles, once they are finished. Sent are
+    slices of the buffer, received are slices of this rank's own shard.
+
+    With a `host_size` above 1 (lowering/gather_rounds.py) a row crosses to a host once. Then there
+    are two more exchanges between ranks of one host, of slices of the buffer at both ends.
+    `pass_on` sends fetched rows to other readers: it is posted before the tiles, and must have
+    arrived before the next round. `pass_back` brings their results back to the rank that fetched:
+    it is posted after the tiles, and must have arrived before `home` of the next round.
     """
 
     tiles: tuple[Tile, ...]
@@ -107,24 +117,29 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step: compute on the held walkers, round by round, while the next ones arrive.
+    """One step: compute on the held walkers, round by round, while the next walkers arrive.
 
-    `blank` are the held rows whose partial results start from nothing; a tile overwrites the rest.
-    `forwarded` goes to the next rank of the hop, `take` is what the one before forwards; `give`
-    goes to whoever reads this rank's own rows next, `get` is what owners give. What arrives fills
-    the buffer of the next step in which this rank reads anything; `more` are its rows. Slices of
-    `forwarded`, `partial_*` and `home_out` are in this step's buffer of held rows, those of `take`
-    and `get` in the one that fills, those of `give` and `home_in` in this rank's own shard.
+    Messages of walkers are of four kinds; `_out` is sent, `_in` is received:
+
+        hop       rows, to the next rank of the hop and from the rank before
+        owner     rows, from their owner to the rank that reads them next
+        partial   partial results, along with the hop, after the step
+        home      partial results, to the owners of their rows, after the step
+
+    `hop_in` and `owner_in` fill the buffer of the next step in which this rank reads any walkers:
+    `next_num_rows` rows. Their slices are in that buffer, those of `owner_out` and `home_in` in
+    this rank's own shard, and all others in the buffer of this step, `num_rows` rows.
     """
 
     num_rows: int
     rounds: tuple[Round, ...]
     blank: Ranges
-    forwarded: Parcels
-    take: Parcels
-    give: Parcels
-    get: Parcels
-    more: int
+    """Slices of the buffer whose results must be zeroed; the first tile overwrites all others."""
+    hop_out: Parcels
+    hop_in: Parcels
+    owner_out: Parcels
+    owner_in: Parcels
+    next_num_rows: int
     partial_in: Parcels
     partial_out: Parcels
     home_out: Parcels
@@ -132,18 +147,18 @@ class Step:
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """Those of all rounds, in order."""
-        return tuple(tile for one in self.rounds for tile in one.tiles)
+        """The tiles of all rounds, in order."""
+        return tuple(tile for round_ in self.rounds for tile in round_.tiles)
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is nothing to compute, to send or to receive."""
-        messages = self.forwarded or self.take or self.give or self.get or self.partial_in
-        return not messages and all(one == Round(()) for one in self.rounds)
+        """Whether there is nothing to compute, to send or to receive in this step."""
+        parcels = self.hop_out or self.hop_in or self.owner_out or self.owner_in or self.partial_in
+        return not parcels and all(round_ == Round(()) for round_ in self.rounds)
 
     @property
-    def parts(self) -> bool:
-        """Whether partial results are sent or received after it."""
+    def moves_partials(self) -> bool:
+        """Whether partial results are sent or received after this step."""
         return bool(self.partial_out or self.home_out or self.home_in)
 
 
@@ -151,9 +166,9 @@ class Step:
 class RankProgram:
     """Everything that one rank does in one pass.
 
-    All ranks post their messages in one order: those of `walk`, the fetches of the first step's
-    rounds, and then for each step what is forwarded, what partial results go on or home, what
-    owners give and, round by round, what goes home.
+    All ranks post their messages in this order: `walk`, and `fetch` of all rounds of the first
+    step. Then, in each step: hops, partial results of the step before (`partial`, then `home`),
+    rows from owners, and the exchanges of its rounds.
     """
 
     rank: int
@@ -162,31 +177,33 @@ class RankProgram:
     walk: Gather
     steps: tuple[Step, ...]
     blank: Ranges
-    """As in Step, of the side that stays."""
+    """As in `Step`, for the buffer of the side that stays."""
 
     @cached_property
-    def met(self) -> tuple[frozenset[int], ...]:
-        """By step, the peers of its hop: of what is forwarded, and of the last partial results.
+    def hop_peers(self) -> tuple[frozenset[int], ...]:
+        """The peers of each step's hop and of the partial results that are posted with it: [step].
 
-        What owners give to or get from one of them goes with the hop, since a link that carries one
-        way a long message in another post does not even ask for what comes the other way.
+        Rows from or to an owner that is such a peer are posted together with the hop. Posted after
+        it, they would wait: a link that is busy in one direction does not start the other one.
         """
-        found = list[frozenset[int]]()
+        peers = list[frozenset[int]]()
         for before, step in zip((None, *self.steps), self.steps, strict=False):
-            hop = [*step.forwarded, *step.take]
+            hop = [*step.hop_out, *step.hop_in]
             if before is not None:
                 hop += (*before.partial_out, *step.partial_in, *before.home_out, *before.home_in)
-            found.append(frozenset(parcel.peer for parcel in hop))
-        return tuple(found)
+            peers.append(frozenset(parcel.peer for parcel in hop))
+        return tuple(peers)
 
     @cached_property
-    def stays_alone(self) -> bool:
-        """Whether neither rows that stay nor results for them go from rank to rank."""
-        return all(one == Round(one.tiles) for step in self.steps for one in step.rounds)
+    def stay_is_local(self) -> bool:
+        """Whether no rows of the side that stays, and no results for them, are ever sent."""
+        return all(round_ == Round(round_.tiles) for step in self.steps for round_ in step.rounds)
 
     @cached_property
-    def busy(self) -> tuple[int, ...]:
-        """The steps in which something happens: under documents and windows most are empty."""
-        before = (None, *self.steps)
-        pairs = enumerate(zip(before, self.steps, strict=False))
-        return tuple(at for at, (last, one) in pairs if not one.is_idle or (last and last.parts))
+    def busy_steps(self) -> tuple[int, ...]:
+        """The steps in which something happens. With documents or windows, most steps are idle."""
+        return tuple(
+            index
+            for index, step in enumerate(self.steps)
+            if not step.is_idle or (index > 0 and self.steps[index - 1].moves_partials)
+        )

@@ -56,13 +56,13 @@ class UlyssesGroups:
             for group in range(self.count)
         )
 
-    def on_host(self, host_size: int) -> int:
+    def groups_per_host(self, host_size: int) -> int:
         """How many neighbouring groups have their like members on one host of so many ranks."""
         if host_size % (self.degree * self.stride) == 0:
             return host_size // self.degree
         return gcd(self.stride, host_size)
 
-    def apart(self, groups: int) -> int:
+    def rank_distance(self, groups: int) -> int:
         """How far apart in rank numbers the same members are of groups that are `groups` apart.
 
         Of groups further apart than the stride, if they are a multiple of it.

@@ -143,7 +143,7 @@ def _problems(
         at_once: whether keys are brought together by one exchange, and not behind the tiles.
     """
     forward, backward = (check(one) for one in choice.schedules(groups.size))
-    near = [groups.on_host(one.host_size) for one in (choice.forward, choice.backward)]
+    near = [groups.groups_per_host(one.host_size) for one in (choice.forward, choice.backward)]
     sequence = queries, keys, mask
     stay = choice.forward.keys_stay and not at_once
     there = Problem(forward, *sequence, stay, choice.keep, near[0])

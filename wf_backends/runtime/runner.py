@@ -70,7 +70,7 @@ def run(
     turn = program.queries_walk
     stay, walk = (keys, queries) if turn else (queries, keys)
     one = _Pass(program, comm, name, compute, stay, walk)
-    for index in program.busy:
+    for index in program.busy_steps:
         inbound = one.post(index)
         one.compute(index)
         for messages in inbound:
@@ -127,25 +127,25 @@ class _Pass:
             self.spare = () if self.held is self.gathered else self.held
             self.held = self.arriving if step.num_rows else ()
             self.arriving = () if step.num_rows else self.arriving
-        if (step.take or step.get) and not self.arriving:
-            fits = self.spare and self.spare[0].size(0) == step.more
-            self.arriving = self.spare if fits else empty_rows(step.more, self.walkers)
+        if (step.hop_in or step.owner_in) and not self.arriving:
+            fits = self.spare and self.spare[0].size(0) == step.next_num_rows
+            self.arriving = self.spare if fits else empty_rows(step.next_num_rows, self.walkers)
         self.label = f"{self.name} step {index}"
         hop = Messages(self.comm, self.label, self.in_flight)
-        for parcel in step.forwarded:
+        for parcel in step.hop_out:
             hop.send(parcel, self.held)
-        for parcel in step.take:
+        for parcel in step.hop_in:
             hop.receive(parcel, self.arriving)
         if self.walk_found.shapes:
             self._move_partials(hop, before, step)
-        if not (step.give or step.get):
+        if not (step.owner_out or step.owner_in):
             return [hop.post()]
-        return self._send_own(hop, step, self.program.met[index])
+        return self._send_own(hop, step, self.program.hop_peers[index])
 
     def compute(self, index: int) -> None:
         """Compute the tiles of a step, round by round; send finished results to their owners."""
         rounds = self.program.steps[index].rounds
-        if self.program.stays_alone:
+        if self.program.stay_is_local:
             for one in rounds:
                 self._tiles(one.tiles)
             return
@@ -180,8 +180,10 @@ class _Pass:
             self._move_partials(last, self.program.steps[-1], None)
             last.post().wait()
         stay = self.program.stay
-        if stay.mine:
-            self.stay_total.add(stay.mine, tuple([pack(x, stay.at) for x in self.partial]))
+        if stay.own_in_shard:
+            self.stay_total.add(
+                stay.own_in_shard, tuple([pack(x, stay.own_in_buffer) for x in self.partial])
+            )
         for messages in self.returning:
             messages.wait()
         for messages in list(self.in_flight):  # those that only sent
@@ -195,13 +197,13 @@ class _Pass:
     def _gather(self, rows: Gather, shard: Tensors) -> Tensors:
         """The walkers of the first step; the shard itself if that is all that this rank reads."""
         messages = self._messages("gather")
-        for parcel in rows.give:
+        for parcel in rows.send:
             messages.send(parcel, shard)
-        if len(rows.take) == 1 and rows.take[0].peer == self.comm.rank:
+        if len(rows.receive) == 1 and rows.receive[0].peer == self.comm.rank:
             held = messages.to_self.pop(0)
         else:
             held = empty_rows(rows.num_rows, shard)
-            for parcel in rows.take:
+            for parcel in rows.receive:
                 messages.receive(parcel, held)
         messages.post().wait()
         return held
@@ -223,13 +225,13 @@ class _Pass:
         Who only gives does not wait for it, unless it goes to a peer of the hop.
         """
         near, owners = met | {self.comm.rank}, Messages(self.comm, hop.label, self.in_flight)
-        for parcel in step.give:
+        for parcel in step.owner_out:
             (hop if parcel.peer in near else owners).send(parcel, self.walkers)
-        for parcel in step.get:
+        for parcel in step.owner_in:
             (hop if parcel.peer in near else owners).receive(parcel, self.arriving)
         hop.post()
         owners.post()
-        return [hop, owners] if any(parcel.peer not in near for parcel in step.get) else [hop]
+        return [hop, owners] if any(parcel.peer not in near for parcel in step.owner_in) else [hop]
 
     def _move_partials(self, hop: Messages, before: Step | None, step: Step | None) -> None:
         """Send the last step's partial results to the next rank of the hop, or to their owners.
@@ -264,8 +266,10 @@ class _Pass:
 
 def _room(stay: Stay, shard: Tensors) -> Tensors:
     """The buffer of the rows that stay, with this rank's own; the shard if there are no others."""
-    if stay.mine == ((0, stay.num_rows),) and stay.num_rows == stay.shard_rows:
+    if stay.own_in_shard == ((0, stay.num_rows),) and stay.num_rows == stay.shard_rows:
         return shard
     buffers = empty_rows(stay.num_rows, shard)
-    scatter(buffers, copy, stay.at, tuple([pack(own, stay.mine) for own in shard]))
+    scatter(
+        buffers, copy, stay.own_in_buffer, tuple([pack(own, stay.own_in_shard) for own in shard])
+    )
     return buffers
