@@ -80,7 +80,7 @@ def messages(problem: Problem, rows: RowBytes) -> Iterator[Sent]:
     forwarding = Forwarding(reads, problem.kept)
     for rank in range(problem.schedule.num_ranks):
         program = lower(problem, rank)
-        stays, walks = reads.stay_home[rank], reads.walk_home[rank]
+        stays, walks = reads.stay_layout[rank], reads.walk_layout[rank]
         held = reads.stay_rows(rank)
         parts = [(program.walk.send, walks, "walk", rows.walk.gathered)]
         for at, step in enumerate(program.steps):

@@ -18,14 +18,14 @@ WINDOW = Mask(Band(5, 0))
 @pytest.mark.parametrize("n", (1, 2, 3, 6, 8, 16))
 def test_the_same_shards_meet(n):
     for name, plain in schedules(n).items():
-        for one in (plain, plain.turned()):
+        for one in (plain, plain.swapped()):
             near = check(nearest_first(one, WINDOW))
             assert (near.q, near.kv, near.num_steps) == (one.q, one.kv, one.num_steps), name
 
 
 def test_a_ring_goes_half_round_and_then_the_other_way():
     near = nearest_first(ring(6), WINDOW)
-    assert [near.place(step, 0) for step in range(6)] == [0, 5, 4, 3, 1, 2]
+    assert [near.holder(step, 0) for step in range(6)] == [0, 5, 4, 3, 1, 2]
 
 
 def test_only_a_window_changes_the_order_and_only_of_equal_hops():

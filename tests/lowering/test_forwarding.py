@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 
 from wf_backends.lowering.derivation import Problem, lower
-from wf_backends.lowering.forwarding import RelayedRows, WalkerRows, needed_later
+from wf_backends.lowering.forwarding import RelayedRows, WalkerRows, read_from_step_on
 from wf_backends.lowering.tiles import seen
 from wf_backends.schedule.layout import contiguous, zigzag
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
@@ -22,49 +22,49 @@ OWNED = (AB, (), (), ())
 
 
 def by_step(wanted, owned, kind=WalkerRows, whole=False):
-    """By step: (needed, forwarded, grad_forwarded, grad_to_owner)."""
+    """By step: (needed, forwarded, partials_forwarded, partials_to_owner)."""
     one, steps = kind(wanted.__getitem__, owned.__getitem__, len(wanted), whole), range(len(wanted))
     return [
         tuple(map(rows, steps))
-        for rows in (one.needed, one.forwarded, one.grad_forwarded, one.grad_to_owner)
+        for rows in (one.needed, one.forwarded, one.partials_forwarded, one.partials_to_owner)
     ]
 
 
 def test_a_row_that_nobody_reads_in_a_step_is_nowhere_in_it():
-    needed, forwarded, grad_forwarded, grad_to_owner = by_step(WANTED, OWNED)
+    needed, forwarded, partials_forwarded, partials_to_owner = by_step(WANTED, OWNED)
     assert needed == WANTED
     assert forwarded == ((), (), (), ())  # the owner was the rank before, or nobody read them
-    assert grad_forwarded == ((), (), (), ())
-    assert grad_to_owner == (AB, A, (), AB)
+    assert partials_forwarded == ((), (), (), ())
+    assert partials_to_owner == (AB, A, (), AB)
 
 
 def test_a_reader_hands_on_what_the_next_one_reads_and_its_partial_result():
-    _, forwarded, grad_forwarded, grad_to_owner = by_step((A, AB, A, B), (AB, (), (), ()))
+    _, forwarded, partials_forwarded, partials_to_owner = by_step((A, AB, A, B), (AB, (), (), ()))
     assert forwarded == ((), (), A, ())
-    assert grad_forwarded == ((), A, (), ())
-    assert grad_to_owner == (A, B, A, B)
+    assert partials_forwarded == ((), A, (), ())
+    assert partials_to_owner == (A, B, A, B)
 
 
 def test_a_rank_takes_its_own_rows_from_itself_and_keeps_what_comes_home():
-    _, forwarded, grad_forwarded, grad_to_owner = by_step((AB, AB, AB), ((), A, ()))
+    _, forwarded, partials_forwarded, partials_to_owner = by_step((AB, AB, AB), ((), A, ()))
     assert forwarded == ((), B, B)
-    assert grad_forwarded == (AB, B, ())
-    assert grad_to_owner == ((), A, AB)
+    assert partials_forwarded == (AB, B, ())
+    assert partials_to_owner == ((), A, AB)
 
 
 def test_laps_carry_a_row_by_way_of_ranks_that_do_not_read_it():
-    needed, forwarded, grad_forwarded, grad_to_owner = by_step(WANTED, OWNED, RelayedRows)
+    needed, forwarded, partials_forwarded, partials_to_owner = by_step(WANTED, OWNED, RelayedRows)
     assert needed == (AB, AB, AB, AB)
     assert forwarded == ((), (), AB, AB)
-    assert grad_forwarded == ((), A, A, ())
-    assert grad_to_owner == (AB, (), (), AB)
+    assert partials_forwarded == ((), A, A, ())
+    assert partials_to_owner == (AB, (), (), AB)
 
 
 def test_what_is_kept_for_the_other_pass_is_all_that_any_step_reads():
-    needed, forwarded, _, grad_to_owner = by_step((A, (), B), ((), (), ()), whole=True)
+    needed, forwarded, _, partials_to_owner = by_step((A, (), B), ((), (), ()), whole=True)
     assert needed == (AB, (), B)
     assert forwarded == ((), (), ())
-    assert grad_to_owner == (A, (), B)
+    assert partials_to_owner == (A, (), B)
 
 
 def test_what_owners_send_is_what_the_rank_before_does_not_hand_on():
@@ -73,11 +73,11 @@ def test_what_owners_send_is_what_the_rank_before_does_not_hand_on():
 
 
 def test_what_is_still_read_shrinks_from_step_to_step():
-    assert needed_later((A, (), B, ())) == [AB, B, B, ()]
+    assert read_from_step_on((A, (), B, ())) == [AB, B, B, ()]
 
 
 def test_only_double_rings_have_laps():
-    assert double_ring(8, 4).has_laps and double_ring(8, 4).turned().has_laps
+    assert double_ring(8, 4).has_laps and double_ring(8, 4).swapped().has_laps
     assert not ring(8).has_laps and not double_ring(8, 8).has_laps
 
 

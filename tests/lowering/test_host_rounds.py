@@ -10,7 +10,7 @@ import pytest
 from tests.cases import schedules
 from tests.slices import SLICES
 from wf_backends.lowering.derivation import lower
-from wf_backends.lowering.gather_rounds import times
+from wf_backends.lowering.gather_rounds import rounds_of_bundle
 from wf_backends.lowering.problem import Problem, Reads
 from wf_backends.schedule.layout import contiguous, make_layout, zigzag
 from wf_backends.schedule.mask import CAUSAL, FULL, Band, Mask, make_mask
@@ -38,7 +38,7 @@ def crossings(problem: Problem, host_size: int) -> tuple[Counter, Counter]:
                     found.update((row, host_of(rank, parcel.peer)) for row in range(start, stop))
 
     for rank in range(problem.schedule.num_ranks):
-        home, held = reads.stay_home[rank], reads.stay_rows(rank)
+        home, held = reads.stay_layout[rank], reads.stay_rows(rank)
         for one in (one for step in lower(problem, rank).steps for one in step.rounds):
             count(rows, one.fetch.send, home, rank, lambda _, peer: peer // host_size)
             count(rows, one.pass_on.send, held, rank, lambda _, peer: peer // host_size)
@@ -55,7 +55,7 @@ def read(problem: Problem, host_size: int) -> set[tuple[int, int]]:
         found |= {(row, host) for a, b in reads.stay_rows(rank) for row in range(a, b)}
     for rank in range(problem.schedule.num_ranks):
         host = rank // host_size
-        found -= {(row, host) for a, b in reads.stay_home[rank] for row in range(a, b)}
+        found -= {(row, host) for a, b in reads.stay_layout[rank] for row in range(a, b)}
     return found
 
 
@@ -96,6 +96,6 @@ def test_all_ranks_of_a_host_fetch_alike():
 
 
 def test_what_is_passed_on_is_computed_after_what_was_fetched():
-    first, later = times(True, 1, 3), times(False, 1, 3)
+    first, later = rounds_of_bundle(True, 1, 3, True), rounds_of_bundle(False, 1, 3, True)
     assert first.rest < first.near < first.fetched < first.passed < first.home
     assert later.passed < later.fetched == later.home < later.near < later.rest

@@ -139,12 +139,12 @@ def test_a_window_sends_a_row_as_many_hops_as_it_spans_shards(window):
 
 def rows_read(problem, layout, mask, queries_walk):
     """Rows of walkers that ranks which do not own them read in some step."""
-    roles = problem.schedule.turned() if queries_walk else problem.schedule
+    roles = problem.schedule.swapped() if queries_walk else problem.schedule
     rows = [[row for start, stop in shard for row in range(start, stop)] for shard in layout]
     total = 0
     for origin in range(roles.num_ranks):
         for step in range(roles.num_steps):
-            rank = roles.place(step, origin)
+            rank = roles.holder(step, origin)
             stay = [row for shard in roles.q[rank] for row in rows[shard]]
             for owner in set(roles.kv[origin]) - {rank}:
                 for row in rows[owner]:

@@ -21,7 +21,7 @@ RANKS = (2, 4, 8, 16)
 
 
 def unevenness(layout, packed):
-    return causal_load(packed).unevenness(layout)
+    return causal_load(packed).excess(layout)
 
 
 def borders(lengths):
@@ -88,7 +88,7 @@ def test_a_little_unevenness_spares_documents(monkeypatch):
 
     packed = borders(drawn("zipf", 0))
     spared = pieces()
-    monkeypatch.setattr(filling, "EXCESSES", (0.0,))
+    monkeypatch.setattr(filling, "TOLERANCES", (0.0,))
     assert spared < pieces()
 
 

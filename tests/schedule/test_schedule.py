@@ -17,7 +17,7 @@ from wf_backends.schedule.routes import (
     mesh,
     ring,
 )
-from wf_backends.schedule.schedule import Schedule, carriers, check, render
+from wf_backends.schedule.schedule import Schedule, check, ranks_by_shard, render
 
 GOLDEN = Path(__file__).parent / "golden"
 EVERY = [
@@ -30,7 +30,7 @@ EVERY = [
 @pytest.mark.parametrize("schedule", EVERY)
 def test_every_pair_meets_once_whoever_walks(schedule: Schedule):
     assert check(schedule) is schedule
-    turned = check(schedule.turned())
+    turned = check(schedule.swapped())
     met, met_turned = set(), set()
     for route, pairs, order in ((schedule, met, 1), (turned, met_turned, -1)):
         for step, held in enumerate(route.holdings()):
@@ -43,7 +43,7 @@ def test_a_turned_schedule_is_right_where_hops_do_not_commute():
     swap, cycle = (1, 0, 2), (1, 2, 0)
     own = ((0,), (1,), (2,))
     odd = Schedule(own, own, (swap, tuple(swap[cycle[r]] for r in range(3))))
-    turned = odd.turned()
+    turned = odd.swapped()
     there = {(r, o, s) for s, h in enumerate(odd.holdings()) for r in range(3) for o in h[r]}
     back = {(q, r, s) for s, h in enumerate(turned.holdings()) for r in range(3) for q in h[r]}
     assert there == back
@@ -66,13 +66,13 @@ def test_concentric_is_the_papers_placement(n, team):
 
 @pytest.mark.parametrize("schedule", EVERY)
 def test_where_keys_are_follows_from_the_hops(schedule: Schedule):
-    for one in (schedule, schedule.turned()):
+    for one in (schedule, schedule.swapped()):
         ranks = tuple(range(one.num_ranks))
         places = [ranks]
         for hop in one.hops:
             places.append(tuple(hop[rank] for rank in places[-1]))
         for step, at in enumerate(places):
-            assert tuple(one.place(step, origin) for origin in ranks) == at
+            assert tuple(one.holder(step, origin) for origin in ranks) == at
             assert tuple(one.origin(step, rank) for rank in at) == ranks
 
 
@@ -84,9 +84,9 @@ def test_hops_that_are_equal_are_no_laps() -> None:
 
 
 def test_who_names_a_shard() -> None:
-    assert carriers(((0, 1), (1, 2), (2,))) == [[0], [0, 1], [1, 2]]
-    assert carriers(((0, 1), (0, 1))) == [[0, 1], [0, 1]]
-    assert carriers(((), (1,))) == [[], [1]]
+    assert ranks_by_shard(((0, 1), (1, 2), (2,))) == [[0], [0, 1], [1, 2]]
+    assert ranks_by_shard(((0, 1), (0, 1))) == [[0, 1], [0, 1]]
+    assert ranks_by_shard(((), (1,))) == [[], [1]]
 
 
 def test_named_points_coincide_where_they_should():

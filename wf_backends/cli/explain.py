@@ -125,7 +125,7 @@ def mask_lines(work: Workload, size: int) -> list[str]:
     share = f"{work.scores / work.seqlen**2:.1%} of all pairs of {work.seqlen:,} tokens"
     more = [f"  and {len(slices) - SHOWN} more"] if len(slices) > SHOWN else []
     layout = make_layout(work.layout, size, work.seqlen, None, slices)
-    excess = slices_load(slices, work.seqlen).unevenness(layout)
+    excess = slices_load(slices, work.seqlen).excess(layout)
     return [
         f"mask: {len(slices)} slices, {share}",
         *(f"  {one}" for one in slices[:SHOWN]),

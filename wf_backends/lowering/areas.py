@@ -1,4 +1,4 @@
-"""How many (query, key) pairs a tile, a band or a mask lets through, without a loop over rows.
+"""The number of (query, key) pairs that a tile, a band or a mask lets through, in closed form.
 
 Pure: standard library only.
 """
@@ -12,15 +12,15 @@ BACKWARD_FLOPS = 2.5  # five matrix products for the forward's two (FlashAttenti
 
 
 def tile_area(tile: Tile) -> int:
-    """How many (row, key) pairs the tile's band lets through."""
+    """The number of (row, key) pairs that the tile's band lets through."""
     return band_area(size(tile.rows), size(tile.keys), tile.band.left, tile.band.right)
 
 
 def wasted_area(tile: Tile, keys: float) -> float:
-    """The pairs that a kernel, which goes by blocks, computes beside those.
+    """The pairs that a kernel computes although the band hides them, since it works in blocks.
 
     Args:
-        keys: how many of a row's, where an edge of the band crosses the tile.
+        keys: hidden keys that are computed for a row, at each edge of the band in the tile.
     """
     if not keys or not tile.band.edges:
         return 0.0
@@ -29,45 +29,48 @@ def wasted_area(tile: Tile, keys: float) -> float:
 
 
 def band_area(num_rows: int, num_keys: int, left: float, right: float) -> int:
-    """The pairs with -left <= key - row <= right, without a loop over rows."""
-    upto = _keys_before(num_rows, num_keys, right + 1)
-    return upto - _keys_before(num_rows, num_keys, -left)
+    """The number of pairs with -left <= key - row <= right."""
+    not_beyond_right = _keys_before(num_rows, num_keys, right + 1)
+    return not_beyond_right - _keys_before(num_rows, num_keys, -left)
 
 
 def _keys_before(num_rows: int, num_keys: int, offset: float) -> int:
-    """The sum over rows of the keys before row + offset: 0, then rising by one, then all."""
-    first = int(min(max(-offset, 0), num_rows))  # rows below see none
-    full = int(min(max(num_keys - offset, first), num_rows))  # rows from here on see all
+    """The number of pairs with key < row + offset. From row to row, it rises from `low` to `high`
+    between row `first`, before which there are none, and row `full`, from which on it is all keys.
+    """
+    first = int(min(max(-offset, 0), num_rows))
+    full = int(min(max(num_keys - offset, first), num_rows))
     if full == first:
         return (num_rows - full) * num_keys
     low, high = first + int(offset), full - 1 + int(offset)
     return (low + high) * (full - first) // 2 + (num_rows - full) * num_keys
 
 
-def slice_area(one: Slice) -> int:
-    """The (query, key) pairs that a slice lets through."""
-    band = one.band.shift(one.k[0] - one.q[0])
-    return band_area(span(one.q), span(one.k), band.left, band.right)
+def slice_area(slice_: Slice) -> int:
+    """The number of (query, key) pairs that a slice lets through."""
+    band = slice_.band.shift(slice_.k[0] - slice_.q[0])
+    return band_area(span(slice_.q), span(slice_.k), band.left, band.right)
 
 
 def mask_area(mask: Mask, seqlen: int) -> int:
-    """The (query, key) pairs that a mask lets through."""
+    """The number of (query, key) pairs that a mask lets through."""
     if mask.slices is not None:
         return sum(map(slice_area, mask.slices))
     band = mask.band
-    sizes = (stop - start for start, stop in mask.documents(seqlen))
-    return sum(band_area(size, size, band.left, band.right) for size in sizes)
+    lengths = map(span, mask.documents(seqlen))
+    return sum(band_area(length, length, band.left, band.right) for length in lengths)
 
 
 def unevenness(mask: Mask, seqlen: int, layout: str) -> float:
-    """The scores of the rank that has most of them, beside the mean; documents are taken for even.
+    """Largest scores of a rank / mean scores, for a window on many ranks; 1 with documents.
 
-    Rows that see their whole window have most. Of two chunks, an early and a late one, no rows see
-    a causal window of more than half the sequence whole: together they see a sequence.
+    The busiest rank has rows that see their whole window. A causal zigzag rank has an early and a
+    late chunk, which together see as many keys as the sequence has: half of it per row at most.
     """
     band = mask.band
     if band == FULL or mask.cu_seqlens is not None:
         return 1.0
-    in_pairs = layout != "contiguous" and 0 in (band.left, band.right)
-    seen = min(band.left + band.right + 1, seqlen / 2 if in_pairs else seqlen)
-    return max(1.0, seqlen * seen / mask_area(mask, seqlen))
+    has_pairs_of_chunks = layout != "contiguous" and 0 in (band.left, band.right)
+    max_keys = seqlen / 2 if has_pairs_of_chunks else seqlen
+    keys_per_row = min(band.left + band.right + 1, max_keys)
+    return max(1.0, seqlen * keys_per_row / mask_area(mask, seqlen))

@@ -1,7 +1,7 @@
-"""What one rank does, step by step: buffers, tiles and messages, derived from a problem.
+"""Derives a rank's program (buffers, tiles, messages) from a problem.
 
-Pure: standard library only. Only rows that are read where they land are sent. Those of the side
-that stays: lowering/gather_rounds.py; those of the side that walks: lowering/forwarding.py.
+Pure: standard library only. A row is sent only to ranks whose tiles read it. Messages of the side
+that stays are in lowering/gather_rounds.py, those of walkers in lowering/forwarding.py.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from wf_backends.lowering.program import RankProgram, Round, Step
 from wf_backends.lowering.tiles import tiles
 from wf_backends.schedule import Ranges, intersect, join, size, subtract
 
-_DERIVING = Lock()  # ranks that are threads ask together: the first derives, the others read
+_DERIVING = Lock()  # ranks may be threads: the first derives a problem, the others read the cache
 
 
 @lru_cache(maxsize=512)
 def lower(problem: Problem, rank: int) -> RankProgram:
-    """The program of one rank. The same problem gives the same programs on every rank."""
+    """The program of one rank. All ranks get programs that fit together."""
     with _DERIVING:
-        return _derived(problem).program(rank)
+        return _derivation(problem).program(rank)
 
 
 @lru_cache(maxsize=16)
-def _derived(problem: Problem) -> _Derivation:
+def _derivation(problem: Problem) -> _Derivation:
     return _Derivation(problem)
 
 
 class _Derivation:
-    """The programs of a problem, and what several ranks' have in common."""
+    """Derives the programs of a problem, and keeps what several ranks need."""
 
     def __init__(self, problem: Problem) -> None:
         self.reads = Reads(problem)
@@ -42,59 +42,60 @@ class _Derivation:
         self.gathering = GatherRounds(self.reads, problem.host_size)
 
     def program(self, rank: int) -> RankProgram:
-        """What a rank does."""
-        stay = _Touched()
-        steps = tuple(self._step(step, rank, stay) for step in range(self.reads.num_steps))
+        """The program of a rank."""
+        stay_results = _Results()
+        steps = tuple(self._step(step, rank, stay_results) for step in range(self.reads.num_steps))
         return RankProgram(
             rank=rank,
             queries_walk=self.reads.queries_walk,
             stay=self.gathering.stay(rank),
             walk=self.forwarding.gather(rank),
             steps=steps,
-            blank=stay.blank(self.reads.stay_rows(rank)),
+            blank=stay_results.blank(self.reads.stay_rows(rank)),
         )
 
-    def _step(self, step: int, rank: int, stay: _Touched) -> Step:
-        held, walk = self.forwarding.held(step, rank), _Touched()
-        rounds = tuple(self._rounds(step, rank, held, stay, walk))
-        return self.forwarding.step(step, rank, rounds, walk.blank(held))
+    def _step(self, step: int, rank: int, stay_results: _Results) -> Step:
+        held = self.forwarding.held(step, rank)
+        walk_results = _Results()
+        rounds = tuple(self._rounds(step, rank, held, stay_results, walk_results))
+        return self.forwarding.step(step, rank, rounds, walk_results.blank(held))
 
     def _rounds(
-        self, step: int, rank: int, held: Ranges, stay: _Touched, walk: _Touched
+        self, step: int, rank: int, held: Ranges, stay_results: _Results, walk_results: _Results
     ) -> Iterator[Round]:
-        """The rounds of a step, each tile told whether it is the first on its rows and keys."""
+        """The rounds of a step. Each tile says whether it is the first on its rows and keys."""
         reads = self.reads
         buffers = reads.ordered(reads.stay_rows(rank), held)
-        on_rows, on_keys = reads.ordered(stay, walk)
+        row_results, key_results = reads.ordered(stay_results, walk_results)
         for rows, messages in self.gathering.rounds(step, rank):
-            found = tiles(*reads.ordered(rows, held), reads.mask, buffers) if held else ()
+            unmarked = tiles(*reads.ordered(rows, held), reads.mask, buffers) if held else ()
             marked = [
                 replace(
                     tile,
                     held=buffers,
-                    first_on_rows=on_rows.first(tile.rows),
-                    first_on_keys=on_keys.first(tile.keys),
+                    first_on_rows=row_results.add_tile(tile.rows),
+                    first_on_keys=key_results.add_tile(tile.keys),
                 )
-                for tile in found
+                for tile in unmarked
             ]
             yield replace(messages, tiles=tuple(marked))
 
 
-class _Touched:
-    """Rows of a buffer that some tile has overwritten, and rows that some tile has added to."""
+class _Results:
+    """Which rows of a buffer of results tiles have written so far."""
 
     def __init__(self) -> None:
-        self.written: Ranges = ()
-        self.added: Ranges = ()
+        self.overwritten: Ranges = ()
+        self.touched: Ranges = ()
 
-    def first(self, rows: Ranges) -> bool:
-        """Whether a tile is the first on all of these rows, and so may overwrite them."""
-        first = not intersect(rows, self.added)
-        self.added = join((*self.added, *rows))
-        if first:
-            self.written = join((*self.written, *rows))
-        return first
+    def add_tile(self, rows: Ranges) -> bool:
+        """Record a tile; whether it is the first on all of its rows, and so may overwrite them."""
+        is_first = not intersect(rows, self.touched)
+        self.touched = join((*self.touched, *rows))
+        if is_first:
+            self.overwritten = join((*self.overwritten, *rows))
+        return is_first
 
     def blank(self, held: Ranges) -> Ranges:
         """The rows of a buffer of `held` that no tile overwrites."""
-        return subtract(((0, size(held)),), self.written)
+        return subtract(((0, size(held)),), self.overwritten)

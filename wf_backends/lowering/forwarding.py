@@ -1,9 +1,10 @@
-"""Where the rows of a walker are at every step, and who sends them there and back to their owners.
+"""The rows of walkers that ranks hold in each step, and the messages that bring them there.
 
-Pure: standard library only. A row is only where it is read. If the next rank of the hop reads it
-too, it is forwarded, and its partial result with it. If not, the partial result is sent to the
-owner, and the owner sends the row again, to the next rank that reads it: one message a reader.
-Everything is found when it is asked for, so that one rank among thousands looks at its own part.
+Pure: standard library only. A rank holds a row only if it reads it. If the next rank of the hop
+reads the row too, the row is forwarded, and later its partial result with it. Otherwise the partial
+result is sent to the owner, and the owner sends the row to the next rank that reads it: one message
+for each reader. Everything is computed on demand and cached: one rank of thousands asks only for
+its own part.
 """
 
 from __future__ import annotations
@@ -15,216 +16,224 @@ from functools import cache, cached_property, partial
 from itertools import accumulate, chain
 
 from wf_backends.lowering.problem import Reads
-from wf_backends.lowering.program import (
-    Gather,
-    Parcels,
-    Round,
-    Step,
-    hop_parcels,
-    parcels,
-)
-from wf_backends.schedule import Ranges, carriers, intersect, size, subtract, union
+from wf_backends.lowering.program import Gather, Parcels, Round, Step, hop_parcels, parcels
+from wf_backends.schedule import Ranges, intersect, ranks_by_shard, size, subtract, union
 
-Sent = tuple[int, Ranges]  # the rank at the far end, and rows (positions)
-Rows = Callable[[int], Ranges]  # step -> rows (positions)
+PeerRows = tuple[int, Ranges]  # a peer, and rows (positions) that are sent to it or come from it
+RowsOfStep = Callable[[int], Ranges]  # step -> rows (positions)
 
 
 class WalkerRows:
-    """Rows (positions) of one walker, by step.
+    """Rows (positions) of one walker, by step. "The rank" is the one that holds it in the step.
 
     Args:
-        wanted: rows that the step's rank reads. owned: rows of the walker that are the rank's own.
-        whole: bring to the first step all that any step reads.
+        read: rows that the rank reads. owned: rows of the walker that the rank owns.
+        gathers_all: at step 0, gather all rows that any step reads.
     """
 
-    def __init__(self, wanted: Rows, owned: Rows, num_steps: int, whole: bool = False) -> None:
-        self.wanted, self.owned, self.num_steps, self.whole = cache(wanted), owned, num_steps, whole
+    def __init__(
+        self, read: RowsOfStep, owned: RowsOfStep, num_steps: int, gathers_all: bool = False
+    ) -> None:
+        self.read, self.owned, self.num_steps = cache(read), owned, num_steps
+        self.gathers_all = gathers_all
         self.forwarded = cache(self._forwarded)
-        """Of the rows that are held in a step, those that the rank of the step before forwards."""
-        self.grad_forwarded = cache(self._grad_forwarded)
-        """The rows whose partial results are forwarded to the next step."""
+        """Of the rows that the rank holds, those that the rank of the step before forwards."""
+        self.partials_forwarded = cache(self._partials_forwarded)
+        """The rows whose partial results are sent to the rank of the next step."""
 
     def needed(self, step: int) -> Ranges:
-        """The rows that are held in a step."""
-        return self._later[0] if self.whole and step == 0 else self.wanted(step)
+        """The rows that the rank holds."""
+        return self._read_later[0] if self.gathers_all and step == 0 else self.read(step)
 
     def from_owner(self, step: int) -> Ranges:
-        """The rows that owners send for a step, since the rank before does not forward them."""
+        """The rows that owners send for this step, since they are not forwarded."""
         return subtract(self.needed(step), self.forwarded(step))
 
-    def grad_to_owner(self, step: int) -> Ranges:
-        """The rows whose partial results are sent to their owners after a step."""
-        return subtract(self._summed(step), self.grad_forwarded(step))
+    def partials_to_owner(self, step: int) -> Ranges:
+        """The rows whose partial results are sent to their owners after this step."""
+        return subtract(self._with_partials(step), self.partials_forwarded(step))
 
     @cached_property
-    def _later(self) -> list[Ranges]:
-        return needed_later([self.wanted(step) for step in range(self.num_steps)])
+    def _read_later(self) -> list[Ranges]:
+        return read_from_step_on([self.read(step) for step in range(self.num_steps)])
 
     def _forwarded(self, step: int) -> Ranges:
-        if not step:
+        if step == 0:
             return ()
-        near = union(self.owned(step - 1), self.owned(step))
-        # owners send their own rows, and keep those that come to them
-        return subtract(intersect(self.needed(step - 1), self.needed(step)), near)
+        # an owner sends its own rows itself, and does not need its own rows sent
+        owned = union(self.owned(step - 1), self.owned(step))
+        return subtract(intersect(self.needed(step - 1), self.needed(step)), owned)
 
-    def _summed(self, step: int) -> Ranges:
-        """The rows with partial results after a step: every row that is held is read."""
-        return self.wanted(step)
+    def _with_partials(self, step: int) -> Ranges:
+        """The rows that have partial results after this step: those that the rank reads."""
+        return self.read(step)
 
-    def _grad_forwarded(self, step: int) -> Ranges:
-        return self._onward(self._summed(step), step)
+    def _partials_forwarded(self, step: int) -> Ranges:
+        return self._held_next(self._with_partials(step), step)
 
-    def _onward(self, rows: Ranges, step: int) -> Ranges:
-        """Of these rows, those that the next step holds."""
+    def _held_next(self, rows: Ranges, step: int) -> Ranges:
+        """Of these rows, those that the next rank holds, without those that this rank owns."""
         held = self.needed(step + 1) if step + 1 < self.num_steps else ()
         return intersect(subtract(rows, self.owned(step)), held)
 
 
 class RelayedRows(WalkerRows):
-    """Rows that are forwarded by way of ranks that do not read them, until nobody further down
-    does: every link of a step then carries as much as any other."""
+    """Rows that are also forwarded by ranks that do not read them, as long as a later rank does.
+
+    Every link then carries the same number of rows in a step.
+    """
 
     def needed(self, step: int) -> Ranges:
-        """The rows that are held in a step: all that are still read."""
-        return self._later[step]
+        """The rows that the rank holds: those that this or a later step reads."""
+        return self._read_later[step]
 
-    def _summed(self, step: int) -> Ranges:
-        return self._sums[step]
+    def _with_partials(self, step: int) -> Ranges:
+        return self._rows_with_partials[step]
 
     @cached_property
-    def _sums(self) -> list[Ranges]:
-        found, moved = list[Ranges](), ()
+    def _rows_with_partials(self) -> list[Ranges]:
+        by_step, arrived = list[Ranges](), ()
         for step in range(self.num_steps):
-            found.append(union(moved, self.wanted(step)))
-            moved = self._onward(found[-1], step)
-        return found
+            by_step.append(union(arrived, self.read(step)))
+            arrived = self._held_next(by_step[-1], step)
+        return by_step
 
 
-def needed_later(wanted: Sequence[Ranges]) -> list[Ranges]:
-    """The rows that are read in a step or further down, [step]."""
-    return list(accumulate(reversed(wanted), union))[::-1]
+def read_from_step_on(read: Sequence[Ranges]) -> list[Ranges]:
+    """[step] -> the rows that this step or a later one reads."""
+    return list(accumulate(reversed(read), union))[::-1]
 
 
 class Forwarding:
-    """The rows of all walkers of a problem, and the messages that follow from them.
+    """The rows of all walkers of a problem, and their messages.
 
     Args:
-        kept: whether walkers, where they are gathered, come with all rows that any step reads.
+        kept: as in `Problem`.
     """
 
     def __init__(self, reads: Reads, kept: bool) -> None:
-        self.reads, self.roles, self.home = reads, reads.roles, reads.walk_home
-        self.num_steps, self.carriers = reads.num_steps, carriers(reads.walk_shards)
-        self._whole = kept and self.roles.gathers()[1]
-        through = self.roles.has_laps and reads.mask.is_dense
-        self._kind = RelayedRows if through else WalkerRows
-        self.one = cache(self._one)
-        """The rows of the walker that a rank first holds."""
-        self.reading = cache(self._reading)
-        """The later steps in which a rank reads anything."""
-        self._given = cache(self._gifts)
+        self.reads, self.schedule, self.layout = reads, reads.schedule, reads.walk_layout
+        self.num_steps = reads.num_steps
+        self._origins = ranks_by_shard(reads.walk_shards)
+        """[owner] -> the origins of the walkers that contain its rows."""
+        self._gathers_all = kept and self.schedule.gathers()[1]
+        is_relayed = self.schedule.has_laps and reads.mask.is_dense
+        self._rows_type = RelayedRows if is_relayed else WalkerRows
+        self.walker = cache(self._walker)
+        """The rows of the walker that a rank holds at step 0."""
+        self._steps_with_walkers = cache(self._find_steps_with_walkers)
+        self._owner_sends = cache(self._find_owner_sends)
 
     def held(self, step: int, rank: int) -> Ranges:
         """The rows of walkers that a rank holds in a step."""
-        return self.one(self.roles.origin(step, rank)).needed(step)
+        return self.walker(self.schedule.origin(step, rank)).needed(step)
 
     def gather(self, rank: int) -> Gather:
-        """The messages by which a rank's first walkers come from their owners."""
-        rows, home = self.held(0, rank), self.home[rank]
-        give = ((other, intersect(self.held(0, other), home)) for other in self.carriers[rank])
-        take = self._by_owner(rank, rows)
-        return Gather(size(home), size(rows), _all(rank, give, home), _all(rank, take, rows))
+        """The messages that bring a rank's walker of step 0 from its owners."""
+        held, own = self.held(0, rank), self.layout[rank]
+        sends = [(reader, intersect(self.held(0, reader), own)) for reader in self._origins[rank]]
+        send = _all_parcels(rank, sends, own)
+        receive = _all_parcels(rank, self._by_owner(rank, held), held)
+        return Gather(size(own), size(held), send, receive)
 
     def step(self, step: int, rank: int, rounds: tuple[Round, ...], blank: Ranges) -> Step:
         """A step of a rank's program, with all messages of walkers."""
-        origin, home = self.roles.origin(step, rank), self.home[rank]
-        one = self.one(origin)
-        held = one.needed(step)
-        onward, after, came, past = (), -1, -1, ()
+        origin, own = self.schedule.origin(step, rank), self.layout[rank]
+        walker = self.walker(origin)
+        held = walker.needed(step)
+        hop_out, partial_out, partial_in = (), (), ()
         if step + 1 < self.num_steps:
-            after = self.roles.place(step + 1, origin)
-            onward = hop_parcels(after, one.forwarded(step + 1), held, one.needed(step + 1))
-        if step:
-            came, past = self.roles.place(step - 1, origin), one.grad_forwarded(step - 1)
-        take, get, more = self._arriving(step, rank)
+            peer, forwarded = self.schedule.holder(step + 1, origin), walker.forwarded(step + 1)
+            hop_out = hop_parcels(peer, forwarded, held, walker.needed(step + 1))
+            partial_out = parcels(peer, walker.partials_forwarded(step), held, whole=True)
+        if step > 0:
+            peer = self.schedule.holder(step - 1, origin)
+            partial_in = parcels(peer, walker.partials_forwarded(step - 1), held, whole=True)
+        hop_in, owner_in, next_num_rows = self._arriving(step, rank)
+        to_owners = self._by_owner(origin, walker.partials_to_owner(step))
         return Step(
             num_rows=size(held),
             rounds=rounds,
             blank=blank,
-            hop_out=onward,
-            hop_in=take,
-            owner_out=_all(rank, self._given(rank).get(step, ()), home),
-            owner_in=get,
-            next_num_rows=more,
-            partial_in=parcels(came, past, held, whole=True),
-            partial_out=parcels(after, one.grad_forwarded(step), held, whole=True),
-            home_out=_all(rank, self._by_owner(origin, one.grad_to_owner(step)), held),
-            home_in=_all(rank, self._returning(step, rank), home),
+            hop_out=hop_out,
+            hop_in=hop_in,
+            owner_out=_all_parcels(rank, self._owner_sends(rank).get(step, ()), own),
+            owner_in=owner_in,
+            next_num_rows=next_num_rows,
+            partial_in=partial_in,
+            partial_out=partial_out,
+            home_out=_all_parcels(rank, to_owners, held),
+            home_in=_all_parcels(rank, self._partials_of_owner(step, rank), own),
         )
 
-    def _one(self, origin: int) -> WalkerRows:
-        wanted, owned = partial(self.reads.walk, origin), partial(self._owned, origin)
-        return self._kind(wanted, owned, self.num_steps, self._whole)
+    def _walker(self, origin: int) -> WalkerRows:
+        read, owned = partial(self.reads.walker_rows, origin), partial(self._owned, origin)
+        return self._rows_type(read, owned, self.num_steps, self._gathers_all)
 
     def _owned(self, origin: int, step: int) -> Ranges:
-        """The rows of a walker that are the step's rank's own."""
-        rank = self.roles.place(step, origin)
-        return self.home[rank] if rank in self.reads.walk_shards[origin] else ()
+        """The rows of a walker that belong to the rank that holds it in a step."""
+        rank = self.schedule.holder(step, origin)
+        return self.layout[rank] if rank in self.reads.walk_shards[origin] else ()
 
-    def _reading(self, rank: int) -> list[int]:
+    def _find_steps_with_walkers(self, rank: int) -> list[int]:
+        """The steps after step 0 in which a rank holds any rows of walkers."""
         return [step for step in range(1, self.num_steps) if self.held(step, rank)]
 
-    def _before(self, step: int, rank: int) -> int:
-        """The step in which owners send what a rank reads in `step`: the one before in which it
-        has something to compute."""
-        earlier = range(step - 1, 0, -1)
-        return next((at for at in earlier if self.held(at, rank)), 0)
+    def _step_before(self, step: int, rank: int) -> int:
+        """The last step before `step` in which a rank computes, or 0.
 
-    def _gifts(self, owner: int) -> defaultdict[int, list[Sent]]:
-        """What an owner sends later readers of its rows, by the step in which it does."""
-        found: defaultdict[int, list[Sent]] = defaultdict(list)
-        for origin in self.carriers[owner]:
+        In that step owners send the rows that the rank needs in `step`.
+        """
+        for earlier in range(step - 1, 0, -1):
+            if self.held(earlier, rank):
+                return earlier
+        return 0
+
+    def _find_owner_sends(self, owner: int) -> defaultdict[int, list[PeerRows]]:
+        """By step, what an owner sends of its rows to ranks that read them later."""
+        sends: defaultdict[int, list[PeerRows]] = defaultdict(list)
+        for origin in self._origins[owner]:
             for step in range(1, self.num_steps):
-                if own := intersect(self.one(origin).from_owner(step), self.home[owner]):
-                    reader = self.roles.place(step, origin)
-                    found[self._before(step, reader)].append((reader, own))
-        return found
+                rows = intersect(self.walker(origin).from_owner(step), self.layout[owner])
+                if rows:
+                    reader = self.schedule.holder(step, origin)
+                    sends[self._step_before(step, reader)].append((reader, rows))
+        return sends
 
     def _arriving(self, step: int, rank: int) -> tuple[Parcels, Parcels, int]:
-        """(take, get) during a step, and the rows of the buffer that they fill."""
-        reading = self.reading(rank)
-        at = bisect_right(reading, step)
-        if at == len(reading):
+        """(hop_in, owner_in, next_num_rows) of a step."""
+        steps = self._steps_with_walkers(rank)
+        index = bisect_right(steps, step)
+        if index == len(steps):
             return (), (), 0
-        ahead = reading[at]
-        origin = self.roles.origin(ahead, rank)
-        one, rows = self.one(origin), self.held(ahead, rank)
-        take: Parcels = ()
-        if ahead == step + 1:
-            take = hop_parcels(
-                self.roles.place(step, origin), one.forwarded(ahead), rows, one.needed(step)
-            )
-        asked = step == (reading[at - 1] if at else 0)  # in the step before in which it computes
-        missing = one.from_owner(ahead) if asked else ()
-        return take, _all(rank, self._by_owner(origin, missing), rows), size(rows)
+        next_step = steps[index]
+        origin = self.schedule.origin(next_step, rank)
+        walker, held = self.walker(origin), self.held(next_step, rank)
+        hop_in: Parcels = ()
+        if next_step == step + 1:
+            sender = self.schedule.holder(step, origin)
+            hop_in = hop_parcels(sender, walker.forwarded(next_step), held, walker.needed(step))
+        owner_in: Parcels = ()
+        if step == (steps[index - 1] if index > 0 else 0):  # as in `_step_before`
+            missing = self._by_owner(origin, walker.from_owner(next_step))
+            owner_in = _all_parcels(rank, missing, held)
+        return hop_in, owner_in, size(held)
 
-    def _by_owner(self, origin: int, rows: Ranges) -> list[Sent]:
-        """Rows of a walker, by the rank that owns them."""
+    def _by_owner(self, origin: int, rows: Ranges) -> list[PeerRows]:
+        """These rows of a walker, by their owners."""
         owners = self.reads.walk_shards[origin]
-        return [(owner, intersect(rows, self.home[owner])) for owner in owners]
+        return [(owner, intersect(rows, self.layout[owner])) for owner in owners]
 
-    def _returning(self, step: int, rank: int) -> list[Sent]:
-        """The partial results that other ranks send to this owner after a step."""
-        return sorted(
-            (
-                self.roles.place(step, one),
-                intersect(self.one(one).grad_to_owner(step), self.home[rank]),
-            )
-            for one in self.carriers[rank]
-        )
+    def _partials_of_owner(self, step: int, owner: int) -> list[PeerRows]:
+        """The rows whose partial results an owner gets after a step, by sender."""
+        partials: list[PeerRows] = []
+        for origin in self._origins[owner]:
+            rows = intersect(self.walker(origin).partials_to_owner(step), self.layout[owner])
+            partials.append((self.schedule.holder(step, origin), rows))
+        return sorted(partials)
 
 
-def _all(rank: int, found: Iterable[Sent], held: Ranges) -> Parcels:
-    """All parcels of a rank; the rows that it keeps are one parcel."""
-    several = (parcels(peer, rows, held, whole=peer == rank) for peer, rows in found)
+def _all_parcels(rank: int, rows_of_peers: Iterable[PeerRows], held: Ranges) -> Parcels:
+    """The parcels of a rank; rows that it keeps itself are in one parcel."""
+    several = (parcels(peer, rows, held, whole=peer == rank) for peer, rows in rows_of_peers)
     return tuple(chain.from_iterable(several))

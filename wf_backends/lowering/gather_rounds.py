@@ -1,15 +1,16 @@
-"""In which order a rank computes the rows that stay with it, and what travels in between.
+"""The rounds of a step: in which order rows of the side that stays are used, and their messages.
 
-Pure: standard library only. A rank has its own rows from the start. In the first step they are
-computed first, while those of other owners arrive, bundle by bundle of owners. In later steps own
-rows come last, while results that are finished are sent to other owners:
+Pure: standard library only. A rank has its own rows from the start. In the first step it computes
+them first, while rows of other owners arrive, one bundle of owners after another. In later steps
+its own rows come last, while finished results are sent to other owners. Rounds of a step:
 
     first step    own rows | fetched 0 | fetched 1 | ...
     later steps   fetched 0 | fetched 1 | ... | all other rows
 
-With a `host_size` above 1 a row crosses to each host once, as NICs carry it: one of its readers
-there gets it from the owner, passes it on to the others while it computes on it, and adds up their
-results before it sends them to the owner. Rows of owners on this host come between:
+With a `host_size` above 1, a row crosses to each host once, since NICs are slower than links inside
+hosts. One of its readers there fetches it from the owner, passes it on to the others while it
+computes on it, and adds up their results before it sends them to the owner. "Near" are rows of
+owners on the same host:
 
     first step    own rows | near | fetched 0 | fetched 1, passed on 0 | passed on 1
     later steps   passed on 0 | fetched 0, passed on 1 | fetched 1 | near | all other rows
@@ -27,222 +28,228 @@ from wf_backends.lowering.problem import Reads
 from wf_backends.lowering.program import Exchange, Parcels, Round, Stay, parcels
 from wf_backends.schedule import (
     Ranges,
-    carriers,
     intersect,
     join,
     locate,
+    ranks_by_shard,
     size,
     subtract,
     union,
 )
 
-MAX_ROUNDS = 3
-"""Bundles of one step: more owners (or hosts of owners) share them, so that kernels still have
-something to do."""
+MAX_BUNDLES = 3
+"""More owners (or hosts of owners) share bundles, so that the tiles of a round stay large."""
 
 
 def bundle_sizes(count: int) -> list[int]:
-    """How many of `count` owners share each bundle."""
-    rounds = min(count, MAX_ROUNDS)
-    return [count // rounds + (at < count % rounds) for at in range(rounds)] if count else []
+    """How many of `count` owners are in each bundle."""
+    n = min(count, MAX_BUNDLES)
+    return [count // n + (1 if i < count % n else 0) for i in range(n)]
 
 
-class Times(NamedTuple):
-    """In which round of a step something happens, to the rows of one bundle of owners."""
+class BundleRounds(NamedTuple):
+    """The indices of the rounds of a step that concern a bundle of owners."""
 
-    rest: int
-    near: int
-    """Owners on the same host."""
-    fetched: int
-    passed: int
-    home: int
+    rest: int  # tiles on own rows, and on rows of which nothing is sent in this step
+    near: int  # tiles on rows of owners on the same host
+    fetched: int  # tiles on rows that this rank fetched
+    passed: int  # tiles on rows that another rank of the host fetched
+    home: int  # after the tiles, results for fetched rows are sent to their owners
 
 
-def times(first: bool, bundle: int, count: int, hosts: bool = True) -> Times:
-    """The times of a bundle, of `count`, in the first step or a later one.
-
-    Args:
-        hosts: whether ranks have neighbours on their host, to which rows are passed on.
-    """
-    if first:
-        fetched = 1 + hosts + bundle
-        return Times(0, 1, fetched, fetched + hosts, fetched + 2 * hosts)
-    return Times(count + 2 * hosts, count + hosts, bundle + hosts, bundle, bundle + hosts)
+def rounds_of_bundle(first_step: bool, bundle: int, count: int, on_hosts: bool) -> BundleRounds:
+    """The rounds of a bundle, of `count`. `on_hosts`: whether the host size is above 1."""
+    extra = 1 if on_hosts else 0
+    if first_step:
+        fetched = 1 + extra + bundle
+        return BundleRounds(0, 1, fetched, passed=fetched + extra, home=fetched + 2 * extra)
+    near, fetched = count + extra, bundle + extra
+    return BundleRounds(near + extra, near, fetched, passed=bundle, home=fetched)
 
 
 class Delivery(NamedTuple):
-    """How rows of one owner reach the ranks of one host that read them, and their results it.
+    """How rows of one owner get to the ranks of one host that read them, and their results back.
 
-    All by rank, in the order in which ranks are asked to fetch a row; the owner is none of them.
+    Dictionaries are by reader (the owner is none), in the order of who fetches first.
     """
 
     owner: int
-    near: bool
-    """Whether this is the owner's own host."""
-    times: tuple[Times, Times]
-    """In the first step, and in a later one."""
+    is_near: bool
+    """Whether the host is the owner's."""
+    rounds: tuple[BundleRounds, BundleRounds]
+    """In the first step, and in a later one. On the owner's host, all rows are in round `near`."""
     needed: dict[int, Ranges]
-    """What each of the ranks reads."""
+    """The rows that each rank reads."""
     fetched: dict[int, Ranges]
-    """Of that, what comes from the owner itself: all on its own host, else what no rank before
-    this one reads. The rank that fetched a row passes it on to the others."""
-    last: dict[int, int]
-    """The step in which results are finished: the last one that uses a row; on another host that
-    of all ranks, whose results are brought together."""
+    """Of these, the rows that each rank gets from the owner. On the owner's host these are all; on
+    another host those that no rank before it reads. The others are passed on by who fetched."""
+    last_step: dict[int, int]
+    """The step after which results are finished: the last one in which the rank reads any of the
+    rows. On another host the last one of all its ranks, since their results are added up there."""
 
 
 class Move(NamedTuple):
-    """Rows (positions) that one rank sends to another in a round, in one of its exchanges."""
+    """Rows (positions) that one rank sends to another in an exchange of a round."""
 
-    at: int
+    round_index: int
     exchange: str
-    source: int
-    target: int
+    sender: int
+    receiver: int
     rows: Ranges
 
 
 class GatherRounds:
-    """The rounds of all ranks; rank r is on host r // host_size.
-
-    Args:
-        host_size: 1 = a row is fetched by each of its readers.
-    """
+    """The rounds of all ranks. Rank r is on host r // host_size; size 1 is as without hosts."""
 
     def __init__(self, reads: Reads, host_size: int) -> None:
         self.reads, self.host_size = reads, host_size
-        self.shards, self.home, self.rows = reads.stay_shards, reads.stay_home, reads.stay_rows
+        self.shards, self.layout, self.rows = reads.stay_shards, reads.stay_layout, reads.stay_rows
         self.num_hosts = -(-len(self.shards) // host_size)
-        self.carriers = carriers(self.shards)
+        self._readers = ranks_by_shard(self.shards)
         self.bundles = cache(self._bundles)
         self.delivery, self.deliveries = cache(self._delivery), cache(self._deliveries)
 
     def stay(self, rank: int) -> Stay:
-        """The buffer of the rows that a rank brings together."""
-        own, rows = self.home[rank], self.rows(rank)
-        mine = intersect(rows, own)
-        return Stay(
-            size(own), size(rows), own_in_shard=locate(mine, own), own_in_buffer=locate(mine, rows)
-        )
+        """The buffer of the rows that a rank reads of the side that stays."""
+        own, held = self.layout[rank], self.rows(rank)
+        own_held = intersect(held, own)
+        return Stay(size(own), size(held), locate(own_held, own), locate(own_held, held))
 
     def rounds(self, step: int, rank: int) -> Iterator[tuple[Ranges, Round]]:
-        """(rows, messages) of every round."""
-        moves = [move for one in self.deliveries(rank) for move in self._moves(step, rank, one)]
+        """(rows that are computed, messages) of every round of a step."""
+        deliveries = self.deliveries(rank)
+        moves = [move for delivery in deliveries for move in self._moves(step, rank, delivery)]
         if not moves:
             yield self.rows(rank), Round(())
             return
-        computed = self._computed(step, rank)
-        for at in range(max([*computed, *(move.at for move in moves)]) + 1):
-            now = [move for move in moves if move.at == at]
-            named = {one.exchange: self._exchange(rank, one.exchange, now) for one in now}
-            yield computed.get(at, ()), Round((), **named)
+        computed = self._computed_rows(step, rank)
+        num_rounds = max([*computed, *(move.round_index for move in moves)]) + 1
+        for index in range(num_rounds):
+            now = [move for move in moves if move.round_index == index]
+            exchanges = {move.exchange: self._exchange(rank, move.exchange, now) for move in now}
+            yield computed.get(index, ()), Round((), **exchanges)
 
     def _host(self, rank: int) -> int:
         return rank // self.host_size
 
     def _bundles(self, host: int) -> list[dict[int, int]]:
-        """The owners on other hosts whose rows a host reads, those of the next hosts first.
+        """The owners on other hosts whose rows a host reads, in bundles, the next hosts first.
 
-        By owner the place on the host of who fetches its rows, if it reads them. Each place has
-        owners that are neighbours, so that few kernel calls read what it fetched.
+        Each bundle maps an owner to the index on this host of the rank that fetches first from it.
+        An index serves neighbouring owners, so that few kernel calls read the rows it fetched.
         """
-        members = self.shards[host * self.host_size : (host + 1) * self.host_size]
-        owners = {owner for shards in {*members} for owner in shards}
-        hosts = {*map(self._host, owners)} - {host}
-        far = sorted(hosts, key=partial(self._distance, host))
-        found: list[dict[int, int]] = []
-        for first, stop in pairwise(accumulate(bundle_sizes(len(far)), initial=0)):
-            part = {*far[first:stop]}
-            here = [owner for owner in sorted(owners) if self._host(owner) in part]
-            found.append({o: at * self.host_size // len(here) for at, o in enumerate(here)})
-        return found
+        shards_by_rank = self.shards[host * self.host_size : (host + 1) * self.host_size]
+        owners = sorted({owner for shards in {*shards_by_rank} for owner in shards})
+        other_hosts = {*map(self._host, owners)} - {host}
+        hosts = sorted(other_hosts, key=partial(self._distance, host))
+        bundles: list[dict[int, int]] = []
+        for first, stop in pairwise(accumulate(bundle_sizes(len(hosts)), initial=0)):
+            hosts_of_bundle = {*hosts[first:stop]}
+            bundle = [owner for owner in owners if self._host(owner) in hosts_of_bundle]
+            bundles.append({o: i * self.host_size // len(bundle) for i, o in enumerate(bundle)})
+        return bundles
 
     def _distance(self, host: int, other: int) -> int:
-        """By what hosts take turns: all in pairs, where their number allows that by bits."""
+        """The order in which hosts fetch: in pairs (by xor) if their number is a power of two."""
         in_pairs = self.num_hosts & (self.num_hosts - 1) == 0
         return other ^ host if in_pairs else (other - host) % self.num_hosts
 
-    def _times(self, host: int, bundle: int = 0) -> tuple[Times, Times]:
-        """Of the rows of a bundle on a host: in the first step, and in a later one."""
-        count, hosts = len(self.bundles(host)), self.host_size > 1
-        return times(True, bundle, count, hosts), times(False, bundle, count, hosts)
+    def _rounds_of_bundle(self, first_step: bool, host: int, bundle: int = 0) -> BundleRounds:
+        count = len(self.bundles(host))
+        return rounds_of_bundle(first_step, bundle, count, on_hosts=self.host_size > 1)
 
     def _delivery(self, owner: int, host: int) -> Delivery:
-        numbered = enumerate(self.bundles(host))
-        bundle, place = next(((at, its[owner]) for at, its in numbered if owner in its), (0, 0))
-        members = range(len(self.shards))[host * self.host_size : (host + 1) * self.host_size]
-        in_turn = sorted(members, key=lambda rank: (rank - place) % self.host_size)
-        home, near = self.home[owner], host == self._host(owner)
-        read = {rank: intersect(self.rows(rank), home) for rank in in_turn if rank != owner}
+        bundle, first_index = 0, 0
+        for i, first_indices in enumerate(self.bundles(host)):
+            if owner in first_indices:
+                bundle, first_index = i, first_indices[owner]
+        ranks = range(len(self.shards))[host * self.host_size : (host + 1) * self.host_size]
+        in_order = sorted(ranks, key=lambda rank: (rank - first_index) % self.host_size)
+        own, is_near = self.layout[owner], host == self._host(owner)
+        read = {rank: intersect(self.rows(rank), own) for rank in in_order if rank != owner}
         needed = {rank: rows for rank, rows in read.items() if rows}
-        last = {rank: self._last(rank, home) for rank in needed}
+        last_step = {rank: self._last_step(rank, own) for rank in needed}
         fetched = dict(needed)
-        if not near:
-            last = dict.fromkeys(needed, max(last.values(), default=0))
-            before: Ranges = ()
+        first, later = (
+            self._rounds_of_bundle(is_first, host, bundle) for is_first in (True, False)
+        )
+        if is_near:
+            first = first._replace(fetched=first.near, home=first.near)
+            later = later._replace(fetched=later.near, home=later.near)
+        else:
+            last_step = dict.fromkeys(needed, max(last_step.values(), default=0))
+            fetched_before: Ranges = ()
             for rank, rows in needed.items():
-                fetched[rank], before = subtract(rows, before), union(before, rows)
-        return Delivery(owner, near, self._times(host, bundle), needed, fetched, last)
+                fetched[rank] = subtract(rows, fetched_before)
+                fetched_before = union(fetched_before, rows)
+        return Delivery(owner, is_near, (first, later), needed, fetched, last_step)
 
-    def _last(self, rank: int, home: Ranges) -> int:
-        """The last step in which a rank uses one of an owner's rows."""
-        back = range(self.reads.num_steps - 1, -1, -1)
-        return next(step for step in back if intersect(self.reads.stay(rank, step), home))
+    def _last_step(self, rank: int, rows: Ranges) -> int:
+        """The last step in which a rank reads any of the rows, which some step does."""
+        step = self.reads.num_steps - 1
+        while not intersect(self.reads.stay_rows_in_step(rank, step), rows):
+            step -= 1
+        return step
 
     def _deliveries(self, rank: int) -> list[Delivery]:
-        """Those of the rank's own rows, then those of other owners' rows that it reads."""
-        host, hosts = self._host(rank), sorted({*map(self._host, self.carriers[rank])})
+        """Those of the rank's own rows to all hosts, then those of other owners' rows to it."""
+        host, hosts = self._host(rank), sorted({*map(self._host, self._readers[rank])})
         own = [self.delivery(rank, other) for other in hosts]
         others = [self.delivery(owner, host) for owner in self.shards[rank] if owner != rank]
-        return own + [one for one in others if rank in one.needed]
+        return own + [delivery for delivery in others if rank in delivery.needed]
 
-    def _moves(self, step: int, rank: int, one: Delivery) -> Iterator[Move]:
-        """What a rank sends or receives of an owner's rows, and of their results."""
-        at = one.times[step > 0]
-        here, home = (at.near, at.near) if one.near else (at.fetched, at.home)
-        for reader in one.needed if rank == one.owner else [rank]:
-            rows = one.fetched[reader]
+    def _moves(self, step: int, rank: int, delivery: Delivery) -> Iterator[Move]:
+        """What a rank sends and receives of an owner's rows, and of results for them."""
+        owner, fetched = delivery.owner, delivery.fetched
+        rounds = delivery.rounds[min(step, 1)]
+        for reader in delivery.needed if rank == owner else [rank]:
+            rows = fetched[reader]
             if rows and step == 0:
-                yield Move(here, "fetch", one.owner, reader, rows)
-            if rows and step == one.last[reader]:
-                yield Move(home, "home", reader, one.owner, rows)
-        if rank == one.owner or one.near:
+                yield Move(rounds.fetched, "fetch", owner, reader, rows)
+            if rows and step == delivery.last_step[reader]:
+                yield Move(rounds.home, "home", reader, owner, rows)
+        if rank == owner or delivery.is_near:
             return
-        pairs = [pair for to in one.needed if to != rank for pair in ((rank, to), (to, rank))]
-        for source, target in pairs:
-            rows = intersect(one.fetched[source], one.needed[target])
+        others = [reader for reader in delivery.needed if reader != rank]
+        pairs = [pair for other in others for pair in ((rank, other), (other, rank))]
+        for fetcher, reader in pairs:
+            rows = intersect(fetched[fetcher], delivery.needed[reader])
             if rows and step == 0:
-                yield Move(at.fetched, "pass_on", source, target, rows)
-            if rows and step == one.last[source]:
-                yield Move(at.passed, "pass_back", target, source, rows)
+                yield Move(rounds.fetched, "pass_on", fetcher, reader, rows)
+            if rows and step == delivery.last_step[fetcher]:
+                yield Move(rounds.passed, "pass_back", reader, fetcher, rows)
 
-    def _computed(self, step: int, rank: int) -> dict[int, Ranges]:
-        """By round, the rows that are computed in it."""
-        found: defaultdict[int, Ranges] = defaultdict(tuple)
+    def _computed_rows(self, step: int, rank: int) -> dict[int, Ranges]:
+        """Round index -> the rows that are computed in the round."""
+        computed: defaultdict[int, Ranges] = defaultdict(tuple)
         rest = self.rows(rank)
-        for one in self.deliveries(rank):
-            if rank == one.owner or (step and step != one.last[rank]):
+        for delivery in self.deliveries(rank):
+            if rank == delivery.owner or (step > 0 and step != delivery.last_step[rank]):
                 continue
-            at, needed, fetched = one.times[step > 0], one.needed[rank], one.fetched[rank]
-            here = at.near if one.near else at.fetched
-            found[here] = union(found[here], fetched)
-            found[at.passed] = union(found[at.passed], subtract(needed, fetched))
+            rounds = delivery.rounds[min(step, 1)]
+            needed, fetched = delivery.needed[rank], delivery.fetched[rank]
+            passed = subtract(needed, fetched)
+            computed[rounds.fetched] = union(computed[rounds.fetched], fetched)
+            computed[rounds.passed] = union(computed[rounds.passed], passed)
             rest = subtract(rest, needed)
-        found[self._times(self._host(rank))[step > 0].rest] = rest
-        return found
+        computed[self._rounds_of_bundle(step == 0, self._host(rank)).rest] = rest
+        return computed
 
     def _exchange(self, rank: int, name: str, moves: list[Move]) -> Exchange:
-        """One exchange of a round: all rows that go to a peer, or come from it, together."""
-        own, rows = self.home[rank], self.rows(rank)
-        give, take = {"fetch": (own, rows), "home": (rows, own)}.get(name, (rows, rows))
+        """An exchange of a round: all rows that go to a peer together, or come from it."""
+        own, held = self.layout[rank], self.rows(rank)
+        moves = [move for move in moves if move.exchange == name]
+        sends = [(move.receiver, move.rows) for move in moves if move.sender == rank]
+        receives = [(move.sender, move.rows) for move in moves if move.receiver == rank]
         return Exchange(
-            _parcels([(m.target, m.rows) for m in moves if m[1:3] == (name, rank)], give),
-            _parcels([(m.source, m.rows) for m in moves if (m[1], m[3]) == (name, rank)], take),
+            _joined_parcels(sends, own if name == "fetch" else held),
+            _joined_parcels(receives, own if name == "home" else held),
         )
 
 
-def _parcels(found: list[tuple[int, Ranges]], held: Ranges) -> Parcels:
+def _joined_parcels(rows_of_peers: list[tuple[int, Ranges]], held: Ranges) -> Parcels:
     by_peer: defaultdict[int, list[Ranges]] = defaultdict(list)
-    for peer, rows in found:
+    for peer, rows in rows_of_peers:
         by_peer[peer].append(rows)
-    together = ((peer, join(r for rows in by_peer[peer] for r in rows)) for peer in by_peer)
-    return tuple(parcel for peer, rows in together for parcel in parcels(peer, rows, held))
+    joined = {peer: join(piece for rows in by_peer[peer] for piece in rows) for peer in by_peer}
+    return tuple(parcel for peer in joined for parcel in parcels(peer, joined[peer], held))

@@ -1,7 +1,7 @@
-"""How many bytes a rank sends, by message label, derived from its program.
+"""The bytes that a rank sends, by message label, derived from its program.
 
-Pure: standard library only. The labels are the executor's, so that what is derived and what a
-communicator counted can be compared one by one.
+Pure: standard library only. Labels are those of runtime/runner.py, so that derived bytes can be
+compared with those that a communicator counted.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from wf_backends.lowering.program import Parcel, RankProgram
 
 PARTIALS = (FLOAT32, ACTIVATION) = ("float32", "activation")
-"""In which dtype partial results may travel: that of the sums, or that of the activations."""
+"""The dtypes in which partial results may travel: that of sums, or that of activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of the tensors at hand. `itemsize`, `accumulator_size`: bytes of one element."""
+    """Sizes of q, k and v. `itemsize`, `accumulator_size`: bytes of an input, and of a sum."""
 
     batch: int
     heads: int
@@ -28,15 +28,13 @@ class Shape:
     value_dim: int | None = None
     """head_dim of the values; None = that of queries and keys."""
     partial_size: int | None = None
-    """Bytes of one element of partial results (of out and gradients, not of lse) that travel; None
-    = accumulator_size."""
-
+    """Bytes of an element of partial out or gradients in a message; None = accumulator_size."""
     latent: int = 0
-    """Numbers of a token that travel in place of its keys and values; 0 = keys and values."""
+    """Elements of a token's latent, sent instead of its keys and values; 0 = no latents."""
 
     @property
     def partial(self) -> int:
-        """Bytes of one element of a partial result that travels."""
+        """Bytes of an element of partial out or gradients in a message."""
         return self.partial_size or self.accumulator_size
 
     @property
@@ -56,15 +54,15 @@ class SideBytes:
     """Bytes of one row of a side."""
 
     row: int
-    """What travels to its readers."""
+    """Inputs, as they are sent to readers."""
     partial: int = 0
-    """Its partial results as they travel; 0 = nothing goes back to the owner."""
+    """Partial results, as they are sent to the owner; 0 = this side has no results."""
     summed: int = 0
-    """Its partial results as they are summed in memory."""
+    """Partial results, as they are summed in memory."""
     kept: int = 0
-    """The part of `row` that the forward left in the buffer: it is not gathered."""
+    """The part of `row` that is in the buffer since the forward, and so is not gathered again."""
     output: int = 0
-    """What stands in for the output of queries that are not at home; it never travels."""
+    """A buffer in place of the output of other owners' queries (runtime/surrogate_out.py)."""
 
     @property
     def gathered(self) -> int:
@@ -80,7 +78,7 @@ class RowBytes:
 
 
 def forward_row_bytes(shape: Shape, queries_walk: bool = False) -> RowBytes:
-    """Forward: queries are (q) and (out, lse), keys are [K|V] and nothing goes home."""
+    """Forward: queries have inputs q and results (out, lse); keys have inputs [K|V] only."""
     heads = shape.batch * shape.heads
     queries = SideBytes(
         row=heads * shape.head_dim * shape.itemsize,
@@ -92,10 +90,10 @@ def forward_row_bytes(shape: Shape, queries_walk: bool = False) -> RowBytes:
 
 
 def backward_row_bytes(shape: Shape, queries_walk: bool = False, keep: bool = False) -> RowBytes:
-    """Backward: queries are (q, dout, lse, delta) and dq, keys are [K|V] and [dK|dV].
+    """Backward: inputs (q, dout, lse, delta) and [K|V], results dq and [dK|dV].
 
     Args:
-        keep: q and [K|V], where the forward gathered them, are still there.
+        keep: the forward kept q and [K|V] where it gathered them.
     """
     heads = shape.batch * shape.heads
     q, output = (heads * width * shape.itemsize for width in (shape.head_dim, shape.value))
@@ -117,19 +115,19 @@ def backward_row_bytes(shape: Shape, queries_walk: bool = False, keep: bool = Fa
 
 
 def bytes_sent(program: RankProgram, rows: RowBytes, name: str) -> dict[str, int]:
-    """Bytes that the program's rank sends in the pass called `name`, by message label."""
+    """Message label -> the bytes that the program's rank sends in the pass called `name`."""
 
     def count(parcels: Iterable[Parcel]) -> int:
         return sum(p.num_rows for p in parcels if p.peer != program.rank)
 
-    rounds = [one for step in program.steps for one in step.rounds]
-    fetched = (parcel for one in rounds for parcel in (*one.fetch.send, *one.pass_on.send))
-    returned = (parcel for one in rounds for parcel in (*one.pass_back.send, *one.home.send))
+    rounds = [round_ for step in program.steps for round_ in step.rounds]
+    fetched = (parcel for r in rounds for parcel in (*r.fetch.send, *r.pass_on.send))
+    results = (parcel for r in rounds for parcel in (*r.pass_back.send, *r.home.send))
     gathered = count(program.walk.send) * rows.walk.gathered + count(fetched) * rows.stay.gathered
-    sent, leaving = {f"{name} gather": gathered}, 0
+    sent, partials = {f"{name} gather": gathered}, 0
     for index, step in enumerate(program.steps):
-        hop = count((*step.hop_out, *step.owner_out)) * rows.walk.row
-        sent[f"{name} step {index}"] = hop + leaving
-        leaving = count((*step.partial_out, *step.home_out)) * rows.walk.partial
-    sent[f"{name} home"] = count(returned) * rows.stay.partial + leaving
+        walkers = count((*step.hop_out, *step.owner_out)) * rows.walk.row
+        sent[f"{name} step {index}"] = walkers + partials
+        partials = count((*step.partial_out, *step.home_out)) * rows.walk.partial  # sent next
+    sent[f"{name} home"] = count(results) * rows.stay.partial + partials
     return {label: num_bytes for label, num_bytes in sent.items() if num_bytes}

@@ -19,7 +19,7 @@ neither packed by its sender nor unpacked by its receiver; shorter ranges share 
 
 @dataclass(frozen=True)
 class Parcel:
-    """The rows that one message carries: slices of this rank's buffer, and the other rank."""
+    """Rows of one message: slices of this rank's buffer, and the rank at the other end."""
 
     peer: int
     rows: Ranges
@@ -38,8 +38,7 @@ def parcels(peer: int, rows: Ranges, held: Ranges, whole: bool = False) -> Parce
     Sender and receiver cut alike: each range of positions is one slice of either buffer.
 
     Args:
-        held: positions in this rank's buffer.
-        whole: put all rows into one parcel.
+        held: positions in this rank's buffer. whole: put all rows into one parcel.
     """
     if not whole and len(rows) > 1 and min(map(span, rows)) >= OWN_MESSAGE_ROWS:
         return tuple(Parcel(peer, (piece,)) for piece in locate_each(rows, held))
@@ -47,22 +46,17 @@ def parcels(peer: int, rows: Ranges, held: Ranges, whole: bool = False) -> Parce
 
 
 def hop_parcels(peer: int, rows: Ranges, held: Ranges, peer_held: Ranges) -> Parcels:
-    """As `parcels`, but one parcel if the rows are contiguous in both buffers.
-
-    Args:
-        peer_held: positions in the peer's buffer.
-    """
-    contiguous_here = len(locate(rows, held)) == 1
-    contiguous_there = len(locate(rows, peer_held)) == 1
-    return parcels(peer, rows, held, whole=contiguous_here and contiguous_there)
+    """As `parcels`, but one parcel if the rows are contiguous in both ranks' buffers."""
+    is_contiguous = len(locate(rows, held)) == len(locate(rows, peer_held)) == 1
+    return parcels(peer, rows, held, whole=is_contiguous)
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """How the walkers of the first step are gathered into one buffer.
+    """How walkers of the first step are gathered. Parcels from a rank to itself are local copies.
 
     Slices of `send` are in this rank's own shard (`shard_rows` rows), those of `receive` in the
-    buffer (`num_rows` rows). A parcel whose peer is this rank is a local copy.
+    buffer (`num_rows` rows).
     """
 
     shard_rows: int
@@ -95,17 +89,14 @@ class Exchange:
 class Round:
     """A part of a step: tiles on some rows of the side that stays, and their messages.
 
-    `fetch` brings rows from their owners. It must have arrived before the tiles. Sent are slices
-    of this rank's own shard, received are slices of the buffer.
+    `fetch` sends rows of this rank's own shard to readers, and receives rows of other owners into
+    the buffer. It must have arrived before the tiles. `home` sends finished results from the buffer
+    to owners after the tiles, and receives results for rows of this rank's own shard.
 
-    `home` sends results to the owners of the rows after the tiles, once they are finished. Sent are
-    slices of the buffer, received are slices of this rank's own shard.
-
-    With a `host_size` above 1 (lowering/gather_rounds.py) a row crosses to a host once. Then there
-    are two more exchanges between ranks of one host, of slices of the buffer at both ends.
-    `pass_on` sends fetched rows to other readers: it is posted before the tiles, and must have
-    arrived before the next round. `pass_back` brings their results back to the rank that fetched:
-    it is posted after the tiles, and must have arrived before `home` of the next round.
+    With a `host_size` above 1 (lowering/gather_rounds.py) there are two more exchanges, between
+    buffers of ranks of one host. `pass_on` sends fetched rows to other readers: it is posted before
+    the tiles, and must have arrived before the next round. `pass_back` sends their results to the
+    rank that fetched: it is posted after the tiles, and must have arrived before the next `home`.
     """
 
     tiles: tuple[Tile, ...]

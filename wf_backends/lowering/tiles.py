@@ -1,4 +1,4 @@
-"""Which kernel calls the rows and keys at hand need: positions + mask -> the fewest tiles.
+"""Divides queries, keys and a mask into tiles: as few kernel calls as possible.
 
 Pure: standard library only.
 """
@@ -9,6 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from math import inf
 from typing import Literal
 
@@ -29,107 +30,101 @@ from wf_backends.schedule import (
 )
 
 SHORT_RANGE_ROWS = 2048
-"""Rows up to which a range is read together with others of the same tile, at the price of a copy:
-kernels compute hidden scores along every diagonal, and one long diagonal has fewer of them than
-several short ones. Measured in docs/internals/kernels.md."""
+"""Up to this length, several ranges of rows become one tile, although that copies them. Kernels
+compute hidden scores along every diagonal: one long diagonal has fewer of them than several short
+ones. Measured in docs/internals/kernels.md."""
 
+_globalize = lru_cache(maxsize=4096)(globalize)  # needed in every call
 
-_globalize = lru_cache(maxsize=4096)(globalize)  # asked for in every call
-
+Buffers = tuple[Ranges, Ranges]  # the positions that a buffer of rows and a buffer of keys hold
 Parts = Mapping[int, Ranges]
-"""The number of a part of the mask (a document or a slice) -> the rows or keys that lie in it."""
+"""Part of the mask (the index of a document or slice) -> the positions of rows or keys in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One kernel call: buffer rows x buffer keys, with a Band in the tile's own indices.
+    """One kernel call: rows of one buffer, keys of another, and a band in the tile's own indices.
 
-    Both are slices of their buffer, read one after another. Trimmed: every row sees a key and
-    every key is seen.
+    `rows` and `keys` are slices of their buffers, which the kernel reads as if concatenated. Every
+    row sees some key, and every key is seen by some row.
     """
 
     rows: Ranges
     keys: Ranges
     band: Band
     first_on_rows: bool = False
-    """Whether nothing was added to the results of these rows before: they may be overwritten."""
+    """Whether no earlier tile has results for these rows, so that results are overwritten."""
     first_on_keys: bool = False
-    """The same for the results (gradients) of these keys."""
-    held: tuple[Ranges, Ranges] = ((), ())
-    """The global positions that the two buffers hold."""
+    """The same for results (gradients) of the keys."""
+    held: Buffers = ((), ())
 
     @property
     def positions(self) -> tuple[Ranges, Ranges]:
-        """The global positions of its rows and of its keys, in the tile's order."""
+        """The global positions of (rows, keys), in the tile's order."""
         return _globalize(self.rows, self.held[0]), _globalize(self.keys, self.held[1])
 
 
-def tiles(
-    q: Ranges, kv: Ranges, mask: Mask, held: tuple[Ranges, Ranges] | None = None
-) -> tuple[Tile, ...]:
-    """The tiles of the queries at the positions `q` against the keys at `kv`.
+def tiles(q: Ranges, kv: Ranges, mask: Mask, held: Buffers | None = None) -> tuple[Tile, ...]:
+    """The tiles for queries at the positions `q` and keys at the positions `kv`.
 
-    Every (query, key) pair that the mask allows lies in exactly one tile.
+    Every (query, key) pair that the mask lets through lies in exactly one tile.
 
     Args:
-        held: what the two buffers hold, if more than `q` and `kv`.
+        held: the positions in both buffers, if not `q` and `kv`.
     """
     buffers = held or (q, kv)
     rows, keys = by_part(q, mask, "q"), by_part(kv, mask, "k")
-    found = [
-        tile
-        for part in sorted(rows.keys() & keys.keys())
-        for tile in _of_part(rows[part], keys[part], mask.band_of(part), buffers)
-    ]
-    return tuple(found if mask.slices is None else _join_full(found))
+    all_tiles = list[Tile]()
+    for part in sorted(rows.keys() & keys.keys()):
+        all_tiles += _tiles_of_part(rows[part], keys[part], mask.band_of(part), buffers)
+    return tuple(all_tiles if mask.slices is None else _join_full_tiles(all_tiles))
 
 
 def seen(q: Parts, kv: Parts, mask: Mask) -> tuple[Ranges, Ranges]:
     """The positions in `q` that see some key in `kv`, and those in `kv` that some query sees.
 
-    What the tiles cover, without a tile.
+    These are the positions of all tiles, computed without making tiles.
     """
-    shared = q.keys() & kv.keys()
-    found = [_seen_in_part(q[part], kv[part], mask.band_of(part)) for part in shared]
-    if len(found) == 1:
-        return found[0]
-    rows, keys = (join(piece for sides in found for piece in sides[at]) for at in (0, 1))
-    return rows, keys
+    parts = q.keys() & kv.keys()
+    seen_by_part = [_seen_in_part(q[part], kv[part], mask.band_of(part)) for part in parts]
+    if len(seen_by_part) == 1:
+        return seen_by_part[0]
+    rows, keys = zip(*seen_by_part, strict=True) if seen_by_part else ((), ())
+    return join(chain.from_iterable(rows)), join(chain.from_iterable(keys))
 
 
 def _seen_in_part(rows: Ranges, keys: Ranges, band: Band) -> tuple[Ranges, Ranges]:
     if band == FULL:
         return rows, keys
-    if band.left == inf:  # all rows from some on, all keys up to some
+    if band.left == inf:  # all rows after the first key, and all keys before the last row
         right = int(band.right)
-        first, stop = keys[0][0] - right, rows[-1][1] + right
-        return _clip(rows, (first, rows[-1][1])), _clip(keys, (keys[0][0], stop))
-    found = [reach for r in rows for k in keys if (reach := _reach(r, k, band))]
-    if not found:
+        first_row, stop_key = keys[0][0] - right, rows[-1][1] + right
+        return _clip(rows, (first_row, rows[-1][1])), _clip(keys, (keys[0][0], stop_key))
+    pairs = [pair for r in rows for k in keys if (pair := _trimmed_pair(r, k, band))]
+    if not pairs:
         return (), ()
-    return join([seen for seen, _ in found]), join([seen for _, seen in found])
+    return join([row_range for row_range, _ in pairs]), join([key_range for _, key_range in pairs])
 
 
 def by_part(ranges: Ranges, mask: Mask, side: Literal["q", "k"]) -> Parts:
-    """What of the ranges, of queries or of keys, lies in each part of the mask."""
+    """The positions of queries or of keys, by part of the mask; parts without any are left out."""
     if not ranges:
         return {}
     if mask.slices is not None:
-        clipped = ((at, _clip(ranges, getattr(one, side))) for at, one in enumerate(mask.slices))
-        return {at: inside for at, inside in clipped if inside}
+        clipped = ((i, _clip(ranges, getattr(s, side))) for i, s in enumerate(mask.slices))
+        return {i: inside for i, inside in clipped if inside}
     borders = mask.cu_seqlens
     if borders is None:
         return {0: ranges}
-    reached = (
-        range(bisect_right(borders, start) - 1, bisect_left(borders, stop))
-        for start, stop in ranges
-    )
-    documents = sorted({at for several in reached for at in several})
-    return {at: _clip(ranges, borders[at : at + 2]) for at in documents}
+    documents = set[int]()
+    for start, stop in ranges:
+        documents.update(range(bisect_right(borders, start) - 1, bisect_left(borders, stop)))
+    return {i: _clip(ranges, borders[i : i + 2]) for i in sorted(documents)}
 
 
-def _clip(ranges: Ranges, edges: Sequence[int]) -> Ranges:
-    lo, hi = edges
+def _clip(ranges: Ranges, limits: Sequence[int]) -> Ranges:
+    """The parts of the ranges inside (start, stop) limits."""
+    lo, hi = limits
     if lo <= ranges[0][0] and ranges[-1][1] <= hi:
         return ranges
     first = max(0, bisect_right(ranges, (lo, inf)) - 1)
@@ -142,39 +137,41 @@ def _clip(ranges: Ranges, edges: Sequence[int]) -> Ranges:
     return tuple(clipped)
 
 
-def _of_part(rows: Ranges, keys: Ranges, band: Band, held: tuple[Ranges, Ranges]) -> Iterator[Tile]:
-    """The tiles of some rows and some keys of one part.
+def _tiles_of_part(rows: Ranges, keys: Ranges, band: Band, held: Buffers) -> Iterator[Tile]:
+    """The tiles of rows and keys of one part of the mask.
 
-    Rows that are keys as well see each other as a whole does: under a causal mask, one call.
+    Under a causal mask, all positions that are both rows and keys can be one causal tile.
     """
     both = intersect(rows, keys) if band == CAUSAL else ()
-    at, met = (locate(both, buffer) for buffer in held)
-    short = max(map(span, both), default=0) <= SHORT_RANGE_ROWS
-    if len(both) < 2 or not (short or len(at) == len(met) == 1):
-        yield from _join_full(_pairs(rows, keys, band, held))
+    both_rows, both_keys = (locate(both, buffer) for buffer in held)
+    is_short = max(map(span, both), default=0) <= SHORT_RANGE_ROWS
+    needs_no_copy = len(both_rows) == len(both_keys) == 1
+    if len(both) < 2 or not (is_short or needs_no_copy):
+        yield from _join_full_tiles(_tiles_of_pairs(rows, keys, band, held))
         return
-    yield Tile(at, met, CAUSAL)
-    rest = _pairs(subtract(rows, both), keys, band, held)
-    yield from _join_full(rest + _pairs(both, subtract(keys, both), band, held))
+    yield Tile(both_rows, both_keys, CAUSAL)
+    rest = _tiles_of_pairs(subtract(rows, both), keys, band, held)
+    rest += _tiles_of_pairs(both, subtract(keys, both), band, held)
+    yield from _join_full_tiles(rest)
 
 
-def _pairs(rows: Ranges, keys: Ranges, band: Band, held: tuple[Ranges, Ranges]) -> list[Tile]:
-    """One tile for each range of rows and range of keys that see each other at all."""
-    found: list[Tile] = []
+def _tiles_of_pairs(rows: Ranges, keys: Ranges, band: Band, held: Buffers) -> list[Tile]:
+    """A tile for each pair of a range of rows and a range of keys in which any row sees a key."""
+    pair_tiles: list[Tile] = []
     q, kv = held
     for row_range in rows:
         for key_range in keys:
-            if reach := _reach(row_range, key_range, band):
-                (first, _), (begin, _) = reach
-                bounds = band.shift(begin - first)
-                num_rows, num_keys = map(span, reach)
+            if pair := _trimmed_pair(row_range, key_range, band):
+                (first_row, _), (first_key, _) = pair
+                bounds = band.shift(first_key - first_row)
+                num_rows, num_keys = map(span, pair)
                 trimmed = Band(_loosen(bounds.left, num_rows), _loosen(bounds.right, num_keys))
-                found.append(Tile(locate(reach[:1], q), locate(reach[1:], kv), trimmed))
-    return found
+                pair_tiles.append(Tile(locate(pair[:1], q), locate(pair[1:], kv), trimmed))
+    return pair_tiles
 
 
-def _reach(rows: Range, keys: Range, band: Band) -> tuple[Range, Range] | None:
-    """The rows that see one of the keys, and the keys that one of the rows sees."""
+def _trimmed_pair(rows: Range, keys: Range, band: Band) -> tuple[Range, Range] | None:
+    """The rows that see any of the keys, and the keys that any of the rows sees; None if none."""
     left, right = band.left, band.right
     if rows[0] - left >= keys[1] or keys[0] - right >= rows[1]:
         return None
@@ -184,32 +181,32 @@ def _reach(rows: Range, keys: Range, band: Band) -> tuple[Range, Range] | None:
 
 
 def _loosen(bound: Bound, length: int) -> Bound:
-    """No limit, where the bound cannot cut anything off."""
+    """inf (no limit) if the bound hides nothing in a tile of that length."""
     return inf if bound >= length - 1 else bound
 
 
-def _join_full(found: list[Tile]) -> list[Tile]:
-    """Join neighbouring full tiles, first along the keys, then along the rows."""
-    single = [tile for tile in found if len(tile.rows) == len(tile.keys) == 1]
-    several = [tile for tile in found if not len(tile.rows) == len(tile.keys) == 1]
-    return several + _join_along("rows", _join_along("keys", single))
+def _join_full_tiles(tiles: list[Tile]) -> list[Tile]:
+    """Join neighbouring full tiles of one range each, first along the keys, then along the rows."""
+    single = [tile for tile in tiles if len(tile.rows) == len(tile.keys) == 1]
+    others = [tile for tile in tiles if not len(tile.rows) == len(tile.keys) == 1]
+    return others + _join_along("rows", _join_along("keys", single))
 
 
-def _join_along(axis: Literal["rows", "keys"], found: list[Tile]) -> list[Tile]:
-    """Join full tiles that continue one another along `axis` and agree in the other one."""
+def _join_along(axis: Literal["rows", "keys"], tiles: list[Tile]) -> list[Tile]:
+    """Join full tiles that are neighbours along `axis` and equal along the other axis."""
     other = "keys" if axis == "rows" else "rows"
 
-    def place(tile: Tile) -> tuple[Ranges, Range]:
+    def across_and_along(tile: Tile) -> tuple[Ranges, Range]:
         (along,) = getattr(tile, axis)
         return getattr(tile, other), along
 
     joined: list[Tile] = []
-    for tile in sorted(found, key=place):
-        across, (start, stop) = place(tile)
+    for tile in sorted(tiles, key=across_and_along):
+        across, (start, stop) = across_and_along(tile)
         if joined and joined[-1].band == tile.band == FULL:
-            last_across, (first, upto) = place(joined[-1])
-            if last_across == across and upto == start:
-                joined[-1] = replace(joined[-1], **{axis: ((first, stop),)})
+            last_across, (last_start, last_stop) = across_and_along(joined[-1])
+            if last_across == across and last_stop == start:
+                joined[-1] = replace(joined[-1], **{axis: ((last_start, stop),)})
                 continue
         joined.append(tile)
     return joined

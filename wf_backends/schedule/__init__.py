@@ -36,7 +36,7 @@ from wf_backends.schedule.ranges import (
     union,
 )
 from wf_backends.schedule.routes import ROUTES, make_schedule
-from wf_backends.schedule.schedule import Schedule, Shards, carriers, check, render
+from wf_backends.schedule.schedule import Schedule, Shards, check, ranks_by_shard, render
 from wf_backends.schedule.slices import SLICE_WORDS, Slice
 
 __all__ = [
@@ -57,7 +57,7 @@ __all__ = [
     "Schedule",
     "Shards",
     "Slice",
-    "carriers",
+    "ranks_by_shard",
     "check",
     "digits",
     "divisors",

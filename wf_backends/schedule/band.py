@@ -1,4 +1,4 @@
-"""How far before and behind itself a query sees. Pure: standard library only."""
+"""The band of keys that a query sees around its own position. Pure: standard library only."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ Bound = int | float  # an integer, or math.inf for "no limit"
 class Band:
     """A query at position p sees the keys in [p - left, p + right].
 
-    In a tile the same words are relative to the tile's own indices: row i sees
-    key j if and only if -left <= j - i <= right, and either bound may be negative.
+    In a tile, bounds are relative to the tile's own indices: row i sees key j if and only if
+    -left <= j - i <= right, and either bound may be negative.
     """
 
     left: Bound = inf
     right: Bound = inf
 
     def shift(self, offset: int) -> Band:
-        """The same band seen from a tile whose first key lies `offset` after its first row."""
+        """The band in a tile's own indices, if its first key lies `offset` after its first row."""
         return Band(self.left + offset, self.right - offset)
 
     @property
     def edges(self) -> int:
-        """How many of its two sides have a limit."""
-        return (self.left < inf) + (self.right < inf)
+        """How many of the two bounds are finite."""
+        return int(self.left < inf) + int(self.right < inf)
 
     def __str__(self) -> str:
         if self == FULL:

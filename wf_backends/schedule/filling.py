@@ -1,8 +1,8 @@
-"""Shards filled one after the other, so that each has its part of the tokens and of the scores.
+"""Shards that are filled one after the other, each with its share of the tokens and of the scores.
 
-Pure: standard library only. A sequence is told in segments, in which the keys that a query sees
-rise or fall evenly from token to token: packed documents are such segments, and so is what slices
-of a mask make of a sequence.
+Pure: standard library only. A score is a (query, key) pair that the mask lets through. A sequence
+is divided into segments in which the number of keys that a query sees is linear in its position:
+packed documents, or what `segments_of` finds for a mask in slices.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, chain, pairwise, product
 from math import inf
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ from wf_backends.schedule.ranges import Range, Ranges, join, size
 from wf_backends.schedule.slices import Slice
 
 MAX_EXCESS = 0.02
-"""How far the busiest rank may be above the mean, so that fewer segments are cut."""
-EXCESSES = (MAX_EXCESS, MAX_EXCESS / 2, MAX_EXCESS / 4, 0.0)
+"""The busiest rank may have this share more than the mean, so that fewer segments are cut."""
+TOLERANCES = (MAX_EXCESS, MAX_EXCESS / 2, MAX_EXCESS / 4, 0.0)  # tried in this order
 
 
 class Segment(NamedTuple):
@@ -36,25 +36,25 @@ class Segment(NamedTuple):
 
     @property
     def density(self) -> float:
-        """Keys that a token sees, in the mean."""
+        """The mean number of keys that a token sees."""
         return self.first + self.slope * (self.length - 1) / 2
 
     @property
     def area(self) -> int:
-        """(query, key) pairs of all its tokens."""
+        """The scores of all tokens."""
         return self.scores(self.start, self.stop)
 
     def scores(self, start: int, stop: int) -> int:
-        """(query, key) pairs of the tokens [start, stop), as far as they lie in the segment."""
+        """The scores of those tokens in [start, stop) that lie in the segment."""
         begin, end, first, slope = self
         a, b = max(start, begin) - begin, min(stop, end) - begin
         return (b - a) * (2 * first + slope * (a + b - 1)) // 2 if a < b else 0
 
     def rows(self, start: int, stop: int) -> tuple[Range, ...]:
-        """The tokens start to stop in an order in which scores go with the count of tokens.
+        """Tokens `start` to `stop` of an order in which any n tokens have n * density scores.
 
-        From the ends inwards, if keys rise or fall: [a, b) and their mirror image see (b - a) *
-        length * density keys together, wherever they lie.
+        If the number of keys rises or falls, this order goes from both ends inwards: a token and
+        its mirror image together have 2 * density scores.
         """
         first, last = self.start, self.stop
         if not self.slope or stop - start == last - first:
@@ -64,70 +64,71 @@ class Segment(NamedTuple):
 
 
 class Load:
-    """Scores and tokens of shards, beside the mean.
-
-    Args:
-        segments: in the order of the sequence.
-    """
+    """The scores and tokens of shards, for segments in the order of the sequence."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
         self._starts = [segment.start for segment in segments]
 
     def scores(self, shard: Ranges) -> int:
-        """How many (query, key) pairs the shard's queries see."""
-        found = 0
+        """The scores of the shard's queries."""
+        scores = 0
         for start, stop in shard:
-            at = bisect_right(self._starts, start) - 1
-            while at < len(self.segments) and self.segments[at].start < stop:
-                found += self.segments[at].scores(start, stop)
-                at += 1
-        return found
+            index = bisect_right(self._starts, start) - 1
+            while index < len(self.segments) and self.segments[index].start < stop:
+                scores += self.segments[index].scores(start, stop)
+                index += 1
+        return scores
 
-    def unevenness(self, shards: Sequence[Ranges]) -> float:
-        """How far the busiest rank is above the mean, in scores or tokens, whichever is more."""
+    def excess(self, shards: Sequence[Ranges]) -> float:
+        """Largest load / mean load - 1, in scores or in tokens, whichever is larger."""
         loads = [self.scores(shard) for shard in shards], [size(shard) for shard in shards]
         return max(max(load) * len(load) / sum(load) - 1 for load in loads if any(load))
 
 
 def causal_load(cu_seqlens: Sequence[int]) -> Load:
-    """What shards have to do under a causal mask inside documents."""
+    """The load under a causal mask inside documents."""
     return Load([Segment(start, stop) for start, stop in pairwise(cu_seqlens)])
 
 
 def slices_load(slices: Sequence[Slice], seqlen: int) -> Load:
-    """What shards have to do under a mask in slices."""
+    """The load under a mask in slices."""
     return Load(segments_of(slices, seqlen))
 
 
 def segments_of(slices: Sequence[Slice], seqlen: int) -> list[Segment]:
-    """The sequence in segments, by how many keys its queries see in all slices together."""
-    value, slope = Counter[int](), Counter[int]()  # changes at a token, of first - slope start
-    for piece in (piece for one in slices for piece in _pieces(one)):
-        for at, sign in ((piece.start, 1), (piece.stop, -1)):
-            value[at] += sign * (piece.first - piece.slope * piece.start)
-            slope[at] += sign * piece.slope
-    edges = sorted({0, seqlen, *(at for at in value if at < seqlen)})
-    found, base, rise = list[Segment](), 0, 0
+    """The segments of a sequence, by the number of keys that queries see in all slices together.
+
+    It is offset + slope * position in each segment; both are sums over the slices' segments.
+    """
+    offset_changes, slope_changes = Counter[int](), Counter[int]()  # by position
+    for part in chain.from_iterable(map(_segments_of_slice, slices)):
+        for position, sign in ((part.start, 1), (part.stop, -1)):
+            offset_changes[position] += sign * (part.first - part.slope * part.start)
+            slope_changes[position] += sign * part.slope
+    edges = sorted({0, seqlen, *(position for position in offset_changes if position < seqlen)})
+    segments, offset, slope = list[Segment](), 0, 0
     for start, stop in pairwise(edges):
-        base, rise = base + value[start], rise + slope[start]
-        if (value[start] or slope[start]) or not found:
-            found.append(Segment(start, stop, base + rise * start, rise))
-        else:  # one piece goes on as another ends
-            found[-1] = found[-1]._replace(stop=stop)
-    return found
+        offset += offset_changes[start]
+        slope += slope_changes[start]
+        if offset_changes[start] or slope_changes[start] or not segments:
+            segments.append(Segment(start, stop, offset + slope * start, slope))
+        else:  # where one slice ends, another goes on in the same way
+            segments[-1] = segments[-1]._replace(stop=stop)
+    return segments
 
 
-def _pieces(one: Slice) -> Iterator[Segment]:
-    """The queries of a slice in segments: keys rise, stay or fall from one to the next."""
-    (q0, q1), (k0, k1) = one.q, one.k
+def _segments_of_slice(slice_: Slice) -> Iterator[Segment]:
+    """The segments of a slice's queries: the number of keys rises, stays, and falls."""
+    (q0, q1), (k0, k1) = slice_.q, slice_.k
 
     def keys(query: int) -> int:
-        return int(min(k1, query + one.right + 1) - max(k0, query - one.left))
+        return int(min(k1, query + slice_.right + 1) - max(k0, query - slice_.left))
 
-    first, last = int(max(q0, k0 - one.right)), int(min(q1, k1 + one.left))  # who see any
-    turns = k1 - one.right, k0 + one.left + 1  # where keys stop rising, and begin to fall
-    edges = sorted({first, last, *(int(at) for at in turns if first < at < last)})
+    first = int(max(q0, k0 - slice_.right))  # the queries that see any key: [first, last)
+    last = int(min(q1, k1 + slice_.left))
+    bends = k1 - slice_.right, k0 + slice_.left + 1  # keys stop to rise, begin to fall
+    edges = sorted({first, last, *(int(bend) for bend in bends if first < bend < last)})
     for start, stop in pairwise(edges):
         slope = keys(start + 1) - keys(start) if stop - start > 1 else 0
         yield Segment(start, stop, keys(start), slope)
@@ -136,99 +137,103 @@ def _pieces(one: Slice) -> Iterator[Segment]:
 def fill_evenly(num_ranks: int, load: Load, segments: Sequence[Segment]) -> tuple[Ranges, ...]:
     """The shards of a sequence, even in tokens and in scores (see `fill`).
 
-    Of the tolerances the largest counts that comes out even, since it cuts the fewest segments.
+    Tolerances are tried from the largest, which cuts the fewest segments, until shards are even.
 
     Args:
-        load: of the whole sequence. segments: the same, the densest first.
+        load: of the sequence. segments: those of the load, the densest first.
     """
-    best, least = (), inf
-    for tolerated in EXCESSES:
-        shards = fill(num_ranks, segments, tolerated)
-        uneven = load.unevenness(shards)
-        if uneven < least:
-            best, least = shards, uneven
-        if least <= MAX_EXCESS:
+    best, best_excess = (), inf
+    for tolerance in TOLERANCES:
+        shards = fill(num_ranks, segments, tolerance)
+        excess = load.excess(shards)
+        if excess < best_excess:
+            best, best_excess = shards, excess
+        if best_excess <= MAX_EXCESS:
             break
     return best
 
 
-def fill(num_ranks: int, segments: Sequence[Segment], tolerated: float) -> tuple[Ranges, ...]:
-    """Rank after rank gets its part of the densest and of the thinnest segments that are left.
+def fill(num_ranks: int, segments: Sequence[Segment], tolerance: float) -> tuple[Ranges, ...]:
+    """Fill rank after rank from the densest and from the sparsest segments that are left.
 
-    Dense ones have more scores for their tokens than the mean, thin ones fewer: of both ends
-    together there is always an amount with as many tokens as the mean and as many scores.
+    Dense segments have more scores for their tokens than the mean, sparse ones fewer. So some
+    amounts from both ends together have the mean number of tokens and the mean number of scores.
 
     Args:
         segments: the densest first.
-        tolerated: how far a rank may be off the mean of what is left, to cut fewer segments.
+        tolerance: a rank may be off the mean of what is left by this share, to cut fewer segments.
     """
     line = _Line(segments)
     shards = list[Ranges]()
-    first, last = 0, line.tokens
-    for ranks in range(num_ranks, 0, -1):
-        mean = (last - first) / ranks, line.scores(first, last) / ranks
-        front, back = line.ends(first, last, mean, tolerated) if ranks > 1 else (last - first, 0)
-        shards.append(join((*line.rows(first, first + front), *line.rows(last - back, last))))
-        first, last = first + front, last - back
+    first, last = 0, line.num_tokens
+    for ranks_left in range(num_ranks, 0, -1):
+        means = (last - first) / ranks_left, line.scores(first, last) / ranks_left
+        front, back = last, last
+        if ranks_left > 1:
+            front, back = line.cut_ends(first, last, means, tolerance)
+        shards.append(join((*line.rows(first, front), *line.rows(back, last))))
+        first, last = front, back
     return tuple(shards)
 
 
 class _Line:
-    """The segments in a row, each as in `Segment.rows`: a place is a count of tokens."""
+    """Segments end to end, each as in `Segment.rows`. A point is the number of tokens before it."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
-        self.edges = list(accumulate((one.length for one in segments), initial=0))
-        self.done = list(accumulate((one.area for one in segments), initial=0))
-        self.tokens = self.edges[-1]
+        self.edges = list(accumulate((segment.length for segment in segments), initial=0))
+        self.scores_before = list(accumulate((segment.area for segment in segments), initial=0))
+        self.num_tokens = self.edges[-1]
 
     def rows(self, start: int, stop: int) -> Iterator[Range]:
-        """The rows between two places."""
-        for at in range(self._at(start), len(self.segments)):
-            edge, upto = self.edges[at : at + 2]
-            if edge >= stop:
+        """The rows between two points."""
+        for index in range(self._segment_at(start), len(self.segments)):
+            begin, end = self.edges[index : index + 2]
+            if begin >= stop:
                 return
-            yield from self.segments[at].rows(max(start, edge) - edge, min(stop, upto) - edge)
+            yield from self.segments[index].rows(max(start, begin) - begin, min(stop, end) - begin)
 
     def scores(self, start: int, stop: int) -> float:
-        """Of the rows between two places."""
-        return self._before(stop) - self._before(start)
+        """The scores of the rows between two points."""
+        return self._scores_until(stop) - self._scores_until(start)
 
-    def ends(
-        self, first: int, last: int, mean: tuple[float, float], tolerated: float
+    def cut_ends(
+        self, first: int, last: int, means: tuple[float, float], tolerance: float
     ) -> tuple[int, int]:
-        """(tokens from the front, tokens from the back) with the mean's tokens and scores, nearly.
-
-        Of all that are near enough those that cut the fewest segments.
+        """Points (front, back): [first, front) and [back, last) together have the mean (tokens,
+        scores), within the tolerance. Of all such points, those that cut the fewest segments.
         """
-        tokens, scores = mean
-        whole = round(tokens)
+        count = round(means[0])
 
-        def scores_with(front: int) -> float:
-            return self.scores(first, first + front) + self.scores(last - whole + front, last)
+        def scores_with(in_front: int) -> float:
+            front, back = first + in_front, last - count + in_front
+            return self.scores(first, front) + self.scores(back, last)
 
-        low = bisect_left(range(whole), scores, key=scores_with)
-        best = (2, 0.0), (low, whole - low)
-        nearby = self._nearby(first + low), self._nearby(last - whole + low)
-        for upto, since in product(*nearby):
-            if not first <= upto <= since <= last:
+        in_front = bisect_left(range(count), means[1], key=scores_with)
+        best = (2, 0.0), (in_front, count - in_front)  # (cuts, deviation), tokens at both ends
+        fronts = self._with_edges(first + in_front)
+        backs = self._with_edges(last - count + in_front)
+        for front, back in product(fronts, backs):
+            if not first <= front <= back <= last:
                 continue
-            got = upto - first + last - since, self.scores(first, upto) + self.scores(since, last)
-            off = max(abs(have / want - 1) for have, want in zip(got, mean, strict=True) if want)
-            cuts = (upto not in nearby[0][1:]) + (since not in nearby[1][1:])
-            if off <= tolerated:
-                best = min(best, ((cuts, off), (upto - first, last - since)))
-        return best[1]
+            tokens = front - first, last - back
+            sums = sum(tokens), self.scores(first, front) + self.scores(back, last)
+            pairs = zip(sums, means, strict=True)
+            deviation = max(abs(value / mean - 1) for value, mean in pairs if mean)
+            cuts = int(front not in fronts[1:]) + int(back not in backs[1:])
+            if deviation <= tolerance:
+                best = min(best, ((cuts, deviation), tokens))
+        return first + best[1][0], last - best[1][1]
 
-    def _nearby(self, place: int) -> tuple[int, int, int]:
-        """The place itself, and the edges of segments before and behind it."""
-        at = self._at(place)
-        return place, self.edges[at], self.edges[min(at + 1, len(self.edges) - 1)]
+    def _with_edges(self, point: int) -> tuple[int, int, int]:
+        """The point, and the edges of the segment that it lies in."""
+        index = self._segment_at(point)
+        return point, self.edges[index], self.edges[min(index + 1, len(self.edges) - 1)]
 
-    def _at(self, place: int) -> int:
-        """The segment at a place."""
-        return min(bisect_right(self.edges, place), len(self.segments)) - 1
+    def _segment_at(self, point: int) -> int:
+        return min(bisect_right(self.edges, point), len(self.segments)) - 1
 
-    def _before(self, place: int) -> float:
-        at = self._at(place)
-        return self.done[at] + (place - self.edges[at]) * self.segments[at].density
+    def _scores_until(self, point: int) -> float:
+        index = self._segment_at(point)
+        tokens = point - self.edges[index]
+        return self.scores_before[index] + tokens * self.segments[index].density

@@ -1,8 +1,8 @@
 """Which tokens a rank owns.
 
-Pure: standard library only. A layout gives every rank its shard: the sorted ranges of global
-positions whose rows it holds, in sequence order. Sequence lengths need not divide: chunks then
-differ by one token.
+Pure: standard library only. A layout gives every rank its shard: sorted ranges of global positions,
+whose rows the rank holds in this order. If a sequence length is not divisible, chunks differ by one
+token.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def contiguous(num_ranks: int, seqlen: int) -> Layout:
 
 
 def zigzag(num_ranks: int, seqlen: int) -> Layout:
-    """Rank r owns chunks r and 2P-1-r of 2P chunks: a causal mask then gives all the same work.
+    """Rank r owns chunks r and 2P-1-r of 2P chunks: even work under a causal mask.
 
     Raises:
         ValueError: if there are fewer tokens than 2P chunks.
@@ -47,25 +47,25 @@ def zigzag(num_ranks: int, seqlen: int) -> Layout:
 
 @lru_cache(maxsize=64)
 def document_zigzag(num_ranks: int, cu_seqlens: tuple[int, ...]) -> Layout:
-    """Packed documents of any lengths, balanced: short ones whole on a rank, long ones zigzag.
+    """Packed documents of any lengths, balanced: short documents stay whole, long ones are zigzag.
 
-    Shards may differ in length; a rank's load is its share of the causal scores (attention) or of
-    the tokens (everything else), whichever is more. A row is sent to every rank that holds later
-    rows of its document: documents of at most an even load stay whole if that comes out even, the
-    largest given away first. If not, ranks are filled one after the other (`filling.fill_evenly`),
-    which cuts at most two documents a rank that would fit one.
+    Shards may differ in length. A rank's load is its share of the causal scores (attention) or of
+    the tokens (everything else), whichever is larger. A cut document costs messages: each row goes
+    to all ranks that hold later rows of its document. So documents that fit one rank stay whole,
+    and go to ranks in order of length, the longest first. If that is too uneven, ranks are filled
+    one after the other (`filling.fill_evenly`), which cuts at most two such documents per rank.
 
     Args:
         cu_seqlens: the documents' borders 0 = c0 < c1 < ... = S.
 
     Raises:
-        ValueError: if there are so few tokens that a rank would get none.
+        ValueError: if a rank would get no tokens.
     """
     load = causal_load(cu_seqlens)
-    documents = sorted(load.segments, key=lambda one: (-one.length, one.start))
-    layout = _deal(num_ranks, documents)
-    if load.unevenness(layout) > MAX_EXCESS:
-        layout = min(layout, fill_evenly(num_ranks, load, documents), key=load.unevenness)
+    documents = sorted(load.segments, key=lambda document: (-document.length, document.start))
+    layout = _assign_documents(num_ranks, documents)
+    if load.excess(layout) > MAX_EXCESS:
+        layout = min(layout, fill_evenly(num_ranks, load, documents), key=load.excess)
     if not all(layout):
         raise _too_short("document_zigzag", cu_seqlens[-1], num_ranks, 2 * num_ranks)
     return layout
@@ -73,38 +73,39 @@ def document_zigzag(num_ranks: int, cu_seqlens: tuple[int, ...]) -> Layout:
 
 @lru_cache(maxsize=64)
 def balanced(num_ranks: int, seqlen: int, slices: tuple[Slice, ...]) -> Layout:
-    """A mask in slices, balanced: every rank has as many tokens and as many scores to compute.
+    """For a mask in slices: all ranks have the same number of tokens and nearly of scores.
 
-    Token counts differ by one where the ranks do not divide the sequence. Ranks are in the order of
-    their first tokens, so that neighbours on a ring are near.
+    Numbers of tokens differ by one where the sequence does not divide. Ranks are in the order of
+    their first tokens, so that neighbours on a ring are near each other in the sequence.
 
     Raises:
         ValueError: if there are fewer tokens than ranks.
     """
     if seqlen < num_ranks:
         raise _too_short("balanced", seqlen, num_ranks, num_ranks)
-    if beyond := [one.q for one in slices if one.q[1] > seqlen]:
-        raise ValueError(
-            f"q_ranges must end within the sequence of {seqlen} tokens, got {beyond[0]}"
-        )
+    for slice_ in slices:
+        if slice_.q[1] > seqlen:
+            raise ValueError(
+                f"q_ranges must end within the sequence of {seqlen} tokens, got {slice_.q}"
+            )
     load = slices_load(slices, seqlen)
-    densest = sorted(load.segments, key=lambda one: (-one.density, one.start))
-    return tuple(sorted(fill_evenly(num_ranks, load, densest)))
+    densest_first = sorted(load.segments, key=lambda segment: (-segment.density, segment.start))
+    return tuple(sorted(fill_evenly(num_ranks, load, densest_first)))
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutKind:
-    """A layout by name: how to build it."""
+    """How to build a layout, and from what."""
 
     build: Callable[..., Layout]
-    """From the ranks, and from tokens, the documents' borders, or tokens and a mask's slices."""
+    """Called with num_ranks and seqlen; num_ranks and cu_seqlens; or num_ranks, seqlen, slices."""
     chunks_per_rank: int
-    """A sequence length divisible by ranks x this gives every rank the same number of tokens; 0 =
-    shards are not meant to be equal, nothing is padded for them."""
+    """Shards have equal lengths if num_ranks * chunks_per_rank divides the sequence length. 0 =
+    shards may differ in length, and sequences are not padded for this layout."""
     needs_documents: bool = False
-    """Whether the layout follows from the documents, so that none may be left unsaid."""
+    """Whether the layout follows from the documents, so that `cu_seqlens` is required."""
     needs_slices: bool = False
-    """The same of the mask's slices."""
+    """Whether the layout follows from the slices of the mask, so that `slices` is required."""
 
 
 LAYOUTS: Mapping[str, LayoutKind] = MappingProxyType(
@@ -127,8 +128,8 @@ def make_layout(
     """The layout called `name` for `seqlen` tokens on `num_ranks` ranks.
 
     Raises:
-        ValueError: for an unknown name, a sequence too short, or documents or slices that the
-            layout needs and that were not given or do not fit `seqlen`.
+        ValueError: if the name is unknown, the sequence is too short, documents or slices that the
+            layout needs are missing, or they do not fit `seqlen`.
     """
     one_of("layout", name, tuple(LAYOUTS))
     kind = LAYOUTS[name]
@@ -153,23 +154,23 @@ def make_layout(
     return kind.build(num_ranks, seqlen)
 
 
-def layout_of(name: str, rows: Sequence[int], mask: Mask, what: str) -> Layout:
-    """The layout called `name` whose shards have the lengths `rows`, by rank.
+def layout_of(name: str, rows: Sequence[int], mask: Mask, tensor: str) -> Layout:
+    """The layout called `name`, if its shards have the lengths `rows` (by rank).
 
     Raises:
-        ValueError: as `make_layout`, and naming `what` if there is no such layout.
+        ValueError: as `make_layout`; or if shards have other lengths: names `tensor`.
     """
     layout = make_layout(name, len(rows), sum(rows), mask.cu_seqlens, mask.slices)
     if lengths(layout) != tuple(rows):
         raise ValueError(
-            f"{what} must be the shards of the {name} layout: for {sum(rows)} tokens these have "
+            f"{tensor} must be the shards of the {name} layout: for {sum(rows)} tokens these have "
             f"{list(lengths(layout))} rows, got {list(rows)}"
         )
     return layout
 
 
 def padding_multiple(name: str, num_ranks: int) -> int:
-    """What to pad a sequence to a multiple of, so that all shards have the same length."""
+    """Sequences padded to a multiple of this have shards of equal lengths."""
     return max(1, num_ranks * LAYOUTS[name].chunks_per_rank)
 
 
@@ -178,20 +179,23 @@ def lengths(layout: Layout) -> tuple[int, ...]:
     return tuple(size(shard) for shard in layout)
 
 
-def _deal(num_ranks: int, documents: Sequence[Segment]) -> Layout:
-    """Every document on as few ranks as it has even loads, those with the smallest so far."""
-    all_scores = sum(one.area for one in documents)
-    all_tokens = sum(one.length for one in documents)
+def _assign_documents(num_ranks: int, documents: Sequence[Segment]) -> Layout:
+    """Give each document to as few ranks as its load needs: those with the smallest loads so far.
+
+    Documents on several ranks are cut into equal parts, each with its mirror image (zigzag).
+    """
+    all_scores = sum(document.area for document in documents)
+    all_tokens = sum(document.length for document in documents)
     scores, tokens, loads = [0] * num_ranks, [0] * num_ranks, [0.0] * num_ranks
     shards: list[list[Range]] = [[] for _ in range(num_ranks)]
     for number, document in enumerate(documents):
         share = max(document.area / all_scores, document.length / all_tokens)
         count = min(num_ranks, max(1, ceil(share * num_ranks)))
         ranks = sorted(nsmallest(count, range(num_ranks), key=loads.__getitem__))
-        edges = [place * document.length // count for place in range(count + 1)]
-        for place, between in enumerate(pairwise(edges)):
-            rank = ranks[(place + number) % count]  # edges round for one rank's good
-            rows = join(document.rows(*between))
+        edges = [i * document.length // count for i in range(count + 1)]
+        for i, (start, stop) in enumerate(pairwise(edges)):
+            rank = ranks[(i + number) % count]  # rotated, as edges always round down
+            rows = join(document.rows(start, stop))
             shards[rank] += rows
             scores[rank] += sum(document.scores(*piece) for piece in rows)
             tokens[rank] += size(rows)
@@ -206,8 +210,8 @@ def _chunks(name: str, num_ranks: int, num_chunks: int, seqlen: int) -> list[Ran
     return list(pairwise(edges))
 
 
-def _too_short(name: str, seqlen: int, num_ranks: int, least: int) -> ValueError:
+def _too_short(name: str, seqlen: int, num_ranks: int, min_tokens: int) -> ValueError:
     return ValueError(
         f"a sequence of {seqlen} tokens is too short for the {name} layout on {num_ranks} "
-        f"ranks: it needs at least {least} tokens, one for each chunk"
+        f"ranks: it needs at least {min_tokens} tokens, one for each chunk"
     )

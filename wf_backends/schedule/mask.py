@@ -19,10 +19,12 @@ from wf_backends.schedule.slices import Slice, make_slices, refuse_tensor
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Which keys a query sees, in parts: one part, one for each document, or slices.
+    """Which keys a query sees.
 
-    `cu_seqlens` are the documents' borders 0 = c0 < c1 < ... = S; None is one document. `slices`
-    take the place of both: a query sees what it sees in any of them, and nothing if it is in none.
+    A mask has numbered parts: its documents, each with the band `band`, or its slices, each with a
+    band of its own. `cu_seqlens` are the documents' borders 0 = c0 < c1 < ... = S; None is one
+    document. With `slices`, the other two fields are not used: a query sees the keys that any slice
+    lets it see, and a query that is in no slice sees none.
     """
 
     band: Band = FULL
@@ -39,12 +41,12 @@ class Mask:
 
     @property
     def is_near(self) -> bool:
-        """Whether tokens see no further than a window or their document."""
+        """Whether tokens see only a window or their own document."""
         return self.cu_seqlens is not None or self.band.left < inf
 
     @property
     def is_dense(self) -> bool:
-        """Whether queries see all keys, or all up to some: few rows are spared a way."""
+        """Whether queries see all keys, or all keys before them: then most rows must travel."""
         return self.slices is None and not self.is_near
 
     @property
@@ -52,10 +54,10 @@ class Mask:
         """Whether no query sees a later key."""
         if self.slices is None:
             return self.band.right <= 0
-        return all(one.distances[1] <= 0 for one in self.slices)
+        return all(slice_.distances[1] <= 0 for slice_ in self.slices)
 
     def within(self, seqlen: int) -> Mask:
-        """The mask for a sequence of `seqlen` tokens: windows that reach over all are none."""
+        """The mask with window sides that hide no key of `seqlen` tokens set to unlimited."""
         if self.slices is not None:
             return self
         longest = max(stop - start for start, stop in self.documents(seqlen))
@@ -68,16 +70,16 @@ class Mask:
         return tuple(pairwise(self.cu_seqlens)) if self.cu_seqlens else ((0, stop),)
 
     def band_of(self, part: int) -> Band:
-        """The band of a part, by its number: of a document or a slice."""
+        """The band of a part, by its number."""
         return self.band if self.slices is None else self.slices[part].band
 
     def check_lengths(self, seqlen: int, num_keys: int) -> None:
-        """Refuse slices that reach beyond the queries or keys; ValueError that names the first."""
-        for at, one in enumerate(self.slices or ()):
-            for name, (start, stop), length in (("q", one.q, seqlen), ("k", one.k, num_keys)):
+        """Raise ValueError for the first slice that ends beyond the queries or the keys."""
+        for i, slice_ in enumerate(self.slices or ()):
+            for name, (start, stop), length in (("q", slice_.q, seqlen), ("k", slice_.k, num_keys)):
                 if stop > length:
                     raise ValueError(
-                        f"{name}_ranges: slice {at} ends beyond the sequence of {length} tokens, "
+                        f"{name}_ranges: slice {i} ends beyond the sequence of {length} tokens, "
                         f"got ({start}, {stop})"
                     )
 
@@ -91,23 +93,23 @@ def make_mask(
     k_ranges: Any = None,
     attn_mask_types: Any = None,
 ) -> Mask:
-    """The public words for a mask (flash-attn's, and MagiAttention's for slices) as a Mask.
+    """The mask that a caller describes by arguments of flash-attn, or of MagiAttention for slices.
 
     Args:
         causal: no query sees a later key.
         window_size: (left, right) in tokens, -1 = unlimited.
         cu_seqlens: document borders as host integers, or None.
         seqlen: global sequence length S that cu_seqlens must end at; None = unchecked.
-        q_ranges, k_ranges, attn_mask_types: slices, see `slices.make_slices`; in place of the rest.
+        q_ranges, k_ranges, attn_mask_types: slices (see `slices.make_slices`), instead of all else.
 
     Raises:
-        ValueError: if causal is no bool, a window is malformed, cu_seqlens is not 0 = c0 < c1 < ...
-            = S, or slices are malformed, overlap or come with causal, window_size or cu_seqlens.
+        ValueError: if causal is not a bool, a window is malformed, cu_seqlens is not 0 = c0 < c1
+            < ... = S, or slices are malformed, overlap, or come with one of the first three.
     """
-    words = (q_ranges, k_ranges, attn_mask_types)
-    if any(value is not None for value in words):
+    slice_lists = (q_ranges, k_ranges, attn_mask_types)
+    if any(value is not None for value in slice_lists):
         _refuse_beside_slices(causal, window_size, cu_seqlens)
-        return Mask(slices=make_slices(*words))
+        return Mask(slices=make_slices(*slice_lists))
     if not isinstance(causal, bool):
         raise ValueError(f"causal must be True or False, got {causal!r}")
     left, right = _bounds(window_size)
@@ -118,18 +120,21 @@ def make_mask(
 def _refuse_beside_slices(
     causal: bool, window_size: tuple[int, int], cu_seqlens: Sequence[int] | None
 ) -> None:
-    given = {"causal": causal, "window_size": window_size != (-1, -1)}
-    given |= {"cu_seqlens": cu_seqlens is not None}
-    if beside := [name for name, is_given in given.items() if is_given]:
+    is_given = {
+        "causal": causal,
+        "window_size": window_size != (-1, -1),
+        "cu_seqlens": cu_seqlens is not None,
+    }
+    if names := [name for name, given in is_given.items() if given]:
         raise ValueError(
-            f"q_ranges, k_ranges and attn_mask_types say all of the mask: leave {beside} out, and "
+            f"q_ranges, k_ranges and attn_mask_types say all of the mask: leave {names} out, and "
             'give a slice the type "causal" where it is'
         )
 
 
 def _bounds(window_size: tuple[int, int]) -> tuple[Bound, Bound]:
-    pair = isinstance(window_size, Sequence) and len(window_size) == 2
-    if not pair or not all(type(w) is int and w >= -1 for w in window_size):
+    is_pair = isinstance(window_size, Sequence) and len(window_size) == 2
+    if not is_pair or not all(type(w) is int and w >= -1 for w in window_size):
         raise ValueError(
             f"window_size must be (left, right) in tokens, -1 = unlimited; got {window_size!r}"
         )

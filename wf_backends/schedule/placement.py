@@ -1,10 +1,10 @@
 # pyright: reportUnnecessaryIsInstance=false
 """Which rank plays which part of a schedule.
 
-Pure: standard library only. The ranks of a route are numbers with digits: of a mesh (column, row),
-of concentric rings (block, position in the sub-ring, member of the team). Writing the digits in
-another order, or counting backwards, puts other ranks on one host; a schedule with its ranks
-renumbered is a schedule.
+Pure: standard library only. The parts of a route are numbers with digits: (column, row) of a mesh,
+(block, position in the sub-ring, member of the team) of concentric rings. A rank's number has the
+same digits in any order, or is counted backwards. This decides which parts share a host. A schedule
+with its ranks renumbered is still a valid schedule.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from wf_backends.schedule.routes import ROUTES, make_schedule
 from wf_backends.schedule.schedule import Schedule, Shards, inverse
 
 Words = tuple[tuple[str, Any], ...]  # a route without its placement, sorted and hashable
-ORDER, REVERSE, HOST_SIZE = "order", "reverse", "host_size"  # a placement, as words of a route
+ORDER, REVERSE, HOST_SIZE = "order", "reverse", "host_size"  # keys of a placement in a config
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A route by its words, and which rank plays which of its parts.
+    """A route as in the config, and which rank plays which of its parts.
 
-    Digit i of a part's number is worth more than digit i + 1; `order` lists the digits as they
-    stand in the rank's number. `reverse` counts the ranks from the last to the first. `host_size`
-    neighbouring ranks of the cluster are a host to which a row of the side that stays crosses once;
-    1 = once to each reader.
+    Digit 0 of a part's number is the most significant. `order` lists the digits as they stand in
+    the rank's number. `reverse` counts the ranks from the last to the first. `host_size`
+    neighbouring ranks of the cluster share a host, to which a row of the side that stays crosses
+    once; 1 = once to each reader.
     """
 
     words: Words
@@ -46,12 +46,12 @@ class Placed:
 
     @property
     def keys_stay(self) -> bool:
-        """Whether keys stay in its forward: see `RouteKind`."""
+        """Whether keys are the side that stays in the forward: see `RouteKind`."""
         return ROUTES[self.route["name"]].keys_stay
 
     @property
     def gathers(self) -> bool:
-        """Whether ranks bring rows of several owners together: see `RouteKind`."""
+        """Whether a rank gathers rows of several owners: see `RouteKind`."""
         return ROUTES[self.route["name"]].gathers
 
     @property
@@ -61,16 +61,19 @@ class Placed:
 
     @property
     def in_rank_order(self) -> bool:
-        """Whether part r is played by rank r, as where a route says nothing of placement."""
+        """Whether rank r plays part r: the default, if a config has no keys of a placement."""
         return self.in_order and not self.reverse
 
     def to_words(self) -> dict[str, Any]:
-        """What `read_placed` takes, as a JSON has it; rank order goes without saying."""
+        """The route as a JSON block that `read_placed` reads; defaults are left out."""
         words = self.route
         if not self.in_order:
             words[ORDER] = list(self.order)
-        words |= {REVERSE: True} if self.reverse else {}
-        return words | ({HOST_SIZE: self.host_size} if self.host_size > 1 else {})
+        if self.reverse:
+            words[REVERSE] = True
+        if self.host_size > 1:
+            words[HOST_SIZE] = self.host_size
+        return words
 
     def __str__(self) -> str:
         route = self.route
@@ -78,12 +81,15 @@ class Placed:
         text = f"{route['name']} {keys}".strip()
         if not self.in_order:
             text += f", digits {'-'.join(map(str, self.order))}"
-        text += ", reversed" if self.reverse else ""
-        return text + (f", once to hosts of {self.host_size}" if self.host_size > 1 else "")
+        if self.reverse:
+            text += ", reversed"
+        if self.host_size > 1:
+            text += f", once to hosts of {self.host_size}"
+        return text
 
 
 def named_digits(route: Mapping[str, Any], n: int) -> dict[str, int]:
-    """The digits of a route's parts, the most worthy first: what they count, and their sizes."""
+    """Digit name -> size (how many values it has), the most significant digit first."""
     match route["name"]:
         case "double_ring":
             return {"outer": n // route["inner"], "inner": route["inner"]}
@@ -97,52 +103,51 @@ def named_digits(route: Mapping[str, Any], n: int) -> dict[str, int]:
 
 
 def digits(route: Mapping[str, Any], n: int) -> tuple[int, ...]:
-    """The sizes of the digits of a route's parts, the most worthy first."""
+    """The sizes of the digits of a route's parts, the most significant first."""
     return tuple(named_digits(route, n).values())
 
 
 def in_rank_order(route: Mapping[str, Any], n: int) -> Placed:
-    """A route whose part r is played by rank r."""
+    """The placement in which rank r plays part r of the route."""
     return Placed(tuple(sorted(route.items())), tuple(range(len(digits(route, n)))))
 
 
-def read_placed(route: Mapping[str, Any], n: int, most: int | None = None) -> Placed:
-    """A route for n ranks and its placement, in the words of a config.
+def read_placed(route: Mapping[str, Any], n: int, max_host_size: int | None = None) -> Placed:
+    """A route for n ranks and its placement, from a config.
 
     Args:
         route: such as {"name": "mesh", "rows": 2, "cols": 4, "order": [1, 0], "reverse": true}.
-            "order" (default: rank order) lists the digits as they stand in a rank's number, the
-            most worthy first; "reverse" (default: false) counts the ranks backwards; "host_size"
-            (default: 1) as in `Placed`.
-        most: the largest host_size, all ranks of a sequence; None = any.
+            For "order", "reverse" and "host_size" see `Placed`; they may be missing.
+        max_host_size: the number of ranks that share a sequence; None = no limit.
 
     Raises:
-        ValueError: if the route does not fit n ranks, naming its digits and their sizes if the
-            order is none of them, or gathers nothing that could cross once.
+        ValueError: if the route does not fit n ranks, if "order" does not list all digits (names
+            them and their sizes), or if a route that gathers nothing has a "host_size".
     """
-    placement = (ORDER, REVERSE, HOST_SIZE)
-    words = {key: value for key, value in route.items() if key not in placement}
-    of_routes = {key for kind in ROUTES.values() for key in kind.keys}
-    for key in words.keys() - of_routes:
-        if meant := nearest(key, placement):
-            raise ValueError(f"no route takes {key!r}{meant}")
+    placement_keys = (ORDER, REVERSE, HOST_SIZE)
+    words = {key: value for key, value in route.items() if key not in placement_keys}
+    route_keys = {key for kind in ROUTES.values() for key in kind.keys}
+    for key in words.keys() - route_keys:
+        if suggestion := nearest(key, placement_keys):
+            raise ValueError(f"no route takes {key!r}{suggestion}")
     make_schedule(words, n)  # refuses what does not fit
     plain, reverse = in_rank_order(words, n), route.get(REVERSE, False)
     if not isinstance(reverse, bool):
         raise ValueError(f"{REVERSE} must be true or false, got {reverse!r}")
     order = route.get(ORDER, plain.order)
     listed = tuple(cast(tuple[Any, ...], order)) if isinstance(order, list | tuple) else ()
-    if any(type(at) is not int for at in listed) or sorted(listed) != list(plain.order):
+    if any(type(digit) is not int for digit in listed) or sorted(listed) != list(plain.order):
         sizes = enumerate(named_digits(words, n).items())
-        told = ", ".join(f"{at} = {name} (of {size})" for at, (name, size) in sizes)
+        expected = ", ".join(f"{i} = {name} (of {size})" for i, (name, size) in sizes)
         raise ValueError(
-            f"{ORDER} must list every digit of route {words['name']!r} once, here {told}; "
+            f"{ORDER} must list every digit of route {words['name']!r} once, here {expected}; "
             f"got {order!r}"
         )
-    return Placed(plain.words, listed, reverse, _read_host_size(route, plain.gathers, most))
+    host_size = _read_host_size(route, plain.gathers, max_host_size)
+    return Placed(plain.words, listed, reverse, host_size)
 
 
-def _read_host_size(route: Mapping[str, Any], gathers: bool, most: int | None) -> int:
+def _read_host_size(route: Mapping[str, Any], gathers: bool, max_size: int | None) -> int:
     size = route.get(HOST_SIZE, 1)
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
         raise ValueError(
@@ -154,51 +159,53 @@ def _read_host_size(route: Mapping[str, Any], gathers: bool, most: int | None) -
             f"{HOST_SIZE} {size} is for routes that bring rows of several ranks together; on route "
             f"{route['name']!r} a row is handed from rank to rank: leave {HOST_SIZE} out"
         )
-    if most is not None and size > most:
-        raise ValueError(f"{HOST_SIZE} must be at most {most}, all ranks of a sequence, got {size}")
+    if max_size is not None and size > max_size:
+        raise ValueError(
+            f"{HOST_SIZE} must be at most {max_size}, all ranks of a sequence, got {size}"
+        )
     return size
 
 
 def orders(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The orders of the digits that differ, the route's own first."""
-    found: dict[tuple[int, ...], tuple[int, ...]] = {}
+    """All orders of the digits that place ranks differently, the route's own order first."""
+    distinct: dict[tuple[int, ...], tuple[int, ...]] = {}
     for order in permutations(range(len(sizes))):
-        found.setdefault(tuple(digit for digit in order if sizes[digit] > 1), order)
-    return list(found.values())
+        distinct.setdefault(tuple(digit for digit in order if sizes[digit] > 1), order)
+    return list(distinct.values())
 
 
 def strides(sizes: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """How far apart the ranks are that differ by one in digit i, for every i."""
-    apart, stride = [1] * len(sizes), 1
+    """For each digit i, the distance of two ranks whose parts differ by one in digit i."""
+    by_digit, stride = [1] * len(sizes), 1
     for digit in reversed(order):
-        apart[digit] = stride
+        by_digit[digit] = stride
         stride *= sizes[digit]
-    return tuple(apart)
+    return tuple(by_digit)
 
 
 def permutation(placed: Placed, n: int) -> tuple[int, ...]:
-    """The rank that plays each part."""
+    """[part] -> the rank that plays it."""
     sizes = digits(placed.route, n)
-    apart = strides(sizes, placed.order)
-    ranks = (sum(map(mul, part, apart)) for part in product(*map(range, sizes)))
+    digit_strides = strides(sizes, placed.order)
+    ranks = (sum(map(mul, part, digit_strides)) for part in product(*map(range, sizes)))
     return tuple(n - 1 - rank for rank in ranks) if placed.reverse else tuple(ranks)
 
 
 def relabel(schedule: Schedule, ranks: tuple[int, ...]) -> Schedule:
-    """The schedule in which rank `ranks[r]` (a permutation) plays the part of rank r."""
+    """The schedule in which rank `ranks[r]` (a permutation) does what rank r did."""
     parts = inverse(ranks)
 
-    def moved(shards: tuple[Shards, ...]) -> tuple[Shards, ...]:
+    def relabelled(shards: tuple[Shards, ...]) -> tuple[Shards, ...]:
         return tuple(tuple(sorted(ranks[shard] for shard in shards[part])) for part in parts)
 
     hops = {hop: tuple(ranks[hop[part]] for part in parts) for hop in set(schedule.hops)}
     return Schedule(
-        moved(schedule.q), moved(schedule.kv), tuple(hops[hop] for hop in schedule.hops)
+        relabelled(schedule.q), relabelled(schedule.kv), tuple(hops[hop] for hop in schedule.hops)
     )
 
 
 def place(placed: Placed, n: int) -> Schedule:
-    """The schedule of a route for n ranks, its parts given to ranks."""
+    """The schedule of a placed route for n ranks."""
     schedule = make_schedule(placed.route, n)
     return schedule if placed.in_rank_order else relabel(schedule, permutation(placed, n))
 
@@ -210,19 +217,19 @@ def divisors(n: int) -> list[int]:
 
 
 def routes(n: int) -> list[dict[str, Any]]:
-    """Every route for n ranks that is no other one by another name, the simplest first."""
+    """All routes for n ranks, the simplest first, without other names of a ring (mesh of 1 row)."""
     inner = [d for d in divisors(n) if 1 < d < n]
-    found: list[dict[str, Any]] = [{"name": "ring"}]
+    plain: list[dict[str, Any]] = [{"name": "ring"}]
     if n == 1:
-        return found
-    found.append({"name": "all_gather"})
-    found += [{"name": "double_ring", "inner": d} for d in inner]
-    found += [{"name": "mesh", "rows": d, "cols": n // d} for d in (*inner, n)]
+        return plain
+    plain.append({"name": "all_gather"})
+    plain += [{"name": "double_ring", "inner": d} for d in inner]
+    plain += [{"name": "mesh", "rows": d, "cols": n // d} for d in (*inner, n)]
     teams = [c for c in divisors(n) if c > 1 and n % (c * c) == 0]
-    return found + [{"name": "concentric", "team_size": c} for c in teams]
+    return plain + [{"name": "concentric", "team_size": c} for c in teams]
 
 
-@lru_cache(maxsize=64)  # forward and backward have the same
+@lru_cache(maxsize=64)  # used for the forward and for the backward
 def placements(n: int) -> tuple[Placed, ...]:
     """Every route for n ranks with every order of its digits."""
     return tuple(

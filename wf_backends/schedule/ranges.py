@@ -1,7 +1,7 @@
-"""Sets of token positions as sorted, disjoint, joined (start, stop) ranges.
+"""Sets of token positions as sorted, disjoint (start, stop) ranges with gaps between them.
 
-Pure: standard library only. A buffer that holds some rows always holds them in sequence
-order, so a set of positions and a set of buffer rows translate into each other.
+Pure: standard library only. Buffers hold their rows in sequence order. So the set of positions that
+a buffer holds says where each row lies: `locate` and `globalize` translate.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ Ranges = tuple[Range, ...]
 
 
 def join(ranges: Iterable[Range]) -> Ranges:
-    """The union of any ranges: sorted, disjoint, neighbours joined, empty ones dropped."""
-    found: list[Range] = []
+    """The union of any ranges: sorted, disjoint, neighbours joined, empty ranges dropped."""
+    joined: list[Range] = []
     for start, stop in sorted(ranges):
         if start >= stop:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
         else:
-            found.append((start, stop))
-    return tuple(found)
+            joined.append((start, stop))
+    return tuple(joined)
 
 
 def union(a: Ranges, b: Ranges) -> Ranges:
@@ -48,58 +48,60 @@ def intersect(a: Ranges, b: Ranges) -> Ranges:
     """The positions that are in both sets."""
     if a == b:
         return a
-    found: list[Range] = []
+    common: list[Range] = []
     i = j = 0
     while i < len(a) and j < len(b):
         start, stop = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
         if start < stop:
-            found.append((start, stop))
+            common.append((start, stop))
         if a[i][1] < b[j][1]:
             i += 1
         else:
             j += 1
-    return tuple(found)
+    return tuple(common)
 
 
 def subtract(a: Ranges, b: Ranges) -> Ranges:
     """The positions of `a` that are not in `b`."""
-    if not a or not b or a == b:
-        return () if b else a
+    if not a or not b:
+        return a
+    if a == b:
+        return ()
     edges = [a[0][0], *(edge for pair in b for edge in pair), a[-1][1]]
     gaps = join((lo, hi) for lo, hi in zip(edges[::2], edges[1::2], strict=True))
     return intersect(a, gaps)
 
 
 def locate_each(rows: Ranges, held: Ranges) -> list[Range]:
-    """Where each of the ranges `rows` lies in a buffer that holds `held`: a local slice each.
+    """For each range of `rows` (positions), its slice of a buffer that holds `held`.
 
-    `rows` must be a subset of `held`.
+    Every range of `rows` must lie inside one range of `held`.
     """
     starts, offsets = [start for start, _ in held], _offsets(held)
     local: list[Range] = []
     for start, stop in rows:
-        at = bisect_right(starts, start) - 1
-        assert at >= 0 and stop <= held[at][1], f"rows {rows} are not all in {held}"
-        by = offsets[at] - held[at][0]
-        local.append((start + by, stop + by))
+        index = bisect_right(starts, start) - 1
+        assert index >= 0 and stop <= held[index][1], f"rows {rows} are not all in {held}"
+        shift = offsets[index] - held[index][0]
+        local.append((start + shift, stop + shift))
     return local
 
 
 def locate(rows: Ranges, held: Ranges) -> Ranges:
-    """As `locate_each`, neighbours joined: the fewest local slices, in order."""
+    """As `locate_each`, neighbours joined: the fewest slices, in order."""
     return join(locate_each(rows, held))
 
 
 def globalize(local: Ranges, held: Ranges) -> Ranges:
-    """The positions of the local slices of a buffer that holds `held`."""
-    shifted = tuple((o, o + span(h)) for o, h in zip(_offsets(held), held, strict=False))
-    return join(
-        (piece[0] - at[0] + have[0], piece[1] - at[0] + have[0])
-        for at, have in zip(shifted, held, strict=True)
-        for piece in intersect(local, (at,))
-    )
+    """The positions in `local` slices of a buffer that holds `held`."""
+    positions: list[Range] = []
+    for offset, held_range in zip(_offsets(held), held, strict=False):
+        shift = held_range[0] - offset
+        slices = intersect(local, ((offset, offset + span(held_range)),))
+        positions += [(start + shift, stop + shift) for start, stop in slices]
+    return join(positions)
 
 
 def _offsets(held: Ranges) -> list[int]:
-    """Where each range begins in a buffer that holds them, and where the last one ends."""
+    """The row at which each range begins in a buffer of `held`, and the buffer's length."""
     return list(accumulate(map(span, held), initial=0))

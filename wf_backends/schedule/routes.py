@@ -1,4 +1,4 @@
-"""The routes by name: each is one function that writes a schedule down.
+"""The routes by name. Each is one function that returns a schedule.
 
 Pure: standard library only. A new route is a function here and its row in `ROUTES`.
 """
@@ -18,7 +18,7 @@ from wf_backends.schedule.schedule import Schedule, Shards, own_shards
 def ring(n: int) -> Schedule:
     """Ring Attention (arXiv 2310.01889): keys walk once around, towards lower ranks.
 
-    Towards lower ranks because under a causal zigzag what still walks shrinks that way.
+    In this direction, fewer and fewer rows must walk on under a causal mask with zigzag shards.
     """
     return Schedule(own_shards(n), own_shards(n), (tuple((r - 1) % n for r in range(n)),) * (n - 1))
 
@@ -37,7 +37,7 @@ def double_ring(n: int, inner: int) -> Schedule:
 
 
 def all_gather(n: int) -> Schedule:
-    """LSS Transformer (arXiv 2311.02382), all-gather CP: every rank holds all keys at once."""
+    """All-gather, as in the LSS Transformer (arXiv 2311.02382): every rank gathers all keys."""
     return Schedule(own_shards(n), (tuple(range(n)),) * n)
 
 
@@ -63,17 +63,18 @@ def concentric(n: int, team_size: int) -> Schedule:
     def following(team: int) -> int:
         return (team + 1) % length + length * (team // length)
 
-    at, teams = [divmod(rank, team_size) for rank in range(n)], _consecutive(n, team_size)
-    q = tuple(teams[team] for team, _ in at)
-    kv = tuple(teams[team % length * team_size + member] for team, member in at)
-    hop = tuple(following(team) * team_size + member for team, member in at)
+    teams = _consecutive(n, team_size)
+    ranks = [divmod(rank, team_size) for rank in range(n)]  # as (team, member)
+    q = tuple(teams[team] for team, _ in ranks)
+    kv = tuple(teams[team % length * team_size + member] for team, member in ranks)
+    hop = tuple(following(team) * team_size + member for team, member in ranks)
     return Schedule(q, kv, (hop,) * (length - 1))
 
 
 def mesh(rows: int, cols: int) -> Schedule:
-    """Mesh-Attention, Attention2D: a rank gathers `rows` query shards, `cols` key shards pass it.
+    """Mesh-Attention, Attention2D: a rank gathers `rows` query shards and meets `cols` key shards.
 
-    The keys walk, so that a step's transfer hides behind the step before.
+    Keys walk from step to step, so that a transfer overlaps with the step before.
 
     Source: arXiv 2512.20968; arXiv 2503.15758.
     """
@@ -85,11 +86,11 @@ def mesh(rows: int, cols: int) -> Schedule:
 
 
 def _consecutive(n: int, size: int) -> list[Shards]:
-    """The ranks, `size` neighbours together."""
+    """The ranks 0 to n - 1 in groups of `size` neighbours."""
     return [tuple(range(start, start + size)) for start in range(0, n, size)]
 
 
-def _mesh_of(n: int, rows: int, cols: int) -> Schedule:
+def _mesh_of_ranks(n: int, rows: int, cols: int) -> Schedule:
     product = f"multiply to the {n} ranks of the route"
     _require(rows * cols == n, "rows and cols", (rows, cols), product)
     return mesh(rows, cols)
@@ -102,17 +103,17 @@ def _require(holds: bool, name: str, value: object, rule: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RouteKind:
-    """A route by name, and the keys it takes beside the name."""
+    """How to build a route, and which keys the config takes for it besides its name."""
 
     build: Callable[..., Schedule]
-    """From n and the values of the keys, in their order."""
+    """Called with n and the values of `keys`, in their order."""
     keys: tuple[str, ...] = ()
     keys_stay: bool = False
-    """Whether keys are the side that stays in a forward too: what stays is brought together one
-    owner after another, behind the tiles of those that are there. For routes on which nothing
-    walks: queries that walk have to bring their results home."""
+    """Whether keys are the side that stays in the forward too. Then keys are gathered owner by
+    owner, overlapped with the tiles of those that have arrived. Only for routes without hops:
+    queries that walk would have to send their results back."""
     gathers: bool = True
-    """Whether ranks bring rows of several owners together."""
+    """Whether a rank gathers rows of several owners."""
 
 
 ROUTES: Mapping[str, RouteKind] = MappingProxyType(
@@ -121,7 +122,7 @@ ROUTES: Mapping[str, RouteKind] = MappingProxyType(
         "double_ring": RouteKind(double_ring, ("inner",), gathers=False),
         "all_gather": RouteKind(all_gather, keys_stay=True),
         "concentric": RouteKind(concentric, ("team_size",)),
-        "mesh": RouteKind(_mesh_of, ("rows", "cols")),
+        "mesh": RouteKind(_mesh_of_ranks, ("rows", "cols")),
     }
 )
 
@@ -130,7 +131,7 @@ def make_schedule(route: Mapping[str, object], n: int) -> Schedule:
     """The schedule of a route given as in the config, e.g. {"name": "mesh", "rows": 2, "cols": 4}.
 
     Raises:
-        ValueError: if the name or a key is unknown or missing, a value is no positive integer,
+        ValueError: if the name or a key is unknown or missing, a value is not a positive integer,
             or the route does not fit n ranks.
     """
     name = cast(str, route.get("name"))
@@ -145,9 +146,9 @@ def make_schedule(route: Mapping[str, object], n: int) -> Schedule:
         value = values.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"route {name!r} needs {key!r}, a positive integer, got {value!r}")
-    return _built(kind.build, n, *(values[key] for key in kind.keys))
+    return _build(kind.build, n, *(values[key] for key in kind.keys))
 
 
-@lru_cache(maxsize=64)  # asked when a config is checked, and by every plan of its calls
-def _built(build: Callable[..., Schedule], n: int, *values: object) -> Schedule:
+@lru_cache(maxsize=64)  # needed when a config is checked, and again by every plan of its calls
+def _build(build: Callable[..., Schedule], n: int, *values: object) -> Schedule:
     return build(n, *values)

@@ -1,8 +1,8 @@
 # pyright: reportUnnecessaryIsInstance=false
-"""A mask in slices: queries of one range, keys of another, and which of them see each other.
+"""Slices of a mask: queries of one range, keys of another, and a band between them.
 
 Pure: standard library only. Positions are global token positions.
-Source: MagiAttention (SandAI), whose words for a mask these are.
+Source: the argument names and mask types are those of MagiAttention (SandAI).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from wf_backends.schedule.ranges import Range, intersect
 
 
 class Slice(NamedTuple):
-    """The queries in `q` see the keys in `k` that also lie in the band around them."""
+    """Queries in the range `q` see those keys in the range `k` that lie in the band around them."""
 
     q: Range
     k: Range
@@ -29,7 +29,7 @@ class Slice(NamedTuple):
 
     @property
     def band(self) -> Band:
-        """Which keys of the slice a query sees, by its position."""
+        """The band, in global positions."""
         return Band(self.left, self.right)
 
     def __str__(self) -> str:
@@ -37,52 +37,51 @@ class Slice(NamedTuple):
 
     @property
     def distances(self) -> tuple[Bound, Bound]:
-        """The least and the largest key - query of two that see each other; all between occur."""
+        """The smallest and largest key - query of its pairs; it is empty if smallest > largest."""
         (q0, q1), (k0, k1) = self.q, self.k
         return max(-self.left, k0 - q1 + 1), min(self.right, k1 - 1 - q0)
 
     def overlaps(self, other: Slice) -> bool:
-        """Whether some query sees some key in both."""
-        q, k = intersect((self.q,), (other.q,)), intersect((self.k,), (other.k,))
+        """Whether some (query, key) pair lies in both."""
+        q = intersect((self.q,), (other.q,))
+        k = intersect((self.k,), (other.k,))
         if not q or not k:
             return False
-        both = Slice(q[0], k[0])
-        least, most = zip(self.distances, other.distances, both.distances, strict=True)
-        return max(least) <= min(most)
+        common = Slice(q[0], k[0])
+        lowest, highest = zip(self.distances, other.distances, common.distances, strict=True)
+        return max(lowest) <= min(highest)
 
 
 TYPES: Mapping[str, Callable[[Range, Range], tuple[Bound, Bound]]] = MappingProxyType(
     {
         "full": lambda q, k: (inf, inf),
-        "causal": lambda q, k: (inf, k[1] - q[1]),  # the last query sees up to the last key
-        "inverse_causal": lambda q, k: (q[0] - k[0], inf),  # the first one from the first key on
+        "causal": lambda q, k: (inf, k[1] - q[1]),  # the last query sees all keys
+        "inverse_causal": lambda q, k: (q[0] - k[0], inf),  # the first query sees all keys
         "bicausal": lambda q, k: (q[0] - k[0], k[1] - q[1]),
     }
 )
-"""type -> the (left, right) bounds of a slice of these queries and keys."""
+"""Type -> the (left, right) bounds of its band, from the ranges of queries and of keys."""
 
 SLICE_WORDS = ("q_ranges", "k_ranges", "attn_mask_types")
 
 
 def make_slices(q_ranges: Any, k_ranges: Any, attn_mask_types: Any) -> tuple[Slice, ...]:
-    """The three lists that tell of slices, as slices in their order; those that are empty left out.
+    """The slices that three lists of equal length describe, in their order, without empty slices.
 
     Args:
-        q_ranges, k_ranges: (start, stop) of every slice, host integers, positions.
-        attn_mask_types: the name in TYPES of each.
+        q_ranges, k_ranges: for each slice, (start, stop) in positions, as host integers.
+        attn_mask_types: for each slice, a name in TYPES.
 
     Raises:
-        ValueError: if one is missing, the lengths differ, a range or a type is malformed, or some
-            query sees some key in two slices; names the slices.
+        ValueError: if a list is missing, the lengths differ, a range or a type is malformed, or a
+            (query, key) pair lies in two slices: names these slices.
     """
-    given = dict(zip(SLICE_WORDS, (q_ranges, k_ranges, attn_mask_types), strict=True))
-    if missing := [name for name, value in given.items() if value is None]:
+    lists = dict(zip(SLICE_WORDS, (q_ranges, k_ranges, attn_mask_types), strict=True))
+    if missing := [name for name, value in lists.items() if value is None]:
         raise ValueError(f"q_ranges, k_ranges and attn_mask_types go together: {missing} missing")
-    queries, keys = (
-        tuple(_range(f"{name}[{at}]", pair) for at, pair in enumerate(_listed(name, given[name])))
-        for name in SLICE_WORDS[:2]
-    )
-    types = tuple(_type(name) for name in _listed("attn_mask_types", attn_mask_types))
+    queries = _ranges("q_ranges", q_ranges)
+    keys = _ranges("k_ranges", k_ranges)
+    types = tuple(_type(name) for name in _checked_list("attn_mask_types", attn_mask_types))
     counts = len(queries), len(keys), len(types)
     if len({*counts}) > 1:
         raise ValueError(
@@ -90,45 +89,49 @@ def make_slices(q_ranges: Any, k_ranges: Any, attn_mask_types: Any) -> tuple[Sli
         )
     if not queries:
         raise ValueError("q_ranges, k_ranges and attn_mask_types are empty: no query sees a key")
-    return _built(queries, keys, types)
+    return _checked_slices(queries, keys, types)
 
 
 @lru_cache(maxsize=64)
-def _built(
+def _checked_slices(
     queries: tuple[Range, ...], keys: tuple[Range, ...], types: tuple[str, ...]
 ) -> tuple[Slice, ...]:
-    """Checked once, since every layer of a model gives the same."""
+    """The slices without empty ones. Cached, since all layers of a model pass the same lists."""
     slices = [Slice(q, k, *TYPES[t](q, k)) for q, k, t in zip(queries, keys, types, strict=True)]
-    for one, other in _meetings(slices):
-        if slices[one].overlaps(slices[other]):
-            told = (
-                f"slice {at} (queries {queries[at]}, keys {keys[at]}, {types[at]})"
-                for at in (one, other)
+    for first, second in _pairs_with_common_queries(slices):
+        if slices[first].overlaps(slices[second]):
+            names = (
+                f"slice {i} (queries {queries[i]}, keys {keys[i]}, {types[i]})"
+                for i in (first, second)
             )
             raise ValueError(
-                f"slices of a mask must not overlap: {' and '.join(told)} hold the same "
+                f"slices of a mask must not overlap: {' and '.join(names)} hold the same "
                 "(query, key) pairs"
             )
-    return tuple(one for one in slices if one.distances[0] <= one.distances[1])
+    return tuple(s for s in slices if s.distances[0] <= s.distances[1])
 
 
-def _meetings(slices: Sequence[Slice]) -> Iterator[tuple[int, int]]:
-    """The numbers of all slices that have queries in common, each pair once."""
-    active: list[int] = []
-    for at in sorted(range(len(slices)), key=lambda at: slices[at].q):
-        start = slices[at].q[0]
-        active = [other for other in active if slices[other].q[1] > start]
-        yield from ((min(at, other), max(at, other)) for other in active)
-        active.append(at)
+def _pairs_with_common_queries(slices: Sequence[Slice]) -> Iterator[tuple[int, int]]:
+    """The index pairs (i < j) of all slices that have queries in common."""
+    open_slices: list[int] = []  # a sweep over the queries' starts
+    for i in sorted(range(len(slices)), key=lambda i: slices[i].q):
+        start = slices[i].q[0]
+        open_slices = [j for j in open_slices if slices[j].q[1] > start]
+        yield from ((min(i, j), max(i, j)) for j in open_slices)
+        open_slices.append(i)
 
 
 def refuse_tensor(name: str, value: Any) -> None:
-    """ValueError for a tensor, whose numbers would hide a device synchronisation."""
+    """Raise ValueError for a tensor: reading its numbers could synchronize with a device."""
     if hasattr(value, "is_cuda"):
         raise ValueError(f"{name} must be host integers; pass {name}.tolist() once per batch")
 
 
-def _listed(name: str, value: Any) -> list[Any]:
+def _ranges(name: str, pairs: Any) -> tuple[Range, ...]:
+    return tuple(_range(f"{name}[{i}]", pair) for i, pair in enumerate(_checked_list(name, pairs)))
+
+
+def _checked_list(name: str, value: Any) -> list[Any]:
     refuse_tensor(name, value)
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise ValueError(f"{name} must be a list with an entry for every slice, got {value!r}")
@@ -146,7 +149,7 @@ def _range(name: str, pair: Any) -> Range:
 
 
 def _type(name: Any) -> str:
-    if name not in tuple(TYPES):  # a tuple: what cannot be hashed is refused too
+    if name not in tuple(TYPES):  # a tuple, so that values without a hash are refused too
         raise ValueError(
             f"attn_mask_types must be of {list(TYPES)}, got {name!r}{nearest(name, TYPES)}"
         )
