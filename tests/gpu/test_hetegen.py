@@ -139,18 +139,19 @@ def test_memory_is_as_planned_and_given_back(share: float) -> None:
 def test_an_error_of_a_lane_reaches_the_caller() -> None:
     model, x = Plain(), torch.randn(1, 64)
     device = Accelerator(RATES)
-    handle, on_host = dispatch_model(model, {0: 20_000}, device, alpha=0.5), device.on_host
+    handle = dispatch_model(model, {0: 20_000}, device, alpha=0.5)
+    compute_on_host = device.compute_on_host
 
     def fail(x: Tensor, there: Tensor) -> None:
         raise OSError("no way back")
 
-    device.on_host = lambda _, *rest: on_host(fail, *rest)  # type: ignore[method-assign]
+    device.compute_on_host = lambda _, *rest: compute_on_host(fail, *rest)  # type: ignore[method-assign]
     start = time.perf_counter()
     with torch.no_grad():
         with pytest.raises(OSError, match="no way back"):
             model(x.to(WHERE))
         took = time.perf_counter() - start
-        del device.on_host
+        del device.compute_on_host
         got = model(x.to(WHERE)).cpu()
     handle.remove()
     print(f"\nthe error came after {took:.2f} s")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.hetegen.models import Plain, make_model, split_memory
 from wf_backends.hetegen import Handle, Rates, dispatch_model
-from wf_backends.hetegen.accelerator import Accelerator, Filled, Streams
+from wf_backends.hetegen.accelerator import Accelerator, HostOutput, Streams
 from wf_backends.hetegen.device import Write
 from wf_backends.hetegen.measure import measure_rates
 
@@ -119,8 +119,8 @@ class StandIn(Streams):
             raise RuntimeError("cannot pin")
         return torch.empty(shape, dtype=dtype)
 
-    def copy(self, stream: Stream, source: Tensor, to: Tensor) -> None:  # type: ignore[override]
-        stream.put(lambda: to.copy_(source))
+    def copy(self, stream: Stream, source: Tensor, target: Tensor) -> None:  # type: ignore[override]
+        stream.put(lambda: target.copy_(source))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-tied", "mixtral"])
@@ -140,16 +140,17 @@ def test_the_same_tokens_and_the_caller_never_waits_for_the_device(name: str) ->
 
 def test_no_thread_has_work_left_that_the_callers_stream_needs() -> None:
     """Code that keeps Python's lock while it waits for the device would keep it from the thread."""
-    model, device, filled = Plain(), Accelerator(RATES, StandIn()), list[Filled]()
-    handle, on_host = dispatch_model(model, {0: 20_000}, device, alpha=0.5), device.on_host
+    model, device, filled = Plain(), Accelerator(RATES, StandIn()), list[HostOutput]()
+    handle = dispatch_model(model, {0: 20_000}, device, alpha=0.5)
+    compute_on_host = device.compute_on_host
 
-    def slow(write: Write, *rest: Any) -> Filled:
-        filled.append(on_host(lambda x, out: (time.sleep(0.01), write(x, out)), *rest))
+    def slow(write: Write, *rest: Any) -> HostOutput:
+        filled.append(compute_on_host(lambda x, out: (time.sleep(0.01), write(x, out)), *rest))
         return filled[-1]
 
-    device.on_host = slow  # type: ignore[method-assign]
+    device.compute_on_host = slow  # type: ignore[method-assign]
     for layer in model.layers:
-        layer.register_forward_hook(lambda *_: left.append(not filled[-1].by.done()))
+        layer.register_forward_hook(lambda *_: left.append(not filled[-1].computing.done()))
     left = list[bool]()
     with torch.no_grad():
         model(torch.randn(1, 64))
@@ -168,14 +169,15 @@ def test_without_pinned_memory() -> None:
 
 @contextmanager
 def failing(model: nn.Module) -> Iterator[tuple[Handle, Accelerator]]:
-    """The model with a host's lane that fails until `device.on_host` is deleted."""
+    """The model with a host's lane that fails until `device.compute_on_host` is deleted."""
     device = Accelerator(RATES, StandIn())
-    handle, on_host = dispatch_model(model, {0: 20_000}, device, alpha=0.5), device.on_host
+    handle = dispatch_model(model, {0: 20_000}, device, alpha=0.5)
+    compute_on_host = device.compute_on_host
 
     def fail(x: Tensor, there: Tensor) -> None:
         raise OSError("no way back")
 
-    device.on_host = lambda _, *rest: on_host(fail, *rest)  # type: ignore[method-assign]
+    device.compute_on_host = lambda _, *rest: compute_on_host(fail, *rest)  # type: ignore[method-assign]
     with torch.no_grad():
         yield handle, device
 
@@ -186,7 +188,7 @@ def test_an_error_of_the_hosts_thread_reaches_the_caller() -> None:
         with pytest.raises(OSError, match="no way back"):
             model(x)
         assert time.perf_counter() - start < SOON
-        del device.on_host
+        del device.compute_on_host
         torch.testing.assert_close(model(x), Plain()(x), rtol=0, atol=1e-5)
         handle.remove()
 
@@ -201,7 +203,7 @@ def test_after_an_error_no_stream_has_work_left_that_uses_memory() -> None:
         with pytest.raises(OSError, match="no way back"):
             model(torch.randn(1, 64))
         assert late.is_set()
-        del device.on_host
+        del device.compute_on_host
         handle.remove()
 
 

@@ -72,7 +72,7 @@ def test_the_parameter_says_where_its_products_are() -> None:
     model = make_model("llama-tied")
     with split(model, fast_device()):
         weight = model.get_input_embeddings().weight  # type: ignore[operator]
-        weight.where = torch.device("meta")
+        weight.compute_device = torch.device("meta")
         assert weight.device == torch.device("meta")
         assert isinstance(weight, nn.Parameter)
     assert type(weight) is nn.Parameter and weight.device == torch.device("cpu")

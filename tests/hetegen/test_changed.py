@@ -204,7 +204,7 @@ def test_passes_are_told_apart_after_calls_of_several_threads() -> None:
         for passes in (1, 2):
             with torch.no_grad():
                 model(torch.randn(1, 64))
-            assert not runner._running
+            assert not runner._outermost
             assert handle.report()["decode"]["passes"] == passes
 
 

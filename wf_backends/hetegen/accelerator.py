@@ -1,14 +1,14 @@
-"""A real accelerator, of whatever kind torch finds: streams, events and pinned memory.
+"""The lanes on a real accelerator, whichever torch finds: streams, events and pinned memory.
 
-    link          a thread fills pinned memory, and has a stream of its own copy it to a slab
-    host          a thread computes rows in pinned memory, which the caller's stream copies
+    link          a thread copies rows to pinned memory; its own stream copies them to a slab
+    host          a thread computes rows into pinned memory; the caller's stream copies them
     accelerator   the caller's stream
 
-The threads wait for the device, and the caller for the threads: for the host's rows of the linear
-that it calls, and until a copy that the linear needs is on its stream. It never waits for the
-device, and leaves no work on a stream that only a thread could end. (A stream can be held for a
-thread, so that the caller runs on; but code that keeps Python's lock while it waits for the device,
-such as a tensor indexed by a number on the GPU, then waits for a thread that needs this lock.)
+The threads wait for the device. The caller waits for the threads only: for the host's rows of the
+linear that it calls, and until the copies that the linear needs are on the link's stream. No stream
+ever waits for a thread. (It could, and the caller would not have to wait; but code that holds
+Python's GIL while it waits for the device, such as indexing a tensor with a number on the GPU,
+would then block the thread, which needs the GIL.)
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from wf_backends.weights import Rates
 
 
 class Streams:
-    """What is asked of torch, for the accelerator that it finds.
+    """Streams, events and pinned memory of torch's accelerator.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if torch finds no accelerator.
     """
 
     def __init__(self) -> None:
@@ -46,8 +46,8 @@ class Streams:
         return torch.Stream(self.device)
 
     def event(self, timed: bool = False) -> torch.Event:
-        """An event. CUDA's own leaves the core to others while a thread waits for it (torch.Event
-        spins, blocking or not), and gives Python's lock back while it is recorded."""
+        """An event. On CUDA it is torch.cuda.Event: waiting for it frees the core (torch.Event
+        spins, blocking or not), and recording it releases Python's GIL."""
         if self.device.type == "cuda":
             return torch.cuda.Event(enable_timing=timed, blocking=not timed)
         return torch.Event(self.device, enable_timing=timed, blocking=not timed)
@@ -61,30 +61,30 @@ class Streams:
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def copy(self, stream: torch.Stream, source: Tensor, to: Tensor) -> None:
+    def copy(self, stream: torch.Stream, source: Tensor, target: Tensor) -> None:
         """Put a copy on the stream."""
         with stream:
-            to.copy_(source, non_blocking=True)
+            target.copy_(source, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
-    """The end of what was put on a stream.
+class StreamEnd:
+    """The end of the work that a stream has at some time.
 
     Attributes:
-        event: of it.
-        by: the thread's work that records the event; None: it was.
+        event: marks it.
+        recording: the thread's work that records the event; None: it is recorded.
     """
 
     event: Any
-    by: Future[float] | None = None
+    recording: Future[float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Filled:
-    """Memory that a thread fills, to be copied to `out` on the accelerator."""
+class HostOutput:
+    """Host memory into which a thread computes rows, to be copied to `out` on the accelerator."""
 
-    by: Future[float]
+    computing: Future[float]
     memory: Tensor
     out: Tensor
 
@@ -93,8 +93,8 @@ class Accelerator(Lanes):
     """The accelerator that torch finds.
 
     Args:
-        rates: of its lanes; measured for the type of the weights if not given.
-        streams: torch's.
+        rates: of its lanes; None: they are measured for the dtype of the weights.
+        streams: torch's; None: those of the accelerator that torch finds.
     """
 
     def __init__(self, rates: Rates | None = None, streams: Streams | None = None) -> None:
@@ -116,52 +116,53 @@ class Accelerator(Lanes):
         return tensor.detach().to(self.streams.device, copy=True)
 
     def copy(
-        self, rows: Tensor, pinned: Tensor | None, slab: Tensor, after: Recorded | None
-    ) -> Recorded:
-        done = self.streams.event()
+        self, rows: Tensor, pinned: Tensor | None, slab: Tensor, after: StreamEnd | None
+    ) -> StreamEnd:
+        copied = self.streams.event()
 
         def run() -> None:
             source = rows if pinned is None else pinned.copy_(rows)
             self.streams.copy(self._link_stream, source, slab)
-            done.record(self._link_stream)
+            copied.record(self._link_stream)
 
-        return Recorded(done, self.submit("link", run, after=after and after.event.synchronize))
+        wait = None if after is None else after.event.synchronize
+        return StreamEnd(copied, self.submit("link", run, after=wait))
 
-    def compute(self, run: Run, nbytes: int, after: Recorded | None) -> Recorded:
+    def compute(self, run: Run, nbytes: int, after: StreamEnd | None) -> StreamEnd:
         if after is not None:
-            if after.by is not None:
-                after.by.result()
+            if after.recording is not None:
+                after.recording.result()
             after.event.wait(self.streams.current())
         run()
         return self._record()
 
-    def on_host(self, write: Write, x: Tensor, out: Tensor, nbytes: int) -> Filled:
-        x_host, memory = self._host_memory(x), self._host_memory(out)
-        x_host.copy_(x, non_blocking=True)
-        there = self._record().event.synchronize
-        work = self.submit("host", partial(write, x_host, memory), after=there)
-        return Filled(work, memory, out)
+    def compute_on_host(self, write: Write, x: Tensor, out: Tensor, nbytes: int) -> HostOutput:
+        host_x, memory = self._host_memory(x), self._host_memory(out)
+        host_x.copy_(x, non_blocking=True)
+        wait = self._record().event.synchronize
+        computing = self.submit("host", partial(write, host_x, memory), after=wait)
+        return HostOutput(computing, memory, out)
 
-    def _host_memory(self, like: Tensor) -> Tensor:
-        """Memory for an activation, pinned while there is some."""
+    def _host_memory(self, activation: Tensor) -> Tensor:
+        """Host memory of an activation's shape and dtype, pinned unless none is left."""
         try:
-            return self.streams.pinned(like.shape, like.dtype)
+            return self.streams.pinned(activation.shape, activation.dtype)
         except RuntimeError:
-            return torch.empty(like.shape, dtype=like.dtype)
+            return torch.empty(activation.shape, dtype=activation.dtype)
 
     def wait(self, events: Sequence[Any]) -> Any:
         self.check()
         for event in events:
-            if isinstance(event, Filled):  # what was computed is on the caller's stream
-                event.by.result()
+            if isinstance(event, HostOutput):  # a StreamEnd is on the caller's stream already
+                event.computing.result()
                 self.streams.copy(self.streams.current(), event.memory, event.out)
         return self.now()
 
-    def _record(self, timed: bool = False) -> Recorded:
-        """The end of what is on the caller's stream."""
-        done = self.streams.event(timed)
-        done.record(self.streams.current())
-        return Recorded(done)
+    def _record(self, timed: bool = False) -> StreamEnd:
+        """The end of the work that the caller's stream has now."""
+        event = self.streams.event(timed)
+        event.record(self.streams.current())
+        return StreamEnd(event)
 
     def now(self) -> Any:
         return self._record(timed=True).event
@@ -172,4 +173,4 @@ class Accelerator(Lanes):
 
     def stop(self) -> None:
         super().stop()
-        self.streams.synchronize()  # what is on the streams still uses slabs and outputs
+        self.streams.synchronize()  # work on the streams still uses slabs and outputs

@@ -1,4 +1,4 @@
-"""What the runner asks of a device; and a device of threads, without an accelerator."""
+"""The interface of a device with three lanes, and a device of threads without an accelerator."""
 
 from __future__ import annotations
 
@@ -14,61 +14,65 @@ from torch import Tensor
 
 from wf_backends.weights import LANE_NAMES, Rates
 
-THREAD_CALL_SECONDS = 2e-4  # to hand work to a thread and wait for it, on a core that is shared
-End = Future[float]
+THREAD_CALL_SECONDS = 2e-4  # to submit work to a thread and wait for it, on a shared core
+End = Future[float]  # the time at which work ended
 Run = Callable[[], object]
-Write = Callable[[Tensor, Tensor], object]  # of an input, fills an output
+Write = Callable[[Tensor, Tensor], object]  # (x, out): computes out from x
 
 
 class Lanes:
-    """What the runner asks of a device: three lanes, memory, and tensors on either side.
+    """The threads of a device's lanes. A device also has these methods:
 
-        copy(rows, pinned, slab, after)  on the link: rows of a weight into a slab, through pinned
-                                         memory if it is not None
-        compute(run, nbytes, after)      on the accelerator: run(), which reads so much of a weight
-        on_host(write, x, out, nbytes)   on the host: write(x, out), of x and out on the accelerator
-        wait(events)                     what the caller does next comes after these; when they were
-                                         due
-        now()                            the moment after what the caller has done so far
-        seconds(start, end)              between two moments; waits for them
-        rates(dtype)                     of its lanes, for one token and weights of a type
-        pinned(nbytes)                   pinned memory, (nbytes,) uint8; a MemoryError or torch's
-                                         RuntimeError if none is left
-        place(tensor)                    a copy in the accelerator's memory
+        copy(rows, pinned, slab, after)          on the link: copy rows of a weight into a slab,
+                                                 through pinned memory if it is not None
+        compute(run, nbytes, after)              on the accelerator: run(), which reads nbytes of a
+                                                 weight
+        compute_on_host(write, x, out, nbytes)   on the host: write(x, out); x and out are on the
+                                                 accelerator
+        wait(events)                             order the caller's next work after these events;
+                                                 returns the moment when they end
+        now()                                    the moment when the caller's work so far ends
+        seconds(start, end)                      seconds between two moments; waits for them
+        rates(dtype)                             the lanes' rates for one token and weights of dtype
+        pinned(nbytes)                           pinned memory, (nbytes,) uint8; MemoryError or
+                                                 torch's RuntimeError if none is left
+        place(tensor)                            a copy in the accelerator's memory
 
-    `copy`, `compute` and `on_host` return at once, with an event: the end of their work. What that
-    raises, `wait` raises. `after` is the event of the work before it on its slab, None for none.
+    `copy`, `compute` and `compute_on_host` return at once, with an event: the end of their work.
+    `wait` raises the work's error. `after` is the event of the previous work with the same slab;
+    None if there was none.
 
     Args:
-        threads: the lanes that are threads. They start at their first work.
+        threads: the lanes that are threads. They start with their first work.
 
     Attributes:
-        busy_seconds: what the works of each thread took so far.
-        in_use: whether a model is split over it.
+        busy_seconds: lane -> seconds that its thread has worked so far.
+        in_use: whether a model is split over the device.
     """
 
     def __init__(self, *threads: str) -> None:
         self._threads: dict[str, ThreadPoolExecutor] = {}
         self.busy_seconds = dict.fromkeys(threads, 0.0)
-        self._due = dict.fromkeys(threads, 0.0)  # the end of the last work
+        self._end_times = dict.fromkeys(threads, 0.0)  # lane -> when its last work ended
         self._failed = threading.Event()
-        self._error: BaseException | None = None  # the first, which is that of all work to come
+        self._error: BaseException | None = None  # the first one; all later work raises it too
         self.in_use = False
 
     def submit(
         self, lane: str, run: Run, seconds: float = 0.0, after: Callable[[], Any] | None = None
     ) -> Future[float]:
-        """Have a thread run this for so many seconds at least; the time at which it ends.
+        """Have a lane's thread call `run`. The future is the time at which the work ended.
 
         Args:
-            after: waits for what the work needs; with a rate it tells when that was there.
+            seconds: the work takes at least this long.
+            after: waits for the work's inputs; may return the time at which they were ready.
         """
         if lane not in self._threads:
             self._threads[lane] = ThreadPoolExecutor(1, lane)
         now = time.perf_counter()
-        return self._threads[lane].submit(self._do, lane, [run], seconds, after, now)
+        return self._threads[lane].submit(self._work, lane, [run], seconds, after, now)
 
-    def _do(
+    def _work(
         self,
         lane: str,
         run: list[Run],
@@ -76,38 +80,40 @@ class Lanes:
         after: Callable[[], Any] | None,
         submitted: float,
     ) -> float:
-        """When it ended; with a rate when it was due to, whose thread may have woken late.
+        """Run the work; returns the time at which it ended.
 
-        The list is emptied: a work's tensors go before anybody knows that it ended.
+        With a minimum of `seconds` that is the time at which it should have ended, even if its
+        thread woke up later. `run` has one item, which is removed: the work's tensors are freed
+        before anybody knows that it ended.
         """
         try:
-            due = after() if after is not None else None
-            start = max(submitted, self._due[lane], due or 0.0)
+            ready = after() if after is not None else None
+            start = max(submitted, self._end_times[lane], ready or 0.0)
             self.check()
-            begun = time.perf_counter()
+            run_start = time.perf_counter()
             with torch.inference_mode():
                 run.pop()()
             now = time.perf_counter()
-            took = max(now - begun, seconds)
-            self._due[lane] = start + took if seconds else now
-            self.check(max(0.0, self._due[lane] - now))
-        except BaseException as error:  # whoever waits for it raises it
+            work_seconds = max(now - run_start, seconds)
+            self._end_times[lane] = start + work_seconds if seconds else now
+            self.check(max(0.0, self._end_times[lane] - now))
+        except BaseException as error:  # the future raises it again for those that wait
             self._fail(error)
             raise
-        self.busy_seconds[lane] += took
-        return self._due[lane]
+        self.busy_seconds[lane] += work_seconds
+        return self._end_times[lane]
 
     def _fail(self, error: BaseException) -> None:
         self._error = error if self._error is None else self._error
         self._failed.set()
 
     def check(self, seconds: float = 0.0) -> None:
-        """Return after so many seconds; raise the first error as soon as there is one."""
+        """Wait for so many seconds; raise the lanes' first error as soon as there is one."""
         if self._failed.wait(seconds) and self._error is not None:
             raise self._error
 
     def stop(self) -> None:
-        """End the threads: what is queued or waits fails. The next work starts them again."""
+        """End the threads; queued and waiting work fails. The next work starts them again."""
         self._fail(RuntimeError("the lanes were stopped"))
         for thread in self._threads.values():
             thread.shutdown()
@@ -116,24 +122,24 @@ class Lanes:
         self._error = None
 
     def close(self) -> None:
-        """End the threads, and count anew for the next model."""
+        """End the threads, and reset the counts for the next model."""
         self.stop()
         self.busy_seconds = dict.fromkeys(self.busy_seconds, 0.0)
         self.in_use = False
 
 
 class ShapedDevice(Lanes):
-    """Lanes whose work takes no less than its bytes take at a given rate.
+    """A device of three threads, which work at most as fast as the given rates.
 
-    Everything is in host memory. What an accelerator would hold is counted, and what is pinned.
+    Everything is in host memory. Memory of an accelerator and pinned memory are only counted.
 
     Args:
-        link_bytes_per_s, host_bytes_per_s, accelerator_bytes_per_s: weight bytes a second.
+        link_bytes_per_s, host_bytes_per_s, accelerator_bytes_per_s: bytes of weights per second.
         call_seconds: from the end of one call of a split linear to the next, for predictions.
 
     Attributes:
-        bytes, peak_bytes: of the accelerator's memory: now, and at most.
-        pinned_bytes: of pinned memory.
+        bytes, peak_bytes: the accelerator's memory in use, now and at most.
+        pinned_bytes: pinned memory in use.
     """
 
     def __init__(
@@ -152,10 +158,11 @@ class ShapedDevice(Lanes):
         return self._rates
 
     def _submit(self, lane: str, run: Run, nbytes: int, after: End | None = None) -> End:
-        return self.submit(lane, run, self._seconds(lane, nbytes), after and after.result)
+        wait = None if after is None else after.result
+        return self.submit(lane, run, self._seconds(lane, nbytes), wait)
 
     def _seconds(self, lane: str, nbytes: int) -> float:
-        """What a work of a lane takes at least."""
+        """Seconds that a lane's work takes at least."""
         rates = self._rates if self.pinned_bytes else self._rates.unpinned()
         return nbytes / getattr(rates, lane)
 
@@ -177,7 +184,7 @@ class ShapedDevice(Lanes):
     def compute(self, run: Run, nbytes: int, after: End | None) -> End:
         return self._submit("accelerator", run, nbytes, after)
 
-    def on_host(self, write: Write, x: Tensor, out: Tensor, nbytes: int) -> End:
+    def compute_on_host(self, write: Write, x: Tensor, out: Tensor, nbytes: int) -> End:
         return self._submit("host", partial(write, x, out), nbytes)
 
     def wait(self, events: Sequence[Any]) -> float:

@@ -1,4 +1,4 @@
-"""What a user calls: split a model over an accelerator and its host, and undo it."""
+"""dispatch_model splits a model over an accelerator and its host; Handle.remove undoes it."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from wf_backends.hetegen.split_model import (
 from wf_backends.weights import Plan, Request, make_plan
 
 ACCELERATOR = "accelerator"
-KEYS = (ACCELERATOR, "cpu")
-MOST_TOKENS = 2**40  # and slabs
+MEMORY_KEYS = (ACCELERATOR, "cpu")
+MAX_SETTING = 2**40  # tokens, sequences or slabs
 
 
 class Handle:
-    """A model that is split, until `remove`. Also a context manager.
+    """A split model, until `remove`. Also a context manager.
 
     Attributes:
-        model: the one that was given.
-        plan: what lies where, who computes what, and what that should take.
+        model: the model itself.
+        plan: where every row lies, what computes it, and the predicted seconds.
     """
 
     def __init__(
@@ -49,22 +49,22 @@ class Handle:
         self._record = None if runner is None else runner.record
 
     def report(self) -> dict:
-        """Measured beside predicted, as plain data.
+        """Measured and predicted figures, as plain data.
 
             phase -> {"passes", "measured_seconds" (median), "predicted_seconds", "call_seconds"}
             "lanes" -> lane -> {"busy_seconds", "predicted_busy_seconds", "idle_seconds", "bytes"}
 
-        call_seconds: from the end of a call to the next, the mean of a pass, the median of passes.
-        idle: of the time from the first pass to the end of the last. {"fits": True} where
-        everything is resident. After `remove` it is what it was then.
+        call_seconds: from the end of one call to the next, the mean of a pass, the median of
+        passes. Busy and idle seconds add up to the time from the first pass to the end of the last.
+        {"fits": True} if everything is resident. After `remove` the report does not change.
         """
         return {"fits": True} if self._record is None else self._record.report()
 
     def remove(self) -> None:
-        """Put the model back as it was, and give the memory back. Twice is as good as once.
+        """Restore the model and free the memory. A second call does nothing.
 
         Raises:
-            RuntimeError: within a call of the model, this thread's or another's; it stays split.
+            RuntimeError: during a call of the model by any thread; the model stays split.
         """
         check = partial(check_not_called, self.model)
         with self._removing:
@@ -72,7 +72,7 @@ class Handle:
                 check()
             else:
                 self._runner.end(check)
-            self._runner = None  # its memory goes, though the handle may stay
+            self._runner = None  # frees its memory, even if the handle is kept
             self._undo.close()
 
     def __enter__(self) -> Handle:
@@ -103,30 +103,30 @@ def dispatch_model(
             resident.
         max_memory: {0: "20GB", "cpu": "100GB"}: bytes for weights and slabs, without activations
             and caches. "cpu" may be left out; "accelerator" may stand for 0.
-        device: where it runs. If not given, the accelerator that torch finds, whose rates are
-            measured, in some seconds; `Accelerator(rates=...)` says them.
-        alpha: the share of each linear that the host computes, "auto" for the fastest.
-        pin_memory: whether copies pass through pinned memory, as much as slabs take.
-        prefetch: slabs that may be full while one is filled and one is read.
-        batch, prompt: sequences, and tokens of a prompt, that the plan is made for.
+        device: where it runs; None: the accelerator that torch finds. Its rates are then measured,
+            which takes some seconds; `Accelerator(rates=...)` takes known rates.
+        alpha: the share of each linear that the host computes; "auto": the fastest.
+        pin_memory: whether copies pass through pinned memory, which is as large as the slabs.
+        prefetch: slabs that may hold prefetched rows while one is filled and one is read.
+        batch, prompt: sequences, and tokens of a prompt, for which the plan is made.
 
     Raises:
         ValueError: for a bad size or setting, a model that is not on the CPU or is split already,
-            a device that another model uses, if there is nothing to split, or if what is not split
-            exceeds the memory.
+            a device that another model uses, a model without linears to split, or too little
+            memory for the tensors that are not split.
     """
     _check_free(model, device)
     _check_settings(alpha, pin_memory, prefetch, batch, prompt)
-    accelerator_bytes, host_bytes = _parse(max_memory)
+    accelerator_bytes, host_bytes = _parse_memory(max_memory)
     weights = find_weights(model)
     device = Accelerator() if device is None else device
-    rates = device.rates(_type_of_most(weights))
+    rates = device.rates(_main_dtype(weights))
     request = Request(
         linears=tuple(weight.linear for weight in weights),
         rates=rates if pin_memory else rates.unpinned(),
         accelerator_bytes=accelerator_bytes,
         host_bytes=host_bytes,
-        other_bytes=sum(tensor.nbytes for tensor in _others(model, weights)),
+        other_bytes=sum(tensor.nbytes for tensor in _unsplit_tensors(model, weights)),
         decode_tokens=batch,
         prefill_tokens=batch * prompt,
         alpha=None if alpha == "auto" else float(alpha),
@@ -136,20 +136,20 @@ def dispatch_model(
     return _split(model, weights, device, make_plan(request))
 
 
-def _parse(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
-    """(bytes of the accelerator, bytes of the host: inf if not given).
+def _parse_memory(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
+    """(bytes of the accelerator, bytes of the host; inf if not given).
 
     Raises:
-        ValueError: for a key that there is not, a bad size, or no size for the accelerator.
+        ValueError: for an unknown key, a bad size, or a missing size of the accelerator.
     """
     of_type("max_memory", max_memory, Mapping, 'sizes such as {0: "20GB"}')
     sizes: dict[str, int] = {}
     for key, value in max_memory.items():
         memory = ACCELERATOR if str(key) == "0" else str(key)
-        if memory not in KEYS:
+        if memory not in MEMORY_KEYS:
             raise ValueError(
                 f'max_memory may have the keys 0 (or "{ACCELERATOR}") and "cpu", '
-                f"got {key!r}{nearest(key, KEYS)}"
+                f"got {key!r}{nearest(key, MEMORY_KEYS)}"
             )
         if memory in sizes:
             raise ValueError(f'max_memory has both 0 and "{ACCELERATOR}", which are the same')
@@ -163,7 +163,7 @@ def _parse(max_memory: Mapping[int | str, int | str]) -> tuple[int, float]:
 
 
 def _check_free(model: nn.Module, device: Device | None) -> None:
-    """Refuse a model that is split already or not on the CPU, and a device that is in use."""
+    """Refuse a model that is split already or not on the CPU, or a device that is in use."""
     of_type("model", model, nn.Module, "a torch.nn.Module")
     check_not_split(model)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -183,23 +183,23 @@ def _check_settings(
     if alpha != "auto" and not (is_real(alpha) and 0 <= cast(float, alpha) <= 1):
         raise ValueError(f'alpha must be "auto" or a share from 0 to 1, got {alpha!r}')
     of_type("pin_memory", pin_memory, bool, "True or False")
-    least = {"prefetch": (prefetch, 0), "batch": (batch, 1), "prompt": (prompt, 1)}
-    for name, (value, low) in least.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ValueError(f"{name} must be a whole number of at least {low}, got {value!r}")
-        if value > MOST_TOKENS:
-            raise ValueError(f"{name} must be at most {MOST_TOKENS}, got {short(value)}")
+    settings = {"prefetch": (prefetch, 0), "batch": (batch, 1), "prompt": (prompt, 1)}
+    for name, (value, minimum) in settings.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
+        if value > MAX_SETTING:
+            raise ValueError(f"{name} must be at most {MAX_SETTING}, got {short(value)}")
 
 
-def _others(model: nn.Module, weights: list[HostWeight]) -> list[Tensor]:
-    """Parameters and buffers that are not split, each once."""
+def _unsplit_tensors(model: nn.Module, weights: list[HostWeight]) -> list[Tensor]:
+    """Parameters and buffers that are not split, without duplicates."""
     split = {id(weight.parameter) for weight in weights}
     tensors = [*model.parameters(), *model.buffers()]
     return [tensor for tensor in tensors if id(tensor) not in split]
 
 
-def _type_of_most(weights: list[HostWeight]) -> torch.dtype:
-    """The type that has the most bytes of the split weights."""
+def _main_dtype(weights: list[HostWeight]) -> torch.dtype:
+    """The dtype with the most bytes of split weights."""
     sizes = Counter[torch.dtype]()
     for weight in weights:
         sizes[weight.tensor.dtype] += weight.linear.nbytes
@@ -207,7 +207,7 @@ def _type_of_most(weights: list[HostWeight]) -> torch.dtype:
 
 
 def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Plan) -> Handle:
-    """Take memory, and have linears ask the runner; an error undoes all of it."""
+    """Allocate memory and have the runner compute the linears; an error undoes everything."""
     with ExitStack() as undo:
         undo.callback(device.close)
         device.in_use = True
@@ -221,17 +221,17 @@ def _split(model: nn.Module, weights: list[HostWeight], device: Device, plan: Pl
                 stacklevel=3,
             )
         else:
-            plan, pinned = _pin(plan, device)
+            plan, pinned = _pinned_buffers(plan, device)
             runner = Runner(plan, weights, device, pinned)
             split_weights(model, weights, runner, undo)
-        for tensor in _others(model, weights):
+        for tensor in _unsplit_tensors(model, weights):
             undo.callback(setattr, tensor, "data", tensor.data)
             tensor.data = device.place(tensor.data)
         return Handle(model, plan, runner, undo.pop_all())
 
 
-def _pin(plan: Plan, device: Device) -> tuple[Plan, list[Tensor]]:
-    """Pinned memory as large as the slabs; where none is left a plan without it, and a warning."""
+def _pinned_buffers(plan: Plan, device: Device) -> tuple[Plan, list[Tensor]]:
+    """(the plan, a pinned buffer for each slab); a plan without, and a warning, if they fail."""
     if not (plan.slabs and plan.request.pinned):
         return plan, []
     try:

@@ -1,4 +1,4 @@
-"""The rates of this machine: the link, the host, the accelerator, staging, the host's memory."""
+"""Measures the rates of this machine: link, staging, host, accelerator, and the host's memory."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from wf_backends.hetegen.dispatch import dispatch_model
 from wf_backends.hetegen.runner import Device
 from wf_backends.weights import Rates
 
-WEIGHTS_BYTES = 2**28  # so many that caches do not hold them all
-SLABS = 3  # that a plan has, as a rule
-MANY_TOKENS = 256
-CALLS = 200  # of linears that take no time
-FAST = 1e13  # bytes a second: no time
+WEIGHTS_BYTES = 2**28  # of all weights together: more than caches hold
+PINNED_BUFFERS = 3  # as many as a plan has slabs by default
+MANY_TOKENS = 256  # in a GEMM that operations bound, not memory
+NUM_LINEARS = 200  # of the model whose calls are timed
+FAST = 1e13  # bytes per second: work takes no time
 
 
 def measure_machine(dtype: torch.dtype) -> tuple[str, Rates]:
-    """(the accelerator that torch finds, or "threads" where there is none; its rates)."""
+    """(the accelerator that torch finds, or "threads" if it finds none; the rates)."""
     if not torch.accelerator.is_available():
         return "threads", measure_rates(None, dtype)
     streams = Streams()
@@ -36,60 +36,64 @@ def measure_machine(dtype: torch.dtype) -> tuple[str, Rates]:
 def measure_rates(
     streams: Streams | None, dtype: torch.dtype, width: int = 4096, seconds: float = 0.7
 ) -> Rates:
-    """Time copies and GEMMs over one token and over many, each for so many seconds.
+    """The rates of copies, and of GEMMs over one token and over many, each timed for `seconds`.
 
-    The type is that of the weights: a host's GEMM in 16 bits has another rate than in 32.
-    Without an accelerator (streams None) a thread stands for it: its link is a copy within host
-    memory, and its GEMM is the host's.
+    Args:
+        streams: None: without an accelerator. Copies within host memory stand for its link, and the
+            host's GEMM for its own.
+        dtype: of the weights. The host's GEMM has other rates in 16 bits than in 32.
+        width: input and output features of a weight.
     """
-    number = max(2, WEIGHTS_BYTES // (width * width * dtype.itemsize))
-    weights = [torch.randn(width, width).to(dtype) for _ in range(number)]
-    there, clock = weights, time.perf_counter
-    device: Device = ShapedDevice(FAST, FAST, FAST)
-    if streams is not None:
-        there = [weight.to(streams.device) for weight in weights]
-        pinned = [streams.pinned(weights[0].shape, dtype) for _ in range(SLABS)]
-        clock = _clock_of(streams)
+    num_weights = max(2, WEIGHTS_BYTES // (width * width * dtype.itemsize))
+    weights = [torch.randn(width, width).to(dtype) for _ in range(num_weights)]
+    if streams is None:
+        device_weights, clock = weights, time.perf_counter
+        device: Device = ShapedDevice(FAST, FAST, FAST)
+    else:
+        device_weights = [weight.to(streams.device) for weight in weights]
+        pinned = [streams.pinned(weights[0].shape, dtype) for _ in range(PINNED_BUFFERS)]
+        clock = _synchronized_clock(streams)
         device = Accelerator(Rates(FAST, FAST, FAST), streams)
-    slab = torch.empty_like(there[0])
+    slab = torch.empty_like(device_weights[0])
 
     def rate(run: Callable[[int], object], clock: Callable[[], float] = clock) -> float:
-        return weights[0].nbytes / _seconds_each(run, number, clock, seconds)
+        return weights[0].nbytes / _seconds_per_run(run, num_weights, clock, seconds)
 
-    def gemm(tokens: int, rows: list[Tensor]) -> Callable[[int], object]:
-        x = torch.randn(tokens, width).to(rows[0])
-        return lambda i: F.linear(x, rows[i])
+    def gemm(tokens: int, weights: list[Tensor]) -> Callable[[int], object]:
+        x = torch.randn(tokens, width).to(weights[0])
+        return lambda i: F.linear(x, weights[i])
 
-    def link(i: int) -> None:
-        slab.copy_(weights[i] if streams is None else pinned[i % SLABS], non_blocking=True)
+    def copy(i: int) -> None:
+        source = weights[i] if streams is None else pinned[i % PINNED_BUFFERS]
+        slab.copy_(source, non_blocking=True)
 
-    def lane(i: int) -> None:  # as a run has it: the host's memory is read, written and read again
+    def staged_copy(i: int) -> None:  # as the link's lane copies: through pinned memory
         if streams is not None:
-            pinned[i % SLABS].copy_(weights[i])
-        link(i)
+            pinned[i % PINNED_BUFFERS].copy_(weights[i])
+        copy(i)
 
     with ThreadPoolExecutor(1) as thread:
-        beside = thread.submit(rate, gemm(1, weights), time.perf_counter)
-        link_beside, host_beside = rate(lane), beside.result()
-    alone, staging, host = rate(link), rate(lane), rate(gemm(1, weights))
-    flops = 2.0 * MANY_TOKENS / weights[0].itemsize  # for each byte
+        future = thread.submit(rate, gemm(1, weights), time.perf_counter)
+        link_beside, host_beside = rate(staged_copy), future.result()
+    link, staging, host = rate(copy), rate(staged_copy), rate(gemm(1, weights))
+    flops_per_byte = 2.0 * MANY_TOKENS / weights[0].itemsize
     return Rates(
-        link=alone,
+        link=link,
         host=host,
-        accelerator=rate(gemm(1, there)),
-        memory=max(link_beside + host_beside, min(alone, staging)),
+        accelerator=rate(gemm(1, device_weights)),
+        memory=max(link_beside + host_beside, min(link, staging)),
         host_beside_link=min(host, host_beside),
         staging=staging,
-        host_flops=flops * rate(gemm(MANY_TOKENS, weights)),
-        accelerator_flops=flops * rate(gemm(MANY_TOKENS, there)),
+        host_flops=flops_per_byte * rate(gemm(MANY_TOKENS, weights)),
+        accelerator_flops=flops_per_byte * rate(gemm(MANY_TOKENS, device_weights)),
         call_seconds=measure_call(device),
     )
 
 
 def measure_call(device: Device) -> float:
-    """Seconds from the end of one call to the next, with linears whose GEMMs take none."""
-    linears = [nn.Linear(32, 32, bias=False) for _ in range(CALLS)]
-    model, memory = nn.Sequential(*linears), CALLS * linears[0].weight.nbytes // 2
+    """Seconds from the end of one call of a split linear to the next, with tiny linears."""
+    linears = [nn.Linear(32, 32, bias=False) for _ in range(NUM_LINEARS)]
+    model, memory = nn.Sequential(*linears), NUM_LINEARS * linears[0].weight.nbytes // 2
     x = device.place(torch.ones(1, 32))
     with dispatch_model(model, {0: memory}, device, alpha=0.5) as handle, torch.inference_mode():
         for _ in range(5):
@@ -97,8 +101,8 @@ def measure_call(device: Device) -> float:
         return handle.report()["decode"]["call_seconds"]
 
 
-def _clock_of(streams: Streams) -> Callable[[], float]:
-    """The time at which all is done that the streams were given."""
+def _synchronized_clock(streams: Streams) -> Callable[[], float]:
+    """A clock that first waits until all work on the streams has ended."""
 
     def clock() -> float:
         streams.synchronize()
@@ -107,15 +111,15 @@ def _clock_of(streams: Streams) -> Callable[[], float]:
     return clock
 
 
-def _seconds_each(
-    run: Callable[[int], object], number: int, clock: Callable[[], float], seconds: float
+def _seconds_per_run(
+    run: Callable[[int], object], num_weights: int, clock: Callable[[], float], seconds: float
 ) -> float:
-    """The median over the turns through the weights, of one run."""
+    """Seconds of one run: run(0) to run(num_weights - 1) are timed together; median of repeats."""
     with torch.inference_mode():
         run(0)
         times = [clock()]
         while len(times) == 1 or times[-1] < times[0] + seconds:
-            for i in range(number):
+            for i in range(num_weights):
                 run(i)
             times.append(clock())
-    return median((end - start) / number for start, end in pairwise(times))
+    return median((end - start) / num_weights for start, end in pairwise(times))

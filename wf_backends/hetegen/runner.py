@@ -1,4 +1,4 @@
-"""Running the jobs of a plan on the lanes of a device, and what is told of it."""
+"""Runs the jobs of a plan on the lanes of a device, and records bytes and times for the report."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from wf_backends.weights import LANE_NAMES, PHASES, Job, JobMaker, Phase, Plan
 
 PASSES_KEPT = 256
 Device = Accelerator | ShapedDevice
-Event = Any  # of a device's work: only the device that made it looks inside
-Moment = Any  # of the caller's time: likewise
+Event = Any  # the end of a device's work; only the device knows its type
+Moment = Any  # a time of the caller's work; only the device knows its type
 
 
-class Uncopied:
-    """What modules and their hooks hold while they are split: refuses to be copied for them."""
+class Uncopyable:
+    """Refuses to be copied or pickled, and with it the split modules whose hooks refer to it."""
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise ValueError(
@@ -34,18 +34,18 @@ class Uncopied:
         )
 
 
-class Runner(Uncopied):
-    """Calls of split linears on a device.
+class Runner(Uncopyable):
+    """Computes the calls of split linears on a device.
 
     Args:
-        plan: how they are split.
+        plan: how the linears are split.
         weights: one for each split of the plan.
         device: has the lanes.
-        pinned: memory as large as the slabs, through which copies pass; empty: they do not.
+        pinned: a buffer for each slab, through which copies pass; empty: they do not.
 
     Attributes:
-        where: the torch device of inputs and outputs.
-        record: of what the lanes are asked for.
+        compute_device: the torch device of inputs and outputs.
+        record: counts what the lanes do.
     """
 
     def __init__(
@@ -63,40 +63,40 @@ class Runner(Uncopied):
             device.place(weight.rows(0, split.resident))
             for split, weight in zip(plan.splits, weights, strict=True)
         ]
-        self.where = self._resident[0].device
+        self.compute_device = self._resident[0].device
         self.record = Record(plan, device)
         self._ended = False
-        self._lock = Lock()  # one call at a time, whichever thread it comes from
+        self._lock = Lock()  # one call at a time, of all threads
         self._restart()
 
     def _restart(self) -> None:
-        """Forget what is in the slabs, and which calls were running."""
+        """Forget what is in the slabs, and which modules are being called."""
         self._maker = JobMaker(self._plan)
-        self._running: dict[Thread, nn.Module] = {}  # the outermost that each is in
-        self._events: dict[int, Event] = {}  # slab -> the end of the last job that has it
+        self._outermost: dict[Thread, nn.Module] = {}  # the outermost module that a thread calls
+        self._slab_events: dict[int, Event] = {}  # slab -> the end of the last job with it
 
     def enter(self, module: nn.Module, *_: Any) -> None:
-        """A module is called: from outside, a pass begins with the next split linear.
+        """Before a module's call: if it is the outermost, the next split linear begins a pass.
 
-        Ctrl-C ends a call without `leave`: the next call of its outermost module is from outside.
+        Ctrl-C ends a call without `leave`; the next call of its outermost module begins a pass too.
         """
         if torch.compiler.is_compiling():
             return
         with self._lock:
             self._refuse_if_ended()
-            if self._running.setdefault(current_thread(), module) is module:
+            if self._outermost.setdefault(current_thread(), module) is module:
                 self._maker.first_linear = None
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        """A module's call has ended, also one whose hooks failed before `enter`."""
+        """After a module's call, even if an earlier hook failed and `enter` was not called."""
         if torch.compiler.is_compiling():
             return
         with self._lock:
-            if self._running.get(current_thread()) is module:
-                del self._running[current_thread()]
+            if self._outermost.get(current_thread()) is module:
+                del self._outermost[current_thread()]
 
     def end(self, check: Callable[[], None]) -> None:
-        """Take no more calls, unless `check` raises."""
+        """Refuse calls from now on, unless `check` raises."""
         with self._lock:
             check()
             self._ended = True
@@ -109,7 +109,7 @@ class Runner(Uncopied):
 
     @contextmanager
     def _stopping_on_errors(self) -> Iterator[None]:
-        """Stop the lanes if the block raises anything, Ctrl-C too, and begin anew afterwards."""
+        """Hold the lock; if the block raises anything, even Ctrl-C, stop the lanes and restart."""
         with self._lock:
             self._refuse_if_ended()
             try:
@@ -123,13 +123,14 @@ class Runner(Uncopied):
         """x (..., columns) times the transposed weight `index`, plus bias (rows,): (..., rows).
 
         Raises:
-            NotImplementedError: where a gradient would be needed, or weights of another type.
-            ValueError: for an input that does not fit, or weights that were changed meanwhile.
-            Exception: what a lane raised. The lanes are stopped then; the next call starts anew.
+            NotImplementedError: if a gradient is needed, or autocast asks for another dtype.
+            ValueError: for a wrong input, or a weight that was written to since it was split.
+            Exception: what a lane raised. The lanes stop then; the next call starts them again.
         """
         weight = self._weights[index]
         weight.refuse_gradient(x)
-        x, rows = weight.checked(x, self.where), weight.linear.rows
+        x = weight.checked_input(x, self.compute_device)
+        rows = weight.linear.rows
         out = x.new_empty(*x.shape[:-1], rows)
         if x.numel() == 0:
             return out
@@ -137,99 +138,105 @@ class Runner(Uncopied):
         phase = self._plan.request.phase(len(flat))
         with self._stopping_on_errors():
             jobs = self._maker.make_jobs(index, phase)
-            begun = self._device.now()
+            start = self._device.now()
             events = [self._submit(job, flat, flat_out[:, job.start : job.stop]) for job in jobs]
-            self.record.ask(jobs, phase)
+            self.record.add_jobs(jobs, phase)
             computed = [e for e, job in zip(events, jobs, strict=True) if job.lane != "link"]
-            ended = self._device.wait(computed)
-            self.record.add_call(phase, index == self._maker.first_linear, begun, ended)
+            end = self._device.wait(computed)
+            self.record.add_call(phase, index == self._maker.first_linear, start, end)
         return out if bias is None else out.add_(bias)
 
     def _submit(self, job: Job, x: Tensor, out: Tensor) -> Event:
-        """Have its lane do a job of x (n, columns) and out (n, rows of the job)."""
+        """Submit a job to its lane, with x (n, columns) and out (n, rows of the job)."""
         device, weight = self._device, self._weights[job.linear]
         rows = weight.rows(job.start, job.stop)
         if job.lane == "host":
-            return device.on_host(partial(weight.multiply, rows), x, out, rows.nbytes)
+            return device.compute_on_host(partial(weight.multiply, rows), x, out, rows.nbytes)
         if job.slab is None:
             multiply = partial(weight.multiply, self._resident[job.linear], x, out)
             return device.compute(multiply, rows.nbytes, None)
-        there, after = _like(rows, self._slabs[job.slab]), self._events.get(job.slab)
+        slab_rows = _view_as(rows, self._slabs[job.slab])
+        after = self._slab_events.get(job.slab)
         if job.lane == "link":
-            pinned = _like(rows, self._pinned[job.slab]) if self._pinned else None
-            event = device.copy(rows, pinned, there, after)
+            pinned = _view_as(rows, self._pinned[job.slab]) if self._pinned else None
+            event = device.copy(rows, pinned, slab_rows, after)
         else:
-            event = device.compute(partial(weight.multiply, there, x, out), rows.nbytes, after)
-        self._events[job.slab] = event
+            event = device.compute(partial(weight.multiply, slab_rows, x, out), rows.nbytes, after)
+        self._slab_events[job.slab] = event
         return event
 
     def lookup(self, index: int, ids: Tensor) -> Tensor:
-        """Rows `ids` (...) of weight `index` (n, d), a table in host memory: (..., d)."""
+        """Rows `ids` (...) of weight `index`, which is also an embedding: (..., columns)."""
         weight = self._weights[index]
         weight.refuse_gradient(ids)
         out = weight.tensor.new_empty(*ids.shape, weight.linear.columns, device=ids.device)
         with self._stopping_on_errors():
-            self._device.wait([self._device.on_host(weight.look_up, ids, out, out.nbytes)])
+            event = self._device.compute_on_host(weight.look_up, ids, out, out.nbytes)
+            self._device.wait([event])
         return out
 
 
-def _like(rows: Tensor, memory: Tensor) -> Tensor:
-    """The beginning of `memory` as a tensor like `rows`."""
+def _view_as(rows: Tensor, memory: Tensor) -> Tensor:
+    """The first bytes of `memory` (nbytes,) uint8, with the dtype and shape of `rows`."""
     return memory[: rows.nbytes].view(rows.dtype).view(rows.shape)
 
 
 class Record:
-    """What the lanes of a device are asked for, and when calls of split linears begin and end.
+    """Counts bytes and predicted seconds of jobs, and keeps when calls begin and end.
 
-    A pass of the model is from the jobs of its first split linear to the end of its last.
+    A pass of the model is from the start of its first split linear to the end of its last.
     """
 
     def __init__(self, plan: Plan, device: Device) -> None:
         self._plan, self._device, self._busy = plan, device, device.busy_seconds
-        # Phase; when each call began and ended, in turns. The latest passes; all are counted.
+        # The latest passes: phase, and start and end of every call: [start, end, start, end, ...].
         self._passes: deque[tuple[Phase, list[Moment]]] = deque(maxlen=PASSES_KEPT)
-        self._num_passes: Counter[Phase] = Counter()
-        self._began: Moment = None
+        self._num_passes: Counter[Phase] = Counter()  # of all passes
+        self._start: Moment = None  # of the first pass
         self._bytes: dict[str, int] = dict.fromkeys(LANE_NAMES, 0)
         self._predicted: dict[str, float] = dict.fromkeys(LANE_NAMES, 0.0)
 
-    def ask(self, jobs: Sequence[Job], phase: Phase) -> None:
-        """The lanes are asked for jobs."""
+    def add_jobs(self, jobs: Sequence[Job], phase: Phase) -> None:
+        """Count jobs that were submitted to the lanes."""
         for job in jobs:
             self._bytes[job.lane] += self._plan.bytes_of(job)
             self._predicted[job.lane] += self._plan.seconds_of(job, phase)
 
-    def add_call(self, phase: Phase, begins_pass: bool, begun: Moment, ended: Moment) -> None:
+    def add_call(self, phase: Phase, begins_pass: bool, start: Moment, end: Moment) -> None:
+        """Keep a call's start and end."""
         if begins_pass or not self._passes:
             self._passes.append((phase, []))
             self._num_passes[phase] += 1
-            self._began = begun if self._began is None else self._began
-        self._passes[-1][1].extend((begun, ended))
+            self._start = start if self._start is None else self._start
+        self._passes[-1][1].extend((start, end))
 
     def report(self) -> dict:
-        """What `Handle.report` returns."""
-        between = self._device.seconds
-        wall = between(self._began, self._passes[-1][1][-1]) if self._passes else 0.0
+        """The result of `Handle.report`."""
+        wall_seconds = 0.0
+        if self._passes:
+            wall_seconds = self._device.seconds(self._start, self._passes[-1][1][-1])
         lanes = {}
         for name in LANE_NAMES:
-            busy = self._busy.get(name, 0.0)  # 0 of one that is no thread
+            busy_seconds = self._busy.get(name, 0.0)  # 0 for a lane that is no thread
             lanes[name] = {
-                "busy_seconds": busy,
+                "busy_seconds": busy_seconds,
                 "predicted_busy_seconds": self._predicted[name],
-                "idle_seconds": max(0.0, wall - busy),
+                "idle_seconds": max(0.0, wall_seconds - busy_seconds),
                 "bytes": self._bytes[name],
             }
         phases = {phase: self._phase_report(phase) for phase in PHASES}
         return {"fits": False, **phases, "lanes": lanes}
 
     def _phase_report(self, phase: Phase) -> dict[str, float | None]:
-        plan, between = self._plan, self._device.seconds
-        own = [moments for of, moments in self._passes if of == phase]
-        thought = [list(map(between, moments[1::2], moments[2::2])) for moments in own]
-        calls = [fmean(each) for each in thought if each]
+        plan, seconds = self._plan, self._device.seconds
+        passes = [moments for pass_phase, moments in self._passes if pass_phase == phase]
+        pass_seconds = [seconds(moments[0], moments[-1]) for moments in passes]
+        # From the end of one call to the start of the next.
+        gaps = [list(map(seconds, moments[1::2], moments[2::2])) for moments in passes]
+        call_seconds = [fmean(gaps_of_pass) for gaps_of_pass in gaps if gaps_of_pass]
         return {
             "passes": self._num_passes[phase],
-            "measured_seconds": median(between(each[0], each[-1]) for each in own) if own else None,
+            "measured_seconds": median(pass_seconds) if pass_seconds else None,
             "predicted_seconds": plan.decode_seconds if phase == "decode" else plan.prefill_seconds,
-            "call_seconds": median(calls) if calls else None,
+            "call_seconds": median(call_seconds) if call_seconds else None,
         }

@@ -1,7 +1,7 @@
-"""What the parameters and modules of a model are while it is split.
+"""The parameters and modules of a model while it is split.
 
-Modules compute as they did, and so do graphs that torch.export captured: each calls an operator
-with the weight among its arguments, and torch asks the weight's class what to do.
+Modules keep their code, and so do graphs that torch.export captured: they call an operator with the
+weight as an argument, and torch calls the weight's class for it (__torch_function__).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from wf_backends._compile import eager
-from wf_backends.hetegen.modules import HostWeight, stacks_of_experts
-from wf_backends.hetegen.runner import Runner, Uncopied
+from wf_backends.hetegen.modules import HostWeight, expert_stacks
+from wf_backends.hetegen.runner import Runner, Uncopyable
 
-MARK = "_wf_hetegen_split"  # an attribute of modules while they are split
+MARK = "_wf_hetegen_split"  # an attribute that modules have while they are split
 aten = torch.ops.aten
 
-# Operators that the lanes compute, with the weight's dimension of output features.
+# Operators that the lanes compute -> the weight's dimension of output features, their arguments.
 PRODUCTS: dict[Any, tuple[int, tuple[str, ...]]] = {
     F.linear: (0, ("input", "weight", "bias")),
     aten.linear.default: (0, ("input", "weight", "bias")),
@@ -39,20 +39,20 @@ PRODUCTS: dict[Any, tuple[int, tuple[str, ...]]] = {
     aten.embedding.default: (0, ("weight", "input")),
 }
 LOOKUPS = (F.embedding, aten.embedding.default)
-SLICES = (Tensor.narrow, aten.slice.Tensor)  # by which a chunked graph reads part of a weight
+SLICES = (Tensor.narrow, aten.slice.Tensor)  # with which a graph of AutoChunk reads a weight
 
 
 class SplitWeight(nn.Parameter):
-    """A parameter while its weight is split. To all but products it is a tensor in host memory.
+    """A parameter while its weight is split. Operators not in PRODUCTS see it in host memory.
 
     Attributes:
-        where: the device of the products, which the parameter says is its own.
-        runner, index: who computes the products, and the number of the weight there.
-        rows_dim: that of its output features; None of a parameter that holds a layer's experts.
-        experts: the split weight of each of these.
+        compute_device: the device of the products, which is also the parameter's `device`.
+        runner, index: computes the products, and the weight's index there.
+        rows_dim: the dimension of output features; None if it holds all experts of a layer.
+        experts: then the split weight of each expert.
     """
 
-    where: torch.device
+    compute_device: torch.device
     runner: Runner
     index: int
     rows_dim: int | None = None
@@ -60,15 +60,15 @@ class SplitWeight(nn.Parameter):
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.where
+        return self.compute_device
 
     @property
     def data(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.detach()  # which counts what is written to it
+        return self.detach()  # shares the version counter, so that writing is noticed
 
     @data.setter
     def data(self, other: Tensor) -> None:
-        """Take what it has; refuse other memory or another type."""
+        """Accept the same memory and dtype, which change nothing; refuse others."""
         if (other.data_ptr(), other.dtype) != (self.data_ptr(), self.dtype):
             raise ValueError(
                 "a split weight is neither moved nor converted nor replaced: call handle.remove() "
@@ -78,7 +78,8 @@ class SplitWeight(nn.Parameter):
     def __getitem__(self, index: Any) -> Tensor:
         if self.experts is None:
             return super().__getitem__(index)
-        if not isinstance(index, int | Tensor) or isinstance(index, Tensor) and index.numel() != 1:
+        is_number = isinstance(index, int) or (isinstance(index, Tensor) and index.numel() == 1)
+        if not is_number:
             raise NotImplementedError(
                 "split experts are read one expert at a time, not by "
                 f"{type(index).__name__} of several"
@@ -86,7 +87,7 @@ class SplitWeight(nn.Parameter):
         return self.experts[int(index)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A parameter that is not split, where it alone is copied or pickled."""
+        """A copy or pickle of the parameter alone is a plain parameter."""
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
     @classmethod
@@ -100,60 +101,66 @@ class SplitWeight(nn.Parameter):
                 "a split weight is not sliced: call dispatch_model before autochunk"
             )
         dim, names = PRODUCTS.get(func, (0, ()))
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        weight = given.pop("weight", None)
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        weight = arguments.pop("weight", None)
         with torch._C.DisableTorchFunctionSubclass():
             if not isinstance(weight, cls) or weight.rows_dim != dim:
                 return func(*args, **kwargs)
             if func in LOOKUPS:
-                return weight.runner.lookup(weight.index, given["input"])
-            return weight.runner.linear(weight.index, given.pop("input"), **given)
+                return weight.runner.lookup(weight.index, arguments["input"])
+            return weight.runner.linear(weight.index, arguments.pop("input"), **arguments)
 
 
 def split_weights(
     model: nn.Module, weights: list[HostWeight], runner: Runner, undo: ExitStack
 ) -> None:
-    """Have the runner compute the products of these weights, and told of calls, until `undo`."""
+    """Have the runner compute the weights' products and hook the modules' calls, until `undo`."""
     for module in model.modules():
-        if any(True for _ in module.children()):
+        if _has_children(module):
             undo.callback(module.register_forward_pre_hook(runner.enter, prepend=True).remove)
             undo.callback(module.register_forward_hook(runner.leave, always_call=True).remove)
-        if stacks_of_experts(module):  # it runs its own code, which takes one expert at a time
-            own = inspect.unwrap(type(module).forward)
-            _set(undo, module, forward=MethodType(own, module))
+        if expert_stacks(module):  # the class's own forward takes one expert at a time
+            forward = inspect.unwrap(type(module).forward)
+            _set_attributes(undo, module, forward=MethodType(forward, module))
+    device = runner.compute_device
     for index, weight in enumerate(weights):
         parameter: Any = weight.parameter
         if parameter.dim() == 3:  # it holds all experts of a layer
             if not hasattr(parameter, "experts"):
-                _become_split(parameter, undo, where=runner.where, experts=[])
-            one = nn.Parameter(weight.tensor, requires_grad=False)
-            parameter.experts.append(one)
-            parameter = one
-        told = {"runner": runner, "index": index, "rows_dim": weight.dim}
-        _become_split(parameter, undo, where=runner.where, **told)
+                _make_split(parameter, undo, compute_device=device, experts=[])
+            expert = nn.Parameter(weight.tensor, requires_grad=False)
+            parameter.experts.append(expert)
+            parameter = expert
+        product = {"runner": runner, "index": index, "rows_dim": weight.dim}
+        _make_split(parameter, undo, compute_device=device, **product)
 
 
-def _become_split(parameter: Any, undo: ExitStack, **told: Any) -> None:
+def _has_children(module: nn.Module) -> bool:
+    return any(True for _ in module.children())
+
+
+def _make_split(parameter: Any, undo: ExitStack, **attributes: Any) -> None:
+    """Make the parameter a SplitWeight with these attributes, until `undo`."""
     undo.callback(setattr, parameter, "__class__", type(parameter))
     parameter.__class__ = SplitWeight
-    _set(undo, parameter, **told)
+    _set_attributes(undo, parameter, **attributes)
 
 
-def _set(undo: ExitStack, of: Any, **attributes: Any) -> None:
-    """Give an object attributes of its own, until `undo`."""
+def _set_attributes(undo: ExitStack, target: Any, **attributes: Any) -> None:
+    """Set attributes of an object, until `undo`."""
     for name, value in attributes.items():
-        if name in vars(of):
-            undo.callback(setattr, of, name, vars(of)[name])
+        if name in vars(target):
+            undo.callback(setattr, target, name, vars(target)[name])
         else:
-            undo.callback(delattr, of, name)
-        setattr(of, name, value)
+            undo.callback(delattr, target, name)
+        setattr(target, name, value)
 
 
 def mark_modules(model: nn.Module, undo: ExitStack) -> None:
-    """Have its modules refuse what would leave copies of old weights in use, until `undo`."""
-    mark = Uncopied()
+    """Have all modules refuse what would make resident copies of weights outdated, until `undo`."""
+    mark = Uncopyable()
     for module in model.modules():
-        _set(undo, module, **{MARK: mark, "_apply": partial(_refuse_to_convert, module)})
+        _set_attributes(undo, module, **{MARK: mark, "_apply": partial(_refuse_to_convert, module)})
         undo.callback(module.register_load_state_dict_pre_hook(_refuse_to_load).remove)
 
 
@@ -167,13 +174,13 @@ def _refuse_to_load(module: nn.Module, *_: Any) -> None:
 def _refuse_to_convert(
     module: nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    """What model.to(...) calls, in place of `nn.Module._apply`: take what changes no tensor.
+    """In place of `nn.Module._apply`, which model.to(...) calls: accept what changes no tensor.
 
-    It refuses before the first is changed, since a model that is half converted computes wrongly.
+    It refuses before any tensor is changed, since a half converted model computes wrong results.
     """
-    named = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
+    tensors = [*module.named_parameters(recurse=recurse), *module.named_buffers(recurse=recurse)]
     with torch.no_grad():
-        for name, tensor in named:
+        for name, tensor in tensors:
             if convert(tensor) is not tensor:
                 raise ValueError(
                     f"a split model is neither moved nor converted, and {name} would be: call "
@@ -183,7 +190,7 @@ def _refuse_to_convert(
 
 
 def check_not_split(model: nn.Module) -> None:
-    """Refuse a model that is split, has a part that is, or a weight that another model splits."""
+    """Refuse a model with a module that is split already, or with another model's split weight."""
     if any(hasattr(module, MARK) for module in model.modules()):
         raise ValueError("model is split already, or a part of it: call handle.remove() first")
     for name, parameter in model.named_parameters():
@@ -195,21 +202,21 @@ def check_not_split(model: nn.Module) -> None:
 
 
 def check_not_called(model: nn.Module) -> None:
-    """Refuse to put a split model back within a call of it, this thread's or another's.
+    """Refuse to restore a split model while any thread calls it.
 
-    Stacks tell, since no hook does where Ctrl-C ended a call. What has no modules inside, such as a
-    linear, another thread may call: the runner does it or refuses it.
+    The threads' stacks are searched, since no hook is called when Ctrl-C ends a call. Another
+    thread may call a module without children, such as a linear: the runner computes or refuses it.
     """
     split = {module for module in model.modules() if hasattr(module, MARK)}
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, top in sys._current_frames().items():
-        own = ident == threading.get_ident()
-        called = {module for module in split if own or any(True for _ in module.children())}
+        is_caller = ident == threading.get_ident()
+        called = {module for module in split if is_caller or _has_children(module)}
         for frame, _ in traceback.walk_stack(top):
             if frame.f_code is nn.Module.__call__.__code__ and frame.f_locals["self"] in called:
                 raise RuntimeError(
                     "handle.remove() within a call of the model: call it when the call has ended"
-                    if own
+                    if is_caller
                     else f"handle.remove() while the thread {names.get(ident)!r} calls the model: "
                     "wait for the end of its call, then call handle.remove() again"
                 )
