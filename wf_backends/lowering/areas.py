@@ -35,8 +35,9 @@ def band_area(num_rows: int, num_keys: int, left: float, right: float) -> int:
 
 
 def _keys_before(num_rows: int, num_keys: int, offset: float) -> int:
-    """The number of pairs with key < row + offset. From row to row, it rises from `low` to `high`
-    between row `first`, before which there are none, and row `full`, from which on it is all keys.
+    """The number of pairs with key < row + offset.
+
+    No key in rows before `first`, `low` to `high` keys in the next rows, all keys from `full` on.
     """
     first = int(min(max(-offset, 0), num_rows))
     full = int(min(max(num_keys - offset, first), num_rows))

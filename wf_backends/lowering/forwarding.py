@@ -1,10 +1,10 @@
 """The rows of walkers that ranks hold in each step, and the messages that bring them there.
 
-Pure: standard library only. A rank holds a row only if it reads it. If the next rank of the hop
-reads the row too, the row is forwarded, and later its partial result with it. Otherwise the partial
-result is sent to the owner, and the owner sends the row to the next rank that reads it: one message
-for each reader. Everything is computed on demand and cached: one rank of thousands asks only for
-its own part.
+Pure: standard library only. A rank holds a row only if it reads it (but see `RelayedRows`). If the
+next rank of the hop reads the row too, it is forwarded, and later its partial result with it. If
+not, the partial result is sent to the owner, and the owner sends the row to the next rank that
+reads it: one message for each reader. Everything is computed on demand and cached: one rank of
+thousands asks only for its own part.
 """
 
 from __future__ import annotations
@@ -105,11 +105,7 @@ def read_from_step_on(read: Sequence[Ranges]) -> list[Ranges]:
 
 
 class Forwarding:
-    """The rows of all walkers of a problem, and their messages.
-
-    Args:
-        kept: as in `Problem`.
-    """
+    """The rows of all walkers of a problem, and their messages. `kept`: as in `Problem`."""
 
     def __init__(self, reads: Reads, kept: bool) -> None:
         self.reads, self.schedule, self.layout = reads, reads.schedule, reads.walk_layout

@@ -26,8 +26,8 @@ class Problem:
     mask: Mask
     queries_walk: bool = False
     kept: bool = False
-    """Whether the first gather brings all rows of a walker that any later step reads. Needed where
-    the other pass keeps these rows and uses them again."""
+    """Whether the first gather brings all rows of a walker that any step reads, for another pass
+    that keeps them and uses them again."""
     host_size: int = 1
     """The number of neighbouring ranks on a host. A row of the side that stays crosses to the host
     once, even if several of its ranks read it."""
@@ -105,6 +105,6 @@ def nearest_first(schedule: Schedule, mask: Mask) -> Schedule:
         return schedule
     ahead = steps // 2
     behind = steps - ahead - 1
-    jump, backward_hop = move(behind), move(steps - 1)
-    hops = (schedule.hops[0],) * ahead + (jump,) + (backward_hop,) * (behind - 1)
+    jump, opposite_hop = move(behind), move(steps - 1)
+    hops = (schedule.hops[0],) * ahead + (jump,) + (opposite_hop,) * (behind - 1)
     return Schedule(schedule.q, schedule.kv, hops)
