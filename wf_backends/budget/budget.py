@@ -1,4 +1,4 @@
-"""A rank's whole memory in a training step, and the longest sequence that fits it.
+"""A rank's memory in a training step, and the longest sequence that fits it.
 
 Pure: standard library only.
 """
@@ -15,7 +15,7 @@ from wf_backends.budget.states import STAGES, Buckets, States, states
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What is trained on how many ranks.
+    """A training job: the model, its ranks, and how they share sequences.
 
     Raises:
         ValueError: naming a number that is not positive.
@@ -25,11 +25,11 @@ class Training:
     sequence_parallel_size: int
     """Ranks that share a sequence."""
     attention_bytes: float
-    """Buffers of an attention layer, for each token of the rank, as the planner counts them."""
+    """Bytes of an attention layer's buffers for each token of the rank, as the planner counts."""
     batch: int = 1
-    """Sequences at a time in a group of such ranks."""
+    """Sequences that a sequence-parallel group computes at a time."""
     data_parallel_size: int = 1
-    """Groups of ranks with other sequences."""
+    """Sequence-parallel groups, each with other sequences."""
     buckets: Buckets = Buckets()
 
     def __post_init__(self) -> None:
@@ -57,20 +57,24 @@ class Training:
         return activations(self.model, tokens, self.attention_bytes * tokens, options)
 
     def device_bytes(self, seqlen: int, stage: int, options: Options) -> float:
-        """The most that a rank's device holds in a step."""
+        """The peak of a rank's device memory in a step."""
         return self.states(stage).peak(self.activations(seqlen, options).peak)
 
     def longest(self, memory_bytes: float, stage: int, options: Options) -> int:
-        """Tokens of the longest sequence whose step fits, a multiple of the ranks; 0 if none."""
+        """The longest sequence whose step fits, in tokens, a multiple of the ranks; 0 if none."""
         ranks = self.sequence_parallel_size
 
-        def fits(each: int) -> bool:
-            return self.device_bytes(each * ranks, stage, options) <= memory_bytes
+        def fits(tokens_per_rank: int) -> bool:
+            seqlen = tokens_per_rank * ranks
+            return self.device_bytes(seqlen, stage, options) <= memory_bytes
 
         low, high = 0, 1
         while fits(high):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
+            if fits(middle):
+                low = middle
+            else:
+                high = middle
         return low * ranks

@@ -1,4 +1,4 @@
-"""The sizes of a decoder that its memory follows from. Pure: standard library only."""
+"""The sizes of a decoder from which its memory is computed. Pure: standard library only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from wf_backends._validation import positive
 
-MOST_ELEMENTS = 10**15
+MAX_ELEMENTS = 10**15
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,23 +20,23 @@ class Experts:
 
     count: int
     chosen: int
-    """How many of them a token goes to."""
+    """Experts that one token goes to."""
     width: int
 
     def weights(self, hidden: int) -> int:
-        """Elements of all of them in a layer: 3 h E w."""
+        """Elements of the weights of all experts of a layer: 3 h E w."""
         return 3 * hidden * self.count * self.width
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            positive(f"experts.{one.name}", getattr(self, one.name), MOST_ELEMENTS)
+        for size in fields(self):
+            positive(f"experts.{size.name}", getattr(self, size.name), MAX_ELEMENTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A decoder of Llama's kind, as its config describes it: gated MLPs, RMS norms.
+    """A decoder like Llama, as its config describes it: gated MLPs, RMS norms.
 
-    Of a mixture of experts every layer counts as one.
+    With `experts`, every layer is counted as a mixture of experts.
 
     Raises:
         ValueError: naming a size that is no positive integer.
@@ -45,7 +45,7 @@ class Decoder:
     layers: int
     hidden: int
     intermediate: int
-    """Width of the MLP that every token goes through; 0: there are experts alone."""
+    """Width of the MLP that every token goes through; 0 where there are only experts."""
     vocabulary: int
     heads: int
     kv_heads: int
@@ -59,12 +59,13 @@ class Decoder:
     """head_dim of the values; None = that of queries and keys."""
 
     def __post_init__(self) -> None:
-        others: dict[str, Any] = {"experts": self.experts, "value_dim": None}
-        others |= {"intermediate": 0} if self.experts else {}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.name not in others or value != others[one.name]:
-                positive(one.name, value, MOST_ELEMENTS)
+        allowed: dict[str, Any] = {"experts": self.experts, "value_dim": None}
+        if self.experts:
+            allowed["intermediate"] = 0
+        for size in fields(self):
+            value = getattr(self, size.name)
+            if size.name not in allowed or value != allowed[size.name]:
+                positive(size.name, value, MAX_ELEMENTS)
 
     @property
     def attention_width(self) -> int:

@@ -1,4 +1,4 @@
-"""A rank's memory under every way to keep it low: as data, and as the rows of tables."""
+"""A rank's memory under every ZeRO stage and every choice of options: as data, and as tables."""
 
 from __future__ import annotations
 
@@ -25,35 +25,33 @@ STATES = MappingProxyType(
 )
 ACTIVATIONS = ("kept", "attention", "mlp", "loss", "peak", "host")
 
-TILE = 1024  # tokens of a tile that stands beside whole MLPs and logits
+TILE = 1024  # tokens; every option is reported without tiles and with tiles of this size
 
 
-class Rows(NamedTuple):
-    """A table: cells by the names of their columns."""
+class Table(NamedTuple):
+    """The text of a table; each row maps the name of a column to its cell."""
 
     title: str
     rows: list[dict[str, str]]
-    words: int
-    """How many columns, the first ones, are words and not figures."""
+    text_columns: int
+    """The first columns, which hold words; the others hold figures."""
 
 
 def report(training: Training, seqlen: int, memory_bytes: float) -> dict[str, Any]:
     """States by ZeRO stage and activations by options, in bytes; sequences that fit, in tokens."""
-    stages = [(stage, training.states(stage)) for stage in STAGES]
-    model = training.model
-    compared = product(CHECKPOINTS, (0, TILE))
+    by_stage = [(stage, training.states(stage)) for stage in STAGES]
     return {
-        "model": asdict(model),
+        "model": asdict(training.model),
         "ranks": training.sequence_parallel_size * training.data_parallel_size,
         "tokens": training.tokens(seqlen),
         "memory_bytes": memory_bytes,
         "states": [
-            {"stage": stage, **asdict(one), "backward": one.backward, "at_step": one.at_step}
-            for stage, one in stages
+            {"stage": stage, **asdict(s), "backward": s.backward, "at_step": s.at_step}
+            for stage, s in by_stage
         ],
         "choices": [
             _choice(training, seqlen, memory_bytes, Options(checkpoints, tile))
-            for checkpoints, tile in compared
+            for checkpoints, tile in product(CHECKPOINTS, (0, TILE))
         ],
     }
 
@@ -61,46 +59,55 @@ def report(training: Training, seqlen: int, memory_bytes: float) -> dict[str, An
 def _choice(
     training: Training, seqlen: int, memory_bytes: float, options: Options
 ) -> dict[str, Any]:
-    """One way to keep memory low: activations, and by stage bytes and the longest sequence."""
-    found: Activations = training.activations(seqlen, options)
+    """For one choice of options: activations, and for each stage bytes and the longest sequence."""
+    activations: Activations = training.activations(seqlen, options)
     longest = [training.longest(memory_bytes, stage, options) for stage in STAGES]
     return {
         **asdict(options),
-        "activations": asdict(found) | {"peak": found.peak},
+        "activations": asdict(activations) | {"peak": activations.peak},
         "device_bytes": [training.device_bytes(seqlen, stage, options) for stage in STAGES],
         "longest": longest,
         "longest_host_bytes": training.activations(max(longest), options).host,
     }
 
 
-def tables(found: Mapping[str, Any]) -> list[Rows]:
-    """States, activations and the longest sequences of a report, in words."""
+def tables(budget: Mapping[str, Any]) -> list[Table]:
+    """The tables of a `report`: states, activations and the longest sequences."""
     stages = [f"ZeRO {stage}" for stage in STAGES]
     states = [
-        {"": words} | dict(zip(stages, (gib(one[key]) for one in found["states"]), strict=True))
-        for key, words in STATES.items()
+        {"": title} | dict(zip(stages, (gib(row[key]) for row in budget["states"]), strict=True))
+        for key, title in STATES.items()
     ]
     activations, longest = list[dict[str, str]](), list[dict[str, str]]()
-    for one in found["choices"]:
-        kept, tiles = one["checkpoints"], "tiles" if one["tile"] else "whole"
-        named = {"checkpoints": kept if kept == "none" else f"on {kept}", "MLP, loss": tiles}
-        held = {key.replace("mlp", "MLP"): gib(one["activations"][key]) for key in ACTIVATIONS}
-        activations.append(named | held)
-        fits = dict(zip(stages, map(_thousands, one["longest"]), strict=True))
-        longest.append(named | fits | {"host GiB": gib(one["longest_host_bytes"])})
-    tokens, limit = f"{found['tokens']:,} tokens", gib(found["memory_bytes"])
+    for choice in budget["choices"]:
+        checkpoints = choice["checkpoints"]
+        options = {
+            "checkpoints": checkpoints if checkpoints == "none" else f"on {checkpoints}",
+            "MLP, loss": "tiles" if choice["tile"] else "whole",
+        }
+        sizes = {key.replace("mlp", "MLP"): gib(choice["activations"][key]) for key in ACTIVATIONS}
+        activations.append(options | sizes)
+        fits = dict(zip(stages, map(_thousands, choice["longest"]), strict=True))
+        longest.append(options | fits | {"host GiB": gib(choice["longest_host_bytes"])})
+    tokens, limit = f"{budget['tokens']:,} tokens", gib(budget["memory_bytes"])
+    longest_title = f"The longest sequence that fits {limit} GiB a rank: thousands of tokens"
     return [
-        Rows("Parameters, gradients, optimizer: GiB", states, 1),
-        Rows(f"Activations of a rank's {tokens}: GiB", activations, 2),
-        Rows(f"The longest sequence that fits {limit} GiB a rank: thousands of tokens", longest, 2),
+        Table("Parameters, gradients, optimizer: GiB", states, 1),
+        Table(f"Activations of a rank's {tokens}: GiB", activations, 2),
+        Table(longest_title, longest, 2),
     ]
 
 
 def _thousands(tokens: int) -> str:
-    return f"{tokens / 1000:,.{1 if tokens < 100_000 else 0}f}" if tokens else "-"
+    """Tokens in thousands, with one digit behind the point below 100; "-" for none."""
+    if not tokens:
+        return "-"
+    digits = 1 if tokens < 100_000 else 0
+    return f"{tokens / 1000:,.{digits}f}"
 
 
 def gib(count: float) -> str:
     """Bytes in GiB, with two digits behind the point below 10, one below 100, else none."""
     value = count / GIB
-    return f"{value:,.{2 if value < 10 else 1 if value < 100 else 0}f}"
+    digits = 2 if value < 10 else 1 if value < 100 else 0
+    return f"{value:,.{digits}f}"

@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer states of one rank, as DeepSpeed's ZeRO holds them.
 
-Pure: standard library only. Source: Rajbhandari et al. 2020 (arXiv 1910.02054), section 3, and what
-DeepSpeed 0.19 allocates beside it.
+Pure: standard library only. Source: Rajbhandari et al. 2020 (arXiv 1910.02054), section 3, and the
+buffers that DeepSpeed 0.19 allocates.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from wf_backends.budget.model import Decoder
 
 STAGES = (0, 1, 2, 3)
-WIDE = 4  # bytes of a master weight, of each of Adam's two averages, of a gradient at the step
-ADAM = 3 * WIDE
-SUB_GROUP = 10**9  # parameters that ZeRO 3 steps at a time: "sub_group_size"
+FP32_BYTES = 4  # of a master weight, of each of Adam's two averages, of a gradient at the step
+ADAM_BYTES = 3 * FP32_BYTES  # a parameter: master weight and averages
+SUB_GROUP_SIZE = 10**9  # parameters that ZeRO 3 updates at a time, DeepSpeed's "sub_group_size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +21,9 @@ class Buckets:
     """Elements of DeepSpeed's buffers, by the keys of "zero_optimization"; its defaults."""
 
     reduce_bucket_size: int = 5 * 10**8
-    """Gradients that are reduced at a time, from ZeRO 1 on."""
+    """Gradients reduced at a time, from ZeRO 1 on."""
     stage3_max_live_parameters: int = 10**9
-    """Gathered parameters that stay, under ZeRO 3."""
+    """Gathered parameters that stay in memory, under ZeRO 3."""
     stage3_prefetch_bucket_size: int = 5 * 10**7
     """Parameters gathered at a time, under ZeRO 3."""
 
@@ -52,12 +52,12 @@ class States:
         return self.parameters + self.optimizer + self.step
 
     def peak(self, activations: float) -> float:
-        """The most of a training step: max(backward + activations, at_step)."""
+        """The peak of a training step: max(backward + activations, at_step)."""
         return max(self.backward + activations, self.at_step)
 
 
 def states(model: Decoder, stage: int, ranks: int, buckets: Buckets | None = None) -> States:
-    """The model's states under ZeRO, by Adam with float32 master weights.
+    """The model's states under ZeRO, with Adam and float32 master weights.
 
         stage   parameters  gradients  optimizer  step
         0       e p         e p        12 p       (e + 4) p
@@ -69,21 +69,26 @@ def states(model: Decoder, stage: int, ranks: int, buckets: Buckets | None = Non
 
     Args:
         stage: of ZeRO, 0 to 3.
-        ranks: those that share the states: all of the job, whose sequence-parallel groups count as
-            data parallelism here.
+        ranks: all ranks of the job share the states: for ZeRO the ranks of a sequence-parallel
+            group are data parallel, too.
     """
-    size, all_of_it = model.itemsize, float(model.parameters)
-    sizes, part = buckets or Buckets(), model.parameters / ranks
+    itemsize, parameters = model.itemsize, float(model.parameters)
+    buckets, shard = buckets or Buckets(), model.parameters / ranks
     if stage == 0:
-        optimizer = (ADAM if size < WIDE else ADAM - WIDE) * all_of_it
-        wide = WIDE * all_of_it if size < WIDE else 0.0
-        return States(size * all_of_it, size * all_of_it, optimizer, 0.0, size * all_of_it + wide)
-    bucket = float(size * sizes.reduce_bucket_size)
+        upcast = itemsize < FP32_BYTES  # else the parameters are the master weights
+        optimizer = (ADAM_BYTES if upcast else ADAM_BYTES - FP32_BYTES) * parameters
+        fp32_gradients = FP32_BYTES * parameters if upcast else 0.0
+        weights = itemsize * parameters
+        return States(weights, weights, optimizer, 0.0, weights + fp32_gradients)
+    bucket = float(itemsize * buckets.reduce_bucket_size)
     if stage < 3:
-        gradients, step = size * (all_of_it if stage == 1 else part), (2 * size + WIDE) * part
-        return States(size * all_of_it, gradients, ADAM * part, bucket, step)
-    module = model.experts.weights(model.hidden) if model.experts else 0  # gathered as a whole
-    live = min(model.parameters, max(sizes.stage3_max_live_parameters, module))
-    arriving = min(model.parameters, sizes.stage3_prefetch_bucket_size)
-    step = size * part + (size + WIDE) * min(part, SUB_GROUP)
-    return States(size * part, size * part, ADAM * part, bucket + size * (live + arriving), step)
+        gradients = itemsize * (parameters if stage == 1 else shard)
+        step = (2 * itemsize + FP32_BYTES) * shard
+        return States(itemsize * parameters, gradients, ADAM_BYTES * shard, bucket, step)
+    # A layer's experts are gathered as one module.
+    experts = model.experts.weights(model.hidden) if model.experts else 0
+    live = min(model.parameters, max(buckets.stage3_max_live_parameters, experts))
+    prefetched = min(model.parameters, buckets.stage3_prefetch_bucket_size)
+    step = itemsize * shard + (itemsize + FP32_BYTES) * min(shard, SUB_GROUP_SIZE)
+    gathered = itemsize * (live + prefetched)
+    return States(itemsize * shard, itemsize * shard, ADAM_BYTES * shard, bucket + gathered, step)
