@@ -1,8 +1,9 @@
-"""How far what ranks compute is from what one computes, and how far it may be."""
+"""The difference between what several ranks compute and what one computes; its tolerances."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import isnan
 from types import MappingProxyType
 from typing import Any
 
@@ -13,7 +14,7 @@ TOLERANCE = 1e-4  # of the largest element, in float32 and wider
 NARROW_TOLERANCES: Mapping[torch.dtype, float] = MappingProxyType(
     {torch.float16: 2e-2, torch.bfloat16: 1e-1}
 )
-SMALL = 1e-6  # the largest element of an output that is 0 but for rounding
+SMALL = 1e-6  # an output without larger elements is 0 but for rounding
 
 
 def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -29,15 +30,15 @@ def named_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from named_tensors(value, f"{name}.{key}" if name else str(key))
 
 
-def error_between(part: Tensor, whole: Tensor, least: float = SMALL) -> float:
-    """The largest difference / the largest element of `whole`, or `least` if that is more."""
+def error_between(part: Tensor, whole: Tensor, min_scale: float = SMALL) -> float:
+    """The largest difference / max(the largest element of `whole`, min_scale); inf for NaN."""
     if not whole.numel():
         return 0.0
     part, whole = (
         x.detach().to(torch.promote_types(x.dtype, torch.float32)) for x in (part, whole)
     )
-    same = (part == whole) | (part.isnan() & whole.isnan())  # inf and NaN are no difference
+    same = (part == whole) | (part.isnan() & whole.isnan())  # equal inf and NaN do not differ
     difference = torch.where(same, 0.0, part - whole).abs().max()
-    size = whole.abs().nan_to_num(0.0, posinf=float("inf")).max()
-    found = float(difference / size.clamp(min=least))
-    return found if found == found else float("inf")
+    scale = whole.abs().nan_to_num(0.0, posinf=float("inf")).max()
+    error = float(difference / scale.clamp(min=min_scale))
+    return float("inf") if isnan(error) else error

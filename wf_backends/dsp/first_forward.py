@@ -1,8 +1,8 @@
-"""Does a model with stages give on several ranks what it gives on one? Its first forward tells.
+"""Compares a model with stages on several ranks and on one, at its first forward.
 
-Before it, every rank runs the model twice with the first inputs, in evaluation mode and without
-gradients: over the ranks, and as on one device. Found is whatever mixes, counts or averages
-positions between stages, whether or not we know of such a thing.
+Before the first forward, every rank runs the model twice with the same inputs, in evaluation mode
+and without gradients: over the ranks, and as on one device. The comparison finds every module that
+mixes, counts or averages positions between stages, also modules that we do not know.
 """
 
 from __future__ import annotations
@@ -23,133 +23,141 @@ from wf_backends.parallel import SequenceParallel, SequenceParallelConfig
 RECEIVER = "set_sequence_parallel"
 Mode = bool | Literal["strict"]
 KEPT_BYTES = 1 << 28  # of module outputs; those of later modules are not compared
-NONE = 1 << 40  # the place of the first difference where there is none
+NO_DIFFERENCE = 1 << 40  # in the place of the index of the first error that is too large
 CAUSES = (
     "between stages it mixes positions that are on several ranks, counts them, or takes a mean "
     'over them. Name that module in "needs", or move it behind "leaves" (docs/dsp.md); '
     '"verify": false runs it all the same'
 )
-See = Callable[[str, Any], None]
+Observer = Callable[[str, Any], None]  # called with a module's name and output
 
 
 def receivers(model: nn.Module) -> list[nn.Module]:
-    """The modules that have a method `set_sequence_parallel`: they attend over ranks themselves."""
+    """The modules with a method `set_sequence_parallel`: they attend over ranks themselves."""
     return [m for m in model.modules() if callable(getattr(m, RECEIVER, None))]
 
 
 class FirstForward:
-    """Compares a model's first forward over the ranks with that on one; then it is gone.
+    """A hook that compares a model's first forward over the ranks with one on a single rank.
+
+    It removes itself at that forward.
 
     Args:
         sp: what the model's receivers were given.
-        mode: True says by logging where the model cannot be compared, or differs in a dtype
-            narrower than float32; "strict" raises there, too.
+        mode: True logs a warning where the model cannot be compared, or differs in a dtype narrower
+            than float32; "strict" raises there, too.
 
     Attributes:
-        hook: removes the comparison.
+        hook: its `remove()` takes the comparison off before the first forward.
     """
 
     def __init__(
         self, model: nn.Module, tracker: LayoutTracker, sp: SequenceParallel, mode: Mode
     ) -> None:
         self._tracker, self._sp, self._mode = tracker, sp, mode
-        self._kept: dict[str, list[list[tuple[Tensor, Cut | None]]]] = {}
-        self._bytes = 0
-        self._errors: list[tuple[str, float, float]] = []  # of what, how large, how large it may be
+        self._outputs: dict[str, list[list[tuple[Tensor, Cut | None]]]] = {}
+        """The tensors of each call of a module over the ranks, by the module's name."""
+        self._kept_bytes = 0
+        self._errors: list[tuple[str, float, float]] = []  # what differs, error, tolerance
         self.hook = model.register_forward_pre_hook(self._compare, prepend=True, with_kwargs=True)
 
     def _compare(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the model both ways with these inputs.
 
         Raises:
-            NotImplementedError: on every rank, where it gives something else; names the first
-                module whose output differs.
-            ValueError: under "strict", where it cannot be compared.
+            NotImplementedError: on every rank, if the outputs differ; names the first module whose
+                output differs.
+            ValueError: under "strict", if the model cannot be compared.
         """
         self.hook.remove()
-        problem = _obstacle(model)
+        problem = _why_not_on_one_rank(model)
         if problem is None:
-            with _as_before(model, self._sp):
-                part = self._run(model, args, kwargs, self._keep)
+            with _evaluated(model, self._sp):
+                over_ranks = self._run(model, args, kwargs, self._keep_output)
                 try:
-                    with self._tracker.paused(), _alone(model, self._sp):
-                        whole = self._run(model, args, kwargs, self._compare_output)
-                    for (name, mine), (_, right) in zip(part, whole, strict=True):
-                        self._note(f"its {name}", mine, right)
+                    with self._tracker.paused(), _on_one_rank(model, self._sp):
+                        on_one = self._run(model, args, kwargs, self._compare_output)
+                    for (name, output), (_, expected) in zip(over_ranks, on_one, strict=True):
+                        self._record_error(f"its {name}", output, expected)
                 except RuntimeError as error:  # out of memory
                     problem = str(error).splitlines()[0]
         self._conclude(type(model).__name__, problem)
 
     def _run(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], see: See
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], observe: Observer
     ) -> list[tuple[str, Tensor]]:
+        """The model's named outputs; `observe` sees the output of every module inside."""
         torch.manual_seed(0)
         with ExitStack() as stack:
             for name, module in model.named_modules():
                 if name:
                     hook = module.register_forward_hook(
-                        lambda _, __, output, name=name: see(name, output)
+                        lambda _, __, output, name=name: observe(name, output)
                     )
                     stack.callback(hook.remove)
             return list(named_tensors(model(*args, **kwargs)))
 
-    def _keep(self, name: str, output: Any) -> None:
-        """What a module gave over the ranks, and how the hidden state was cut then."""
-        tensors = [x for _, x in named_tensors(output)] if self._bytes < KEPT_BYTES else []
-        self._bytes += sum(x.nbytes for x in tensors)
-        self._kept.setdefault(name, []).append([(x.clone(), self._tracker.now) for x in tensors])
+    def _keep_output(self, name: str, output: Any) -> None:
+        """Keep a module's output over the ranks, and how the hidden state is cut at this time."""
+        tensors = [x for _, x in named_tensors(output)] if self._kept_bytes < KEPT_BYTES else []
+        self._kept_bytes += sum(x.nbytes for x in tensors)
+        kept = [(x.clone(), self._tracker.current_cut) for x in tensors]
+        self._outputs.setdefault(name, []).append(kept)
 
     def _compare_output(self, name: str, output: Any) -> None:
-        """What a module gave alone, beside what it gave over the ranks at that call."""
-        kept = self._kept[name].pop(0) if self._kept.get(name) else []
-        for (mine, place), (_, whole) in zip(kept, named_tensors(output), strict=False):
-            right = self._tracker.local_part(whole, place)
-            if right.shape == mine.shape:
-                self._note(f"the output of {name}", mine, right)
+        """Compare a module's output on one rank with that of the same call over the ranks."""
+        kept = self._outputs[name].pop(0) if self._outputs.get(name) else []
+        for (part, cut), (_, whole) in zip(kept, named_tensors(output), strict=False):
+            expected = self._tracker.local_part(whole, cut)
+            if expected.shape == part.shape:
+                self._record_error(f"the output of {name}", part, expected)
 
-    def _note(self, what: str, mine: Tensor, right: Tensor) -> None:
-        same = mine.shape == right.shape
-        error = error_between(mine, right) if same else float("inf")
-        self._errors.append((what, error, NARROW_TOLERANCES.get(right.dtype, TOLERANCE)))
+    def _record_error(self, what: str, output: Tensor, expected: Tensor) -> None:
+        same_shape = output.shape == expected.shape
+        error = error_between(output, expected) if same_shape else float("inf")
+        self._errors.append((what, error, NARROW_TOLERANCES.get(expected.dtype, TOLERANCE)))
 
     def _conclude(self, name: str, problem: str | None) -> None:
-        """What all ranks found, of which only differences of the model's own output count."""
-        differing = [i for i, (_, error, least) in enumerate(self._errors) if error > least]
-        wrong = any(self._errors[i][0].startswith("its ") for i in differing)
-        mine = torch.tensor([problem is not None, wrong, min(differing, default=NONE)])
-        failed, wrongs, firsts = gather_small(self._sp.comm, mine).T.tolist()
-        size = self._sp.size
+        """Gather the findings of all ranks; raise or warn if the model's own output differs.
+
+        Where only outputs of inner modules differ, nothing is said.
+        """
+        differing = [i for i, (_, error, tolerance) in enumerate(self._errors) if error > tolerance]
+        is_wrong = any(self._errors[i][0].startswith("its ") for i in differing)
+        first = min(differing, default=NO_DIFFERENCE)
+        finding = torch.tensor([problem is not None, is_wrong, first])
+        failed, wrong, firsts = gather_small(self._sp.comm, finding).T.tolist()
         if any(failed):
             text = f"{name} was not verified: {problem or 'another rank could not run it alone'}"
             if self._mode == "strict":
                 raise ValueError(text)
-            return self._tell(text)
-        if any(wrongs):
-            what, error, least = self._errors[min(firsts)]
+            return self._warn(text)
+        if any(wrong):
+            what, error, tolerance = self._errors[min(firsts)]
             text = (
-                f"{name} on {size} ranks does not give what it gives on one: {what} is the first "
-                f"that differs (by {error:.1e} of its largest element on {self._sp.comm.me}): "
-                f"{CAUSES}"
+                f"{name} on {self._sp.size} ranks does not give what it gives on one: {what} is "
+                f"the first that differs (by {error:.1e} of its largest element on "
+                f"{self._sp.comm.me}): {CAUSES}"
             )
-            if self._mode == "strict" or least == TOLERANCE:
+            if self._mode == "strict" or tolerance == TOLERANCE:
                 raise NotImplementedError(text)
-            self._tell(text)
+            self._warn(text)
 
-    def _tell(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         if self._sp.comm.global_ranks[self._sp.rank] == 0:
             logging.getLogger(__name__).warning(text)
 
 
-def _obstacle(model: nn.Module) -> str | None:
-    """Why a model cannot run on this rank alone, the same on every rank."""
+def _why_not_on_one_rank(model: nn.Module) -> str | None:
+    """Why a model cannot run on one rank, the same on every rank; None if it can."""
     if any(type(p) is not nn.Parameter or not p.numel() for p in model.parameters()):
         return "its parameters are sharded or managed by the engine (ZeRO 3, FSDP, Gemini)"
     return None
 
 
 @contextmanager
-def _alone(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
-    """Inside, modules that attend over ranks attend alone."""
+def _on_one_rank(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
+    """Inside, the modules that attend over ranks attend on this rank alone."""
     alone = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
     for module in receivers(model):
         getattr(module, RECEIVER)(alone)
@@ -161,8 +169,11 @@ def _alone(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
 
 
 @contextmanager
-def _as_before(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
-    """Inside, the model is evaluated; then its modes, draws and counts are as before."""
+def _evaluated(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
+    """Inside, the model is in evaluation mode, without gradients.
+
+    Restores the modules' modes, the random states and the counts of sent bytes.
+    """
     modes = [(module, module.training) for module in model.modules()]
     sent = dict(sp.comm.sent)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

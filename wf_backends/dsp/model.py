@@ -1,7 +1,7 @@
-"""Dynamic sequence parallelism from the words of a configuration: the key "dsp".
+"""Dynamic sequence parallelism from the key "dsp" of a configuration.
 
-Every rank calls the model with the same whole batch and computes the same whole loss; the mean of
-the parameter gradients over the ranks, as data parallelism takes it, is that of one device.
+Every rank calls the model with the same whole batch and computes the same whole loss. The mean of
+the parameter gradients over the ranks, as data parallelism takes it, is the gradient of one device.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ LAYOUT = "contiguous"  # of a sharded dimension
 
 
 def read_words(words: Mapping[str, Any]) -> tuple[SequenceParallelConfig, Stages | None]:
-    """A configuration's words, and those of `Stages` if there is "dsp" among them.
+    """The config from the keys of `words` without "dsp", and the `Stages` from "dsp", if given.
 
     Raises:
-        ValueError: for a word of either that is unknown or wrong, or a layout beside "dsp" that
-            is not "contiguous".
+        ValueError: for a key of either that is unknown or has a wrong value, or a layout beside
+            "dsp" that is not "contiguous".
     """
-    own = {key: value for key, value in words.items() if key != KEY}
+    attention_words = {key: value for key, value in words.items() if key != KEY}
     if KEY not in words:
-        return SequenceParallelConfig.from_dict(own), None
+        return SequenceParallelConfig.from_dict(attention_words), None
     try:
         stages = Stages.from_dict(words[KEY])
     except ValueError as error:
         raise ValueError(f'"{KEY}": {error}') from None
-    config = SequenceParallelConfig.from_dict({"layout": LAYOUT} | own)
+    config = SequenceParallelConfig.from_dict({"layout": LAYOUT} | attention_words)
     if config.layout != LAYOUT:
         raise ValueError(
             f'"layout": "{config.layout}" contradicts "{KEY}", which cuts a dimension into '
@@ -52,34 +52,37 @@ def spread(
 ) -> LayoutTracker:
     """Shard the hidden state of `model` over the ranks of `sp`; `remove()` undoes it.
 
-    Modules with a method `set_sequence_parallel`, such as attention over all dimensions at once,
-    have it called with `sp`. The words of the configuration beside "dsp" are for them.
+    Calls `set_sequence_parallel(sp)` of the modules that have it, such as attention over all
+    dimensions at once. The keys of the configuration beside "dsp" are for these modules.
 
     Args:
         dsp: over the ranks of sp, made with gradients="averaged".
         verify: whether the first forward is run on one rank too and compared (`FirstForward`).
 
     Raises:
-        ValueError: if the stages do not fit the model, or words say how attention meets where no
+        ValueError: if the stages do not fit the model, or keys choose a route for attention and no
             module attends over ranks.
     """
-    attending = receivers(model)
-    if not attending:
-        _refuse_idle_words(type(model).__name__, sp.config)
+    attention_modules = receivers(model)
+    if not attention_modules:
+        _refuse_unused_keys(type(model).__name__, sp.config)
     tracker = LayoutTracker(model, dsp, stages)
-    for module in attending:
+    for module in attention_modules:
         getattr(module, RECEIVER)(sp)
     if verify and sp.size > 1:
         tracker.also_remove(FirstForward(model, tracker, sp, verify).hook)
     return tracker
 
 
-def _refuse_idle_words(model: str, config: SequenceParallelConfig) -> None:
+def _refuse_unused_keys(model: str, config: SequenceParallelConfig) -> None:
+    """Refuse keys about attention for a model without modules that attend over ranks."""
     size = config.sequence_parallel_size
-    idle = SequenceParallelConfig(sequence_parallel_size=size, layout=LAYOUT).to_dict()
-    words = config.to_dict()
-    for key in sorted(words, key=lambda key: key != "strategy"):  # before the route it names
-        if (value := words[key]) != idle.get(key):
+    defaults = SequenceParallelConfig(sequence_parallel_size=size, layout=LAYOUT).to_dict()
+    values = config.to_dict()
+    # A strategy sets a route: the user wrote "strategy", so it is named first.
+    for key in sorted(values, key=lambda key: key != "strategy"):
+        value = values[key]
+        if value != defaults.get(key):
             raise ValueError(
                 f'"{key}": {value!r} beside "{KEY}" says how attention meets over ranks, but no '
                 f"module of {model} attends over ranks, by a method {RECEIVER}(sp); leave it out"

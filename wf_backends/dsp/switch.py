@@ -1,9 +1,9 @@
 """Dynamic sequence parallelism (DSP): the sharded dimension changes between stages.
 
-A hidden state with several sequence dimensions (frames, places in a frame) is sharded along one of
-them. A stage that mixes another dimension needs no communication. Before a stage that mixes the
+A hidden state with several sequence dimensions (frames, positions in a frame) is sharded along one
+of them. A stage that mixes another dimension needs no communication. Before a stage that mixes the
 sharded dimension, one all-to-all shards another dimension instead. Shards are the chunks of the
-contiguous layout; they may be empty, and empty messages are not sent.
+contiguous layout. A shard may be empty; empty messages are not sent.
 
 Source: arXiv 2403.10266.
 """
@@ -23,12 +23,12 @@ from wf_backends.runtime import dimension, gather_shards, move, take_shard
 from wf_backends.schedule import Layout
 
 GRADIENTS = ("whole", "averaged")
-Sizes = tuple[int, ...]  # how much of a dimension each rank holds
+Sizes = tuple[int, ...]  # rows of a dimension that each rank holds
 
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """This rank's part of a tensor that is cut along `dim`; rank r holds `sizes[r]` of it."""
+    """This rank's shard of a tensor that is cut along `dim`; rank r holds `sizes[r]` rows."""
 
     tensor: Tensor
     dim: int
@@ -36,18 +36,18 @@ class Sharded:
 
 
 class DynamicSequenceParallel:
-    """Split, switch and gather over one group of ranks. A `Sharded` says how it is sharded.
+    """Split, switch and gather tensors over one group of ranks.
 
     Args:
         group: None (the default group), a torch ProcessGroup, an mpi4py communicator, or one of
             our communicators, such as `SequenceParallel(...).comm`.
-        gradients: what the gradient of a tensor that every rank holds whole means.
+        gradients: the meaning of the gradient of a tensor that every rank holds whole.
             "whole": every rank gets the gradient of one device; a loss that all ranks compute from
-            a gathered tensor counts once, not once a rank. Then the gradients of parameters that
-            work on shards are to be summed over the ranks, and those of others not.
-            "averaged": the mean over the ranks is the gradient of one device, for all parameters
-            alike, before, between and after the cuts, as data parallelism averages them. A split
-            then sends nothing backward either.
+            a gathered tensor counts once, not once for each rank. The caller must sum the gradients
+            of parameters that work on shards over the ranks, and no others.
+            "averaged": the mean over the ranks is the gradient of one device, for all parameters:
+            before, between and after the cuts, as data parallelism averages them. A split then
+            sends nothing in the backward either.
 
     Raises:
         ValueError: if `gradients` is neither.
@@ -63,33 +63,34 @@ class DynamicSequenceParallel:
     def split(self, x: Tensor, dim: int) -> Sharded:
         """This rank's chunk of a tensor that every rank holds whole. Nothing is sent.
 
-        Its gradient is gathered ("whole"), or stays in its place between zeros ("averaged").
+        Its gradient is gathered ("whole"), or padded with zeros to the whole shape ("averaged").
 
         Raises:
             ValueError: if x has no such dimension, or its shape or dtype differs between ranks.
         """
         dim = dimension(x, dim)
-        self._agree({"dim": dim, "dtype": fingerprint(x.dtype), "shape": fingerprint(x.shape)}, x)
+        dtype, shape = fingerprint(x.dtype), fingerprint(x.shape)
+        self._check_same({"dim": dim, "dtype": dtype, "shape": shape}, x)
         sizes = chunk_sizes(x.shape[dim], self.size)
-        to_whole = gather_shards if self.gradients == "whole" else _embed
+        to_whole = gather_shards if self.gradients == "whole" else _pad_with_zeros
         cut = self.comm, ranges_of(sizes), dim
         forward, backward = partial(take_shard, *cut), partial(to_whole, *cut)
         return Sharded(move(x, forward, backward, "split"), dim, sizes)
 
     def switch(self, x: Sharded, from_dim: int, to_dim: int) -> Sharded:
-        """Shard another dimension instead: one all-to-all forward, and one backward.
+        """Shard another dimension instead: one all-to-all in the forward, one in the backward.
 
         Each of them sends (P - 1) / P of a rank's shard.
 
         Raises:
-            ValueError: if x is not sharded along from_dim, if to_dim is the same or none of its
-                dimensions, or if the ranks do not hold shards of one tensor.
+            ValueError: if x is not sharded along from_dim, if to_dim equals from_dim or is no
+                dimension of x, or if the ranks do not hold shards of one tensor.
         """
         from_dim = self._check(x, from_dim, "from_dim", "switch")
         to_dim = dimension(x.tensor, to_dim, "to_dim")
         if to_dim == from_dim:
             raise ValueError(f"to_dim must differ from from_dim, got {to_dim} for both")
-        self._agree_on_shards(x, {"to_dim": to_dim})
+        self._check_same_shards(x, {"to_dim": to_dim})
         sizes = chunk_sizes(x.tensor.shape[to_dim], self.size)
         old, new = (from_dim, x.sizes), (to_dim, sizes)
         forward = partial(_exchange, self.comm, old, new)
@@ -97,21 +98,21 @@ class DynamicSequenceParallel:
         return Sharded(move(x.tensor, forward, backward, "switch"), to_dim, sizes)
 
     def gather(self, x: Sharded, dim: int) -> Tensor:
-        """The whole tensor on every rank; its gradient is cut, nothing is sent backward.
+        """The whole tensor on every rank. Its gradient is cut; the backward sends nothing.
 
         Raises:
             ValueError: if x is not sharded along dim, or the ranks do not hold shards of one
                 tensor.
         """
         dim = self._check(x, dim, "dim", "gather")
-        self._agree_on_shards(x, {})
+        self._check_same_shards(x, {})
         to_shard = take_shard if self.gradients == "whole" else _take_sum
         cut = self.comm, ranges_of(x.sizes), dim
         forward, backward = partial(gather_shards, *cut), partial(to_shard, *cut)
         return move(x.tensor, forward, backward, "gather")
 
     def _check(self, x: Sharded, dim: int, name: str, what: str) -> int:
-        """`dim` counted from the front; refuses an x that is not this rank's shard along it."""
+        """`dim` counted from the front; refuses an x that is not this rank's shard along `dim`."""
         if not isinstance(x, Sharded):
             raise ValueError(f"{what} takes what split or switch gave, got {type(x).__name__}")
         dim = dimension(x.tensor, dim, name)
@@ -127,58 +128,60 @@ class DynamicSequenceParallel:
             )
         return dim
 
-    def _agree_on_shards(self, x: Sharded, more: dict[str, int]) -> None:
+    def _check_same_shards(self, x: Sharded, options: dict[str, int]) -> None:
+        """Check that all ranks hold shards of one tensor and pass the same options."""
         same = {
             "dim": x.dim,
             "sizes": fingerprint(x.sizes),
             "dtype": fingerprint(x.tensor.dtype),
-            "shape beside dim": fingerprint(_with(x.tensor.shape, x.dim, -1)),
+            "shape beside dim": fingerprint(_resized(x.tensor.shape, x.dim, -1)),
         }
-        self._agree(same | more, x.tensor)
+        self._check_same(same | options, x.tensor)
 
-    def _agree(self, same: dict[str, int], like: Tensor) -> None:
+    def _check_same(self, values: dict[str, int], x: Tensor) -> None:
         if self.size > 1:
-            self._consistency.check(same, {}, like)
+            self._consistency.check(values, {}, x)
 
 
 def chunk_sizes(length: int, num_ranks: int) -> Sizes:
-    """Of the chunks of the contiguous layout; 0 for some where there is less than ranks."""
+    """Rows of each rank's chunk in the contiguous layout; some are 0 if length < num_ranks."""
     edges = [rank * length // num_ranks for rank in range(num_ranks + 1)]
     return tuple(stop - start for start, stop in pairwise(edges))
 
 
 def ranges_of(sizes: Sizes) -> Layout:
-    """The rows of every rank as a range, which may be empty."""
+    """The layout in which rank r owns the next `sizes[r]` rows, one range that may be empty."""
     return tuple(
         ((stop - size, stop),) for size, stop in zip(sizes, accumulate(sizes), strict=True)
     )
 
 
-ShardedDim = tuple[int, Sizes]  # a dimension, and how much of it each rank holds
+ShardedDim = tuple[int, Sizes]  # a dimension, and the rows that each rank holds
 
 
 def _exchange(
     comm: Communicator, old: ShardedDim, new: ShardedDim, x: Tensor, label: str
 ) -> Tensor:
-    """A shard along the old dimension as the shard along the new one."""
+    """This rank's shard along the new dimension, from x, its shard along the old one."""
     (dim, sizes), (new_dim, new_sizes) = old, new
     parts = x.split(new_sizes, new_dim)
-    shapes = [_with(parts[comm.rank].shape, dim, size) for size in sizes]
+    shapes = [_resized(parts[comm.rank].shape, dim, size) for size in sizes]
     return torch.cat(all_to_all(comm, label, parts, shapes), dim)
 
 
 def _take_sum(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
-    """This rank's chunk of the sum of whole tensors that are alike on all ranks."""
+    """This rank's chunk of the sum over ranks of x, a whole tensor that is equal on all ranks."""
     return take_shard(comm, layout, dim, x, label) * comm.size
 
 
-def _embed(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
-    """This rank's chunk in a whole tensor of zeros."""
+def _pad_with_zeros(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
+    """A whole tensor with x, this rank's chunk, in its place and zeros elsewhere."""
     ((start, stop),) = layout[comm.rank]
-    whole = x.new_zeros(_with(x.shape, dim, layout[-1][-1][1]))
+    ((_, length),) = layout[-1]
+    whole = x.new_zeros(_resized(x.shape, dim, length))
     whole.narrow(dim, start, stop - start).copy_(x)
     return whole
 
 
-def _with(shape: Size, dim: int, size: int) -> Size:
+def _resized(shape: Size, dim: int, size: int) -> Size:
     return Size((*shape[:dim], size, *shape[dim + 1 :]))
