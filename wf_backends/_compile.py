@@ -1,5 +1,7 @@
-"""What torch.compile leaves alone: it runs as Python, between the graphs around it. And what no
-transform of torch may go through."""
+"""Functions that torch.compile does not trace, and checks against torch's transforms.
+
+Such a function runs as plain Python between the compiled graphs.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,12 @@ T = TypeVar("T")
 
 
 def eager(fn: Callable[P, T]) -> Callable[P, T]:
-    """fn under `torch.compiler.disable`, from when the compiler is there.
+    """fn, under `torch.compiler.disable` as soon as the compiler is imported.
 
-    Decorating with torch's own would import the compiler, which takes about as long as torch
-    itself, in every process that imports this package.
+    torch's own decorator would import the compiler in every process that imports this package, and
+    that takes about as long as importing torch.
     """
-    outside: Any = None  # fn as the compiler leaves it alone, once it is there
+    disabled: Any = None  # torch.compiler.disable(fn), once the compiler is imported
     refusal = (
         f"torch.export of a model that calls sp.{fn.__name__} is not supported, since what a rank "
         "does follows from the other ranks: export the model without it, with torch's own "
@@ -33,25 +35,26 @@ def eager(fn: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        nonlocal outside
+        nonlocal disabled
         if _is_exporting():
             raise NotImplementedError(refusal)
         if "torch._dynamo" not in sys.modules:  # then nothing is compiled
             return fn(*args, **kwargs)
-        outside = outside or torch.compiler.disable(fn)
-        return outside(*args, **kwargs)
+        disabled = disabled or torch.compiler.disable(fn)
+        return disabled(*args, **kwargs)
 
-    _leave_alone(call, refusal)
+    _exclude_from_tracing(call, refusal)
     return call
 
 
-def _leave_alone(fn: Any, why: str) -> None:
-    """torch.compile breaks its graph at fn, and looks neither at its frames nor at their callees.
+def _exclude_from_tracing(fn: Any, reason: str) -> None:
+    """Have torch.compile break its graph at fn, and skip the frames of fn and of its callees.
 
-    Else the frame of `call`, which all have in common, is compiled anew for every fn and number of
-    arguments, up to the compiler's limit.
+    Otherwise the compiler would compile the frame of `call`, which all eager functions share, again
+    for every function and number of arguments, up to its limit.
     """
-    fn._torchdynamo_disable, fn._torchdynamo_disable_msg = True, why
+    fn._torchdynamo_disable = True
+    fn._torchdynamo_disable_msg = reason
     frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
     if hasattr(frames, "set_code_exec_strategy"):  # not in torch 2.6
         skip = frames._FrameAction.SKIP
@@ -62,11 +65,11 @@ def refuse_transforms(call: str, instead: str, /, **tensors: Tensor) -> None:
     """Refuse tensors inside torch.vmap, torch.func or forward-mode differentiation, by name.
 
     Args:
-        call: what does not go through them.
-        instead: what to do.
+        call: the call that these transforms do not support, for the error.
+        instead: what to do instead, for the error.
 
     Raises:
-        NotImplementedError: with both.
+        NotImplementedError: naming the call and the tensor.
     """
     functorch: Any = torch._C._functorch  # pyright: ignore[reportAttributeAccessIssue]
     differentiates = forward_ad._current_level >= 0  # pyright: ignore[reportPrivateUsage]

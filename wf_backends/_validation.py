@@ -1,5 +1,7 @@
 # pyright: reportUnnecessaryIsInstance=false
-"""Checks of a user's values, and what was meant by a misspelt one; plain data read back.
+"""Checks of a user's values, suggestions for misspelt ones, and plain data from JSON.
+
+A check raises ValueError with the name that the user gave and the value.
 
 Pure: standard library only.
 """
@@ -20,10 +22,10 @@ UNITS = {
     **{f"{prefix}B": 1000**i for i, prefix in enumerate(("", "K", "M", "G", "T"))},
     **{f"{prefix}iB": 1024**i for i, prefix in enumerate(("", "K", "M", "G", "T")) if prefix},
 }
-MOST = 2**16  # ranks, layers and parts that anyone has; more would take long to look at
-MOST_SECONDS = 1e9  # of a timeout; torch counts nanoseconds in 64 bits
+MAX_COUNT = 2**16  # ranks, layers or parts: no job has more, and planning for more takes long
+MAX_SECONDS = 1e9  # of a timeout; torch counts nanoseconds in 64 bits
 
-_NAMES = {int: "an integer", float: "a finite number", str: "a string", bool: "true or false"}
+_TYPE_NAMES = {int: "an integer", float: "a finite number", str: "a string", bool: "true or false"}
 Data = TypeVar("Data")
 
 
@@ -33,54 +35,54 @@ def nearest(word: object, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def check_block(name: str, words: object, known: Iterable[str], such: str) -> None:
-    """Refuse what is no block of a JSON, or has a key that is not known.
+def check_block(name: str, block: object, known: Iterable[str], example: str) -> None:
+    """Check that `block` is a JSON object whose keys are all known.
 
     Args:
-        such: a block that is right.
+        example: a correct block, for the error.
 
     Raises:
-        ValueError: naming the block, and the key with the nearest known one.
+        ValueError: naming the block, and the unknown key with the nearest known one.
     """
-    if not isinstance(words, Mapping):
-        raise ValueError(f'"{name}" must be a block such as {such}, got {words!r}')
+    if not isinstance(block, Mapping):
+        raise ValueError(f'"{name}" must be a block such as {example}, got {block!r}')
     names = list(known)
-    for key in cast(Mapping[object, object], words):
+    for key in cast(Mapping[object, object], block):
         if key not in names:
             raise ValueError(
                 f'"{name}.{key}" is no known key{nearest(key, names)} (known: {", ".join(names)})'
             )
 
 
-def of_type(name: str, value: object, kind: Any, right: str) -> None:
-    if not isinstance(value, kind):
-        raise ValueError(f"{name} must be {right}, got a {type(value).__name__}")
+def of_type(name: str, value: object, expected_type: Any, expected: str) -> None:
+    if not isinstance(value, expected_type):
+        raise ValueError(f"{name} must be {expected}, got a {type(value).__name__}")
 
 
 def is_real(value: object) -> bool:
-    """Whether it is an integer or a float; True and False are neither."""
+    """Whether the value is an integer or a float, and no boolean."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def positive(name: str, value: object, most: int = MOST) -> None:
+def positive(name: str, value: object, maximum: int = MAX_COUNT) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if value > most:
-        raise ValueError(f"{name} must be at most {most}, got {short(value)}")
+    if value > maximum:
+        raise ValueError(f"{name} must be at most {maximum}, got {short(value)}")
 
 
 def seconds(name: str, value: object) -> None:
-    """None, or a positive and finite number of seconds; ValueError otherwise."""
+    """Check that the value is None or a positive and finite number of seconds."""
     if value is None:
         return
-    if not is_real(value) or not 0 < cast(float, value) < MOST_SECONDS:
+    if not is_real(value) or not 0 < cast(float, value) < MAX_SECONDS:
         raise ValueError(
-            f"{name} must be a positive number of seconds below {MOST_SECONDS:g}, got {value!r}"
+            f"{name} must be a positive number of seconds below {MAX_SECONDS:g}, got {value!r}"
         )
 
 
 def is_number(name: str, value: object) -> bool:
-    """Whether it is a number and not "auto"; ValueError if it is neither."""
+    """True for a positive integer, False for "auto"; ValueError for any other value."""
     if value == AUTO:
         return False
     if isinstance(value, str):
@@ -97,10 +99,10 @@ def one_of(name: str, value: object, known: tuple[str, ...]) -> None:
 
 
 def parse_bytes(name: str, value: object) -> int:
-    """Bytes of a number, or of words such as "20GB" (10**9) and "20GiB" (2**30).
+    """The bytes of an integer, or of a size such as "20GB" (20 * 10**9) or "20GiB" (20 * 2**30).
 
     Raises:
-        ValueError: with `name` and the value, if it is neither.
+        ValueError: with `name` and the value, if it is no size.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
@@ -117,68 +119,67 @@ def parse_bytes(name: str, value: object) -> int:
     return int(size)
 
 
-def read_plain(kind: type[Data], words: object, where: str) -> Data:
-    """The dataclass `kind` of a JSON object that has its fields as keys.
+def read_plain(cls: type[Data], data: object, where: str) -> Data:
+    """The dataclass `cls` from a JSON object that has its fields as keys.
 
     Fields are integers, floats, strings, booleans, literals, other such dataclasses, and tuples of
-    these. `where` is what the object is called in errors.
+    these. `where` is the object's name in errors.
 
     Raises:
         ValueError: naming the key that is unknown, missing or of another type, and its value.
     """
-    known = {field.name: field for field in fields(cast(Any, kind))}
-    if not isinstance(words, Mapping):
+    known = {field.name: field for field in fields(cast(Any, cls))}
+    if not isinstance(data, Mapping):
         raise ValueError(
-            f"{where} must be an object with the keys {list(known)}, got {short(words)}"
+            f"{where} must be an object with the keys {list(known)}, got {short(data)}"
         )
-    given = cast(Mapping[str, object], words)
-    for key in given:
+    values = cast(Mapping[str, object], data)
+    for key in values:
         if key not in known:
             raise ValueError(
                 f"{where} has no key {key!r}{nearest(key, known)} (keys: {list(known)})"
             )
     for key, field in known.items():
-        if key not in given and field.default is MISSING:
+        if key not in values and field.default is MISSING:
             raise ValueError(f"{where}: {key!r} is missing (keys: {list(known)})")
-    kinds = get_type_hints(kind)
-    return kind(**{key: _read(kinds[key], value, f"{where}.{key}") for key, value in given.items()})
+    types = get_type_hints(cls)
+    return cls(**{key: _read(types[key], value, f"{where}.{key}") for key, value in values.items()})
 
 
-def read_json(kind: type[Data], text: str, what: str) -> Data:
-    """The plan of a text that its `to_json` wrote; `what` is what it is called.
+def read_json(cls: type[Data], text: str, what: str) -> Data:
+    """The plan of class `cls` that its `to_json` wrote as `text`; errors call it `what`.
 
     Raises:
-        ValueError: for a text that holds none, with the key that is wrong.
+        ValueError: if the text holds no such plan, naming the key that is wrong.
     """
     try:
-        return read_plain(kind, json.loads(text), "plan")
+        return read_plain(cls, json.loads(text), "plan")
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"this text is no {what} (see {kind.__name__}.to_json): {error}"
-        ) from error
+        raise ValueError(f"this text is no {what} (see {cls.__name__}.to_json): {error}") from error
 
 
-def _read(kind: Any, value: object, where: str) -> Any:
-    if is_dataclass(kind):
-        return read_plain(cast(type[Any], kind), value, where)
-    if get_origin(kind) is Literal:
-        one_of(where, value, get_args(kind))
+def _read(expected: Any, value: object, where: str) -> Any:
+    """The value as the type `expected`."""
+    if is_dataclass(expected):
+        return read_plain(cast(type[Any], expected), value, where)
+    if get_origin(expected) is Literal:
+        one_of(where, value, get_args(expected))
         return value
-    if get_origin(kind) is tuple:
-        return tuple(_items(get_args(kind), value, where))
-    right = type(value) is kind or (kind is float and type(value) is int)
-    if not right or (kind is float and not isfinite(cast(float, value))):
-        raise ValueError(f"{where} must be {_NAMES[kind]}, got {short(value)}")
+    if get_origin(expected) is tuple:
+        return tuple(_read_items(get_args(expected), value, where))
+    is_right = type(value) is expected or (expected is float and type(value) is int)
+    if not is_right or (expected is float and not isfinite(cast(float, value))):
+        raise ValueError(f"{where} must be {_TYPE_NAMES[expected]}, got {short(value)}")
     return value
 
 
-def _items(kinds: tuple[Any, ...], value: object, where: str) -> Iterable[Any]:
+def _read_items(types: tuple[Any, ...], value: object, where: str) -> Iterable[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{where} must be a list, got {short(value)}")
     items = cast(list[object], value)
-    if kinds[-1] is Ellipsis:
-        kinds = kinds[:1] * len(items)
-    if len(items) != len(kinds):
-        raise ValueError(f"{where} must have {len(kinds)} items, got {short(items)}")
-    each = enumerate(zip(kinds, items, strict=True))
-    return [_read(kind, item, f"{where}[{i}]") for i, (kind, item) in each]
+    if types[-1] is Ellipsis:
+        types = types[:1] * len(items)
+    if len(items) != len(types):
+        raise ValueError(f"{where} must have {len(types)} items, got {short(items)}")
+    pairs = enumerate(zip(types, items, strict=True))
+    return [_read(expected, item, f"{where}[{i}]") for i, (expected, item) in pairs]

@@ -1,7 +1,8 @@
 """Checkpoints that are complete or not there.
 
-All ranks write into a folder beside, which is renamed when all have ended; `latest` comes after it.
-A job that is killed leaves the checkpoints it had, and at most a folder whose name ends in `.part`.
+All ranks write into a folder whose name ends in `.part`. When all have finished, rank 0 renames it
+and then writes the file `latest`. A job that is killed keeps its earlier checkpoints, and leaves at
+most one `.part` folder.
 """
 
 from __future__ import annotations
@@ -15,84 +16,92 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-PART, OLD, LATEST = ".part", ".old", "latest"
+PART, OLD = ".part", ".old"  # suffixes of folders
+LATEST = "latest"  # the file that names the newest checkpoint
 
 
 @contextmanager
 def saved_whole(folder: str | os.PathLike[str], tag: str, latest: bool = True) -> Iterator[Path]:
-    """Where every rank writes its part of a checkpoint; on leaving it is there as folder/tag.
+    """Yields a folder into which every rank writes its part; on leaving it becomes folder/tag.
 
-    Collective: enters and leaves together on all ranks of the default group. The folder is one
-    that all ranks see.
+    Collective: all ranks of the default group must enter and leave together. All ranks must see the
+    same `folder`.
 
     Args:
-        latest: whether `latest` names it from then on.
+        latest: whether the file `latest` names this checkpoint from then on.
     """
     whole, part = Path(folder, tag), Path(folder, tag + PART)
-    if _is_first():
+    if _is_rank_0():
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-    _meet()
+    _barrier()
     yield part
-    _meet()  # all ranks have written
-    if _is_first():
+    _barrier()  # all ranks have written
+    if _is_rank_0():
         _put_in_place(part, whole)
         if latest:
             write_whole(Path(folder, LATEST), tag)
-    _meet()
+    _barrier()
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is never there in part."""
-    beside = path.with_name(path.name + PART)
-    with beside.open("w") as file:
+    """Write a file so that no reader ever sees a part of it."""
+    part = path.with_name(path.name + PART)
+    with part.open("w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    beside.replace(path)
+    part.replace(path)
 
 
 def find_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> Path:
-    """A complete checkpoint: the one that is named, or that `latest` names.
+    """The folder of the checkpoint `tag`, or of the one that the file `latest` names.
 
     Raises:
-        ValueError: if there is none, or it is incomplete; names the newest complete one.
+        ValueError: if it is missing or incomplete; names the newest complete checkpoint.
     """
     folder = Path(folder)
-    named = tag or _read(folder / LATEST)
-    if named is None and not (choices := complete(folder)):
-        raise ValueError(f"no checkpoint in {folder}")
-    if named is None:
-        raise ValueError(f"{folder} has no file {LATEST!r}; {_offer(choices)}")
-    if problem := _problem(folder / named):
-        raise ValueError(f"checkpoint {named!r} in {folder} {problem}; {_offer(complete(folder))}")
-    return folder / named
+    tag = tag or _read(folder / LATEST)
+    if tag is None:
+        names = complete(folder)
+        if not names:
+            raise ValueError(f"no checkpoint in {folder}")
+        raise ValueError(f"{folder} has no file {LATEST!r}; {_suggestion(names)}")
+    problem = _problem(folder / tag)
+    if problem:
+        suggestion = _suggestion(complete(folder))
+        raise ValueError(f"checkpoint {tag!r} in {folder} {problem}; {suggestion}")
+    return folder / tag
 
 
 def complete(folder: Path) -> list[str]:
     """The names of the complete checkpoints in a folder, the oldest first."""
-    found = [one for one in folder.iterdir() if one.is_dir()] if folder.is_dir() else []
-    whole = [one for one in found if one.suffix not in (PART, OLD) and not _problem(one)]
-    return [one.name for one in sorted(whole, key=lambda one: one.stat().st_mtime)]
+    if not folder.is_dir():
+        return []
+    paths = [path for path in folder.iterdir() if path.is_dir() and path.suffix not in (PART, OLD)]
+    whole = [path for path in paths if not _problem(path)]
+    return [path.name for path in sorted(whole, key=lambda path: path.stat().st_mtime)]
 
 
-def _offer(names: list[str]) -> str:
+def _suggestion(names: list[str]) -> str:
     return f"the newest complete one is {names[-1]!r}" if names else "there is no complete one"
 
 
 def _problem(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; a file of torch.save that was cut off lacks its end."""
+    """Why a checkpoint cannot be used; None if it can.
+
+    torch.save writes zip files, and one that was cut off lacks the end by which zipfile knows it.
+    """
     if not checkpoint.is_dir():
-        part = checkpoint.with_name(checkpoint.name + PART)
-        return (
-            "is incomplete: the job ended while it was written" if part.is_dir() else "is missing"
-        )
+        if checkpoint.with_name(checkpoint.name + PART).is_dir():
+            return "is incomplete: the job ended while it was written"
+        return "is missing"
     cut = [p.name for p in sorted(checkpoint.rglob("*.pt")) if not zipfile.is_zipfile(p)]
     return f"is incomplete: {cut[0]} was cut off" if cut else None
 
 
 def _put_in_place(part: Path, whole: Path) -> None:
-    """Rename; a checkpoint of that name makes way, and is there as `.old` for that moment."""
+    """Rename `part` to `whole`; an earlier `whole` is renamed to `.old` first, then deleted."""
     old = whole.with_name(whole.name + OLD)
     shutil.rmtree(old, ignore_errors=True)
     if whole.exists():
@@ -105,10 +114,10 @@ def _read(path: Path) -> str | None:
     return path.read_text().strip() if path.is_file() else None
 
 
-def _is_first() -> bool:
+def _is_rank_0() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def _meet() -> None:
+def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()

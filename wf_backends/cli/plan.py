@@ -12,7 +12,7 @@ from rich.markup import escape
 from typer import Option
 
 from wf_backends._validation import AUTO
-from wf_backends._validation import MOST as MOST_RANKS
+from wf_backends._validation import MAX_COUNT as MAX_RANKS
 from wf_backends.cli import options as o
 from wf_backends.cli.budget import budget_of, show_budget
 from wf_backends.cli.plan_table import full_table, short_table
@@ -78,7 +78,7 @@ def plan(
         wallfacer plan --ranks 8 --seqlen 65536 --mask mask.json --layout balanced
     """
     o.check_range(0, ulysses_degree=ulysses_degree, exact_up_to=exact_up_to)
-    o.check_range(0, MOST_RANKS, ranks=ranks)
+    o.check_range(0, MAX_RANKS, ranks=ranks)
     o.check_range(0, MOST_GIB, memory_gib=memory_gib)
     o.check_range(1, top=6 if top is None else top, data_parallel_size=data_parallel_size)
     if show_all and top is not None:

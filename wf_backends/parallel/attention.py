@@ -210,7 +210,7 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, group: HeadGroup, learned: 
 def _check_words(seqlen: object, name: object) -> None:
     """Refuse what is no length and no name; ValueError."""
     if seqlen is not None:
-        positive("seqlen", seqlen, most=MAX_TOKENS)
+        positive("seqlen", seqlen, maximum=MAX_TOKENS)
     if name is not None and not isinstance(name, str):
         raise ValueError(f"name must be the name of a layer or None, got {name!r}")
 
