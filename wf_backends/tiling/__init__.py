@@ -1,7 +1,8 @@
-"""Training under a memory budget: modules, logits and loss that are computed tile by tile.
+"""Training under a memory budget: modules, logits and loss are computed tile by tile.
 
-In reading order: `training` plans, with what `tileable` proves on the graph and `training_peak`
-runs on fake tensors; `tiles` does what a plan says, by `tiled_call` and `tiled_loss`.
+In reading order: `training` plans; `tileable` proves on the graph which modules may be tiled;
+`training_peak` predicts memory by runs on fake tensors; `tiles` applies a plan to a model, with
+`tiled_call` and `tiled_loss`.
 """
 
 from wf_backends.tiling.handle import Handle

@@ -1,4 +1,4 @@
-"""What takes tiled modules back."""
+"""The handle that undoes the tiling of a model."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 
 class Handle(ExitStack):
-    """Tiled modules of one model. `remove()`, or the end of a `with` block, takes it all back.
+    """The tiling of one model. `remove()`, or the end of a `with` block, undoes it.
 
     Attributes:
-        tiles: what runs, `Tiles`, with the counts that the ranks agreed on.
+        tiles: the `Tiles` that run, with the counts that the ranks agreed on.
     """
 
     tiles: tuple[Any, ...] = ()
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """owner.name = value, for this instance, until `remove()`."""
-        before = dict(vars(owner))
-        setattr(owner, name, value)  # a property may keep it under another name
-        for key, now in vars(owner).copy().items():
-            if key not in before:
+        """Set owner.name = value on this instance, until `remove()`."""
+        attributes = dict(vars(owner))
+        setattr(owner, name, value)  # a property may store it under another name
+        for key, new_value in vars(owner).copy().items():
+            if key not in attributes:
                 self.callback(delattr, owner, key)
-            elif before[key] is not now:
-                self.callback(setattr, owner, key, before[key])
+            elif attributes[key] is not new_value:
+                self.callback(setattr, owner, key, attributes[key])
 
     def remove(self) -> None:
-        """Take everything back, the last first. A second call does nothing."""
+        """Undo everything, the last change first. A second call does nothing."""
         self.close()

@@ -1,12 +1,12 @@
-"""A module's call, computed tile by tile along a dimension and computed again in the backward.
+"""A module's call, computed tile by tile along a dimension, and again in the backward.
 
     y[t] = f(x[t]; w)  for every tile t;   dx[t] = dy[t] df/dx;   dw = sum over t of dy[t] df/dw
 
-The forward keeps its inputs and nothing else. The parameters are inputs of one autograd function,
-so each gets one gradient a call, and what DDP, FSDP2 and ZeRO hang on it runs once.
+The forward keeps only its inputs for the backward. The parameters are inputs of one autograd
+function: each gets one gradient for each call, so that the hooks of DDP, FSDP2 and ZeRO run once.
 
-That f may be cut is for the caller to know: rows of the result may depend on the same rows of the
-inputs only, and nothing may be drawn at random.
+The caller must know that f may be cut: each row of the results may depend only on the same row of
+the inputs, and f must not draw random numbers.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from wf_backends._compile import eager
 
 HALF = (torch.float16, torch.bfloat16)
-_HOLE = object()  # where a tensor stands among the leaves of a call
+_TENSOR = object()  # in the place of a tensor among the leaves of a call
 
 
 class Original(nn.Module):
-    """What a module computed before its instance got a forward."""
+    """The forward that a module had before it was tiled."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self.compute = module, module.forward
+        self.module, self.original_forward = module, module.forward
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_gathered_by_part(self.module)
-        return self.compute(*args, **kwargs)
+        _refuse_gathered_children(self.module)
+        return self.original_forward(*args, **kwargs)
 
 
-def _refuse_gathered_by_part(module: nn.Module) -> None:
-    """Refuse a module whose parts have their parameters gathered by hooks: once for every tile."""
-    for name, part in module.named_modules():
-        if name and "ds_id" in vars(part):  # DeepSpeed hooked it
+def _refuse_gathered_children(module: nn.Module) -> None:
+    """Refuse a module with hooks that gather parameters of its children, once for every tile."""
+    for name, child in module.named_modules():
+        if name and "ds_id" in vars(child):  # DeepSpeed hooked it
             raise NotImplementedError(
                 f"ZeRO 3 would gather {name!r} of a tiled {type(module).__name__} for every tile: "
                 "call deepspeed.utils.set_z3_leaf_module(module, True) before deepspeed.initialize"
             )
-        if name and any(base.__name__ == "FSDPModule" for base in type(part).__mro__):
+        if name and any(base.__name__ == "FSDPModule" for base in type(child).__mro__):
             raise NotImplementedError(
                 f"FSDP2 would gather {name!r} of a tiled {type(module).__name__} for every tile: "
                 "call fully_shard on the module or on what holds it, not on its parts"
@@ -55,38 +55,39 @@ def _refuse_gathered_by_part(module: nn.Module) -> None:
 
 
 class TiledCall:
-    """In the place of a module's `forward`.
+    """Replaces a module's `forward`.
 
     Args:
-        fn: what is computed by tile, with the parameters it uses. Its own hooks do not run.
-        dim, tiles: as `Tiles` has them.
+        fn: the module to compute tile by tile, with the parameters that it uses. Its own hooks do
+            not run.
+        dim, tiles: as in `Tiles`.
     """
 
     def __init__(self, fn: nn.Module, dim: int, tiles: int) -> None:
         self.fn, self.dim, self.tiles = fn, dim, tiles
-        self.names = list(_parameters_of(fn))
+        self.parameter_names = list(_parameters_of(fn))
 
     @eager
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What `fn` returns: tensors in tuples, lists and dicts."""
+        """The output of `fn`: tensors in tuples, lists and dicts."""
         leaves, spec = tree_flatten((args, kwargs))
         call = _Call(self, leaves, spec)
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        return call.whole(_Tiled.apply(call, *inputs, *self._parameters()))
+        return call.assemble(_Tiled.apply(call, *inputs, *self._parameters()))
 
     def _parameters(self) -> list[Tensor]:
-        """The parameters as they are now: FSDP2 and ZeRO 3 exchange them around every call."""
-        now = _parameters_of(self.fn)
-        if list(now) != self.names:
+        """The current parameters: FSDP2 and ZeRO 3 exchange them around every call."""
+        parameters = _parameters_of(self.fn)
+        if list(parameters) != self.parameter_names:
             raise NotImplementedError(
-                f"{self.names[0]!r} is no parameter of the tiled module any more, as under FSDP "
-                "with use_orig_params=False: use FSDP2 (fully_shard)"
+                f"{self.parameter_names[0]!r} is no parameter of the tiled module any more, as "
+                "under FSDP with use_orig_params=False: use FSDP2 (fully_shard)"
             )
-        return list(now.values())
+        return list(parameters.values())
 
 
 def _parameters_of(fn: nn.Module) -> dict[str, Tensor]:
-    """By each module's first name, as `functional_call` with `tie_weights=False` wants them."""
+    """Parameters by name, once for each module, as `functional_call(tie_weights=False)` needs."""
     return {
         name: parameter
         for path, module in fn.named_modules()
@@ -95,51 +96,53 @@ def _parameters_of(fn: nn.Module) -> dict[str, Tensor]:
 
 
 class _Call:
-    """One call: how tensors become the arguments of a tile, and results of tiles one result.
+    """One call of a tiled module: makes the arguments of a tile, and one result from all tiles.
 
-    Its tensors are those of the arguments, in order, and then the parameters.
+    `tensors` in its methods are the tensors among the arguments, in order, then the parameters.
     """
 
     def __init__(self, tiled: TiledCall, leaves: list[Any], spec: TreeSpec) -> None:
         inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self.tiled, self.spec, self.num_inputs = tiled, spec, len(inputs)
-        self.leaves = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.rows = _rows(inputs, tiled.dim)
-        self.cut = [_has_rows(x, tiled.dim, self.rows) for x in inputs]
-        self.cut += [False] * len(tiled.names)
-        self.autocast = _autocast(inputs[0].device.type)
-        self.results: list[Any] = []
+        self.is_cut = [_has_rows(x, tiled.dim, self.rows) for x in inputs]
+        self.is_cut += [False] * len(tiled.parameter_names)
+        self.autocast = _current_autocast(inputs[0].device.type)
+        self.result_leaves: list[Any] = []
         self.result_spec: TreeSpec | None = None
 
     def bounds(self) -> Iterator[tuple[int, int]]:
-        """(first row, rows) of every tile, all of one size but the last."""
-        step = max(1, -(-self.rows // self.tiled.tiles))
-        for first in range(0, max(1, self.rows), step):
-            yield first, min(step, self.rows - first)
+        """(first row, rows) of every tile; all have the same size, the last may be smaller."""
+        tile_rows = max(1, -(-self.rows // self.tiled.tiles))
+        for first in range(0, max(1, self.rows), tile_rows):
+            yield first, min(tile_rows, self.rows - first)
 
     def tile(self, tensors: Sequence[Tensor], first: int, rows: int) -> list[Tensor]:
-        """The tensors of one tile; contiguous, because modules may take views of what they get."""
-        cut = (self.tiled.dim, first, rows)
-        pairs = zip(tensors, self.cut, strict=True)
-        return [x.narrow(*cut).contiguous() if is_cut else x for x, is_cut in pairs]
+        """The tensors of one tile; contiguous, because modules may take views of their inputs."""
+        pairs, dim = zip(tensors, self.is_cut, strict=True), self.tiled.dim
+        return [x.narrow(dim, first, rows).contiguous() if cut else x for x, cut in pairs]
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors among the results of one tile."""
-        given, parameters = iter(tensors[: self.num_inputs]), tensors[self.num_inputs :]
-        leaves = [next(given) if leaf is _HOLE else leaf for leaf in self.leaves]
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        named = dict(zip(self.tiled.names, parameters, strict=True))
-        found = torch.func.functional_call(self.tiled.fn, named, args, kwargs, tie_weights=False)
-        leaves, self.result_spec = tree_flatten(found)
-        self.results = [_HOLE if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        """Compute one tile; returns the tensors among its results."""
+        inputs, parameters = tensors[: self.num_inputs], tensors[self.num_inputs :]
+        args, kwargs = tree_unflatten(_fill(self.leaves, inputs), self.spec)
+        named = dict(zip(self.tiled.parameter_names, parameters, strict=True))
+        result = torch.func.functional_call(self.tiled.fn, named, args, kwargs, tie_weights=False)
+        leaves, self.result_spec = tree_flatten(result)
+        self.result_leaves = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def whole(self, tensors: Sequence[Tensor]) -> Any:
-        """The result of the call, from its tensors."""
+    def assemble(self, results: Sequence[Tensor]) -> Any:
+        """The result of the call, from the tensors in it."""
         assert self.result_spec is not None, "no tile has run"
-        given = iter(tensors)
-        leaves = [next(given) if leaf is _HOLE else leaf for leaf in self.results]
-        return tree_unflatten(leaves, self.result_spec)
+        return tree_unflatten(_fill(self.result_leaves, results), self.result_spec)
+
+
+def _fill(leaves: Sequence[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    """The leaves, with the tensors in the places of `_TENSOR`."""
+    remaining = iter(tensors)
+    return [next(remaining) if leaf is _TENSOR else leaf for leaf in leaves]
 
 
 class _Tiled(torch.autograd.Function):
@@ -150,51 +153,55 @@ class _Tiled(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
-        dim, whole = call.tiled.dim, list[Tensor]()
+        dim, results = call.tiled.dim, list[Tensor]()
         for first, rows in call.bounds():
-            found = call.run([x.detach() for x in call.tile(tensors, first, rows)])
-            _refuse_without_rows(found, dim, rows)
-            whole = whole or [part.new_empty(_resized(part, dim, call.rows)) for part in found]
-            for one, part in zip(whole, found, strict=True):
-                one.narrow(dim, first, rows).copy_(part)
-        ctx.mark_non_differentiable(*(one for one in whole if not one.is_floating_point()))
-        return tuple(whole)
+            parts = call.run([x.detach() for x in call.tile(tensors, first, rows)])
+            _refuse_without_rows(parts, dim, rows)
+            if first == 0:
+                results = [part.new_empty(_resized(part, dim, call.rows)) for part in parts]
+            for result, part in zip(results, parts, strict=True):
+                result.narrow(dim, first, rows).copy_(part)
+        ctx.mark_non_differentiable(*(x for x in results if not x.is_floating_point()))
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        call, tensors, needed = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1:]
-        sums = [
-            _Gradient(x, cut) if wanted else None
-            for x, cut, wanted in zip(tensors, call.cut, needed, strict=True)
+        call, tensors, needs_grad = ctx.call, ctx.saved_tensors, ctx.needs_input_grad[1:]
+        gradients = [
+            _Gradient(x, is_cut) if needed else None
+            for x, is_cut, needed in zip(tensors, call.is_cut, needs_grad, strict=True)
         ]
         dim = call.tiled.dim
         for first, rows in call.bounds():
             tile = call.tile(tensors, first, rows)
-            places = [one and one.place(dim, first, rows) for one in sums]
-            leaves = [_leaf(x, place) for x, place in zip(tile, places, strict=True)]
+            sinks = [gradient and gradient.sink(dim, first, rows) for gradient in gradients]
+            leaves = [_leaf(x, sink) for x, sink in zip(tile, sinks, strict=True)]
             with torch.enable_grad(), call.autocast():
-                found = call.run(leaves)
-            wanted = [
+                parts = call.run(leaves)
+            roots = [
                 (part, grad.narrow(dim, first, rows))
-                for part, grad in zip(found, grads, strict=True)
+                for part, grad in zip(parts, grads, strict=True)
                 if grad is not None and part.requires_grad
             ]
-            if wanted:
-                torch.autograd.backward([part for part, _ in wanted], [grad for _, grad in wanted])
-        return None, *(one and one.total() for one in sums)
+            if roots:
+                torch.autograd.backward([part for part, _ in roots], [grad for _, grad in roots])
+        return None, *(gradient and gradient.total() for gradient in gradients)
 
 
 class _Gradient:
-    """The gradient of one tensor of a call, from those of its tiles."""
+    """The gradient of one tensor of a call, collected from its tiles.
 
-    def __init__(self, x: Tensor, cut: bool) -> None:
-        self._dtype, self._cut = x.dtype, cut
-        self._total = torch.zeros_like(x) if cut else None
+    The rows of a tensor that is cut get the gradient of their tile; others the sum over tiles.
+    """
 
-    def place(self, dim: int, first: int, rows: int) -> Callable[[Tensor], Any]:
-        """What takes the gradient of a tile."""
-        if self._cut:
+    def __init__(self, x: Tensor, is_cut: bool) -> None:
+        self._dtype, self._is_cut = x.dtype, is_cut
+        self._total = torch.zeros_like(x) if is_cut else None
+
+    def sink(self, dim: int, first: int, rows: int) -> Callable[[Tensor], Any]:
+        """The function to call with the gradient of a tile."""
+        if self._is_cut:
             assert self._total is not None
             return self._total.narrow(dim, first, rows).copy_
         return self._add
@@ -202,28 +209,29 @@ class _Gradient:
     def _add(self, grad: Tensor) -> None:
         if self._total is not None:
             self._total += grad
-        else:  # of many tiles, a sum in 16 bits would drift
+        else:  # a sum over many tiles in 16 bits would drift
             self._total = grad.float() if grad.dtype in HALF else grad
 
     def total(self) -> Tensor | None:
         return None if self._total is None else self._total.to(self._dtype)
 
 
-def _leaf(x: Tensor, place: Callable[[Tensor], Any] | None) -> Tensor:
-    """`x` as a tile takes it; its gradient goes to `place` as soon as it is there."""
+def _leaf(x: Tensor, sink: Callable[[Tensor], Any] | None) -> Tensor:
+    """x as an autograd leaf of one tile; `sink` gets its gradient as soon as that is computed."""
 
-    def take(leaf: Tensor) -> None:
-        assert place is not None and leaf.grad is not None
-        place(leaf.grad)
+    def move_grad(leaf: Tensor) -> None:
+        assert sink is not None and leaf.grad is not None
+        sink(leaf.grad)
         leaf.grad = None
 
     leaf = x.detach()
-    if place is not None:
-        leaf.requires_grad_().register_post_accumulate_grad_hook(take)
+    if sink is not None:
+        leaf.requires_grad_().register_post_accumulate_grad_hook(move_grad)
     return leaf
 
 
 def _rows(inputs: Sequence[Tensor], dim: int) -> int:
+    """The rows along `dim` of the first input that has this dimension."""
     for x in inputs:
         if x.dim() > dim:
             return x.shape[dim]
@@ -239,8 +247,8 @@ def _resized(x: Tensor, dim: int, rows: int) -> tuple[int, ...]:
     return (*x.shape[:dim], rows, *x.shape[dim + 1 :])
 
 
-def _refuse_without_rows(found: Sequence[Tensor], dim: int, rows: int) -> None:
-    for part in found:
+def _refuse_without_rows(parts: Sequence[Tensor], dim: int, rows: int) -> None:
+    for part in parts:
         if not _has_rows(part, dim, rows):
             raise NotImplementedError(
                 f"a tiled module must return rows along dim {dim}, as many as it gets: "
@@ -248,8 +256,8 @@ def _refuse_without_rows(found: Sequence[Tensor], dim: int, rows: int) -> None:
             )
 
 
-def _autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """The autocast that holds now, to be entered later."""
+def _current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
+    """A function that gives the current autocast context, for the backward."""
     if not torch.amp.is_autocast_available(device):
         return nullcontext
     state = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)

@@ -1,8 +1,8 @@
-"""Training under a memory budget: which modules are tiled, in how many tiles, found by itself.
+"""Training under a memory budget: finds which modules to tile, and in how many tiles.
 
-First the loss, whose logits weigh most and whose tiles cost least; then modules in the order of the
-bytes that a tile saves for each operation it repeats. Each choice is accepted by a run of the whole
-step on fake tensors.
+The loss comes first: its logits take most memory, and its tiles cost least. Then come modules in
+the order of bytes saved for each repeated operation. A choice is kept if a run of the whole step on
+fake tensors has a lower peak.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from wf_backends.tiling.tiled_loss import torch_has_the_loss
 from wf_backends.tiling.tiles import Tiles, install, tile_modules
 from wf_backends.tiling.training_peak import training_peak
 
-WORTH = 2
-"""A module is tiled whose operators make this many times what goes in and out."""
-ROWS = 128
-"""A tile has at least these rows, and where a budget demands it FEWEST."""
-FEWEST = 16
-PASSES = 3
-"""A step's operations, in those of its forward: the backward has twice as many."""
+MIN_INNER_RATIO = 2
+"""A module is worth tiling if inner_bytes / io_bytes is at least this."""
+MIN_ROWS = 128
+"""A tile has at least these rows, unless the budget demands more tiles."""
+MIN_ROWS_FOR_BUDGET = 16
+FORWARDS_PER_STEP = 3
+"""Operations of a step / those of its forward: the backward has twice as many."""
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class TrainingPlan:
 
     Attributes:
         tiles: the modules, the loss first.
-        peak, peak_before: bytes of a step with and without, beyond parameters, their gradients and
-            inputs.
-        slowdown: the share of a step's operations that is computed once more.
-        refused: (class, why not) of modules that are worth it and may not be tiled.
+        peak, peak_before: bytes of a step with and without tiles, beyond parameters, their
+            gradients and inputs.
+        slowdown: the share of a step's operations that is computed again.
+        refused: (class, reason) of modules that are worth tiling but may not be tiled.
     """
 
     tiles: tuple[Tiles, ...]
@@ -68,15 +68,15 @@ class TrainingPlan:
     def explain(self) -> str:
         """The plan in words."""
         saved = 1 - self.peak / max(1, self.peak_before)
-        mib = [f"{count / 2**20:.1f} MiB" for count in (self.peak_before, self.peak)]
+        before, after = (f"{peak / 2**20:.1f} MiB" for peak in (self.peak_before, self.peak))
         lines = [
-            f"training step: {mib[0]} -> {mib[1]} ({saved:.0%} saved), "
+            f"training step: {before} -> {after} ({saved:.0%} saved), "
             f"{self.slowdown:.1%} of its operations repeated"
         ]
-        for one in self.tiles:
-            what = "logits and loss" if one.loss else f"dimension {one.dim}"
-            lines.append(f"  {one.module}: {one.tiles} tiles of its {what}")
-        lines += [f"  not tiled: {kind}, {why}" for kind, why in self.refused]
+        for tiles in self.tiles:
+            what = "logits and loss" if tiles.loss else f"dimension {tiles.dim}"
+            lines.append(f"  {tiles.module}: {tiles.tiles} tiles of its {what}")
+        lines += [f"  not tiled: {class_name}, {reason}" for class_name, reason in self.refused]
         return "\n".join(lines)
 
 
@@ -87,27 +87,27 @@ def plan_training(
     max_memory: int | float | str | None = None,
     max_slowdown: float = 0.1,
 ) -> TrainingPlan:
-    """What to tile so that a training step of `model` fits `max_memory`.
+    """Plan the tiles with which a training step of `model` fits `max_memory`.
 
-    Call it before DDP, FSDP2 or DeepSpeed wrap the model. Nothing is run but fake tensors.
+    Call it before DDP, FSDP2 or DeepSpeed wrap the model. It runs the model on fake tensors only.
 
     Args:
-        args, kwargs: inputs of the form that will be given, with "labels" if the model makes its
-            loss; values do not matter.
-        max_memory: bytes beyond parameters, gradients and inputs, or a size such as "8GB"; a share
-            of what the step needs without tiles (a float below 1); None: the least within
-            `max_slowdown`.
+        args, kwargs: inputs as in training, with "labels" if the model computes its loss; their
+            values do not matter.
+        max_memory: bytes beyond parameters, gradients and inputs, or a size such as "8GB"; a float
+            below 1 is a share of what the step needs without tiles; None: as little as possible
+            within `max_slowdown`.
         max_slowdown: the largest share of the step's operations that may be repeated.
 
     Raises:
-        ValueError: for a budget that is none, or that nothing meets, with the closest plan and what
-            it needs; for a model that cannot be captured, with the reason.
+        ValueError: if the budget is no valid one, or no plan meets it (with the bytes of the
+            closest plan); if the model cannot be captured (with the reason).
     """
     budget = checked_budget(max_memory, max_slowdown)
     search = _Search(model, args, dict(kwargs or {}))
-    before = search.peak([])
-    plan = TrainingPlan((), before, before, 0.0, search.refused)
-    target = budget.in_bytes(before).memory
+    peak_before = search.peak([])
+    plan = TrainingPlan((), peak_before, peak_before, 0.0, search.refused)
+    target = budget.in_bytes(peak_before).memory
     for group in search.groups:
         if target is not None and plan.peak <= target:
             break
@@ -115,7 +115,7 @@ def plan_training(
     while target is not None and plan.peak > target:
         finer = search.finer(plan)
         if finer is None:
-            raise ValueError(search.too_little(plan, max_memory, target, max_slowdown))
+            raise ValueError(search.budget_error(plan, max_memory, target, max_slowdown))
         plan = finer
     return plan
 
@@ -123,15 +123,15 @@ def plan_training(
 def apply_training(
     model: nn.Module, plan: TrainingPlan, group: ProcessGroup | None = None
 ) -> Handle:
-    """Have `model` run as `plan` says; see `tile_modules`."""
+    """Tile `model` as `plan` says; see `tile_modules`."""
     return tile_modules(model, plan.tiles, group)
 
 
 def tile_training(model: nn.Module, plan: object) -> nn.Module:
-    """The model itself, tiled, with `plan`, `explain()` and `remove()`.
+    """Tile the model in place; return it with the attributes `plan`, `explain` and `remove`.
 
     Raises:
-        ValueError: for what is no plan for training.
+        ValueError: if `plan` is no plan for training.
     """
     if not isinstance(plan, TrainingPlan):
         raise ValueError(
@@ -139,14 +139,19 @@ def tile_training(model: nn.Module, plan: object) -> nn.Module:
             "call model.eval() first"
         )
     handle = apply_training(model, plan)
-    found = {"plan": plan, "explain": plan.explain, "remove": handle.remove}
-    for name, value in found.items():
+    attributes = {"plan": plan, "explain": plan.explain, "remove": handle.remove}
+    for name, value in attributes.items():
         handle.set(model, name, value)
     return model
 
 
 class _Search:
-    """The candidates of one model and form of inputs, and what each choice costs."""
+    """The candidates of one model and form of inputs, and the cost of tiling them.
+
+    Attributes:
+        groups: equal modules of all layers are one group; the group to tile first comes first.
+        refused: as in `TrainingPlan`.
+    """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.model = model
@@ -154,45 +159,50 @@ class _Search:
         self.args, self.kwargs = bind(model, args, kwargs)
         captured = capture(model, self.args, self.kwargs)
         self._effects = Effects()
-        self._total = PASSES * max(1, self._flops(captured.graph.nodes))
-        head, found = head_candidate(captured, model), candidates(captured, model, self._effects)
-        heavy = [one for one in found if one.inside >= WORTH * one.around]
-        self.groups = self._grouped([one for one in heavy if not one.reason])
-        if head is not None and not head.reason:
+        self._step_flops = FORWARDS_PER_STEP * max(1, self._flops(captured.graph.nodes))
+        found = candidates(captured, model, self._effects)
+        heavy = [c for c in found if c.inner_bytes >= MIN_INNER_RATIO * c.io_bytes]
+        self.groups = self._grouped([c for c in heavy if not c.reason])
+        refused = [c for c in heavy if c.reason and _is_innermost_refused(c, heavy)]
+        head = head_candidate(captured, model)
+        if head is not None and head.reason:
+            refused.append(head)
+        elif head is not None:
             self.groups.insert(0, [head])
-        refused = [one for one in heavy if one.reason and _is_innermost(one, heavy)]
-        refused += [head] if head is not None and head.reason else []
-        self.refused = tuple({one.kind: one.reason for one in refused}.items())
-        self._rows = {one.module: one.rows for group in self.groups for one in group}
+        self.refused = tuple({c.class_name: c.reason for c in refused}.items())
+        self._rows = {c.module: c.rows for group in self.groups for c in group}
 
     def peak(self, tiles: Sequence[Tiles]) -> int:
+        """The peak bytes of a step with these tiles."""
         with install(self.model, tiles):
             return training_peak(self.model, self.args, self.kwargs)
 
     def extended(
         self, plan: TrainingPlan, group: Sequence[Candidate], max_slowdown: float
     ) -> TrainingPlan:
-        """The plan with as many of `group` as the slowdown allows; as it is if nothing is saved."""
-        cost = self._cost(group[0])
-        room = max_slowdown - plan.slowdown
-        count = len(group) if cost == 0 else min(len(group), int(room / cost + 1e-9))
-        more = [Tiles(one.module, one.dim, _count(one), one.loss) for one in group[:count]]
-        tiles = (*plan.tiles, *more)
+        """The plan with as many of `group` as the slowdown allows; `plan` if that saves nothing."""
+        cost, count = self._slowdown(group[0]), len(group)
+        if cost > 0:
+            count = min(count, int((max_slowdown - plan.slowdown) / cost + 1e-9))
+        if count < 1:
+            return plan
+        added = [Tiles(c.module, c.dim, _tile_count(c), c.loss) for c in group[:count]]
+        tiles = (*plan.tiles, *added)
         try:
-            peak = self.peak(tiles) if more else plan.peak
-        except (CaptureError, NotImplementedError) as error:  # it is told its rows by a number, say
-            why = str(error).partition(": ")[2]
-            return replace(plan, refused=(*plan.refused, (group[0].kind, f"no tiles: {why}")))
+            peak = self.peak(tiles)
+        except (CaptureError, NotImplementedError) as error:  # e.g. an argument counts the rows
+            refusal = group[0].class_name, f"no tiles: {str(error).partition(': ')[2]}"
+            return replace(plan, refused=(*plan.refused, refusal))
         if peak >= plan.peak:
             return plan
         return replace(plan, tiles=tiles, peak=peak, slowdown=plan.slowdown + count * cost)
 
     def finer(self, plan: TrainingPlan) -> TrainingPlan | None:
-        """The plan with twice as many tiles; None where it saves nothing more, or does not run."""
-        tiles = tuple(
-            replace(one, tiles=max(one.tiles, min(2 * one.tiles, self._rows[one.module] // FEWEST)))
-            for one in plan.tiles
-        )
+        """The plan with twice as many tiles; None if that saves less than 1 %, or does not run."""
+        tiles: tuple[Tiles, ...] = ()
+        for spec in plan.tiles:
+            max_tiles = self._rows[spec.module] // MIN_ROWS_FOR_BUDGET
+            tiles += (replace(spec, tiles=max(spec.tiles, min(2 * spec.tiles, max_tiles))),)
         if tiles == plan.tiles:
             return None
         try:
@@ -201,48 +211,56 @@ class _Search:
             return None
         return replace(plan, tiles=tiles, peak=peak) if peak < 0.99 * plan.peak else None
 
-    def too_little(self, plan: TrainingPlan, given: Any, target: float, max_slowdown: float) -> str:
-        """The error for a budget that nothing meets."""
-        most = plan
+    def budget_error(
+        self, plan: TrainingPlan, max_memory: Any, target: float, max_slowdown: float
+    ) -> str:
+        """The error for a budget that no plan meets."""
+        tiled_modules = {tiles.module for tiles in plan.tiles}
+        smallest = plan
         for group in self.groups:
-            rest = [one for one in group if one.module not in {t.module for t in plan.tiles}]
-            most = self.extended(most, rest, 1.0) if rest else most
-        told = (
-            f"max_memory {given!r} ({target} bytes) is too little for a training step: the closest "
-            f"plan within max_slowdown {max_slowdown} needs {plan.peak} bytes, without tiles it is "
-            f"{plan.peak_before}"
+            untiled = [c for c in group if c.module not in tiled_modules]
+            smallest = self.extended(smallest, untiled, 1.0) if untiled else smallest
+        message = (
+            f"max_memory {max_memory!r} ({target} bytes) is too little for a training step: the "
+            f"closest plan within max_slowdown {max_slowdown} needs {plan.peak} bytes, without "
+            f"tiles it is {plan.peak_before}"
         )
-        if most.peak < plan.peak:
-            told += f"; max_slowdown {most.slowdown:.2f} would allow one that needs {most.peak}"
-        return told
+        if smallest.peak < plan.peak:
+            message += (
+                f"; max_slowdown {smallest.slowdown:.2f} would allow one that needs {smallest.peak}"
+            )
+        return message
 
     def _flops(self, nodes: Iterable[fx.Node]) -> int:
         calls = (node for node in nodes if node.op == "call_function")
         return sum(self._effects.of(node).flops for node in calls)
 
-    def _cost(self, one: Candidate) -> float:
-        """The share of a step's operations that its tiles repeat."""
-        if one.loss and torch_has_the_loss(self.model.get_submodule(one.module)):
+    def _slowdown(self, candidate: Candidate) -> float:
+        """The share of a step's operations that the tiles of a module repeat."""
+        if candidate.loss and torch_has_the_loss(self.model.get_submodule(candidate.module)):
             return 0.0
-        return self._flops(one.nodes) / self._total
+        return self._flops(candidate.nodes) / self._step_flops
 
-    def _grouped(self, found: Sequence[Candidate]) -> list[list[Candidate]]:
-        """Equal modules of all layers together; first what saves most for what it repeats."""
+    def _grouped(self, tileable: Sequence[Candidate]) -> list[list[Candidate]]:
+        """Groups of equal modules; first the one that saves most for what it repeats."""
         groups: dict[Any, list[Candidate]] = {}
-        for one in found:
-            groups.setdefault((one.kind, one.inside, one.around, one.dim), []).append(one)
+        for c in tileable:
+            key = c.class_name, c.inner_bytes, c.io_bytes, c.dim
+            groups.setdefault(key, []).append(c)
 
-        def worth(group: list[Candidate]) -> float:
-            return group[0].inside / max(self._cost(group[0]), 1e-9)
+        def saved_for_slowdown(group: list[Candidate]) -> float:
+            return group[0].inner_bytes / max(self._slowdown(group[0]), 1e-9)
 
-        return sorted(groups.values(), key=worth, reverse=True)
-
-
-def _count(one: Candidate) -> int:
-    """So many tiles that one makes half of what goes in and out, of ROWS rows or more."""
-    return max(2, min(-(-2 * one.inside // one.around), one.rows // ROWS))
+        return sorted(groups.values(), key=saved_for_slowdown, reverse=True)
 
 
-def _is_innermost(one: Candidate, all_of_them: Sequence[Candidate]) -> bool:
-    inside = f"{one.module}."
-    return not any(other.reason and other.module.startswith(inside) for other in all_of_them)
+def _tile_count(candidate: Candidate) -> int:
+    """So many tiles that inner_bytes of a tile are half of io_bytes, with MIN_ROWS rows or more."""
+    count = -(-2 * candidate.inner_bytes // candidate.io_bytes)
+    return max(2, min(count, candidate.rows // MIN_ROWS))
+
+
+def _is_innermost_refused(candidate: Candidate, others: Sequence[Candidate]) -> bool:
+    """Whether no module inside the candidate is refused as well."""
+    prefix = f"{candidate.module}."
+    return not any(other.reason and other.module.startswith(prefix) for other in others)

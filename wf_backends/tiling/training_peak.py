@@ -1,4 +1,4 @@
-"""The memory of a training step, by a run of it on fake tensors."""
+"""The peak memory of a training step, measured by a run on fake tensors."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from wf_backends.graph import (
 )
 
 
-def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The peak of live bytes of a forward and a backward, beyond weights, their gradients, inputs.
 
-    As it runs: with tiles, and with layers that are recomputed. What is not a loss already is
-    summed. A weight's gradient counts until it is added to what earlier batches left.
+    The model runs as it is: with its tiles and its activation checkpointing. An output without a
+    loss is summed. A weight's new gradient counts until it is added to that of earlier batches.
 
-    Raises `CaptureError` where the model does not run so.
+    Raises `CaptureError` if the model does not run on fake tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    named = dict(named_weights(model))
-    fakes = {id(weight): _fake(mode, weight) for weight in named.values()}
-    weights = {name: fakes[id(weight)] for name, weight in named.items()}
-    args, words = pytree.tree_map_only(Tensor, mode.from_tensor, (args, dict(kwargs)))
+    real_weights = dict(named_weights(model))
+    fakes = {id(weight): _fake_weight(mode, weight) for weight in real_weights.values()}
+    weights = {name: fakes[id(weight)] for name, weight in real_weights.items()}  # tied ones once
+    args, kwargs = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
     grads = [w.grad for w in weights.values() if w.grad is not None]
-    inputs = [x for x in pytree.tree_leaves((args, words)) if isinstance(x, Tensor)]
+    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     tracker = FakeRun((*weights.values(), *grads, *inputs))
     try:
         with (
@@ -47,15 +47,17 @@ def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, 
             tracker,
             torch.enable_grad(),
         ):
-            _loss(functional_call(model, weights, args, words, tie_weights=False)).backward()
-    except NotImplementedError:  # what tiles refuse
+            output = functional_call(model, weights, args, kwargs, tie_weights=False)
+            _loss(output).backward()
+    except NotImplementedError:  # raised by tiled modules
         raise
     except RuntimeError as error:
         raise CaptureError(reason(model, error, "be trained on fake tensors")) from error
     return tracker.peak
 
 
-def _fake(mode: FakeTensorMode, weight: Tensor) -> Tensor:
+def _fake_weight(mode: FakeTensorMode, weight: Tensor) -> Tensor:
+    """A fake weight with a gradient of zeros, as after an earlier batch."""
     fake = mode.from_tensor(weight.detach()).requires_grad_(weight.requires_grad)
     if fake.requires_grad:
         with mode:
@@ -64,9 +66,12 @@ def _fake(mode: FakeTensorMode, weight: Tensor) -> Tensor:
 
 
 def _loss(output: Any) -> Tensor:
+    """output["loss"]; else the first tensor, if it is a scalar; else the sum of all tensors."""
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         return output["loss"]
-    found = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
-    if not found:
+    outputs = [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
+    if not outputs:
         raise ValueError("nothing in the model's output has a gradient: are all weights frozen?")
-    return found[0] if not found[0].dim() else sum((x.sum() for x in found), torch.zeros(()))
+    if outputs[0].dim() == 0:
+        return outputs[0]
+    return sum((x.sum() for x in outputs), torch.zeros(()))
