@@ -21,7 +21,7 @@ from wf_backends.graph import (
     bind,
     checked_budget,
     containers,
-    is_known,
+    is_supported_input,
     layout,
     refill,
     register_containers,
@@ -158,7 +158,7 @@ class ChunkedForward:
             return True
         if _elements(leaves) * SMALL <= self._elements:
             return True
-        kinds = [type(leaf).__name__ for leaf in leaves if not is_known(leaf)]
+        kinds = [type(leaf).__name__ for leaf in leaves if not is_supported_input(leaf)]
         if kinds:
             self._warn(
                 f"an argument is a {kinds[0]}, which no graph takes: the model runs unchunked"

@@ -63,7 +63,7 @@ def find_plan(
     """
     captured, before = capture(model, args, kwargs), unchunked_peak(model, args, kwargs)
     budget = budget.in_bytes(before)
-    rates = rates or measure_rates(*captured.main_kind)
+    rates = rates or measure_rates(*captured.device_and_dtype)
     search = Search(read_steps(captured.graph, Effects()), rates)
     whole = ChunkPlan(captured.fingerprint, (), before, before, 0.0, search.walls())
     if not search.steps.steps or _fits(whole, budget):

@@ -111,7 +111,7 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     born = {storage for step in inner for storage in step.allocates}
     outputs = Counter[int]()  # bytes that others read, by storage
     for op in flow.outputs:
-        outputs[graph.of[op.node][0]] += nbytes(op.node)
+        outputs[graph.storages[op.node][0]] += nbytes(op.node)
     if not (
         flow.rows >= 2 * flow.alignment
         and born.issuperset(outputs)
@@ -124,14 +124,14 @@ def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
     over = _input_to_overwrite(graph, flow, hi, after)
     allocates = dict(outputs)
     if over is not None:
-        allocates[graph.of[flow.end.node][0]] -= nbytes(over)
+        allocates[graph.storages[flow.end.node][0]] -= nbytes(over)
     reads = tuple({s: None for step in inner for s in step.reads if s not in born})
     order = [graph.steps[graph.position[node]] for node in (*before, *after)]
     order.insert(len(before), Step(flow.end.node, reads, allocates))
-    taken = graph.of[over] if over else ()
+    taken = graph.storages[over] if over else ()
     touched = {s for step in window for s in (*step.reads, *step.allocates)}
-    kept = {s for s in touched if s in taken or graph.last.get(s, 0) > hi}
-    peaks = profile(order, kept, graph.size, graph.live[lo])
+    kept = {s for s in touched if s in taken or graph.last_use.get(s, 0) > hi}
+    peaks = profile(order, kept, graph.storage_bytes, graph.live[lo])
     whole, peaks[len(before)] = peaks[len(before)], 0
     beside = max(peaks)
     place = graph.position[order[peaks.index(beside)].node]
@@ -156,8 +156,8 @@ def _keeps_writes(graph: Steps, lo: int, hi: int, flow: Flow, born: set[int]) ->
     """Whether what is written in place is seen as the graph has it. A write within the window is
     the region's own, and nobody reads before it, but runs after the region; one behind it is seen
     by all views (two outputs would be two copies)."""
-    leaving = Counter(s for op in flow.outputs for s in graph.of[op.node])
-    for place, written in graph.written.items():
+    leaving = Counter(s for op in flow.outputs for s in graph.storages[op.node])
+    for place, written in graph.written_storages.items():
         if place > hi and any(leaving[s] > 1 for s in written):
             return False
         if lo <= place <= hi:
@@ -183,14 +183,14 @@ def _input_to_overwrite(
     region.
     """
     end = flow.end.node
-    read_after = {s for node in after for arg in node.all_input_nodes for s in graph.of[arg]}
+    read_after = {s for node in after for arg in node.all_input_nodes for s in graph.storages[arg]}
     for node, _ in flow.inputs:
         if layout(node.meta["val"]) != layout(end.meta["val"]) or node not in graph.position:
             continue
-        (storage,) = graph.of[node]
+        (storage,) = graph.storages[node]
         if (
-            graph.size.get(storage) == nbytes(end)
-            and graph.last[storage] <= hi
+            graph.storage_bytes.get(storage) == nbytes(end)
+            and graph.last_use[storage] <= hi
             and storage not in read_after
             and _has_no_copies(graph, storage, flow)
             and _reads_own_rows(graph, storage, flow, node)
@@ -202,10 +202,10 @@ def _input_to_overwrite(
 def _has_no_copies(graph: Steps, storage: int, flow: Flow) -> bool:
     """Whether no other storage may turn out to be this one: a reshape may copy, or give a view,
     and the outputs of regions lie otherwise in memory than their nodes say."""
-    nodes = graph.nodes[storage]
+    nodes = graph.nodes_by_storage[storage]
     users = {user for node in nodes for user in node.users} - flow.members
     return view_base(nodes[0]) is None and all(
-        view_base(user) is None or storage in graph.of[user] for user in users
+        view_base(user) is None or storage in graph.storages[user] for user in users
     )
 
 
@@ -218,5 +218,5 @@ def _reads_own_rows(graph: Steps, storage: int, flow: Flow, node: fx.Node) -> bo
         and all(source.rows(*rows[op.value]) == rows[end.value] for rows in flow.halves)
         for op in flow.operators
         for source in op.sources
-        if source.node not in flow.members and storage in graph.of[source.node]
+        if source.node not in flow.members and storage in graph.storages[source.node]
     )

@@ -71,11 +71,11 @@ class Search:
         self, steps: Steps, rates: Rates, copied: Copied = "", seconds: float | None = None
     ) -> None:
         self.steps, self._rates, self.copied = steps, rates, copied
-        self._kinds = [step.kind for step in steps.steps]
+        self._kinds = [step.signature for step in steps.steps]
         self._candidates_at = cache(partial(candidates_at, steps))
         self._candidate_in = cache(partial(candidate_in, steps))
         self._costs: dict[tuple[int, int], Cost] = {}
-        of_kind = {step.kind: step for step in steps.steps}
+        of_kind = {step.signature: step for step in steps.steps}
         seconds_of = {kind: self._seconds(step) for kind, step in of_kind.items()}
         self._seconds_of_graph = sum(seconds_of[kind] for kind in self._kinds)
         self._seconds_of_model = self._seconds_of_graph if seconds is None else seconds
@@ -183,7 +183,7 @@ class Search:
 
     def _cost(self, op: SlicedOperator) -> Cost:
         step = self.steps.steps[self.steps.position[op.node]]
-        key = step.kind, op.dim
+        key = step.signature, op.dim
         if key not in self._costs:
             self._costs[key] = Cost.of(op, step.flops, self._rates)
         return self._costs[key]

@@ -1,7 +1,7 @@
 """A model's forward pass as a graph, and the memory that its operators need.
 
 `capture` makes the graph; `memory` finds the live bytes at each step, `tracker` those of a run;
-`copies` computes masks and the like anew for each reader; `budget` is what a user allows.
+`copies` computes masks and normed inputs once for each reader; `budget` is what a user allows.
 """
 
 from wf_backends.graph.budget import Budget, checked_budget
@@ -18,15 +18,15 @@ from wf_backends.graph.capture import (
     tensors,
 )
 from wf_backends.graph.copies import Copied, with_copies
-from wf_backends.graph.experts import grouped_products_are_fake
+from wf_backends.graph.experts import fake_grouped_mm
 from wf_backends.graph.inputs import (
-    attributes_kept,
     bind,
     containers,
-    is_known,
+    is_supported_input,
     named_weights,
     refill,
     register_containers,
+    restored_attributes,
 )
 from wf_backends.graph.memory import (
     Effect,
@@ -38,7 +38,7 @@ from wf_backends.graph.memory import (
     read_steps,
     submodule,
 )
-from wf_backends.graph.packing import packing_is_asked
+from wf_backends.graph.packing import packing_check_on_fakes
 from wf_backends.graph.tracker import FakeRun, StorageTracker, unchunked_peak
 
 __all__ = [
@@ -54,19 +54,19 @@ __all__ = [
     "StorageTracker",
     "Weight",
     "arguments",
-    "attributes_kept",
+    "restored_attributes",
     "bind",
     "capture",
     "checked_budget",
     "containers",
-    "grouped_products_are_fake",
-    "is_known",
+    "fake_grouped_mm",
+    "is_supported_input",
     "layout",
     "module_path",
     "named_weights",
     "nbytes",
     "operator_name",
-    "packing_is_asked",
+    "packing_check_on_fakes",
     "profile",
     "read_steps",
     "reason",

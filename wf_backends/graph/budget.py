@@ -1,4 +1,4 @@
-"""How much memory activations may take, and how much time that may cost."""
+"""The memory that activations may take, and the slowdown that this may cost."""
 
 from __future__ import annotations
 
@@ -9,27 +9,30 @@ from wf_backends._validation import is_real, parse_bytes
 
 @dataclass(frozen=True)
 class Budget:
-    """What a plan has to keep: `memory` in bytes, a share below 1 of what the activations need as
-    they are, or None for the least; `slowdown` as a share of the predicted time."""
+    """The limits of a plan.
+
+    `memory` is in bytes (int), a share below 1 of what the activations need without a plan (float),
+    or None for as little as possible; `slowdown` is a share of the predicted time.
+    """
 
     memory: int | float | None
     slowdown: float
 
-    def in_bytes(self, before: int) -> Budget:
-        """The same for a model that needs `before` bytes as it is, without a share."""
+    def in_bytes(self, bytes_before: int) -> Budget:
+        """This budget with `memory` in bytes, for a model that needs `bytes_before` as it is."""
         if not isinstance(self.memory, float):
             return self
-        return replace(self, memory=int(self.memory * before))
+        return replace(self, memory=int(self.memory * bytes_before))
 
 
 def checked_budget(
     max_memory: int | float | str | None, max_slowdown: float, names: str = "max_{}"
 ) -> Budget:
-    """The budget as a user gives it; `names` is how the user calls its "memory" and "slowdown".
+    """The budget from a user's values; `names` is the pattern of their names, for errors.
 
-    Raises ValueError for what is none.
+    Raises ValueError for a value that is no memory or no slowdown.
     """
-    memory, slowdown = (names.format(word) for word in ("memory", "slowdown"))
+    memory, slowdown = names.format("memory"), names.format("slowdown")
     if isinstance(max_memory, float):
         if not 0 < max_memory < 1:
             raise ValueError(

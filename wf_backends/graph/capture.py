@@ -2,7 +2,7 @@
 
 The graph is not decomposed: ``linear``, ``softmax`` and ``scaled_dot_product_attention`` stay
 single operators, as eager execution runs them. Parameters and buffers are inputs of the graph; they
-are read from the model at every call, so that what moves or loads them is seen.
+are read from the model at every call, so that they may be moved or loaded in between.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.overrides import has_torch_function
 from torch.utils import _pytree as pytree
 
-from wf_backends.graph.experts import experts_are_operators, put_experts
+from wf_backends.graph.experts import experts_as_operators, insert_experts
 from wf_backends.graph.inputs import (
     CONSTANTS,
-    apart_from_weights,
-    attributes_kept,
     containers,
     names_of_leaves,
+    restored_attributes,
+    separated_from_weights,
 )
-from wf_backends.graph.packing import ranges_are_not_packed
+from wf_backends.graph.packing import skipped_packing_check
 from wf_backends.slicing import split_group_norms, view_base, written
 
 aten = torch.ops.aten
@@ -47,12 +47,12 @@ _BY_SHAPE = {
 
 
 class CaptureError(ValueError):
-    """A model that `torch.export` cannot capture: the reason and, where known, the module."""
+    """A model that `torch.export` cannot capture; says why and, where known, in which module."""
 
 
 @dataclass(frozen=True)
 class Weight:
-    """Where a parameter, a buffer or a constant of the graph is read at a call."""
+    """The attribute from which a call reads a parameter, a buffer or a constant of the graph."""
 
     owner: object
     name: str
@@ -61,7 +61,10 @@ class Weight:
         return getattr(self.owner, self.name)
 
 
-def _kind(weight: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
+WeightType = tuple[torch.dtype, torch.device, torch.Size]
+
+
+def _type_of(weight: torch.Tensor) -> WeightType:
     return weight.dtype, weight.device, weight.shape
 
 
@@ -69,44 +72,44 @@ def _kind(weight: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
 class Captured:
     """One forward pass for one form of inputs.
 
-    `meta["whole"]` of a weight's placeholder: it computes its products itself, and is not sliced.
-    `graph` has one placeholder for each of `weights`, then one for each leaf of the inputs; its
-    output is the flat list of the leaves of (the outputs, `containers` of the inputs as the forward
-    leaves them).
+    `graph` has one placeholder for each of `weights`, then one for each leaf of the inputs. Its
+    output is the flat list of the leaves of two things: the outputs, and the `containers` among the
+    inputs as the forward leaves them. A weight's placeholder has `meta["whole"]`: whether the
+    weight is a tensor subclass that computes its own products, and so must not be sliced.
     """
 
     graph: fx.Graph
     weights: tuple[Weight, ...]
-    kinds: tuple[tuple[torch.dtype, torch.device, torch.Size], ...]
+    weight_types: tuple[WeightType, ...]
     output_spec: pytree.TreeSpec
     fingerprint: str
 
     @property
-    def main_kind(self) -> tuple[torch.device, torch.dtype]:
-        """The device and the dtype of the first weight of floating point."""
-        found = ((device, dtype) for dtype, device, _ in self.kinds if dtype.is_floating_point)
-        return next(found, (torch.device("cpu"), torch.float32))
+    def device_and_dtype(self) -> tuple[torch.device, torch.dtype]:
+        """Those of the first weight of floating point; without any, CPU and float32."""
+        for dtype, device, _ in self.weight_types:
+            if dtype.is_floating_point:
+                return device, dtype
+        return torch.device("cpu"), torch.float32
 
     def read_weights(self) -> list[torch.Tensor] | None:
-        """The weights as they are now; None where one has another dtype, device or shape than
-        when the graph was captured."""
+        """The current weights; None if one has changed its dtype, device or shape since capture."""
         weights = [weight.read() for weight in self.weights]
-        return weights if tuple(map(_kind, weights)) == self.kinds else None
+        return weights if tuple(map(_type_of, weights)) == self.weight_types else None
 
 
 def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
-    """The graph of ``model.forward(*args, **kwargs)`` without gradients, hooks of the model itself
-    aside: they run around every call of what comes of it.
+    """The graph of ``model.forward(*args, **kwargs)`` without gradients.
 
-    Raises `CaptureError` where the model's code depends on the values of tensors, or changes its
-    own buffers.
+    It has no hooks of the model itself, which run around every call anyway. Raises `CaptureError`
+    if the model's code depends on the values of tensors, or changes its own buffers.
     """
     try:
-        leaves, spec = pytree.tree_flatten(apart_from_weights(model, args, kwargs))
-        alone = _forward_alone(model, leaves, spec)
-        given = (None if isinstance(leaf, CONSTANTS) else leaf for leaf in leaves)
-        with attributes_kept(model), experts_are_operators(model) as experts:
-            program = _export_as_eager(alone, tuple(given))
+        leaves, spec = pytree.tree_flatten(separated_from_weights(model, args, kwargs))
+        exported = _model_of_leaves(model, leaves, spec)
+        inputs = tuple(None if isinstance(leaf, CONSTANTS) else leaf for leaf in leaves)
+        with restored_attributes(model), experts_as_operators(model) as experts:
+            program = _export_as_eager(exported, inputs)
     except Exception as error:  # torch.export raises every kind of error for what it cannot trace
         raise CaptureError(reason(model, error)) from error
     graph = program.graph
@@ -115,62 +118,65 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
     weights = tuple(_weight(model, program, spec) for spec in specs)
     for node, weight in zip(graph.find_nodes(op="placeholder"), weights, strict=False):
         node.meta["whole"] = has_torch_function((weight.read(),))
-    put_experts(graph, experts)
-    _clean(graph)
-    kinds = tuple(_kind(weight.read()) for weight in weights)
-    return Captured(graph, weights, kinds, program.call_spec.out_spec, _fingerprint(graph))
+    insert_experts(graph, experts)
+    _simplify(graph)
+    types = tuple(_type_of(weight.read()) for weight in weights)
+    return Captured(graph, weights, types, program.call_spec.out_spec, _fingerprint(graph))
 
 
 def _refuse_values_and_writes(
     graph: fx.Graph, model: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> None:
-    """Raises `CaptureError` for what depends on values, and for writes to weights and inputs."""
-    kind = type(model).__name__
+    """Raises `CaptureError` for operators whose result depends on values, and for writes to inputs
+    of the graph."""
+    class_name = type(model).__name__
     for node in graph.nodes:
         if _depends_on_values(node):
             raise CaptureError(
-                f"{kind} cannot be captured: what {operator_name(node)} gives depends on the "
+                f"{class_name} cannot be captured: what {operator_name(node)} gives depends on the "
                 f"values of tensors, in {module_path(node) or 'the model itself'}"
             )
     bases = (_base(value) for node in graph.nodes for value in written(node))
     changed = {base.name for base in bases if base.op == "placeholder"}
     if changed:
-        known = names_of_leaves(model, args, kwargs)
-        names = ", ".join(sorted({known.get(name, name) for name in changed}))
-        raise CaptureError(f"{kind} changes {names} in its forward")
+        argument_names = names_of_leaves(model, args, kwargs)
+        names = ", ".join(sorted({argument_names.get(name, name) for name in changed}))
+        raise CaptureError(f"{class_name} changes {names} in its forward")
 
 
-def _forward_alone(model: nn.Module, example: list[Any], spec: pytree.TreeSpec) -> nn.Module:
-    """The model without its own hooks, whose forward takes the leaves of (args, kwargs), with None
-    for `CONSTANTS`, and also returns the `containers` among these. Export does not know every
-    container; pytree does."""
-    alone, forward = copy.copy(model), model.forward
+def _model_of_leaves(model: nn.Module, example: list[Any], spec: pytree.TreeSpec) -> nn.Module:
+    """A copy of the model without its own hooks, whose forward takes the leaves of (args, kwargs).
+
+    Leaves that are `CONSTANTS` are passed as None. The forward returns its outputs and the
+    `containers` among the inputs. Not all containers are known to export, but pytree knows them.
+    """
+    exported, forward = copy.copy(model), model.forward
     for name in [name for name in vars(model) if name.endswith("_hooks")]:
-        setattr(alone, name, type(vars(model)[name])())
+        setattr(exported, name, type(vars(model)[name])())
 
-    def of_leaves(*leaves: Any) -> Any:
+    def forward_leaves(*leaves: Any) -> Any:
         pairs = zip(leaves, example, strict=True)
-        whole = [known if isinstance(known, CONSTANTS) else leaf for leaf, known in pairs]
-        args, kwargs = pytree.tree_unflatten(whole, spec)
-        given = containers(args, kwargs)
-        return forward(*args, **kwargs), given
+        values = [known if isinstance(known, CONSTANTS) else leaf for leaf, known in pairs]
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        filled = containers(args, kwargs)
+        return forward(*args, **kwargs), filled
 
-    alone.forward = of_leaves
-    return alone
+    exported.forward = forward_leaves
+    return exported
 
 
 def _export_as_eager(model: nn.Module, args: tuple) -> Any:
-    """The program of what the model runs eagerly.
+    """The exported program of the operators that the model runs eagerly.
 
-    A model that asks `torch.compiler.is_compiling()` or `is_exporting()` is told no: those of
-    transformers would build causal masks as tensors, which they do not do in eager runs. Where that
-    cannot be traced the model is told yes. Of operators no stack is kept, and the code of no graph
-    is compiled before it runs: both would take more time than the trace.
+    `torch.compiler.is_compiling()` and `is_exporting()` are False during the trace: else models of
+    transformers build causal masks as tensors, which they do not do in eager runs. If that trace
+    fails, a second one leaves them True. No stacks of operators are kept, and no code of graphs is
+    compiled before it runs: both would take more time than the trace.
     """
     eager = {"is_compiling": lambda: False, "is_exporting": lambda: False}
     no_stacks = mock.patch.object(fx_config, "do_not_emit_stack_traces", True, create=True)
     lazy = _use_lazy_graph_module(True)
-    with torch.no_grad(), no_log(), no_stacks, lazy, ranges_are_not_packed():
+    with torch.no_grad(), no_log(), no_stacks, lazy, skipped_packing_check():
         try:
             with mock.patch.dict(vars(torch.compiler), eager):
                 return torch.export.export(model, args, strict=False)
@@ -180,14 +186,14 @@ def _export_as_eager(model: nn.Module, args: tuple) -> Any:
 
 @contextmanager
 def no_log() -> Iterator[None]:
-    """Keeps torch from printing why a trace, or a run on fake tensors, fails: the error has it."""
-    before = logging.root.manager.disable
+    """Keeps torch from printing why a trace or a run on fake tensors fails; the error says it."""
+    disabled_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
         with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
             yield
     finally:
-        logging.disable(before)
+        logging.disable(disabled_level)
 
 
 def _fingerprint(graph: fx.Graph) -> str:
@@ -214,7 +220,7 @@ def tensors(node: fx.Node) -> list[torch.Tensor]:
 
 
 def nbytes(node: fx.Node) -> int:
-    """The bytes of all that the node computes."""
+    """The bytes of all tensors that the node computes."""
     return sum(t.nbytes for t in tensors(node))
 
 
@@ -224,9 +230,9 @@ def layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...], Any,
 
 
 def _base(value: fx.Node) -> fx.Node:
-    """The node of which it is a view, or itself."""
-    while below := view_base(value):
-        value = below
+    """The node of whose memory `value` is a view; `value` itself if it is no view."""
+    while base := view_base(value):
+        value = base
     return value
 
 
@@ -237,7 +243,7 @@ def module_path(node: fx.Node) -> str:
 
 
 def _depends_on_values(node: fx.Node) -> bool:
-    """Whether it gives a number, or rows whose number is, known only when it runs."""
+    """Whether the node's result is a number, or has a size, that is known only when it runs."""
     symbols = torch.SymInt, torch.SymFloat, torch.SymBool
     sizes = [size for tensor in tensors(node) for size in tensor.shape]
     return any(isinstance(value, symbols) for value in (node.meta.get("val"), *sizes))
@@ -254,8 +260,8 @@ def _weight(model: nn.Module, program: Any, spec: Any) -> Weight:
     )
 
 
-def _clean(graph: fx.Graph) -> None:
-    """Checks of metadata go, and dropout that is off; a view like another tensor has its sizes."""
+def _simplify(graph: fx.Graph) -> None:
+    """Remove checks of metadata and dropout in evaluation mode; give `view_as` its sizes."""
     for node in list(graph.nodes):
         if node.target is aten._assert_tensor_metadata.default:
             graph.erase_node(node)
@@ -273,16 +279,18 @@ def reason(model: nn.Module, error: Exception, what: str = "be captured") -> str
     """Why a model cannot do `what`: the first line of an error, and where in the model's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
-    told = (line for line in lines if line.startswith("File ") or "model code" in line)
-    where = next(told, "") or _line_of_model(error)
+    places = [line for line in lines if line.startswith("File ") or "model code" in line]
+    where = places[0] if places else _line_of_model(error)
     return f"{type(model).__name__} cannot {what}: {first} {where}".rstrip()
 
 
 def _line_of_model(error: Exception) -> str:
-    """The last line that is neither torch's nor ours, of those that led to an error."""
-    torchs, ours = Path(torch.__file__).parent, Path(__file__).parents[1]
+    """The last line of the error's traceback that is neither in torch nor in this package."""
+    torch_folder, our_folder = Path(torch.__file__).parent, Path(__file__).parents[1]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        if path.exists() and not (path.is_relative_to(torchs) or path.is_relative_to(ours)):
+        if path.is_relative_to(torch_folder) or path.is_relative_to(our_folder):
+            continue
+        if path.exists():
             return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: {frame.line}'
     return ""

@@ -1,9 +1,9 @@
-"""Values that are computed anew for each of their readers, so that they are sliced with the reader.
+"""Copies of operators, one in front of each reader, so that they are sliced with the reader.
 
-A mask of all queries and keys that every layer reads lives through the whole pass, and no region
-can slice it: it is computed from little, and so are copies of it. A normed input that several
-linears read lives beside the input itself: a copy in front of each reader is computed from what
-lives anyway.
+A mask of all queries and keys that every layer reads is live during the whole pass, and no region
+can slice it. It is computed from small tensors, so each reader can have a copy of its operators. A
+normed input that several linears read is live beside the input itself: each reader can compute it
+again from that input, which is live anyway.
 """
 
 from __future__ import annotations
@@ -17,86 +17,95 @@ from wf_backends.graph.capture import nbytes
 from wf_backends.graph.memory import Steps, read_steps
 from wf_backends.slicing import rule_of, writes, written
 
-Copied = Literal["", "masks", "norms"]  # none; what is computed from little; from what lives, too
-LITTLE = 16  # a value has so many times the bytes of each of those that count as little
-LONGEST = 32  # operators of a copy
+Copied = Literal["", "masks", "norms"]
+"""No copies; of values computed from small tensors; also of values computed from live tensors."""
+SMALL_RATIO = 16  # a tensor is small if the value has at least this many times its bytes
+MAX_OPERATORS = 32  # of one copy
 
 
 def with_copies(steps: Steps, what: Copied) -> Steps | None:
-    """The steps with a copy of each such value in front of each reader; None: there is none.
+    """The steps of the graph with copies; None if there is no value to copy.
 
-    They are computed without products, and read by two operators or more that are not copied.
+    A value is copied if it is computed without matrix products, and read by two or more operators
+    that are not copied.
     """
     writers = [step.node for step in steps.steps if writes(step.node)]
-    chains: dict[fx.Node, set[fx.Node]] = {}
+    chains: dict[fx.Node, set[fx.Node]] = {}  # the operators that compute each value
     for step in steps.steps:
         chain = _chain(step.node, steps, what == "norms")
-        if chain and all(_is_its_own(writer, chain, steps) for writer in writers):
+        if chain and all(_may_be_copied_with(writer, chain, steps) for writer in writers):
             chains[step.node] = chain
     reads: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for value in chains:
-        nodes = [node for s in steps.of[value] for node in steps.nodes[s] if node in chains]
+        storages = steps.storages[value]
+        nodes = [n for s in storages for n in steps.nodes_by_storage[s] if n in chains]
         if len({user for node in nodes for user in node.users if user not in chains}) > 1:
             for user in value.users:
                 if user not in chains and user.op == "call_function":
                     reads[user].append(value)
-    return read_steps(_write(steps.graph, reads, chains), steps.effects) if reads else None
-
-
-def _chain(value: fx.Node, steps: Steps, from_living: bool) -> set[fx.Node]:
-    """The operators that compute a value from little, or from what lives as long as it does; none
-    where that takes a product, or too many."""
-    end = max((steps.last[s] for s in steps.of[value]), default=0)
-    count = nbytes(value)
-
-    def is_there(node: fx.Node) -> bool:
-        if LITTLE * nbytes(node) <= count:
-            return True
-        return from_living and all(steps.last.get(s, end) >= end for s in steps.of[node])
-
-    chain, left = set[fx.Node](), [value]
-    while left:
-        node = left.pop()
-        if node in chain or (node is not value and is_there(node)):
-            continue
-        place = steps.position.get(node)
-        chain.add(node)
-        if place is None or steps.steps[place].flops or len(chain) > LONGEST:
-            return set()
-        if rule_of(node.target) is None:
-            return set()
-        left += node.all_input_nodes
-    made = {s for node in chain for s in steps.steps[steps.position[node]].allocates}
-    return chain if count and made.issuperset(steps.of[value]) else set()
-
-
-def _is_its_own(writer: fx.Node, chain: set[fx.Node], steps: Steps) -> bool:
-    """Whether what an operator writes to is the chain's own, or nothing that it touches."""
-    if writer in chain and chain.issuperset(written(writer)):
-        return True
-    seen = {arg for node in chain for arg in (node, *node.all_input_nodes)}
     return (
-        not {storage for node in seen for storage in steps.of[node]}
-        & steps.written[steps.position[writer]]
+        read_steps(_graph_with_copies(steps.graph, reads, chains), steps.effects) if reads else None
     )
 
 
-def _write(
+def _chain(value: fx.Node, steps: Steps, from_live: bool) -> set[fx.Node]:
+    """The operators that compute a value from small tensors; with `from_live` also from tensors
+    that are live as long as the value. Empty if that takes a matrix product, or too many operators.
+    """
+    value_bytes = nbytes(value)
+    value_end = max((steps.last_use[s] for s in steps.storages[value]), default=0)
+
+    def is_available(node: fx.Node) -> bool:
+        if SMALL_RATIO * nbytes(node) <= value_bytes:
+            return True
+        ends = [steps.last_use.get(s, value_end) for s in steps.storages[node]]
+        return from_live and all(end >= value_end for end in ends)
+
+    chain, pending = set[fx.Node](), [value]
+    while pending:
+        node = pending.pop()
+        if node in chain or (node is not value and is_available(node)):
+            continue
+        position = steps.position.get(node)
+        chain.add(node)
+        if position is None or steps.steps[position].flops or len(chain) > MAX_OPERATORS:
+            return set()
+        if rule_of(node.target) is None:
+            return set()
+        pending += node.all_input_nodes
+    allocated = {s for node in chain for s in steps.steps[steps.position[node]].allocates}
+    return chain if value_bytes and allocated.issuperset(steps.storages[value]) else set()
+
+
+def _may_be_copied_with(writer: fx.Node, chain: set[fx.Node], steps: Steps) -> bool:
+    """Whether an in-place operator writes only to values of the chain, or to none that it reads."""
+    if writer in chain and chain.issuperset(written(writer)):
+        return True
+    nodes = {arg for node in chain for arg in (node, *node.all_input_nodes)}
+    touched = {storage for node in nodes for storage in steps.storages[node]}
+    return not touched & steps.written_storages[steps.position[writer]]
+
+
+def _graph_with_copies(
     graph: fx.Graph, reads: dict[fx.Node, list[fx.Node]], chains: dict[fx.Node, set[fx.Node]]
 ) -> fx.Graph:
-    """The graph with a copy of all that a reader reads in front of it."""
-    made, copies = fx.Graph(graph.owning_module), dict[fx.Node, fx.Node]()
+    """The graph with a copy of the chains of a reader's values in front of the reader.
 
-    def put(node: fx.Node, own: dict[fx.Node, fx.Node]) -> fx.Node:
-        return made.node_copy(node, lambda n: own.get(n) or copies[n])
+    `reads` are the copied values that each reader reads. Operators that only the original chains
+    need are removed.
+    """
+    new_graph, new_nodes = fx.Graph(graph.owning_module), dict[fx.Node, fx.Node]()
+
+    def append(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        return new_graph.node_copy(node, lambda n: copies.get(n) or new_nodes[n])
 
     for node in graph.nodes:
-        own = dict[fx.Node, fx.Node]()
-        for part in sorted({part for value in reads.get(node, ()) for part in chains[value]}):
-            own[part] = put(part, own)
-        copies[node] = put(node, {value: own[value] for value in reads.get(node, ())})
-    copied = {part for values in reads.values() for value in values for part in chains[value]}
+        values, copies = reads.get(node, ()), dict[fx.Node, fx.Node]()
+        for operator in sorted({operator for value in values for operator in chains[value]}):
+            copies[operator] = append(operator, copies)
+        new_nodes[node] = append(node, {value: copies[value] for value in values})
+    copied = {operator for values in reads.values() for v in values for operator in chains[v]}
     for node in sorted(copied, reverse=True):
-        if not copies[node].users:
-            made.erase_node(copies[node])
-    return made
+        if not new_nodes[node].users:
+            new_graph.erase_node(new_nodes[node])
+    return new_graph

@@ -1,9 +1,9 @@
 """A layer's experts as one operator of the graph.
 
-Known as transformers 5 marks them (`use_experts_implementation` gives the class `MARK`), and by the
-arguments of their forward (`ARGUMENTS`): tokens x hidden, tokens x k, tokens x k. Whatever
-implementation it is asked for, such a module gives a token what depends on that token alone; but it
-sorts the tokens by expert, so that none of its operators may be sliced.
+Experts are recognized by the mark of transformers 5 (`use_experts_implementation` gives the class
+the attribute `MARK`), and by the arguments of their forward (`ARGUMENTS`): tokens x hidden,
+tokens x k, tokens x k. Each token's result depends on that token alone, in every implementation.
+But these sort the tokens by expert, so that none of their operators may be sliced.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _experts(
     weights: Sequence[Tensor],
     number: int,
 ) -> Tensor:
-    """Stands for experts while a model is traced; of a graph it is replaced by `Experts`."""
+    """Stands for experts during the trace; then `insert_experts` puts `Experts` in its place."""
     raise AssertionError("only traced")
 
 
@@ -45,35 +45,38 @@ def _(hidden_states: Tensor, *_: Any) -> Tensor:
 
 
 @contextmanager
-def experts_are_operators(model: nn.Module) -> Iterator[list[Experts]]:
-    """In a trace: the experts of each layer are one operator, of those in the list that it gives.
+def experts_as_operators(model: nn.Module) -> Iterator[list[Experts]]:
+    """Inside, a trace has one operator for the experts of each layer. Yields these operators.
 
-    Those with hooks or another forward of their own are traced as they are.
+    Layers of equal configuration share one. Experts with hooks, or whose instance has a forward of
+    its own, are traced as they are.
     """
-    found: dict[Any, Experts] = {}
+    operators: dict[Any, Experts] = {}
     with ExitStack() as changes:
         for module in model.modules():
             if _is_experts(module):
                 names = tuple(dict(named_weights(module)))
-                kind = found.setdefault(_kind(module), Experts(module, names, len(found)))
-                changes.enter_context(mock.patch.object(module, "forward", _traced(module, kind)))
-        yield list(found.values())
+                experts = Experts(module, names, len(operators))
+                experts = operators.setdefault(_configuration(module), experts)
+                forward = _traced_forward(module, experts)
+                changes.enter_context(mock.patch.object(module, "forward", forward))
+        yield list(operators.values())
 
 
-def put_experts(graph: fx.Graph, known: Sequence[Experts]) -> None:
-    """Has a traced graph call them."""
+def insert_experts(graph: fx.Graph, operators: Sequence[Experts]) -> None:
+    """Have a traced graph call the operators that `experts_as_operators` yielded."""
     for node in graph.find_nodes(op="call_function", target=torch.ops.wallfacer.experts.default):
         *args, number = node.args
-        node.target, node.args = known[number], tuple(args)
+        node.target, node.args = operators[number], tuple(args)
 
 
-def _traced(module: nn.Module, kind: Experts) -> Any:
-    """The forward of experts in a trace."""
+def _traced_forward(module: nn.Module, experts: Experts) -> Any:
+    """The forward of experts during the trace."""
     signature = inspect.signature(module.forward)
 
     def forward(*args: Tensor, **kwargs: Tensor) -> Tensor:
-        given = signature.bind(*args, **kwargs).arguments.values()
-        return _experts(*given, [weight for _, weight in named_weights(module)], kind.number)
+        inputs = signature.bind(*args, **kwargs).arguments.values()
+        return _experts(*inputs, [weight for _, weight in named_weights(module)], experts.number)
 
     return forward
 
@@ -86,26 +89,29 @@ def _is_experts(module: nn.Module) -> bool:
     return names[1:] in ARGUMENTS
 
 
-def _kind(module: nn.Module) -> tuple[Any, ...]:
-    """Equal for modules of the same code, whose numbers, names and other objects are the same."""
+def _configuration(module: nn.Module) -> tuple[Any, ...]:
+    """A key that is equal for modules of the same classes with equal numbers and strings, and the
+    same other objects."""
     plain = (bool, int, float, str, torch.dtype, type(None))
     of_every_module = vars(nn.Module()).keys() - {"training"}
-    found: list[Any] = []
-    for part in module.modules():
-        own = {name: x for name, x in vars(part).items() if name not in of_every_module}
-        found.append(type(part))
-        found += ((name, x if isinstance(x, plain) else id(x)) for name, x in own.items())
-    return tuple(found)
+    key: list[Any] = []
+    for child in module.modules():
+        key.append(type(child))
+        for name, value in vars(child).items():
+            if name not in of_every_module:
+                key.append((name, value if isinstance(value, plain) else id(value)))
+    return tuple(key)
 
 
 @contextmanager
-def grouped_products_are_fake() -> Iterator[None]:
-    """In a run on fake tensors: `grouped_mm` of every dtype, as large as one group with all rows.
-    torch's own knows only bfloat16 there."""
-    functional = torch.nn.functional
+def fake_grouped_mm() -> Iterator[None]:
+    """Inside, runs on fake tensors have `grouped_mm` in every dtype; torch's has only bfloat16.
 
-    def product(mat_a: Tensor, mat_b: Tensor, **_: Any) -> Tensor:
+    Its result is that of one group with all rows, which has the same shape and operations.
+    """
+
+    def grouped_mm(mat_a: Tensor, mat_b: Tensor, **_: Any) -> Tensor:
         return mat_a @ mat_b[0]
 
-    with mock.patch.object(functional, "grouped_mm", product, create=True):
+    with mock.patch.object(torch.nn.functional, "grouped_mm", grouped_mm, create=True):
         yield

@@ -1,4 +1,4 @@
-"""The arguments of a forward: what a graph takes of them, and what a forward fills."""
+"""The arguments of a forward: leaves that a graph takes, and containers that a forward fills."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-# Arguments that export does not take, and that never change: the graph has them as constants.
+# Types of arguments that export does not take: the graph has them as constants.
 CONSTANTS = (complex, bytes, range, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_TAKEN = (torch.Tensor, nn.Module, torch.Generator, torch.Size, Enum, int, float, str, type(None))
+_INPUTS = (torch.Tensor, nn.Module, torch.Generator, torch.Size, Enum, int, float, str, type(None))
 
 
 CONTAINERS = "wallfacer.containers"
-"""Entry points: the name of a framework -> what tells pytree of its containers."""
+"""Entry points: the name of a framework -> a function that registers its containers with pytree."""
 
 
 def register_containers() -> None:
-    """Have pytree know the containers of the frameworks that are loaded, such as key-value caches.
+    """Register the containers of the imported frameworks, such as key-value caches, with pytree.
 
-    Torch's registry is the process's, and there is no way back from it.
+    Torch keeps them for the whole process; they cannot be unregistered.
     """
-    for one in entry_points(group=CONTAINERS):
-        if one.name in sys.modules:
-            one.load()()
+    for entry_point in entry_points(group=CONTAINERS):
+        if entry_point.name in sys.modules:
+            register = entry_point.load()
+            register()
 
 
 def bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """The same call, with every argument where the forward's signature puts it.
+    """The same call as (args, kwargs), with every argument where the forward's signature has it.
 
     Raises ValueError for arguments that the forward does not take.
     """
@@ -46,8 +47,8 @@ def bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, 
 
 
 def _bound(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    """By the signature of the function that a decorator wraps or, where the decorator takes more
-    than that (transformers' `return_dict`), by its own."""
+    """Bound to the signature of the function that a decorator wraps; if the decorator takes more
+    arguments (transformers' `return_dict`), to the decorator's signature."""
     try:
         return inspect.signature(model.forward).bind(*args, **kwargs)
     except (TypeError, ValueError) as error:
@@ -58,29 +59,27 @@ def _bound(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> inspect.Bou
             raise ValueError(f"args and kwargs are not arguments of {name}: {error}") from None
 
 
-def is_known(leaf: object) -> bool:
-    """Whether a graph can be made for an argument such as this; for a cache of a type that pytree
-    does not know it cannot."""
-    return isinstance(leaf, (*_TAKEN, *CONSTANTS))
+def is_supported_input(leaf: object) -> bool:
+    """Whether a graph can take this leaf of the arguments: no cache that pytree does not know."""
+    return isinstance(leaf, (*_INPUTS, *CONSTANTS))
 
 
 def containers(args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """The arguments' parts that a forward may fill: key-value caches, lists and dicts."""
+    """The arguments' containers that a forward may fill: key-value caches, lists and dicts."""
 
-    def may_change(value: Any) -> bool:
-        kind = type(value)
-        return kind is not tuple and kind in pytree.SUPPORTED_NODES
+    def is_mutable(value: Any) -> bool:
+        return type(value) is not tuple and type(value) in pytree.SUPPORTED_NODES
 
-    found = pytree.tree_leaves((args, tuple(kwargs.values())), is_leaf=may_change)
-    return [value for value in found if may_change(value)]
+    values = pytree.tree_leaves((args, tuple(kwargs.values())), is_leaf=is_mutable)
+    return [value for value in values if is_mutable(value)]
 
 
 def refill(container: Any, filled: Any) -> None:
-    """Gives a container of the inputs what the forward left in another of its type."""
+    """Give a container of the inputs the contents of `filled`, another container of its type."""
     if isinstance(container, list | deque):
         container.clear()
         container.extend(filled)
-    elif isinstance(container, dict):  # transformers' outputs are some that know no update()
+    elif isinstance(container, dict):  # not update(), which transformers' outputs refuse
         for key in [key for key in container if key not in filled]:
             del container[key]
         for key, value in filled.items():
@@ -90,45 +89,51 @@ def refill(container: Any, filled: Any) -> None:
 
 
 @contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Gives all modules back the attributes that they had, and lists and dicts what these held: a
-    forward may keep tensors, such as rotary tables, and those of a trace are fake."""
-    before = [(vars(module), dict(vars(module))) for module in model.modules()]
-    held = [(v, copy.copy(v)) for _, own in before for v in own.values() if type(v) in (dict, list)]
+def restored_attributes(model: nn.Module) -> Iterator[None]:
+    """On leaving, all modules have their attributes again, and lists and dicts their contents.
+
+    A forward may keep tensors, such as rotary tables, and those of a trace are fake.
+    """
+    saved = [(vars(module), dict(vars(module))) for module in model.modules()]
+    values = [value for _, attributes in saved for value in attributes.values()]
+    saved_values = [(value, copy.copy(value)) for value in values if type(value) in (dict, list)]
     try:
         yield
     finally:
-        for now, then in (*before, *held):
-            refill(now, then)
+        for container, contents in (*saved, *saved_values):
+            refill(container, contents)
 
 
 def names_of_leaves(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, str]:
-    """What a user calls the arguments to which the inputs of the exported forward belong."""
-    bound = _bound(model, args, kwargs).arguments
-    names = [name for name, value in bound.items() for _ in pytree.tree_leaves(value)]
+    """For each input of the exported forward, the name of the argument to which it belongs."""
+    arguments = _bound(model, args, kwargs).arguments
+    names = [name for name, value in arguments.items() for _ in pytree.tree_leaves(value)]
     return {f"leaves_{i}": name for i, name in enumerate(names)}
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each module's own parameters and buffers, once for each place where one is read.
+    """The parameters and buffers of each module; a tied weight once for each module that reads it.
 
-    For `torch.func.functional_call` with `tie_weights=False`: by default it leaves others in a
-    module that stands in two places, as T5's embedding does.
+    For `torch.func.functional_call` with `tie_weights=False`. With its default, a module that
+    stands in two places, such as T5's embedding, would keep its own weights in one of them.
     """
     for path, module in model.named_modules():
-        own = {"recurse": False, "remove_duplicate": False}
-        yield from module.named_parameters(path, **own)
-        yield from module.named_buffers(path, **own)
+        options = {"recurse": False, "remove_duplicate": False}
+        yield from module.named_parameters(path, **options)
+        yield from module.named_buffers(path, **options)
 
 
-def apart_from_weights(
+def separated_from_weights(
     model: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """The inputs with other tensors in the place of weights, which the graph would read instead."""
-    own = {id(weight) for weight in itertools.chain(model.parameters(), model.buffers())}
-    found = dict[int, torch.Tensor]()
+    """The inputs, with a weight among them replaced by another tensor of the same memory.
 
-    def apart(x: torch.Tensor) -> torch.Tensor:
-        return found.setdefault(id(x), x.detach()) if id(x) in own else x
+    Otherwise the graph would read the weight and not its input.
+    """
+    weight_ids = {id(weight) for weight in itertools.chain(model.parameters(), model.buffers())}
+    replaced = dict[int, torch.Tensor]()
 
-    return pytree.tree_map_only(torch.Tensor, apart, (args, kwargs))
+    def separate(x: torch.Tensor) -> torch.Tensor:
+        return replaced.setdefault(id(x), x.detach()) if id(x) in weight_ids else x
+
+    return pytree.tree_map_only(torch.Tensor, separate, (args, kwargs))

@@ -1,11 +1,11 @@
-"""The memory of a graph's values over its run, from liveness alone: no run of the model.
+"""The memory of a graph's values over its run, from liveness alone: the model does not run.
 
-A *storage* is a block of memory; several values may be views of it. It lives from the operator that
-allocates it to the last use of any of its views. The profile of a graph is the number of live bytes
-at each of its steps, beyond what is there before the run (weights and inputs).
+A *storage* is a block of memory; several values may be views of it. It is live from the operator
+that allocates it to the last use of any of its views. The profile of a graph is the number of live
+bytes at each of its steps, beyond those before the run (weights and inputs).
 
-What an operator allocates, returns as a view and needs for a moment is found by running it once on
-fake tensors; equal calls (operator, shapes, layouts) are run once.
+Each operator is run once on fake tensors to find what it allocates, which of its results are views,
+and how much memory it needs for a moment. Equal calls (operator, shapes, layouts) are run once.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
 from wf_backends.graph.capture import layout, tensors
-from wf_backends.graph.experts import grouped_products_are_fake
+from wf_backends.graph.experts import fake_grouped_mm
 from wf_backends.graph.tracker import StorageTracker
 from wf_backends.slicing import Source, sources, writes, written
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Of shapes (b, h, i, d), (b, g, j, d) and (b, g, j, v), g divides h."""
+    """FLOPs for shapes (b, h, i, d), (b, g, j, d) and (b, g, j, v), where g divides h."""
     b, h, i, d = query
     return 2 * b * h * i * key[-2] * (d + value[-1])
 
 
 def _packed_attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    """Of shapes (b, i, h, d), (b, j, g, d) and (b, j, g, v)."""
+    """FLOPs for shapes (b, i, h, d), (b, j, g, d) and (b, j, g, v)."""
     b, i, h, d = query
     return 2 * b * h * i * key[1] * (d + value[-1])
 
 
 _aten = torch.ops.aten
-# Of fused attention. torch's counter leaves out CPUs, refuses fewer key heads than query heads,
-# and takes rows for heads where these come first.
+# FLOPs of fused attention. torch's own counter leaves out CPUs, refuses fewer key heads than query
+# heads, and takes rows for heads where rows come first.
 FLOPS = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention: _attention_flops,
@@ -55,20 +55,22 @@ FLOPS = {
 
 @dataclass(frozen=True)
 class Effect:
-    """What one call of an operator does.
+    """What one call of an operator allocates, returns and computes.
 
-    `allocated` are the bytes of the storages that it returns and that are new. `places` says where
-    each tensor that it returns lies: i >= 0 in the storage of the call's i-th tensor, -1 - j in the
-    j-th new one. `temporary` is what it needs for a moment beyond its results, in bytes; `flops`
-    what it computes. `kind` is equal for calls of one operator on the same layouts, `result` what
-    they give: fake tensors, of use for their layouts alone.
+    Attributes:
+        allocated: bytes of each new storage among its results.
+        places: the storage of each tensor among its results: i >= 0 is that of the call's i-th
+            tensor argument, -1 - j the j-th new one.
+        temporary: bytes that it needs for a moment beyond its results.
+        signature: equal for calls of one operator on tensors of the same layouts.
+        result: its results as fake tensors, of use only for their layouts.
     """
 
     allocated: tuple[int, ...]
     places: tuple[int, ...]
     temporary: int
     flops: int
-    kind: int = -1
+    signature: int = -1
     result: Any = None
 
 
@@ -77,46 +79,47 @@ class Effects:
 
     def __init__(self) -> None:
         self._mode = FakeTensorMode()
-        self._known: dict[tuple[Any, str], Effect] = {}
-        self._layout_of: dict[fx.Node, str] = {}
+        self._effects: dict[tuple[Any, str], Effect] = {}
+        self._layouts: dict[fx.Node, str] = {}
 
     def of(self, node: fx.Node) -> Effect:
         """The effect of a `call_function` node whose arguments have their `meta["val"]`."""
         key = node.target, repr(fx.map_arg((node.args, node.kwargs), self._layout))
-        if key not in self._known:
-            self._known[key] = self._run(node, len(self._known))
-        return self._known[key]
+        if key not in self._effects:
+            self._effects[key] = self._run(node, len(self._effects))
+        return self._effects[key]
 
     def _layout(self, node: fx.Node) -> str:
         """A text that is equal for nodes whose tensors have the same layouts."""
-        if node not in self._layout_of:
-            which = node.target if node.op == "get_attr" else node.meta.get("whole")
-            self._layout_of[node] = f"<{which} {[layout(tensor) for tensor in tensors(node)]}>"
-        return self._layout_of[node]
+        if node not in self._layouts:
+            origin = node.target if node.op == "get_attr" else node.meta.get("whole")
+            self._layouts[node] = f"<{origin} {[layout(tensor) for tensor in tensors(node)]}>"
+        return self._layouts[node]
 
-    def _run(self, node: fx.Node, kind: int) -> Effect:
+    def _run(self, node: fx.Node, signature: int) -> Effect:
         assert callable(node.target)
         with self._mode:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), _fresh)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), _fake_value)
             inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
             flops = FlopCounterMode(display=False, custom_mapping=FLOPS)
-            with grouped_products_are_fake(), flops as counter, StorageTracker(inputs) as tracker:
+            with fake_grouped_mm(), flops as counter, StorageTracker(inputs) as tracker:
                 result = node.target(*args, **kwargs)
-        known = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(inputs)))}
+        # The place of each storage; of inputs that share one, the first counts.
+        place_of = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(inputs)))}
         allocated, places = [], []
         for value in pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
-                if storage._cdata not in known:
-                    known[storage._cdata] = -1 - len(allocated)
+                if storage._cdata not in place_of:
+                    place_of[storage._cdata] = -1 - len(allocated)
                     allocated.append(storage.nbytes())
-                places.append(known[storage._cdata])
-        memory = tuple(allocated), tuple(places), tracker.peak - sum(allocated)
-        return Effect(*memory, counter.get_total_flops(), kind, result)
+                places.append(place_of[storage._cdata])
+        temporary, flops = tracker.peak - sum(allocated), counter.get_total_flops()
+        return Effect(tuple(allocated), tuple(places), temporary, flops, signature, result)
 
 
-def _fresh(node: fx.Node) -> Any:
-    """Tensors like the node's value."""
+def _fake_value(node: fx.Node) -> Any:
+    """New tensors with the layouts of the node's value."""
     if node.op == "get_attr":
         return submodule(node)
     return pytree.tree_map_only(
@@ -135,10 +138,10 @@ def submodule(node: fx.Node) -> nn.Module:
 
 @dataclass(frozen=True)
 class Step:
-    """One node of a graph as memory sees it.
+    """One node of a graph and the storages that it uses.
 
-    `reads` are the storages that it reads or returns views of; `allocates` the bytes of those that
-    it allocates; `temporary`, `flops` and `kind` as of its `Effect`.
+    `reads` are the storages that it reads or returns views of; `allocates` are the bytes of each
+    storage that it allocates; `temporary`, `flops` and `signature` are those of its `Effect`.
     """
 
     node: fx.Node
@@ -146,7 +149,7 @@ class Step:
     allocates: Mapping[int, int]
     temporary: int = 0
     flops: int = 0
-    kind: int = -1
+    signature: int = -1
 
 
 @dataclass(frozen=True)
@@ -156,44 +159,50 @@ class Steps:
     graph: fx.Graph
     effects: Effects
     steps: list[Step]
-    of: dict[fx.Node, tuple[int, ...]]  # the storages of each node's tensors
-    size: dict[int, int]  # the bytes of those that operators allocate
-    outputs: frozenset[int]  # those that the graph returns
+    storages: dict[fx.Node, tuple[int, ...]]  # of each node's tensors
+    storage_bytes: dict[int, int]  # of the storages that operators allocate
+    outputs: frozenset[int]  # the storages that the graph returns
     _sources: dict[tuple[int, int], tuple[Source, ...] | None] = field(default_factory=dict)
 
     def sources(self, node: fx.Node, dim: int) -> tuple[Source, ...] | None:
-        """As `slicing.sources`, found once for each kind of call."""
-        key = self.steps[self.position[node]].kind, dim
+        """As `slicing.sources`, computed once for calls with equal signatures."""
+        key = self.steps[self.position[node]].signature, dim
         if writes(node):
             return sources(node, dim)
         if key not in self._sources:
             self._sources[key] = sources(node, dim)
-        known, of = self._sources[key], arguments(node)
-        return known and tuple(replace(one, node=arg) for one, arg in zip(known, of, strict=True))
+        known = self._sources[key]
+        if not known:
+            return known
+        pairs = zip(known, arguments(node), strict=True)
+        return tuple(replace(source, node=argument) for source, argument in pairs)
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
         return {step.node: i for i, step in enumerate(self.steps)}
 
     @cached_property
-    def last(self) -> dict[int, int]:
-        """The last step that reads each storage; one past the end for the graph's outputs."""
+    def last_use(self) -> dict[int, int]:
+        """The last step that uses each storage; len(steps) for the graph's outputs."""
         return last_uses(self.steps) | dict.fromkeys(self.outputs, len(self.steps))
 
     @cached_property
-    def written(self) -> dict[int, set[int]]:
-        """The storages that each step writes to, of those that do."""
-        found = {i: written(step.node) for i, step in enumerate(self.steps) if writes(step.node)}
-        return {i: {s for value in values for s in self.of[value]} for i, values in found.items()}
+    def written_storages(self) -> dict[int, set[int]]:
+        """The storages that each step writes to in place, by the index of the step."""
+        return {
+            i: {storage for value in written(step.node) for storage in self.storages[value]}
+            for i, step in enumerate(self.steps)
+            if writes(step.node)
+        }
 
     @cached_property
-    def nodes(self) -> dict[int, list[fx.Node]]:
+    def nodes_by_storage(self) -> dict[int, list[fx.Node]]:
         """The nodes whose tensors lie in each storage; the first of them allocates it."""
-        found: dict[int, list[fx.Node]] = {}
-        for node, storages in self.of.items():
+        nodes: dict[int, list[fx.Node]] = {}
+        for node, storages in self.storages.items():
             for storage in storages:
-                found.setdefault(storage, []).append(node)
-        return found
+                nodes.setdefault(storage, []).append(node)
+        return nodes
 
     @cached_property
     def live(self) -> list[int]:
@@ -212,31 +221,32 @@ def read_steps(graph: fx.Graph, effects: Effects) -> Steps:
     A chunk region (`call_module`) has its effect in `meta["effect"]`.
     """
     steps: list[Step] = []
-    of: dict[fx.Node, tuple[int, ...]] = {}
-    size: dict[int, int] = {}
+    storages: dict[fx.Node, tuple[int, ...]] = {}
+    storage_bytes: dict[int, int] = {}
     outputs: frozenset[int] = frozenset()
     numbers = itertools.count()
     for node in graph.nodes:
-        reads = tuple(s for arg in arguments(node) for s in of[arg])
+        reads = tuple(s for arg in arguments(node) for s in storages[arg])
         if node.op == "output":
             outputs = frozenset(reads)
         if node.op not in ("call_function", "call_module"):
-            of[node] = tuple(next(numbers) for _ in tensors(node))
+            storages[node] = tuple(next(numbers) for _ in tensors(node))
             continue
         effect = node.meta["effect"] if node.op == "call_module" else effects.of(node)
         allocates = {next(numbers): count for count in effect.allocated}
-        size.update(allocates)
+        storage_bytes.update(allocates)
         new = tuple(allocates)
-        of[node] = tuple(reads[p] if p >= 0 else new[-1 - p] for p in effect.places)
-        steps.append(Step(node, reads, allocates, effect.temporary, effect.flops, effect.kind))
-    return Steps(graph, effects, steps, of, size, outputs)
+        storages[node] = tuple(reads[p] if p >= 0 else new[-1 - p] for p in effect.places)
+        step = Step(node, reads, allocates, effect.temporary, effect.flops, effect.signature)
+        steps.append(step)
+    return Steps(graph, effects, steps, storages, storage_bytes, outputs)
 
 
 def arguments(node: fx.Node) -> list[fx.Node]:
-    """The nodes among the arguments, once for each time that they stand there."""
-    found: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), found.append)  # type: ignore[arg-type]
-    return found
+    """The nodes among the arguments in order; a node that is passed twice is there twice."""
+    nodes: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), nodes.append)  # type: ignore[arg-type]
+    return nodes
 
 
 def last_uses(steps: Sequence[Step]) -> dict[int, int]:
@@ -250,16 +260,19 @@ def live_bytes(
     sizes: Mapping[int, int] | None = None,
     live: int = 0,
 ) -> list[int]:
-    """The live bytes before each step, and after the last one, of `live` before the first one.
+    """The live bytes before each step, and after the last one.
 
-    `sizes` are the bytes of storages among them. Those that a step reads, and that are not in
-    `kept`, die with the last step that reads them.
+    Args:
+        kept: storages that stay live; all others are freed by the last step that uses them.
+        sizes: bytes of the storages that no step allocates, or that a step puts into the memory
+            of another one (it then allocates 0 bytes).
+        live: bytes that are live before the first step.
     """
-    own = {s: count for step in steps for s, count in step.allocates.items()}
+    allocated = {s: count for step in steps for s, count in step.allocates.items()}
     change = [sum(step.allocates.values()) for step in steps]
     for storage, position in last_uses(steps).items():
         if storage not in kept:
-            change[position] -= own.get(storage) or (sizes or {}).get(storage, 0)
+            change[position] -= allocated.get(storage) or (sizes or {}).get(storage, 0)
     return list(itertools.accumulate(change, initial=live))
 
 
@@ -269,6 +282,6 @@ def profile(
     sizes: Mapping[int, int] | None = None,
     live: int = 0,
 ) -> list[int]:
-    """The live bytes while each step runs. Arguments as `live_bytes`."""
-    before = zip(steps, live_bytes(steps, kept, sizes, live), strict=False)
-    return [count + sum(step.allocates.values()) + step.temporary for step, count in before]
+    """The live bytes while each step runs. Arguments as in `live_bytes`."""
+    pairs = zip(steps, live_bytes(steps, kept, sizes, live), strict=False)
+    return [before + sum(step.allocates.values()) + step.temporary for step, before in pairs]

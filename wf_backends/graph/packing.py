@@ -1,8 +1,9 @@
-"""Whether a decoder of transformers 5 may ask that its positions are those of one sequence.
+"""The packing check of decoders in transformers 5, in traces and in runs on fake tensors.
 
-It asks in every real run where no padding mask is given. Of tensors without values it does not, and
-builds a causal mask of tokens x tokens, which fused attention has no need of otherwise. A padding
-mask is not concerned: it is one that depends on values.
+Without a padding mask, such a decoder checks whether `position_ids` are those of several packed
+sequences. It skips the check for tensors without values, and then builds a causal mask of tokens x
+tokens, which fused attention does not need for one sequence. With a padding mask it builds a mask
+in every case.
 """
 
 from __future__ import annotations
@@ -19,46 +20,47 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 aten = torch.ops.aten
 _RANGES = (aten.arange.default, aten.arange.start)
-_KEEP_STEPS = (aten.unsqueeze.default, aten.add.Tensor)
-_FIND = "find_packed_sequence_indices"
+_KEEP_INCREMENTS = (aten.unsqueeze.default, aten.add.Tensor)
+_CHECK = "find_packed_sequence_indices"  # None for one sequence
 
 
-def packing_is_asked() -> AbstractContextManager[Any]:
-    """In a run on fake tensors: it is asked, and whoever answers for values answers."""
-    asked, find = sys.modules.get("transformers.utils.import_utils"), _find()
+def packing_check_on_fakes() -> AbstractContextManager[Any]:
+    """Inside, a run on fake tensors makes the check; the caller must answer for their values."""
+    utils, original_check = sys.modules.get("transformers.utils.import_utils"), _original_check()
 
-    def packed(*args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(asked, "is_fake_tensor", lambda _: False):
-            return find(*args, **kwargs)
+    def check(*args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(utils, "is_fake_tensor", lambda _: False):
+            return original_check(*args, **kwargs)
 
-    return _answered_by(packed) if find and hasattr(asked, "is_fake_tensor") else nullcontext()
-
-
-def ranges_are_not_packed() -> AbstractContextManager[Any]:
-    """In a trace: positions that the model counts itself are one sequence; of others nothing is
-    known."""
-    find = _find()
-
-    def packed(position_ids: torch.Tensor) -> Any:
-        return None if _is_counted(position_ids) else find(position_ids)
-
-    return _answered_by(packed) if find else nullcontext()
+    has_check = original_check and hasattr(utils, "is_fake_tensor")
+    return _replaced_check(check) if has_check else nullcontext()
 
 
-def _answered_by(packed: Callable[..., Any]) -> AbstractContextManager[Any]:
-    return mock.patch.object(sys.modules["transformers.masking_utils"], _FIND, packed)
+def skipped_packing_check() -> AbstractContextManager[Any]:
+    """Inside a trace, positions that the model itself makes by `arange` are one sequence; other
+    positions are checked as ever."""
+    original_check = _original_check()
+
+    def check(position_ids: torch.Tensor) -> Any:
+        return None if _is_range(position_ids) else original_check(position_ids)
+
+    return _replaced_check(check) if original_check else nullcontext()
 
 
-def _find() -> Any:
-    return getattr(sys.modules.get("transformers.masking_utils"), _FIND, None)
+def _replaced_check(check: Callable[..., Any]) -> AbstractContextManager[Any]:
+    return mock.patch.object(sys.modules["transformers.masking_utils"], _CHECK, check)
 
 
-def _is_counted(position_ids: torch.Tensor) -> bool:
-    """Whether the graph that is traced makes them by `arange`, and adds at most a number."""
+def _original_check() -> Any:
+    return getattr(sys.modules.get("transformers.masking_utils"), _CHECK, None)
+
+
+def _is_range(position_ids: torch.Tensor) -> bool:
+    """Whether the traced graph computes the positions by `arange`, plus numbers at most."""
     mode = get_proxy_mode()
     slot: Any = mode and get_proxy_slot(position_ids, mode.tracer, None)
     node = slot.proxy.node if slot else None
-    while isinstance(node, fx.Node) and node.target in _KEEP_STEPS:
+    while isinstance(node, fx.Node) and node.target in _KEEP_INCREMENTS:
         if sum(isinstance(x, fx.Node) for x in node.args) != 1 or node.kwargs:
             return False
         node = node.args[0]

@@ -1,4 +1,4 @@
-"""The bytes that a run allocates, and the peak of a model as it is, found on fake tensors."""
+"""The bytes that a run allocates, and the peak of a model without a plan, on fake tensors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wf_backends.graph.capture import CaptureError, no_log, reason
-from wf_backends.graph.experts import grouped_products_are_fake
-from wf_backends.graph.inputs import attributes_kept, named_weights
-from wf_backends.graph.packing import packing_is_asked
+from wf_backends.graph.experts import fake_grouped_mm
+from wf_backends.graph.inputs import named_weights, restored_attributes
+from wf_backends.graph.packing import packing_check_on_fakes
 
 
 class StorageTracker(TorchDispatchMode):
-    """Counts the bytes of the storages that operators allocate while it is on.
+    """A dispatch mode that counts the bytes of the storages that operators allocate inside it.
 
-    `live` and `peak` are bytes. What existed before (`known`) is not counted.
+    `live` and `peak` are bytes. The storages of the tensors `known` are not counted.
     """
 
     def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
@@ -35,7 +35,7 @@ class StorageTracker(TorchDispatchMode):
         for value in pytree.tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 self._count(value.untyped_storage())
-        self.peak = max(self.peak, self.live + _beside(func, result))
+        self.peak = max(self.peak, self.live + _temporary_bytes(func, result))
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
@@ -46,16 +46,17 @@ class StorageTracker(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
         weakref.finalize(storage, self._free, storage._cdata, storage.nbytes())
 
-    def _free(self, name: int, count: int) -> None:
-        self._seen.discard(name)
+    def _free(self, address: int, count: int) -> None:
+        self._seen.discard(address)
         self.live -= count
 
 
-def _beside(func: Any, result: Any) -> int:
-    """Bytes that an operator has for a moment beside its result, out of sight of a dispatch mode.
+def _temporary_bytes(func: Any, result: Any) -> int:
+    """Bytes that an operator has for a moment beside its result, and a dispatch mode cannot see.
 
-    The softmax of attention's math kernel notes which scores are -inf; on CUDA the backward of a
-    softmax multiplies gradient and output first (aten/src/ATen/native/cuda/SoftMax.cu).
+    The softmax of attention's math kernel makes a mask of the scores that are -inf. On CUDA the
+    backward of a softmax multiplies gradient and output first
+    (aten/src/ATen/native/cuda/SoftMax.cu).
     """
     if func is torch.ops.aten._safe_softmax.default:
         return result.numel()
@@ -65,24 +66,24 @@ def _beside(func: Any, result: Any) -> int:
 
 
 class FakeRun(StorageTracker):
-    """Counts a run on fake tensors; a branch on a tensor's value is taken as if it were true, as
-    for a mask without padding. Of a tensor made from a number the value is known."""
+    """Counts a run on fake tensors, in which the value of a tensor reads as True, so that branches
+    are taken as for a mask without padding. A tensor made from a number keeps its value."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_read = func is torch.ops.aten._local_scalar_dense.default
-        if is_read and getattr(args[0], "constant", None) is None:
+        reads_value = func is torch.ops.aten._local_scalar_dense.default
+        if reads_value and getattr(args[0], "constant", None) is None:
             return True
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The peak of live bytes of ``model(*args, **kwargs)``, beyond weights and inputs, by a run on
-    fake tensors without gradients.
+    """The peak of live bytes of ``model(*args, **kwargs)`` without gradients, beyond weights and
+    inputs, by a run on fake tensors.
 
-    Raises `CaptureError` where the model does not run on these.
+    Raises `CaptureError` if the model does not run on fake tensors.
     """
-    known = next((w.fake_mode for w in model.parameters() if isinstance(w, FakeTensor)), None)
-    mode = known or FakeTensorMode(allow_non_fake_inputs=True)
+    modes = [weight.fake_mode for weight in model.parameters() if isinstance(weight, FakeTensor)]
+    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(value: torch.Tensor) -> torch.Tensor:
         return value if isinstance(value, FakeTensor) else mode.from_tensor(value)
@@ -93,15 +94,15 @@ def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     tracker = FakeRun((*weights.values(), *inputs))
     try:
         with (
-            packing_is_asked(),
-            grouped_products_are_fake(),
-            attributes_kept(model),
+            packing_check_on_fakes(),
+            fake_grouped_mm(),
+            restored_attributes(model),
             no_log(),
             torch.no_grad(),
             mode,
             tracker,
         ):
             torch.func.functional_call(model, weights, args, kwargs, tie_weights=False)
-    except Exception as error:  # sparse and nested tensors, TorchScript, what else has no fake
+    except Exception as error:  # e.g. sparse or nested tensors, TorchScript
         raise CaptureError(reason(model, error, "run on fake tensors")) from error
     return tracker.peak

@@ -14,11 +14,11 @@ from torch.utils import _pytree as pytree
 from wf_backends.graph import (
     CaptureError,
     FakeRun,
-    attributes_kept,
-    grouped_products_are_fake,
+    fake_grouped_mm,
     named_weights,
-    packing_is_asked,
+    packing_check_on_fakes,
     reason,
+    restored_attributes,
 )
 
 
@@ -40,9 +40,9 @@ def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     tracker = FakeRun((*weights.values(), *grads, *inputs))
     try:
         with (
-            packing_is_asked(),
-            grouped_products_are_fake(),
-            attributes_kept(model),
+            packing_check_on_fakes(),
+            fake_grouped_mm(),
+            restored_attributes(model),
             mode,
             tracker,
             torch.enable_grad(),
