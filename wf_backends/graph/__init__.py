@@ -18,7 +18,6 @@ from wf_backends.graph.capture import (
     tensors,
 )
 from wf_backends.graph.copies import Copied, with_copies
-from wf_backends.graph.experts import fake_grouped_mm
 from wf_backends.graph.inputs import (
     bind,
     containers,
@@ -26,7 +25,6 @@ from wf_backends.graph.inputs import (
     named_weights,
     refill,
     register_containers,
-    restored_attributes,
 )
 from wf_backends.graph.memory import (
     Effect,
@@ -38,8 +36,7 @@ from wf_backends.graph.memory import (
     read_steps,
     submodule,
 )
-from wf_backends.graph.packing import packing_check_on_fakes
-from wf_backends.graph.tracker import FakeRun, StorageTracker, unchunked_peak
+from wf_backends.graph.tracker import StorageTracker, fake_run, unchunked_peak
 
 __all__ = [
     "Budget",
@@ -48,25 +45,22 @@ __all__ = [
     "Copied",
     "Effect",
     "Effects",
-    "FakeRun",
     "Step",
     "Steps",
     "StorageTracker",
     "Weight",
     "arguments",
-    "restored_attributes",
     "bind",
     "capture",
     "checked_budget",
     "containers",
-    "fake_grouped_mm",
+    "fake_run",
     "is_supported_input",
     "layout",
     "module_path",
     "named_weights",
     "nbytes",
     "operator_name",
-    "packing_check_on_fakes",
     "profile",
     "read_steps",
     "reason",

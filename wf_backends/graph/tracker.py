@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -76,6 +77,16 @@ class FakeRun(StorageTracker):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+@contextmanager
+def fake_run(
+    model: nn.Module, mode: FakeTensorMode, known: Iterable[torch.Tensor]
+) -> Iterator[FakeRun]:
+    """Inside, a run of the model on fake tensors of `mode` is counted, without those in `known`."""
+    checks, products, tracker = packing_check_on_fakes(), fake_grouped_mm(), FakeRun(known)
+    with checks, products, restored_attributes(model), mode, tracker:
+        yield tracker
+
+
 def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The peak of live bytes of ``model(*args, **kwargs)`` without gradients, beyond weights and
     inputs, by a run on fake tensors.
@@ -91,16 +102,11 @@ def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     weights = {name: fake(weight) for name, weight in named_weights(model)}
     args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    tracker = FakeRun((*weights.values(), *inputs))
     try:
         with (
-            packing_check_on_fakes(),
-            fake_grouped_mm(),
-            restored_attributes(model),
             no_log(),
             torch.no_grad(),
-            mode,
-            tracker,
+            fake_run(model, mode, (*weights.values(), *inputs)) as tracker,
         ):
             torch.func.functional_call(model, weights, args, kwargs, tie_weights=False)
     except Exception as error:  # e.g. sparse or nested tensors, TorchScript

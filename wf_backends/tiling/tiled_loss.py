@@ -155,8 +155,8 @@ class _TokenLosses(nn.Module):
     def forward(self, hidden: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
         """(n, h), (n,) -> (n,), in float32 or wider."""
         logits = self.head(hidden)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return F.cross_entropy(logits, labels, ignore_index=ignore_index, reduction="none")
+        upcast = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return F.cross_entropy(upcast, labels, ignore_index=ignore_index, reduction="none")
 
 
 def _is_unchanged(x: Tensor, loss: Tensor | None) -> bool:

@@ -11,15 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from wf_backends.graph import (
-    CaptureError,
-    FakeRun,
-    fake_grouped_mm,
-    named_weights,
-    packing_check_on_fakes,
-    reason,
-    restored_attributes,
-)
+from wf_backends.graph import CaptureError, fake_run, named_weights, reason
 
 
 def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -37,18 +29,11 @@ def training_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     args, kwargs = pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
     grads = [w.grad for w in weights.values() if w.grad is not None]
     inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    tracker = FakeRun((*weights.values(), *grads, *inputs))
+    known = *weights.values(), *grads, *inputs
     try:
-        with (
-            packing_check_on_fakes(),
-            fake_grouped_mm(),
-            restored_attributes(model),
-            mode,
-            tracker,
-            torch.enable_grad(),
-        ):
-            output = functional_call(model, weights, args, kwargs, tie_weights=False)
-            _loss(output).backward()
+        with torch.enable_grad(), fake_run(model, mode, known) as tracker:
+            # No name holds the output, so that its logits are freed before the backward.
+            _loss(functional_call(model, weights, args, kwargs, tie_weights=False)).backward()
     except NotImplementedError:  # raised by tiled modules
         raise
     except RuntimeError as error:
