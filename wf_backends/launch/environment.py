@@ -1,4 +1,4 @@
-"""Which launcher started this process, and as which rank, by the variables that launchers set.
+"""Which launcher started this process, and as which rank, from environment variables.
 
 Pure: standard library only.
 """
@@ -16,7 +16,7 @@ SLURM_PORTS = range(15000, 30000)  # below the range that systems hand out to cl
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One process among those of its job. None: the environment does not say."""
+    """One process of a job. None where the environment does not say."""
 
     launcher: str
     rank: int
@@ -24,7 +24,7 @@ class Place:
     local_rank: int | None = None
     local_size: int | None = None
     address: str | None = None
-    """Host on which the ranks' store listens."""
+    """Host on which the store of the rendezvous listens."""
     port: int | None = None
     restart: int = 0
     """How often torchrun has restarted the job; keys of earlier attempts are stale."""
@@ -34,13 +34,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """The variables of one launcher. It started this process if `mark` is set."""
+    """The variables of one launcher. It started this process if the variable `mark` is set."""
 
     name: str
     mark: str
     rank: str = "RANK"
     sizes: tuple[str, ...] = ("WORLD_SIZE",)
-    """The first of them that is set counts."""
+    """The first one that is set counts."""
     local_rank: str = "LOCAL_RANK"
     local_size: str = "LOCAL_WORLD_SIZE"
 
@@ -50,8 +50,8 @@ _OPENMPI = _OMPI + "RANK", (_OMPI + "SIZE",), _OMPI + "LOCAL_RANK", _OMPI + "LOC
 _MPICH = "PMI_RANK", ("PMI_SIZE",), "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
 _SLURM = "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"
 
-# The first whose mark is set counts. Inner launchers come first: torchrun and deepspeed run inside
-# the others, and mpirun may start its daemons by srun; then Slurm's numbers are the daemons'.
+# The first one whose mark is set counts. Inner launchers come first: torchrun and deepspeed run
+# inside the others, and mpirun may start its daemons by srun; Slurm's ranks are then the daemons'.
 LAUNCHERS = (
     Launcher("torchrun", "TORCHELASTIC_RUN_ID"),
     Launcher("deepspeed", "CROSS_SIZE", local_size="LOCAL_SIZE"),
@@ -70,8 +70,8 @@ def detect(environ: Mapping[str, str]) -> Place:
         environ: os.environ, or what a test puts in its place.
 
     Returns:
-        A Place; launcher "single", rank 0 of 1, if no launcher is seen, and "environment" for
-        RANK and WORLD_SIZE that were set without a launcher we know.
+        The place of this process. Its launcher is "single", rank 0 of 1, if no launcher is seen,
+        and "environment" if RANK and WORLD_SIZE are set but no known launcher is seen.
 
     Raises:
         ValueError: if a launcher's variables are incomplete or contradict each other.
@@ -88,7 +88,7 @@ def detect(environ: Mapping[str, str]) -> Place:
         )
     if launcher.name == "environment" and size == 1:
         return single
-    address, port = _meeting_point(environ, launcher)
+    address, port = _store_address(environ, launcher)
     return Place(
         launcher.name,
         rank,
@@ -108,7 +108,8 @@ def first_host(nodelist: str) -> str:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
-def _meeting_point(environ: Mapping[str, str], launcher: Launcher) -> tuple[str | None, int | None]:
+def _store_address(environ: Mapping[str, str], launcher: Launcher) -> tuple[str | None, int | None]:
+    """(host, port) of the rendezvous' store; under Slurm by the job's first node and number."""
     if "MASTER_ADDR" in environ:
         return environ["MASTER_ADDR"], _optional(environ, "MASTER_PORT") or DEFAULT_PORT
     if launcher.name != "slurm":
@@ -142,6 +143,6 @@ def _optional(environ: Mapping[str, str], *names: str) -> int | None:
 
 
 def default_log_folder(environ: Mapping[str, str]) -> str | None:
-    """Where torchrun keeps the logs of this attempt; None where it did not start this process."""
+    """Where torchrun keeps the logs of this attempt; None if it did not start this process."""
     error_file = environ.get("TORCHELASTIC_ERROR_FILE")  # attempt_0/3/error.json of local rank 3
     return str(Path(error_file).parents[1]) if error_file else None

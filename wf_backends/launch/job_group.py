@@ -26,7 +26,7 @@ BACKENDS = ("gloo", "nccl", "cpu:gloo,cuda:nccl")
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How this process was started and what it is in its job."""
+    """How this process was started, and its rank and device in the job."""
 
     launcher: str
     """torchrun, deepspeed, openmpi, mpich, slurm, mpi4py (an unknown launcher of MPI), environment
@@ -51,7 +51,7 @@ class Launch:
         )
 
     def close(self) -> None:
-        """Undo `init`: destroy the group, remove the variables. Nothing if init made no group."""
+        """Undo `init`: destroy the group, remove the variables. No effect if it made no group."""
         if self._exported is None or not dist.is_initialized():
             return
         dist.destroy_process_group()
@@ -61,7 +61,7 @@ class Launch:
         atexit.unregister(self._end)
 
     def _end(self) -> None:
-        """`close` at the exit of Python. Not after an error: peers may still wait in the group."""
+        """Close when Python ends, but not after an error: peers may still wait in the group."""
         if not failed():
             self.close()
 
@@ -71,47 +71,47 @@ def init(
     timeout: float = DEFAULT_TIMEOUT_S,
     log_folder: str | os.PathLike[str] | None = None,
 ) -> Launch:
-    """Initialise torch.distributed from whatever launcher started this process.
+    """Initialise torch.distributed under any launcher.
 
     Reads the variables of torchrun, deepspeed, Open MPI, MPICH and Slurm; nothing needs to be set
-    by hand. Ranks meet at MASTER_ADDR:MASTER_PORT where these are set; under MPI otherwise at a
-    free port of rank 0, broadcast by mpi4py; under Slurm at the first node of the job and a port
-    made from the job's number. Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR
-    and MASTER_PORT, so that deepspeed.init_distributed and accelerate find what they look for.
+    by hand. Ranks meet at MASTER_ADDR:MASTER_PORT where these are set. Else they meet under MPI at
+    a free port of rank 0, broadcast by mpi4py, and under Slurm at the first node of the job and a
+    port derived from the job's number. Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
+    MASTER_ADDR and MASTER_PORT, which deepspeed.init_distributed and accelerate read.
 
-    Where torch.distributed is initialised already (by a first call, or by someone else), it is
-    left alone and described. A group that `init` started is closed when Python ends.
+    If torch.distributed is initialised already (by an earlier call or by other code), it is only
+    described. A group that `init` made is closed when Python ends.
 
     Args:
-        backend: "gloo", "nccl", "cpu:gloo,cuda:nccl", or None = the last with a GPU, else gloo.
+        backend: "gloo", "nccl", "cpu:gloo,cuda:nccl"; None = the last one with a GPU, else gloo.
         timeout: seconds that ranks wait for each other, here and in every later operation.
         log_folder: where the report of a fault goes, as a line of `faults.log`; None = beside
-            torchrun's own logs where it started this process, else the report is only printed.
+            torchrun's logs if torchrun started this process, else the report is only printed.
 
     Returns:
-        What this process is in the job; its `close()` undoes what was done here.
+        This process's rank and device in the job; its `close()` undoes what was done here.
 
     Raises:
         ValueError: if the launcher's variables are incomplete, mpirun and the MPI library do not
             belong together, or there is no GPU for this rank.
         ImportError: if MPI started the job, MASTER_ADDR is not set and mpi4py is missing.
-        RuntimeError: if ranks do not come within the timeout; the message names them.
+        RuntimeError: if ranks do not join within the timeout; the message names them.
     """
     backend = _check_backend(backend)
-    place = _name_mpi(detect(os.environ))
+    place = _place_by_mpi(detect(os.environ))
     if dist.is_initialized():
         return _describe(place)
     place = _open_group(backend, place, timeout)
     launch = replace(_describe(place), _exported=_export(place))
-    _tell_folder(log_folder or default_log_folder(os.environ))
-    settle_at_exit()  # at the exit these run the other way round: leave, end, settle
+    _publish_log_folder(log_folder or default_log_folder(os.environ))
+    settle_at_exit()  # when Python ends these run in the opposite order: leave, end, settle
     atexit.register(launch._end)
     leave_at_exit()
     return launch
 
 
 def _open_group(backend: str, place: Place, timeout: float) -> Place:
-    """Make the group of all ranks. Returns the place with what the ranks told each other."""
+    """Make the group of all ranks. Returns the place with what the ranks learned on the way."""
     place, store = open_store(place, _mpi_world(place), timeout)
     store, place = meet(store, place, timeout)
     device = take_gpu(store, place) if "nccl" in backend else torch.device("cpu")
@@ -126,8 +126,8 @@ def _open_group(backend: str, place: Place, timeout: float) -> Place:
     return place
 
 
-def _tell_folder(folder: str | os.PathLike[str] | None) -> None:
-    """Every rank reads it on the job's board, when it reports a fault."""
+def _publish_log_folder(folder: str | os.PathLike[str] | None) -> None:
+    """Write the folder on the job's board, where a rank that reports a fault reads it."""
     board = job_board()
     if board is not None and folder is not None and dist.get_rank() == 0:
         board.write(FOLDER, 0, str(Path(folder).resolve()))
@@ -149,8 +149,8 @@ def _check_backend(backend: str | None) -> str:
     return backend
 
 
-def _name_mpi(place: Place) -> Place:
-    """The place by MPI, if an unknown launcher started ranks and the program has loaded MPI."""
+def _place_by_mpi(place: Place) -> Place:
+    """The place according to MPI, if the launcher is unknown and the program has loaded MPI."""
     MPI = sys.modules.get("mpi4py.MPI")
     if place.launcher not in ("single", "environment") or MPI is None or MPI.COMM_WORLD.size == 1:
         return place
@@ -162,7 +162,7 @@ def _name_mpi(place: Place) -> Place:
 
 
 def _mpi_world(place: Place) -> Any:
-    """The MPI communicator that tells the ranks where the store is; None if they know."""
+    """The MPI communicator by which rank 0 sends the store's address; None if all ranks know it."""
     if place.launcher not in MPI_LAUNCHERS or place.address is not None:
         return None
     try:
@@ -188,7 +188,7 @@ def _library_name(MPI: Any) -> str:
 
 
 def _describe(place: Place) -> Launch:
-    """What this process is in the group that is there, with what the environment adds to it."""
+    """This process in the initialised group, completed from the environment."""
     rank, size = dist.get_rank(), dist.get_world_size()
     if (place.rank, place.world_size) != (rank, size):
         place = Place("environment", rank, size)
@@ -205,8 +205,8 @@ def _describe(place: Place) -> Launch:
 
 
 def _export(place: Place) -> tuple[str, ...]:
-    """Set the variables that other frameworks look for; returns those that were missing."""
-    facts = {
+    """Set the variables that other frameworks read; returns those that were missing."""
+    values = {
         "RANK": place.rank,
         "WORLD_SIZE": place.world_size,
         "LOCAL_RANK": place.local_rank,
@@ -214,6 +214,6 @@ def _export(place: Place) -> tuple[str, ...]:
         "MASTER_ADDR": place.address,
         "MASTER_PORT": place.port,
     }
-    added = tuple(name for name in facts if name not in os.environ)
-    os.environ.update({name: str(fact) for name, fact in facts.items()})
+    added = tuple(name for name in values if name not in os.environ)
+    os.environ.update({name: str(value) for name, value in values.items()})
     return added

@@ -1,7 +1,7 @@
-"""The store at which the ranks of a job meet before they are a group, and each rank's GPU.
+"""The store at which the ranks of a job meet before they form a group, and each rank's GPU.
 
-torch's own "env://" opens such a store too, but waits for all ranks while it opens it: it cannot
-name the ranks that did not come. And it has nothing for MPI.
+torch's own "env://" opens such a store too, but waits for all ranks meanwhile, so that it cannot
+name the ranks that are missing. And it does not know MPI.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def open_store(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
     """The store at which the ranks meet, and the place with its address and port.
 
     Args:
-        world: the MPI communicator that tells the ranks where the store is; None = `place` knows.
+        world: the MPI communicator by which rank 0 sends the address; None = it is in `place`.
     """
     if world is not None:
         return _open_by_mpi(place, world, timeout)
@@ -38,22 +38,22 @@ def open_store(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
 
 
 def _open_by_mpi(place: Place, world: Any, timeout: float) -> tuple[Place, Store]:
-    """Rank 0 listens on a free port and then tells the others: nobody can take it in between."""
+    """Rank 0 listens on a free port and then sends it, so that no process can take it before."""
     comm = make_comm(world, timeout)
     is_one_host = len(set(gather_texts(comm, socket.gethostname()))) == 1
-    store, listens = None, ""
+    store, address_and_port = None, ""
     if place.rank == 0:
         address = "127.0.0.1" if is_one_host else _outward_address()
         place, store = _open(replace(place, address=address, port=0), timeout)
-        listens = f"{place.address} {place.port}"
-    address, port = gather_texts(comm, listens)[0].split()
+        address_and_port = f"{place.address} {place.port}"
+    address, port = gather_texts(comm, address_and_port)[0].split()
     if store is not None:
         return place, store
     return _open(replace(place, address=address, port=int(port)), timeout)
 
 
 def _open(place: Place, timeout: float) -> tuple[Place, TCPStore]:
-    """Listen as rank 0, at a free port where the port is 0; connect as any other rank."""
+    """Listen as rank 0, at a free port if the port is 0; connect as any other rank."""
     assert place.address is not None and place.port is not None
     listens = place.rank == 0 and not place.agent_store
     wait = timedelta(seconds=timeout)
@@ -72,7 +72,7 @@ def _open(place: Place, timeout: float) -> tuple[Place, TCPStore]:
 
 
 def _outward_address() -> str:
-    """An address of this host that other hosts reach."""
+    """An address of this host that other hosts can reach."""
     try:
         address = socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -80,17 +80,17 @@ def _outward_address() -> str:
     if not address.startswith("127."):
         return address
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # sends nothing; only asks which interface leads out
+        probe.connect(("192.0.2.1", 9))  # sends nothing; it only selects the outward interface
         return probe.getsockname()[0]
 
 
 def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
-    """Wait for all ranks. The part of the store for this group, and the place with local ranks.
+    """Wait for all ranks. Returns the part of the store for this group, and the completed place.
 
-    Keys of an attempt that torchrun restarted, or of a group that was closed, are never read.
+    Keys of an earlier attempt under torchrun, or of a group that was closed, are never read.
 
     Raises:
-        RuntimeError: if ranks do not come within the timeout, naming them.
+        RuntimeError: if ranks do not join within the timeout, naming them.
     """
     store = PrefixStore(f"wallfacer/restart {place.restart}", store)
     visit = store.add(f"visits of {place.rank}", 1)
@@ -105,35 +105,34 @@ def meet(store: Store, place: Place, timeout: float) -> tuple[Store, Place]:
             f"rank {place.rank} of {place.world_size} ({place.launcher}) waited {timeout:g} s at "
             f"{place.address}:{place.port}: ranks {late} did not come"
         ) from error
-    if (
-        place.local_rank is None or place.local_size is None
-    ):  # P keys for each of P ranks: only if needed
+    if place.local_rank is None or place.local_size is None:  # reads P keys on each of P ranks
         place = with_local(place, [store.get(key).decode() for key in keys])
     return store, place
 
 
 def with_local(place: Place, hosts: Sequence[str]) -> Place:
-    """The place with local rank and size; those that no variable names are counted over hosts.
+    """The place with local rank and size; if no variable gives them, they are counted by host.
 
     Args:
         hosts: the host name of every rank, by rank.
     """
-    here = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
-    return replace(
-        place,
-        local_rank=here.index(place.rank) if place.local_rank is None else place.local_rank,
-        local_size=len(here) if place.local_size is None else place.local_size,
-    )
+    ranks_on_host = [rank for rank, host in enumerate(hosts) if host == hosts[place.rank]]
+    local_rank, local_size = place.local_rank, place.local_size
+    if local_rank is None:
+        local_rank = ranks_on_host.index(place.rank)
+    if local_size is None:
+        local_size = len(ranks_on_host)
+    return replace(place, local_rank=local_rank, local_size=local_size)
 
 
 def take_gpu(store: Store, place: Place) -> torch.device:
-    """Make one GPU of this host the current device: another one for each rank.
+    """Make one GPU of this host the current device, a different one for each rank.
 
-    It is the GPU with the number of the local rank, or the only one where a launcher shows each
-    rank its own (srun --gpus-per-task=1). Every rank of the host must call this.
+    It is the GPU with the number of the local rank, or the only visible GPU if the launcher shows
+    each rank its own (srun --gpus-per-task=1). Every rank of the host must call this.
 
     Raises:
-        ValueError: if a rank has no GPU, or on all ranks of the host if some share one.
+        ValueError: if a rank has no GPU, or on all ranks of the host if some ranks share one.
     """
     count, local_rank = torch.cuda.device_count(), place.local_rank
     index = 0 if count == 1 else local_rank
@@ -144,10 +143,12 @@ def take_gpu(store: Store, place: Place) -> torch.device:
         )
     torch.cuda.set_device(index)
     gpu = getattr(torch.cuda.get_device_properties(index), "uuid", index)
-    host, here = socket.gethostname(), range((place.local_size or 1) if count == 1 else 0)
+    host = socket.gethostname()
     store.set(f"gpu of {host} {local_rank}", str(gpu))
-    gpus = [store.get(f"gpu of {host} {rank}") for rank in here]
-    if sharing := [rank for rank, gpu in zip(here, gpus, strict=True) if gpus.count(gpu) > 1]:
+    local_ranks = range(place.local_size or 1) if count == 1 else ()  # who may share that GPU
+    gpus = [store.get(f"gpu of {host} {rank}") for rank in local_ranks]
+    sharing = [rank for rank, gpu in zip(local_ranks, gpus, strict=True) if gpus.count(gpu) > 1]
+    if sharing:
         raise ValueError(
             f"the local ranks {sharing} share GPUs: show each rank all GPUs of its host, or one of "
             "its own, and start no more ranks than there are GPUs, or use backend='gloo'"
