@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from wf_backends import SequenceParallelConfig, dsp
-from wf_backends.parallel import meant
+from wf_backends.parallel import key_hint
 from wf_colossalai.config import HYBRID, load, sequence_parallel_words
 from wf_colossalai.policy import WallFacerPolicy
 from wf_colossalai.sequence import PlainSequenceParallel
@@ -142,7 +142,7 @@ def _check_words(words: dict[str, Any]) -> None:
         if name in OURS:
             raise ValueError(f"{name}={value!r}: say it with {OURS[name]}")
         if name not in known:
-            raise ValueError(f"unknown word {name!r}{meant(name, known)} Known: {known}")
+            raise ValueError(f"unknown word {name!r}{key_hint(name, known)} Known: {known}")
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

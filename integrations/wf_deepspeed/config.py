@@ -21,7 +21,7 @@ import hjson
 
 from wf_backends import SequenceParallelConfig, dsp
 from wf_backends.dsp import Stages
-from wf_backends.parallel import meant
+from wf_backends.parallel import key_hint
 from wf_transformers import MODEL_WORDS, ModelWords
 
 KEY = "wallfacer"
@@ -127,7 +127,7 @@ def read_block(config: Mapping[str, Any]) -> Block | None:
     for key in block:
         if key not in known:
             raise ValueError(
-                f'"{KEY}.{key}" is no known key{meant(key, known)} (known: {", ".join(known)})'
+                f'"{KEY}.{key}" is no known key{key_hint(key, known)} (known: {", ".join(known)})'
             )
     enabled = block.get("enabled", True)
     if not isinstance(enabled, bool):

@@ -1,18 +1,18 @@
-"""What a user says: `SequenceParallelConfig`, and a command line's routes and masks.
+"""What a user writes: `SequenceParallelConfig`, and routes and masks of a command line.
 
 Pure: standard library only.
 """
 
 from wf_backends.config.config import LSS, SequenceParallelConfig
 from wf_backends.config.mask_file import read_mask
-from wf_backends.config.route_words import Route, check_host_size, meant, parse_route
+from wf_backends.config.route_words import Route, check_host_size, key_hint, parse_route
 
 __all__ = [
     "LSS",
     "Route",
     "SequenceParallelConfig",
     "check_host_size",
-    "meant",
+    "key_hint",
     "parse_route",
     "read_mask",
 ]

@@ -1,5 +1,5 @@
 # pyright: reportUnnecessaryIsInstance=false
-"""The words of a configuration: the same in a DeepSpeed JSON, a plugin and on the command line.
+"""The configuration: the same keys in a DeepSpeed JSON, a plugin and on the command line.
 
 Pure: standard library only.
 """
@@ -18,9 +18,9 @@ from wf_backends.config.route_words import (
     as_json,
     check_host_size,
     checked_route,
+    default_moves,
     fits,
-    meant,
-    usual_moves,
+    key_hint,
 )
 from wf_backends.lowering import FLOAT32, PARTIALS
 from wf_backends.planner import MOVES
@@ -32,14 +32,14 @@ ULYSSES_DETAILS: Mapping[str, str] = MappingProxyType(
         "ulysses_chunks": "in how many parts heads are traded for tokens, and {} none are",
     }
 )
-SILENT = ("keep_gathered", "kept_layers", "partials", "strategy", "topology", "timeout")
-"""Keys that a configuration leaves out where they say nothing new."""
+OMITTED_KEYS = ("keep_gathered", "kept_layers", "partials", "strategy", "topology", "timeout")
+"""Keys that `to_dict` writes only where their values are not the defaults."""
 LSS = "lss"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallelConfig:
-    """How one sequence is spread over ranks; checked when it is built.
+    """How one sequence is spread over ranks. Values are checked when it is built.
 
     Raises:
         ValueError: naming the key, its value and what would be right.
@@ -49,27 +49,27 @@ class SequenceParallelConfig:
     """Ranks that share one sequence."""
     route: Route = AUTO
     """{"name": "ring" | "all_gather"}, {"name": "double_ring", "inner": 4}, {"name":
-    "concentric", "team_size": 2}, {"name": "mesh", "rows": 2, "cols": 4}, or "auto". A name alone
-    may be given as a string where the route takes no other key. Every route takes a placement,
-    "order": [1, 0] and "reverse": true (see `placement.read_placed`), and those that gather
+    "concentric", "team_size": 2}, {"name": "mesh", "rows": 2, "cols": 4}, or "auto". A route that
+    needs no other key may be given as a string, its name. Every route takes a placement, "order":
+    [1, 0] and "reverse": true (see `placement.read_placed`); routes that gather also take
     "host_size": 8 (rows cross to a host of 8 ranks once)."""
     backward_route: Route = None
-    """The route of the backward, in the same forms. None = the forward's, or what the planner
-    chooses where route is "auto"."""
+    """The route of the backward, in the same forms. None = the forward's route, or the planner's
+    choice where route is "auto"."""
     backward_moves: str | None = None
     """Which side is passed from rank to rank in the backward: "keys", "queries", or "auto". None =
     "keys" where the backward's route is named ("queries" on an "all_gather" with "host_size", whose
     keys stay), else "auto"."""
     ulysses_degree: int | str | None = None
-    """Ranks that trade heads for tokens (DeepSpeed-Ulysses). It divides sequence_parallel_size. Or
-    "auto": chosen for each call by its heads. None = 1 where a route is named, else "auto"."""
+    """How many ranks trade heads for tokens (DeepSpeed-Ulysses). It divides sequence_parallel_size.
+    Or "auto": chosen for each call by its heads. None = 1 where a route is named, else "auto"."""
     ulysses_stride: int | str | None = None
-    """How far apart these ranks are: 1 = consecutive ranks ("head-first" in LoongTrain), up to
-    sequence_parallel_size / ulysses_degree ("context-first"), which it divides. Or "auto". None = 1
-    where ulysses_degree is a number, else "auto"."""
+    """How far apart the ranks that trade heads are: 1 = consecutive ranks ("head-first" in
+    LoongTrain), up to sequence_parallel_size / ulysses_degree ("context-first"), which it divides.
+    Or "auto". None = 1 where ulysses_degree is a number, else "auto"."""
     ulysses_chunks: int | str | None = None
-    """In how many parts a rank's heads are traded for tokens: while one part is computed, the next
-    one arrives and the results of the one before are sent back. It divides the query and the key
+    """In how many parts a rank's heads are traded for tokens: while a part is computed, the next
+    part arrives and the results of the previous part are sent. It divides the query and the key
     heads that a rank has after the exchange. Or "auto". None = like ulysses_stride."""
     layout: str = "zigzag"
     """Which tokens a rank owns: "zigzag" (balances causal attention), "contiguous",
@@ -79,21 +79,22 @@ class SequenceParallelConfig:
     keep_gathered: bool | str = False
     """Whether queries and keys that the forward gathered stay in memory for the backward, instead
     of being gathered again. Both passes then take one route. "auto": where that is faster and
-    those of `kept_layers` layers fit the topology's memory."""
+    what `kept_layers` layers keep fits the topology's memory."""
     kept_layers: int = 1
-    """How many attention layers keep them at the same time: all of the model's, or 1 under
-    activation checkpointing."""
+    """How many attention layers keep gathered queries and keys at the same time: all of the
+    model's, or 1 under activation checkpointing."""
     partials: str = FLOAT32
-    """How partial results (out, dq, dk, dv) travel: in "float32", or in the "activation" dtype."""
+    """Dtype in which partial results (out, dq, dk, dv) travel: "float32", or that of the
+    activations, "activation"."""
     strategy: str | None = None
     """None, or "lss": LSS Transformer, the route "all_gather" with all keys gathered in one
     exchange and kept for the backward."""
     topology: str | None = None
-    """Hosts and links, from which "auto" is chosen: a preset's name, a .json or .toml file, or
-    "measure" (at first use). None = the one-host preset on cores of one host, else measured."""
+    """Hosts and links, by which "auto" is chosen: a preset's name, a .json or .toml file, or
+    "measure" (at first use). None = the one-host preset on CPUs of one host, else measured."""
     timeout: float | None = None
-    """Seconds that a message waits for its peer before the call fails, on gloo and MPI. None = as
-    long as the group that is given waits (under MPI: the default group, or 600 s)."""
+    """Seconds that a message waits for its peer before the call fails, on gloo and MPI. None = the
+    timeout of the process group (under MPI: of the default group, or 600 s)."""
 
     def __post_init__(self) -> None:
         positive("sequence_parallel_size", self.sequence_parallel_size)
@@ -106,8 +107,9 @@ class SequenceParallelConfig:
         self._fill_in()
         one_of("backward_moves", self.backward_moves, (AUTO, *MOVES))
         self._check_ulysses()
-        for key, unsaid in (("route", (AUTO,)), ("backward_route", (AUTO, None))):
-            if (route := getattr(self, key)) not in unsaid:
+        for key, unnamed in (("route", (AUTO,)), ("backward_route", (AUTO, None))):
+            route = getattr(self, key)
+            if route not in unnamed:
                 size, degree = self.sequence_parallel_size, self.ulysses_degree
                 self._set(key, checked_route(key, route, size, degree))
         self._check_degrees()
@@ -117,26 +119,26 @@ class SequenceParallelConfig:
             self._check_topology()
 
     def _set(self, key: str, value: object) -> None:
-        object.__setattr__(self, key, value)  # frozen from here on
+        object.__setattr__(self, key, value)  # the dataclass is frozen
 
     @property
-    def _back(self) -> Route:
-        """The backward's route."""
+    def _route_of_backward(self) -> Route:
+        """The route of the backward."""
         return self.route if self.backward_route is None else self.backward_route
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """The ulysses degrees that may be used: the one given, or all that the routes fit."""
+        """The ulysses degrees that may be used: the one named, or all that the routes allow."""
         if self.ulysses_degree != AUTO:
             return (cast(int, self.ulysses_degree),)
         routes = [r for r in (self.route, self.backward_route) if isinstance(r, Mapping)]
         size, stride = self.sequence_parallel_size, self.ulysses_stride
-        near = stride in (AUTO, 1)
+        stride_fits_all = stride in (AUTO, 1)
         return tuple(
             degree
             for degree in divisors(size)
             if all(fits(route, size // degree) for route in routes)
-            and (near or (degree > 1 and size // degree % cast(int, stride) == 0))
+            and (stride_fits_all or (degree > 1 and size // degree % cast(int, stride) == 0))
         )
 
     @property
@@ -146,26 +148,26 @@ class SequenceParallelConfig:
 
     @classmethod
     def from_dict(cls, words: Mapping[str, Any]) -> SequenceParallelConfig:
-        """The config of a JSON object; unknown keys are refused with the nearest right one.
+        """The config of a JSON object.
 
         Raises:
-            ValueError: naming the key, its value and what would be right; or if `words` is no
-                object of keys and values.
+            ValueError: naming the key, its value and what would be right, for an unknown key the
+                nearest known one; or if `words` is no object of keys and values.
         """
         if not isinstance(words, Mapping):
             raise ValueError(f"a configuration must be an object of keys and values, got {words!r}")
         known = [f.name for f in fields(cls)]
         for key in words:
             if key not in known:
-                raise ValueError(f"unknown key {key!r}{meant(key, known)} (known keys: {known})")
+                raise ValueError(f"unknown key {key!r}{key_hint(key, known)} (known keys: {known})")
         return cls(**words)
 
     def to_dict(self) -> dict[str, Any]:
-        """What `from_dict` takes, as a JSON has it; some keys only where they say something."""
+        """What `from_dict` takes, as a JSON has it; without some keys at their defaults."""
         words = {f.name: as_json(getattr(self, f.name)) for f in fields(self)}
-        silent = {f.name: f.default for f in fields(self) if f.name in SILENT}
-        silent |= dict.fromkeys(ULYSSES_DETAILS, self._ulysses_default)
-        return {k: v for k, v in words.items() if k not in silent or v != silent[k]}
+        omitted = {f.name: f.default for f in fields(self) if f.name in OMITTED_KEYS}
+        omitted |= dict.fromkeys(ULYSSES_DETAILS, self._ulysses_default)
+        return {k: v for k, v in words.items() if k not in omitted or v != omitted[k]}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SequenceParallelConfig.from_dict, (self.to_dict(),)
@@ -174,15 +176,15 @@ class SequenceParallelConfig:
         return hash(repr(self.to_dict()))
 
     def _check_strategy(self) -> None:
-        """Refuse what contradicts the strategy, and write out the route that it means."""
+        """Refuse keys that contradict the strategy, and set the route that it stands for."""
         one_of("strategy", self.strategy, (LSS,))
         if self.route == AUTO:
             self._set("route", "all_gather")
         route = "all_gather", {"name": "all_gather"}
-        right = {"route": route, "backward_route": (None, *route), "backward_moves": (None, "keys")}
-        right |= dict.fromkeys(("ulysses_degree", *ULYSSES_DETAILS), (None, 1))
-        right |= {"keep_gathered": (False,)}
-        for key, values in right.items():
+        allowed = {"route": route, "backward_route": (None, *route)}
+        allowed |= {"backward_moves": (None, "keys"), "keep_gathered": (False,)}
+        allowed |= dict.fromkeys(("ulysses_degree", *ULYSSES_DETAILS), (None, 1))
+        for key, values in allowed.items():
             if (value := getattr(self, key)) not in values:
                 raise ValueError(
                     f'{key} {value!r} contradicts strategy "{LSS}", which gathers all keys; '
@@ -207,23 +209,23 @@ class SequenceParallelConfig:
             )
 
     def _fill_in(self) -> None:
-        """What follows from the other keys where it is not given."""
-        back = self._back
+        """Set keys that are not given to the values that follow from the other keys."""
+        route_back = self._route_of_backward
         if self.backward_moves is None:
-            self._set("backward_moves", AUTO if back == AUTO else usual_moves(back))
+            self._set("backward_moves", AUTO if route_back == AUTO else default_moves(route_back))
         if self.ulysses_degree is None:
-            self._set("ulysses_degree", AUTO if self.route == back == AUTO else 1)
+            self._set("ulysses_degree", AUTO if self.route == route_back == AUTO else 1)
         for key in ULYSSES_DETAILS:
             if getattr(self, key) is None:
                 self._set(key, self._ulysses_default)
 
     @property
     def _ulysses_default(self) -> int | str:
-        """What the keys in ULYSSES_DETAILS are where they are not given."""
+        """The value of the keys in ULYSSES_DETAILS that are not given."""
         return AUTO if self.ulysses_degree == AUTO else 1
 
     def _check_ulysses(self) -> None:
-        """What "auto" leaves open is checked with the routes (`degrees`), and with the heads."""
+        """Check named numbers; "auto" is checked with the routes (`degrees`) and with the heads."""
         size, degree, stride = self.sequence_parallel_size, self.ulysses_degree, self.ulysses_stride
         if is_number("ulysses_degree", degree) and size % cast(int, degree):
             raise ValueError(
@@ -250,11 +252,11 @@ class SequenceParallelConfig:
         )
 
     def _check_host_size(self) -> None:
-        """Refuse rows that are to cross to a host once where nothing in the backward would."""
-        back, moves = self._back, cast(str, self.backward_moves)
-        if AUTO not in (back, moves) and not self.keep_gathered:
+        """Refuse a "host_size" that does nothing in the backward."""
+        route, moves = self._route_of_backward, cast(str, self.backward_moves)
+        if AUTO not in (route, moves) and not self.keep_gathered:
             size = self.sequence_parallel_size // self.degrees[0]
-            check_host_size(read_placed(cast(Mapping[str, Any], back), size), size, moves)
+            check_host_size(read_placed(cast(Mapping[str, Any], route), size), size, moves)
 
     def _check_topology(self) -> None:
         check_source(self.topology)

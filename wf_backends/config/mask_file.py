@@ -16,20 +16,20 @@ def read_mask(option: str, path: Path) -> dict[str, Any]:
     """{"q_ranges": [[0, 64], ...], "k_ranges": [...], "attn_mask_types": ["full", ...]} of a file.
 
     Raises:
-        ValueError: naming option and file, if it cannot be read, holds other keys, or no mask.
+        ValueError: naming option and file, if it cannot be read, has other keys or is no mask.
     """
     try:
-        found: object = json.loads(path.read_text())
+        content: object = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{option} {path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # no JSON, no text, or nested too deep
         raise ValueError(f"{option} {path} is not JSON: {error}") from None
-    kind = type(found).__name__
-    words = cast(dict[str, Any], found) if isinstance(found, dict) else None
+    kind = type(content).__name__
+    words = cast(dict[str, Any], content) if isinstance(content, dict) else None
     if words is None or set(words) != set(SLICE_WORDS):
-        held = kind if words is None else sorted(words)
+        got = kind if words is None else sorted(words)
         raise ValueError(
-            f"{option} {path} must be an object with the keys {', '.join(SLICE_WORDS)}, got {held}"
+            f"{option} {path} must be an object with the keys {', '.join(SLICE_WORDS)}, got {got}"
         )
     try:
         make_mask(**words)

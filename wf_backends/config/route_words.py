@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from wf_backends._validation import AUTO, nearest
-from wf_backends.planner import MOVES
 from wf_backends.schedule import (
     ORDER,
     REVERSE,
@@ -26,10 +25,10 @@ Route = Mapping[str, Any] | str | None
 
 
 def checked_route(key: str, route: Any, size: int, degree: int | str | None) -> Route:
-    """A route that is named, as an object, once it is known to fit.
+    """A named route as an object, checked against the number of ranks.
 
     Args:
-        key: under which it stands. size: ranks of one sequence. degree: of Ulysses, or "auto".
+        key: the config's key. size: sequence_parallel_size. degree: ulysses_degree, or "auto".
 
     Raises:
         ValueError: naming the key, the route and what would be right.
@@ -39,13 +38,15 @@ def checked_route(key: str, route: Any, size: int, degree: int | str | None) -> 
             f'{key} must be "auto" or an object such as {{"name": "ring"}}, got {route!r}'
         )
     words = {"name": route} if isinstance(route, str) else dict(cast(Mapping[str, Any], route))
-    known = divisors(size) if degree == AUTO else [cast(int, degree)]
-    least = next((d for d in known if fits(words, size // d)), known[0])
+    degrees = divisors(size) if degree == AUTO else [cast(int, degree)]
+    fitting = (d for d in degrees if fits(words, size // d))
+    route_size = size // next(fitting, degrees[0])
     try:
-        words = read_placed(words, size // least, size).to_words()
+        words = read_placed(words, route_size, size).to_words()
     except ValueError as error:
-        ranks = f"sequence_parallel_size {size} / ulysses_degree {degree} = {size // least}"
-        ranks = f"and fits no ulysses_degree of {known}" if degree == AUTO else ranks
+        ranks = f"sequence_parallel_size {size} / ulysses_degree {degree} = {route_size}"
+        if degree == AUTO:
+            ranks = f"and fits no ulysses_degree of {degrees}"
         raise ValueError(f"{key}: {error} ({ranks})") from None
     if ORDER in words:
         words[ORDER] = tuple(words[ORDER])
@@ -56,7 +57,7 @@ def parse_route(option: str, text: str, size: int) -> Placed:
     """A route from "ring" or "mesh:rows=2,cols=4,order=1-0,reverse=true", if it fits `size` ranks.
 
     Raises:
-        ValueError: naming the option, if it is no such text, or if the route does not fit.
+        ValueError: naming the option, if the text has another form or the route does not fit.
     """
     name, _, rest = text.partition(":")
     route: dict[str, Any] = {"name": name}
@@ -79,7 +80,7 @@ def parse_route(option: str, text: str, size: int) -> Placed:
 
 
 def fits(route: Mapping[str, Any], size: int) -> bool:
-    """Whether a route is one for so many ranks."""
+    """Whether a route exists for `size` ranks."""
     try:
         read_placed(route, size)
     except ValueError:
@@ -87,30 +88,35 @@ def fits(route: Mapping[str, Any], size: int) -> bool:
     return True
 
 
-def usual_moves(back: Route) -> str:
-    """Which side walks in the backward where only its route is named.
+def default_moves(route: Route) -> str:
+    """Which side walks in a backward on this route if "backward_moves" is not given.
 
-    Keys; but on an all-gather whose rows cross to a host once they stay, as in the forward.
+    Keys walk, except on an all-gather with "host_size": there they stay, as in the forward.
     """
-    once = isinstance(back, Mapping) and back.get("host_size", 1) != 1
-    return MOVES[once and cast(Any, back).get("name") == "all_gather"]
+    if isinstance(route, str | None):
+        return "keys"
+    keys_stay = route.get("name") == "all_gather" and route.get("host_size", 1) != 1
+    return "queries" if keys_stay else "keys"
 
 
 def check_host_size(placed: Placed, size: int, moves: str, option: str = "backward_moves") -> None:
-    """Refuse a "host_size" that does nothing in the backward: it acts on a side that stays.
+    """Refuse a "host_size" that does nothing in the backward: the side that stays is not gathered.
 
     Args:
-        placed: the backward's route, for `size` ranks. option: that says which side moves.
+        placed: for `size` ranks. moves: which side walks. option: the key or option that says so.
 
     Raises:
         ValueError: naming what to change.
     """
-    keys, queries = MOVES
-    of_queries, of_keys = make_schedule(placed.route, size).gathers()
-    if placed.host_size > 1 and not (of_queries if moves == keys else of_keys):
+    gathers_queries, gathers_keys = make_schedule(placed.route, size).gathers()
+    if moves == "keys":
+        gathers_stay, other = gathers_queries, "queries"
+    else:
+        gathers_stay, other = gathers_keys, "keys"
+    if placed.host_size > 1 and not gathers_stay:
         raise ValueError(
             f"host_size {placed.host_size} of route {placed.route['name']!r} does nothing in the "
-            f"backward with {option} {moves!r}: say {queries if moves == keys else keys!r}"
+            f"backward with {option} {moves!r}: say {other!r}"
         )
 
 
@@ -122,9 +128,9 @@ def as_json(value: Any) -> Any:
     return {key: list(part) if key == ORDER else part for key, part in route.items()}
 
 
-def meant(key: str, known: Sequence[str]) -> str:
-    """Where a key that stands outside its route belongs, or the nearest known key."""
-    owner = next((name for name, kind in ROUTES.items() if key in kind.keys), None)
-    if owner is None:
-        return nearest(key, known)
-    return f'; it belongs inside "route": {{"name": "{owner}", "{key}": ...}}'
+def key_hint(key: str, known: Sequence[str]) -> str:
+    """What a user may have meant by an unknown key: a key of a route, or the nearest known key."""
+    for name, kind in ROUTES.items():
+        if key in kind.keys:
+            return f'; it belongs inside "route": {{"name": "{name}", "{key}": ...}}'
+    return nearest(key, known)

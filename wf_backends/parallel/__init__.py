@@ -1,6 +1,6 @@
 """What a user holds: the configuration, the handle, the gradients' mean."""
 
-from wf_backends.config import SequenceParallelConfig, meant
+from wf_backends.config import SequenceParallelConfig, key_hint
 from wf_backends.kernels import position_dropout
 from wf_backends.parallel.channels import ChannelExchange
 from wf_backends.parallel.data import IGNORE_INDEX, MASK_WORDS, mask_words, prepare_batch
@@ -20,7 +20,7 @@ __all__ = [
     "at_least_one",
     "count_valid",
     "mask_words",
-    "meant",
+    "key_hint",
     "position_dropout",
     "prepare_batch",
     "slices_of_mask",
