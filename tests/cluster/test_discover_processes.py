@@ -52,7 +52,7 @@ def use(group: Any, hosts: list[str], folder: str, words: dict) -> tuple[Topolog
     """Attend on `hosts` by `words` alone: (topology, what was logged, times and errors)."""
     rank = group.rank
     socket.gethostname = lambda: hosts[rank]  # this process ends with the test
-    measure.HURRY_S = 0.5  # what is measured is told, not how well
+    measure.NO_REPEATS_AFTER_S = 0.5  # what is measured is told, not how well
     os.environ["XDG_CACHE_HOME"] = folder
     handler, log = Lines(), logging.getLogger("wf_backends.cluster.discover")
     log.addHandler(handler)
@@ -64,7 +64,7 @@ def use(group: Any, hosts: list[str], folder: str, words: dict) -> tuple[Topolog
     facts["random state kept"] = torch.equal(before, torch.random.get_rng_state())
     topology = sp._attention.topology
     log.removeHandler(handler)
-    return topology._found or one_host(1), handler.lines, facts
+    return topology._topology or one_host(1), handler.lines, facts
 
 
 def use_twice(group: Any, hosts: list[str], folder: str, words: dict) -> tuple[Any, Any]:
@@ -192,7 +192,7 @@ def test_a_topology_that_contradicts_the_job_is_refused_on_every_rank(tmp_path: 
 
 
 def use_by_mpi(world: Any, folder: str) -> tuple[str, float, int]:
-    measure.HURRY_S = 0.5
+    measure.NO_REPEATS_AFTER_S = 0.5
     os.environ["XDG_CACHE_HOME"] = folder
     rank = world.rank
     socket.gethostname = lambda: "ab"[rank]

@@ -17,8 +17,8 @@ def rate_of(*told: float) -> KernelRate:
     """By times in the order in which they are asked for: what is timed runs, too."""
     times = iter(told)
 
-    def seconds(work: Work, row_s: float) -> float:
-        assert row_s == CPU.row_s
+    def seconds(work: Work, series_s: float) -> float:
+        assert series_s == CPU.series_s
         work()
         return next(times)
 

@@ -51,21 +51,21 @@ def test_a_job_is_measured_once(hosts: list[str], per_host: int, tmp_path: Path)
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def timed(comm: Communicator, hurry_s: float) -> int:
-    timer = Timer(comm, torch.device("cpu"), hurry_s)
+def timed(comm: Communicator, after_s: float) -> int:
+    timer = Timer(comm, torch.device("cpu"), after_s)
     return len(timer.times(lambda: time.sleep(0.4 * (comm.rank == 2)), repeats=4))
 
 
-@pytest.mark.parametrize(("hurry_s", "times"), ((10.0, 4), (0.1, 1), (0.7, 2)))
-def test_nothing_is_repeated_late_on_any_rank(hurry_s: float, times: int) -> None:
+@pytest.mark.parametrize(("after_s", "times"), ((10.0, 4), (0.1, 1), (0.7, 2)))
+def test_nothing_is_repeated_late_on_any_rank(after_s: float, times: int) -> None:
     """Though only one rank takes so long."""
-    assert run_threads(3, timed, hurry_s) == [times] * 3
+    assert run_threads(3, timed, after_s) == [times] * 3
 
 
 @pytest.mark.parametrize("late", (False, True))
-@pytest.mark.parametrize(("row_s", "within"), ((0.2, 0.06), (1.0, 0.015)))
+@pytest.mark.parametrize(("series_s", "within"), ((0.2, 0.06), (1.0, 0.015)))
 def test_ranks_that_do_not_run_together_seem_no_faster(
-    row_s: float, within: float, late: bool
+    series_s: float, within: float, late: bool
 ) -> None:
     """10 ms of a row are over before the last rank begins; a row may take longer than it must."""
     ran = list[None]()
@@ -73,13 +73,13 @@ def test_ranks_that_do_not_run_together_seem_no_faster(
     class Apart(Timer):
         """A millisecond for each piece of work."""
 
-        def times(self, work: Any, repeats: int, enough_s: float = inf) -> list[float]:
+        def times(self, work: Any, repeats: int, max_total_s: float = inf) -> list[float]:
             ran.clear()
             work()
             return [max(0.0, 1e-3 * len(ran) - 0.01)] * (1 if late else repeats)
 
     def one(comm: Communicator) -> float:
-        return Apart(comm, torch.device("cpu")).per_run(lambda: ran.append(None), row_s)
+        return Apart(comm, torch.device("cpu")).per_run(lambda: ran.append(None), series_s)
 
     assert run_threads(1, one) == [pytest.approx(1e-3, rel=within)]
 

@@ -16,7 +16,7 @@ from typer import Option
 from wf_backends import hetegen
 from wf_backends._validation import one_of, parse_bytes
 from wf_backends.cli import options as o
-from wf_backends.cluster import keep_text
+from wf_backends.cluster import save_text
 
 NAMES = {
     "link": "pinned host memory to accelerator",
@@ -79,4 +79,4 @@ def known_rates(folder: Path, dtype: str, fresh: bool) -> tuple:
         return device, rates, "measured"
     known = {name: rate for name, rate in asdict(rates).items() if rate < inf}
     text = json.dumps({"device": device, "rates": known}, indent=2)
-    return device, rates, f"measured; {keep_text(path, text)}"
+    return device, rates, f"measured; {save_text(path, text)}"

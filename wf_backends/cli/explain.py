@@ -12,7 +12,7 @@ from typer import Argument, Option
 from wf_backends._validation import one_of
 from wf_backends.cli import options as o
 from wf_backends.cli.draw import Picture, draw
-from wf_backends.cluster import PRESETS, extended
+from wf_backends.cluster import PRESETS, load_extended
 from wf_backends.config import check_host_size, parse_route
 from wf_backends.planner import (
     MOVES,
@@ -66,7 +66,7 @@ def explain(
     if ranks is None:
         ranks = RANKS if topology in PRESETS else 0
     o.check_range(0, ranks=ranks)
-    cluster, added = extended(topology, ranks)
+    cluster, added = load_extended(topology, ranks)
     if cluster.size > MOST_RANKS:
         raise ValueError(
             f"--ranks must be at most {MOST_RANKS}, all of which are shown, got {cluster.size}"

@@ -17,7 +17,7 @@ from wf_backends.cli import options as o
 from wf_backends.cli.budget import budget_of, show_budget
 from wf_backends.cli.plan_table import full_table, short_table
 from wf_backends.cli.tables import print_json, wide_console
-from wf_backends.cluster import extended
+from wf_backends.cluster import load_extended
 from wf_backends.lowering import ACTIVATION
 from wf_backends.planner import (
     EXACT_UP_TO,
@@ -83,7 +83,7 @@ def plan(
     o.check_range(1, top=6 if top is None else top, data_parallel_size=data_parallel_size)
     if show_all and top is not None:
         raise ValueError(f"--all lists every plan, and --top {top} some: give one of them")
-    cluster, added = extended(topology, ranks)
+    cluster, added = load_extended(topology, ranks)
     asked = Request(
         cluster,
         model.workload(),

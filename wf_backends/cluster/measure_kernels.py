@@ -1,4 +1,4 @@
-"""The rates of the kernel on the running job, and what each call of it costs beside them."""
+"""The rate of the kernel on the running job, and what each of its calls costs without FLOPs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wf_backends.schedule import CAUSAL, FULL, Band
 
 HEAD_DIM = 64
 
-Seconds = Callable[[Work, float], float]  # of one run, from rows that take so long at least
+Seconds = Callable[[Work, float], float]  # of one run, from series of at least so many seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +26,25 @@ class Sizes:
     """Rows (and as many keys) of the tiles that are timed."""
 
     small: int
-    """With `large` the two tiles that a kernel's rate is fitted to."""
+    """Of the smaller of the two tiles by whose times the rate is fitted."""
     large: int
     diagonal: int
-    """The causal tile."""
-    beside: int
-    """The tile that is computed while messages travel."""
+    """Of the causal tile."""
+    overlapped: int
+    """Of the tile that is computed while messages travel."""
     heads: int
-    row_s: float
-    """How long a row of equal tiles is computed, at least."""
+    series_s: float
+    """Seconds for which equal tiles are computed in a series, at least."""
 
 
-CPU = Sizes(16, 768, 512, 128, heads=4, row_s=0.15)
-GPU = Sizes(1024, 8192, 1024, 1024, heads=8, row_s=0.02)
+CPU = Sizes(16, 768, 512, 128, heads=4, series_s=0.15)
+GPU = Sizes(1024, 8192, 1024, 1024, heads=8, series_s=0.02)
 
 
 class KernelTimer:
-    """Times tiles of the kernel that "auto" selects, as a run computes them.
+    """Times tiles of the kernel that "auto" selects, as a call of attention computes them.
 
-    Merging into earlier results is part of it: on a CPU most of the time of a small tile.
+    Merging into earlier results is part of a tile: on a CPU most of the time of a small one.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,21 +58,21 @@ class KernelTimer:
         self.flops_per_score = 4 * heads * HEAD_DIM  # of the forward, per (query, key)
 
     def rate(self, seconds: Seconds) -> KernelRate:
-        """Rates and call from the times of two tiles, diagonal_keys from that of a causal one."""
+        """The rate: FLOP/s and call_s by two tiles' times, diagonal_keys by a causal tile's."""
         small, large = (self.tiles(rows) for rows in (self.sizes.small, self.sizes.large))
-        forward, forward_call = self._line(seconds, small[0], large[0], 1.0)
-        backward, backward_call = self._line(seconds, small[1], large[1], BACKWARD_FLOPS)
-        rate = KernelRate(forward, backward, max(1e-7, (forward_call + backward_call) / 2))
+        forward, forward_call_s = self._fit_line(seconds, small[0], large[0], 1.0)
+        backward, backward_call_s = self._fit_line(seconds, small[1], large[1], BACKWARD_FLOPS)
+        rate = KernelRate(forward, backward, max(1e-7, (forward_call_s + backward_call_s) / 2))
         return replace(rate, diagonal_keys=self._diagonal_keys(rate, seconds))
 
-    def _line(
-        self, seconds: Seconds, small: Work, large: Work, factor: float
+    def _fit_line(
+        self, seconds: Seconds, small: Work, large: Work, flops_ratio: float
     ) -> tuple[float, float]:
-        """(FLOP/s, seconds of a call) of the line through two tiles' times."""
+        """(FLOP/s, seconds of a call) by two tiles' times. FLOPs: flops_ratio x the forward's."""
         sizes = self.sizes
-        small_s, large_s = (seconds(tile, sizes.row_s) for tile in (small, large))
+        small_s, large_s = (seconds(tile, sizes.series_s) for tile in (small, large))
         small_flops, large_flops = (
-            factor * rows**2 * self.flops_per_score for rows in (sizes.small, sizes.large)
+            flops_ratio * rows**2 * self.flops_per_score for rows in (sizes.small, sizes.large)
         )
         rate = (large_flops - small_flops) / max(large_s - small_s, large_s / 10)
         return rate, small_s - small_flops / rate
@@ -80,34 +80,35 @@ class KernelTimer:
     def _diagonal_keys(self, rate: KernelRate, seconds: Seconds) -> float:
         """Masked keys computed for each row of a causal tile.
 
-        By what forward and backward take beyond their calls and the scores that the mask shows.
+        By the time that forward and backward take beyond their calls and the unmasked scores.
         """
         rows = self.sizes.diagonal
         forward, backward = self.tiles(rows, CAUSAL)
-        took = seconds(lambda: (forward(), backward()), self.sizes.row_s) - 2 * rate.call_s
-        score_s = 1 / rate.forward_flops_per_s + BACKWARD_FLOPS / rate.backward_flops_per_s
-        scores = took / (self.flops_per_score * score_s)
+        both_s = seconds(lambda: (forward(), backward()), self.sizes.series_s) - 2 * rate.call_s
+        flop_s = 1 / rate.forward_flops_per_s + BACKWARD_FLOPS / rate.backward_flops_per_s
+        scores = both_s / (self.flops_per_score * flop_s)
         return max(0.0, scores - tile_area(_tile(rows, CAUSAL))) / rows
 
     def tiles(self, size: int, band: Band = FULL) -> tuple[Work, Work]:
-        """The (forward, backward) of a tile of `size` rows and keys; each has run once already."""
+        """(forward, backward) of a tile of `size` rows and keys: functions that have run once."""
         tile, scores = _tile(size, band), Scores(HEAD_DIM**-0.5)
-        source = torch.Generator().manual_seed(0)  # the program's own is left alone
-        shape = (size, 1, self.sizes.heads, HEAD_DIM)
+        generator = torch.Generator().manual_seed(0)  # not the default one, which is the user's
+        shape = (size, 1, self.sizes.heads, HEAD_DIM)  # (rows, batch, heads, head_dim)
         q, k, v, dout = (
-            torch.randn(shape, generator=source).to(self.device, self.dtype) for _ in range(4)
+            torch.randn(shape, generator=generator).to(self.device, self.dtype) for _ in range(4)
         )
         kv = fuse(*(x.transpose(0, 1) for x in (k, v)))
-        there = ForwardTiles(self.kernel, scores, HEAD_DIM)
+        forward_tiles = ForwardTiles(self.kernel, scores, HEAD_DIM)
         wide = accumulator_dtype(self.dtype)
         out, lse = q.new_zeros(shape, dtype=wide), q.new_full(shape[:-1], -inf, dtype=wide)
-        forward = partial(there, tile, (q,), (kv,), (out, lse), ())
+        forward = partial(forward_tiles, tile, (q,), (kv,), (out, lse), ())
         forward()
         delta = (dout.to(lse.dtype) * out).sum(-1)
         queries = q, dout, torch.stack((lse, delta), dim=1)
-        back = BackwardTiles(self.kernel, scores, HEAD_DIM, SurrogateOut(dout, out.to(self.dtype)))
+        surrogate = SurrogateOut(dout, out.to(self.dtype))
+        backward_tiles = BackwardTiles(self.kernel, scores, HEAD_DIM, surrogate)
         grads = (torch.zeros_like(out),), (torch.zeros_like(kv, dtype=wide),)
-        backward = partial(back, tile, queries, (kv,), *grads)
+        backward = partial(backward_tiles, tile, queries, (kv,), *grads)
         backward()
         return forward, backward
 

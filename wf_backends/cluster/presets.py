@@ -34,11 +34,11 @@ _TOPOLOGIES = (
     Topology("a100-4x-100gbe", 8, 4, 1, Link(5e-6, 300e9), Link(30e-6, 12.5e9), _A100, 40 * 2**30),
     Topology("one-host", 1, 8, 1, _LOOPBACK, _TEN_GIGABIT, _CPU, 8 * 2**30, occupied=1.0),
 )
-PRESETS: Mapping[str, Topology] = MappingProxyType({one.name: one for one in _TOPOLOGIES})
+PRESETS: Mapping[str, Topology] = MappingProxyType({t.name: t for t in _TOPOLOGIES})
 
 
 def check_source(source: object) -> None:
-    """Nothing, if `source` may name a topology; whether there is such a file is seen by `load`.
+    """Refuse what cannot name a topology. Whether a file exists is checked by `load`.
 
     Raises:
         ValueError: if it is no preset, no .json or .toml file, and not "measure".
@@ -55,11 +55,11 @@ def load(source: str, size: int | None = None) -> Topology:
     """The topology of a preset's name, or of a .json or .toml file.
 
     Args:
-        size: how many ranks it is for. A preset of several hosts gets as many hosts as they fill;
-            a file must have at least as many ranks. None = the ranks that the source has.
+        size: the number of ranks. A preset of several hosts gets as many hosts as they fill; a file
+            must have at least as many ranks. None = the ranks of the preset or file.
 
     Raises:
-        ValueError: if there is no such preset or file, a key is wrong in it, or it has too few
+        ValueError: if there is no such preset or file, or the file has a wrong key or too few
             ranks.
     """
     if source in PRESETS:
@@ -84,13 +84,13 @@ def load(source: str, size: int | None = None) -> Topology:
         raise ValueError(f"{path}: it is nested too deep for a topology") from None
 
 
-def extended(source: str, ranks: int) -> tuple[Topology, int]:
-    """A topology with as many hosts as `ranks` ranks fill; how many of them its file lacks.
+def load_extended(source: str, ranks: int) -> tuple[Topology, int]:
+    """(a topology with as many hosts as `ranks` ranks fill, how many of them its file lacks).
 
     Args:
-        source: a preset's name, whose hosts are any number, or a .json or .toml file. The preset of
-            one host stays one host, of `ranks` ranks.
-        ranks: 0 = those that the source has.
+        source: a preset's name, which may have any number of hosts, or a .json or .toml file. The
+            preset of one host stays one host, of `ranks` ranks.
+        ranks: 0 = the ranks of the preset or file.
 
     Raises:
         ValueError: as `load` does, or if the ranks do not fill hosts.
@@ -99,8 +99,8 @@ def extended(source: str, ranks: int) -> tuple[Topology, int]:
     if not ranks:
         return topology, 0
     if source not in PRESETS:
-        found = topology.with_ranks(ranks)
-        return found, max(0, found.hosts - topology.hosts)
+        extended = topology.with_ranks(ranks)
+        return extended, max(0, extended.hosts - topology.hosts)
     if topology.hosts == 1:
         return replace(topology, ranks_per_host=ranks), 0
     return topology.with_ranks(ranks), 0
@@ -122,14 +122,14 @@ def _read(path: Path) -> Any:
     text = path.read_text()
     if path.suffix == ".toml":
         return tomllib.loads(text)
-    return json.loads(text, object_pairs_hook=_refuse_doubles)
+    return json.loads(text, object_pairs_hook=_without_duplicates)
 
 
-def _refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object; json itself would silently take the last of two values of a key."""
-    found: dict[str, Any] = {}
+    words: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
-            raise ValueError(f"key {key!r} is given twice: {found[key]!r} and {value!r}")
-        found[key] = value
-    return found
+        if key in words:
+            raise ValueError(f"key {key!r} is given twice: {words[key]!r} and {value!r}")
+        words[key] = value
+    return words

@@ -1,8 +1,8 @@
-"""The machine as data: hosts, ranks and NICs, links, compute rates, memory.
+"""The cluster as data: hosts, ranks and NICs, links, compute rates, memory.
 
 Pure: standard library only. Ranks are numbered host by host, as every launcher does by default:
-rank r is on host r // ranks_per_host. Seconds, bytes and FLOP/s; links are full duplex. A file has
-the same in its own units.
+rank r is on host r // ranks_per_host. Units are seconds, bytes and FLOP/s; links are full duplex. A
+topology file has its own units (`from_dict`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wf_backends._validation import nearest, positive
 
 KERNEL_NAMES = ("reference", "sdpa", "flash")
 MAX_COUNT = 10**6  # hosts, ranks or NICs
-MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # of a file: beyond them bytes over rates are not finite
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30  # in a file: with others bytes / rate may not be finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Link:
     bytes_per_s: float
 
     def seconds(self, num_bytes: float) -> float:
-        """How long a message of `num_bytes` takes; one of no bytes is not sent."""
+        """How long a message of `num_bytes` takes; a message of no bytes is not sent."""
         return self.latency_s + num_bytes / self.bytes_per_s if num_bytes else 0.0
 
 
@@ -60,22 +60,23 @@ class Topology:
     nics_per_host: int
     """Ranks of a host share its NICs evenly, neighbours together."""
     inside: Link
-    """Between ranks of one host. Every rank has such a link of its own."""
+    """Between ranks of one host. Every rank has its own link to the other ranks."""
     between: Link
     """Between hosts. All ranks of one NIC share it."""
     kernels: tuple[tuple[str, KernelRate], ...]
+    """(name, rate) of each kernel; "auto" is priced by the first."""
     memory_bytes: float
-    """What one rank has."""
+    """The memory of one rank."""
     direct_links: bool = False
-    """Whether `inside` is the link of two ranks, each pair having its own (NVLink, no switch)."""
+    """Whether every pair of ranks of a host has its own link (NVLink without a switch)."""
     agreement_s: float = 0.0
-    """Seconds of the check that all ranks pass the same, once a call; 0 where it is remembered."""
+    """Seconds of the check that all ranks make the same call, in each call; 0 if only once."""
     exchange_s: float = 0.0
     """Seconds of an all-to-all of heads for tokens without its bytes; 0 = a message's latency, or
-    what its messages take of a rank by `occupied` if that is more."""
+    the time for which its messages occupy a rank if that is more."""
     occupied: float = 0.0
     """The share of a message's time during which its sender and receiver cannot compute: 0 if
-    tiles hide all of it, 1 if nothing, as where ranks share a core."""
+    tiles hide all of it, 1 if they hide nothing, as where ranks share a core."""
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -110,14 +111,14 @@ class Topology:
     def hold_s(self, num_bytes: float, messages: int = 1) -> float:
         """Seconds for which messages that a rank sends, or receives, keep it from computing."""
         nearest = self.inside if self.ranks_per_host > 1 else self.between
-        each = messages * nearest.latency_s + num_bytes / nearest.bytes_per_s
-        return self.occupied / 2 * each  # sender and receiver: half each
+        seconds = messages * nearest.latency_s + num_bytes / nearest.bytes_per_s
+        return self.occupied / 2 * seconds  # half at the sender, half at the receiver
 
     def rate(self, kernel: str = "auto") -> KernelRate:
         """The rate of a kernel; of the first one listed for "auto".
 
         Raises:
-            ValueError: if the topology says nothing about this kernel.
+            ValueError: if the topology has no rate for this kernel.
         """
         known = dict(self.kernels)
         if kernel == "auto":
@@ -130,7 +131,7 @@ class Topology:
         return known[kernel]
 
     def with_ranks(self, size: int) -> Topology:
-        """As many of these hosts as `size` ranks fill; part of one host for fewer.
+        """The topology with as many of these hosts as `size` ranks fill, or with a part of one.
 
         Raises:
             ValueError: if the ranks do not fill whole hosts.
@@ -162,7 +163,7 @@ class Topology:
 
 
 _COUNTS = ("hosts", "ranks_per_host", "nics_per_host")
-# Keys of a file's numbers -> the field, a factor and a divisor: field = number * factor / divisor.
+# Key in a file -> (field, factor, divisor), where field = number in the file * factor / divisor.
 _Units = Mapping[str, tuple[str, float, float]]
 _LINK: _Units = {"latency_us": ("latency_s", 1, 1e6), "gigabits_per_s": ("bytes_per_s", 1e9, 8)}
 _RATE: _Units = {
@@ -190,15 +191,15 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
             exchange_us and occupied (default: 0).
 
     Raises:
-        ValueError: naming the key that is unknown, missing or no positive number.
+        ValueError: naming the key that is unknown, missing or not a positive number.
     """
     keys = ("name", *_COUNTS, "inside", "between", "kernels", *_TOPOLOGY, "direct_links")
     words = _check_keys("topology", words, keys)
-    name, direct = words["name"], words.get("direct_links", False)
+    name, direct_links = words["name"], words.get("direct_links", False)
     if not isinstance(name, str):
         raise ValueError(f"topology key 'name' must be a string, got {name!r}")
-    if not isinstance(direct, bool):
-        raise ValueError(f"topology key 'direct_links' must be true or false, got {direct!r}")
+    if not isinstance(direct_links, bool):
+        raise ValueError(f"topology key 'direct_links' must be true or false, got {direct_links!r}")
     rates = words["kernels"]
     if not isinstance(rates, Mapping):
         raise ValueError(f"topology key 'kernels' must be an object of kernels, got {rates!r}")
@@ -210,22 +211,23 @@ def from_dict(words: Mapping[str, Any]) -> Topology:
         inside=Link(**_read("inside", words["inside"], _LINK)),
         between=Link(**_read("between", words["between"], _LINK)),
         kernels=tuple(kernels),
-        direct_links=direct,
+        direct_links=direct_links,
         **_fields("", words, _TOPOLOGY),
     )
 
 
 def _read(where: str, words: Any, units: _Units) -> dict[str, Any]:
-    """The fields of an object that has these numbers and nothing else."""
+    """The fields of a JSON object with the keys of `units`; `where` names it in errors."""
     return _fields(f"{where}.", _check_keys(where, words, units), units)
 
 
 def _fields(prefix: str, words: Mapping[str, Any], units: _Units) -> dict[str, Any]:
-    found = dict[str, float]()
+    """The fields of the numbers of a JSON object. `prefix` stands before the keys in errors."""
+    values = dict[str, float]()
     for key, (field, factor, divisor) in units.items():
         number = _check_number(prefix + key, words.get(key, 0), key in _OPTIONAL)
-        found[field] = number * factor / divisor
-    return found
+        values[field] = number * factor / divisor
+    return values
 
 
 def _write(value: object, units: _Units) -> dict[str, float]:
@@ -245,20 +247,20 @@ def _check_keys(where: str, words: Any, keys: Iterable[str]) -> Mapping[str, Any
     return words
 
 
-def _refuse_unknown(where: str, kind: str, names: Iterable[str], known: Sequence[str]) -> None:
+def _refuse_unknown(where: str, noun: str, names: Iterable[str], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
-            told = f"unknown {kind} {name!r}{nearest(name, known)} {kind.title()}s: {list(known)}"
-            raise ValueError(f"{where}: {told}")
+            hint = f"{nearest(name, known)} {noun.title()}s: {list(known)}"
+            raise ValueError(f"{where}: unknown {noun} {name!r}{hint}")
 
 
 def _check_number(key: str, value: object, may_be_zero: bool) -> float:
-    """A positive number, or 0 if that is allowed, with which one can compute."""
-    wanted = "a positive number"
+    """The value as a float: a positive number that divisions can take, or 0 if that is allowed."""
+    expected = "a positive number"
     if isinstance(value, int | float) and not isinstance(value, bool):
         if MIN_NUMBER <= value <= MAX_NUMBER or (may_be_zero and value == 0):
             return float(value)
         if value > 0:
-            wanted = f"from {MIN_NUMBER:g} to {MAX_NUMBER:g}"
+            expected = f"from {MIN_NUMBER:g} to {MAX_NUMBER:g}"
     zero = " or 0" if may_be_zero else ""
-    raise ValueError(f"topology key {key!r} must be {wanted}{zero}, got {short(value)}")
+    raise ValueError(f"topology key {key!r} must be {expected}{zero}, got {short(value)}")
