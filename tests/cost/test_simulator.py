@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.planning import BYTES, plain_cluster
 from wf_backends.cluster.topology import Link, Topology
 from wf_backends.cost.route_shape import Load
-from wf_backends.cost.simulator import Messages, PhaseRound, RankPhase, Simulator, shared
+from wf_backends.cost.simulator import Messages, PhaseRound, RankPhase, Simulator, finish_times
 from wf_backends.lowering.ulysses_groups import UlyssesGroups
 
 
@@ -73,7 +73,7 @@ waits = st.tuples(st.floats(0, 10), st.floats(0.01, 10))
 @given(st.lists(waits, min_size=1, max_size=8), st.floats(0, 10))
 def test_what_is_shared_is_never_idle_and_everybody_gets_as_much(queue, free) -> None:
     """By hand, in small steps: those that are ready and not through get equal parts."""
-    through = shared(queue, free)
+    through = finish_times(queue, free)
     in_turns = free
     for ready, took in sorted(queue):
         in_turns = max(in_turns, ready) + took

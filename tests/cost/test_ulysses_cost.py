@@ -10,8 +10,8 @@ from wf_backends.cluster.topology import KernelRate, Link, Topology
 from wf_backends.cost.ulysses import (
     exchange_hold_s,
     exchange_loads,
+    min_exchange_s,
     pipelined,
-    smallest_s,
     ulysses_cost,
 )
 from wf_backends.cost.workload import Cost, HeadSplit, Workload
@@ -78,10 +78,10 @@ def test_where_no_exchange_was_measured_its_messages_count_one_by_one() -> None:
     """q, k and v to three peers and from them: each takes half a latency of the rank."""
     at = replace(AT, hosts=1, ranks_per_host=4, inside=Link(LATENCY, 1e12), occupied=1.0)
     four = HeadSplit(WORK, at, degree=4)
-    assert smallest_s(four) == pytest.approx(9 * LATENCY)
+    assert min_exchange_s(four) == pytest.approx(9 * LATENCY)
     assert ulysses_cost(four).seconds == pytest.approx(2 * 9 * LATENCY)
     assert exchange_hold_s(four, exchange_loads(four)[0]) == pytest.approx(9 * LATENCY)
-    assert smallest_s(replace(four, topology=replace(at, exchange_s=0.25))) == 0.25
+    assert min_exchange_s(replace(four, topology=replace(at, exchange_s=0.25))) == 0.25
     free = replace(four, topology=replace(at, occupied=0.0))
     assert ulysses_cost(free).seconds == pytest.approx(2 * LATENCY)
 

@@ -15,7 +15,7 @@ from wf_backends.cost.workload import Workload
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import choose, request_of
 from wf_backends.planner.plan import EXACT_UP_TO, Request, ranked
-from wf_backends.planner.proxy import on_few, on_fewer_ranks
+from wf_backends.planner.proxy import on_few_routes, on_fewer_ranks
 from wf_backends.planner.search import best_plan, plan_for, price_plan
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.placement import place
@@ -108,7 +108,7 @@ def test_a_size_alone_gives_the_best_of_all(
     request = Request(topology, Workload(shape, 2048, mask))
     best = best_plan(request)
     if mask.is_near and size > EXACT_UP_TO:  # counted, and not by closed forms
-        by_forms, counted = (price_plan(on_few(request), one.choice) for one in (best, plan))
+        by_forms, counted = (price_plan(on_few_routes(request), one.choice) for one in (best, plan))
         assert counted.cost.seconds <= 1.02 * by_forms.cost.seconds
         if on_fewer_ranks(request) is None:
             both = ranked([by_forms, plan], request)

@@ -24,7 +24,7 @@ from wf_backends.cost.workload import (
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.lowering.ulysses_groups import UlyssesGroups
 from wf_backends.planner.plan import Request
-from wf_backends.planner.proxy import alike
+from wf_backends.planner.proxy import representative
 from wf_backends.planner.search import best_plan, price_plan
 from wf_backends.planner.words import scheme
 from wf_backends.schedule.mask import CAUSAL, Mask
@@ -89,7 +89,7 @@ def test_documents_are_planned_with_rows_that_cross_once() -> None:
     work = Workload(
         Shape(1, 8, 1, 128, 2), 2048 * 128, Mask(CAUSAL, (*range(0, 2048 * 129, 2048),))
     )
-    asked = alike(Request(A100.with_ranks(128), replace(work, layout="document_zigzag")))
+    asked = representative(Request(A100.with_ranks(128), replace(work, layout="document_zigzag")))
     assert asked.topology.size < 128
     assert {one.host_size for one in asked.forward or ()} == {1, 4}
 

@@ -16,7 +16,12 @@ from wf_backends.cost.workload import Workload
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import request_of
 from wf_backends.planner.plan import Plan, Request
-from wf_backends.planner.proxy import NEAR_UP_TO, of_its_kind, on_fewer_ranks, packed
+from wf_backends.planner.proxy import (
+    SPARSE_EXACT_UP_TO,
+    on_fewer_ranks,
+    with_documents,
+    with_typical_documents,
+)
 from wf_backends.planner.search import best_plan, plan_for, price_plan
 from wf_backends.schedule.mask import CAUSAL, Band, Mask, make_mask
 from wf_backends.schedule.placement import place
@@ -73,7 +78,7 @@ def test_a_plan_for_a_window_is_the_same_for_any_number_of_hosts() -> None:
 
 
 def test_what_documents_send_is_known_beyond_what_is_counted() -> None:
-    size = 2 * NEAR_UP_TO
+    size = 2 * SPARSE_EXACT_UP_TO
     mask = Mask(CAUSAL, documents(SHARD * size, 512))
     asked = "document_zigzag", ETHERNET
     plans = [planned(size, one, *asked) for one in (Mask(CAUSAL), mask)]
@@ -140,15 +145,15 @@ def test_long_documents_beyond_what_is_counted_are_one() -> None:
     long = Mask(CAUSAL, tuple(range(0, 129 * SHARD, 12 * SHARD)))
     asked = request(128, long, "document_zigzag")
     assert on_fewer_ranks(asked) is None
-    work = of_its_kind(asked).workload
-    assert work == packed(asked.workload, None)
+    work = with_typical_documents(asked).workload
+    assert work == with_documents(asked.workload, None)
     assert (work.mask, work.layout) == (Mask(CAUSAL), "zigzag")
 
 
 def test_few_ranks_take_the_best_of_all_routes() -> None:
     mask = Mask(CAUSAL, documents(8 * SHARD, 2048))
     plan = planned(8, mask, "document_zigzag", ETHERNET)
-    asked = of_its_kind(request(8, mask, "document_zigzag", ETHERNET))
+    asked = with_typical_documents(request(8, mask, "document_zigzag", ETHERNET))
     assert asked.workload.mask.cu_seqlens is not None
     assert plan == best_plan(asked)
     assert plan.choice.forward.route["name"] not in ("ring", "all_gather")

@@ -17,7 +17,7 @@ from wf_backends.cost.workload import Workload
 from wf_backends.lowering.message_bytes import Shape
 from wf_backends.parallel.choose import request_of
 from wf_backends.planner.plan import Plan, Request
-from wf_backends.planner.proxy import LENGTHS, typical_documents
+from wf_backends.planner.proxy import DOCUMENT_LENGTHS, typical_documents
 from wf_backends.planner.search import best_plan, plan_for, price_plan
 from wf_backends.schedule.mask import CAUSAL, Mask, make_mask
 
@@ -50,9 +50,9 @@ def planned(
 
 
 def test_lengths_are_quantiles() -> None:
-    middles = [(at + 0.5) / len(LENGTHS) for at in range(len(LENGTHS))]
+    middles = [(at + 0.5) / len(DOCUMENT_LENGTHS) for at in range(len(DOCUMENT_LENGTHS))]
     exact = [10 * 2.718281828 ** NormalDist().inv_cdf(at) for at in middles]
-    assert [round(one) for one in exact] == list(LENGTHS)
+    assert [round(one) for one in exact] == list(DOCUMENT_LENGTHS)
 
 
 @pytest.mark.parametrize("seqlen", [4096, 65536, 1 << 20])
@@ -64,7 +64,7 @@ def test_the_mean_length_is_kept_to_the_next_power_of_two(seqlen, parts) -> None
     assert all(start < stop for start, stop in pairwise(found))
     assert mean_length(given) / 2 < mean_length(found) < 2 * mean_length(given)
     lengths = {stop - start for start, stop in pairwise(found)}
-    assert len(lengths) > min(len(LENGTHS) / 4, parts)  # of many lengths
+    assert len(lengths) > min(len(DOCUMENT_LENGTHS) / 4, parts)  # of many lengths
 
 
 def test_few_documents_have_no_kind() -> None:

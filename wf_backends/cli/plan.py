@@ -21,19 +21,19 @@ from wf_backends.cluster import load_extended
 from wf_backends.lowering import ACTIVATION
 from wf_backends.planner import (
     EXACT_UP_TO,
-    NEAR_UP_TO,
+    SPARSE_EXACT_UP_TO,
     Choice,
     Plan,
     Request,
-    alike,
     all_plans,
     best_plan,
     check_memory,
-    counted,
     milliseconds,
     plan_for,
     price_plan,
     reason,
+    representative,
+    with_message_counts,
 )
 from wf_backends.schedule import in_rank_order, make_layout
 
@@ -148,13 +148,14 @@ def priced(asked: Request) -> Request:
 
     Documents so long that those ranks would hold few of them are refused.
     """
-    like, size = alike(asked), asked.topology.size
-    if asked.workload.mask.cu_seqlens and not like.workload.mask.cu_seqlens and size > NEAR_UP_TO:
+    similar, size = representative(asked), asked.topology.size
+    documents, typical = (request.workload.mask.cu_seqlens for request in (asked, similar))
+    if documents and not typical and size > SPARSE_EXACT_UP_TO:
         raise NotImplementedError(
             f"on {size} ranks documents are predicted if a few ranks hold several of them, at most "
-            f"{NEAR_UP_TO} ranks eight: give shorter --documents, fewer --ranks or none"
+            f"{SPARSE_EXACT_UP_TO} ranks eight: give shorter --documents, fewer --ranks or none"
         )
-    return counted(like)
+    return with_message_counts(similar)
 
 
 def plain_ring(request: Request) -> Plan:

@@ -1,7 +1,8 @@
-"""What a route brings together and how it walks, for any number of ranks.
+"""The shape of a route, for any number of ranks: the shards that a rank gathers, and its hops.
 
-A route's ranks are digits (see schedule/placement.py), and all its messages go along one digit, an
-axis: to the next value of it, or to all other values.
+A route's ranks are numbers with digits (see schedule/placement.py). All messages of a route go
+along one digit, an axis: to the rank with the next value of that digit, or to the ranks with all
+other values.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from wf_backends.schedule import Placed, digits, strides
 
 @dataclass(slots=True)
 class Load:
-    """Bytes one way through the busiest NIC, and through the busiest rank's link in its host."""
+    """Bytes sent one way: through the busiest NIC, and the busiest rank's link inside its host."""
 
     nic: float = 0.0
     inside: float = 0.0
@@ -29,9 +30,9 @@ class Load:
         return max(topology.inside.seconds(self.inside), topology.between.seconds(self.nic))
 
     def hold_s(self, topology: Topology, messages: int = 1) -> float:
-        """How long as many messages out, and as many in, keep a rank from computing."""
-        own = self.inside + self.nic / topology.ranks_per_nic
-        return topology.hold_s(2 * own, 2 * messages) if own else 0.0
+        """Seconds for which sending this, and receiving as much, keeps a rank from computing."""
+        rank_bytes = self.inside + self.nic / topology.ranks_per_nic
+        return topology.hold_s(2 * rank_bytes, 2 * messages) if rank_bytes else 0.0
 
 
 NOTHING = Load()
@@ -39,86 +40,90 @@ NOTHING = Load()
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Ranks that differ in one digit."""
+    """Ranks that differ in one digit only."""
 
     size: int
-    near: int
+    per_host: int
     """How many of them one host holds."""
-    leaving: int
+    senders_per_nic: int
     """How many ranks send through one NIC if every rank sends to the next one along the axis."""
 
     def hop(self, num_bytes: float) -> Load:
-        """Every rank sends to the next one along the axis."""
-        return Load(self.leaving * num_bytes, num_bytes if self.near > 1 else 0.0)
+        """The load if every rank sends `num_bytes` to the next one along the axis."""
+        return Load(self.senders_per_nic * num_bytes, num_bytes if self.per_host > 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The shards of one side that a rank brings together at first."""
+    """The shards of queries, or of keys, that a rank holds in its first step."""
 
     shards: int = 1
     axis: Axis | None = None
-    """Whose ranks they come from; None: from anywhere."""
+    """The axis along which their owners lie; None: owners may be any ranks."""
     own: int = 1
-    """How many of them are its own."""
+    """1 if the rank's own shard is among them, else 0."""
 
     @property
     def foreign(self) -> int:
+        """How many of the shards come from other ranks."""
         return self.shards - self.own
 
-    def exchange(self, topology: Topology, each: float, fewer: int = 0, once: bool = False) -> Load:
-        """Every rank sends `each` bytes to all ranks that it shares this side with.
+    def exchange(
+        self, topology: Topology, num_bytes: float, skip_last: int = 0, cross_once: bool = False
+    ) -> Load:
+        """The load if every rank sends `num_bytes` to each other rank that shares this side.
 
         Args:
-            fewer: leave out so many, the last ones: neighbours exchange first.
-            once: rows cross to a host once and are passed on inside.
+            skip_last: how many of these ranks to leave out, the last ones: neighbours come first.
+            cross_once: rows cross to a host once and are passed on inside.
         """
-        count, per_nic = self.foreign - fewer, topology.ranks_per_nic
-        if not count * each:
+        receivers, ranks_per_nic = self.foreign - skip_last, topology.ranks_per_nic
+        if receivers == 0 or num_bytes == 0:
             return NOTHING
         if self.axis is None:
-            sent = count * each
-            return Load(inside=sent) if topology.hosts == 1 else Load(nic=per_nic * sent)
-        here = self.axis.near
-        near = min(count, here - 1)
-        inside, far = min(near, 1) if topology.direct_links else near, count - near
-        if once:
-            far /= here  # of the others on a host one gets them, and passes them on
-            inside += far if topology.direct_links else far * (here - 1)
-        return Load(per_nic * far * each, inside * each)
+            sent = receivers * num_bytes
+            return Load(inside=sent) if topology.hosts == 1 else Load(nic=ranks_per_nic * sent)
+        per_host = self.axis.per_host
+        near = min(receivers, per_host - 1)
+        inside, far = min(near, 1) if topology.direct_links else near, receivers - near
+        if cross_once:
+            far /= per_host  # one receiver of each other host gets the rows, and passes them on
+            inside += far if topology.direct_links else far * (per_host - 1)
+        return Load(ranks_per_nic * far * num_bytes, inside * num_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class RouteShape:
-    """What a route brings together and how it walks: `times` hops along each axis, in order."""
+    """The shards that a rank of a route gathers, and its hops."""
 
     queries: Side
     keys: Side
     hops: tuple[tuple[int, Axis], ...]
-    once: bool = False
+    """(number of hops, their axis), in order."""
+    cross_once: bool = False
     """Whether rows of the side that stays cross to a host once and are passed on inside."""
 
     @property
     def num_hops(self) -> int:
-        return sum(times for times, _ in self.hops)
+        return sum(count for count, _ in self.hops)
 
     @property
     def crosses_several_times(self) -> bool:
-        """Whether several ranks of a host read a row of another one."""
+        """Whether several ranks of a host read a row of another host."""
         axes = (self.queries.axis, self.keys.axis)
-        return any(1 < axis.near < axis.size for axis in axes if axis is not None)
+        return any(1 < axis.per_host < axis.size for axis in axes if axis is not None)
 
 
 def shape_of(placed: Placed, split: HeadSplit) -> RouteShape:
-    """The shape of a route whose ranks are groups of the cluster's.
+    """The shape of a route whose ranks are groups of the cluster's ranks (`split.groups`).
 
     Raises:
-        NotImplementedError: for a route whose shape nobody has written here.
+        NotImplementedError: for a route whose shape is not written here.
     """
     size, route = split.route_size, placed.route
     sizes = digits(route, size)
-    apart = strides(sizes, placed.order)
-    axes = [_axis(split, count, far) for count, far in zip(sizes, apart, strict=True)]
+    digit_strides = strides(sizes, placed.order)
+    axes = [_axis(split, *digit) for digit in zip(sizes, digit_strides, strict=True)]
     queries, keys = Side(), Side()
     match route["name"]:
         case "ring":
@@ -140,14 +145,15 @@ def shape_of(placed: Placed, split: HeadSplit) -> RouteShape:
     return RouteShape(queries, keys, hops, placed.host_size > 1)
 
 
-def _axis(split: HeadSplit, size: int, groups: int) -> Axis:
-    """Ranks of the route that are so many groups apart.
+def _axis(split: HeadSplit, size: int, stride: int) -> Axis:
+    """The axis of `size` ranks of the route that are `stride` ranks of the route apart.
 
-    Where hosts do not hold whole digits, those of the busiest host: fewer of a digit's ranks are
-    near, and those of two digits send to the next host.
+    Where hosts do not hold whole digits, figures are those of the busiest host: fewer ranks of the
+    axis share a host, and ranks of two values of the digit send to the next host.
     """
-    at, apart = split.topology, split.groups.rank_distance(groups)
-    here = 1 if at.ranks_per_host % apart else at.ranks_per_host // apart
-    near = gcd(size, here)
-    leaving = apart if near == min(size, here) else 2 * apart
-    return Axis(size, near, min(at.ranks_per_nic, leaving) if near < size else 0)
+    topology, cluster_stride = split.topology, split.groups.rank_distance(stride)
+    whole = topology.ranks_per_host % cluster_stride == 0
+    fitting = topology.ranks_per_host // cluster_stride if whole else 1
+    per_host = gcd(size, fitting)
+    senders = cluster_stride if per_host == min(size, fitting) else 2 * cluster_stride
+    return Axis(size, per_host, min(topology.ranks_per_nic, senders) if per_host < size else 0)

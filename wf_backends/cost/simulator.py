@@ -1,8 +1,8 @@
 """How long a pass takes if every rank and every link goes on as soon as it can.
 
-Ranks do not keep step: a rank waits for the messages that it sends and receives, and for nothing
-else. A message sets off when both its ranks have posted it. Messages that are posted together share
-a link evenly, so that a short one lands before a long one; those posted next go after them.
+Ranks do not keep step: a rank waits only for the messages that it sends and receives. A message
+sets off when both its ranks have posted it. Messages that are posted together share a link evenly,
+so that a short one arrives before a long one; messages posted later follow them.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ from wf_backends.lowering import UlyssesGroups
 
 Messages = Sequence[tuple[int, int]]  # (peer, bytes)
 LinkEnd = tuple[bool, str, int, int]
-"""(is a NIC, "out" or "in", its NIC or rank, the far rank of a direct link or -1)."""
-Queued = tuple[float, float, tuple[int, int]]
-"""A message on one end of its link: when both its ranks are ready, how many seconds it takes alone,
-and these ranks."""
-Landed = dict[int, float]
-"""By rank: when the last of its messages of one moment is there."""
+"""(whether it is a NIC, "out" or "in", the NIC or rank, the other rank of a direct link or -1)."""
+QueuedMessage = tuple[float, float, tuple[int, int]]
+"""A message at a link's end: (when both its ranks are ready, seconds alone, these ranks)."""
+Arrivals = dict[int, float]
+"""By rank: when the last of its messages that were posted together has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseRound:
-    """A round of a step: what is sent before and after its tiles (see lowering's `Round`)."""
+    """A round of a step: what is sent before and after its tiles (see `lowering.Round`)."""
 
     fetch: Messages = ()
     pass_on: Messages = ()
@@ -42,7 +41,7 @@ class PhaseRound:
 
 @dataclass(frozen=True, slots=True)
 class RankPhase:
-    """What one rank does in a phase: the hop goes on meanwhile, the rounds follow each other."""
+    """What one rank does in a phase: its rounds one after another, and its hop meanwhile."""
 
     label: str
     hop: Messages = ()
@@ -53,25 +52,26 @@ class Simulator:
     """The clocks of all ranks and links, and the bytes that the links carry.
 
     Args:
-        groups: the ranks of the cluster that are one rank of the route, with other heads.
+        groups: the ranks of the cluster that make up each rank of the route, by heads.
     """
 
     def __init__(self, topology: Topology, groups: UlyssesGroups) -> None:
         self.topology, self.groups = topology, groups
         self.now = [0.0] * groups.count
-        self.computed = [0.0] * groups.count
-        self.done = self.transfer_s = 0.0
+        self.computed_s = [0.0] * groups.count
+        self.last_result_at = 0.0  # when the last result has arrived at its owner
+        self.transfer_s = 0.0
         self._bytes: Counter[LinkEnd] = Counter()
-        self._free: dict[LinkEnd, float] = {}
+        self._free_at: dict[LinkEnd, float] = {}
         self._ends: dict[tuple[int, int], list[LinkEnd]] = {}
         self._spans: list[list[Span]] = [[] for _ in self.now]
 
     def cost(self, memory_bytes: float, gathered_bytes: float) -> Cost:
-        """What all phases that were run have cost, with these buffers."""
-        ends_last = max(self._spans, key=lambda own: max((s.stop for s in own), default=0.0))
+        """What all phases that were run have cost, with buffers of these bytes."""
+        ends_last = max(self._spans, key=lambda spans: max((s.stop for s in spans), default=0.0))
         return Cost(
-            max(self.done, *self.now),
-            max(self.computed),
+            max(self.last_result_at, *self.now),
+            max(self.computed_s),
             self.transfer_s,
             nic_bytes=max((sent for end, sent in self._bytes.items() if end[0]), default=0),
             inside_bytes=max((sent for end, sent in self._bytes.items() if not end[0]), default=0),
@@ -81,66 +81,66 @@ class Simulator:
         )
 
     def run(self, ranks: Sequence[RankPhase]) -> None:
-        """One phase of all ranks, posted in the executor's order; some may have fewer rounds."""
+        """Run a phase of all ranks, posted in the executor's order; some may have fewer rounds."""
         label = ranks[0].label
-        rounds = [*zip_longest(*(one.rounds for one in ranks), fillvalue=PhaseRound())]
-        fetched = [self._post(label, [one.fetch for one in each]) for each in rounds]
-        hopped = self._post(label, [one.hop for one in ranks])
-        passed_on, passed_back = Landed(), Landed()
-        for fetch, each in zip(fetched, rounds, strict=True):
+        rounds = [*zip_longest(*(phase.rounds for phase in ranks), fillvalue=PhaseRound())]
+        fetches = [self._post(label, [r.fetch for r in of_ranks]) for of_ranks in rounds]
+        hop = self._post(label, [phase.hop for phase in ranks])
+        passed_on, passed_back = Arrivals(), Arrivals()
+        for fetch, of_ranks in zip(fetches, rounds, strict=True):
             self._wait(fetch)
             self._wait(passed_on)
-            passed_on = self._post(label, [one.pass_on for one in each])
-            self._compute(label, [one.seconds for one in each])
+            passed_on = self._post(label, [r.pass_on for r in of_ranks])
+            self._compute(label, [r.seconds for r in of_ranks])
             self._wait(passed_back)
-            passed_back = self._post(label, [one.pass_back for one in each])
-            home = self._post(label, [one.home for one in each])
-            self.done = max([self.done, *home.values()])
-        self._wait(hopped)
+            passed_back = self._post(label, [r.pass_back for r in of_ranks])
+            results = self._post(label, [r.home for r in of_ranks])
+            self.last_result_at = max([self.last_result_at, *results.values()])
+        self._wait(hop)
 
-    def _wait(self, landed: Landed) -> None:
-        for rank, there in landed.items():
-            self.now[rank] = max(self.now[rank], there)
+    def _wait(self, arrivals: Arrivals) -> None:
+        for rank, arrived_at in arrivals.items():
+            self.now[rank] = max(self.now[rank], arrived_at)
 
     def _compute(self, label: str, tiles_s: Sequence[float]) -> None:
-        for rank, own_s in enumerate(tiles_s):
+        for rank, seconds in enumerate(tiles_s):
             start = self.now[rank]
-            self.now[rank] = start + own_s
-            self.computed[rank] += own_s
-            self._note(rank, label, "compute", start, start + own_s)
+            self.now[rank] = start + seconds
+            self.computed_s[rank] += seconds
+            self._note(rank, label, "compute", start, start + seconds)
 
-    def _post(self, label: str, sent: Sequence[Messages]) -> Landed:
-        """Send all messages of one moment."""
-        if not any(sent):
+    def _post(self, label: str, messages_by_rank: Sequence[Messages]) -> Arrivals:
+        """Send messages that all ranks post at the same point of their programs."""
+        if not any(messages_by_rank):
             return {}
-        queues = defaultdict[LinkEnd, list[Queued]](list)
-        set_off, held_s = dict[int, float](), [0.0] * len(sent)
-        for rank, messages in enumerate(sent):
+        queues = defaultdict[LinkEnd, list[QueuedMessage]](list)
+        sets_off, hold_s = dict[int, float](), [0.0] * len(messages_by_rank)
+        for rank, messages in enumerate(messages_by_rank):
             for peer, num_bytes in messages:
                 ready = max(self.now[rank], self.now[peer])
                 for end in self._link_ends(rank, peer):
-                    took = num_bytes / self._link(end).bytes_per_s
-                    queues[end].append((ready, took, (rank, peer)))
+                    alone_s = num_bytes / self._link(end).bytes_per_s
+                    queues[end].append((ready, alone_s, (rank, peer)))
                     self._bytes[end] += num_bytes
-                for one in (rank, peer):
-                    set_off[one] = min(set_off.get(one, ready), ready)
-                    held_s[one] += self.topology.hold_s(num_bytes)
-        landed = Landed()
-        self.transfer_s += max(self._send(end, queue, landed) for end, queue in queues.items())
-        for rank, there in landed.items():
-            self._note(rank, label, "transfer", set_off[rank], there)
-        self.now = [now + held for now, held in zip(self.now, held_s, strict=True)]
-        return landed
+                for endpoint in (rank, peer):
+                    sets_off[endpoint] = min(sets_off.get(endpoint, ready), ready)
+                    hold_s[endpoint] += self.topology.hold_s(num_bytes)
+        arrivals = Arrivals()
+        self.transfer_s += max(self._send(end, queue, arrivals) for end, queue in queues.items())
+        for rank, arrived_at in arrivals.items():
+            self._note(rank, label, "transfer", sets_off[rank], arrived_at)
+        self.now = [now + held for now, held in zip(self.now, hold_s, strict=True)]
+        return arrivals
 
-    def _send(self, end: LinkEnd, queue: list[Queued], landed: Landed) -> float:
-        """Note when these messages are through one end; seconds that they take by themselves."""
-        free, link = self._free.get(end, 0.0), self._link(end)
-        through = shared([(ready, took) for ready, took, _ in queue], free)
-        self._free[end] = max(through)
-        for (_, _, ranks), upto in zip(queue, through, strict=True):
+    def _send(self, end: LinkEnd, queue: list[QueuedMessage], arrivals: Arrivals) -> float:
+        """Note in `arrivals` when messages are through one end; the seconds that they take."""
+        free_at, link = self._free_at.get(end, 0.0), self._link(end)
+        finished = finish_times([(ready, alone_s) for ready, alone_s, _ in queue], free_at)
+        self._free_at[end] = max(finished)
+        for (_, _, ranks), finish in zip(queue, finished, strict=True):
             for rank in ranks:
-                landed[rank] = max(landed.get(rank, 0.0), upto + link.latency_s)
-        return sum(took for _, took, _ in queue) + link.latency_s
+                arrivals[rank] = max(arrivals.get(rank, 0.0), finish + link.latency_s)
+        return sum(alone_s for _, alone_s, _ in queue) + link.latency_s
 
     def _note(self, rank: int, label: str, kind: str, start: float, stop: float) -> None:
         if stop > start:
@@ -150,40 +150,40 @@ class Simulator:
         return self.topology.between if end[0] else self.topology.inside
 
     def _link_ends(self, rank: int, peer: int) -> list[LinkEnd]:
-        """What a message of every member of a rank to its like goes through."""
+        """The link ends of a message between ranks of the route: each member sends to its peer."""
         if (rank, peer) not in self._ends:
-            pairs = zip(*(self.groups.members(one) for one in (rank, peer)), strict=True)
-            found = (link_ends(self.topology, *pair) for pair in pairs)
-            self._ends[rank, peer] = [end for ends in found for end in ends]
+            pairs = zip(self.groups.members(rank), self.groups.members(peer), strict=True)
+            ends_of_pairs = [link_ends(self.topology, *pair) for pair in pairs]
+            self._ends[rank, peer] = [end for ends in ends_of_pairs for end in ends]
         return self._ends[rank, peer]
 
 
-def shared(queue: Sequence[tuple[float, float]], free: float) -> list[float]:
-    """When each message has been sent, of several that share a link evenly.
+def finish_times(queue: Sequence[tuple[float, float]], free_at: float) -> list[float]:
+    """When each of several messages that share a link evenly has been sent.
 
     Args:
-        queue: for each when it is ready, and how long it takes alone.
-        free: from when on there is anything to share.
+        queue: (when it is ready, seconds that it takes alone) of each message.
+        free_at: when the link has sent all earlier messages.
     """
-    waiting = sorted(range(len(queue)), key=lambda at: queue[at][0], reverse=True)
-    through, active = [0.0] * len(queue), list[tuple[float, int]]()
-    now, done = free, 0.0  # how much of a message that was there all the time is done
+    waiting = sorted(range(len(queue)), key=lambda i: queue[i][0], reverse=True)
+    finished, active = [0.0] * len(queue), list[tuple[float, int]]()  # (sent_s at its end, index)
+    now, sent_s = free_at, 0.0  # of a message that has had its share of the link all the time
     while waiting or active:
-        starts = max(now, queue[waiting[-1]][0]) if waiting else inf
-        ends = now + (active[0][0] - done) * len(active) if active else inf
-        if ends <= starts:
-            done, at = heappop(active)
-            now = through[at] = ends
+        next_start = max(now, queue[waiting[-1]][0]) if waiting else inf
+        next_finish = now + (active[0][0] - sent_s) * len(active) if active else inf
+        if next_finish <= next_start:
+            sent_s, index = heappop(active)
+            now = finished[index] = next_finish
         else:
-            done += (starts - now) / max(1, len(active))
-            now, at = starts, waiting.pop()
-            heappush(active, (done + queue[at][1], at))
-    return through
+            sent_s += (next_start - now) / max(1, len(active))
+            now, index = next_start, waiting.pop()
+            heappush(active, (sent_s + queue[index][1], index))
+    return finished
 
 
-def link_ends(at: Topology, source: int, target: int) -> tuple[LinkEnd, LinkEnd]:
+def link_ends(topology: Topology, source: int, target: int) -> tuple[LinkEnd, LinkEnd]:
     """What a message from rank `source` to rank `target` goes through."""
-    if at.host(source) != at.host(target):
-        return (True, "out", at.nic(source), -1), (True, "in", at.nic(target), -1)
-    ends = (target, source) if at.direct_links else (-1, -1)
-    return (False, "out", source, ends[0]), (False, "in", target, ends[1])
+    if topology.host(source) != topology.host(target):
+        return (True, "out", topology.nic(source), -1), (True, "in", topology.nic(target), -1)
+    far_of_source, far_of_target = (target, source) if topology.direct_links else (-1, -1)
+    return (False, "out", source, far_of_source), (False, "in", target, far_of_target)

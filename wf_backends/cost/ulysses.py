@@ -1,8 +1,7 @@
-"""What trading heads for tokens costs, all at once or in chunks.
+"""What trading heads for tokens (the Ulysses exchanges) costs, all heads at once or in chunks.
 
-Where heads are traded in chunks (runtime/ulysses_pipeline.py), one is on its way while another is
-computed. The way in of the first and the way out of the last hide behind nothing, the others behind
-the passes.
+Where heads are traded in chunks (runtime/ulysses_pipeline.py), one chunk travels while another is
+computed: only the first chunk's exchange of q, k and v and the last chunk's of out are exposed.
 """
 
 from __future__ import annotations
@@ -14,61 +13,61 @@ from wf_backends.cost.route_shape import NOTHING, Axis, Load, Side
 from wf_backends.cost.workload import Cost, HeadSplit, Span
 
 
-def around(split: HeadSplit) -> Cost:
-    """The cost around both passes: the check that all ranks make the same call, once, and the
-    exchanges of heads."""
-    took, exchanges = split.topology.agreement_s, ulysses_cost(split)
-    spans = (Span("agreement", "transfer", 0.0, took),) if took else ()
-    return Cost(took, transfer_s=took, spans=spans) + exchanges + exchanges
+def cost_around_passes(split: HeadSplit) -> Cost:
+    """The cost around both passes: the check that ranks make the same call, and head exchanges."""
+    agreement_s, exchanges = split.topology.agreement_s, ulysses_cost(split)
+    spans = (Span("agreement", "transfer", 0.0, agreement_s),) if agreement_s else ()
+    return Cost(agreement_s, transfer_s=agreement_s, spans=spans) + exchanges + exchanges
 
 
 def exchange_loads(split: HeadSplit) -> tuple[Load, Load]:
-    """Bytes of one chunk: q, k and v in one exchange, out in another.
+    """The loads of one chunk's exchanges: (of q, k and v, which go together, of out).
 
-    The backward's gradients weigh the same, the other way round.
+    The backward exchanges as many bytes, of gradients, in the opposite order.
     """
-    at, work = split.topology, split.workload
-    near = max(1, gcd(split.degree * split.stride, at.ranks_per_host) // split.stride)
-    peers = Side(split.degree, Axis(split.degree, near, leaving=0))
-    qkv, out = _bytes(split, *(-(-rows // at.size) for rows in (work.seqlen, work.num_keys)))
-    return peers.exchange(at, qkv), peers.exchange(at, out)
+    topology, workload = split.topology, split.workload
+    # of a group's ranks, which are `stride` apart, those on one host
+    per_host = max(1, gcd(split.degree * split.stride, topology.ranks_per_host) // split.stride)
+    peers = Side(split.degree, Axis(split.degree, per_host, senders_per_nic=0))
+    lengths = workload.seqlen, workload.num_keys
+    rows = (-(-length // topology.size) for length in lengths)  # of a rank, rounded up
+    qkv, out = _qkv_and_out_bytes(split, *rows)
+    return peers.exchange(topology, qkv), peers.exchange(topology, out)
 
 
-def _bytes(split: HeadSplit, rows: float, keys: float) -> tuple[float, float]:
-    """Of q, k and v, and of out, of one chunk of a rank's heads and so many rows and keys."""
+def _qkv_and_out_bytes(split: HeadSplit, queries: float, keys: float) -> tuple[float, float]:
+    """(bytes of q, k and v, bytes of out) of a chunk of heads, for so many rows of each side."""
     shape = split.shape
-    row = shape.batch * shape.heads * shape.itemsize
-    qkv = rows * row * shape.head_dim + keys * shape.key_row * shape.itemsize
-    return qkv, rows * row * shape.value
+    width_bytes = shape.batch * shape.heads * shape.itemsize  # of a row with one element a head
+    qkv = queries * width_bytes * shape.head_dim + keys * shape.key_row * shape.itemsize
+    return qkv, queries * width_bytes * shape.value
 
 
 def exchange_s(split: HeadSplit, load: Load) -> float:
-    """bytes / rate of the busiest link + max(latency, what the smallest exchange takes)."""
-    at, least_s = split.topology, smallest_s(split)
-    links = (at.inside, load.inside), (at.between, load.nic)
-    return max(
-        sent / link.bytes_per_s + max(link.latency_s, least_s) for link, sent in links if sent
-    )
+    """Seconds of an exchange: bytes / rate of the busiest link + max(latency, `min_exchange_s`)."""
+    topology, min_s = split.topology, min_exchange_s(split)
+    links = (topology.inside, load.inside), (topology.between, load.nic)
+    return max(sent / link.bytes_per_s + max(link.latency_s, min_s) for link, sent in links if sent)
 
 
-def smallest_s(split: HeadSplit) -> float:
-    """Seconds of an exchange of hardly any bytes, beside its latency.
+def min_exchange_s(split: HeadSplit) -> float:
+    """Seconds of an exchange of a few bytes, latency not included.
 
-    As measured on a whole host; or else for how long its messages keep a rank from computing: q, k
-    and v to every peer, and as many from it.
+    As measured on a whole host. Where it was not measured: the time for which the messages keep a
+    rank from computing, which sends q, k and v to every peer and receives as many.
     """
-    at, peers = split.topology, split.degree - 1
-    return at.exchange_s or at.hold_s(0.0, messages=2 * 3 * peers)
+    topology, peers = split.topology, split.degree - 1
+    return topology.exchange_s or topology.hold_s(0.0, messages=2 * 3 * peers)
 
 
 def exchange_hold_s(split: HeadSplit, load: Load) -> float:
-    """How long an exchange with all peers keeps a rank from computing."""
-    held = load.hold_s(split.topology, messages=split.degree - 1)
-    return max(held, split.topology.occupied * smallest_s(split))
+    """Seconds for which an exchange with all peers keeps a rank from computing."""
+    hold_s = load.hold_s(split.topology, messages=split.degree - 1)
+    return max(hold_s, split.topology.occupied * min_exchange_s(split))
 
 
 def ulysses_cost(split: HeadSplit) -> Cost:
-    """Heads for tokens and back, around one pass: what hides behind nothing.
+    """Heads for tokens and back, once around one pass: the exchanges that nothing hides.
 
     Bytes are those of all chunks, memory that of the rows that a rank has gathered.
     """
@@ -76,31 +75,32 @@ def ulysses_cost(split: HeadSplit) -> Cost:
     if split.degree == 1:
         return cost
     for name, load in zip(("ulysses qkv", "ulysses out"), exchange_loads(split), strict=True):
-        took = exchange_s(split, load)
-        spans = (Span(name, "transfer", 0.0, took),)
-        cost += Cost(took, 0.0, took, chunks * load.nic, chunks * load.inside, spans=spans)
-    share = split.degree / split.topology.size
-    gathered = _bytes(split, split.workload.seqlen * share, split.workload.num_keys * share)
+        seconds = exchange_s(split, load)
+        spans = (Span(name, "transfer", 0.0, seconds),)
+        cost += Cost(seconds, 0.0, seconds, chunks * load.nic, chunks * load.inside, spans=spans)
+    share, workload = split.degree / split.topology.size, split.workload
+    gathered = _qkv_and_out_bytes(split, workload.seqlen * share, workload.num_keys * share)
     return replace(cost, memory_bytes=chunks * sum(gathered))
 
 
-def pipelined(split: HeadSplit, one: Cost) -> Cost:
-    """The cost of all chunks, one after another, with the exchanges of others meanwhile.
+def pipelined(split: HeadSplit, chunk_cost: Cost) -> Cost:
+    """The cost of a pass over all chunks, one after another, while others are exchanged.
 
-        T = sum over chunks of max(T_one + holds, the busiest link's bytes / its rate)
+        T = sum over chunks of max(T_chunk + holds, the busiest link's bytes / its rate)
 
-    where the link also carries the exchanges before and after the chunk. That the backward's go the
-    other way round changes nothing in all.
+    where the link also carries the exchanges before and after the chunk. The backward has the same
+    exchanges in the opposite order, which gives the same sum.
 
     Args:
-        one: what a pass of one chunk costs by itself.
+        chunk_cost: what a pass over one chunk costs by itself.
     """
     if split.chunks == 1:
-        return one
-    come, leave = exchange_loads(split)
+        return chunk_cost
+    qkv, out = exchange_loads(split)
     total = Cost()
-    for beside in ([come], *[[come, leave]] * (split.chunks - 2), [leave]):
-        held = one.seconds + sum(exchange_hold_s(split, load) for load in beside)
-        carried = Load(one.nic_bytes, one.inside_bytes) + sum(beside, NOTHING)
-        total += replace(one, seconds=max(held, carried.seconds(split.topology)))
+    for exchanges in ([qkv], *[[qkv, out]] * (split.chunks - 2), [out]):
+        hold_s = sum(exchange_hold_s(split, load) for load in exchanges)
+        carried = Load(chunk_cost.nic_bytes, chunk_cost.inside_bytes) + sum(exchanges, NOTHING)
+        seconds = max(chunk_cost.seconds + hold_s, carried.seconds(split.topology))
+        total += replace(chunk_cost, seconds=seconds)
     return total

@@ -1,4 +1,4 @@
-"""What is priced, and what a price is."""
+"""What is priced, a workload's passes, and the price, a `Cost`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Workload:
     layout: str = "zigzag"
     kernel: str = "auto"
     keys: int | None = None
-    """Of cross attention, the keys' sequence length; None = that of the queries."""
+    """The keys' sequence length, for cross attention; None = that of the queries."""
 
     @property
     def num_keys(self) -> int:
@@ -46,9 +46,10 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class HeadSplit:
-    """A workload on a cluster whose ranks trade heads for tokens, `degree` of them together.
+    """A workload on a cluster whose ranks trade heads for tokens in groups of `degree` ranks.
 
-    They are `stride` ranks apart. A rank's heads are computed in `chunks`, one after another.
+    The ranks of a group are `stride` ranks apart. A rank's heads are computed in `chunks` parts,
+    one after another.
     """
 
     workload: Workload
@@ -63,7 +64,7 @@ class HeadSplit:
 
     @property
     def route_size(self) -> int:
-        """Ranks of the route: each stands for `degree` ranks of the cluster."""
+        """The number of ranks of the route, each of which is a group of `degree` ranks."""
         return self.topology.size // self.degree
 
     @property
@@ -72,9 +73,9 @@ class HeadSplit:
 
     @property
     def shape(self) -> Shape:
-        """What one rank computes on at a time, after the exchange."""
-        whole, parts = self.workload.shape, self.degree * self.chunks
-        return replace(whole, heads=whole.heads // parts, kv_heads=max(1, whole.kv_heads // parts))
+        """Sizes of what one rank computes on at a time, after the exchange."""
+        shape, parts = self.workload.shape, self.degree * self.chunks
+        return replace(shape, heads=shape.heads // parts, kv_heads=max(1, shape.kv_heads // parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +85,20 @@ class PassKind:
     name: str
     queries_walk: bool = False
     keep: bool = False
-    """Whether what the forward gathers is kept, and the backward finds it still there."""
+    """Whether what the forward gathers stays in memory, and the backward need not gather it."""
 
     def row_bytes(self, shape: Shape) -> RowBytes:
-        """Bytes of one row of each side: of what is sent, and of results."""
+        """Bytes of one row of each side, as it is sent and as its results are."""
         if self.name == "forward":
             return forward_row_bytes(shape, self.queries_walk)
         return backward_row_bytes(shape, self.queries_walk, self.keep)
 
     def ordered(self, queries: T, keys: T) -> tuple[T, T]:
-        """(what stays, what walks)."""
+        """(the side that stays, the side that walks)."""
         return (keys, queries) if self.queries_walk else (queries, keys)
 
     def seconds_per_score(self, split: HeadSplit) -> float:
-        """Seconds of one (query, key) pair, all heads of a rank: 2 b h (d + e) / rate."""
+        """Seconds of one (query, key) pair, all heads of a rank: 2 b h (d + d_v) / rate."""
         shape, rate = split.shape, split.rate
         flops = 2 * shape.batch * shape.heads * (shape.head_dim + shape.value)
         if self.name == "forward":
@@ -112,7 +113,7 @@ BACKWARD_QUERIES = PassKind("backward", queries_walk=True)
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that goes on from `start` to `stop`, in seconds from the start of the pass."""
+    """Work from `start` to `stop`, in seconds from the start of the pass."""
 
     label: str
     kind: str
@@ -123,32 +124,32 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one or several passes cost. Bytes are sent one way through the busiest link."""
+    """What one or several passes cost. Bytes are those sent one way through the busiest link."""
 
     seconds: float = 0.0
     compute_s: float = 0.0
-    """Of the rank with the most to compute."""
+    """Seconds of computing, on the rank that computes longest."""
     transfer_s: float = 0.0
-    """Of all messages, each moment's on its busiest link, one moment after another."""
+    """Seconds of transfers, one after another; of messages posted together, on the busiest link."""
     nic_bytes: float = 0.0
     inside_bytes: float = 0.0
     """Through one rank's connection inside its host."""
     memory_bytes: float = 0.0
-    """Of buffers beyond what the caller holds, at their peak, on the rank with the most."""
+    """Buffers beyond what the caller holds, at their peak, on the rank that needs most."""
     gathered_bytes: float = 0.0
-    """Of those, queries and keys that a forward gathered, which may be kept for the backward."""
+    """The part of memory_bytes with queries and keys that a forward gathered and may keep."""
     spans: tuple[Span, ...] = ()
-    """What the rank that ends last does, and when; closed forms do not know it."""
+    """What the rank that ends last does, and when; empty in closed forms."""
 
     @property
     def exposed_s(self) -> float:
-        """Transfers that nothing hides."""
+        """Seconds of transfers that nothing hides."""
         return self.seconds - self.compute_s
 
     def __add__(self, other: Cost) -> Cost:
-        """One after the other."""
-        after = self.seconds
-        later = (replace(s, start=s.start + after, stop=s.stop + after) for s in other.spans)
+        """The cost of this and then the other, one after another."""
+        first_s = self.seconds
+        later = (replace(s, start=s.start + first_s, stop=s.stop + first_s) for s in other.spans)
         return Cost(
             self.seconds + other.seconds,
             self.compute_s + other.compute_s,

@@ -1,7 +1,7 @@
 """What an attention call runs: what its config names, and the planner's choice for the rest.
 
-Pure: standard library only. Calls that are alike share a plan, which a rank chooses once: lengths
-count to the next of eight an octave, and packed documents by their kind (`planner.alike`).
+Pure: standard library only. Similar calls share a plan, which a rank chooses once: lengths are
+rounded up to one of eight an octave, documents replaced by typical ones (`representative`).
 """
 
 from __future__ import annotations

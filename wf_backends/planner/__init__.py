@@ -3,26 +3,30 @@
 from wf_backends.cost import Cost, Span, Workload
 from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import EXACT_UP_TO, MOVES, Choice, Plan, Request, ranked
-from wf_backends.planner.proxy import MIN_HALVINGS, NEAR_UP_TO, alike, counted, draw_documents
+from wf_backends.planner.proxy import (
+    MIN_HALVINGS,
+    SPARSE_EXACT_UP_TO,
+    draw_documents,
+    representative,
+    with_message_counts,
+)
 from wf_backends.planner.search import all_plans, best_plan, check_memory, plan_for, price_plan
 from wf_backends.planner.words import milliseconds, reason, scheme
 
 __all__ = [
-    "Choice",
-    "Cost",
     "EXACT_UP_TO",
     "MIN_HALVINGS",
     "MOVES",
-    "NEAR_UP_TO",
+    "SPARSE_EXACT_UP_TO",
+    "Choice",
+    "Cost",
     "Plan",
     "Request",
     "Span",
     "Workload",
-    "alike",
     "all_plans",
     "best_plan",
     "check_memory",
-    "counted",
     "draw_documents",
     "legal_degrees",
     "milliseconds",
@@ -30,5 +34,7 @@ __all__ = [
     "price_plan",
     "ranked",
     "reason",
+    "representative",
     "scheme",
+    "with_message_counts",
 ]

@@ -9,19 +9,19 @@ from wf_backends.cost import BACKWARD_KEYS, FORWARD, HeadSplit, ulysses_cost
 from wf_backends.planner.plan import Request
 from wf_backends.schedule import divisors
 
-MAX_CHUNKS = 8  # of a rank's heads that the planner looks at
-MIN_HIDDEN_SHARE = 0.02  # of the computing time that chunks must be able to hide, to be looked at
+MAX_CHUNKS = 8  # the most chunks of a rank's heads that the planner looks at
+MIN_HIDDEN_SHARE = 0.02  # of the computing time: chunks that can hide less are not looked at
 
 
 def head_splits(request: Request, min_hidden_share: float = MIN_HIDDEN_SHARE) -> list[HeadSplit]:
     """The head splits to look at.
 
     Args:
-        min_hidden_share: how much of the exchanges chunks must be able to hide, as a share of what
-            is computed.
+        min_hidden_share: splits into several chunks are left out if they can hide less of the
+            exchanges than this share of the computing time.
 
     Raises:
-        ValueError: if no degree, or no number of chunks, that is wanted fits the ranks and heads.
+        ValueError: if no degree, or no number of chunks, of the request fits the ranks and heads.
     """
     shape, degrees = request.workload.shape, legal_degrees(request)
     if not degrees:
@@ -37,7 +37,7 @@ def head_splits(request: Request, min_hidden_share: float = MIN_HIDDEN_SHARE) ->
         for chunks in legal_chunks(request, degree)
     ]
     if request.chunks is None:
-        splits = [one for one in splits if one.chunks == 1 or _hides(one, min_hidden_share)]
+        splits = [split for split in splits if split.chunks == 1 or _hides(split, min_hidden_share)]
     if not splits:
         raise ValueError(
             f"ulysses_chunks {request.chunks} divides neither the query nor the key heads of a "
@@ -48,8 +48,8 @@ def head_splits(request: Request, min_hidden_share: float = MIN_HIDDEN_SHARE) ->
 
 
 def _hides(split: HeadSplit, share: float) -> bool:
-    """Whether exchanges in chunks may hide more than this share of the time of computing, in both
-    passes, if every rank has the same part of it: no plan takes less."""
+    """Whether exchanges in chunks may hide more than this share of both passes' computing time, if
+    ranks are evenly loaded: no plan computes for less long."""
     hidden_s = ulysses_cost(replace(split, chunks=1)).seconds - ulysses_cost(split).seconds
     score_s = sum(kind.seconds_per_score(split) for kind in (FORWARD, BACKWARD_KEYS))
     even_s = split.workload.scores / split.route_size * split.chunks * score_s
@@ -69,10 +69,10 @@ def legal_degrees(request: Request) -> list[int]:
 
 
 def legal_strides(request: Request, degree: int) -> list[int]:
-    """How far apart the ranks may be that trade heads for tokens, rising.
+    """How far apart the ranks of a Ulysses group may be, rising.
 
-    1, and what brings as many groups of ranks onto a host as it has ranks. Only 1 where nothing is
-    won: on one host; and where tokens see only near ones, which are best on the same rank.
+    1, and the stride with which all ranks of a host are in different groups. Only 1 where that
+    gains nothing: on one host, and where tokens see only near ones, best kept on the same rank.
     """
     topology, mask = request.topology, request.workload.mask
     groups = topology.size // degree
@@ -80,20 +80,20 @@ def legal_strides(request: Request, degree: int) -> list[int]:
         return [stride for stride in request.strides if groups % stride == 0]
     if degree == 1 or topology.hosts == 1 or mask.is_near:
         return [1]
-    on_host = topology.ranks_per_host
-    return sorted({1, on_host if groups % on_host == 0 else groups})
+    per_host = topology.ranks_per_host
+    return sorted({1, per_host if groups % per_host == 0 else groups})
 
 
 def legal_chunks(request: Request, degree: int) -> list[int]:
     """In how many chunks a rank's heads may be traded, rising.
 
-    Each has whole groups of query heads. Only one under windows, documents or slices.
+    Each chunk has whole groups of query heads. Only one under windows, documents or slices.
     """
-    shape = request.workload.shape
-    whole_groups = gcd(shape.heads // degree, max(1, shape.kv_heads // degree))
-    chunks = divisors(whole_groups if shape.kv_heads % degree == 0 else 1)
+    shape, legal = request.workload.shape, [1]
+    if degree > 1 and shape.kv_heads % degree == 0:
+        legal = divisors(gcd(shape.heads // degree, shape.kv_heads // degree))
     if request.chunks is not None:
-        return [count for count in request.chunks if count in chunks and degree > 1 or count == 1]
-    if degree == 1 or not request.workload.mask.is_dense:
+        return [count for count in request.chunks if count in legal]
+    if not request.workload.mask.is_dense:
         return [1]
-    return [count for count in chunks if count <= MAX_CHUNKS]
+    return [count for count in legal if count <= MAX_CHUNKS]

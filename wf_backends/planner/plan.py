@@ -1,4 +1,4 @@
-"""Plans as data: what is asked, what is found, and which of several is the best."""
+"""Requests and plans as data, and how plans are ranked."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from wf_backends.cluster import Topology
 from wf_backends.cost import Cost, PassKind, Workload
 from wf_backends.schedule import Placed, Schedule, place
 
-MOVES = ("keys", "queries")  # which side walks in a backward
+MOVES = (KEYS, QUERIES) = ("keys", "queries")  # which side walks in a backward
 EXACT_UP_TO = 8  # ranks up to which every message is counted, by default
 TIE = 0.02  # times that differ by this share are equal: predictions are not more exact than that
-DIGITS = 3  # of all figures that count
+SIGNIFICANT_DIGITS = 3  # of all figures by which plans are compared
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The question to the planner: cluster, workload, and what may be chosen."""
+    """What the planner is asked: cluster, workload, and what may be chosen."""
 
     topology: Topology
     workload: Workload
     memory_bytes: float | None = None
-    """What attention may take of a rank's memory beyond its inputs; None = the topology's."""
+    """Memory of a rank that attention may use beyond its inputs; None = all of the topology's."""
     degrees: tuple[int, ...] | None = None
     """The ulysses degrees to look at; None = all that the ranks and heads allow."""
     strides: tuple[int, ...] | None = None
-    """How far apart the ranks may be that trade heads for tokens; None = 1, one host, or all."""
+    """How far apart the ranks of a Ulysses group may be; None = 1, one host, or all ranks."""
     chunks: tuple[int, ...] | None = None
     """In how many chunks a rank's heads may be traded; None = all numbers that the heads allow."""
     forward: tuple[Placed, ...] | None = None
-    """The forward routes to look at; None = all. They fit every degree looked at."""
+    """The forward routes to look at; None = all. They fit every degree that is looked at."""
     backward: tuple[Placed, ...] | None = None
     moves: tuple[str, ...] = MOVES
     """Which sides may walk in the backward."""
     keeps: tuple[bool, ...] = (False,)
-    """Whether what the forward gathers may be kept for the backward: then both take one route."""
+    """Whether what the forward gathers may be kept for the backward: both then take one route."""
     layers: int = 1
-    """Attention layers that keep it at the same time."""
+    """Attention layers that keep gathered rows at the same time."""
     exact_up_to: int = EXACT_UP_TO
-    """Ranks up to which every message is counted; beyond, closed forms price a pass."""
+    """Ranks up to which every message is counted; closed forms price a pass of more ranks."""
 
     @property
     def is_exact(self) -> bool:
@@ -54,26 +54,31 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """One pass: its route, who plays which part, which side walks, and what it costs."""
+    """The plan of one pass: its route and placement, which side walks, and what it costs."""
 
     placed: Placed
     kind: PassKind
     cost: Cost
 
     @property
+    def moves(self) -> str:
+        """Which side walks, one of MOVES."""
+        return QUERIES if self.kind.queries_walk else KEYS
+
+    @property
     def complexity(self) -> tuple[float, ...]:
-        """A sort key, less for simpler words."""
+        """A sort key, smaller for a pass of simpler words."""
         return _complexity(self.placed, self.kind.queries_walk)
 
 
 def _complexity(placed: Placed, queries_walk: bool) -> tuple[float, ...]:
-    """A pass by its words: rank order, few keys, keys that move."""
+    """A sort key: simple are rank order, no host_size, few words, and keys that walk."""
     return not placed.in_rank_order, placed.host_size, len(placed.words), queries_walk
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What is run: the head split, both routes as they are placed, and which side walks back."""
+    """What is run: head split, routes and placements, and which side walks in the backward."""
 
     degree: int
     forward: Placed
@@ -83,7 +88,7 @@ class Choice:
     stride: int = 1
     """How far apart the ranks are that trade heads for tokens."""
     chunks: int = 1
-    """In how many chunks these heads are traded, one while another is computed."""
+    """In how many chunks a rank's heads are traded, one while another is computed."""
 
     @property
     def split(self) -> str:
@@ -99,17 +104,19 @@ class Choice:
 
     @property
     def complexity(self) -> tuple[float, ...]:
-        """A sort key, less for simpler words: one scheme in both passes before a mixture."""
+        """A sort key: simple are one scheme in both passes, rank order, and few words."""
         mixed = self.forward != self.backward, not self.in_rank_order
-        passes = _complexity(self.forward, self.forward.keys_stay)
-        passes += _complexity(self.backward, self.moves == MOVES[1])
-        return *mixed, self.stride, self.chunks, self.keep, self.degree, *passes
+        forward = _complexity(self.forward, self.forward.keys_stay)
+        backward = _complexity(self.backward, self.moves == QUERIES)
+        return *mixed, self.stride, self.chunks, self.keep, self.degree, *forward, *backward
 
     def schedules(self, size: int) -> tuple[Schedule, Schedule]:
-        """(forward, backward) for `size` ranks, each of the route's being `degree` of them."""
-        size //= self.degree
-        forward = place(self.forward, size)
-        return forward, forward if self.backward == self.forward else place(self.backward, size)
+        """(forward, backward) for `size` ranks; a rank of the route is `degree` of them."""
+        route_size = size // self.degree
+        forward = place(self.forward, route_size)
+        if self.backward == self.forward:
+            return forward, forward
+        return forward, place(self.backward, route_size)
 
     def to_config(self, size: int, layout: str) -> dict[str, Any]:
         """The words of the config that runs this and nothing else."""
@@ -133,11 +140,11 @@ class Plan:
     choice: Choice
     forward: Cost
     backward: Cost
-    """Costs of all chunks of heads."""
+    """Each the cost of all chunks of heads."""
     around: Cost
-    """The ranks' agreement, and trading heads for tokens in both passes."""
+    """The check that ranks agree, and trading heads for tokens in both passes."""
     layers: int = 1
-    """How many keep what the forward gathers, if the backward uses it."""
+    """How many layers keep what the forward gathers, if the backward uses it."""
 
     @cached_property  # plans are compared by it
     def cost(self) -> Cost:
@@ -152,44 +159,43 @@ class Plan:
         return self.choice.complexity
 
 
-Found = TypeVar("Found", PassPlan, Plan)
+AnyPlan = TypeVar("AnyPlan", PassPlan, Plan)
 
 
-def ranked(found: Sequence[Found], request: Request) -> list[Found]:
-    """Plans, or plans of one pass, the best first.
+def ranked(plans: Sequence[AnyPlan], request: Request) -> list[AnyPlan]:
+    """The plans, or plans of one pass, the best first.
 
-    Those over the request's memory limit come last, by what they need; the others by time. Times
-    within TIE of the fastest are equal. Of plans that are equally fast, the one comes first that
-    sends fewer bytes through the busiest link, then the one that takes less memory, then the one of
-    simpler words.
+    Plans over the request's memory limit come last, ordered by the memory that they need. The
+    others are ordered by time. Times within TIE of the fastest are equal; equally fast plans are
+    ordered by the bytes through the busiest link, then by memory, then by `complexity`.
 
     Args:
-        found: one at least.
+        plans: at least one.
     """
-    equal_s = (1 + TIE) * fastest_of(found, request).cost.seconds
+    equal_s = (1 + TIE) * fastest_of(plans, request).cost.seconds
 
-    def merits(one: Found) -> tuple[float, ...]:
-        cost = one.cost
-        took = 0.0 if cost.seconds <= equal_s else rounded(cost.seconds)
+    def sort_key(plan: AnyPlan) -> tuple[float, ...]:
+        cost = plan.cost
+        seconds = 0.0 if cost.seconds <= equal_s else rounded(cost.seconds)
         _, link_s, _ = busiest_link(cost, request.topology)
-        figures = _over(cost, request), took, rounded(link_s), rounded(cost.memory_bytes)
-        return *figures, *one.complexity
+        figures = seconds, rounded(link_s), rounded(cost.memory_bytes)
+        return _bytes_if_over_limit(cost, request), *figures, *plan.complexity
 
-    return sorted(found, key=merits)
-
-
-def fastest_of(found: Sequence[Found], request: Request) -> Found:
-    """The fastest that fits the memory limit; if none does, the one that takes least."""
-    return min(found, key=lambda one: (_over(one.cost, request), one.cost.seconds))
+    return sorted(plans, key=sort_key)
 
 
-def _over(cost: Cost, request: Request) -> float:
-    """The bytes that a cost needs if they exceed the limit; else 0."""
+def fastest_of(plans: Sequence[AnyPlan], request: Request) -> AnyPlan:
+    """The fastest plan that fits the memory limit; if none does, the one that needs least."""
+    return min(plans, key=lambda p: (_bytes_if_over_limit(p.cost, request), p.cost.seconds))
+
+
+def _bytes_if_over_limit(cost: Cost, request: Request) -> float:
+    """The memory that a plan of this cost needs if that exceeds the limit; else 0."""
     return cost.memory_bytes if cost.memory_bytes > request.memory_limit else 0.0
 
 
 def busiest_link(cost: Cost, topology: Topology) -> tuple[str, float, float]:
-    """(its name, seconds, bytes) of the kind of link that is busy for longer.
+    """(name, seconds, bytes) of the busier link, of a NIC and a rank's link inside its host.
 
     seconds = bytes / rate
     """
@@ -201,5 +207,5 @@ def busiest_link(cost: Cost, topology: Topology) -> tuple[str, float, float]:
 
 
 def rounded(value: float) -> float:
-    """A figure to the digits that count."""
-    return float(f"{value:.{DIGITS}g}")
+    """A figure, rounded to SIGNIFICANT_DIGITS."""
+    return float(f"{value:.{SIGNIFICANT_DIGITS}g}")

@@ -1,11 +1,11 @@
-"""What is planned for where tokens see only some: under a window, in packed documents or slices.
+"""What is planned for in place of a request under a window, in packed documents or with slices.
 
-Closed forms count what a full mask sends, so messages are counted, of few routes. Hosts that are
-far apart have nothing to do with each other: some, with their share of the tokens, stand for all.
+Closed forms count what a full mask sends, so messages are counted here, on few routes. Hosts that
+are far apart exchange nothing: a part of them, with its share of the tokens, stands for all.
 
-Packed documents are planned for by their kind, of which a training run meets a few: drawn ones with
-the same mean length. Documents of one length would be a bad kind: they fit their ranks too well, so
-that no route seems to send anything.
+Packed documents are replaced by typical ones, drawn with the same mean length, so that a training
+run needs few plans. Documents of equal length would be a bad choice: they fit their ranks too well,
+so that no route seems to send anything.
 """
 
 from __future__ import annotations
@@ -20,172 +20,182 @@ from wf_backends.planner.head_splits import legal_degrees
 from wf_backends.planner.plan import EXACT_UP_TO, Request
 from wf_backends.schedule import LAYOUTS, Mask, Placed, Range
 
-NEAR_UP_TO = 64  # ranks up to which every message is counted
-FEW_RANKS = 2 * EXACT_UP_TO  # that stand for others, at least
-WINDOWS = 16  # that fit into the tokens of those ranks, at least
-LENGTHS = (
+SPARSE_EXACT_UP_TO = 64  # ranks up to which every message is counted under such a mask
+MIN_PART_RANKS = 2 * EXACT_UP_TO  # of a part that stands for all ranks
+MIN_PART_WINDOWS = 16  # that fit into the tokens of a part
+DOCUMENT_LENGTHS = (
     *(1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 8, 8, 9, 10, 10, 11, 12, 13, 14, 16),
     *(17, 19, 21, 23, 26, 29, 34, 41, 53, 86),
 )
 """Quantiles of a log-normal distribution with sigma = 1, in tenths of its median."""
-GRID = 32  # parts of a sequence, at whose ends slices are taken to begin and end
-GRID_ERROR = 0.05
-"""Of all pairs that slices let through; where they change by more, slices are taken as they are."""
+GRID_CELLS = 32  # of a sequence; slices are taken to begin and end at their borders
+MAX_GRID_ERROR = 0.05
+"""Share of the pairs that slices let through; if the grid changes more, slices stay as they are."""
 MIN_HALVINGS = 2
 """Halvings of the sequence down to the documents' mean length: with fewer it matters where each
 document begins."""
-FEWEST_IN_A_PART = 3
-"""The same of a part's tokens: fewer say too little, since only some routes are looked at."""
+MIN_PART_HALVINGS = 3
+"""The same of a part's tokens: with fewer it says too little, since few routes are looked at."""
 SEED = 3
-"""Which draw: picked once, of eight, for few bad plans; benchmarks/kinds.py judges it on others."""
-MAX_PARTS_OF_A_SHARD = 8
-"""Parts of a shard, down to which lengths tell kinds apart: shorter documents hardly ever leave
-their rank."""
-PLAIN = tuple(Placed((("name", name),), (0,)) for name in ("ring", "all_gather"))
-"""Routes that send nothing but what is read, whatever their size."""
+"""Of the drawn documents: the one of eight with few bad plans; benchmarks/kinds.py tries others."""
+MAX_DOCUMENTS_PER_SHARD = 8
+"""Shorter documents are planned for as this short: they hardly ever leave their rank."""
+PLAIN_ROUTES = tuple(Placed((("name", name),), (0,)) for name in ("ring", "all_gather"))
+"""Routes that send only rows that are read, whatever their size."""
 
 
-def alike(request: Request) -> Request:
-    """The request that is planned for in place of a call, and of all calls that are like it.
+def representative(request: Request) -> Request:
+    """The request that is planned for in place of a call, and of all similar calls.
 
-    Lengths count to the next of eight an octave, documents by their kind; and some ranks stand for
-    all of them where tokens see only near ones. Slices begin and end on a grid.
+    Lengths are rounded up to one of eight an octave, documents are replaced by typical ones, slices
+    begin and end on a grid. Where tokens see only near tokens, a part of the ranks stands for all.
     """
-    work = request.workload
-    if work.mask.slices is not None:
-        return replace(request, workload=_on_grid(work))
-    keys = None if work.keys in (None, work.seqlen) else _similar(work.keys)
-    like = replace(request, workload=replace(work, seqlen=_similar(work.seqlen), keys=keys))
-    return on_fewer_ranks(like) or of_its_kind(like)
+    workload, seqlen, keys = request.workload, request.workload.seqlen, request.workload.keys
+    if workload.mask.slices is not None:
+        return replace(request, workload=_on_grid(workload))
+    keys = None if keys in (None, seqlen) else _rounded_length(keys)
+    workload = replace(workload, seqlen=_rounded_length(seqlen), keys=keys)
+    rounded = replace(request, workload=workload)
+    return on_fewer_ranks(rounded) or with_typical_documents(rounded)
 
 
-def _on_grid(work: Workload) -> Workload:
-    """The workload with its slices' ends on a grid, if they then hold about as many pairs: prefixes
-    whose length changes from batch to batch are planned for once."""
-    found = [
-        one._replace(q=_near(one.q, work.seqlen), k=_near(one.k, work.num_keys))
-        for one in work.mask.slices or ()
+def _on_grid(workload: Workload) -> Workload:
+    """The workload with the ends of its slices on a grid, if about as many pairs are then seen:
+    prefixes whose length changes from batch to batch are planned for once."""
+    moved = [
+        s._replace(q=_on_cells(s.q, workload.seqlen), k=_on_cells(s.k, workload.num_keys))
+        for s in workload.mask.slices or ()
     ]
-    slices = tuple(one for one in found if one.distances[0] <= one.distances[1])
-    coarse = replace(work, mask=Mask(slices=slices))
-    is_like = abs(coarse.scores - work.scores) <= GRID_ERROR * work.scores
-    return coarse if slices and is_like else work
+    slices = tuple(s for s in moved if s.distances[0] <= s.distances[1])  # others see nothing
+    coarse = replace(workload, mask=Mask(slices=slices))
+    error = abs(coarse.scores - workload.scores)
+    return coarse if slices and error <= MAX_GRID_ERROR * workload.scores else workload
 
 
-def _near(ends: Range, length: int) -> Range:
-    """The points of the grid that are nearest to the ends of a range."""
-    start, stop = ((GRID * at + length // 2) // length * length // GRID for at in ends)
+def _on_cells(ends: Range, length: int) -> Range:
+    """The borders of grid cells that are nearest to the ends of a range."""
+    cells = ((GRID_CELLS * end + length // 2) // length for end in ends)
+    start, stop = (cell * length // GRID_CELLS for cell in cells)
     return start, stop
 
 
-def _similar(seqlen: int) -> int:
+def _rounded_length(seqlen: int) -> int:
     """The next of 8 lengths an octave: lengths that differ little are planned as one."""
     step = 1 << max(0, seqlen.bit_length() - 4)
     return -(-seqlen // step) * step
 
 
-def counted(request: Request) -> Request:
-    """The request, its messages counted one by one where closed forms know little of its mask."""
+def with_message_counts(request: Request) -> Request:
+    """The request on few routes, every message counted, if closed forms know little of its mask."""
     size, is_dense = request.topology.size, request.workload.mask.is_dense
-    between = request.exact_up_to < size <= NEAR_UP_TO
-    return on_few(request) if between and not is_dense else request
+    can_be_counted = request.exact_up_to < size <= SPARSE_EXACT_UP_TO
+    return on_few_routes(request) if can_be_counted and not is_dense else request
 
 
-def on_few(request: Request) -> Request:
-    """The request on few routes, of which every message is counted; all-gather also with rows that
-    cross to a host once."""
-    at, few = request.topology, PLAIN
-    if at.hosts > 1 and at.ranks_per_host > 1:
-        few += (replace(PLAIN[1], host_size=at.ranks_per_host),)
-    routes = {"forward": request.forward or few, "backward": request.backward or few}
-    return replace(request, exact_up_to=NEAR_UP_TO, **routes)
+def on_few_routes(request: Request) -> Request:
+    """The request with every message counted; PLAIN_ROUTES where it names no route, and on several
+    hosts an all-gather whose rows cross to a host once."""
+    topology, plain = request.topology, PLAIN_ROUTES
+    if topology.hosts > 1 and topology.ranks_per_host > 1:
+        plain += (replace(PLAIN_ROUTES[1], host_size=topology.ranks_per_host),)
+    forward, backward = request.forward or plain, request.backward or plain
+    return replace(request, exact_up_to=SPARSE_EXACT_UP_TO, forward=forward, backward=backward)
 
 
-def packed(work: Workload, borders: tuple[int, ...] | None) -> Workload:
+def with_documents(workload: Workload, cu_seqlens: tuple[int, ...] | None) -> Workload:
     """The workload with these documents; None = one, on shards that are as even without any."""
-    layout, kind = work.layout, LAYOUTS[work.layout]
-    if borders is None and (kind.needs_documents or kind.needs_slices):
+    layout, kind = workload.layout, LAYOUTS[workload.layout]
+    if cu_seqlens is None and (kind.needs_documents or kind.needs_slices):
         layout = "zigzag"
-    return replace(work, mask=Mask(work.mask.band, borders), layout=layout)
+    return replace(workload, mask=Mask(workload.mask.band, cu_seqlens), layout=layout)
 
 
-def of_its_kind(request: Request) -> Request:
-    """The request with typical documents in place of its own, or as one where none are typical."""
-    work, size = request.workload, request.topology.size
-    borders = work.mask.cu_seqlens if size <= NEAR_UP_TO else None
-    kind = borders and typical_documents(borders, work.seqlen, size)
-    return replace(request, workload=packed(work, kind))
+def with_typical_documents(request: Request) -> Request:
+    """The request with typical documents in place of its own, or with one if none are typical."""
+    workload, size = request.workload, request.topology.size
+    documents = workload.mask.cu_seqlens if size <= SPARSE_EXACT_UP_TO else None
+    if documents is not None:
+        documents = typical_documents(documents, workload.seqlen, size)
+    return replace(request, workload=with_documents(workload, documents))
 
 
 def on_fewer_ranks(request: Request) -> Request | None:
-    """The request on some of its hosts, whose fastest plan is one for all of them.
+    """The request on a part of its hosts, whose fastest plan is one for all of them.
 
-    For documents on as many ranks as may be counted: how far the longest reach tells. For a window
-    few do, twice as many where its readers are in either direction.
+    With documents the part is as large as can be counted, since the longest documents decide. With
+    a window it is small, twice as large where readers of a row are in either direction.
 
     Returns:
-        None if no part of the hosts holds several windows or documents, or if a route or a head
-        split is wanted that a part does not have.
+        None if no part of the hosts holds several windows or documents, or if a part cannot have
+        the route or head split that the request names.
     """
-    work, at = request.workload, request.topology
-    has_documents = work.mask.cu_seqlens is not None
-    routes = {*(request.forward or PLAIN), *(request.backward or PLAIN)}
-    plain = routes <= {*PLAIN} and {request.strides, request.chunks} <= {None, (1,)}
-    if not work.mask.is_near or work.keys is not None or not plain:
+    workload, topology = request.workload, request.topology
+    has_documents = workload.mask.cu_seqlens is not None
+    # routes and head splits that exist for any number of ranks
+    fits_parts = {*(request.forward or ()), *(request.backward or ())} <= {*PLAIN_ROUTES}
+    fits_parts = fits_parts and {request.strides, request.chunks} <= {None, (1,)}
+    if not workload.mask.is_near or workload.keys is not None or not fits_parts:
         return None
-    if has_documents and at.size <= NEAR_UP_TO:
+    if has_documents and topology.size <= SPARSE_EXACT_UP_TO:
         return None
-    unit = 1 if at.hosts == 1 else at.ranks_per_host
-    few = FEW_RANKS if has_documents or work.layout == "contiguous" else 2 * FEW_RANKS
-    least = unit * max(2, -(-few // unit))
-    sizes = range(least, min(NEAR_UP_TO, at.size - 1) + 1, unit)
-    parts = (_part(request, size) for size in (sizes[::-1] if has_documents else sizes))
-    return next(filter(None, parts), None)
+    unit = 1 if topology.hosts == 1 else topology.ranks_per_host
+    one_direction = has_documents or workload.layout == "contiguous"
+    min_ranks = MIN_PART_RANKS if one_direction else 2 * MIN_PART_RANKS
+    smallest = unit * max(2, -(-min_ranks // unit))
+    sizes = range(smallest, min(SPARSE_EXACT_UP_TO, topology.size - 1) + 1, unit)
+    for size in reversed(sizes) if has_documents else sizes:
+        if part := _part(request, size):
+            return part
+    return None
 
 
 def _part(request: Request, size: int) -> Request | None:
-    """The request on `size` of its ranks, with their share of the tokens."""
-    work, topology = request.workload, request.topology
-    seqlen = work.seqlen * size // topology.size
-    borders, band = work.mask.cu_seqlens, work.mask.band
-    kind = borders and typical_documents(borders, seqlen, size, FEWEST_IN_A_PART)
-    if kind is None and max(band.left, band.right) * WINDOWS > seqlen:
+    """The request on `size` of its ranks, with their share of the tokens, if that says enough."""
+    workload, topology = request.workload, request.topology
+    seqlen = workload.seqlen * size // topology.size
+    documents, band = workload.mask.cu_seqlens, workload.mask.band
+    if documents is not None:
+        documents = typical_documents(documents, seqlen, size, MIN_PART_HALVINGS)
+    if documents is None and max(band.left, band.right) * MIN_PART_WINDOWS > seqlen:
         return None
-    share = packed(replace(work, seqlen=seqlen), kind)
-    part = on_few(replace(request, topology=topology.with_ranks(size), workload=share))
-    fits = (d for d in legal_degrees(part) if topology.size % d == 0)
-    degrees = tuple(d for d in fits if 2 * d <= size)  # some ranks are left for the route
-    return replace(part, degrees=degrees) if degrees else None
+    share = with_documents(replace(workload, seqlen=seqlen), documents)
+    part = replace(request, topology=topology.with_ranks(size), workload=share)
+    part = on_few_routes(part)
+    # degrees that all ranks allow too, and that leave the route at least two ranks
+    degrees = [d for d in legal_degrees(part) if topology.size % d == 0 and 2 * d <= size]
+    return replace(part, degrees=tuple(degrees)) if degrees else None
 
 
 def typical_documents(
-    cu_seqlens: tuple[int, ...], seqlen: int, size: int, fewest: int = MIN_HALVINGS
+    cu_seqlens: tuple[int, ...], seqlen: int, size: int, min_halvings: int = MIN_HALVINGS
 ) -> tuple[int, ...] | None:
-    """Borders of documents drawn so that their mean length, as tokens see it, is the given ones'.
+    """Borders of drawn documents whose mean length, as tokens see it, is that of the given ones.
 
-    Lengths count to the next power of two.
+    Lengths are rounded to powers of two.
 
     Args:
-        cu_seqlens: the borders of the real documents. seqlen: where the result ends, which need
-            not be where the real ones do. size: the ranks. fewest: see MIN_HALVINGS.
+        cu_seqlens: the borders of the real documents.
+        seqlen: where the result ends, which need not be where the real documents end.
+        size: the number of ranks. min_halvings: see MIN_HALVINGS.
 
     Returns:
-        None where so few of these documents fill the sequence that no others stand for them.
+        None where so few of these documents fill the sequence that none are typical.
     """
     squares = sum((stop - start) ** 2 for start, stop in pairwise(cu_seqlens))
-    times = (seqlen * cu_seqlens[-1]) ** 2 // squares**2  # (seqlen / mean)**2
-    halvings = times.bit_length() // 2  # log2(seqlen / mean), rounded
-    if halvings < fewest:
+    squared_ratio = (seqlen * cu_seqlens[-1]) ** 2 // squares**2  # (seqlen / mean)**2
+    halvings = squared_ratio.bit_length() // 2  # log2(seqlen / mean), rounded
+    if halvings < min_halvings:
         return None
-    return draw_documents(seqlen, min(halvings, (MAX_PARTS_OF_A_SHARD * size).bit_length() - 1))
+    max_halvings = (MAX_DOCUMENTS_PER_SHARD * size).bit_length() - 1
+    return draw_documents(seqlen, min(halvings, max_halvings))
 
 
 @lru_cache(maxsize=16)
 def draw_documents(seqlen: int, halvings: int) -> tuple[int, ...]:
     """Borders of documents whose mean length, as tokens see it, is seqlen / 2**halvings."""
-    draw, ends, whole, squares = Random(SEED), list[int](), 0, 0
-    while whole**2 <= squares << halvings:
-        length = LENGTHS[int(draw.random() * len(LENGTHS))]
-        whole, squares = whole + length, squares + length**2
-        ends.append(whole)
-    return tuple(sorted({0, *(seqlen * end // whole for end in ends)}))
+    generator, ends, total, squares = Random(SEED), list[int](), 0, 0
+    while total**2 <= squares << halvings:
+        length = DOCUMENT_LENGTHS[int(generator.random() * len(DOCUMENT_LENGTHS))]
+        total, squares = total + length, squares + length**2
+        ends.append(total)
+    return tuple(sorted({0, *(seqlen * end // total for end in ends)}))

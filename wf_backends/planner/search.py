@@ -18,49 +18,50 @@ from wf_backends.cost import (
     HeadSplit,
     PassKind,
     RouteShape,
-    around,
+    cost_around_passes,
     pass_cost,
     shape_of,
 )
 from wf_backends.planner.head_splits import head_splits
-from wf_backends.planner.plan import MOVES, Choice, PassPlan, Plan, Request, fastest_of, ranked
-from wf_backends.planner.proxy import alike, counted, packed
+from wf_backends.planner.plan import Choice, PassPlan, Plan, Request, fastest_of, ranked
+from wf_backends.planner.proxy import representative, with_documents, with_message_counts
 from wf_backends.schedule import Placed, place, placements
 
-HEAD_SPLITS_COUNTED = 3  # message by message, of the pairs that closed forms find the best
-_PLANNING = Lock()  # ranks that are threads ask together: the first plans, the others read
+HEAD_SPLITS_COUNTED = 3  # message by message: the best (degree, stride) pairs by closed forms
+_PLANNING = Lock()  # where ranks are threads, the first one plans and the others read its plan
 
 
 def plan_for(request: Request) -> Plan:
-    """The best plan for a call and for those that are like it; priced as `alike` says.
+    """The best plan for a call and all similar calls, with its cost for `representative`.
 
     Raises:
         ValueError: if no plan fits the memory limit or the heads.
     """
     with _PLANNING:
-        return _planned(alike(request))
+        return _planned(representative(request))
 
 
 @lru_cache(maxsize=64)
 def _planned(request: Request) -> Plan:
-    """The best plan; where few routes are counted, or that for one document if it is better."""
-    few = counted(request)
-    if few == request:
+    """The best plan; where few routes are counted, the plan for one document if it is better."""
+    on_few_routes = with_message_counts(request)
+    if on_few_routes == request:
         return best_plan(request)
-    one = replace(request, workload=packed(request.workload, None))
-    plans = [price_plan(few, _first_plan(one).choice), _first_plan(few)]
-    return check_memory(ranked(plans, few)[0], few)
+    one_document = replace(request, workload=with_documents(request.workload, None))
+    choice = _first_plan(one_document).choice
+    plans = [price_plan(on_few_routes, choice), _first_plan(on_few_routes)]
+    return check_memory(ranked(plans, on_few_routes)[0], on_few_routes)
 
 
 def all_plans(request: Request) -> list[Plan]:
     """Every head split and forward route with its best backward, the best first (see `ranked`).
 
     Of every head split also the fastest forward with the fastest backward. Plans over the memory
-    limit come last, by what they need. Where none is within it, chunks that save memory alone are
-    looked at too.
+    limit come last, ordered by the memory that they need. If none is within the limit, chunks that
+    only save memory are looked at too.
 
     Raises:
-        ValueError: if no ulysses degree that may be used fits the ranks and heads.
+        ValueError: if no ulysses degree of the request fits the ranks and heads.
     """
     plans = _sorted_plans(request, head_splits(request))
     if plans[0].cost.memory_bytes > request.memory_limit:
@@ -71,12 +72,12 @@ def all_plans(request: Request) -> list[Plan]:
 def best_plan(request: Request) -> Plan:
     """The first of `all_plans`, unless closed forms misjudge its head split.
 
-    Where every message is counted, it is for the few head splits that closed forms find the best;
-    under a window or documents for all of them, of which closed forms know little.
+    Where every message is counted, only the few head splits are looked at that are the best by
+    closed forms. Under a window or documents, of which closed forms know little, all are.
 
     Raises:
         ValueError: if no plan fits the memory, naming the one that comes closest, or no ulysses
-            degree that may be used fits the ranks and heads.
+            degree of the request fits the ranks and heads.
     """
     return check_memory(_first_plan(request), request)
 
@@ -91,36 +92,36 @@ def _first_plan(request: Request) -> Plan:
 
 
 def _promising(request: Request, splits: Sequence[HeadSplit]) -> list[HeadSplit]:
-    """A few pairs of degree and stride, each in the chunks that closed forms find the best."""
-    found = dict[tuple[int, int], HeadSplit]()
+    """The best pairs of degree and stride, each with its best chunks, by closed forms."""
+    best_by_pair = dict[tuple[int, int], HeadSplit]()
     for plan in _sorted_plans(replace(request, exact_up_to=0), splits):
         pair = plan.choice.degree, plan.choice.stride
-        found.setdefault(pair, _split(request, plan.choice))
-    return list(found.values())[:HEAD_SPLITS_COUNTED]
+        best_by_pair.setdefault(pair, _split(request, plan.choice))
+    return list(best_by_pair.values())[:HEAD_SPLITS_COUNTED]
 
 
-def check_memory(first: Plan, request: Request) -> Plan:
-    """The first of `all_plans` itself, once it is known to fit the memory.
+def check_memory(best: Plan, request: Request) -> Plan:
+    """`best` itself, the first of `all_plans`, if it fits the memory.
 
     Raises:
-        ValueError: if it does not, and so none does, saying what it needs.
+        ValueError: if it does not, and so no plan does, saying what it needs.
     """
-    needs, limit = first.cost.memory_bytes / 2**30, request.memory_limit / 2**30
-    choice = first.choice
+    needs, limit = best.cost.memory_bytes / 2**30, request.memory_limit / 2**30
+    choice = best.choice
     if needs > limit:
         raise ValueError(
             f"no plan fits the memory limit of {limit:.3g} GiB a rank; the closest, ulysses_degree "
             f"{choice.split}, forward {choice.forward}, backward {choice.backward}, "
             f"needs {needs:.3g} GiB. Use more ranks, a shorter sequence or a smaller batch"
         )
-    return first
+    return best
 
 
 def price_plan(request: Request, choice: Choice) -> Plan:
-    """The plan of a choice, with its cost in this request."""
+    """The plan of a choice, with its cost for this request."""
     routes = {"forward": (choice.forward,), "backward": (choice.backward,)}
-    named = replace(request, **routes, moves=(choice.moves,), keeps=(choice.keep,))
-    (plan,) = _plans(named, _split(request, choice))
+    only = replace(request, **routes, moves=(choice.moves,), keeps=(choice.keep,))
+    (plan,) = _plans(only, _split(request, choice))
     return plan
 
 
@@ -136,90 +137,92 @@ def _sorted_plans(request: Request, splits: Iterable[HeadSplit]) -> list[Plan]:
 def _plans(request: Request, split: HeadSplit) -> Iterator[Plan]:
     """The plans of a head split, as `all_plans` says, and those that keep what they gather.
 
-    These take one route in both passes, and find the gathered rows in memory.
+    Plans that keep gathered rows take one route in both passes.
     """
-    outside = around(split)
-    within = replace(request, memory_bytes=request.memory_limit - outside.memory_bytes)
-    sides = request.moves if split.route_size > 1 else request.moves[:1]  # nothing moves on one
-    named = {request.forward, request.backward}
-    routes = {one: _candidates(request, split, one) for one in named}
-    there, back = routes[request.forward], routes[request.backward]
+    around = cost_around_passes(split)
+    within = replace(request, memory_bytes=request.memory_limit - around.memory_bytes)
+    sides = request.moves if split.route_size > 1 else request.moves[:1]  # one rank moves nothing
+    forward_routes = _candidates(request, split, request.forward)
+    backward_routes = forward_routes
+    if request.backward != request.forward:
+        backward_routes = _candidates(request, split, request.backward)
     for keep in sorted(request.keeps):
         if keep:
-            there = back = {
+            forward_routes = backward_routes = {
                 placed: shape
-                for placed, shape in there.items()
-                if placed in back and (placed.gathers or False not in request.keeps)
+                for placed, shape in forward_routes.items()
+                if placed in backward_routes and (placed.gathers or False not in request.keeps)
             }
-        forward = _passes(request, split, replace(FORWARD, keep=keep), there)
-        kinds = [PassKind("backward", side == MOVES[1], keep) for side in sides]
-        backward = [one for kind in kinds for one in _passes(request, split, kind, back)]
-        for one, other in _pairs(forward, backward, within, one_route=keep):
-            moves = MOVES[other.kind.queries_walk]
-            choice = Choice(
-                split.degree, one.placed, other.placed, moves, keep, split.stride, split.chunks
-            )
-            yield Plan(choice, one.cost, other.cost, outside, request.layers if keep else 1)
+        forwards = _passes(request, split, replace(FORWARD, keep=keep), forward_routes)
+        kinds = [PassKind("backward", side == "queries", keep) for side in sides]
+        backwards = [p for kind in kinds for p in _passes(request, split, kind, backward_routes)]
+        for forward, backward in _pairs(forwards, backwards, within, one_route=keep):
+            routes, moves = (forward.placed, backward.placed), backward.moves
+            choice = Choice(split.degree, *routes, moves, keep, split.stride, split.chunks)
+            layers = request.layers if keep else 1
+            yield Plan(choice, forward.cost, backward.cost, around, layers)
 
 
 def _pairs(
-    forward: Sequence[PassPlan], backward: Sequence[PassPlan], request: Request, one_route: bool
+    forwards: Sequence[PassPlan], backwards: Sequence[PassPlan], request: Request, one_route: bool
 ) -> list[tuple[PassPlan, PassPlan]]:
-    """Every forward with the backwards on its own route; or with the best backward, and the fastest
-    with the fastest."""
+    """Every forward with the best backward, and the fastest forward with the fastest backward; with
+    `one_route` every backward with the forward on its route."""
     if one_route:
-        on_route = {one.placed: one for one in forward}
-        return [(on_route[one.placed], one) for one in backward]
-    best = ranked(backward, request)[0]
-    pairs = [(one, best) for one in forward]
-    fastest = fastest_of(forward, request), fastest_of(backward, request)
+        forward_on = {forward.placed: forward for forward in forwards}
+        return [(forward_on[backward.placed], backward) for backward in backwards]
+    best = ranked(backwards, request)[0]
+    pairs = [(forward, best) for forward in forwards]
+    fastest = fastest_of(forwards, request), fastest_of(backwards, request)
     return pairs if fastest in pairs else [*pairs, fastest]
 
 
 def _candidates(
     request: Request, split: HeadSplit, named: Sequence[Placed] | None
 ) -> Mapping[Placed, RouteShape]:
-    """The routes that are named; else all, and those on which hosts read rows several times also
-    with rows that cross once.
+    """The routes to look at, with their shapes.
 
-    Closed forms know no more of a route than its shape: of several routes of one shape only the
-    first is a candidate.
+    These are the named routes; where none are named all routes, also with rows that cross to a host
+    once where several ranks of a host read a row. Closed forms see only a route's shape: they look
+    at the first route of each shape.
     """
     routes = placements(split.route_size) if named is None else named
-    found = {placed: shape_of(placed, split) for placed in routes}
+    shapes = {placed: shape_of(placed, split) for placed in routes}
     if named is not None:
-        return found
-    found |= {
-        replace(placed, host_size=split.topology.ranks_per_host): replace(shape, once=True)
-        for placed, shape in found.items()
+        return shapes
+    shapes |= {
+        replace(placed, host_size=split.topology.ranks_per_host): replace(shape, cross_once=True)
+        for placed, shape in shapes.items()
         if shape.crosses_several_times
     }
     if request.is_exact:
-        return found
-    first = dict[RouteShape, Placed]()
-    for placed, shape in found.items():
-        first.setdefault(shape, placed)
-    return {placed: shape for shape, placed in first.items()}
+        return shapes
+    first_of_shape = dict[RouteShape, Placed]()
+    for placed, shape in shapes.items():
+        first_of_shape.setdefault(shape, placed)
+    return {placed: shape for shape, placed in first_of_shape.items()}
 
 
 def _passes(
     request: Request, split: HeadSplit, kind: PassKind, candidates: Mapping[Placed, RouteShape]
 ) -> list[PassPlan]:
-    """One pass on each of these routes. In a forward whose keys stay, queries walk.
+    """The plans of one pass, one on each of these routes.
 
-    Rows that cross once are of the side that stays: not on a route that gathers none of them.
+    In a forward queries walk on routes whose keys stay. Routes with `cross_once` are left out where
+    the side that stays gathers nothing that could cross.
     """
-    turned = replace(kind, queries_walk=True) if kind.name == FORWARD.name else kind
-    forms = {} if request.is_exact else {walk: ClosedForm(split, walk) for walk in {kind, turned}}
-    found = list[PassPlan]()
+    keys_stay = replace(kind, queries_walk=True) if kind.name == FORWARD.name else kind
+    forms = {} if request.is_exact else {k: ClosedForm(split, k) for k in {kind, keys_stay}}
+    plans = list[PassPlan]()
     for placed, shape in candidates.items():
-        walk = turned if placed.keys_stay else kind
-        stay, _ = walk.ordered(shape.queries, shape.keys)
-        if shape.once and not stay.foreign:
+        route_kind = keys_stay if placed.keys_stay else kind
+        stay, _ = route_kind.ordered(shape.queries, shape.keys)
+        if shape.cross_once and not stay.foreign:
             continue
         if request.is_exact:
-            cost = pass_cost(split, place(placed, split.route_size), walk, placed.host_size)
+            schedule = place(placed, split.route_size)
+            cost = pass_cost(split, schedule, route_kind, placed.host_size)
         else:
-            cost = forms[walk].cost(shape)
-        found.append(PassPlan(placed, walk, cost))
-    return found
+            cost = forms[route_kind].cost(shape)
+        plans.append(PassPlan(placed, route_kind, cost))
+    return plans

@@ -1,11 +1,11 @@
-"""Plans in words: the names that schemes have in papers, and why one was chosen."""
+"""Plans in words: the names of schemes in papers, and why a plan was chosen."""
 
 from __future__ import annotations
 
 from math import floor, log10
 
 from wf_backends.planner.plan import TIE, Choice, Plan, Request, busiest_link
-from wf_backends.planner.proxy import alike
+from wf_backends.planner.proxy import representative
 from wf_backends.schedule import Placed
 
 
@@ -13,43 +13,45 @@ def reason(plan: Plan, request: Request) -> str:
     """The plan of a call, and why it was chosen, in one sentence.
 
     Args:
-        request: what was asked; the sentence is about the calls that are like it.
+        request: of the call; the sentence is about all calls that share its plan.
     """
-    like = alike(request)
-    tokens = f"{like.workload.seqlen * request.topology.size // like.topology.size:,} tokens"
+    planned = representative(request)
+    seqlen = planned.workload.seqlen * request.topology.size // planned.topology.size
     cost = plan.cost
     link, _, sent = busiest_link(cost, request.topology)
     why = f"of all plans within {TIE:.0%} of the fastest it sends the least, {sent / 1e9:.3g} GB"
     why = f"{why} through {link}" if sent else "it sends nothing"
-    took = f"{milliseconds(cost.seconds)} ms predicted for forward and backward"
-    return f"{scheme(plan, request.topology.size)} for {tokens}: {took}; {why}"
+    time = f"{milliseconds(cost.seconds)} ms predicted for forward and backward"
+    return f"{scheme(plan, request.topology.size)} for {seqlen:,} tokens: {time}; {why}"
 
 
 def scheme(plan: Plan, size: int) -> str:
-    """What a plan runs on `size` ranks, by the names of the field."""
+    """What a plan runs on `size` ranks, by its name in the field."""
     choice = plan.choice
-    count = size // choice.degree
-    forward, backward = (_route(placed, count) for placed in (choice.forward, choice.backward))
-    both = forward if forward == backward else f"{forward} forward, {backward} backward"
+    route_size = size // choice.degree
+    forward, backward = (_route_name(p, route_size) for p in (choice.forward, choice.backward))
+    routes = forward if forward == backward else f"{forward} forward, {backward} backward"
+    is_ring = routes == f"ring {route_size}"
     if choice.degree == size > 1:
         name = f"Ulysses {size}"
     elif choice.degree > 1:
-        family = "USP, " if both == f"ring {count}" else ""
-        name = f"{family}Ulysses {choice.degree} x {both}"
+        family = "USP, " if is_ring else ""
+        name = f"{family}Ulysses {choice.degree} x {routes}"
     else:
-        name = "Ring Attention" if both == f"ring {count}" else both
+        name = "Ring Attention" if is_ring else routes
     return ", ".join([name, *_details(choice)])
 
 
 def _details(choice: Choice) -> list[str]:
-    """What a choice does beside its scheme."""
+    """What a choice says beyond the name of its scheme."""
     details = [f"its ranks {choice.stride} apart"] if choice.stride > 1 else []
     details += [f"heads in {choice.chunks} parts"] if choice.chunks > 1 else []
     details += ["queries move back"] if choice.moves == "queries" else []
     return details + (["gathered rows kept"] if choice.keep else [])
 
 
-def _route(placed: Placed, size: int) -> str:
+def _route_name(placed: Placed, size: int) -> str:
+    """A route for `size` ranks and its placement, in words."""
     route = placed.route
     match route["name"]:
         case "double_ring":
@@ -66,7 +68,7 @@ def _route(placed: Placed, size: int) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """In milliseconds, with four digits, but none beyond a tenth of a microsecond."""
+    """Milliseconds as text: four significant digits, at most four behind the point."""
     value = 1e3 * seconds
-    whole = floor(log10(value)) if value else 3
-    return f"{value:,.{min(4, max(0, 3 - whole))}f}"
+    exponent = floor(log10(value)) if value else 3
+    return f"{value:,.{min(4, max(0, 3 - exponent))}f}"
