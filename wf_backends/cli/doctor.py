@@ -29,7 +29,7 @@ def doctor(as_json: AsJson = False) -> None:
         for one in findings:
             lacking = "[red]NO[/red]" if one.needed else "[yellow]no[/yellow]"
             sign = "[green]yes[/green]" if one.works else lacking
-            table.add_row(sign, *map(escape, (one.name, one.result, one.remedy)))
+            table.add_row(sign, *map(escape, (one.name, one.what, one.mend)))
         Console().print(table)
     if any(one.needed and not one.works for one in findings):
         raise typer.Exit(1)

@@ -18,13 +18,13 @@ from wf_backends.schedule import CAUSAL
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check."""
+    """The result of one check. The fields are the keys of `wallfacer doctor --json`."""
 
     name: str
     works: bool
-    result: str
+    what: str
     """What was seen, or the error."""
-    remedy: str = ""
+    mend: str = ""
     """What makes it work."""
     needed: bool = False
     """Whether the core needs it."""
