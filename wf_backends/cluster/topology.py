@@ -255,7 +255,7 @@ def _refuse_unknown(where: str, noun: str, names: Iterable[str], known: Sequence
 
 
 def _check_number(key: str, value: object, may_be_zero: bool) -> float:
-    """The value as a float: a positive number that divisions can take, or 0 if that is allowed."""
+    """The value as a float: positive, within MIN_NUMBER and MAX_NUMBER, or 0 if that is allowed."""
     expected = "a positive number"
     if isinstance(value, int | float) and not isinstance(value, bool):
         if MIN_NUMBER <= value <= MAX_NUMBER or (may_be_zero and value == 0):

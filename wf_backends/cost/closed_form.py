@@ -1,10 +1,10 @@
 """What a pass costs, in closed form: for thousands of ranks, without building a schedule.
 
-All figures are those of the busiest rank and link, as if all ranks kept step. On hosts that hold
-whole digits (see cost/route_shape.py) the bytes of a full mask are exact, on other hosts they are
-at most doubled. For other masks the bytes of a full mask are counted: on the busiest link of a
-step some rank needs most rows. Only a sliding window on a contiguous or a zigzag layout ends the
-hops early.
+All figures are those of the busiest rank and link, as if all ranks kept step. A full mask's bytes
+are exact on hosts that hold whole digits (see cost/route_shape.py), on other hosts at most twice
+the real ones. Other masks are priced with the bytes of a full mask: on the busiest link of a step
+most rows are needed by some rank. Only a sliding window on a contiguous or a zigzag layout ends
+the hops early.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class ClosedForm:
         partial = self.shard_rows[1] * self.row_bytes.walk.partial
         partial_bytes = (0.0, walk.foreign * partial, walk.shards * partial)
         walker_bytes = self.shard_rows[1] * walk.shards * self.row_bytes.walk.row
-        first_hop = 0  # of those along an axis
+        first_hop = 0  # index of the axis's first hop
         for num_hops, axis in shape.hops:
             stops = 1, 2, live_hops
             for start, (stop, results) in enumerate(zip(stops, partial_bytes, strict=True)):
@@ -158,8 +158,8 @@ class ClosedForm:
     def _calls_s(self) -> float:
         """Seconds of a step's kernel calls, without their FLOPs.
 
-        A band takes two calls, for groups of ranks that are apart two for every member; one fewer
-        where it has no window: the last part of the keys is then seen entirely or not at all.
+        A band takes two calls; two for every member of a Ulysses group whose ranks are not
+        neighbours. Without a window it is one fewer: the last keys are then seen by all or none.
         """
         if self.mask.band == FULL:
             return self.split.rate.call_s

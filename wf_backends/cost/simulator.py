@@ -52,12 +52,12 @@ class Simulator:
     """The clocks of all ranks and links, and the bytes that the links carry.
 
     Args:
-        groups: the ranks of the cluster that make up each rank of the route, by heads.
+        groups: which ranks of the cluster make up each rank of the route.
     """
 
     def __init__(self, topology: Topology, groups: UlyssesGroups) -> None:
         self.topology, self.groups = topology, groups
-        self.now = [0.0] * groups.count
+        self.now = [0.0] * groups.count  # seconds since the start, by rank of the route
         self.computed_s = [0.0] * groups.count
         self.last_result_at = 0.0  # when the last result has arrived at its owner
         self.transfer_s = 0.0
@@ -133,7 +133,7 @@ class Simulator:
         return arrivals
 
     def _send(self, end: LinkEnd, queue: list[QueuedMessage], arrivals: Arrivals) -> float:
-        """Note in `arrivals` when messages are through one end; the seconds that they take."""
+        """Send a queue through one link end, noting arrivals. Returns the seconds that it takes."""
         free_at, link = self._free_at.get(end, 0.0), self._link(end)
         finished = finish_times([(ready, alone_s) for ready, alone_s, _ in queue], free_at)
         self._free_at[end] = max(finished)
@@ -167,7 +167,7 @@ def finish_times(queue: Sequence[tuple[float, float]], free_at: float) -> list[f
     """
     waiting = sorted(range(len(queue)), key=lambda i: queue[i][0], reverse=True)
     finished, active = [0.0] * len(queue), list[tuple[float, int]]()  # (sent_s at its end, index)
-    now, sent_s = free_at, 0.0  # of a message that has had its share of the link all the time
+    now, sent_s = free_at, 0.0  # sent_s: of a message that has been active from the start
     while waiting or active:
         next_start = max(now, queue[waiting[-1]][0]) if waiting else inf
         next_finish = now + (active[0][0] - sent_s) * len(active) if active else inf

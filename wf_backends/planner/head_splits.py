@@ -57,7 +57,7 @@ def _hides(split: HeadSplit, share: float) -> bool:
 
 
 def legal_degrees(request: Request) -> list[int]:
-    """The ulysses degrees that the ranks and heads allow, rising."""
+    """The ulysses degrees that the ranks and heads allow, ascending."""
     shape = request.workload.shape
     return [
         degree
@@ -69,7 +69,7 @@ def legal_degrees(request: Request) -> list[int]:
 
 
 def legal_strides(request: Request, degree: int) -> list[int]:
-    """How far apart the ranks of a Ulysses group may be, rising.
+    """How far apart the ranks of a Ulysses group may be, ascending.
 
     1, and the stride with which all ranks of a host are in different groups. Only 1 where that
     gains nothing: on one host, and where tokens see only near ones, best kept on the same rank.
@@ -85,7 +85,7 @@ def legal_strides(request: Request, degree: int) -> list[int]:
 
 
 def legal_chunks(request: Request, degree: int) -> list[int]:
-    """In how many chunks a rank's heads may be traded, rising.
+    """In how many chunks a rank's heads may be traded, ascending.
 
     Each chunk has whole groups of query heads. Only one under windows, documents or slices.
     """

@@ -119,7 +119,7 @@ class Choice:
         return forward, place(self.backward, route_size)
 
     def to_config(self, size: int, layout: str) -> dict[str, Any]:
-        """The words of the config that runs this and nothing else."""
+        """The keys and values of a config that runs exactly this choice."""
         words = {
             "sequence_parallel_size": size,
             "route": self.forward.to_words(),
