@@ -1,6 +1,6 @@
-"""One attention call: check, agree, trade heads for tokens, run the route.
+"""One attention call: check and compare the arguments, exchange heads for tokens, run the route.
 
-What only the first call of a kind does is in parallel/planned_calls.py.
+What only the first call of its kind does is in parallel/planned_calls.py.
 
 Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d head_dim of queries
 and keys, e of values.
@@ -36,11 +36,11 @@ INSTEAD_OF_TRANSFORMS = (
     "give samples as the batch dimension of q, k, v, and take gradients by .backward() or "
     "torch.autograd.grad"
 )
-PLAIN = (make_mask(), make_mask(causal=True))  # the masks of most calls, causal or not
+PLAIN_MASKS = {False: make_mask(), True: make_mask(causal=True)}  # by `causal`
 
 
-class AttentionOfSequence:
-    """The method that a user calls; a part of `SequenceParallel`."""
+class AttentionMethod:
+    """`SequenceParallel.attention`, the method that a user calls."""
 
     _consistency: ConsistencyCheck
     _attention: DistributedAttention
@@ -84,54 +84,55 @@ class AttentionOfSequence:
             q: (b, s, h, d), any float dtype. k: (b, s', g, d), v: (b, s', g, e), g divides h; s'
                 may differ from s (cross attention) where nothing is masked.
             causal: no query sees a later key.
-            window_size: (left, right) tokens that a query sees beside its own, -1 = unlimited.
+            window_size: (left, right) tokens that a query sees besides its own, -1 = unlimited.
             cu_seqlens: borders 0 = c0 < c1 < ... = S of packed documents, host integers; the same
-                cut for every sample of the batch.
+                for every sample of the batch.
             softmax_scale: default 1 / sqrt(d). softcap: 0 = none.
             dropout_p: in [0, 1), the probability with which a weight is dropped.
-            dropout_seed: in [0, 2**63); what is dropped follows from it and the global sample,
-                head, query and key alone. None = drawn for each call, by the first rank from
-                torch's generator.
+            dropout_seed: in [0, 2**63); which weights are dropped follows from it and the global
+                sample, head, query and key alone. None = the first rank draws one for each call
+                from torch's generator.
             seqlen: S. None = the sum over the ranks; give it where shards are uneven and messages
                 do not pass through host memory.
-            name: of the layer. Where layers have names, a rank that leaves out a call is an error
-                on all ranks; without names its next call is taken for the one that it left out,
-                and only the backward ends in an error.
+            name: the layer's name. If all calls have names and a rank leaves out a call, all ranks
+                raise an error. Without names the rank's next call is matched with the one that it
+                left out, and the error comes in the backward.
             q_ranges, k_ranges, attn_mask_types: in place of causal, window_size and cu_seqlens, the
                 mask as slices that do not overlap: (start, stop) positions of their queries and of
                 their keys, and "full", "causal" (the last query sees up to the last key),
                 "inverse_causal" (the first query sees from the first key on) or "bicausal" (both).
             sinks: (h,), any float dtype: logits that take part in the softmax and have no value.
             alibi_slopes: (h,), without a gradient, as in flash-attn.
-            position_bias: (h, 2 n - 1), any float dtype, of the distances j - i = 1 - n to n - 1;
-                beyond, as at the ends. T5's buckets are such a table.
+            position_bias: (h, 2 n - 1), any float dtype, for the distances j - i from 1 - n to
+                n - 1; larger distances use the value of the nearest end, as in T5's buckets.
             kv_up: (h, n + e, c), [W_k | W_v] of each head, for multi-head latent attention: k is
-                (b, s', 1, r), a part of the keys that all heads share, and v (b, s', 1, c) the
-                latents. Keys are [W_k v, k], with n + r = d, and values W_v v. r + c numbers of a
-                token travel, and ranks project up what they read.
+                (b, s', 1, r), the part of the keys that all heads share, and v (b, s', 1, c) the
+                latents. Keys are [W_k v, k], with n + r = d, and values W_v v. Messages carry
+                r + c numbers for each token; a rank projects up the latents that it reads.
 
         Returns:
             (b, s, h, e), q's dtype. 0 for a query that sees no key.
 
         Raises:
-            ValueError: if shapes, dtypes, devices, heads or the mask do not fit, here or between
-                ranks. NotImplementedError: for masked cross attention, torch.vmap, torch.func,
-                forward-mode differentiation and torch.export. RuntimeError: while another thread
-                is in a call of this object, and after the group was destroyed.
+            ValueError: if shapes, dtypes, devices, heads or the mask do not fit, on this rank or
+                between ranks. NotImplementedError: for masked cross attention, torch.vmap,
+                torch.func, forward-mode differentiation and torch.export. RuntimeError: while
+                another thread is in a call of this object, and after the group was destroyed.
         """
-        with self._consistency:  # if it is refused here, it is on all ranks
+        with self._consistency:  # an error in this block is raised on all ranks
             check_tensors(q, k, v, kv_up)
-            usual = softmax_scale is alibi_slopes is sinks is kv_up is position_bias is None
-            if usual and dropout_seed is None and softcap == dropout_p == 0:
+            no_tensors = alibi_slopes is sinks is kv_up is position_bias is None  # all are None
+            no_numbers = softmax_scale is dropout_seed is None and softcap == dropout_p == 0
+            if no_tensors and no_numbers:
                 softmax = plain_softmax(q.shape[-1])
             else:
                 options = softmax_scale, softcap, alibi_slopes, sinks, dropout_p, dropout_seed
                 softmax = make_softmax(q, *options, kv_up, position_bias)
-            _check_words(seqlen, name)
+            _check_seqlen_and_name(seqlen, name)
             slices = q_ranges, k_ranges, attn_mask_types
-            plain = cu_seqlens is q_ranges is k_ranges is attn_mask_types is None
-            if plain and window_size == (-1, -1) and isinstance(causal, bool):
-                mask = PLAIN[causal]
+            no_parts = cu_seqlens is q_ranges is k_ranges is attn_mask_types is None
+            if no_parts and window_size == (-1, -1) and isinstance(causal, bool):
+                mask = PLAIN_MASKS[causal]
             else:
                 mask = make_mask(causal, window_size, cu_seqlens, seqlen, *slices)
         with self._consistency.one_thread:
@@ -142,8 +143,8 @@ class AttentionOfSequence:
 class DistributedAttention(PlannedCalls):
     """Attention calls of one sequence-parallel group; arguments as those of `PlannedCalls`."""
 
-    _calls = 0
-    """So far, counted alike on all ranks."""
+    _num_calls = 0
+    """Calls so far, the same number on all ranks."""
 
     def call(
         self,
@@ -155,49 +156,52 @@ class DistributedAttention(PlannedCalls):
         seqlen: int | None,
         layer: str | None = None,
     ) -> tuple[Call, HeadGroup]:
-        """The call, of all heads, and their exchange, once all ranks are known to ask for the same.
+        """Check that all ranks make the same call, and return what it runs: (call, head group).
 
-        Under Ulysses the kernel is that of a rank's heads.
+        The scores are for all heads; under Ulysses the kernel is for this rank's heads.
         """
-        (spec, latent), batch = _spec(q, k, v, softmax), q.shape[0]
-        same, words = self._same(spec, batch, mask, softmax.told, seqlen)
+        spec, latent_dim = _spec(q, k, v, softmax)
+        batch = q.shape[0]
+        same, words = self._compared(spec, batch, mask, softmax.options, seqlen)
         lengths = {"q rows": q.shape[1], "key rows": k.shape[1]}
-        now = Pass(self._calls + 1, layer)
+        now = Pass(self._num_calls + 1, layer)
         self.comm.enter(now)
-        told = self.consistency.check(same, lengths, q, layer=layer, words=words)
-        self._calls = now.number  # not where a rank refused
-        if seqlen is not None and sum(told["q rows"]) != seqlen:  # as it is on all ranks
+        rows = self.consistency.check(same, lengths, q, layer=layer, words=words)
+        self._num_calls = now.number  # unchanged if a rank refused the call
+        if seqlen is not None and sum(rows["q rows"]) != seqlen:  # raised on all ranks
             raise ValueError(
-                f"seqlen must be the rows of q of all ranks, {list(told['q rows'])}, together; "
+                f"seqlen must be the rows of q of all ranks, {list(rows['q rows'])}, together; "
                 f"got {seqlen}"
             )
-        call, group = self._planned(tuple(told.items()), mask, spec, batch, latent)
+        call, group = self._planned(tuple(rows.items()), mask, spec, batch, latent_dim)
         scores = softmax.scores
         if scores.dropout is not None and scores.dropout.seed is None:
             scores = self._draw_seed(scores, scores.dropout, q.device)
         return call._replace(scores=scores, now=now), group
 
     def _draw_seed(self, scores: Scores, dropout: Dropout, device: torch.device) -> Scores:
-        """The scores with a seed from torch's generator of the first rank, the same on all ranks.
+        """The scores with a dropout seed that the first rank draws from torch's generator.
 
-        It stays on the device. Every rank draws, so that their generators stay alike where they
-        are; a layer that is run again under activation checkpointing draws its seed again.
+        The seed stays on the device. Every rank draws, so that generators with equal states stay
+        equal; a layer that runs again under activation checkpointing draws the same seed again.
         """
-        drawn = torch.randint(1 << 62, (1,), device=device)
-        seed = gather_small(self.comm, drawn)[0]
+        local_seed = torch.randint(1 << 62, (1,), device=device)
+        seed = gather_small(self.comm, local_seed)[0]
         return replace(scores, dropout=replace(dropout, seed=seed))
 
 
 def _spec(q: Tensor, k: Tensor, v: Tensor, softmax: Softmax) -> tuple[KernelSpec, int]:
-    """What kernels are asked for, of all heads; and the numbers of a token that travel in place of
-    its keys and values, 0 if these do."""
-    scores, (_, up, bias) = softmax.scores, softmax.learned
-    (heads, head_dim), kv_heads, width, latent = q.shape[2:], k.shape[2], v.shape[3], 0
-    if up is not None:
-        width, latent = up.shape[1] - head_dim + k.shape[3], k.shape[3] + width
-    dims = head_dim, heads, kv_heads, width
-    there = scores.slopes is not None, scores.dropout is not None, bias is not None
-    return KernelSpec(q.device.type, q.dtype, *dims, scores.softcap > 0, *there), latent
+    """The KernelSpec of all heads, and latent_dim: the numbers r + c that messages carry for each
+    token in latent attention, 0 where they carry keys and values."""
+    scores, (_, kv_up, bias) = softmax.scores, softmax.learned
+    heads, head_dim = q.shape[2:]
+    kv_heads, value_dim, latent_dim = k.shape[2], v.shape[3], 0
+    if kv_up is not None:
+        latent_dim = k.shape[3] + v.shape[3]
+        value_dim = kv_up.shape[1] - (head_dim - k.shape[3])
+    dims = head_dim, heads, kv_heads, value_dim
+    options = scores.slopes is not None, scores.dropout is not None, bias is not None
+    return KernelSpec(q.device.type, q.dtype, *dims, scores.softcap > 0, *options), latent_dim
 
 
 def run(q: Tensor, k: Tensor, v: Tensor, call: Call, group: HeadGroup, learned: Learned) -> Tensor:
@@ -207,8 +211,8 @@ def run(q: Tensor, k: Tensor, v: Tensor, call: Call, group: HeadGroup, learned: 
     return UlyssesAttention.apply(q, k, v, call, group, *learned)
 
 
-def _check_words(seqlen: object, name: object) -> None:
-    """Refuse what is no length and no name; ValueError."""
+def _check_seqlen_and_name(seqlen: object, name: object) -> None:
+    """Raise a ValueError for a seqlen that is no length or a name that is no string."""
     if seqlen is not None:
         positive("seqlen", seqlen, maximum=MAX_TOKENS)
     if name is not None and not isinstance(name, str):
@@ -216,9 +220,9 @@ def _check_words(seqlen: object, name: object) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) -> None:
-    """Refuse tensors that do not belong together; ValueError with their shapes, dtypes, devices."""
+    """Raise a ValueError for tensors whose shapes, dtypes or devices do not belong together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if type(x) not in (Tensor, Parameter):  # others need not write into views, nor travel
+        if type(x) not in (Tensor, Parameter):  # subclasses may lack in-place views and messages
             raise ValueError(
                 f"{name} must be a plain torch.Tensor, got a {type(x).__name__}: pass the local "
                 "tensor, such as x.to_local() or x.as_subclass(torch.Tensor)"
@@ -250,7 +254,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_up: Tensor | None = None) 
 
 
 def _check_latents(q: Tensor, k: Tensor, v: Tensor, kv_up: Any) -> None:
-    """Refuse latents that do not belong to q's heads, and a kv_up that does not fit them."""
+    """Raise a ValueError for latents k, v that do not fit q, or a kv_up that does not fit them."""
     shapes = _shapes(q, k, v)
     if not isinstance(kv_up, Tensor) or kv_up.dim() != 3:
         got = tuple(kv_up.shape) if isinstance(kv_up, Tensor) else repr(kv_up)

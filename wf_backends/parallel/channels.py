@@ -1,8 +1,9 @@
-"""Channels for tokens: for layers that mix tokens channel by channel, such as recurrences.
+"""Exchange of channels for tokens, for layers that mix tokens in each channel, as recurrences do.
 
-Each rank gets all rows of the sequence, in order, of a share of the channels, runs the layer on
-them, and gives the rows back to the ranks that own them: one all-to-all each way, forward and
-backward. It is the exchange of heads of DeepSpeed-Ulysses (arXiv 2309.14509) over all ranks.
+A rank gets all rows of the sequence, in order, for a share of the channels, runs the layer on them,
+and returns the rows to the ranks that own them: one all-to-all before and one after the layer, in
+the forward and in the backward. It is the head exchange of DeepSpeed-Ulysses (arXiv 2309.14509)
+over all ranks.
 
 Shapes: b batch, s rows of this rank, S rows of the sequence, P ranks, c channels of one rank.
 """
@@ -37,7 +38,7 @@ class ChannelExchange:
 
     @eager
     def gather(self, x: Tensor, cu_seqlens: Borders = None) -> Tensor:
-        """All channels of this rank's rows -> this rank's channels of all rows, in sequence order.
+        """All channels of this rank's rows -> this rank's channels of all rows in sequence order.
 
         Args:
             x: (b, s, P, c); [:, :, r] is for rank r. Any dtype, rows in layout order.
@@ -49,10 +50,10 @@ class ChannelExchange:
         Raises:
             ValueError: if the ranks' tensors do not belong together.
         """
-        beside = fingerprint((len(x), *x.shape[2:]))
-        same = {"dtype": fingerprint(x.dtype), "batch and channels": beside}
-        told = self._consistency.check(same, {"rows": x.shape[1]}, x)
-        seqlen = cu_seqlens[-1] if cu_seqlens is not None else sum(told["rows"])
+        batch_and_channels = fingerprint((len(x), *x.shape[2:]))
+        same = {"dtype": fingerprint(x.dtype), "batch and channels": batch_and_channels}
+        lengths = self._consistency.check(same, {"rows": x.shape[1]}, x)
+        seqlen = cu_seqlens[-1] if cu_seqlens is not None else sum(lengths["rows"])
         exchange = self._exchange(seqlen, cu_seqlens)
         return heads_for_tokens(x, exchange, self.sp.comm, "channels").squeeze(2)
 
@@ -64,11 +65,11 @@ class ChannelExchange:
 
     @eager
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of every rank's x, on all ranks; so is its gradient."""
+        """The sum of x over the ranks; the gradient is summed over the ranks too."""
         if self.sp.size == 1:
             return x
-        there = partial(sum_on_all_ranks, self.sp.comm)
-        return move(x, there, there, "channels sum")
+        all_reduce = partial(sum_on_all_ranks, self.sp.comm)
+        return move(x, all_reduce, all_reduce, "channels sum")
 
     def _exchange(self, seqlen: int, cu_seqlens: Borders) -> HeadExchange:
         size = self.sp.size

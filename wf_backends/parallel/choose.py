@@ -1,7 +1,7 @@
-"""What an attention call runs: what its config names, and the planner's choice for the rest.
+"""What an attention call runs: what its config names, and the planner's choice for "auto".
 
-Pure: standard library only. Similar calls share a plan, which a rank chooses once: lengths are
-rounded up to one of eight an octave, documents replaced by typical ones (`representative`).
+Pure: standard library only. A rank plans once for similar calls: `planner.representative` rounds
+lengths up to one of eight values in each octave, and replaces documents by typical ones.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from wf_backends.schedule import Mask, Placed, read_placed
 
 
 def choose(
-    config: SequenceParallelConfig, request: Request, tell: Callable[[Plan, Request], None]
+    config: SequenceParallelConfig, request: Request, on_plan: Callable[[Plan, Request], None]
 ) -> Choice:
     """What an attention call runs.
 
     Args:
         request: `request_of` the config.
-        tell: called with what was planned and for what, where anything is "auto".
+        on_plan: called with the plan and the request, if anything is "auto".
 
     Raises:
         ValueError: if no plan fits the topology's memory or the heads.
     """
     if config.leaves_open:
         plan = plan_for(request)
-        tell(plan, request)
+        on_plan(plan, request)
         return plan.choice
     routes = request.degrees, request.forward, request.backward
-    named: Any = (*routes, request.moves, request.keeps, request.strides, request.chunks)
-    return Choice(*(only for (only,) in named))
+    fields: Any = (*routes, request.moves, request.keeps, request.strides, request.chunks)
+    return Choice(*(value for (value,) in fields))  # without "auto" a field has one value
 
 
 def request_of(
@@ -46,21 +46,21 @@ def request_of(
     topology: Topology | None = None,
     keys: int | None = None,
 ) -> Request:
-    """What the planner is asked of an attention call, for what a config leaves to "auto".
+    """The planner's Request for an attention call: all values of what a config leaves to "auto".
 
-    The layout is the config's. Where route is "auto" and backward_route is not named, both are
-    chosen apart.
+    The layout is the config's. If route is "auto" and backward_route is not set, the forward and
+    the backward route are chosen separately.
 
     Args:
         shape: batch, heads and kv_heads before the Ulysses exchange.
-        topology: of the sequence-parallel ranks, or of more of the same hosts; None = one host,
-            of whose memory nothing is known.
-        keys: of cross attention, the keys' sequence length; None = seqlen.
+        topology: of the sequence-parallel ranks, or of more ranks on the same kind of hosts;
+            None = one host of unknown memory.
+        keys: the keys' sequence length in cross attention; None = seqlen.
     """
     size, moves, keep = config.sequence_parallel_size, config.backward_moves, config.keep_gathered
     topology = (topology or one_host(size)).with_ranks(size)
     kernel = config.kernel if config.kernel in dict(topology.kernels) else AUTO
-    back = config.route if config.backward_route is None else config.backward_route
+    backward = config.route if config.backward_route is None else config.backward_route
     return Request(
         topology,
         Workload(shape, seqlen, mask.within(seqlen), config.layout, kernel, keys),
@@ -68,7 +68,7 @@ def request_of(
         strides=_numbers(config.ulysses_stride),
         chunks=_numbers(config.ulysses_chunks),
         forward=_named(config.route, config),
-        backward=_named(back, config),
+        backward=_named(backward, config),
         moves=MOVES if moves == AUTO else (str(moves),),
         keeps=(False, True) if keep == AUTO else (keep is True or config.strategy == LSS,),
         layers=config.kept_layers,
@@ -76,12 +76,12 @@ def request_of(
 
 
 def _numbers(value: int | str | None) -> tuple[int, ...] | None:
-    """The one number that a config names; None for "auto"."""
+    """The number that a config names, as a tuple; None for "auto"."""
     return None if value == AUTO else (int(value or 1),)
 
 
 def _named(route: Route, config: SequenceParallelConfig) -> tuple[Placed, ...] | None:
-    """The one route that a config names, as it places it; None for "auto"."""
+    """The route that a config names, with its placement, as a tuple; None for "auto"."""
     if route is None or isinstance(route, str):
         return None
     return (read_placed(route, config.sequence_parallel_size // config.degrees[0]),)

@@ -1,17 +1,17 @@
-"""A full batch made ready for sharding: labels shifted, positions added, padded and masked.
+"""Prepares a full batch for sharding: shifts labels, adds positions, pads and masks.
 
-Beside its ids or embeddings a batch may hold
-    "labels" (b, S), as Hugging Face has them: the token itself, not the next one;
+Besides its ids or embeddings a batch may contain
+    "labels" (b, S), as in Hugging Face: the token itself, not the next one;
     "attention_mask" (b, S), 1 = valid, padding on the right only;
-    "position_ids" (b, S) or (1, S), which begin anew only where documents or padding do;
+    "position_ids" (b, S) or (1, S), which restart only where documents or padding start;
     "cu_seqlens": host integers 0 = c0 < ... = S, the documents of every sample;
     "q_ranges", "k_ranges", "attn_mask_types": in its place, the mask of every sample as slices;
     anything else: tensors (b, S, ...).
 
-Padding is never seen by a valid token: under causal attention because it comes last, under full
-attention because `cu_seqlens` makes it a document of its own, under slices because it stands in
-none. One exception: samples of different lengths have no documents in common; their
-"attention_mask" comes back without "cu_seqlens", and only causal attention is right on them.
+No valid token sees padding: under causal attention because it comes last, under full attention
+because `cu_seqlens` makes it a separate document, under slices because no slice contains it. One
+exception: samples of different lengths have no common `cu_seqlens`, so the batch is returned
+without it, and only causal attention is right for them.
 
 Shapes: b batch, S sequence length as given, S' the same rounded up to the multiple.
 """
@@ -28,15 +28,15 @@ from torch.nn.functional import pad
 
 from wf_backends.schedule import SLICE_WORDS, Mask, make_mask
 
-IGNORE_INDEX = -100  # the label that counts for nothing, as in torch's cross_entropy
+IGNORE_INDEX = -100  # the label of tokens without a loss, as in torch's cross_entropy
 MASK_WORDS = ("cu_seqlens", *SLICE_WORDS)
-"""Of a batch or a call: who sees whom, as host integers; without any it is one document."""
+"""Keys of a batch or a call for its documents or slices; without them it is one document."""
 Borders = tuple[int, ...]  # 0 = c0 < c1 < ... : where documents begin and end
 
 
-def mask_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What a batch or a call says of documents or slices."""
-    return {key: given[key] for key in MASK_WORDS if given.get(key) is not None}
+def mask_words(words: Mapping[str, Any]) -> dict[str, Any]:
+    """The documents or slices of a batch or of a call's arguments: their keys and values."""
+    return {key: words[key] for key in MASK_WORDS if words.get(key) is not None}
 
 
 def prepare_batch(
@@ -46,66 +46,67 @@ def prepare_batch(
     pad_token_id: int = 0,
     labels_are_shifted: bool = False,
 ) -> dict[str, Any]:
-    """Shift, number and pad a full batch, so that equal shards of it can be cut along dim 1.
+    """Shift the labels, add positions and pad a full batch, so that dim 1 has equal shards.
 
     Args:
-        batch: "input_ids" (b, S) or "inputs_embeds" (b, S, width), and what else a batch may hold
-            (see the head of this module).
+        batch: "input_ids" (b, S) or "inputs_embeds" (b, S, width), and the optional keys that the
+            docstring of this module lists.
         multiple: S' is the next multiple of this, in tokens.
         pad_token_id: fills "input_ids"; other tensors are filled with 0.
         labels_are_shifted: labels already stand where they are predicted (also: masked models).
 
     Returns:
-        A new dict of the same keys, and "position_ids" counting from 0 in every document (going on
-        counting through the padding). "cu_seqlens" is there if documents or an attention_mask were
-        given or padding was needed, unless samples differ in length; slices are as given.
+        A new dict with the same keys and "position_ids", which count from 0 in every document and
+        continue through the padding. It has "cu_seqlens" if the batch had documents or an
+        attention_mask or was padded, unless samples differ in length; slices are unchanged.
 
     Raises:
         ValueError: for a tensor that is not (b, S, ...), a mask with holes or padding on the
-            left, an impossible multiple, cu_seqlens that do not end at S, position_ids that tell
-            of documents of which nothing else does, or slices that hold padding; names the key.
+            left, an impossible multiple, cu_seqlens that do not end at S, position_ids that
+            restart without cu_seqlens or slices, or slices with padding; names the key.
     """
     if multiple < 1:
         raise ValueError(f"multiple must be at least 1 token, got {multiple}")
     if not isinstance(batch, Mapping):
         raise ValueError(f'a batch must be such as {{"input_ids": ids}}, got a {_describe(batch)}')
-    told = mask_words(batch)
-    tensors = {k: v for k, v in batch.items() if k not in told and v is not None}
+    words = mask_words(batch)
+    tensors = {k: v for k, v in batch.items() if k not in words and v is not None}
     size, seqlen = _shape(tensors)
+    padded_len = -(-seqlen // multiple) * multiple
     valid = _valid(tensors.get("attention_mask"))
-    mask = make_mask(**told, seqlen=seqlen)
-    borders, padded = mask.cu_seqlens or (0, seqlen), -(-seqlen // multiple) * multiple
+    mask = make_mask(**words, seqlen=seqlen)
+    borders = mask.cu_seqlens or (0, seqlen)
     if "position_ids" not in tensors:
         tensors["position_ids"] = _positions(borders, tensors).expand(size, -1)
-    elif not told:
+    elif not words:
         _check_positions(tensors["position_ids"], valid)
     if "labels" in tensors:
         ends = () if labels_are_shifted else borders[1:]
         tensors["labels"] = _targets(tensors["labels"], valid, ends)
     fill = {"input_ids": pad_token_id, "labels": IGNORE_INDEX}
-    out: dict[str, Any] = {key: _pad(x, padded, fill.get(key, 0)) for key, x in tensors.items()}
-    out["position_ids"] = _continue(tensors["position_ids"], padded)
-    if told or valid is not None or padded > seqlen:
+    out: dict[str, Any] = {k: _pad(x, padded_len, fill.get(k, 0)) for k, x in tensors.items()}
+    out["position_ids"] = _continue_positions(tensors["position_ids"], padded_len)
+    if words or valid is not None or padded_len > seqlen:
         lengths = {seqlen} if valid is None else set(valid.sum(dim=1).tolist())
-        out |= _padded_mask(mask, told, lengths, padded)
+        out |= _padded_mask_words(mask, words, lengths, padded_len)
     return out
 
 
 def _shape(tensors: Mapping[str, Any]) -> tuple[int, int]:
-    """(b, S) that every tensor of the batch agrees on."""
+    """(b, S), after a check that every tensor of the batch has them."""
     key = "input_ids" if "input_ids" in tensors else "inputs_embeds"
     if key not in tensors:
         raise ValueError(f'a batch needs "input_ids" (b, S), got the keys {sorted(tensors)}')
     if not isinstance(tensors[key], Tensor) or tensors[key].dim() < 2:
         raise ValueError(f"{key} must be a tensor (b, S), got {_describe(tensors[key])}")
     size, seqlen = tensors[key].shape[:2]
-    flat = {"input_ids", "labels", "attention_mask", "position_ids"}
+    two_dims = {"input_ids", "labels", "attention_mask", "position_ids"}
     for name, tensor in tensors.items():
-        rows = (1, size) if name == "position_ids" else (size,)
-        good = isinstance(tensor, Tensor) and tensor.dim() >= 2 and tensor.shape[1] == seqlen
-        if not good or tensor.shape[0] not in rows or (name in flat and tensor.dim() != 2):
-            wanted = f"({size}, {seqlen})" if name in flat else f"({size}, {seqlen}, ...)"
-            raise ValueError(f"{name} must be a tensor {wanted}, got {_describe(tensor)}")
+        sizes = (1, size) if name == "position_ids" else (size,)
+        fits = isinstance(tensor, Tensor) and tensor.dim() >= 2 and tensor.shape[1] == seqlen
+        if not fits or tensor.shape[0] not in sizes or (name in two_dims and tensor.dim() != 2):
+            expected = f"({size}, {seqlen})" if name in two_dims else f"({size}, {seqlen}, ...)"
+            raise ValueError(f"{name} must be a tensor {expected}, got {_describe(tensor)}")
     if seqlen == 0:
         raise ValueError(f"{key} holds no token: {_describe(tensors[key])}")
     return size, seqlen
@@ -116,25 +117,27 @@ def _describe(value: Any) -> str:
 
 
 def _valid(mask: Tensor | None) -> Tensor | None:
-    """(b, S) bool, True where a token counts; refuses what is no padding on the right."""
+    """(b, S) bool, True at valid tokens; ValueError if they are not at the left of each sample."""
     if mask is None:
         return None
     valid = mask != 0
     if bool((valid[:, 1:] & ~valid[:, :-1]).any()):
-        left = bool((~valid[:, 0] & valid.any(dim=1)).any())
-        what = "is padded on the left" if left else "has holes"
+        on_left = bool((~valid[:, 0] & valid.any(dim=1)).any())
+        fault = "is padded on the left" if on_left else "has holes"
         raise ValueError(
-            f"attention_mask {what}: a sample must be ones and then zeros (pad on the right)"
+            f"attention_mask {fault}: a sample must be ones and then zeros (pad on the right)"
         )
     return valid
 
 
 def _check_positions(positions: Tensor, valid: Tensor | None) -> None:
-    """Refuse documents of which only positions tell: attention would take them for one."""
-    anew = positions[:, 1:] < positions[:, :-1]
-    anew = (anew if valid is None else anew & valid[:, 1:]).any(dim=0)
-    if bool(anew.any()):
-        first, seqlen = 1 + int(anew.int().argmax()), positions.shape[1]
+    """Refuse positions (b or 1, S) that restart: attention would see one document, not several."""
+    restarts = positions[:, 1:] < positions[:, :-1]
+    if valid is not None:
+        restarts = restarts & valid[:, 1:]
+    restarts = restarts.any(dim=0)
+    if bool(restarts.any()):
+        first, seqlen = 1 + int(restarts.int().argmax()), positions.shape[1]
         raise ValueError(
             f'position_ids begin anew at token {first}, without "cu_seqlens": give those of the '
             f"packed documents, such as [0, {first}, {seqlen}], or [0, {seqlen}] for one document"
@@ -142,16 +145,16 @@ def _check_positions(positions: Tensor, valid: Tensor | None) -> None:
 
 
 def _positions(borders: Borders, tensors: Mapping[str, Tensor]) -> Tensor:
-    """(1, S) int64, where the batch is: 0, 1, 2, ... in each document."""
+    """(1, S) int64 on the batch's device: 0, 1, 2, ... in each document."""
     device = next(iter(tensors.values())).device
     parts = [torch.arange(stop - start, device=device) for start, stop in pairwise(borders)]
     return torch.cat(parts)[None]
 
 
 def _targets(labels: Tensor, valid: Tensor | None, ends: Borders) -> Tensor:
-    """What every token has to predict: the next one, and nothing where a document ends.
+    """The label that each token has to predict: the next token's; none where a document ends.
 
-    Labels stay where they are if there are no `ends`.
+    Labels are not shifted if there are no `ends`.
     """
     labels = labels if valid is None else labels.masked_fill(~valid, IGNORE_INDEX)
     if ends:
@@ -161,27 +164,27 @@ def _targets(labels: Tensor, valid: Tensor | None, ends: Borders) -> Tensor:
 
 
 def _pad(tensor: Tensor, length: int, value: int) -> Tensor:
-    """`tensor` (b, s, ...) filled up with `value` on the right of dim 1."""
+    """`tensor` (b, s, ...) padded on the right of dim 1 with `value`, to (b, length, ...)."""
     right = (0, 0) * (tensor.dim() - 2) + (0, length - tensor.shape[1])
     return pad(tensor, right, value=value)
 
 
-def _continue(positions: Tensor, length: int) -> Tensor:
-    """`positions` (b, s) counting on from the last one."""
-    more = torch.arange(1, 1 + length - positions.shape[1], device=positions.device)
-    return torch.cat([positions, (positions[:, -1:] + more).to(positions.dtype)], dim=1)
+def _continue_positions(positions: Tensor, length: int) -> Tensor:
+    """`positions` (b, s), continued from each row's last one to (b, length)."""
+    offsets = torch.arange(1, 1 + length - positions.shape[1], device=positions.device)
+    return torch.cat([positions, (positions[:, -1:] + offsets).to(positions.dtype)], dim=1)
 
 
-def _padded_mask(
-    mask: Mask, told: dict[str, Any], lengths: set[int], padded: int
+def _padded_mask_words(
+    mask: Mask, words: dict[str, Any], lengths: set[int], padded_len: int
 ) -> dict[str, Any]:
-    """Slices as they were told; or the documents, all padding as one more.
+    """The slices unchanged, or "cu_seqlens" with all padding as one more document.
 
-    Of samples of different lengths there is no word.
+    `lengths` are the samples' numbers of valid tokens. If they differ, there are no common words.
     """
     if mask.slices is not None:
         mask.check_lengths(min(lengths), min(lengths))
-        return told
+        return words
     if len(lengths) > 1 and mask.cu_seqlens is not None:
         raise ValueError(
             f"attention_mask gives samples of lengths {sorted(lengths)}, but cu_seqlens "
@@ -192,5 +195,5 @@ def _padded_mask(
     (length,) = lengths
     if length == 0:
         raise ValueError("attention_mask holds no valid token")
-    kept = [c for c in mask.cu_seqlens or (0,) if c < length]
-    return {"cu_seqlens": (*kept, length) if length == padded else (*kept, length, padded)}
+    borders = [border for border in mask.cu_seqlens or (0,) if border < length] + [length]
+    return {"cu_seqlens": (*borders, padded_len) if length < padded_len else tuple(borders)}

@@ -1,4 +1,4 @@
-"""A dense mask as slices: which of a mask's pairs are seen, in the words of attention.
+"""Converts a dense mask into slices, as `SequenceParallel.attention` takes them.
 
 Shapes: b batch, h heads, S queries, S' keys.
 """
@@ -17,9 +17,9 @@ from wf_backends.parallel.sharding import SliceWords
 from wf_backends.schedule import Range
 
 HIDDEN = -1e4
-"""Additive masks hide a key by this or less; what lies between it and 0 is a bias, and no mask."""
+"""Additive masks hide a key by this value or less; values between it and 0 are a bias."""
 Steps = tuple[int, int]
-"""How the (first key, last key) that a query sees move on from one query to the next."""
+"""From one query to the next: by how much the (start, stop) of its range of keys increases."""
 TYPES: Mapping[Steps | None, str] = MappingProxyType(
     {
         None: "full",  # one query
@@ -32,30 +32,30 @@ TYPES: Mapping[Steps | None, str] = MappingProxyType(
 
 
 class _Run(NamedTuple):
-    """Consecutive queries, of which each sees a range of keys that moves on by `steps`."""
+    """Consecutive queries start to stop that make one slice; with the key ranges of its ends."""
 
     start: int
     stop: int
-    first: Range
-    last: Range
-    steps: Steps | None = None
+    first_keys: Range
+    last_keys: Range
+    steps: Steps | None = None  # None for a single query
 
-    def longer(self, keys: Range) -> _Run | None:
-        """With the next query, if it goes on so."""
-        steps = keys[0] - self.last[0], keys[1] - self.last[1]
+    def extended(self, keys: Range) -> _Run | None:
+        """The run with one more query, which sees `keys`; None if that is not one slice."""
+        steps = keys[0] - self.last_keys[0], keys[1] - self.last_keys[1]
         if steps not in TYPES or self.steps not in (None, steps):
             return None
-        return _Run(self.start, self.stop + 1, self.first, keys, steps)
+        return _Run(self.start, self.stop + 1, self.first_keys, keys, steps)
 
 
 def slices_of_mask(mask: Tensor) -> SliceWords:
-    """`q_ranges`, `k_ranges` and `attn_mask_types` that say what a dense mask says.
+    """The `q_ranges`, `k_ranges` and `attn_mask_types` of a dense mask.
 
-    It is read on the host, and takes time for every query: make it once a batch.
+    The mask is read on the host, query by query: convert it once per batch.
 
     Args:
-        mask: (S, S'), or (b or 1, h or 1, S, S'), the same for all samples and heads. bool
-            (True = seen), or floating as it is added to scores (0 = seen, `HIDDEN` or less = not).
+        mask: (S, S'), or (b or 1, h or 1, S, S'), the same for all samples and heads. bool (True =
+            visible), or floats that are added to scores (0 = visible, `HIDDEN` or less = hidden).
 
     Raises:
         ValueError: if samples or heads differ, a value is a bias, or no query sees a key.
@@ -67,41 +67,48 @@ def slices_of_mask(mask: Tensor) -> SliceWords:
             f"mask must be bool, or 0 where a key is seen and at most {HIDDEN:g} where it is not, "
             "got other values: a bias is no mask"
         )
-    seen = (mask if mask.dtype == torch.bool else mask == 0).view(-1, *mask.shape[-2:])
-    if bool((seen != seen[:1]).any()):
+    visible = (mask if mask.dtype == torch.bool else mask == 0).view(-1, *mask.shape[-2:])
+    if bool((visible != visible[:1]).any()):
         raise ValueError(
             f"mask {tuple(mask.shape)} differs between samples or heads, and slices hold for all: "
             "take a batch of one sample"
         )
-    runs = _runs(_ranges(seen[0].cpu()))
+    runs = _runs(_key_ranges(visible[0].cpu()))
     if not runs:
         raise ValueError(f"mask {tuple(mask.shape)} lets no query see a key")
     return {
         "q_ranges": [(run.start, run.stop) for run in runs],
-        "k_ranges": [(run.first[0], run.last[1]) for run in runs],
+        "k_ranges": [(run.first_keys[0], run.last_keys[1]) for run in runs],
         "attn_mask_types": [TYPES[run.steps] for run in runs],
     }
 
 
-def _ranges(seen: Tensor) -> list[list[Range]]:
-    """The ranges of keys that each query sees; seen (S, S')."""
-    outside = seen.new_zeros(len(seen), 1).int()
-    changes = seen.int().diff(dim=1, prepend=outside, append=outside)
-    found: list[list[Range]] = [[] for _ in seen]
+def _key_ranges(visible: Tensor) -> list[list[Range]]:
+    """For each query the ranges of keys that it sees; visible (S, S') bool."""
+    hidden_column = visible.new_zeros(len(visible), 1).int()
+    changes = visible.int().diff(dim=1, prepend=hidden_column, append=hidden_column)
     starts, stops = ((changes == sign).nonzero().tolist() for sign in (1, -1))
+    ranges: list[list[Range]] = [[] for _ in visible]
     for (query, start), (_, stop) in zip(starts, stops, strict=True):
-        found[query].append((start, stop))
-    return found
+        ranges[query].append((start, stop))
+    return ranges
 
 
-def _runs(queries: Sequence[Sequence[Range]]) -> list[_Run]:
-    """The queries' ranges of keys in as long runs as they make, one query after the other."""
-    done, going = list[_Run](), list[_Run]()
-    for query, ranges in enumerate(queries):
-        if len(going) != len(ranges):
-            done, going = done + going, []
-        longer = [run.longer(keys) for run, keys in zip(going, ranges, strict=False)]
-        done += [run for run, one in zip(going, longer, strict=True) if one is None]
-        begun = [_Run(query, query + 1, keys, keys) for keys in ranges]
-        going = [one or new for one, new in zip_longest(longer, begun)]
-    return done + going
+def _runs(key_ranges: Sequence[Sequence[Range]]) -> list[_Run]:
+    """The longest runs of queries, found query by query; key_ranges as by `_key_ranges`.
+
+    A query extends the last one's runs, range by range, if both have equally many ranges.
+    """
+    finished, current = list[_Run](), list[_Run]()
+    for query, ranges in enumerate(key_ranges):
+        if len(current) != len(ranges):
+            finished += current
+            current = []
+        runs: list[_Run] = []
+        for run, keys in zip_longest(current, ranges):
+            extended = run.extended(keys) if run else None
+            if run and not extended:
+                finished.append(run)
+            runs.append(extended or _Run(query, query + 1, keys, keys))
+        current = runs
+    return finished + current

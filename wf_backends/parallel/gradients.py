@@ -1,4 +1,4 @@
-"""Parameter gradients of ranks that share sequences: the sum over one, the mean over several.
+"""Parameter gradients: the sum over the ranks of a sequence, the mean over sequences.
 
 Source: LSS Transformer's double gradient averaging, arXiv 2311.02382.
 """
@@ -14,51 +14,50 @@ from torch import nn
 from wf_backends.comm import ConsistencyCheck, fingerprint, make_comm, sum_on_all_ranks
 from wf_backends.parallel.sequence_parallel import SequenceParallel
 
-BUCKET_BYTES = 1 << 25  # gradients that are brought together in one message
+BUCKET_BYTES = 1 << 25  # gradients that are reduced together
 
 
 class DoubleAverage:
     """Parameter gradients summed over a sequence, then averaged over sequences.
 
-    Call it with the parameters of a plain module after `sp.loss(...).backward()`: every rank then
-    holds the gradient that one device has on the mean of all sequences' losses, however the valid
-    labels are spread over the ranks.
+    Call it with the parameters of a plain module after `sp.loss(...).backward()`. Every rank then
+    has the gradient that one device has for the mean of all sequences' losses, also if the ranks
+    have different numbers of valid labels.
 
     Args:
         sp: the ranks of one sequence.
-        group: the group that sp was made of (data parallel x sequence parallel): both averages
-            are one reduction over it.
-        data_group: given, the reductions are two: over the sequence's ranks, and over these, the
-            ranks that hold the same part of other sequences.
+        group: the group that sp was made from (data parallel x sequence parallel): one reduction
+            over it computes both averages.
+        data_group: the ranks that hold the same part of other sequences. If it is given, there are
+            two reductions: over the ranks of the sequence, then over data_group.
 
     Raises:
-        ValueError: if `group` is no multiple of sp's ranks.
+        ValueError: if the size of `group` is not a multiple of sp's size.
     """
 
     def __init__(self, sp: SequenceParallel, group: Any = None, data_group: Any = None) -> None:
         if data_group is not None:
-            data = make_comm(data_group)
-            self._steps = [GradientMean(sp.comm, divisor=1), GradientMean(data)]
+            data_comm = make_comm(data_group)
+            self._reductions = [GradientMean(sp.comm, divisor=1), GradientMean(data_comm)]
             return
-        everyone = make_comm(group)
-        if everyone.size % sp.size:
+        comm = make_comm(group)
+        if comm.size % sp.size:
             raise ValueError(
-                f"group must hold a multiple of the {sp.size} ranks of a sequence, "
-                f"got {everyone.size}"
+                f"group must hold a multiple of the {sp.size} ranks of a sequence, got {comm.size}"
             )
-        self._steps = [GradientMean(everyone, divisor=everyone.size // sp.size)]
+        self._reductions = [GradientMean(comm, divisor=comm.size // sp.size)]
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Replace the gradients; one that is missing on a rank counts as zeros."""
-        chosen = list(parameters)
-        for step in self._steps:
-            step(chosen)
+        """Replace the gradients; a gradient that is None on a rank counts as zeros."""
+        parameters = list(parameters)
+        for reduce in self._reductions:
+            reduce(parameters)
 
 
 class GradientMean:
     """The sum of parameter gradients over the ranks / divisor (None: the number of ranks).
 
-    Gradients travel in their own dtype and are summed in float32 or wider. A rank sends
+    Gradients are sent in their own dtype and summed in float32 or wider. A rank sends
     2 (P - 1) / P of their bytes.
     """
 
@@ -78,30 +77,30 @@ class GradientMean:
         Raises:
             ValueError: if the ranks pass different parameters.
         """
-        chosen = [p for p in parameters if p.requires_grad]
-        if not chosen:
+        trained = [p for p in parameters if p.requires_grad]
+        if not trained:
             return
-        shapes = [(tuple(p.shape), str(p.dtype)) for p in chosen]
-        same = {"parameters": len(chosen), "their shapes and dtypes": fingerprint(shapes)}
-        self._consistency.check(same, {}, chosen[0])
-        for bucket in _buckets(chosen, self.bucket_bytes):
+        shapes = [(tuple(p.shape), str(p.dtype)) for p in trained]
+        same = {"parameters": len(trained), "their shapes and dtypes": fingerprint(shapes)}
+        self._consistency.check(same, {}, trained[0])
+        for bucket in _buckets(trained, self.bucket_bytes):
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
             flat = torch.cat([grad.reshape(-1) for grad in grads])
             mean = sum_on_all_ranks(self.comm, flat, "gradients", self.divisor)
-            pieces = mean.split([p.numel() for p in bucket])
-            for parameter, piece in zip(bucket, pieces, strict=True):
-                parameter.grad = piece.view_as(parameter).clone()
+            grads = mean.split([p.numel() for p in bucket])
+            for parameter, grad in zip(bucket, grads, strict=True):
+                parameter.grad = grad.view_as(parameter).clone()
 
 
-def _buckets(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
-    """Neighbours of one dtype and device, `limit` bytes at most unless one alone is larger."""
-    bucket: list[nn.Parameter] = []
-    room = limit
-    for p in parameters:
-        fits = bucket and (p.dtype, p.device) == (bucket[0].dtype, bucket[0].device)
-        if bucket and not (fits and p.nbytes <= room):
+def _buckets(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterator[list[nn.Parameter]]:
+    """Consecutive parameters of one dtype and device, of max_bytes at most or a single one."""
+    bucket, num_bytes = [parameters[0]], parameters[0].nbytes
+    for p in parameters[1:]:
+        same_type = (p.dtype, p.device) == (bucket[0].dtype, bucket[0].device)
+        if same_type and num_bytes + p.nbytes <= max_bytes:
+            bucket.append(p)
+            num_bytes += p.nbytes
+        else:
             yield bucket
-            bucket, room = [], limit
-        bucket.append(p)
-        room -= p.nbytes
+            bucket, num_bytes = [p], p.nbytes
     yield bucket

@@ -1,4 +1,4 @@
-"""The loss of a rank's tokens, as its share of the mean over all valid tokens of the group."""
+"""The loss of a rank's tokens, as its share of the mean over the valid tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from wf_backends.parallel.data import IGNORE_INDEX
 from wf_backends.runtime import first_order_only
 
-CHUNK_ELEMENTS = 1 << 24  # logits upcast at one time: 64 MiB in float32
+CHUNK_ELEMENTS = 1 << 24  # logits that are upcast at a time: 64 MiB in float32
 
 
 def token_loss(
@@ -20,21 +20,21 @@ def token_loss(
 ) -> Tensor:
     """Sum of the cross entropies of the valid local tokens / max(1, num_valid).
 
-    With num_valid counted over the group, the sum of this over its ranks is the mean of one device,
-    whatever the number of valid tokens on each rank; a rank without any gives 0 and zero gradients.
-    Logits are upcast a chunk of tokens at a time, in the forward and again in the backward.
+    With num_valid counted over all ranks, the sum over the ranks is the mean loss of one device,
+    for any number of valid tokens on each rank; a rank without valid tokens has loss 0 and zero
+    gradients. Logits are upcast in chunks of tokens, in the forward and again in the backward.
 
     Args:
         logits: (..., vocab), any float dtype.
         labels: (...), int64, already shifted: the token that each position predicts.
-        num_valid: tokens with a label, over all ranks that share the sequence.
-        ignore_index: the label of tokens that count for nothing.
+        num_valid: number of tokens with a label, over all ranks that share the sequence.
+        ignore_index: the label of tokens without a loss.
 
     Returns:
         A scalar, float32 (float64 for float64 logits).
 
     Raises:
-        ValueError: if the shapes of logits and labels do not belong together, or labels are none.
+        ValueError: if the shapes of logits and labels do not fit, or labels are not integers.
     """
     if logits.shape[:-1] != labels.shape:
         raise ValueError(
@@ -48,17 +48,17 @@ def token_loss(
 
 
 def count_valid(labels: Tensor, ignore_index: int = IGNORE_INDEX) -> Tensor:
-    """How many labels count, as an int64 scalar on the labels' device."""
+    """The number of labels other than ignore_index, an int64 scalar on the labels' device."""
     return (labels != ignore_index).sum()
 
 
 def at_least_one(num_valid: Tensor | int) -> Tensor | int:
-    """The divisor of a sum over `num_valid` tokens, of which there may be none."""
+    """max(1, num_valid): the divisor of a sum over num_valid tokens."""
     return num_valid.clamp(min=1) if isinstance(num_valid, Tensor) else max(1, num_valid)
 
 
 class _CrossEntropySum(torch.autograd.Function):
-    """The sum of the cross entropies of the valid rows (n, v), a chunk of rows at a time."""
+    """The sum of the cross entropies of logits (n, v) and labels (n,), in chunks of rows."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -73,20 +73,20 @@ class _CrossEntropySum(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Row by row, grad * (softmax - one hot)."""
+        """dlogits = grad * (softmax(logits) - one_hot(labels)), 0 in ignored rows."""
         logits, labels = ctx.saved_tensors
-        out = torch.empty_like(logits)
+        dlogits = torch.empty_like(logits)
         for rows in _chunks(logits):
             label = labels[rows, None]
             ignored = label == ctx.ignore_index
             chunk = logits[rows].softmax(-1, dtype=grad.dtype)
             chunk.scatter_add_(1, label.masked_fill(ignored, 0), -torch.ones_like(chunk[:, :1]))
-            out[rows] = chunk.mul_(grad).masked_fill_(ignored, 0)
-            del chunk  # before the next is made
-        return out, None, None
+            dlogits[rows] = chunk.mul_(grad).masked_fill_(ignored, 0)
+            del chunk  # before the next chunk is allocated
+        return dlogits, None, None
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
-    """Ranges of rows whose logits may be upcast at one time."""
+    """Ranges of rows of logits (n, v) that are upcast at a time."""
     step = max(1, CHUNK_ELEMENTS // logits.shape[1])
     return (slice(start, start + step) for start in range(0, len(logits), step))

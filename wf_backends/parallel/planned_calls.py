@@ -1,4 +1,4 @@
-"""What is found once for each kind of attention call: the plan, the programs, the kernel.
+"""What the first attention call of its kind finds for all later ones: plan, programs and kernel.
 
 Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d head_dim.
 """
@@ -19,17 +19,17 @@ from wf_backends.config import LSS, SequenceParallelConfig
 from wf_backends.kernels import KernelSpec, Scores, select
 from wf_backends.lowering import ACTIVATION, Problem, Shape, UlyssesGroups, lower
 from wf_backends.parallel.choose import choose, request_of
-from wf_backends.parallel.softmax import Told
+from wf_backends.parallel.softmax import Options
 from wf_backends.planner import Choice, Plan, Request, reason
 from wf_backends.runtime import Call, HeadGroup, accumulator_dtype, make_head_exchange
 from wf_backends.schedule import LAYOUTS, Layout, Mask, check, layout_of
 
 
 class PlannedCalls:
-    """The kinds of calls of one sequence-parallel group, by one configuration.
+    """Plans the attention calls of one sequence-parallel group, and keeps the plans.
 
     Args:
-        topology: what the planner uses where the config leaves something to it.
+        topology: hosts and links, for what the config leaves to the planner.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class PlannedCalls:
     ) -> None:
         self.config, self.comm, self.topology = config, comm, topology
         self.consistency = ConsistencyCheck(comm)
-        self._told = set[Choice]()
-        self._at_once = config.strategy == LSS
-        self._narrow = config.partials == ACTIVATION or self._at_once
-        self._same = lru_cache(maxsize=64)(self._make_same)
+        self._logged = set[Choice]()
+        self._gather_first = config.strategy == LSS
+        self._narrow_partials = config.partials == ACTIVATION or self._gather_first
+        self._compared = lru_cache(maxsize=64)(self._make_compared)
         self._planned = lru_cache(maxsize=64)(self._make_call)
 
-    def _make_same(
-        self, spec: KernelSpec, batch: int, mask: Mask, softmax: Told, seqlen: int | None
+    def _make_compared(
+        self, spec: KernelSpec, batch: int, mask: Mask, options: Options, seqlen: int | None
     ) -> tuple[dict[str, int], dict[str, object]]:
-        """What must be the same on all ranks, by its name in errors; and what puts it in words."""
-        known = self.topology.known
+        """What must be equal on all ranks, by name: integers to compare, and values for errors."""
+        topology = self.topology.known
         numbers = {
             "batch size": batch,
             "heads": spec.heads,
@@ -59,102 +59,111 @@ class PlannedCalls:
         words: dict[str, object] = {
             "dtype": spec.dtype,
             "mask": mask,
-            **dict(softmax),
+            **dict(options),
             "config": self.config.to_dict()
-            | {"its topology": {} if known is None else known.to_dict()},
+            | {"its topology": {} if topology is None else topology.to_dict()},
         }
         return numbers | {name: fingerprint(value) for name, value in words.items()}, words
 
     def _make_call(
         self,
-        told: tuple[tuple[str, tuple[int, ...]], ...],
+        rows_by_rank: tuple[tuple[str, tuple[int, ...]], ...],
         mask: Mask,
         spec: KernelSpec,
         batch: int,
-        latent: int,
+        latent_dim: int,
     ) -> tuple[Call, HeadGroup]:
-        """The call with scores of its own to be put in.
+        """The call without its scores, which `DistributedAttention.call` sets; and its head group.
 
         Args:
-            told: the queries' and the keys' (name in errors, rows of every rank).
-            latent: numbers of a token in place of its keys and values; 0 = keys and values.
+            rows_by_rank: (name in errors, rows of every rank) of the queries, and of the keys.
+            latent_dim: numbers of a token in place of its keys and values; 0 = keys and values.
         """
-        lengths = [sum(rows) for _, rows in told]
+        lengths = [sum(rows) for _, rows in rows_by_rank]
         _check_lengths(self.config.layout, mask, spec, *lengths)
         q_layout, kv_layout = (
-            layout_of(self.config.layout, rows, mask, name) for name, rows in told
+            layout_of(self.config.layout, rows, mask, name) for name, rows in rows_by_rank
         )
-        choice = self._choose(lengths, mask, spec, batch, latent)
+        choice = self._choose(lengths, mask, spec, batch, latent_dim)
         groups = UlyssesGroups(self.comm.size, choice.degree, choice.stride)
-        at, member = groups.find(self.comm.rank)
-        members = groups.members(at)
+        group, member = groups.find(self.comm.rank)
+        ranks = groups.members(group)
         queries, keys = (
-            make_head_exchange([layout[rank] for rank in members], heads, spec.heads).split(
+            make_head_exchange([layout[rank] for rank in ranks], heads, spec.heads).split(
                 choice.chunks
             )
             for layout, heads in ((q_layout, spec.heads), (kv_layout, spec.kv_heads))
         )
-        merged = map(groups.merge, (q_layout, kv_layout))
-        there, back, keep = _problems(choice, groups, mask, self._at_once, *merged)
-        seen = (queries if latent else keys)[0].share
-        tile = replace(
+        group_layouts = [groups.merge(q_layout), groups.merge(kv_layout)]
+        forward, backward, keep = _problems(choice, groups, mask, self._gather_first, group_layouts)
+        local_spec = replace(
             spec,
             heads=queries[0].share,
-            kv_heads=seen,
+            kv_heads=(queries if latent_dim else keys)[0].share,
             looks_back=mask.looks_back,
             whole_sequence=groups.count == 1,
         )
-        kernel = select(self.config.kernel, tile)
-        forward, backward = lower(there, at), lower(back, at)
+        kernel = select(self.config.kernel, local_spec)
+        programs = lower(forward, group), lower(backward, group)
         route = self.comm.view(groups.route(member))
-        group = HeadGroup(self.comm.view(members), queries, keys)
-        return Call(forward, backward, route, kernel, Scores(1.0), keep, self._narrow), group
+        head_group = HeadGroup(self.comm.view(ranks), queries, keys)
+        call = Call(*programs, route, kernel, Scores(1.0), keep, self._narrow_partials)
+        return call, head_group
 
     def _choose(
-        self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int, latent: int
+        self, lengths: Sequence[int], mask: Mask, spec: KernelSpec, batch: int, latent_dim: int
     ) -> Choice:
-        """What the call runs, by the lengths of its queries and keys."""
-        sizes = spec.dtype.itemsize, accumulator_dtype(spec.dtype).itemsize
-        partial = sizes[0] if self._narrow else None
-        shape = Shape(
-            batch, spec.heads, spec.kv_heads, spec.head_dim, *sizes, spec.value_dim, partial, latent
-        )
+        """What the call runs, for the global lengths (queries, keys)."""
+        heads = spec.heads, spec.kv_heads, spec.head_dim
+        itemsizes = spec.dtype.itemsize, accumulator_dtype(spec.dtype).itemsize
+        partial = spec.dtype.itemsize if self._narrow_partials else None
+        shape = Shape(batch, *heads, *itemsizes, spec.value_dim, partial, latent_dim)
         topology = None
         if self.config.leaves_open and self.comm.size > 1:
             topology = self.topology.find(torch.device(spec.device))
         seqlen, keys = lengths
         request = request_of(self.config, shape, seqlen, mask, topology, keys)
-        return choose(self.config, request, self._tell)
+        return choose(self.config, request, self._log_plan)
 
-    def _tell(self, plan: Plan, request: Request) -> None:
+    def _log_plan(self, plan: Plan, request: Request) -> None:
         """Log every choice of the planner once, on the first rank of the job."""
-        first = self.comm.rank == 0 and not (dist.is_initialized() and dist.get_rank())
-        if first and self.comm.size > 1 and plan.choice not in self._told:
-            self._told.add(plan.choice)
+        global_rank = dist.get_rank() if dist.is_initialized() else 0
+        is_first = self.comm.rank == global_rank == 0
+        if is_first and self.comm.size > 1 and plan.choice not in self._logged:
+            self._logged.add(plan.choice)
             logging.getLogger(__name__).warning("attention by %s", reason(plan, request))
 
 
 def _problems(
-    choice: Choice, groups: UlyssesGroups, mask: Mask, at_once: bool, queries: Layout, keys: Layout
+    choice: Choice, groups: UlyssesGroups, mask: Mask, gather_first: bool, layouts: list[Layout]
 ) -> tuple[Problem, Problem, tuple[bool, bool]]:
-    """(forward, backward, what is kept in between: queries, keys) of a choice for these groups.
+    """(forward, backward, whether gathered (queries, keys) are kept in between) for a choice.
 
     Args:
-        at_once: whether keys are brought together by one exchange, and not behind the tiles.
+        gather_first: whether all keys are gathered before the first tile, not between the tiles.
+        layouts: of the queries and of the keys, by group.
     """
-    forward, backward = (check(one) for one in choice.schedules(groups.size))
-    near = [groups.groups_per_host(one.host_size) for one in (choice.forward, choice.backward)]
-    sequence = queries, keys, mask
-    stay = choice.forward.keys_stay and not at_once
-    there = Problem(forward, *sequence, stay, choice.keep, near[0])
-    back = Problem(backward, *sequence, choice.moves == "queries", host_size=near[1])
-    if not choice.keep:
-        return there, back, (False, False)
-    return there, replace(back, schedule=forward, kept=True), forward.gathers()
+    forward_schedule, backward_schedule = (check(s) for s in choice.schedules(groups.size))
+    forward = Problem(
+        forward_schedule,
+        layouts[0],
+        layouts[1],
+        mask,
+        queries_walk=choice.forward.keys_stay and not gather_first,
+        kept=choice.keep,
+        host_size=groups.groups_per_host(choice.forward.host_size),
+    )
+    backward = replace(
+        forward,
+        schedule=forward_schedule if choice.keep else backward_schedule,
+        queries_walk=choice.moves == "queries",
+        host_size=groups.groups_per_host(choice.backward.host_size),
+    )
+    return forward, backward, forward_schedule.gathers() if choice.keep else (False, False)
 
 
 def _check_lengths(layout: str, mask: Mask, spec: KernelSpec, seqlen: int, num_keys: int) -> None:
-    """Refuse slices beyond the sequence, and cross attention with what needs common positions."""
+    """Refuse slices beyond the sequence, and cross attention with options that need positions."""
     mask.check_lengths(seqlen, num_keys)
     if seqlen == num_keys:
         return

@@ -1,4 +1,4 @@
-"""What a user holds: one sequence spread over the ranks of a group.
+"""SequenceParallel: what a user calls for a sequence that is split over the ranks of a group.
 
 Shapes: b batch, s local seqlen, S global seqlen, h query heads, g key heads, d head_dim
 of queries and keys, e of values.
@@ -18,23 +18,23 @@ from wf_backends._compile import eager
 from wf_backends.cluster import JobTopology, Topology, cache_folder
 from wf_backends.comm import Shared, fingerprint, make_comm, sum_over_ranks
 from wf_backends.config import SequenceParallelConfig
-from wf_backends.parallel.attention import AttentionOfSequence, DistributedAttention
+from wf_backends.parallel.attention import AttentionMethod, DistributedAttention
 from wf_backends.parallel.data import mask_words, prepare_batch
 from wf_backends.parallel.loss import count_valid, token_loss
 from wf_backends.parallel.sharding import Sharding
 from wf_backends.schedule import SLICE_WORDS, padding_multiple
 
 
-class SequenceParallel(AttentionOfSequence, Sharding, Shared):
+class SequenceParallel(AttentionMethod, Sharding, Shared):
     """Exact attention, batches and losses over one sequence-parallel group.
 
     Args:
-        config: how the sequence is spread.
+        config: how the sequence is split, and by which route attention runs.
         group: None (the default group), a torch ProcessGroup, an mpi4py communicator, or one of
-            our communicators. A group of several times `sequence_parallel_size` ranks is cut
-            into blocks of consecutive ranks, one sequence each (data x sequence parallel).
-        topology: hosts and links of the ranks, for what is "auto"; None = what the config's
-            "topology" says.
+            our communicators. A group of n times `sequence_parallel_size` ranks is divided into
+            n blocks of consecutive ranks, one sequence each (data x sequence parallel).
+        topology: hosts and links of the ranks, by which "auto" is decided; None = the config's
+            "topology".
 
     Raises:
         ValueError: if sequence_parallel_size does not divide the size of the group, or for a
@@ -44,20 +44,20 @@ class SequenceParallel(AttentionOfSequence, Sharding, Shared):
     def __init__(
         self, config: SequenceParallelConfig, group: Any = None, topology: Topology | None = None
     ) -> None:
-        everyone, size = make_comm(group, config.timeout), config.sequence_parallel_size
-        if everyone.size % size:
-            start = f": start {size} ranks and call launch.init(), or give a group"
+        group_comm, size = make_comm(group, config.timeout), config.sequence_parallel_size
+        if group_comm.size % size:
+            advice = f": start {size} ranks and call launch.init(), or give a group"
             raise ValueError(
-                f"sequence_parallel_size must divide the {everyone.size} ranks of the group, "
-                f"got {size}{start if everyone.size == 1 else ''}"
+                f"sequence_parallel_size must divide the {group_comm.size} ranks of the group, "
+                f"got {size}{advice if group_comm.size == 1 else ''}"
             )
-        first = everyone.rank // size * size
+        first = group_comm.rank // size * size
         self.config = config
-        self.comm = everyone.view(range(first, first + size))
+        self.comm = group_comm.view(range(first, first + size))
         self.rank, self.size = self.comm.rank, size
         self.comm.watch()
-        found = JobTopology(self.comm, config.topology, topology, cache_folder(os.environ))
-        self._attention = DistributedAttention(config, self.comm, found)
+        hosts = JobTopology(self.comm, config.topology, topology, cache_folder(os.environ))
+        self._attention = DistributedAttention(config, self.comm, hosts)
         self._consistency = self._attention.consistency
 
     @eager
@@ -72,26 +72,26 @@ class SequenceParallel(AttentionOfSequence, Sharding, Shared):
                 `wf_backends.parallel.data.prepare_batch`.
 
         Returns:
-            The same keys, cut along dim 1: labels shifted before the cut, position_ids added,
-            everything padded to equal shards, padding labelled -100. "cu_seqlens", "q_ranges",
-            "k_ranges" and "attn_mask_types" stay whole.
+            A dict with the same keys and "position_ids": tensors are this rank's rows along dim 1,
+            all ranks have equally many, labels were shifted before the split and are -100 at
+            padding. "cu_seqlens", "q_ranges", "k_ranges" and "attn_mask_types" stay global.
 
         Raises:
             ValueError: for a malformed batch, or one that is not the same on every rank.
         """
-        with self._consistency:  # if it is refused here, it is on all ranks
-            whole = prepare_batch(
+        with self._consistency:  # an error in this block is raised on all ranks
+            full_batch = prepare_batch(
                 batch,
                 multiple=padding_multiple(self.config.layout, self.size),
                 pad_token_id=pad_token_id,
                 labels_are_shifted=labels_are_shifted,
             )
-        tensors = self.check_same(whole)
-        words = mask_words(whole)
-        return whole | {key: self.shard(x, **words) for key, x in tensors.items()}
+        tensors = self.check_same(full_batch)
+        documents = mask_words(full_batch)
+        return full_batch | {key: self.shard(x, **documents) for key, x in tensors.items()}
 
     def check_same(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors of a batch, once it is known to be the same on every rank.
+        """Check that every rank has the same batch, and return its tensors.
 
         Raises:
             ValueError: on every rank, naming what differs.
@@ -100,22 +100,22 @@ class SequenceParallel(AttentionOfSequence, Sharding, Shared):
         same = {key: _checksum(value) for key, value in sorted(tensors.items())}
         same["cu_seqlens"] = fingerprint(batch.get("cu_seqlens"))
         same |= {key: fingerprint(batch[key]) for key in SLICE_WORDS if key in batch}
-        like = next(iter(tensors.values()), torch.empty(0))
+        on_device = next(iter(tensors.values())) if tensors else torch.empty(0)
         keys = {"keys of the batch": fingerprint(sorted(same))}
         try:
-            self._consistency.check(keys, {}, like, remember=False)
+            self._consistency.check(keys, {}, on_device, remember=False)
         except ValueError as error:
             error.add_note(f"keys of the batch on {self.comm.me}: {sorted(same)}")
             raise
-        self._consistency.check(same, {}, like, remember=False)
+        self._consistency.check(same, {}, on_device, remember=False)
         return tensors
 
     @eager
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """This rank's share of the mean cross entropy over all valid labels of the sequence.
 
-        The sum over the ranks is the loss of one device, and the sum of the gradients its gradient,
-        however the valid labels are spread.
+        The sum of the ranks' losses is the loss of one device, and the sum of their gradients is
+        its gradient, also if the ranks have different numbers of valid labels.
 
         Args:
             logits: (b, s, vocab). labels: (b, s), already shifted (as shard_batch gives them).
@@ -137,7 +137,7 @@ class SequenceParallel(AttentionOfSequence, Sharding, Shared):
     def report(self) -> dict[str, int]:
         """Bytes that this rank sent since the last report, by hop and collective.
 
-        Headers that check that the ranks agree, and counts of labels, are left out.
+        Headers that compare arguments between ranks, and counts of labels, are not counted.
         """
         sent = {label: num_bytes for label, num_bytes in self.comm.sent.items() if num_bytes}
         self.comm.sent.clear()
@@ -145,4 +145,5 @@ class SequenceParallel(AttentionOfSequence, Sharding, Shared):
 
 
 def _checksum(x: Tensor) -> int:
+    """The CRC-32 of the elements of x, read on the host."""
     return crc32(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())

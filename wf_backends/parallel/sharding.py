@@ -1,4 +1,4 @@
-"""Whole tensors cut into the rows of each rank, and put together again.
+"""Splits whole tensors into the shards of the ranks, and gathers shards into whole tensors.
 
 Shapes: s local seqlen, S global seqlen.
 """
@@ -20,7 +20,7 @@ from wf_backends.schedule import Layout, layout_of, make_layout, make_mask
 
 
 class SliceWords(TypedDict, total=False):
-    """The mask as slices, from which the balanced layout follows; see `schedule.make_mask`."""
+    """The mask as slices, which determine the balanced layout; see `schedule.make_mask`."""
 
     q_ranges: Sequence[tuple[int, int]] | None
     k_ranges: Sequence[tuple[int, int]] | None
@@ -28,7 +28,7 @@ class SliceWords(TypedDict, total=False):
 
 
 class Sharding:
-    """What of a sequence is a rank's own."""
+    """The methods of `SequenceParallel` that split and gather tensors."""
 
     config: SequenceParallelConfig
     comm: Communicator
@@ -46,26 +46,27 @@ class Sharding:
     ) -> Tensor:
         """This rank's rows of a tensor that every rank holds whole, in layout order.
 
-        The gradient is gathered: every rank gets that of the whole tensor.
+        The backward gathers: every rank gets the gradient of the whole tensor.
 
         Args:
             x: (..., S, ...), any dtype, the same on every rank.
-            dim: which dimension of x the sequence is.
-            cu_seqlens: the packed documents; needed by the document_zigzag layout alone.
-            slices: q_ranges, k_ranges and attn_mask_types as attention takes them; needed by the
-                balanced layout alone.
+            dim: the dimension of x that is the sequence.
+            cu_seqlens: the borders of packed documents; only the document_zigzag layout needs them.
+            slices: q_ranges, k_ranges and attn_mask_types as in `attention`; only the balanced
+                layout needs them.
 
         Returns:
             (..., s, ...), a copy.
 
         Raises:
-            ValueError: if the sequence is too short for the layout, what the layout follows from
-                is missing or does not fit, or x has no such dim.
+            ValueError: if the sequence is too short for the layout, documents or slices that the
+                layout needs are missing or do not fit, or x has no such dim.
         """
         dim = dimension(x, dim)
         layout = self._layout(x.shape[dim], cu_seqlens, slices)
-        there, back = (partial(f, self.comm, layout, dim) for f in (take_shard, gather_shards))
-        return move(x, there, back, "shard")
+        take = partial(take_shard, self.comm, layout, dim)
+        gather = partial(gather_shards, self.comm, layout, dim)
+        return move(x, take, gather, "shard")
 
     @eager
     def unshard(
@@ -75,10 +76,10 @@ class Sharding:
         cu_seqlens: Sequence[int] | None = None,
         **slices: Unpack[SliceWords],
     ) -> Tensor:
-        """The whole tensor, in sequence order, on every rank; its gradient is cut by `shard`.
+        """The whole tensor, in sequence order, on every rank; its gradient is split as by `shard`.
 
-        Every rank is taken to use the whole tensor in the same way: a loss that all ranks compute
-        from it counts once, not once a rank.
+        All ranks have to use the whole tensor in the same way: a loss that every rank computes
+        from it counts once, not P times.
 
         Args:
             x: (..., s, ...), any dtype, this rank's rows as `shard` gives them.
@@ -90,15 +91,17 @@ class Sharding:
         Raises:
             ValueError: if the ranks' tensors are not the shards of one tensor, or have no such dim.
         """
-        with self._consistency:  # if it is refused here, it is on all ranks
-            dim, mask = dimension(x, dim), make_mask(cu_seqlens=cu_seqlens, **slices)
-        others = [n for axis, n in enumerate(x.shape) if axis != dim]
-        same = {"dtype": fingerprint(x.dtype), "shape beside dim": fingerprint(others)}
-        told = self._consistency.check(same, {"rows": x.shape[dim]}, x, remember=False)
-        rows = told["rows"]  # of others they may have changed where this rank's are the same
-        layout = layout_of(self.config.layout, rows, mask, f"dim {dim} of x")
-        there, back = (partial(f, self.comm, layout, dim) for f in (gather_shards, take_shard))
-        return move(x, there, back, "unshard")
+        with self._consistency:  # an error in this block is raised on all ranks
+            dim = dimension(x, dim)
+            mask = make_mask(cu_seqlens=cu_seqlens, **slices)
+        other_sizes = [size for axis, size in enumerate(x.shape) if axis != dim]
+        same = {"dtype": fingerprint(x.dtype), "shape beside dim": fingerprint(other_sizes)}
+        # Not remembered: other ranks' rows may change in a call where this rank's do not.
+        lengths = self._consistency.check(same, {"rows": x.shape[dim]}, x, remember=False)
+        layout = layout_of(self.config.layout, lengths["rows"], mask, f"dim {dim} of x")
+        gather = partial(gather_shards, self.comm, layout, dim)
+        take = partial(take_shard, self.comm, layout, dim)
+        return move(x, gather, take, "unshard")
 
     def positions(
         self,
@@ -110,6 +113,6 @@ class Sharding:
         """(s,) int64: the global positions of this rank's rows of a sequence of `seqlen`."""
         return positions(self._layout(seqlen, cu_seqlens, slices)[self.rank], device)
 
-    def _layout(self, seqlen: int, cu_seqlens: Sequence[int] | None, words: SliceWords) -> Layout:
-        mask = make_mask(cu_seqlens=cu_seqlens, seqlen=seqlen, **words)
+    def _layout(self, seqlen: int, cu_seqlens: Sequence[int] | None, slices: SliceWords) -> Layout:
+        mask = make_mask(cu_seqlens=cu_seqlens, seqlen=seqlen, **slices)
         return make_layout(self.config.layout, self.size, seqlen, mask.cu_seqlens, mask.slices)

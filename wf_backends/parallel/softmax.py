@@ -1,4 +1,4 @@
-"""What an attention call says of its softmax: read, checked, and told to the other ranks.
+"""The softmax options of an attention call: checked, and as kernels take and ranks compare them.
 
 Shapes: h query heads, d head_dim.
 """
@@ -18,22 +18,22 @@ from wf_backends._validation import is_real
 from wf_backends.kernels import Dropout, Scores
 from wf_backends.runtime import Learned
 
-Told = tuple[tuple[str, object], ...]
-"""What must be the same on all ranks, by its name in errors; hashable."""
+Options = tuple[tuple[str, object], ...]
+"""(name in errors, value) of what must be the same on all ranks; hashable."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Softmax:
-    """How scores follow from q k^T, and the parameters that take part."""
+    """How scores follow from q k^T, and the learned parameters of the softmax."""
 
     scores: Scores
     learned: Learned
-    told: Told
+    options: Options
 
 
 @lru_cache(maxsize=64)
 def plain_softmax(head_dim: int) -> Softmax:
-    """That of most calls: nothing but the usual scale."""
+    """The Softmax of a call without options: only the scale 1 / sqrt(head_dim)."""
     return make_softmax(torch.empty(1, 1, 1, head_dim), None, 0.0, None, None)
 
 
@@ -48,14 +48,16 @@ def make_softmax(
     kv_up: Tensor | None = None,
     position_bias: Tensor | None = None,
 ) -> Softmax:
-    """What `SequenceParallel.attention` was told.
+    """The Softmax of a call with these arguments of `SequenceParallel.attention`.
+
+    Args:
+        q: (b, s, h, d), for its heads, head_dim and device.
 
     Raises:
-        ValueError: for a softmax_scale that requires a gradient or is no finite number, a softcap
-            that is no number from 0 on, sinks or slopes of another length than the heads, of
-            another device or no floats, slopes that require a gradient or a scale of 0 beside them,
-            a position_bias that is no (heads, odd number), a dropout_p outside [0, 1), and a
-            dropout_seed that is no integer in [0, 2**63).
+        ValueError: for a softmax_scale that requires a gradient or is not finite, a softcap below
+            0, sinks, slopes or a position_bias of a wrong shape, dtype or device, slopes that
+            require a gradient or come with a scale of 0, a dropout_p outside [0, 1), and a
+            dropout_seed that is not an integer in [0, 2**63).
     """
     scale, cap, heads = _scale(softmax_scale, q.shape[3]), _softcap(softcap), q.shape[2]
     for name, x in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
@@ -63,25 +65,25 @@ def make_softmax(
         _check_floats(name, x, q, fits, f"floats, one for each of the {heads} heads")
     shape = _shape(position_bias) or ()
     fits = len(shape) == 2 and shape[0] == heads and shape[1] % 2 == 1
-    says = f"floats ({heads} heads, 2 n - 1), of the distances 1 - n to n - 1"
-    _check_floats("position_bias", position_bias, q, fits, says)
+    expected = f"floats ({heads} heads, 2 n - 1), of the distances 1 - n to n - 1"
+    _check_floats("position_bias", position_bias, q, fits, expected)
     if alibi_slopes is not None and alibi_slopes.requires_grad:
         raise ValueError("alibi_slopes have no gradient: pass alibi_slopes.detach()")
     if alibi_slopes is not None and not scale:
         raise ValueError("softmax_scale must not be 0 beside alibi_slopes")
     dropout = _dropout(dropout_p, dropout_seed, heads)
-    told: dict[str, object] = {
+    options: dict[str, object] = {
         "softmax_scale": scale,
         "softcap": cap,
         "sinks": sinks is not None,
-        "alibi_slopes": _known(alibi_slopes),
+        "alibi_slopes": _comparable(alibi_slopes),
         "dropout_p": float(dropout_p),
         "dropout_seed": dropout_seed if dropout else None,
         "kv_up": _shape(kv_up),
         "position_bias": _shape(position_bias),
     }
     scores = Scores(scale, cap, alibi_slopes, dropout)
-    return Softmax(scores, Learned(sinks, kv_up, position_bias), tuple(told.items()))
+    return Softmax(scores, Learned(sinks, kv_up, position_bias), tuple(options.items()))
 
 
 def _scale(softmax_scale: Any, head_dim: int) -> float:
@@ -115,23 +117,23 @@ def _dropout(p: Any, seed: Any, heads: int) -> Dropout | None:
 
 
 def _shape(x: Any) -> tuple[int, ...] | None:
-    """Of a tensor; None of anything else."""
+    """The shape of a tensor; None for anything else."""
     return tuple(x.shape) if isinstance(x, Tensor) else None
 
 
-def _check_floats(name: str, x: Any, q: Tensor, fits: bool, says: str) -> None:
-    """Refuse what is neither None nor floats of the shape that `says` names, where q is."""
+def _check_floats(name: str, x: Any, q: Tensor, fits: bool, expected: str) -> None:
+    """Raise a ValueError unless x is None, or floats on q's device whose shape `fits`."""
     if x is None:
         return
     if not fits or not x.is_floating_point():
         got = f"{x.dtype} {_shape(x)}" if isinstance(x, Tensor) else repr(x)
-        raise ValueError(f"{name} must be {says}, got {got}")
+        raise ValueError(f"{name} must be {expected}, got {got}")
     if x.device != q.device:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
 
 
-def _known(slopes: Tensor | None) -> object:
-    """The slopes' values where reading them stalls no device; else whether there are any."""
+def _comparable(slopes: Tensor | None) -> object:
+    """The slopes' values on a CPU; on a GPU, where reading stalls, only whether there are any."""
     if slopes is None or slopes.device != torch.device("cpu"):
         return slopes is not None
     return tuple(slopes.tolist())
