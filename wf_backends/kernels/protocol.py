@@ -49,7 +49,7 @@ OPTIONS = ("softcap", "alibi", "dropout", "position_bias")
 """Fields of a spec that only some kernels support."""
 
 
-@cache  # asked for every tile
+@cache  # called for every tile
 def torch_release() -> tuple[int, int]:
     """(2, 13) for torch 2.13.0."""
     major, minor, *_ = torch.__version__.split(".")
