@@ -64,13 +64,10 @@ def find_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> P
     tag = tag or _read(folder / LATEST)
     if tag is None:
         names = complete(folder)
-        if not names:
-            raise ValueError(f"no checkpoint in {folder}")
-        raise ValueError(f"{folder} has no file {LATEST!r}; {_suggestion(names)}")
-    problem = _problem(folder / tag)
-    if problem:
-        suggestion = _suggestion(complete(folder))
-        raise ValueError(f"checkpoint {tag!r} in {folder} {problem}; {suggestion}")
+        problem = f"{folder} has no file {LATEST!r}; {_newest(names)}"
+        raise ValueError(problem if names else f"no checkpoint in {folder}")
+    if problem := _problem(folder / tag):
+        raise ValueError(f"checkpoint {tag!r} in {folder} {problem}; {_newest(complete(folder))}")
     return folder / tag
 
 
@@ -83,15 +80,12 @@ def complete(folder: Path) -> list[str]:
     return [path.name for path in sorted(whole, key=lambda path: path.stat().st_mtime)]
 
 
-def _suggestion(names: list[str]) -> str:
+def _newest(names: list[str]) -> str:
     return f"the newest complete one is {names[-1]!r}" if names else "there is no complete one"
 
 
 def _problem(checkpoint: Path) -> str | None:
-    """Why a checkpoint cannot be used; None if it can.
-
-    torch.save writes zip files, and one that was cut off lacks the end by which zipfile knows it.
-    """
+    """Why a checkpoint cannot be used; None if it can. A file of torch.save is a zip file."""
     if not checkpoint.is_dir():
         if checkpoint.with_name(checkpoint.name + PART).is_dir():
             return "is incomplete: the job ended while it was written"

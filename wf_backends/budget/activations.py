@@ -75,12 +75,10 @@ def activations(
     layer_input = model.hidden * model.itemsize * tokens
     attention_saved = tokens * _attention_saved(model)
     layer_saved = attention_saved + tokens * _mlp_saved(model, options)
-    # The gradient of the residual connection around the attention is as large as the layer's input.
-    attention = attention_saved + layer_input + attention_bytes
-    mlp = max(
-        layer_saved + _mlp_backward(model, tokens, options),
-        attention_saved + tokens * _norm_backward(model),
-    )
+    residual_gradient = layer_input
+    attention = attention_saved + residual_gradient + attention_bytes
+    norm = attention_saved + tokens * _norm_backward(model)
+    mlp = max(layer_saved + _mlp_backward(model, tokens, options), norm)
     loss = _loss(model, tokens, options)
     shared = tokens * (2 * model.itemsize * model.head_dim + TOKEN_BYTES)  # rotary cos and sin
     if options.checkpoints == "none":
@@ -90,8 +88,8 @@ def activations(
     # In float32 a norm saves the layer's input itself, else a copy of it in float32.
     recomputed_input = layer_input if model.itemsize < FP32_BYTES else 0.0
     if options.checkpoints == "host":
-        attention, mlp = attention + recomputed_input, mlp + recomputed_input
-        return Activations(shared, attention, mlp, loss, checkpoints)
+        extra = recomputed_input
+        return Activations(shared, attention + extra, mlp + extra, loss, checkpoints)
     extra = recomputed_input - layer_input  # the checkpoints hold this layer's input, too
     return Activations(shared + checkpoints, attention + extra, mlp + extra, loss, 0.0)
 
@@ -161,12 +159,9 @@ def _experts_saved(model: Decoder) -> float:
 
 
 def _experts_backward(model: Decoder, tokens: int) -> float:
-    """Bytes beyond what is saved, the largest of:
-
-    - results times the router's weights, three such tensors in float32: 12 c h n;
-    - the backward of the product: e c (2 w - h) n;
-    - the gradient of gate and up of all experts, when most of what was saved is freed:
-      2 e w (E h - c n).
+    """Bytes beyond what is saved, the largest of three: results times the router's weights, three
+    such tensors in float32, 12 c h n; the backward of the product, e c (2 w - h) n; the gradient of
+    gate and up of all experts, when most of what was saved is freed, 2 e w (E h - c n).
     """
     experts, e = model.experts, model.itemsize
     if experts is None:

@@ -65,16 +65,12 @@ class Training:
         ranks = self.sequence_parallel_size
 
         def fits(tokens_per_rank: int) -> bool:
-            seqlen = tokens_per_rank * ranks
-            return self.device_bytes(seqlen, stage, options) <= memory_bytes
+            return self.device_bytes(tokens_per_rank * ranks, stage, options) <= memory_bytes
 
         low, high = 0, 1
         while fits(high):
             low, high = high, 2 * high
         while high - low > 1:
             middle = (low + high) // 2
-            if fits(middle):
-                low = middle
-            else:
-                high = middle
+            low, high = (middle, high) if fits(middle) else (low, middle)
         return low * ranks

@@ -90,16 +90,16 @@ def tables(budget: Mapping[str, Any]) -> list[Table]:
         fits = dict(zip(stages, map(_thousands, choice["longest"]), strict=True))
         longest.append(options | fits | {"host GiB": gib(choice["longest_host_bytes"])})
     tokens, limit = f"{budget['tokens']:,} tokens", gib(budget["memory_bytes"])
-    longest_title = f"The longest sequence that fits {limit} GiB a rank: thousands of tokens"
     return [
         Table("Parameters, gradients, optimizer: GiB", states, 1),
         Table(f"Activations of a rank's {tokens}: GiB", activations, 2),
-        Table(longest_title, longest, 2),
+        Table(
+            f"The longest sequence that fits {limit} GiB a rank: thousands of tokens", longest, 2
+        ),
     ]
 
 
 def _thousands(tokens: int) -> str:
-    """Tokens in thousands, with one digit behind the point below 100; "-" for none."""
     if not tokens:
         return "-"
     digits = 1 if tokens < 100_000 else 0

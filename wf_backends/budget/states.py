@@ -85,8 +85,7 @@ def states(model: Decoder, stage: int, ranks: int, buckets: Buckets | None = Non
         gradients = itemsize * (parameters if stage == 1 else shard)
         step = (2 * itemsize + FP32_BYTES) * shard
         return States(itemsize * parameters, gradients, ADAM_BYTES * shard, bucket, step)
-    # A layer's experts are gathered as one module.
-    experts = model.experts.weights(model.hidden) if model.experts else 0
+    experts = model.experts.weights(model.hidden) if model.experts else 0  # gathered as a whole
     live = min(model.parameters, max(buckets.stage3_max_live_parameters, experts))
     prefetched = min(model.parameters, buckets.stage3_prefetch_bucket_size)
     step = itemsize * shard + (itemsize + FP32_BYTES) * min(shard, SUB_GROUP_SIZE)

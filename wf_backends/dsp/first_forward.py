@@ -38,9 +38,7 @@ def receivers(model: nn.Module) -> list[nn.Module]:
 
 
 class FirstForward:
-    """A hook that compares a model's first forward over the ranks with one on a single rank.
-
-    It removes itself at that forward.
+    """Compares a model's first forward over the ranks with one on a single rank, by one hook.
 
     Args:
         sp: what the model's receivers were given.
@@ -48,7 +46,7 @@ class FirstForward:
             than float32; "strict" raises there, too.
 
     Attributes:
-        hook: its `remove()` takes the comparison off before the first forward.
+        hook: its `remove()` removes the comparison; the first forward removes it, too.
     """
 
     def __init__(
@@ -118,10 +116,7 @@ class FirstForward:
         self._errors.append((what, error, NARROW_TOLERANCES.get(expected.dtype, TOLERANCE)))
 
     def _conclude(self, name: str, problem: str | None) -> None:
-        """Gather the findings of all ranks; raise or warn if the model's own output differs.
-
-        Where only outputs of inner modules differ, nothing is said.
-        """
+        """Raise or warn if the model's own output differs on any rank; inner outputs may differ."""
         differing = [i for i, (_, error, tolerance) in enumerate(self._errors) if error > tolerance]
         is_wrong = any(self._errors[i][0].startswith("its ") for i in differing)
         first = min(differing, default=NO_DIFFERENCE)
@@ -170,10 +165,7 @@ def _on_one_rank(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
 
 @contextmanager
 def _evaluated(model: nn.Module, sp: SequenceParallel) -> Iterator[None]:
-    """Inside, the model is in evaluation mode, without gradients.
-
-    Restores the modules' modes, the random states and the counts of sent bytes.
-    """
+    """Inside, evaluation mode without gradients; then restores modes, random states and counts."""
     modes = [(module, module.training) for module in model.modules()]
     sent = dict(sp.comm.sent)
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []

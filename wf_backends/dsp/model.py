@@ -79,10 +79,8 @@ def _refuse_unused_keys(model: str, config: SequenceParallelConfig) -> None:
     size = config.sequence_parallel_size
     defaults = SequenceParallelConfig(sequence_parallel_size=size, layout=LAYOUT).to_dict()
     values = config.to_dict()
-    # A strategy sets a route: the user wrote "strategy", so it is named first.
-    for key in sorted(values, key=lambda key: key != "strategy"):
-        value = values[key]
-        if value != defaults.get(key):
+    for key in sorted(values, key=lambda key: key != "strategy"):  # before the route that it sets
+        if (value := values[key]) != defaults.get(key):
             raise ValueError(
                 f'"{key}": {value!r} beside "{KEY}" says how attention meets over ranks, but no '
                 f"module of {model} attends over ranks, by a method {RECEIVER}(sp); leave it out"

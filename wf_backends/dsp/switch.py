@@ -72,7 +72,7 @@ class DynamicSequenceParallel:
         dtype, shape = fingerprint(x.dtype), fingerprint(x.shape)
         self._check_same({"dim": dim, "dtype": dtype, "shape": shape}, x)
         sizes = chunk_sizes(x.shape[dim], self.size)
-        to_whole = gather_shards if self.gradients == "whole" else _pad_with_zeros
+        to_whole = gather_shards if self.gradients == "whole" else _zero_padded
         cut = self.comm, ranges_of(sizes), dim
         forward, backward = partial(take_shard, *cut), partial(to_whole, *cut)
         return Sharded(move(x, forward, backward, "split"), dim, sizes)
@@ -174,7 +174,7 @@ def _take_sum(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: st
     return take_shard(comm, layout, dim, x, label) * comm.size
 
 
-def _pad_with_zeros(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
+def _zero_padded(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
     """A whole tensor with x, this rank's chunk, in its place and zeros elsewhere."""
     ((start, stop),) = layout[comm.rank]
     ((_, length),) = layout[-1]

@@ -9,11 +9,8 @@ from wf_backends._validation import is_real, parse_bytes
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of a plan.
-
-    `memory` is in bytes (int), a share below 1 of what the activations need without a plan (float),
-    or None for as little as possible; `slowdown` is a share of the predicted time.
-    """
+    """The limits of a plan: `memory` in bytes, as a share below 1 (float) of what the activations
+    need without a plan, or None for as little as possible; `slowdown` is a share of the time."""
 
     memory: int | float | None
     slowdown: float

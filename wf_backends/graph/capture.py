@@ -61,10 +61,7 @@ class Weight:
         return getattr(self.owner, self.name)
 
 
-WeightType = tuple[torch.dtype, torch.device, torch.Size]
-
-
-def _type_of(weight: torch.Tensor) -> WeightType:
+def _type_of(weight: torch.Tensor) -> tuple[torch.dtype, torch.device, torch.Size]:
     return weight.dtype, weight.device, weight.shape
 
 
@@ -80,7 +77,7 @@ class Captured:
 
     graph: fx.Graph
     weights: tuple[Weight, ...]
-    weight_types: tuple[WeightType, ...]
+    weight_types: tuple[tuple[torch.dtype, torch.device, torch.Size], ...]
     output_spec: pytree.TreeSpec
     fingerprint: str
 
@@ -127,8 +124,7 @@ def capture(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Captured:
 def _refuse_values_and_writes(
     graph: fx.Graph, model: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> None:
-    """Raises `CaptureError` for operators whose result depends on values, and for writes to inputs
-    of the graph."""
+    """Raises `CaptureError` for results that depend on values, for writes to weights or inputs."""
     class_name = type(model).__name__
     for node in graph.nodes:
         if _depends_on_values(node):
@@ -147,8 +143,8 @@ def _refuse_values_and_writes(
 def _model_of_leaves(model: nn.Module, example: list[Any], spec: pytree.TreeSpec) -> nn.Module:
     """A copy of the model without its own hooks, whose forward takes the leaves of (args, kwargs).
 
-    Leaves that are `CONSTANTS` are passed as None. The forward returns its outputs and the
-    `containers` among the inputs. Not all containers are known to export, but pytree knows them.
+    Leaves that are `CONSTANTS` are passed as None. The forward also returns the `containers` among
+    the inputs: export does not know all of them, but pytree does.
     """
     exported, forward = copy.copy(model), model.forward
     for name in [name for name in vars(model) if name.endswith("_hooks")]:

@@ -9,6 +9,7 @@ again from that input, which is live anyway.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Literal
 
 from torch import fx
@@ -35,23 +36,22 @@ def with_copies(steps: Steps, what: Copied) -> Steps | None:
         chain = _chain(step.node, steps, what == "norms")
         if chain and all(_may_be_copied_with(writer, chain, steps) for writer in writers):
             chains[step.node] = chain
-    reads: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    values_by_reader: dict[fx.Node, list[fx.Node]] = defaultdict(list)
     for value in chains:
         storages = steps.storages[value]
         nodes = [n for s in storages for n in steps.nodes_by_storage[s] if n in chains]
         if len({user for node in nodes for user in node.users if user not in chains}) > 1:
             for user in value.users:
                 if user not in chains and user.op == "call_function":
-                    reads[user].append(value)
-    return (
-        read_steps(_graph_with_copies(steps.graph, reads, chains), steps.effects) if reads else None
-    )
+                    values_by_reader[user].append(value)
+    if not values_by_reader:
+        return None
+    return read_steps(_graph_with_copies(steps.graph, values_by_reader, chains), steps.effects)
 
 
 def _chain(value: fx.Node, steps: Steps, from_live: bool) -> set[fx.Node]:
     """The operators that compute a value from small tensors; with `from_live` also from tensors
-    that are live as long as the value. Empty if that takes a matrix product, or too many operators.
-    """
+    that are live as long as the value. Empty if that takes a product, or too many operators."""
     value_bytes = nbytes(value)
     value_end = max((steps.last_use[s] for s in steps.storages[value]), default=0)
 
@@ -87,24 +87,22 @@ def _may_be_copied_with(writer: fx.Node, chain: set[fx.Node], steps: Steps) -> b
 
 
 def _graph_with_copies(
-    graph: fx.Graph, reads: dict[fx.Node, list[fx.Node]], chains: dict[fx.Node, set[fx.Node]]
+    graph: fx.Graph,
+    values_by_reader: Mapping[fx.Node, list[fx.Node]],
+    chains: Mapping[fx.Node, set[fx.Node]],
 ) -> fx.Graph:
-    """The graph with a copy of the chains of a reader's values in front of the reader.
-
-    `reads` are the copied values that each reader reads. Operators that only the original chains
-    need are removed.
-    """
+    """The graph with copies of the values' chains in front of each reader, and no unused chains."""
     new_graph, new_nodes = fx.Graph(graph.owning_module), dict[fx.Node, fx.Node]()
 
     def append(node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
         return new_graph.node_copy(node, lambda n: copies.get(n) or new_nodes[n])
 
     for node in graph.nodes:
-        values, copies = reads.get(node, ()), dict[fx.Node, fx.Node]()
+        values, copies = values_by_reader.get(node, ()), dict[fx.Node, fx.Node]()
         for operator in sorted({operator for value in values for operator in chains[value]}):
             copies[operator] = append(operator, copies)
         new_nodes[node] = append(node, {value: copies[value] for value in values})
-    copied = {operator for values in reads.values() for v in values for operator in chains[v]}
+    copied = {op for values in values_by_reader.values() for v in values for op in chains[v]}
     for node in sorted(copied, reverse=True):
         if not new_nodes[node].users:
             new_graph.erase_node(new_nodes[node])

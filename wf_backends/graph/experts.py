@@ -3,7 +3,7 @@
 Experts are recognized by the mark of transformers 5 (`use_experts_implementation` gives the class
 the attribute `MARK`), and by the arguments of their forward (`ARGUMENTS`): tokens x hidden,
 tokens x k, tokens x k. Each token's result depends on that token alone, in every implementation.
-But these sort the tokens by expert, so that none of their operators may be sliced.
+But the implementations sort the tokens by expert, so none of their operators may be sliced.
 """
 
 from __future__ import annotations
@@ -105,10 +105,8 @@ def _configuration(module: nn.Module) -> tuple[Any, ...]:
 
 @contextmanager
 def fake_grouped_mm() -> Iterator[None]:
-    """Inside, runs on fake tensors have `grouped_mm` in every dtype; torch's has only bfloat16.
-
-    Its result is that of one group with all rows, which has the same shape and operations.
-    """
+    """Inside, runs on fake tensors have `grouped_mm` in every dtype; torch's has only bfloat16. All
+    rows are in one group, which takes the same bytes and operations."""
 
     def grouped_mm(mat_a: Tensor, mat_b: Tensor, **_: Any) -> Tensor:
         return mat_a @ mat_b[0]

@@ -33,8 +33,7 @@ def register_containers() -> None:
     """
     for entry_point in entry_points(group=CONTAINERS):
         if entry_point.name in sys.modules:
-            register = entry_point.load()
-            register()
+            entry_point.load()()
 
 
 def bind(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -126,10 +125,8 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def separated_from_weights(
     model: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
-    """The inputs, with a weight among them replaced by another tensor of the same memory.
-
-    Otherwise the graph would read the weight and not its input.
-    """
+    """The inputs, in which a weight becomes another tensor with its memory: else the graph would
+    read the weight and not its input."""
     weight_ids = {id(weight) for weight in itertools.chain(model.parameters(), model.buffers())}
     replaced = dict[int, torch.Tensor]()
 

@@ -101,10 +101,10 @@ class Effects:
         with self._mode:
             args, kwargs = fx.map_arg((node.args, node.kwargs), _fake_value)
             inputs = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor)]
-            flops = FlopCounterMode(display=False, custom_mapping=FLOPS)
-            with fake_grouped_mm(), flops as counter, StorageTracker(inputs) as tracker:
+            counter = FlopCounterMode(display=False, custom_mapping=FLOPS)
+            with fake_grouped_mm(), counter, StorageTracker(inputs) as tracker:
                 result = node.target(*args, **kwargs)
-        # The place of each storage; of inputs that share one, the first counts.
+        # Reversed: of inputs that share a storage, the first counts.
         place_of = {t.untyped_storage()._cdata: i for i, t in reversed(list(enumerate(inputs)))}
         allocated, places = [], []
         for value in pytree.tree_leaves(result):
@@ -174,8 +174,7 @@ class Steps:
         known = self._sources[key]
         if not known:
             return known
-        pairs = zip(known, arguments(node), strict=True)
-        return tuple(replace(source, node=argument) for source, argument in pairs)
+        return tuple(replace(s, node=n) for s, n in zip(known, arguments(node), strict=True))
 
     @cached_property
     def position(self) -> dict[fx.Node, int]:
@@ -237,8 +236,8 @@ def read_steps(graph: fx.Graph, effects: Effects) -> Steps:
         storage_bytes.update(allocates)
         new = tuple(allocates)
         storages[node] = tuple(reads[p] if p >= 0 else new[-1 - p] for p in effect.places)
-        step = Step(node, reads, allocates, effect.temporary, effect.flops, effect.signature)
-        steps.append(step)
+        costs = effect.temporary, effect.flops, effect.signature
+        steps.append(Step(node, reads, allocates, *costs))
     return Steps(graph, effects, steps, storages, storage_bytes, outputs)
 
 
@@ -262,11 +261,8 @@ def live_bytes(
 ) -> list[int]:
     """The live bytes before each step, and after the last one.
 
-    Args:
-        kept: storages that stay live; all others are freed by the last step that uses them.
-        sizes: bytes of the storages that no step allocates, or that a step puts into the memory
-            of another one (it then allocates 0 bytes).
-        live: bytes that are live before the first step.
+    The last step that uses a storage frees it, unless it is in `kept`. `sizes` has the bytes of
+    storages that were live before, as `live` has, or that a step puts into another one's memory.
     """
     allocated = {s: count for step in steps for s, count in step.allocates.items()}
     change = [sum(step.allocates.values()) for step in steps]

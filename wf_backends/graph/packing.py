@@ -2,8 +2,7 @@
 
 Without a padding mask, such a decoder checks whether `position_ids` are those of several packed
 sequences. It skips the check for tensors without values, and then builds a causal mask of tokens x
-tokens, which fused attention does not need for one sequence. With a padding mask it builds a mask
-in every case.
+tokens, which fused attention does not need for one sequence.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _CHECK = "find_packed_sequence_indices"  # None for one sequence
 
 
 def packing_check_on_fakes() -> AbstractContextManager[Any]:
-    """Inside, a run on fake tensors makes the check; the caller must answer for their values."""
+    """Inside, a run on fake tensors makes the check; `FakeRun` answers for their values."""
     utils, original_check = sys.modules.get("transformers.utils.import_utils"), _original_check()
 
     def check(*args: Any, **kwargs: Any) -> Any:
@@ -38,7 +37,7 @@ def packing_check_on_fakes() -> AbstractContextManager[Any]:
 
 def skipped_packing_check() -> AbstractContextManager[Any]:
     """Inside a trace, positions that the model itself makes by `arange` are one sequence; other
-    positions are checked as ever."""
+    positions are checked as usual."""
     original_check = _original_check()
 
     def check(position_ids: torch.Tensor) -> Any:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +25,7 @@ class StorageTracker(TorchDispatchMode):
     `live` and `peak` are bytes. The storages of the tensors `known` are not counted.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
@@ -34,7 +34,7 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for value in pytree.tree_leaves(result):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, Tensor):
                 self._count(value.untyped_storage())
         self.peak = max(self.peak, self.live + _temporary_bytes(func, result))
         return result
@@ -78,12 +78,10 @@ class FakeRun(StorageTracker):
 
 
 @contextmanager
-def fake_run(
-    model: nn.Module, mode: FakeTensorMode, known: Iterable[torch.Tensor]
-) -> Iterator[FakeRun]:
+def fake_run(model: nn.Module, mode: FakeTensorMode, known: Iterable[Tensor]) -> Iterator[FakeRun]:
     """Inside, a run of the model on fake tensors of `mode` is counted, without those in `known`."""
-    checks, products, tracker = packing_check_on_fakes(), fake_grouped_mm(), FakeRun(known)
-    with checks, products, restored_attributes(model), mode, tracker:
+    tracker = FakeRun(known)
+    with packing_check_on_fakes(), fake_grouped_mm(), restored_attributes(model), mode, tracker:
         yield tracker
 
 
@@ -96,18 +94,15 @@ def unchunked_peak(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     modes = [weight.fake_mode for weight in model.parameters() if isinstance(weight, FakeTensor)]
     mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
 
-    def fake(value: torch.Tensor) -> torch.Tensor:
+    def fake(value: Tensor) -> Tensor:
         return value if isinstance(value, FakeTensor) else mode.from_tensor(value)
 
     weights = {name: fake(weight) for name, weight in named_weights(model)}
-    args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
-    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+    args, kwargs = pytree.tree_map_only(Tensor, fake, (args, kwargs))
+    inputs = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    known = *weights.values(), *inputs
     try:
-        with (
-            no_log(),
-            torch.no_grad(),
-            fake_run(model, mode, (*weights.values(), *inputs)) as tracker,
-        ):
+        with no_log(), torch.no_grad(), fake_run(model, mode, known) as tracker:
             torch.func.functional_call(model, weights, args, kwargs, tie_weights=False)
     except Exception as error:  # e.g. sparse or nested tensors, TorchScript
         raise CaptureError(reason(model, error, "run on fake tensors")) from error

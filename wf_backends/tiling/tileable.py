@@ -58,7 +58,7 @@ def candidates(captured: Captured, model: nn.Module, effects: Effects) -> list[C
     Modules inside one that may be tiled are left out. Of a layer's experts the module itself is a
     candidate, and not the module around it, whose router logits transformers records.
     """
-    weights = _weights(captured)
+    weights = dict(zip(captured.graph.find_nodes(op="placeholder"), captured.weights, strict=False))
     found: list[Candidate] = []
     for path, calls in _calls_by_module(captured.graph).items():
         module = model.get_submodule(path)
@@ -71,11 +71,6 @@ def candidates(captured: Captured, model: nn.Module, effects: Effects) -> list[C
             found.append(_candidate(path, module, nodes, weights, effects))
     refused = {candidate.module for candidate in found if candidate.reason}
     return [c for c in found if c.reason or c.module not in refused]
-
-
-def _weights(captured: Captured) -> dict[fx.Node, Weight]:
-    placeholders = captured.graph.find_nodes(op="placeholder")
-    return dict(zip(placeholders, captured.weights, strict=False))
 
 
 def _calls_by_module(graph: fx.Graph) -> dict[str, list[list[fx.Node]]]:
@@ -107,7 +102,7 @@ def _candidate(
         inner_bytes += sum(effects.of(n).temporary for n in nodes if _is_experts(n))
         candidate = replace(candidate, inner_bytes=inner_bytes)
         _refuse_foreign_weights(module, [weights[n] for n in reads if n in weights])
-        weight_nodes = set(weights) | _derived_from_weights(weights, nodes)
+        weight_nodes = set(weights) | _from_weights(weights, nodes)
         dim = _tile_dim(nodes, inputs, results, weight_nodes)
     except _NotTileableError as error:
         return replace(candidate, reason=str(error))
@@ -122,7 +117,7 @@ def _refuse_foreign_weights(module: nn.Module, used: Sequence[Weight]) -> None:
         raise _NotTileableError("uses a parameter or a constant of another module")
 
 
-def _derived_from_weights(weights: Mapping[fx.Node, Any], nodes: Sequence[fx.Node]) -> set[fx.Node]:
+def _from_weights(weights: Mapping[fx.Node, Any], nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """The nodes computed from parameters and nothing else, such as a transposed weight."""
     derived: set[fx.Node] = set()
     for node in nodes:

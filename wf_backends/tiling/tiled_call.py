@@ -58,8 +58,7 @@ class TiledCall:
     """Replaces a module's `forward`.
 
     Args:
-        fn: the module to compute tile by tile, with the parameters that it uses. Its own hooks do
-            not run.
+        fn: the module to compute, with the parameters that it uses. Its own hooks do not run.
         dim, tiles: as in `Tiles`.
     """
 
@@ -190,10 +189,7 @@ class _Tiled(torch.autograd.Function):
 
 
 class _Gradient:
-    """The gradient of one tensor of a call, collected from its tiles.
-
-    The rows of a tensor that is cut get the gradient of their tile; others the sum over tiles.
-    """
+    """The gradient of one tensor: put together from tiles if it is cut, else their sum."""
 
     def __init__(self, x: Tensor, is_cut: bool) -> None:
         self._dtype, self._is_cut = x.dtype, is_cut

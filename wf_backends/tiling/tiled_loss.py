@@ -46,7 +46,7 @@ def tile_loss(owner: nn.Module, head: nn.Module, tiles: int, handle: Handle) -> 
     loss = _HeadLoss(owner, head, tiles)
     handle.set(head, "forward", loss)
     handle.set(owner, "loss_function", loss.loss_of_logits)
-    pre_hook = owner.register_forward_pre_hook(loss.before_forward, with_kwargs=True)
+    pre_hook = owner.register_forward_pre_hook(loss.pre_forward, with_kwargs=True)
     hook = owner.register_forward_hook(loss.after_forward, always_call=True)
     handle.callback(pre_hook.remove)
     handle.callback(hook.remove)
@@ -60,8 +60,7 @@ def loss_name(owner: nn.Module) -> str | None:
 def torch_has_the_loss(head: nn.Module) -> bool:
     """Whether torch's `linear_cross_entropy` can compute this head's loss.
 
-    It computes logits once, not again in the backward. In 16 bits it would round the loss to 16
-    bits, and it ignores autocast.
+    It computes logits only once. In 16 bits it would round the loss, and it ignores autocast.
     """
     is_wide_linear = type(head) is nn.Linear and head.weight.dtype in (torch.float32, torch.float64)
     return is_wide_linear and hasattr(F, "linear_cross_entropy")
@@ -70,9 +69,8 @@ def torch_has_the_loss(head: nn.Module) -> bool:
 class _HeadLoss:
     """Replaces the head's `forward`: returns logits, or the loss if the model got labels.
 
-    Attributes:
-        call: the arguments of the model's current forward by name; None if the loss is not tiled.
-        loss: that the head returned in this forward.
+    `call` are the arguments of the model's current forward by name, None if it has no tiled loss;
+    `loss` is the loss that the head returned in it.
     """
 
     def __init__(self, owner: nn.Module, head: nn.Module, tiles: int) -> None:
@@ -80,16 +78,14 @@ class _HeadLoss:
         self.tiles = tiles
         self.loss_function: Any = owner.loss_function
         self.original_forward, self.by_torch = head.forward, torch_has_the_loss(head)
-        self.names = list(inspect.signature(type(owner).forward).parameters)[1:]  # without self
+        self.argument_names = list(inspect.signature(type(owner).forward).parameters)[1:]  # no self
         self.token_losses = TiledCall(_TokenLosses(head), 0, tiles)
         self.call: Mapping[str, Any] | None = None
         self.loss: Tensor | None = None
 
     @eager
-    def before_forward(
-        self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        call = dict(zip(self.names, args, strict=False)) | kwargs
+    def pre_forward(self, owner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = dict(zip(self.argument_names, args, strict=False)) | kwargs
         self.call = call if owner.training and call.get("labels") is not None else None
 
     @eager
@@ -97,7 +93,7 @@ class _HeadLoss:
         """(b, s, h) -> logits (b, s, v), or the loss ()."""
         if self.call is None:
             return self.original_forward(hidden)
-        labels = _shifted(self.call)
+        labels = _shifted_labels(self.call)
         if labels.shape != hidden.shape[:-1]:
             raise ValueError(
                 f"labels must be {tuple(hidden.shape[:-1])}, one for each row of the head, got "
@@ -171,7 +167,7 @@ def _ignore_index(call: Mapping[str, Any]) -> int:
     return call.get("ignore_index", IGNORE_INDEX)
 
 
-def _shifted(call: Mapping[str, Any]) -> Tensor:
+def _shifted_labels(call: Mapping[str, Any]) -> Tensor:
     """(b, s): the label that each row predicts."""
     shift_labels = call.get("shift_labels")
     if shift_labels is not None:

@@ -33,7 +33,7 @@ from wf_backends.tiling.training_peak import training_peak
 MIN_INNER_RATIO = 2
 """A module is worth tiling if inner_bytes / io_bytes is at least this."""
 MIN_ROWS = 128
-"""A tile has at least these rows, unless the budget demands more tiles."""
+"""A tile has at least these rows, and where the budget demands it MIN_ROWS_FOR_BUDGET."""
 MIN_ROWS_FOR_BUDGET = 16
 FORWARDS_PER_STEP = 3
 """Operations of a step / those of its forward: the backward has twice as many."""
@@ -148,9 +148,7 @@ def tile_training(model: nn.Module, plan: object) -> nn.Module:
 class _Search:
     """The candidates of one model and form of inputs, and the cost of tiling them.
 
-    Attributes:
-        groups: equal modules of all layers are one group; the group to tile first comes first.
-        refused: as in `TrainingPlan`.
+    `groups` are the equal modules of all layers together, in the order in which they are tiled.
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -191,8 +189,8 @@ class _Search:
         try:
             peak = self.peak(tiles)
         except (CaptureError, NotImplementedError) as error:  # e.g. an argument counts the rows
-            refusal = group[0].class_name, f"no tiles: {str(error).partition(': ')[2]}"
-            return replace(plan, refused=(*plan.refused, refusal))
+            reason = f"no tiles: {str(error).partition(': ')[2]}"
+            return replace(plan, refused=(*plan.refused, (group[0].class_name, reason)))
         if peak >= plan.peak:
             return plan
         return replace(plan, tiles=tiles, peak=peak, slowdown=plan.slowdown + count * cost)
@@ -225,10 +223,9 @@ class _Search:
             f"closest plan within max_slowdown {max_slowdown} needs {plan.peak} bytes, without "
             f"tiles it is {plan.peak_before}"
         )
-        if smallest.peak < plan.peak:
-            message += (
-                f"; max_slowdown {smallest.slowdown:.2f} would allow one that needs {smallest.peak}"
-            )
+        slowdown, peak = smallest.slowdown, smallest.peak
+        if peak < plan.peak:
+            message += f"; max_slowdown {slowdown:.2f} would allow one that needs {peak}"
         return message
 
     def _flops(self, nodes: Iterable[fx.Node]) -> int:
@@ -245,8 +242,7 @@ class _Search:
         """Groups of equal modules; first the one that saves most for what it repeats."""
         groups: dict[Any, list[Candidate]] = {}
         for c in tileable:
-            key = c.class_name, c.inner_bytes, c.io_bytes, c.dim
-            groups.setdefault(key, []).append(c)
+            groups.setdefault((c.class_name, c.inner_bytes, c.io_bytes, c.dim), []).append(c)
 
         def saved_for_slowdown(group: list[Candidate]) -> float:
             return group[0].inner_bytes / max(self._slowdown(group[0]), 1e-9)
