@@ -1,7 +1,5 @@
-"""Functions that torch.compile does not trace, and checks against torch's transforms.
-
-Such a function runs as plain Python between the compiled graphs.
-"""
+"""Functions that torch.compile does not trace: they run as plain Python between its graphs. And
+checks against torch's transforms."""
 
 from __future__ import annotations
 

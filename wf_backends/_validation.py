@@ -1,9 +1,7 @@
 # pyright: reportUnnecessaryIsInstance=false
 """Checks of a user's values, suggestions for misspelt ones, and plain data from JSON.
 
-A check raises ValueError with the name that the user gave and the value.
-
-Pure: standard library only.
+A check raises ValueError with the name and the value. Pure: standard library only.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Training under a memory budget: modules, logits and loss are computed tile by tile.
 
-In reading order: `training` plans; `tileable` proves on the graph which modules may be tiled;
-`training_peak` predicts memory by runs on fake tensors; `tiles` applies a plan to a model, with
-`tiled_call` and `tiled_loss`.
+In reading order: `training` plans; `tileable` proves on the graph what may be tiled;
+`training_peak` predicts memory on fake tensors; `tiles` applies `tiled_call` and `tiled_loss`.
 """
 
 from wf_backends.tiling.handle import Handle
