@@ -1,4 +1,7 @@
-"""What attention modules of diffusers get where they ask for torch's attention."""
+"""Makes attention modules of diffusers call `sp.attention` instead of torch's attention.
+
+Shapes: b batch, h query heads, g key and value heads, s rows of this rank, d head_dim.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from torch import Tensor
 from wf_backends import SequenceParallel
 from wf_transformers import Handle, InPlaceOfTorchAttention
 
-BACKEND = "_attention_backend"  # of a processor that asks the registry of backends
+BACKEND = "_attention_backend"  # attribute of processors that use diffusers' registry of backends
 
 
 class Attention:
-    """sp.attention in the words of torch's `scaled_dot_product_attention`."""
+    """`sp.attention` with the signature of torch's `scaled_dot_product_attention`."""
 
     def __init__(self, sp: SequenceParallel) -> None:
         self.sp = sp
         self.calls = 0
-        """Since somebody last set this to 0."""
+        """Calls since the counter was last set to 0."""
 
     def __call__(
         self,
@@ -33,38 +36,43 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Exact attention of this rank's rows over the whole sequence.
+        """Return the exact attention of this rank's query rows over the whole sequence.
 
         Args:
-            query: (b, h, s, d), this rank's rows. key, value: (b, g, s, d), g divides h.
+            query: (b, h, s, d). key, value: (b, g, s, d), where g divides h.
 
         Returns:
             (b, h, s, d).
 
         Raises:
-            NotImplementedError: for a mask, causal or not.
+            NotImplementedError: for attn_mask and for is_causal.
         """
         if attn_mask is not None:
             raise NotImplementedError(
-                f"an attention mask {tuple(attn_mask.shape)} would be of the whole sequence: "
-                "leave it out, and padded text with it"
+                f"an attention mask {tuple(attn_mask.shape)} covers the whole sequence, and a rank "
+                "has only some of its rows: leave the mask out, and do not pad the text"
             )
         if is_causal:
-            raise NotImplementedError("causal attention: ranks have tokens from anywhere")
+            raise NotImplementedError(
+                "causal attention is not supported: tokens are not in order over the ranks"
+            )
         self.calls += 1
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return self.sp.attention(q, k, v, softmax_scale=scale, dropout_p=dropout_p).transpose(1, 2)
 
 
 def take_over(module: Any, attention: Attention, handle: Handle) -> None:
-    """Have an attention module call `attention` in place of torch's, whatever its backend was."""
+    """Make an attention module call `attention` where its processor calls torch's attention.
+
+    The processor's backend is set to diffusers' native one, which calls torch's attention.
+    """
     if hasattr(module.processor, BACKEND):
         handle.set(module.processor, BACKEND, AttentionBackendName.NATIVE)
-    own = module.forward
+    original = module.forward
 
-    @wraps(own)
+    @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         with InPlaceOfTorchAttention(attention):
-            return own(*args, **kwargs)
+            return original(*args, **kwargs)
 
     handle.set(module, "forward", forward)

@@ -11,20 +11,21 @@ from wf_transformers import Handle
 
 
 def attach(model: nn.Module, sp: SequenceParallel) -> Handle:
-    """Let a transformer of diffusers attend over the ranks of `sp`.
+    """Split the tokens of a diffusers transformer over the ranks of `sp`.
 
-    The model is called with whole inputs, the same on every rank of a sequence, and gives the whole
-    sample on every rank. Its tokens are cut where they enter, rotary embeddings with them, and
-    brought together before the sample is made of them. Gradients of all parameters are to be
-    averaged over the ranks, as data parallelism does, of a loss that every rank makes alike.
+    Every rank of a sequence calls the model with the same whole inputs, and gets the whole sample.
+    The hooks of the model cut tokens and rotary embeddings at its first blocks, and gather the
+    rows of all ranks before the sample is assembled. In training every rank computes the same loss
+    from the whole sample, and gradients are averaged over all ranks, as data parallelism does.
 
     Args:
-        model: a model of `wf_diffusers.families`, with any attention backend.
+        model: one of the models in `wf_diffusers.families`, with any attention backend.
 
     Raises:
-        NotImplementedError: for another model. When called, for what cannot be cut: a ControlNet's
-            residuals, an IP-Adapter, a timestep for each token, masks, dropout in training.
-        ValueError: when called, if the ranks were not given the same inputs.
+        NotImplementedError: for another model. At a call of the model, for inputs that cannot be
+            cut: a ControlNet's residuals, an IP-Adapter, a timestep for each token, masks; and for
+            dropout in training.
+        ValueError: at a call of the model, if the inputs differ between the ranks.
     """
     family, handle = family_of(model), Handle(sp)
     handle.advice = f"all {sp.size} ranks of a sequence draw the same noise and read the same data"

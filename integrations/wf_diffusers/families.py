@@ -1,6 +1,6 @@
-"""The transformers of diffusers that are spread: where their tokens are cut, and what attends.
+"""The supported transformers of diffusers: where their tokens are cut, and which modules attend.
 
-Text that is attended to by cross attention stays whole on every rank, and so does its attention.
+Cross attention is left alone: its text stays whole on every rank.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Arguments of a module that are cut before it runs."""
+    """Arguments of a module of which a rank keeps only its rows, before the module runs."""
 
     module: str
-    """A path in the model; "*" stands for every number, "" for the model."""
+    """Path of the module in the model; "*" stands for any index, "" for the model itself."""
     streams: tuple[tuple[str, ...], ...]
-    """Arguments of the module, by the stream whose rows they have, in the order in which attention
-    joins the streams; "name.1" is the second of a tuple. What is None is left alone."""
+    """For each stream (text, image): the arguments that hold its rows. Streams are in the order in
+    which attention concatenates them. "name.1" is the second item of a tuple. None is skipped."""
     dim: int = -2
-    """Where the rows are."""
-    follows: bool = False
-    """Whether the only stream here is the last one of the cut before, and is cut as it was."""
+    """The dimension of the rows."""
+    reuses_layout: bool = False
+    """Whether its only stream is the last stream of the previous cut, and gets the same layout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One class of models."""
+    """How one class of models is split over ranks."""
 
     attention: tuple[str, ...]
-    """The self attention of all tokens."""
+    """Paths of the self-attention modules, in which every token attends to every token."""
     cuts: tuple[Cut, ...]
-    last: str
-    """Gives the rows of the last stream, (b, s, width), from which the model makes its sample."""
+    gathered: str
+    """Path of the module whose output is gathered: the rows of the last stream, (b, s, width), from
+    which the model makes its sample."""
     refused: tuple[tuple[str, str], ...] = ()
-    """Arguments of the model that cannot be cut, and what they are."""
-    takes_none: bool = False
-    """Whether its blocks take a stream without tokens, as a rank may have of short text."""
+    """(name, description) of arguments of the model that cannot be cut."""
+    allows_empty_stream: bool = False
+    """Whether its blocks run without tokens of a stream: a rank may get none of a short text."""
 
 
 CONTROL = "residuals of a ControlNet, which would have to be cut"
@@ -50,35 +51,35 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         "CogVideoXTransformer3DModel": Family(
             attention=("transformer_blocks.*.attn1",),
-            cuts=(JOINT, Cut("transformer_blocks.*", (("image_rotary_emb",),), follows=True)),
-            last="proj_out",
+            cuts=(JOINT, Cut("transformer_blocks.*", (("image_rotary_emb",),), reuses_layout=True)),
+            gathered="proj_out",
             refused=(("attention_kwargs", KWARGS),),
         ),
         "DiTTransformer2DModel": Family(
             attention=("transformer_blocks.*.attn1",),
             cuts=(Cut("transformer_blocks.0", (("hidden_states",),)),),
-            last="proj_out_2",
+            gathered="proj_out_2",
         ),
         "FluxTransformer2DModel": Family(
             attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
             cuts=(Cut("", (("encoder_hidden_states", "txt_ids"), ("hidden_states", "img_ids"))),),
-            last="proj_out",
+            gathered="proj_out",
             refused=(
                 ("controlnet_block_samples", CONTROL),
                 ("controlnet_single_block_samples", CONTROL),
                 ("joint_attention_kwargs", KWARGS),
             ),
-            takes_none=True,
+            allows_empty_stream=True,
         ),
         "Flux2Transformer2DModel": Family(
             attention=("transformer_blocks.*.attn", "single_transformer_blocks.*.attn"),
             cuts=(Cut("", (("encoder_hidden_states", "txt_ids"), ("hidden_states", "img_ids"))),),
-            last="proj_out",
+            gathered="proj_out",
             refused=(
                 ("joint_attention_kwargs", KWARGS),
                 ("kv_cache_mode", "keys of reference images, which are kept whole"),
             ),
-            takes_none=True,
+            allows_empty_stream=True,
         ),
         "LTXVideoTransformer3DModel": Family(
             attention=("transformer_blocks.*.attn1",),
@@ -86,21 +87,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 Cut("transformer_blocks.0", (("hidden_states",),)),
                 Cut("transformer_blocks.*", (("image_rotary_emb",),)),
             ),
-            last="proj_out",
+            gathered="proj_out",
         ),
         "PixArtTransformer2DModel": Family(
             attention=("transformer_blocks.*.attn1",),
             cuts=(Cut("transformer_blocks.0", (("hidden_states",),)),),
-            last="proj_out",
+            gathered="proj_out",
         ),
         "QwenImageTransformer2DModel": Family(
             attention=("transformer_blocks.*.attn",),
             cuts=(
                 JOINT,
                 Cut("transformer_blocks.*", (("image_rotary_emb.1",), ("image_rotary_emb.0",))),
-                Cut("transformer_blocks.*", (("modulate_index",),), dim=1, follows=True),
+                Cut("transformer_blocks.*", (("modulate_index",),), dim=1, reuses_layout=True),
             ),
-            last="proj_out",
+            gathered="proj_out",
             refused=(("controlnet_block_samples", CONTROL), ("attention_kwargs", KWARGS)),
         ),
         "WanTransformer3DModel": Family(
@@ -109,34 +110,35 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 Cut("blocks.0", (("hidden_states",),)),
                 Cut("blocks.*", (("rotary_emb",),), dim=1),
             ),
-            last="proj_out",
+            gathered="proj_out",
         ),
     }
 )
 
 
 def family_of(model: nn.Module) -> Family:
-    """The row of a model; a subclass counts as the class that it comes from.
+    """Return the family of a model: that of its class, or of the first base class with one.
 
     Raises:
         NotImplementedError: if there is none.
     """
-    for kind in type(model).__mro__:
-        if kind.__name__ in FAMILIES and kind.__module__.startswith("diffusers."):
-            return FAMILIES[kind.__name__]
+    for base in type(model).__mro__:
+        if base.__name__ in FAMILIES and base.__module__.startswith("diffusers."):
+            return FAMILIES[base.__name__]
     raise NotImplementedError(
-        f"{type(model).__name__} is none of the models of diffusers that are spread: "
+        f"{type(model).__name__} is none of the models of diffusers that WallFacer supports: "
         f"{', '.join(sorted(FAMILIES))}"
     )
 
 
-def find(model: nn.Module, path: str) -> list[Any]:
-    """The modules at `path`; "*" stands for every number, "" for the model itself."""
-    wanted = path.split(".")
+def find_modules(model: nn.Module, path: str) -> list[Any]:
+    """Return the modules at `path`; "*" stands for any index, "" for the model itself."""
+    pattern = path.split(".")
 
-    def fits(name: str) -> bool:
+    def matches(name: str) -> bool:
         parts = name.split(".")
-        same = zip(wanted, parts, strict=False)
-        return len(parts) == len(wanted) and all(w in (p, "*") for w, p in same)
+        if len(parts) != len(pattern):
+            return False
+        return all(p in (part, "*") for p, part in zip(pattern, parts, strict=True))
 
-    return [module for name, module in model.named_modules() if fits(name)]
+    return [module for name, module in model.named_modules() if matches(name)]
