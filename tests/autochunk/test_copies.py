@@ -32,7 +32,7 @@ def test_no_mask_of_all_queries_and_keys_is_left_of_a_llama(padded: bool) -> Non
         )
     less_than_the_mask = TOKENS**2 * 8 - 1
     chunked = autochunk(model, (), words, less_than_the_mask, 1e9)
-    assert chunked.plan.copied and "anew for each reader" in chunked.explain()
+    assert chunked.plan.copied and "recomputed for each reader" in chunked.explain()
     with torch.no_grad():
         expected = model(**words).logits
         inputs = (x for x in words.values() if isinstance(x, Tensor))

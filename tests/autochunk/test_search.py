@@ -48,8 +48,8 @@ def test_no_region_is_cut_finer_than_the_peak_needs() -> None:
     found = Search(read_steps(captured.graph, Effects()), RATES).within_memory(1)
     (choice,) = found.choices
     (candidate,) = choice.candidates
-    assert choice.chunks == candidate.chunks_for(found.peak)
-    assert choice.chunks < candidate.most
+    assert choice.num_slices == candidate.slices_within(found.peak)
+    assert choice.num_slices < candidate.max_slices
 
 
 def test_long_slices_have_an_even_number_of_rows() -> None:
@@ -72,7 +72,7 @@ def test_slices_that_read_a_large_weight_whole_cost_more_than_slices_of_it() -> 
     by_rows, by_columns = (flow_of(linear, (x,), dim).end for dim in (0, 1))
 
     def added(op: SlicedOperator, chunks: int) -> float:
-        cost = Cost.of(op, flops, RATES)
+        cost = Cost.estimate(op, flops, RATES)
         return cost.seconds(chunks) - cost.seconds(1)
 
     assert added(by_rows, 8) > 4 * added(by_columns, 8) > 0
@@ -181,7 +181,7 @@ def test_slices_that_copy_the_other_matrices_each_time_pay_for_it() -> None:
     rows, channels = (flow_of(Product("bikc,bjkc->bijc").eval(), (x, x), dim).end for dim in (1, 3))
     flops = 2 * 64**3 * 128
     dear, cheap = (
-        Cost.of(op, flops, Rates(5e-6, 5e10, 1e10, 1e10, 4e8)) for op in (rows, channels)
+        Cost.estimate(op, flops, Rates(5e-6, 5e10, 1e10, 1e10, 4e8)) for op in (rows, channels)
     )
     assert dear.seconds(64) > 64 * x.nbytes / 4e8
     assert cheap.seconds(64) < 2 * cheap.seconds(1)
@@ -197,7 +197,7 @@ def test_slices_of_a_convolution_with_a_halo_take_longer(
     x = torch.zeros(1, channels, 32, 32)
     op = flow_of(conv, (x,), 2).end
     without, with_halo = (
-        Cost.of(op, 1, Rates(2e-6, 1e11, 2.5e10, halo_seconds=each)) for each in (0.0, 4e-4)
+        Cost.estimate(op, 1, Rates(2e-6, 1e11, 2.5e10, halo_seconds=each)) for each in (0.0, 4e-4)
     )
     added = [cost.seconds(8) - cost.seconds(1) for cost in (without, with_halo)]
     assert added[1] - added[0] == pytest.approx(expected, abs=1e-12)
@@ -209,7 +209,7 @@ def test_each_slice_costs_a_turn_of_the_loop() -> None:
     def added(turn: float) -> tuple[int, float]:
         rates = Rates(2e-6, 1e11, 2.5e10, 1e10, slice_seconds=turn)
         (choice,) = Search(read_steps(captured.graph, Effects()), rates).within_memory(1).choices
-        return choice.chunks, choice.added_seconds
+        return choice.num_slices, choice.added_seconds
 
     (chunks, free), (same, dear) = added(0.0), added(5e-5)
     assert chunks == same

@@ -1,17 +1,17 @@
-"""AutoChunk (arXiv 2401.10652): a model under a memory budget, found automatically.
+"""AutoChunk (arXiv 2401.10652): runs a model's forward within a memory budget, in slices.
 
 In the paper's order:
 
     graph/capture  the forward pass as a graph, whose live bytes are known at every step
-    graph/copies   where masks and the like are computed anew for each reader
+    graph/copies   which values, such as masks, are recomputed for each of their readers
     slicing/flow   which operators may be computed slice by slice together (section 3.2)
-    search         the regions around the step that needs most (3.3)
-    cost           what slices add to the time
-    select         which regions, and how many slices (3.4)
-    region, lower  the slices' loops, and the graph that calls them (3.5)
+    search         candidates for regions around the step with the peak (3.3)
+    cost           the time that slices add
+    select         which regions to slice, into how many slices (3.4)
+    region, lower  the loop over the slices, and the graph that calls it (3.5)
 
-`planning` goes from a graph and a budget to a `plan`, also for a model that is only looked at;
-`chunked` is what a user calls.
+`planning` makes a `plan` from a graph and a budget, also for models on fake tensors; `chunked` is
+what a user calls.
 """
 
 from wf_backends.autochunk.chunked import autochunk

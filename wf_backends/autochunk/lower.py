@@ -1,4 +1,4 @@
-"""A captured graph with its chunk regions, as a module that runs."""
+"""Lowers a captured graph and its chunk regions to a module that runs."""
 
 from __future__ import annotations
 
@@ -9,43 +9,45 @@ from dataclasses import dataclass
 from torch import fx
 
 from wf_backends.autochunk.plan import ChunkedPart
-from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, kind_of
+from wf_backends.autochunk.region import Bodies, ChunkedRegion, Region, region_key
 from wf_backends.autochunk.search import candidate_in
 from wf_backends.graph import Effect, Effects, Steps, module_path, nbytes, read_steps, submodule
 from wf_backends.slicing import join_group_norms
 
 Window = Sequence[fx.Node]  # the nodes from a region's first operator to its last
-Profile = tuple[tuple[str, int], ...]  # a module's path and live bytes, for each operator
+Profile = tuple[tuple[str, int], ...]  # (module's path, live bytes) at each operator
 
 
 @dataclass(frozen=True)
 class Lowered:
-    """The graph with its regions, each of which is one operator."""
+    """The module that runs a graph in which each region is one node, and its memory."""
 
     module: fx.GraphModule
     profile: Profile
 
     @property
     def peak(self) -> int:
-        return max(count for _, count in self.profile)
+        return max(live_bytes for _, live_bytes in self.profile)
 
 
 def lower(graph: fx.Graph, windows: Sequence[tuple[Window, Region]], effects: Effects) -> Lowered:
-    """A copy of the graph with chunk regions. Those of layers that are alike share a module."""
-    made, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    made.output(made.graph_copy(graph, copies))
+    """A copy of the graph with chunk regions. Regions of identical layers share a module."""
+    lowered = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    lowered.output(lowered.graph_copy(graph, copies))
     modules = {str(node.target): submodule(node) for node in graph.find_nodes(op="get_attr")}
-    bodies, alike = Bodies(effects), dict[str, tuple[ChunkedRegion, Effect]]()
+    bodies = Bodies(effects)
+    by_key: dict[str, tuple[ChunkedRegion, Effect]] = {}
     for window, region in windows:
-        kind = kind_of(region)
-        if kind not in alike:
+        key = region_key(region)
+        if key not in by_key:
             module = ChunkedRegion(region, bodies)
-            alike[kind] = module, _effect(region, module, effects)
+            by_key[key] = module, _effect(region, module, effects)
         name = f"chunked_{window[0].name}"
-        modules[name], effect = alike[kind]
+        modules[name], effect = by_key[key]
         _replace(window, region, copies, name, effect)
-    join_group_norms(made)
-    module = fx.GraphModule(modules, made)
+    join_group_norms(lowered)
+    module = fx.GraphModule(modules, lowered)
     steps = read_steps(module.graph, effects)
     paths = [module_path(step.node) for step in steps.steps]
     return Lowered(module, tuple(zip(paths, steps.peaks, strict=True)))
@@ -54,8 +56,9 @@ def lower(graph: fx.Graph, windows: Sequence[tuple[Window, Region]], effects: Ef
 def _replace(
     window: Window, region: Region, copies: dict[fx.Node, fx.Node], name: str, effect: Effect
 ) -> None:
-    """The call of a region in the place of its operators, its outputs in that of their results."""
-    flow, first, graph = region.flow, copies[window[0]], copies[window[0]].graph
+    """Replaces a region's operators by one call of its module, behind the nodes that it reads."""
+    flow, first = region.flow, copies[window[0]]
+    graph = first.graph
     operators = [copies[op.node] for op in flow.operators]
     stack = flow.end.node.meta.get("nn_module_stack")
     values = [op.node.meta["val"] for op in flow.outputs]
@@ -69,37 +72,40 @@ def _replace(
             copies[op.node] = output
     for node in reversed(operators):
         graph.erase_node(node)
-    for node in flow.others(window)[0]:
-        for one in (*(n for n in node.all_input_nodes if n.op == "get_attr"), node):
-            call.prepend(copies[one])
+    before, _ = flow.others(window)
+    for node in before:
+        for moved in (*(n for n in node.all_input_nodes if n.op == "get_attr"), node):
+            call.prepend(copies[moved])
 
 
 def find_region(graph: Steps, part: ChunkedPart) -> tuple[Window, Region]:
-    """The operators from `part.first` to `part.last`, and the region that they hold.
+    """The region of a plan's part, and its window: the nodes from `part.first` to `part.last`.
 
     Raises ValueError where the graph has no such region, or it may not overwrite that input.
     """
-    named = f"the plan's region {part.first} to {part.last}"
-    places = {step.node.name: place for place, step in enumerate(graph.steps)}
-    lo, hi = places.get(part.first), places.get(part.last)
+    name = f"the plan's region {part.first} to {part.last}"
+    positions = {step.node.name: position for position, step in enumerate(graph.steps)}
+    lo, hi = positions.get(part.first), positions.get(part.last)
     if lo is None or hi is None:
-        raise ValueError(f"{named} is not in this graph")
-    found = candidate_in(graph, lo, hi, part.dim) if lo <= hi else None
-    if found is None or (found.flow.rows, len(found.flow.operators)) != (part.rows, part.operators):
-        raise ValueError(f"{named} is not this graph's")
-    over = found.overwritten if part.overwritten else None
-    if part.overwritten and (over is None or over.name != part.overwritten):
-        raise ValueError(f"{named} may not overwrite {part.overwritten}")
-    nodes = [step.node for step in graph.steps[lo : hi + 1]]
-    return nodes, Region(found.flow, part.length, over)
+        raise ValueError(f"{name} is not in this graph")
+    candidate = candidate_in(graph, lo, hi, part.dim) if lo <= hi else None
+    flow = candidate.flow if candidate else None
+    if flow is None or (flow.rows, len(flow.operators)) != (part.rows, part.operators):
+        raise ValueError(f"{name} is not this graph's")
+    overwritten = candidate.overwritten if candidate and part.overwritten else None
+    if part.overwritten and (overwritten is None or overwritten.name != part.overwritten):
+        raise ValueError(f"{name} may not overwrite {part.overwritten}")
+    window = [step.node for step in graph.steps[lo : hi + 1]]
+    return window, Region(flow, part.length, overwritten)
 
 
 def _effect(region: Region, module: ChunkedRegion, effects: Effects) -> Effect:
-    """What a region does to memory: its outputs whole, but for one in an input's place; of the
-    rest what the slice needs that needs most."""
+    """The memory that a region's call allocates: its outputs whole, except one that overwrites an
+    input; while it runs, also the largest peak of its bodies."""
     outputs = region.flow.outputs[: len(module.allocated)]
     allocated = tuple(nbytes(op.node) for op in outputs)
-    bodies = {id(chunk.body): chunk.body.graph for chunk in module.chunks}
-    inner = max(max(read_steps(graph, effects).peaks) for graph in bodies.values())
-    over = () if module.overwritten is None else (module.overwritten,)
-    return Effect(allocated, (*range(-1, -1 - len(allocated), -1), *over), inner, 0)
+    bodies = {id(iteration.body): iteration.body.graph for iteration in module.iterations}
+    body_peak = max(max(read_steps(graph, effects).peaks) for graph in bodies.values())
+    overwritten = () if module.overwritten_index is None else (module.overwritten_index,)
+    places = (*range(-1, -1 - len(allocated), -1), *overwritten)
+    return Effect(allocated, places, temporary=body_peak, flops=0)

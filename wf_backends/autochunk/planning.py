@@ -1,5 +1,5 @@
-"""From a model and a budget to a plan and the module that runs it; or, for a model that is only
-looked at, to the memory of every operator."""
+"""Makes a plan, and the module that runs it, from a model and a budget. For a model on fake tensors
+`memory_profiles` gives the memory at every operator."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from wf_backends.graph import (
     with_copies,
 )
 
-FORMS: tuple[Copied, ...] = ("", "masks", "norms")  # of the graph, in the order they are tried
-SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # of the budget to search for, until what is built fits it
+COPIES: tuple[Copied, ...] = ("", "masks", "norms")  # in the order in which they are tried
+BUDGET_SHARES = (1, 0.95, 0.9, 0.8, 0.6, 0)  # to search for, until the built module fits the budget
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A forward for one form of inputs: its graph, its plan, and the module that runs it."""
+    """The forward for one form of inputs: its graph, its plan, and the module that runs it."""
 
     captured: Captured
     plan: ChunkPlan
@@ -56,81 +56,82 @@ def find_plan(
 ) -> Planned:
     """The cheapest plan within the budget.
 
-    The plan has no regions where the model itself fits, or where none needs less than it. `rates`
-    are those of the device that runs it; None: measured here.
+    The plan has no regions if the model fits without, or if no plan needs less memory than it.
+    `rates` are those of the device that runs the plan; None: they are measured on this one.
 
-    Raises ValueError where none fits, with the plan that comes closest.
+    Raises ValueError with the closest plan if none fits.
     """
     captured, before = capture(model, args, kwargs), unchunked_peak(model, args, kwargs)
     budget = budget.in_bytes(before)
     rates = rates or measure_rates(*captured.device_and_dtype)
     search = Search(read_steps(captured.graph, Effects()), rates)
-    whole = ChunkPlan(captured.fingerprint, (), before, before, 0.0, search.walls())
-    if not search.steps.steps or _fits(whole, budget):
-        return Planned(captured, whole, lower(captured.graph, (), search.steps.effects))
-    plan, lowered = _best(search, whole, budget)
-    plan = plan if plan.peak < before else whole
+    unchunked = ChunkPlan(captured.fingerprint, (), before, before, 0.0, search.walls())
+    if not search.steps.steps or _fits(unchunked, budget):
+        return Planned(captured, unchunked, lower(captured.graph, (), search.steps.effects))
+    plan, lowered = _best_plan(search, unchunked, budget)
+    plan = plan if plan.peak < before else unchunked
     _check_fits(plan, budget)
     return Planned(captured, plan, lowered)
 
 
-def _best(plain: Search, whole: ChunkPlan, budget: Budget) -> tuple[ChunkPlan, Lowered]:
-    """The plan that fits or comes closest. What is computed from little is copied for its readers
-    only where that is needed."""
+def _best_plan(base: Search, unchunked: ChunkPlan, budget: Budget) -> tuple[ChunkPlan, Lowered]:
+    """The plan that fits, or else the closest one; with copies only where none fits without."""
     tried: list[tuple[Search, Selection]] = []
-    for copied in FORMS[:2] if budget.memory is None else FORMS:
-        search = plain.with_copies(copied) if copied else plain
+    for copied in COPIES[:2] if budget.memory is None else COPIES:
+        search = base.with_copies(copied) if copied else base
         if search is None:
             continue
-        found = _select(search, budget)
-        tried.append((search, found))
-        if _fits(found, budget):
-            built = _built(search, found, whole, budget)
-            if _fits(built[0], budget):
-                return built
-    search, found = min(tried, key=lambda pair: _badness(pair[1], budget))
-    return _built(search, found, whole, budget)
+        selection = _select(search, budget)
+        tried.append((search, selection))
+        if _fits(selection, budget):
+            plan, lowered = _build_plan(search, selection, unchunked, budget)
+            if _fits(plan, budget):
+                return plan, lowered
+    search, selection = min(tried, key=lambda pair: _distance(pair[1], budget))
+    return _build_plan(search, selection, unchunked, budget)
 
 
 def _select(search: Search, budget: Budget) -> Selection:
-    """The selection that fits or, where none does, that needs least memory."""
+    """The selection that fits, or else the one of least memory."""
     if budget.memory is None:
         return search.within_slowdown(budget.slowdown)
-    found = search.within_memory(int(budget.memory))
-    return found if found.peak <= budget.memory else search.within_slowdown(inf)
+    selection = search.within_memory(int(budget.memory))
+    return selection if selection.peak <= budget.memory else search.within_slowdown(inf)
 
 
-def _fits(found: Selection | ChunkPlan, budget: Budget) -> bool:
-    """Whether there is nothing better to look for."""
-    enough = budget.memory is not None and found.peak <= budget.memory
-    return enough and found.slowdown <= budget.slowdown
-
-
-def _badness(found: Selection, budget: Budget) -> tuple[float, float]:
-    """What is least for the better of two: time within the memory, or memory in time."""
+def _fits(plan: Selection | ChunkPlan, budget: Budget) -> bool:
+    """Whether a plan keeps both limits; not if the least memory is searched for (None)."""
     if budget.memory is None:
-        return max(found.slowdown, budget.slowdown), found.peak
-    return max(found.peak, budget.memory), found.slowdown
+        return False
+    return plan.peak <= budget.memory and plan.slowdown <= budget.slowdown
 
 
-def _built(
-    search: Search, found: Selection, whole: ChunkPlan, budget: Budget
+def _distance(selection: Selection, budget: Budget) -> tuple[float, float]:
+    """A key that is smaller for the better selection: by what exceeds the budget, then by slowdown
+    (if the least memory is searched for, by the peak)."""
+    if budget.memory is None:
+        return max(selection.slowdown, budget.slowdown), selection.peak
+    return max(selection.peak, budget.memory), selection.slowdown
+
+
+def _build_plan(
+    search: Search, selection: Selection, unchunked: ChunkPlan, budget: Budget
 ) -> tuple[ChunkPlan, Lowered]:
-    """The plan of a selection. Where what is built needs more than was predicted, it is selected
-    again for less, until it fits."""
+    """The plan of a selection, and its module. While the module needs more memory than the budget
+    (more than predicted), selects again for a smaller budget."""
     tried: list[tuple[ChunkPlan, Lowered]] = []
     memory = inf if budget.memory is None else budget.memory
-    for share in SHARES if found.peak <= memory < inf else SHARES[:1]:
+    for share in BUDGET_SHARES if selection.peak <= memory < inf else BUDGET_SHARES[:1]:
         if share < 1:
-            found = search.within_memory(int(share * memory))
+            selection = search.within_memory(int(share * memory))
         parts = tuple(
-            _part(search.steps, candidate, choice.chunks)
-            for choice in found.choices
+            _part(search.steps, candidate, choice.num_slices)
+            for choice in selection.choices
             for candidate in choice.candidates
         )
-        lowered = _lowered(search.steps, parts)
-        plan = replace(whole, regions=parts, slowdown=found.slowdown, copied=search.copied)
-        tried.append((replace(plan, peak=lowered.peak), lowered))
+        lowered = _lower_parts(search.steps, parts)
+        plan = replace(unchunked, regions=parts, peak=lowered.peak, slowdown=selection.slowdown)
+        tried.append((replace(plan, copied=search.copied), lowered))
         if lowered.peak <= memory:
             break
     return min(tried, key=lambda pair: pair[0].peak)
@@ -139,7 +140,7 @@ def _built(
 def use_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], plan: ChunkPlan) -> Planned:
     """The forward with a plan that was made before.
 
-    Raises ValueError where it was made for another model or other inputs, or its regions overlap.
+    Raises ValueError if it was made for another model or other inputs, or its regions overlap.
     """
     captured = capture(model, args, kwargs)
     if plan.fingerprint != captured.fingerprint:
@@ -150,40 +151,40 @@ def use_plan(model: nn.Module, args: tuple, kwargs: dict[str, Any], plan: ChunkP
     steps = read_steps(captured.graph, Effects())
     if plan.copied:
         steps = with_copies(steps, plan.copied) or steps
-    return Planned(captured, plan, _lowered(steps, plan.regions))
+    return Planned(captured, plan, _lower_parts(steps, plan.regions))
 
 
-def _lowered(steps: Steps, parts: tuple[ChunkedPart, ...]) -> Lowered:
-    """The graph with these regions; ValueError where two hold the same operator."""
-    windows = [find_region(steps, part) for part in parts]
-    ordered = sorted((nodes for nodes, _ in windows), key=lambda nodes: steps.position[nodes[0]])
-    for one, other in pairwise(ordered):
-        if other[0] in one:
+def _lower_parts(steps: Steps, parts: tuple[ChunkedPart, ...]) -> Lowered:
+    """The graph with these regions; ValueError if two of them overlap."""
+    regions = [find_region(steps, part) for part in parts]
+    windows = sorted((nodes for nodes, _ in regions), key=lambda nodes: steps.position[nodes[0]])
+    for left, right in pairwise(windows):
+        if right[0] in left:
             raise ValueError(
-                f"the plan's regions {one[0]} to {one[-1]} and {other[0]} to {other[-1]} overlap"
+                f"the plan's regions {left[0]} to {left[-1]} and {right[0]} to {right[-1]} overlap"
             )
-    return lower(steps.graph, windows, steps.effects)
+    return lower(steps.graph, regions, steps.effects)
 
 
-def _part(steps: Steps, found: Candidate, chunks: int) -> ChunkedPart:
-    flow = found.flow
+def _part(steps: Steps, candidate: Candidate, num_slices: int) -> ChunkedPart:
+    flow = candidate.flow
     return ChunkedPart(
-        first=steps.steps[found.lo].node.name,
-        last=steps.steps[found.hi].node.name,
+        first=steps.steps[candidate.lo].node.name,
+        last=steps.steps[candidate.hi].node.name,
         dim=flow.end.dim,
-        length=slice_length(flow, chunks),
+        length=slice_length(flow, num_slices),
         rows=flow.rows,
         operators=len(flow.operators),
-        where=_where([op.node for op in flow.operators]),
-        overwritten=found.overwritten.name if found.overwritten else "",
+        where=_common_module([op.node for op in flow.operators]),
+        overwritten=candidate.overwritten.name if candidate.overwritten else "",
     )
 
 
-def _where(nodes: list[fx.Node]) -> str:
-    """The innermost module to which all these operators belong."""
+def _common_module(nodes: list[fx.Node]) -> str:
+    """The path of the innermost module to which all these operators belong."""
     stacks = (node.meta.get("nn_module_stack") for node in nodes)
     paths = [[path for path, _ in stack.values()] for stack in stacks if stack]
-    return next(reversed(commonprefix(paths)), "") or "the model"
+    return (commonprefix(paths) or [""])[-1] or "the model"
 
 
 class BudgetError(ValueError):
@@ -211,7 +212,7 @@ def _check_fits(plan: ChunkPlan, budget: Budget) -> None:
 @dataclass(frozen=True)
 class Profiles(Planned):
     """A plan, and the live bytes of activations at each operator with its module's path: `before`
-    as the model is, `after` with a chunk region as one operator."""
+    of the model without slices, `after` with them, where a chunk region is one operator."""
 
     @cached_property
     def before(self) -> Profile:
@@ -229,9 +230,9 @@ def memory_profiles(
     max_slowdown: float = 0.1,
     rates: Rates | None = None,
 ) -> Profiles:
-    """What `autochunk` would do to a model, which may lie on fake tensors: nothing is computed.
+    """The plan that `autochunk` would make, without computing: the model may be on fake tensors.
 
-    Arguments and errors as `autochunk`; `rates` of the device that is to run it, if not this one.
+    Arguments and errors as `autochunk`; `rates` of the device that will run it, if not this one.
     """
     budget = checked_budget(max_memory, max_slowdown)
     register_containers()
@@ -240,9 +241,9 @@ def memory_profiles(
 
 
 def longest(fits: Callable[[int], bool], step: int, known: int = 0, within: float = 0.02) -> int:
-    """The largest multiple of `step` that fits, to within a share of it; 0 if none does.
+    """The largest multiple of `step` that fits, to within a share `within` of it; 0 if none does.
 
-    What fits has to fit when it is shorter, too; `known`, a multiple of `step`, is known to fit.
+    `fits` must hold for all smaller lengths, too. `known`, a multiple of `step`, is known to fit.
     """
     low, high = known, max(step, 2 * known)
     while fits(high):

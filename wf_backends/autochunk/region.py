@@ -1,8 +1,8 @@
-"""A chunk region: a flow's operators as one module that runs them slice by slice.
+"""A chunk region: the operators of a flow as one module that runs them slice by slice.
 
-The module allocates each output whole and writes it slice by slice; what lies between lives for one
-slice only. The operators of a slice are a graph module of their own (a *body*); slices that compute
-the same on the same shapes share one.
+The module allocates each output whole and writes it slice by slice; all other values live for one
+slice only. The operators of a slice form a graph module, the *body*; slices that compute the same
+on the same shapes share one body.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from torch import fx, nn
 from wf_backends.graph import Effects, layout
 from wf_backends.slicing import Flow, RowsByValue, Source, Value, emit, needed_rows
 
-EVEN, EVEN_ON_CUDA = 16, 128
+ROW_MULTIPLE, ROW_MULTIPLE_ON_CUDA = 16, 128  # of long slices, see `slice_length`
 
-Rows = tuple[int, int]  # [lo, hi)
-Cut = tuple[int, int, int]  # a dimension and its rows [lo, hi)
+RowRange = tuple[int, int]  # rows [lo, hi)
+Cut = tuple[int, int, int]  # (dim, lo, hi): rows [lo, hi) of a dimension
 
 
 @dataclass(frozen=True)
 class Region:
-    """A flow that is cut into slices of `length` rows of its end (the last may be shorter).
+    """A flow in slices of `length` rows of its end (the last slice may be shorter).
 
-    The end takes the memory of `overwritten`, one of the flow's inputs (None: memory of its own).
+    The end's output is written to the memory of `overwritten`, an input (None: to its own memory).
 
-    Raises ValueError where slices would not begin at whole rows of every operator.
+    Raises ValueError if `length` is no multiple of the flow's alignment.
     """
 
     flow: Flow
@@ -44,8 +44,8 @@ class Region:
             )
 
 
-def kind_of(region: Region) -> str:
-    """A text that is equal for regions that compute the same: those of layers that are alike."""
+def region_key(region: Region) -> str:
+    """A text that is equal for regions that compute the same, as those of identical layers do."""
     flow = region.flow
     names = {node: f"x{i}" for i, node in enumerate(dict.fromkeys(n for n, _ in flow.inputs))}
     lines = [f"{names[node]} {dim} {layout(node.meta['val'])}" for node, dim in flow.inputs]
@@ -54,26 +54,27 @@ def kind_of(region: Region) -> str:
         names[op.node] = f"y{len(names)}"
         lines.append(f"{names[op.node]} = {op.node.target} {args} {kwargs} by {op.dim}")
     outputs = [names[op.node] for op in flow.outputs]
-    over = region.overwritten and names[region.overwritten]
-    return "\n".join([*lines, f"{outputs} in slices of {region.length} over {over}"])
+    overwritten = region.overwritten and names[region.overwritten]
+    return "\n".join([*lines, f"{outputs} in slices of {region.length} over {overwritten}"])
 
 
-def slice_length(flow: Flow, chunks: int) -> int:
-    """The rows of the flow's end in a slice, for at most so many chunks.
+def slice_length(flow: Flow, num_slices: int) -> int:
+    """The rows of the flow's end in a slice, for at most `num_slices` slices.
 
-    Longer slices have a multiple of EVEN rows: 41 columns of a product take a third more time than
-    48 (torch on a CPU). Much longer ones on CUDA have one of EVEN_ON_CUDA, as cuDNN's attention
-    wants them.
+    Slices above ROW_MULTIPLE rows have a multiple of it: a product of 41 columns takes a third more
+    time than one of 48 (torch on a CPU). On CUDA slices above 4 * ROW_MULTIPLE_ON_CUDA rows have a
+    multiple of that, for cuDNN's attention.
     """
-    length = -(-flow.rows // chunks)
-    on_cuda = flow.end.node.meta["val"].is_cuda and length > 4 * EVEN_ON_CUDA
-    even = EVEN_ON_CUDA if on_cuda else EVEN
-    unit = lcm(flow.alignment, even) if length > even else flow.alignment
-    return min(-(-length // unit) * unit, -(-flow.rows // flow.alignment) * flow.alignment)
+    length = -(-flow.rows // num_slices)
+    on_cuda = flow.end.node.meta["val"].is_cuda and length > 4 * ROW_MULTIPLE_ON_CUDA
+    multiple = ROW_MULTIPLE_ON_CUDA if on_cuda else ROW_MULTIPLE
+    alignment = lcm(flow.alignment, multiple) if length > multiple else flow.alignment
+    rounded = -(-length // alignment) * alignment
+    return min(rounded, -(-flow.rows // flow.alignment) * flow.alignment)
 
 
-def covered(slices: Iterable[Rows]) -> int:
-    """How many rows, from the first one, are in slices that come one after the other."""
+def covered_rows(slices: Iterable[RowRange]) -> int:
+    """How many rows, from row 0 on, consecutive slices cover without a gap."""
     end = 0
     for lo, hi in slices:
         if lo > end:
@@ -83,34 +84,34 @@ def covered(slices: Iterable[Rows]) -> int:
 
 
 class Bodies:
-    """The bodies of all regions of a model: those that compute the same are one."""
+    """The bodies of all regions of a model, one for all slices that compute the same."""
 
     def __init__(self, effects: Effects) -> None:
         self._effects = effects
-        self._known: dict[str, fx.GraphModule] = {}
-        self._rows = cache(_rows_of)
+        self._modules: dict[str, fx.GraphModule] = {}
+        self._fake_rows = cache(lambda node, cut: _narrow(node.meta["val"], cut))
 
-    def part(self, node: fx.Node, where: Cut | None) -> torch.Tensor:
-        """A fake tensor like the rows of the node's value: of slices as long it is the same."""
-        return self._rows(node, where and (where[0], 0, where[2] - where[1]))
+    def fake_rows(self, node: fx.Node, cut: Cut | None) -> torch.Tensor:
+        """A fake tensor like these rows of the node's value, one for all slices of a length."""
+        return self._fake_rows(node, cut and (cut[0], 0, cut[2] - cut[1]))
 
-    def of(self, graph: fx.Graph) -> fx.GraphModule:
-        """The module of a graph whose placeholders have their `meta["val"]`."""
-        given = [layout(node.meta["val"]) for node in graph.find_nodes(op="placeholder")]
+    def module(self, graph: fx.Graph) -> fx.GraphModule:
+        """The body that runs a graph, whose placeholders have their `meta["val"]`."""
+        layouts = [layout(node.meta["val"]) for node in graph.find_nodes(op="placeholder")]
         lines = (f"{node.target} {node.args} {node.kwargs}" for node in graph.nodes)
-        key = "\n".join([str(given), *lines])
-        if key not in self._known:
+        key = "\n".join([str(layouts), *lines])
+        if key not in self._modules:
             for node in graph.nodes:
                 if node.op == "call_function":
                     node.meta["val"] = self._effects.of(node).result
-            self._known[key] = fx.GraphModule(nn.Module(), graph)
-        return self._known[key]
+            self._modules[key] = fx.GraphModule(nn.Module(), graph)
+        return self._modules[key]
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """One turn of the loop: the body to run, what it reads of each input (None: all of it), and
-    where its results belong in each output."""
+class Iteration:
+    """One iteration of the loop: the body to run, the rows that it reads of each input (None: the
+    whole input), and the rows of each output that it computes."""
 
     body: fx.GraphModule
     inputs: tuple[Cut | None, ...]
@@ -122,75 +123,78 @@ class ChunkedRegion(nn.Module):
 
     def __init__(self, region: Region, bodies: Bodies) -> None:
         super().__init__()
-        flow, over = region.flow, region.overwritten
-        self.overwritten = [node for node, _ in flow.inputs].index(over) if over else None
-        own = flow.outputs[:-1] if over else flow.outputs
-        # as the values lie, without the holes that these have as views of more
-        self.allocated = [layout(torch.empty_like(op.node.meta["val"])) for op in own]
+        flow, overwritten = region.flow, region.overwritten
+        self.overwritten_index: int | None = None  # of the input that the last output overwrites
+        allocated = flow.outputs
+        if overwritten is not None:
+            self.overwritten_index = [node for node, _ in flow.inputs].index(overwritten)
+            allocated = flow.outputs[:-1]
+        # layouts of the outputs; empty_like makes them dense where the values are views
+        self.allocated = [layout(torch.empty_like(op.node.meta["val"])) for op in allocated]
         starts = range(0, flow.rows, region.length)
         bounds = ((lo, min(lo + region.length, flow.rows)) for lo in starts)
-        self.chunks = [_chunk(flow, needed_rows(flow, *rows), bodies) for rows in bounds]
+        self.iterations = [_iteration(flow, needed_rows(flow, *rows), bodies) for rows in bounds]
         for index, op in enumerate(flow.outputs):
-            rows = covered(chunk.outputs[index][1:] for chunk in self.chunks)
+            rows = covered_rows(iteration.outputs[index][1:] for iteration in self.iterations)
             assert rows == op.rows, f"slices compute only {rows} rows of {op.node.name}"
 
-    def forward(self, *values: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
         outputs = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device)
             for shape, stride, dtype, device in self.allocated
         ]
-        if self.overwritten is not None:
-            outputs.append(values[self.overwritten])
-        for chunk in self.chunks:
-            given = (_narrow(v, s) for v, s in zip(values, chunk.inputs, strict=True))
-            results = chunk.body(*given)
-            for output, where, result in zip(outputs, chunk.outputs, results, strict=True):
-                _narrow(output, where).copy_(result)
-            del result, results  # a slice's results go before the next slice begins
+        if self.overwritten_index is not None:
+            outputs.append(inputs[self.overwritten_index])
+        for iteration in self.iterations:
+            slices = (_narrow(x, cut) for x, cut in zip(inputs, iteration.inputs, strict=True))
+            results = iteration.body(*slices)
+            for output, cut, result in zip(outputs, iteration.outputs, results, strict=True):
+                _narrow(output, cut).copy_(result)
+            del result, results  # frees a slice's results before the next slice begins
         return outputs
 
 
-def _chunk(flow: Flow, rows: RowsByValue, bodies: Bodies) -> Chunk:
-    """The slice that computes these rows."""
-    graph, held = fx.Graph(), dict[Value, fx.Node]()
+def _iteration(flow: Flow, rows: RowsByValue, bodies: Bodies) -> Iteration:
+    """The iteration that computes these rows."""
+    graph = fx.Graph()
+    nodes: dict[Value, fx.Node] = {}  # of the body, for each value of the flow
     inputs = tuple(None if dim is None else (dim, *rows[node, dim]) for node, dim in flow.inputs)
     outputs = tuple((op.dim, *rows[op.value]) for op in flow.outputs)
-    for index, (value, where) in enumerate(zip(flow.inputs, inputs, strict=True)):
-        held[value] = graph.placeholder(f"x{index}")
-        held[value].meta["val"] = bodies.part(value[0], where)
+    for index, (value, cut) in enumerate(zip(flow.inputs, inputs, strict=True)):
+        nodes[value] = graph.placeholder(f"x{index}")
+        nodes[value].meta["val"] = bodies.fake_rows(value[0], cut)
     for op in flow.operators:
-        read = iter([_read(graph, held[s.value], s, rows[op.value], rows) for s in op.sources])
-        args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), lambda _, own=read: next(own))
-        held[op.value] = emit(graph, op.node, op.dim, rows[op.value], args, kwargs)
-    graph.output(tuple(held[op.value] for op in flow.outputs))
-    body = bodies.of(graph)
+        op_rows = rows[op.value]
+        sliced = iter([_slice_source(graph, nodes[s.value], s, op_rows, rows) for s in op.sources])
+        args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), lambda _, it=sliced: next(it))
+        nodes[op.value] = emit(graph, op.node, op.dim, op_rows, args, kwargs)
+    graph.output(tuple(nodes[op.value] for op in flow.outputs))
+    body = bodies.module(graph)
     (output,) = body.graph.find_nodes(op="output")
-    for op, where, result in zip(flow.outputs, outputs, output.args[0], strict=True):
-        found, wanted = result.meta["val"], bodies.part(op.node, where)
-        # copying others would make them wider, or of another dtype
-        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), (op.node, found, wanted)
-    return Chunk(body, inputs, outputs)
+    for op, cut, result in zip(flow.outputs, outputs, output.args[0], strict=True):
+        actual, expected = result.meta["val"], bodies.fake_rows(op.node, cut)
+        # copy_ would broadcast another shape and convert another dtype
+        assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), op.node
+    return Iteration(body, inputs, outputs)
 
 
-def _read(
-    graph: fx.Graph, held: fx.Node, source: Source, reads: Rows, rows: RowsByValue
+def _slice_source(
+    graph: fx.Graph, node: fx.Node, source: Source, op_rows: RowRange, rows: RowsByValue
 ) -> fx.Node:
-    """What rows `reads` of an operator need of a value, of which the slice may hold more."""
+    """The rows of `node` that an operator reads for its rows `op_rows`. `node` may hold more rows,
+    those that all its readers need: `rows[source.value]`."""
     if source.dim is None:
-        return held
-    (lo, hi), (first, last) = source.rows(*reads), rows[source.value]
+        return node
+    lo, hi = source.rows(*op_rows)
+    first, last = rows[source.value]
     if (lo, hi) == (first, last):
-        return held
-    cut = held, source.dim, lo - first, hi - first
-    return graph.call_function(torch.ops.aten.slice.Tensor, cut)
+        return node
+    args = node, source.dim, lo - first, hi - first
+    return graph.call_function(torch.ops.aten.slice.Tensor, args)
 
 
-def _rows_of(node: fx.Node, where: Cut | None) -> torch.Tensor:
-    return _narrow(node.meta["val"], where)
-
-
-def _narrow(value: torch.Tensor, where: Cut | None) -> torch.Tensor:
-    if where is None:
+def _narrow(value: torch.Tensor, cut: Cut | None) -> torch.Tensor:
+    if cut is None:
         return value
-    dim, lo, hi = where
+    dim, lo, hi = cut
     return value.narrow(dim, lo, hi - lo)

@@ -1,17 +1,18 @@
-"""The chunk regions that could lower the memory at one step of a graph.
+"""Candidates for chunk regions that lower the memory at one step of a graph.
 
-Regions begin and end where few bytes are live (arXiv 2401.10652, section 3.3). What a candidate
-needs with any number of chunks follows from the storages of its operators: those that leave it stay
-whole, the others shrink with the slices.
+Regions begin and end where few bytes are live (arXiv 2401.10652, section 3.3). The memory of a
+candidate with any number of slices follows from the storages of its operators: storages that are
+read outside the region are allocated whole, the others for one slice at a time.
 
-A region's end may take the memory of an input, such as a residual stream, which then does not live
-twice: every slice reads the input's rows that it overwrites afterwards, and no others, and nobody
-reads them later. An input of the model is its caller's, and is never taken.
+A region may write its last output to the memory of an input, such as a residual stream `x` in
+`x + f(x)`. It may do so if each slice reads exactly those rows of the input that it overwrites, and
+no operator reads the input later. The model's own inputs are never overwritten.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,13 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from wf_backends.autochunk.region import covered, slice_length
+from wf_backends.autochunk.region import covered_rows, slice_length
 from wf_backends.graph import Step, Steps, layout, nbytes, profile
 from wf_backends.slicing import Flow, trace, view_base
 
-REACH = 160  # operators that a region may span on each side of the peak
-ENDS = 5  # of the places where a region may begin or end, so many nearest to the peak and farthest
-MOST_CHUNKS = 512
+MAX_REACH = 160  # operators of a region on each side of the peak
+NUM_ENDS = 5  # steps near the peak, and far from it, where regions may begin or end: see `_ends`
+MAX_SLICES = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,140 +36,142 @@ class Candidate:
     lo: int
     hi: int
     flow: Flow
-    whole: int  # live while the region runs: its inputs, its outputs and what passes by
-    sliced: int  # that its inner values would need whole
-    copied: int  # of its outputs
-    beside: int  # the peak of the steps around the region, at step `place`
-    place: int
-    overwritten: fx.Node | None  # the input whose memory the flow's end takes
+    fixed_bytes: int  # live while the region runs: inputs, outputs, and values of other steps
+    sliced_bytes: int  # of the flow's inner values, if it is not sliced
+    output_bytes: int
+    outside_peak: int  # of the steps outside the flow, which run before or after it
+    outside_peak_step: int
+    overwritten: fx.Node | None  # the input that the flow's end overwrites
 
     @property
-    def most(self) -> int:
-        """The largest number of chunks."""
-        return min(MOST_CHUNKS, self.flow.rows // self.flow.alignment)
+    def max_slices(self) -> int:
+        return min(MAX_SLICES, self.flow.rows // self.flow.alignment)
 
-    def peak(self, chunks: int) -> int:
-        """The bytes that the steps need with so many chunks."""
-        share = slice_length(self.flow, chunks) / self.flow.rows
-        return max(self.beside, self.whole + math.ceil(self.sliced * min(1.0, share)))
+    def peak(self, num_slices: int) -> int:
+        """The bytes that the steps need with so many slices."""
+        share = min(1.0, slice_length(self.flow, num_slices) / self.flow.rows)
+        return max(self.outside_peak, self.fixed_bytes + math.ceil(self.sliced_bytes * share))
 
-    def chunks_for(self, budget: int) -> int | None:
-        """The fewest chunks with which the steps fit the budget; None: no number does."""
-        room = budget - self.whole
-        if self.beside > budget or room <= 0:
+    def slices_within(self, budget: int) -> int | None:
+        """The fewest slices with which the steps fit `budget` bytes; None if no number does."""
+        left = budget - self.fixed_bytes
+        if self.outside_peak > budget or left <= 0:
             return None
-        chunks = max(2, math.ceil(self.sliced / room))
-        while chunks <= self.most and self.peak(chunks) > budget:
-            chunks += 1  # slices are rounded up to the flow's unit
-        return chunks if chunks <= self.most else None
+        num_slices = max(2, math.ceil(self.sliced_bytes / left))
+        while num_slices <= self.max_slices and self.peak(num_slices) > budget:
+            num_slices += 1  # a slice's rows are rounded up to the flow's alignment
+        return num_slices if num_slices <= self.max_slices else None
 
 
 def candidates_at(graph: Steps, peak: int) -> list[Candidate]:
-    """The candidates whose regions hold step `peak`."""
-    live, first, last = graph.live, max(-1, peak - REACH), min(len(graph.steps), peak + REACH)
-    lows = _ends({lo: live[lo] for lo in range(peak, first, -1)})
-    highs = _ends({hi: live[hi + 1] for hi in range(peak, last)})
+    """The candidates whose regions contain step `peak`."""
+    first, last = max(-1, peak - MAX_REACH), min(len(graph.steps), peak + MAX_REACH)
+    starts = _ends({lo: graph.live[lo] for lo in range(peak, first, -1)})
+    ends = _ends({hi: graph.live[hi + 1] for hi in range(peak, last)})
     candidates: list[Candidate | None] = []
-    for hi in highs:
-        window = [step.node for step in graph.steps[min(lows) : hi + 1]]
+    for hi in ends:
+        window = [step.node for step in graph.steps[min(starts) : hi + 1]]
         value = window[-1].meta["val"]
         for dim in range(value.ndim if isinstance(value, torch.Tensor) else 0):
             flow = trace(window, dim, graph.sources)
-            places = [graph.position[op.node] for op in flow.operators] if flow else []
-            if flow is None or peak not in places:
+            positions = [graph.position[op.node] for op in flow.operators] if flow else []
+            if flow is None or peak not in positions:
                 continue
-            begins = (next(place for place in places if place >= lo) for lo in lows)
-            for lo in dict.fromkeys(begins):
-                part = Flow(flow.operators[places.index(lo) :])
-                candidates.append(_candidate(graph, lo, hi, part))
-    return [found for found in candidates if found is not None]
+            for index in dict.fromkeys(bisect_left(positions, start) for start in starts):
+                tail = Flow(flow.operators[index:])
+                candidates.append(_candidate(graph, positions[index], hi, tail))
+    return [candidate for candidate in candidates if candidate is not None]
 
 
 def candidate_in(graph: Steps, lo: int, hi: int, dim: int) -> Candidate | None:
-    """The candidate of steps [lo, hi] whose end is sliced along `dim`, if there is one."""
+    """The candidate of steps [lo, hi] whose end is sliced along `dim`, or None."""
     flow = trace([step.node for step in graph.steps[lo : hi + 1]], dim, graph.sources)
     return None if flow is None else _candidate(graph, lo, hi, flow)
 
 
 def _ends(live: dict[int, int]) -> list[int]:
-    """Where regions may begin or end: going away from the peak, the steps beyond which fewer bytes
-    live than at all between.
+    """The steps where regions may begin or end: those with fewer live bytes than all steps nearer
+    to the peak. `live` has the live bytes beyond each step, going away from the peak.
 
-    Where live bytes fall all the way, as in a UNet, the farthest ones alone would hold other layers
-    with peaks of their own.
+    Returns at most the NUM_ENDS nearest and farthest ones. In a UNet, where live bytes fall from
+    layer to layer, regions up to the farthest alone would contain the peaks of other layers.
     """
-    found: list[int] = []
-    for step, count in live.items():
-        if not found or count < live[found[-1]]:
-            found.append(step)
-    return list(dict.fromkeys((*found[:ENDS], *found[-ENDS:])))
+    minima: list[int] = []
+    for step, live_bytes in live.items():
+        if not minima or live_bytes < live[minima[-1]]:
+            minima.append(step)
+    return list(dict.fromkeys((*minima[:NUM_ENDS], *minima[-NUM_ENDS:])))
 
 
 def _candidate(graph: Steps, lo: int, hi: int, flow: Flow) -> Candidate | None:
-    """The candidate of a flow within steps [lo, hi], where it may be one."""
+    """The candidate of a flow within steps [lo, hi]; None if it cannot be a region."""
     window = graph.steps[lo : hi + 1]
     inner = [step for step in window if step.node in flow.members]
-    born = {storage for step in inner for storage in step.allocates}
-    outputs = Counter[int]()  # bytes that others read, by storage
+    allocated = {storage for step in inner for storage in step.allocates}
+    outputs = Counter[int]()  # bytes that are read outside the flow, by storage
     for op in flow.outputs:
         outputs[graph.storages[op.node][0]] += nbytes(op.node)
     if not (
         flow.rows >= 2 * flow.alignment
-        and born.issuperset(outputs)
-        and _passes_on_all(flow)
-        and not any(_random(step.node) for step in window)
-        and _keeps_writes(graph, lo, hi, flow, born)
+        and allocated.issuperset(outputs)
+        and _computes_all_rows(flow)
+        and not any(_is_random(step.node) for step in window)
+        and _preserves_writes(graph, lo, hi, flow, allocated)
     ):
         return None
     before, after = flow.others([step.node for step in window])
-    over = _input_to_overwrite(graph, flow, hi, after)
+    overwritten = _input_to_overwrite(graph, flow, hi, after)
     allocates = dict(outputs)
-    if over is not None:
-        allocates[graph.storages[flow.end.node][0]] -= nbytes(over)
-    reads = tuple({s: None for step in inner for s in step.reads if s not in born})
+    if overwritten is not None:
+        allocates[graph.storages[flow.end.node][0]] -= nbytes(overwritten)
+    reads = tuple({s: None for step in inner for s in step.reads if s not in allocated})
     order = [graph.steps[graph.position[node]] for node in (*before, *after)]
     order.insert(len(before), Step(flow.end.node, reads, allocates))
-    taken = graph.storages[over] if over else ()
+    reused = graph.storages[overwritten] if overwritten else ()
     touched = {s for step in window for s in (*step.reads, *step.allocates)}
-    kept = {s for s in touched if s in taken or graph.last_use.get(s, 0) > hi}
+    kept = {s for s in touched if s in reused or graph.last_use.get(s, 0) > hi}
     peaks = profile(order, kept, graph.storage_bytes, graph.live[lo])
-    whole, peaks[len(before)] = peaks[len(before)], 0
-    beside = max(peaks)
-    place = graph.position[order[peaks.index(beside)].node]
-    sliced = max(profile(inner, outputs))
-    return Candidate(lo, hi, flow, whole, sliced, outputs.total(), beside, place, over)
+    fixed_bytes = peaks[len(before)]
+    peaks[len(before)] = 0
+    outside_peak = max(peaks)
+    outside_peak_step = graph.position[order[peaks.index(outside_peak)].node]
+    sizes = fixed_bytes, max(profile(inner, outputs)), outputs.total(), outside_peak
+    return Candidate(lo, hi, flow, *sizes, outside_peak_step, overwritten)
 
 
-def _passes_on_all(flow: Flow) -> bool:
-    """Whether what slices read of others, and others of slices, is tensors, not lists of them, and
-    slices compute all of their rows: a stride may skip some, and a part of a tensor lacks its
-    ends."""
-    read = [node for node, _ in flow.inputs] + [op.node for op in flow.outputs]
-    if not all(isinstance(node.meta["val"], torch.Tensor) for node in read):
+def _computes_all_rows(flow: Flow) -> bool:
+    """Whether inputs and outputs are tensors (not lists), and slices compute all rows of outputs:
+    readers with a stride may skip rows, and a reader of a part of a tensor leaves out its ends."""
+    border = [node for node, _ in flow.inputs] + [op.node for op in flow.outputs]
+    if not all(isinstance(node.meta["val"], torch.Tensor) for node in border):
         return False
-    reach = any(source.before or source.after for op in flow.operators for source in op.sources)
-    return not reach or all(
-        covered(rows[op.value] for rows in flow.halves) == op.rows for op in flow.outputs
+    shifted = any(source.before or source.after for op in flow.operators for source in op.sources)
+    return not shifted or all(
+        covered_rows(rows[op.value] for rows in flow.halves) == op.rows for op in flow.outputs
     )
 
 
-def _keeps_writes(graph: Steps, lo: int, hi: int, flow: Flow, born: set[int]) -> bool:
-    """Whether what is written in place is seen as the graph has it. A write within the window is
-    the region's own, and nobody reads before it, but runs after the region; one behind it is seen
-    by all views (two outputs would be two copies)."""
-    leaving = Counter(s for op in flow.outputs for s in graph.storages[op.node])
-    for place, written in graph.written_storages.items():
-        if place > hi and any(leaving[s] > 1 for s in written):
+def _preserves_writes(graph: Steps, lo: int, hi: int, flow: Flow, allocated: set[int]) -> bool:
+    """Whether all readers see in-place writes as in the graph.
+
+    A write within steps [lo, hi] must be the flow's, to a storage that the flow allocates and that
+    no other step reads before it: that step might run after the region. A storage that is written
+    later must be in one output alone: two outputs would be two copies.
+    """
+    num_outputs = Counter(s for op in flow.outputs for s in graph.storages[op.node])
+    for position, written in graph.written_storages.items():
+        if position > hi and any(num_outputs[s] > 1 for s in written):
             return False
-        if lo <= place <= hi:
-            others = (s for s in graph.steps[lo:place] if s.node not in flow.members)
-            own = graph.steps[place].node in flow.members and written <= born
-            if not own or any(written.intersection(step.reads) for step in others):
+        if lo <= position <= hi:
+            if graph.steps[position].node not in flow.members or not written <= allocated:
                 return False
+            for step in graph.steps[lo:position]:
+                if step.node not in flow.members and written.intersection(step.reads):
+                    return False
     return True
 
 
-def _random(node: fx.Node) -> bool:
+def _is_random(node: fx.Node) -> bool:
     if node.target is torch.ops.aten.scaled_dot_product_attention.default:
         return bool(node.kwargs.get("dropout_p") or (len(node.args) > 4 and node.args[4]))
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
@@ -177,9 +180,9 @@ def _random(node: fx.Node) -> bool:
 def _input_to_overwrite(
     graph: Steps, flow: Flow, hi: int, after: Iterable[fx.Node]
 ) -> fx.Node | None:
-    """The input whose memory the end of a flow may take, if there is one.
+    """The input that the end of a flow may overwrite, or None.
 
-    `hi` is the last step of the flow's window, `after` the nodes of the window that run behind the
+    `hi` is the last step of the flow's window, `after` the nodes of the window that run after the
     region.
     """
     end = flow.end.node
@@ -192,16 +195,16 @@ def _input_to_overwrite(
             graph.storage_bytes.get(storage) == nbytes(end)
             and graph.last_use[storage] <= hi
             and storage not in read_after
-            and _has_no_copies(graph, storage, flow)
-            and _reads_own_rows(graph, storage, flow, node)
+            and _has_known_views(graph, storage, flow)
+            and _reads_same_rows(graph, storage, flow, node)
         ):
             return node
     return None
 
 
-def _has_no_copies(graph: Steps, storage: int, flow: Flow) -> bool:
-    """Whether no other storage may turn out to be this one: a reshape may copy, or give a view,
-    and the outputs of regions lie otherwise in memory than their nodes say."""
+def _has_known_views(graph: Steps, storage: int, flow: Flow) -> bool:
+    """Whether no other storage of the graph can be this one in a run. A reshape that copies in the
+    graph may return a view then: outputs of regions may have other strides than their nodes."""
     nodes = graph.nodes_by_storage[storage]
     users = {user for node in nodes for user in node.users} - flow.members
     return view_base(nodes[0]) is None and all(
@@ -209,8 +212,8 @@ def _has_no_copies(graph: Steps, storage: int, flow: Flow) -> bool:
     )
 
 
-def _reads_own_rows(graph: Steps, storage: int, flow: Flow, node: fx.Node) -> bool:
-    """Whether a slice reads of the node's memory just the rows that it computes of the end."""
+def _reads_same_rows(graph: Steps, storage: int, flow: Flow, node: fx.Node) -> bool:
+    """Whether a slice reads exactly those rows of the storage that it computes of the end."""
     end = flow.end
     return all(
         source.node is node

@@ -1,8 +1,7 @@
-"""Which regions to chunk, and into how many slices, to fit a budget at the least slowdown.
+"""Selects regions, and the number of their slices, that fit a budget with the least slowdown.
 
 The loop of arXiv 2401.10652, section 3.4: while the peak is above the budget, take the step at the
-peak, choose the cheapest of the regions around it with which these steps fit, and choose it again
-in every layer that is the same.
+peak, choose the cheapest region around it that fits, and choose it in all identical layers, too.
 """
 
 from __future__ import annotations
@@ -28,32 +27,33 @@ from wf_backends.graph import (
 )
 from wf_backends.slicing import SlicedOperator
 
-HALVINGS = 8  # of the range of budgets, to find the least memory within a slowdown
-BETWEEN = 5  # parts of what is left between the least memory that was found and that selection
+NUM_BISECTIONS = 8  # of the range of budgets, to find the least memory within a slowdown
+NUM_PARTS = 5  # of the range of budgets that is tried again afterwards, from the smallest on
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Candidates of layers that are alike, in so many chunks, and the seconds that each adds."""
+    """The same candidate in identical layers, with its number of slices and the seconds that each
+    of the layers takes longer."""
 
     candidates: tuple[Candidate, ...]
-    chunks: int
+    num_slices: int
     added_seconds: float
 
     @property
     def peak(self) -> int:
         """The bytes that the first candidate's steps need."""
-        return self.candidates[0].peak(self.chunks)
+        return self.candidates[0].peak(self.num_slices)
 
-    def holds(self, lo: int, hi: int) -> bool:
-        """Whether it needs any of steps [lo, hi]."""
-        return any(lo <= found.hi and found.lo <= hi for found in self.candidates)
+    def overlaps(self, lo: int, hi: int) -> bool:
+        """Whether any of steps [lo, hi] belongs to a candidate."""
+        return any(lo <= candidate.hi and candidate.lo <= hi for candidate in self.candidates)
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What the search found: no two candidates overlap. `peak` is the predicted one in bytes,
-    before regions are built; `slowdown` the share of the model's time that is added."""
+    """Choices whose candidates do not overlap. `peak` is predicted, in bytes; `slowdown` is the
+    added time as a share of the model's time."""
 
     choices: tuple[Choice, ...]
     peak: int
@@ -61,151 +61,157 @@ class Selection:
 
 
 class Search:
-    """Finds selections for one graph; what it knows of a step's candidates serves every budget.
+    """Finds selections for one graph. The candidates of a step are kept for all budgets.
 
-    `copied` is what the graph has anew for each reader, so that it takes longer than the model,
-    whose time is `seconds` (None: that of the graph).
+    `copied` says which values the graph recomputes for each reader. A graph with copies takes
+    longer than the model, whose time is `seconds` (None: the same as the graph's).
     """
 
     def __init__(
         self, steps: Steps, rates: Rates, copied: Copied = "", seconds: float | None = None
     ) -> None:
-        self.steps, self._rates, self.copied = steps, rates, copied
-        self._kinds = [step.signature for step in steps.steps]
+        self.steps, self.copied, self._rates = steps, copied, rates
+        self._signatures = [step.signature for step in steps.steps]
         self._candidates_at = cache(partial(candidates_at, steps))
         self._candidate_in = cache(partial(candidate_in, steps))
         self._costs: dict[tuple[int, int], Cost] = {}
-        of_kind = {step.signature: step for step in steps.steps}
-        seconds_of = {kind: self._seconds(step) for kind, step in of_kind.items()}
-        self._seconds_of_graph = sum(seconds_of[kind] for kind in self._kinds)
-        self._seconds_of_model = self._seconds_of_graph if seconds is None else seconds
+        step_of = {step.signature: step for step in steps.steps}
+        seconds_of = {signature: self._seconds(step) for signature, step in step_of.items()}
+        self._graph_seconds = sum(seconds_of[signature] for signature in self._signatures)
+        self._model_seconds = self._graph_seconds if seconds is None else seconds
 
     def with_copies(self, copied: Copied) -> Search | None:
-        """The search of the graph with copies; None: it has none."""
+        """The search for the graph with copies; None if there is nothing to copy."""
         steps = with_copies(self.steps, copied)
-        return steps and Search(steps, self._rates, copied, self._seconds_of_model)
+        return steps and Search(steps, self._rates, copied, self._model_seconds)
 
     def walls(self) -> tuple[tuple[str, int], ...]:
-        """The operators that no region may hold, along no dimension, with how often they stand."""
+        """The operators that no region may contain, with their number, the most frequent first."""
         nodes = (step.node for step in self.steps.steps)
         walls = Counter(operator_name(node) for node in nodes if self._is_wall(node))
         return tuple(walls.most_common())
 
     def _is_wall(self, node: fx.Node) -> bool:
-        """What makes tensors from nothing is none."""
+        """Operators without inputs, and those that return scalars, are never walls."""
         dims = range(max((t.ndim for t in tensors(node)), default=0))
-        large = node.all_input_nodes and any(t.numel() > 1 for t in tensors(node))
-        return bool(large) and all(self.steps.sources(node, d) is None for d in dims)
+        if not node.all_input_nodes or all(t.numel() <= 1 for t in tensors(node)):
+            return False
+        return all(self.steps.sources(node, dim) is None for dim in dims)
 
-    def within_slowdown(self, most: float) -> Selection:
-        """The selection of least memory whose slowdown is at most `most`."""
+    def within_slowdown(self, max_slowdown: float) -> Selection:
+        """The selection of least memory whose slowdown is at most `max_slowdown`, by bisection.
+
+        A larger budget may be slower, and bisection then leaves out smaller ones that would do.
+        Some of these are tried afterwards.
+        """
         best = self.within_memory(max(self.steps.peaks))
-        low, high, least = 0, best.peak, best.peak
-        for _ in range(HALVINGS):
+        low, high, least_peak = 0, best.peak, best.peak
+        for _ in range(NUM_BISECTIONS):
             budget = (low + high) // 2
-            found = self.within_memory(budget)
-            least = min(least, found.peak)
-            if found.slowdown <= most and found.peak < best.peak:
-                best, high = found, found.peak
+            selection = self.within_memory(budget)
+            least_peak = min(least_peak, selection.peak)
+            if selection.slowdown <= max_slowdown and selection.peak < best.peak:
+                best, high = selection, selection.peak
             else:
                 low = budget
             if high - low <= high // 100:
                 break
-        # a larger budget may take longer, and then halving turns away from the smaller ones
-        for part in range(1, BETWEEN) if least < best.peak else ():
-            found = self.within_memory(least + (best.peak - least) * part // BETWEEN)
-            if found.slowdown <= most and found.peak < best.peak:
-                return found
+        for part in range(1, NUM_PARTS) if least_peak < best.peak else ():
+            budget = least_peak + (best.peak - least_peak) * part // NUM_PARTS
+            selection = self.within_memory(budget)
+            if selection.slowdown <= max_slowdown and selection.peak < best.peak:
+                return selection
         return best
 
     def within_memory(self, budget: int) -> Selection:
-        """The cheapest selection that fits `budget` bytes or, where none does, the one that comes
-        closest."""
+        """The cheapest selection that fits `budget` bytes, or else the one of least memory."""
         choices: list[Choice] = []
-        replaced: set[int] = set()  # places whose regions gave way to one that holds more
+        replaced: set[int] = set()  # steps for which overlapping choices were dropped
         while True:
             peaks = self._peaks(choices)
             peak = max(peaks)
             if peak <= budget:
                 break
-            place = peaks.index(peak)
-            found = self._choose(place, budget, choices)
-            if (found is None or found.peak > budget) and place not in replaced:
-                replaced.add(place)
-                wider = self._choose(place, budget, ())
+            step = peaks.index(peak)
+            choice = self._choose(step, budget, choices)
+            if (choice is None or choice.peak > budget) and step not in replaced:
+                replaced.add(step)
+                wider = self._choose(step, budget, ())
                 if wider is not None and wider.peak <= budget:
-                    first = wider.candidates[0]
-                    choices = [one for one in choices if not one.holds(first.lo, first.hi)]
-                    found = wider
-            if found is None or found.peak >= peak:
+                    lo, hi = wider.candidates[0].lo, wider.candidates[0].hi
+                    choices = [other for other in choices if not other.overlaps(lo, hi)]
+                    choice = wider
+            if choice is None or choice.peak >= peak:
                 break
-            budget = max(budget, found.peak)
-            choices.append(self._alike(found, budget, choices))
-        choices = [self._coarsest(choice, peak) for choice in choices]
+            budget = max(budget, choice.peak)
+            choices.append(self._in_all_layers(choice, budget, choices))
+        choices = [self._with_fewest_slices(choice, peak) for choice in choices]
         added = sum(choice.added_seconds for choice in choices for _ in choice.candidates)
-        slowdown = (self._seconds_of_graph + added) / self._seconds_of_model - 1
+        slowdown = (self._graph_seconds + added) / self._model_seconds - 1
         return Selection(tuple(choices), peak, slowdown)
 
     def _peaks(self, choices: Sequence[Choice]) -> list[int]:
-        """The live bytes at each step; those of a choice's steps stand at the largest alone."""
+        """The live bytes at each step; of a candidate's steps only one counts, with their peak."""
         peaks = list(self.steps.peaks)
         for choice in choices:
-            for found in choice.candidates:
-                peak = found.peak(choice.chunks)
-                peaks[found.lo : found.hi + 1] = [0] * (found.hi + 1 - found.lo)
-                peaks[found.place if peak == found.beside else found.hi] = peak
+            for candidate in choice.candidates:
+                peak, lo, hi = candidate.peak(choice.num_slices), candidate.lo, candidate.hi
+                peaks[lo : hi + 1] = [0] * (hi + 1 - lo)
+                peaks[candidate.outside_peak_step if peak == candidate.outside_peak else hi] = peak
         return peaks
 
-    def _coarsest(self, choice: Choice, peak: int) -> Choice:
-        """The choice in no more chunks than `peak` needs: another region may be what holds it."""
-        chunks = max(found.chunks_for(peak) or choice.chunks for found in choice.candidates)
-        added = self._added(choice.candidates[0], chunks)
-        return Choice(choice.candidates, chunks, added)
+    def _with_fewest_slices(self, choice: Choice, peak: int) -> Choice:
+        """The choice with no more slices than `peak` needs, which another region may cause."""
+        num_slices = max(c.slices_within(peak) or choice.num_slices for c in choice.candidates)
+        added = self._added_seconds(choice.candidates[0], num_slices)
+        return Choice(choice.candidates, num_slices, added)
 
-    def _choose(self, place: int, budget: int, taken: Sequence[Choice]) -> Choice | None:
-        """The cheapest candidate at a step that fits; if none does, the one of least memory."""
-        found = self._candidates_at(place)
-        free = [c for c in found if not any(other.holds(c.lo, c.hi) for other in taken)]
-        fitting = [(c, n) for c in free if (n := c.chunks_for(budget)) is not None]
+    def _choose(self, step: int, budget: int, chosen: Sequence[Choice]) -> Choice | None:
+        """The cheapest candidate around a step that fits, or else the one of least memory."""
+        candidates = self._candidates_at(step)
+        free = [c for c in candidates if not any(other.overlaps(c.lo, c.hi) for other in chosen)]
+        with_slices = [(candidate, candidate.slices_within(budget)) for candidate in free]
+        fitting = [(candidate, count) for candidate, count in with_slices if count is not None]
         if not fitting and free:
-            least = min(free, key=lambda c: c.peak(c.most))
-            fitting = [(least, least.most)]
-        choices = (Choice((c,), n, self._added(c, n)) for c, n in fitting)
+            smallest = min(free, key=lambda candidate: candidate.peak(candidate.max_slices))
+            fitting = [(smallest, smallest.max_slices)]
+        choices = (Choice((c,), count, self._added_seconds(c, count)) for c, count in fitting)
         return min(choices, key=lambda choice: choice.added_seconds, default=None)
 
-    def _added(self, candidate: Candidate, chunks: int) -> float:
-        """The seconds that so many chunks add: those of the operators, of writing outputs, and of
-        the turns of the loop."""
+    def _added_seconds(self, candidate: Candidate, num_slices: int) -> float:
+        """The seconds that slices add: in the operators, for writing outputs, and in the loop."""
         costs = map(self._cost, candidate.flow.operators)
-        added = sum(cost.seconds(chunks) - cost.seconds(1) for cost in costs)
-        turns = chunks * self._rates.slice_seconds
-        return added + candidate.copied / self._rates.bytes_per_s + turns
+        added = sum(cost.seconds(num_slices) - cost.seconds(1) for cost in costs)
+        loop = num_slices * self._rates.slice_seconds
+        return added + candidate.output_bytes / self._rates.bytes_per_s + loop
 
     def _cost(self, op: SlicedOperator) -> Cost:
         step = self.steps.steps[self.steps.position[op.node]]
         key = step.signature, op.dim
         if key not in self._costs:
-            self._costs[key] = Cost.of(op, step.flops, self._rates)
+            self._costs[key] = Cost.estimate(op, step.flops, self._rates)
         return self._costs[key]
 
-    def _alike(self, choice: Choice, budget: int, taken: Sequence[Choice]) -> Choice:
-        """The choice, with the same candidate wherever the same operators stand and need it too."""
+    def _in_all_layers(self, choice: Choice, budget: int, chosen: Sequence[Choice]) -> Choice:
+        """The choice, with its candidate also in all other steps with the same operators that do
+        not fit the budget."""
         first = choice.candidates[0]
-        kinds = self._kinds[first.lo : first.hi + 1]
-        for lo in range(len(self._kinds) - len(kinds) + 1):
-            hi = lo + len(kinds) - 1
-            if self._kinds[lo] != kinds[0] or self._kinds[lo : hi + 1] != kinds:
+        signatures = self._signatures[first.lo : first.hi + 1]
+        for lo in range(len(self._signatures) - len(signatures) + 1):
+            hi = lo + len(signatures) - 1
+            if self._signatures[lo] != signatures[0] or self._signatures[lo : hi + 1] != signatures:
                 continue
-            if any(one.holds(lo, hi) for one in (choice, *taken)):
+            if any(other.overlaps(lo, hi) for other in (choice, *chosen)):
                 continue
             if max(self.steps.peaks[lo : hi + 1]) <= budget:
                 continue
-            other = self._candidate_in(lo, hi, first.flow.end.dim)
-            if other is not None and other.peak(choice.chunks) <= budget:
-                choice = replace(choice, candidates=(*choice.candidates, other))
+            candidate = self._candidate_in(lo, hi, first.flow.end.dim)
+            if candidate is not None and candidate.peak(choice.num_slices) <= budget:
+                choice = replace(choice, candidates=(*choice.candidates, candidate))
         return choice
 
     def _seconds(self, step: Step) -> float:
-        """The predicted time of an operator."""
-        rates, count = self._rates, sum(map(nbytes, (step.node, *arguments(step.node))))
-        return rates.launch_seconds + max(step.flops / rates.flops_per_s, count / rates.bytes_per_s)
+        """The predicted time of an operator that is not sliced."""
+        rates = self._rates
+        traffic = sum(map(nbytes, (step.node, *arguments(step.node)))) / rates.bytes_per_s
+        return rates.launch_seconds + max(step.flops / rates.flops_per_s, traffic)
