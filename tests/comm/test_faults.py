@@ -12,7 +12,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from wf_backends.comm import Pass, faults, watch
-from wf_backends.comm.faults import Board, in_words, note_of, noticed_termination, report
+from wf_backends.comm.faults import Board, deferred_termination, fault_report, note_of, report
 from wf_backends.comm.protocol import Wait
 from wf_backends.comm.watch import Watch
 
@@ -90,7 +90,7 @@ def note(now: Pass, peer: int) -> dict[str, Any]:
 
 
 def test_a_report_says_who_answered_where_each_was_and_since_when() -> None:
-    told = in_words(RANKS, {0: note(A, 1), 2: note(A, 1), 3: {"ended": "KeyError: 'x'"}})
+    told = fault_report(RANKS, {0: note(A, 1), 2: note(A, 1), 3: {"ended": "KeyError: 'x'"}})
     assert told.startswith("fault report: ranks [0, 2, 3] answered, ranks [1] did not; ")
     assert "'step 0' (layer 'a', backward of attention call 3): rank 0 for the message from" in told
     assert "rank 2 for the message from rank 1 since " in told
@@ -123,11 +123,11 @@ def test_a_program_that_handles_sigterm_itself_keeps_it() -> None:
     seen = list[int]()
     before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
     try:
-        with noticed_termination() as noticed:
+        with deferred_termination() as noticed:
             os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert seen == [signal.SIGTERM] and not noticed.told
+    assert seen == [signal.SIGTERM] and not noticed.requested
 
 
 @pytest.mark.parametrize("rank", [1, 2])

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers import run_threads
 from wf_backends import SequenceParallel, SequenceParallelConfig
-from wf_backends.comm.consistency import by_words
+from wf_backends.comm.consistency import texts_with_ranks
 
 RANKS = 3
 
@@ -58,7 +58,7 @@ def test_what_differs_is_told_in_words(change: dict[str, Any], says: str) -> Non
 
 def test_long_words_are_shown_from_where_they_differ() -> None:
     one, other = (f"{[*range(100)]}, {last}" for last in (5, 6))
-    told = by_words([one, other, one], lambda ranks: f"ranks {ranks}")
+    told = texts_with_ranks([one, other, one], lambda ranks: f"ranks {ranks}")
     assert told.startswith("... ") and len(told) < 200
     assert "5 (ranks [0, 2])" in told and "6 (ranks [1])" in told
 

@@ -1,4 +1,4 @@
-"""Communicators: one protocol, one file per backend."""
+"""Communicators: one interface, one file per backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wf_backends.comm.exchanges import (
     sum_on_all_ranks,
     sum_over_ranks,
 )
-from wf_backends.comm.faults import FOLDER, Board, Note, in_words, job_board
+from wf_backends.comm.faults import FOLDER, Board, Note, fault_report, job_board
 from wf_backends.comm.mpi import MpiComm, load_mpi
 from wf_backends.comm.process_group import GroupComm, as_timeout, own_group, timeout_of
 from wf_backends.comm.protocol import (
@@ -50,7 +50,7 @@ __all__ = [
     "fingerprint",
     "gather_small",
     "gather_texts",
-    "in_words",
+    "fault_report",
     "job_board",
     "load_mpi",
     "make_comm",
@@ -62,17 +62,17 @@ __all__ = [
 
 
 def make_comm(group: Any = None, timeout: float | None = None) -> Communicator:
-    """The communicator of what a user calls a group.
+    """The communicator of a user's group.
 
     Args:
-        group: None = the default group of torch.distributed, or one rank alone where that is not
+        group: None = the default group of torch.distributed, or a single rank where that is not
             initialised; a torch ProcessGroup; an mpi4py communicator; or a Communicator, which
             keeps its own timeout.
-        timeout: seconds that a wait waits for its peer. None = as long as the torch group, and as
-            long as the default group for an mpi4py communicator.
+        timeout: seconds that a wait waits for its peer. None = the timeout of the torch group; for
+            an mpi4py communicator that of torch's default group.
 
     Raises:
-        ValueError: if `group` is something else, or does not hold this process.
+        ValueError: if `group` is something else, or does not contain this process.
     """
     if isinstance(group, Communicator):
         return group
@@ -91,6 +91,6 @@ def make_comm(group: Any = None, timeout: float | None = None) -> Communicator:
 
 
 def _default_timeout() -> float:
-    """Seconds that the default group waits, which `launch.init(timeout=...)` made."""
-    found = timeout_of(dist.group.WORLD) if dist.group.WORLD else None
-    return DEFAULT_TIMEOUT_S if found is None else found.total_seconds()
+    """The timeout of the default group in seconds; `launch.init(timeout=...)` sets it."""
+    timeout = timeout_of(dist.group.WORLD) if dist.group.WORLD else None
+    return DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()

@@ -1,4 +1,4 @@
-"""An mpi4py communicator as ours: tensors travel from where they lie, without a copy."""
+"""An mpi4py communicator as a communicator: tensors are sent from their memory, without a copy."""
 
 from __future__ import annotations
 
@@ -15,32 +15,25 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
-from wf_backends.comm.faults import Termination, noticed_termination
-from wf_backends.comm.protocol import (
-    CONTROL,
-    DEFAULT_TIMEOUT_S,
-    NOBODYS_TAG,
-    Message,
-    Pending,
-    Wait,
-)
+from wf_backends.comm.faults import Termination, deferred_termination
+from wf_backends.comm.protocol import CONTROL, DEFAULT_TIMEOUT_S, UNUSED_TAG, Message, Pending, Wait
 from wf_backends.comm.staging import Staged
 from wf_backends.comm.watch import ProcessComm
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-POLLS_AT_ONCE = 1000  # polls before the waiting rank lets others have the core
+POLLS_BEFORE_PAUSES = 1000  # then a waiting rank pauses between polls, for other threads' sake
 PAUSE_S = 20e-6  # seconds between polls after that
-LOOK_S = 0.5  # seconds between looks whether the peer has ended: not by polls, a busy core has few
-ENDED = NOBODYS_TAG  # of the empty message that a rank sends as it ends
+CHECK_S = 0.5  # seconds between checks whether the peer has ended
+ENDED_TAG = UNUSED_TAG  # of the empty message that a rank sends when it ends
 
 
 def load_mpi() -> Any:
-    """The module mpi4py.MPI; importing it initialises MPI.
+    """Import the module mpi4py.MPI, which initialises MPI.
 
     Raises:
-        ImportError: if mpi4py or the MPI library is missing, with the command to type.
+        ImportError: if mpi4py or the MPI library is missing, with the command that installs it.
     """
     try:
         from mpi4py import MPI
@@ -53,21 +46,21 @@ def load_mpi() -> Any:
 
 
 class MpiComm(ProcessComm):
-    """An MPI communicator, duplicated so that its messages never meet the program's own.
+    """A communicator over a duplicate of an MPI communicator, apart from the program's messages.
 
-    Making one is collective. MPI moves large messages only inside its calls: to overlap them with
-    compute, call `poll()` of what `post` returned between two pieces of work. No call waits inside
-    MPI, where nothing ends a wait: all waits poll, until the timeout or until the peer has ended.
+    Making it is a collective operation. Large messages progress only inside MPI's calls: to overlap
+    them with compute, call `poll()` of what `post` returned between two kernels. Waits poll, until
+    the timeout or until the peer has ended, since nothing ends a wait inside MPI.
 
     Args:
         comm: an mpi4py intracommunicator.
         timeout: seconds that a wait waits.
-        max_message: bytes of one MPI message; what is larger travels as several, because older
-            libraries count in 32 bits.
+        max_message: bytes of one MPI message; older libraries count them in 32 bits. Larger tensors
+            are sent as several messages.
 
     Raises:
         ValueError: if `comm` is COMM_NULL or an intercommunicator.
-        RuntimeError: if not all ranks make one within the timeout.
+        RuntimeError: if the other ranks do not make theirs within the timeout.
     """
 
     on_host = True
@@ -86,18 +79,18 @@ class MpiComm(ProcessComm):
         self.cuda_aware = _cuda_aware(self.MPI)
         self.comm, request = comm.Idup()
         if not wait_until(request.Test, timeout):
-            told = f"the meeting of all ranks did not end within {timeout:g} s"
-            raise RuntimeError(f"{self.me}: {told}")
-        atexit.register(_call, WeakMethod(self.leave))
+            error = f"the meeting of all ranks did not end within {timeout:g} s"
+            raise RuntimeError(f"{self.me}: {error}")
+        atexit.register(_call_if_alive, WeakMethod(self.leave))
 
     def leave(self) -> None:
-        """Tell all peers that this rank ends: what they still wait for will not come."""
+        """Tell all peers that this rank ends and sends nothing more."""
         for peer in range(self.size):
             if peer != self.rank and not self.MPI.Is_finalized():
-                self.comm.Isend([b"", 0, self.MPI.BYTE], peer, ENDED)
+                self.comm.Isend([b"", 0, self.MPI.BYTE], peer, ENDED_TAG)
 
     def break_off(self, verdict: str) -> None:
-        """End the running wait, at its next look."""
+        """End the running wait, when it checks its peer next."""
         self.verdict = verdict
 
     def carries(self, device: torch.device) -> bool:
@@ -109,42 +102,42 @@ class MpiComm(ProcessComm):
         if devices and not self.cuda_aware:
             return Staged(self._post_direct, label, sends, recvs)
         for device in devices:
-            torch.cuda.current_stream(device).synchronize()  # MPI knows nothing of streams
+            torch.cuda.current_stream(device).synchronize()  # MPI ignores streams
         return self._post_direct(label, sends, recvs)
 
     def _post_direct(
         self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> Pending:
-        flights: list[_Flight] = []
+        requests: list[_Request] = []
         tag, mpi = CONTROL.get(label, self.tag), self.comm
-        ways = ("message from", mpi.Irecv, recvs), ("message to", mpi.Isend, sends)
-        for kind, start, messages in ways:
+        receiving, sending = ("message from", mpi.Irecv, recvs), ("message to", mpi.Isend, sends)
+        for transfer, start, messages in (receiving, sending):
             for peer, tensor in messages:
                 data = tensor.detach().view(-1).view(torch.uint8)
-                for part in data.split(self.max_message):  # of nothing: one empty part
-                    with self.naming(label, kind, peer):
+                for part in data.split(self.max_message):  # an empty tensor has one empty part
+                    with self.named_errors(label, transfer, peer):
                         request = start([part, part.numel(), self.MPI.BYTE], peer, tag)
-                    expected = part.numel() if messages is recvs else None
-                    flights.append(_Flight(kind, peer, request, expected, part))
-        return _MpiPending(self, label, flights)
+                    num_bytes = part.numel() if messages is recvs else None
+                    requests.append(_Request(transfer, peer, request, num_bytes, part))
+        return _MpiPending(self, label, requests)
 
     @contextmanager
-    def naming(self, label: str, kind: str, peer: int) -> Iterator[None]:
-        """Errors of the library with ranks and label."""
+    def named_errors(self, label: str, transfer: str, peer: int) -> Iterator[None]:
+        """Inside, errors of the library become errors with the ranks and the label."""
         try:
             yield
         except self.MPI.Exception as error:
-            raise self.failed(label, kind, peer, error) from error
+            raise self.failed(label, transfer, peer, error) from error
 
 
 @dataclass(frozen=True, slots=True)
-class _Flight:
+class _Request:
     """One MPI request."""
 
-    kind: str
+    transfer: str
     peer: int
     request: MPI.Request
-    expected: int | None  # bytes of a receive, None for a send
+    num_bytes: int | None  # expected by a receive; None for a send
     buffer: Tensor  # stays alive until the request is done
 
 
@@ -152,87 +145,89 @@ class _Flight:
 class _MpiPending(Pending):
     comm: MpiComm
     label: str
-    flights: list[_Flight]
-    gone: _Flight | None = None  # the first one, if its peer has ended
+    requests: list[_Request]
+    orphan: _Request | None = None  # the first request, if its peer had ended at the last check
 
     def poll(self) -> None:
-        self.flights = [flight for flight in self.flights if not self._landed(flight)]
+        self.requests = [request for request in self.requests if not self._is_done(request)]
 
     def wait(self) -> None:
         self.poll()
-        if not self.flights:
+        if not self.requests:
             return
         comm, since = self.comm, time.monotonic()
-        with noticed_termination() as job:
-            while self.flights:
-                first = self.flights[0]
-                comm.waits = Wait(comm.now, self.label, first.kind, first.peer, since)
-                if not wait_until(partial(self._moved, job), comm.timeout, self._look):
+        with deferred_termination() as termination:
+            while self.requests:
+                first = self.requests[0]
+                comm.waits = Wait(comm.current_pass, self.label, first.transfer, first.peer, since)
+                first_is_done = partial(self._first_is_done, termination)
+                if not wait_until(first_is_done, comm.timeout, self._check_peer):
                     raise self._failed(first, f"it did not end within {comm.timeout:g} s")
         comm.waits = None
 
-    def _failed(self, flight: _Flight, error: object) -> RuntimeError:
-        return self.comm.failed(self.label, flight.kind, flight.peer, error)
+    def _failed(self, request: _Request, error: object) -> RuntimeError:
+        return self.comm.failed(self.label, request.transfer, request.peer, error)
 
-    def _moved(self, job: Termination) -> bool:
-        """Whether the first message that is waited for is there."""
-        first = self.flights[0]
+    def _first_is_done(self, termination: Termination) -> bool:
+        """Poll; whether the request that was the first is done."""
+        first = self.requests[0]
         self.poll()
-        if self.flights and job.told:
+        if self.requests and termination.requested:
             raise self._failed(first, "the launcher ends the job")
-        return not self.flights or self.flights[0] is not first
+        return not self.requests or self.requests[0] is not first
 
-    def _look(self) -> None:
-        """Give up if the peer has ended: what it sent before is here by the next look."""
-        first, comm = self.flights[0], self.comm
+    def _check_peer(self) -> None:
+        """Raise if the peer had ended at the last check: its earlier messages would be here."""
+        first, comm = self.requests[0], self.comm
         if comm.verdict:
             raise self._failed(first, comm.verdict)
-        if self.gone is first:
+        if self.orphan is first:
             error = f"{comm.name_of(first.peer)} has ended and sends nothing more"
             raise self._failed(first, error)
-        self.gone = first if comm.comm.Iprobe(first.peer, ENDED) else None
+        self.orphan = first if comm.comm.Iprobe(first.peer, ENDED_TAG) else None
 
-    def _landed(self, flight: _Flight) -> bool:
+    def _is_done(self, request: _Request) -> bool:
         status = self.comm.MPI.Status()
-        with self.comm.naming(self.label, flight.kind, flight.peer):
-            if not flight.request.Test(status):
+        with self.comm.named_errors(self.label, request.transfer, request.peer):
+            if not request.request.Test(status):
                 return False
-        if flight.expected is not None and (got := status.Get_count()) != flight.expected:
-            raise self._failed(flight, f"it has {got} bytes, expected {flight.expected}")
+        expected = request.num_bytes
+        if expected is not None and status.Get_count() != expected:
+            raise self._failed(request, f"it has {status.Get_count()} bytes, expected {expected}")
         return True
 
 
 def wait_until(
-    done: Callable[[], bool], timeout: float, look: Callable[[], None] = lambda: None
+    is_done: Callable[[], bool], timeout: float, check: Callable[[], None] = lambda: None
 ) -> bool:
-    """Call `done` until it is true; False if it is not within `timeout` seconds.
+    """Poll `is_done` until it is true; return False if it is not within `timeout` seconds.
 
     Args:
-        look: called about twice a second; may give up by an error.
+        check: called about twice a second; may end the wait by an error.
     """
     now = time.monotonic()
-    deadline, next_look, polls = now + timeout, now + LOOK_S, 0
-    while not done():
+    deadline, next_check, num_polls = now + timeout, now + CHECK_S, 0
+    while not is_done():
         now = time.monotonic()
         if now > deadline:
             return False
-        polls += 1
-        time.sleep(PAUSE_S if polls > POLLS_AT_ONCE else 0)
-        if now > next_look:
-            next_look = now + LOOK_S
-            look()
+        num_polls += 1
+        time.sleep(PAUSE_S if num_polls > POLLS_BEFORE_PAUSES else 0)
+        if now > next_check:
+            next_check = now + CHECK_S
+            check()
     return True
 
 
-def _call(method: WeakMethod[Callable[[], None]]) -> None:
+def _call_if_alive(method: WeakMethod[Callable[[], None]]) -> None:
     """Call a method, unless its object was deleted."""
-    alive = method()
-    if alive is not None:
-        alive()
+    bound_method = method()
+    if bound_method is not None:
+        bound_method()
 
 
 def _cuda_aware(MPI: Any) -> bool:
-    """Whether the MPI library reads device memory; not where it has no way to say."""
+    """Whether the MPI library can read device memory; False where it has no such query."""
     try:
         return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
     except (AttributeError, OSError):

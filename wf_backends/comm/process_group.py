@@ -11,15 +11,15 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from wf_backends.comm.protocol import CONTROL, NOBODYS_TAG, Message, Pending, Wait
+from wf_backends.comm.protocol import CONTROL, UNUSED_TAG, Message, Pending, Wait
 from wf_backends.comm.staging import Staged
 from wf_backends.comm.watch import ProcessComm
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """How long operations of a group wait for peers; None if this torch does not tell.
+    """The timeout of a group's operations; None if this version of torch does not tell it.
 
-    For groups that are made of it: they would have the library's default, not its parent's.
+    Pass it to `new_group`, whose default is the library's timeout and not that of a parent group.
     """
     device, _ = dist.get_backend_config(group).split(",")[0].split(":")
     options = getattr(group._get_backend(torch.device(device)), "options", None)
@@ -27,77 +27,78 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 
 def as_timeout(seconds: float | None, parent: dist.ProcessGroup) -> timedelta | None:
-    """The timeout of a group that is made: what is asked for, or the parent's."""
+    """The timeout for a new group: `seconds`, or the parent group's timeout."""
     return timeout_of(parent) if seconds is None else timedelta(seconds=seconds)
 
 
 def own_group(timeout: float | None = None) -> dist.ProcessGroup | None:
-    """A new group of all ranks, which all must call this; None if there is no job.
+    """A new group of all ranks; None if torch.distributed is not initialised. Call it on all ranks.
 
-    NCCL has one queue for each group: what a framework gathers and reduces in the default group
-    would hold up the messages of attention.
+    NCCL has one queue per group: in the default group, the messages of attention would wait behind
+    a framework's collectives.
 
     Args:
-        timeout: seconds that its operations wait for peers; None = as those of the default group.
+        timeout: seconds that an operation waits for peers; None = as in the default group.
     """
     world = dist.group.WORLD
     if world is None:
         return None
     group = dist.new_group(timeout=as_timeout(timeout, world))
-    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+    assert isinstance(group, dist.ProcessGroup), "the group has all ranks"
     return group
 
 
 class GroupComm(ProcessComm):
-    """A process group; peers are ranks inside the group.
+    """A communicator over a torch process group; peers are ranks inside the group.
 
-    CPU tensors travel by gloo, CUDA tensors by NCCL where the group has it and otherwise through
-    host copies. A peer that does not answer is reported after the timeout the group was made with.
-    With NCCL `wait` orders the current stream and returns, so that its errors come from
-    torch.distributed's watchdog, and making a communicator is collective over the group.
+    CPU tensors are sent by gloo, CUDA tensors by NCCL, or as host copies if the group has no NCCL.
+    A wait for a peer that does not answer fails after the group's timeout. With NCCL, `wait` orders
+    the current stream and returns, errors come from torch.distributed's watchdog, and making a
+    communicator is a collective operation of the group.
 
     Args:
         group: None = the default group.
-        timeout: seconds that a wait of gloo waits; None = as the group says.
+        timeout: seconds that a wait of gloo waits; None = the group's timeout.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, timeout: float | None = None
     ) -> None:
-        found = dist.group.WORLD if group is None else group
-        assert found is not None
-        self.group: dist.ProcessGroup = found
-        ranks = dist.get_process_group_ranks(found)
+        group_or_world = dist.group.WORLD if group is None else group
+        assert group_or_world is not None
+        self.group: dist.ProcessGroup = group_or_world
+        ranks = dist.get_process_group_ranks(self.group)
         super().__init__(dist.get_rank(group), len(ranks), ranks)
-        self.timeout = () if timeout is None else (timedelta(seconds=timeout),)
-        pairs = dist.get_backend_config(found).split(",")  # such as cpu:gloo,cuda:nccl
+        self.wait_args = () if timeout is None else (timedelta(seconds=timeout),)
+        pairs = dist.get_backend_config(self.group).split(",")  # such as cpu:gloo,cuda:nccl
         self._backends = dict(pair.split(":") for pair in pairs)
         self.on_host = "cpu" in self._backends
         if self._backends.get("cuda") == "nccl":
-            # NCCL connects at the first operation, in which every rank must take part
-            device = found.bound_device_id or torch.device("cuda", torch.cuda.current_device())
-            dist.all_reduce(torch.zeros(1, device=device), group=found)
+            # NCCL connects in the first operation, in which every rank must take part.
+            device = self.group.bound_device_id
+            device = device or torch.device("cuda", torch.cuda.current_device())
+            dist.all_reduce(torch.zeros(1, device=device), group=self.group)
 
     def watch(self) -> None:
-        """See Communicator.watch. A wait of NCCL orders a stream, and is watched by torch."""
+        """See Communicator.watch. Only for gloo: torch itself watches the operations of NCCL."""
         if self._backends.get("cpu") == "gloo":
             super().watch()
 
     def break_off(self, verdict: str) -> None:
-        """End the running wait: what no peer sends closes all connections as it times out."""
+        """End the running wait: a receive that times out makes gloo close all connections."""
         self.verdict = verdict
-        nothing, peer = torch.empty(1), (self.rank + 1) % self.size
+        peer = (self.rank + 1) % self.size
         with suppress(RuntimeError):
-            self.group.recv([nothing], peer, NOBODYS_TAG).wait(timedelta(milliseconds=1))
+            self.group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
     def carries(self, device: torch.device) -> bool:
-        """See Communicator.carries; gloo copies what is not on the host."""
+        """See Communicator.carries. Gloo sends only CPU tensors without a copy."""
         return self._backends.get(device.type) == ("gloo" if device.type == "cpu" else "nccl")
 
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
         if not (sends or recvs):
             return _GroupPending(self, label, [])
-        if label in CONTROL:  # a header goes before every call; a look at each message would cost
+        if label in CONTROL:  # every call begins with a header: checking that message is enough
             self._refuse_destroyed()
         device = (sends or recvs)[0][1].device.type
         backend = self._backends.get(device)
@@ -113,7 +114,7 @@ class GroupComm(ProcessComm):
         return self._post_each(label, sends, recvs)
 
     def _refuse_destroyed(self) -> None:
-        """Refuse a group that torch no longer knows: gloo would go on with it, or hang."""
+        """Raise if the group was destroyed: gloo would use it all the same, or hang."""
         try:
             dist.get_group_rank(self.group, self.global_ranks[self.rank])
         except ValueError as error:
@@ -123,56 +124,56 @@ class GroupComm(ProcessComm):
             ) from error
 
     def _post_each(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        """Receives first: gloo takes twice as long in the other order.
+        """Start every message. Receives first: gloo takes twice as long in the other order.
 
-        What is empty is left out: both sides know the sizes.
+        Empty messages are not sent: both sides know the sizes.
         """
         works: list[tuple[str, int, dist.Work]] = []
         tag, group = CONTROL.get(label, self.tag), self.group
-        ways = ("message from", group.recv, recvs), ("message to", group.send, sends)
-        for kind, start, messages in ways:
+        receiving, sending = ("message from", group.recv, recvs), ("message to", group.send, sends)
+        for transfer, start, messages in (receiving, sending):
             for peer, tensor in messages:
-                if not tensor.numel():
+                if tensor.numel() == 0:
                     continue
                 tensor = tensor.detach() if tensor.requires_grad else tensor
                 try:
-                    works.append((kind, peer, start([tensor], peer, tag)))
+                    works.append((transfer, peer, start([tensor], peer, tag)))
                 except RuntimeError as error:
-                    raise self.failed(label, kind, peer, error) from error
+                    raise self.failed(label, transfer, peer, error) from error
         return _GroupPending(self, label, works)
 
     def _post_batch(
         self, label: str, sends: Sequence[Message], recvs: Sequence[Message]
     ) -> Pending:
-        """One NCCL launch; `wait` orders the current stream after it and does not stop the host."""
+        """Start one NCCL launch; `wait` orders the current stream after it and returns at once."""
         ops = [
             dist.P2POp(start, tensor.detach(), self.global_ranks[peer], group=self.group)
             for start, messages in ((dist.irecv, recvs), (dist.isend, sends))
             for peer, tensor in messages
             if tensor.numel()
         ]
-        kind, peer = "messages from and to", min(peer for peer, _ in (*sends, *recvs))
+        transfer, lowest_peer = "messages from and to", min(peer for peer, _ in (*sends, *recvs))
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
-            raise self.failed(label, kind, peer, error) from error
-        return _GroupPending(self, label, [(kind, peer, work) for work in works], keep=ops)
+            raise self.failed(label, transfer, lowest_peer, error) from error
+        return _GroupPending(self, label, [(transfer, lowest_peer, work) for work in works], ops)
 
 
 @dataclass(eq=False)
 class _GroupPending(Pending):
     comm: GroupComm
     label: str
-    works: list[tuple[str, int, dist.Work]]
-    keep: object = None  # buffers stay alive until waited for
+    works: list[tuple[str, int, dist.Work]]  # transfer, peer, work
+    keep_alive: object = None  # the buffers, until waited for
 
     def wait(self) -> None:
         comm, since = self.comm, time.monotonic()
-        for kind, peer, work in self.works:
-            comm.waits = Wait(comm.now, self.label, kind, peer, since)
+        for transfer, peer, work in self.works:
+            comm.waits = Wait(comm.current_pass, self.label, transfer, peer, since)
             try:
-                work.wait(*comm.timeout)
+                work.wait(*comm.wait_args)
             except RuntimeError as error:
-                raise comm.failed(self.label, kind, peer, error) from error
+                raise comm.failed(self.label, transfer, peer, error) from error
         comm.waits = None
-        self.works, self.keep = [], None
+        self.works, self.keep_alive = [], None

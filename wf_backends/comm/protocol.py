@@ -1,4 +1,4 @@
-"""What every communicator gives: one way to post messages, and what it counted."""
+"""The interface of all communicators: post messages, wait for them, count the bytes sent."""
 
 from __future__ import annotations
 
@@ -11,87 +11,87 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-DEFAULT_TIMEOUT_S = 600.0  # seconds that a wait waits where nobody said otherwise
+DEFAULT_TIMEOUT_S = 600.0  # of a wait, where neither the user nor the group has a timeout
 Message = tuple[int, Tensor]  # (peer rank, contiguous tensor to send or to receive into)
 
 CONTROL: Mapping[str, int] = MappingProxyType({"agreement": 1, "gather": 2, "bench": 3})
 """Tags of messages that belong to no pass, by their label: headers of a few bytes, measurements."""
-NOBODYS_TAG, FIRST_TAG, TAGS = 0, 4, 1 << 14  # of passes; MPI promises 15 bits
+UNUSED_TAG = 0  # neither of a pass nor in CONTROL
+FIRST_PASS_TAG, NUM_PASS_TAGS = 4, 1 << 14  # MPI guarantees tags of 15 bits
 
 
 class Pass(NamedTuple):
     """The forward or the backward of an attention call, and the tag of its messages.
 
-    Messages of different passes never meet: a rank that leaves out a call, or takes backwards in
-    another order than its peers, waits; it does not compute with rows of another layer.
+    Messages of different passes are never matched. A rank that skips a call, or runs backwards in
+    another order than its peers, waits instead of computing with rows of another layer.
     """
 
     number: int = 0
-    """Of the call, counted alike on all ranks; 0 before the first."""
+    """The number of the call, the same on all ranks; 0 before the first call."""
     layer: str | None = None
-    way: str = "forward"
+    phase: str = "forward"  # or "backward"
 
-    def back(self) -> Pass:
+    def backward(self) -> Pass:
         """The backward of this call."""
         return Pass(self.number, self.layer, "backward")
 
     def tag(self) -> int:
-        """The same on all ranks."""
-        return FIRST_TAG + (2 * self.number + (self.way == "backward")) % TAGS
+        """The tag of this pass's messages, the same on all ranks."""
+        return FIRST_PASS_TAG + (2 * self.number + (self.phase == "backward")) % NUM_PASS_TAGS
 
     def __str__(self) -> str:
-        if not self.number:
+        if self.number == 0:
             return "no attention call"
         layer = "" if self.layer is None else f"layer {self.layer!r}, "
-        return f"{layer}{self.way} of attention call {self.number}"
+        return f"{layer}{self.phase} of attention call {self.number}"
 
 
 NO_PASS = Pass()
 
 
 class Wait(NamedTuple):
-    """What a rank waits for."""
+    """A message that a rank waits for."""
 
-    now: Pass
+    current_pass: Pass  # that the rank is in, or that it ended last
     label: str
-    kind: str
-    """Such as "message from"."""
+    transfer: str  # such as "message from", of the peer
     peer: int
-    since: float
-    """Seconds of the monotonic clock."""
+    since: float  # seconds of the monotonic clock
 
     @property
     def where(self) -> str:
-        """The label of the messages, and the pass that they belong to."""
-        if not self.now.number:
+        """The label of the message and the rank's pass, for errors."""
+        if self.current_pass.number == 0:
             return f"{self.label!r}"
-        later = self.label in CONTROL and self.now.way == "backward"  # of a batch, before a forward
-        return f"{self.label!r} ({'after ' * later}{self.now})"
+        # A header after a backward belongs to the next call.
+        is_after = self.label in CONTROL and self.current_pass.phase == "backward"
+        return f"{self.label!r} ({'after ' if is_after else ''}{self.current_pass})"
 
     @property
     def tag(self) -> int:
-        """That its messages travel under."""
-        return CONTROL.get(self.label, self.now.tag())
+        """The tag of the message."""
+        return CONTROL.get(self.label, self.current_pass.tag())
 
 
 class Pending(Protocol):
     """Messages in flight."""
 
     def wait(self) -> None:
-        """Return when every receive has landed and every send buffer may be reused.
+        """Return when every message has arrived and every send buffer may be reused.
 
         Raises:
-            RuntimeError: if a peer died or did not answer within the timeout; the message names
-                this rank, the peer and the label of the step.
+            RuntimeError: if a peer died or did not answer within the timeout. The error names this
+                rank, the peer and the label of the step.
         """
         ...
 
     def poll(self) -> None:
-        """Let messages move on without waiting. Only MPI needs it: it moves them in calls alone."""
+        """Let messages progress, without waiting. Only MPI needs it: it progresses in its calls."""
 
 
 class Shared:
-    """What copies of a model share, since they are spread over the same ranks."""
+    """An object that deepcopy does not copy: copies of a model use the same ranks."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
@@ -101,96 +101,97 @@ class Communicator(Shared, ABC):
     """The ranks of one sequence-parallel group, numbered 0 to size - 1.
 
     A backend implements `on_host` and `_post`; everything else is written once. Messages between
-    one pair of ranks arrive in the order in which both sides posted them, and what one post sends
-    to a peer is what one post of that peer receives: NCCL starts it as one.
+    two ranks arrive in the order in which both posted them. All messages that one post sends to a
+    peer must be received by one post of that peer, since NCCL starts them as one batch.
 
     Args:
-        global_ranks: the ranks in the whole job, by their ranks here; None = the same.
+        global_ranks: the rank in the whole job of every rank of the group; None = the same numbers.
     """
 
     on_host: bool
-    """Whether CPU tensors can be exchanged, so that a tiny exchange costs no device sync."""
+    """Whether CPU tensors can be sent, so that a small exchange does not synchronise the device."""
     needs_polls: bool = False
-    """Whether messages move only inside the library's calls, so that `Pending.poll` helps."""
+    """Whether messages progress only inside the library's calls, so that `Pending.poll` helps."""
 
     def __init__(self, rank: int, size: int, global_ranks: Sequence[int] | None = None) -> None:
         self.rank, self.size = rank, size
         self.global_ranks = range(size) if global_ranks is None else global_ranks
-        self.sent: defaultdict[str, int] = defaultdict(int)
-        self.now, self.tag = NO_PASS, NO_PASS.tag()
+        self.sent: defaultdict[str, int] = defaultdict(int)  # bytes, by label
+        self.current_pass, self.tag = NO_PASS, NO_PASS.tag()
 
-    def enter(self, now: Pass) -> None:
-        """Say which pass the next messages belong to; a peer that is in another gets none."""
-        self.now, self.tag = now, now.tag()
+    def enter(self, new_pass: Pass) -> None:
+        """Begin a pass: the next messages get its tag, and only peers in it receive them."""
+        self.current_pass, self.tag = new_pass, new_pass.tag()
 
-    def name_of(self, rank: int, more: str = "") -> str:
-        """A rank in an error: as the job numbers it, and as this group does where that differs.
+    def name_of(self, rank: int, suffix: str = "") -> str:
+        """A rank's name for errors: "rank 1", or "global rank 5 (rank 1)" where these differ.
 
         Args:
-            more: what else to say of it as this group's.
+            suffix: text that follows the rank in the group, such as " of 4".
         """
-        here, everywhere = f"rank {rank}{more}", self.global_ranks[rank]
-        return here if everywhere == rank else f"global rank {everywhere} ({here})"
+        name, global_rank = f"rank {rank}{suffix}", self.global_ranks[rank]
+        return name if global_rank == rank else f"global rank {global_rank} ({name})"
 
     def names_of(self, ranks: Sequence[int]) -> str:
-        """Several ranks in an error, likewise."""
-        everywhere = [self.global_ranks[rank] for rank in ranks]
-        here = f"ranks {[*ranks]}"
-        return here if everywhere == [*ranks] else f"global ranks {everywhere}, {here} of the group"
+        """The names of several ranks for errors, as `name_of`."""
+        names, global_ranks = f"ranks {[*ranks]}", [self.global_ranks[rank] for rank in ranks]
+        if global_ranks == [*ranks]:
+            return names
+        return f"global ranks {global_ranks}, {names} of the group"
 
     @property
     def me(self) -> str:
-        """This rank in an error."""
+        """This rank's name for errors, such as "rank 1 of 4"."""
         return self.name_of(self.rank, f" of {self.size}")
 
     def watch(self) -> None:
-        """From now on have waits noticed that will not end, where ranks are processes."""
+        """Start to detect waits that will never end; only where ranks are processes."""
         return
 
     def post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending:
-        """Start all messages at once (receives first) and return without waiting.
+        """Start all messages together (receives first) and return without waiting.
 
         Args:
-            label: names the step for error messages and for the byte count, from which those in
-                CONTROL are left out.
+            label: name of the step, in errors and in the byte counts `sent`. Labels in CONTROL are
+                not counted.
             sends, recvs: (peer, contiguous tensor); the peer is never this rank. Buffers must
-                stay alive and untouched until the returned object was waited for.
+                stay alive and unchanged until the returned object was waited for.
         """
         if sends and label not in CONTROL:
             self.sent[label] += sum([tensor.nbytes for _, tensor in sends])
         return self._post(label, sends, recvs)
 
     def carries(self, device: torch.device) -> bool:
-        """Whether tensors of a device travel as they are: from it no copy is made, nor to it."""
+        """Whether tensors of this device are sent directly, without a copy on another device."""
         return device.type == "cpu" and self.on_host
 
-    def home(self, like: Tensor) -> torch.device:
-        """The device that small messages live on: a host tensor cannot travel by NCCL alone."""
+    def small_message_device(self, x: Tensor) -> torch.device:
+        """The device of headers: the CPU, or where CPU tensors cannot be sent, x's or this GPU."""
         if self.on_host:
             return torch.device("cpu")
-        here = like.device
-        return here if here.type != "cpu" else torch.device("cuda", torch.cuda.current_device())
+        on_cpu = x.device.type == "cpu"
+        return torch.device("cuda", torch.cuda.current_device()) if on_cpu else x.device
 
     @abstractmethod
     def _post(self, label: str, sends: Sequence[Message], recvs: Sequence[Message]) -> Pending: ...
 
     def view(self, ranks: Sequence[int]) -> Communicator:
-        """The same communicator seen by `ranks` alone, renumbered 0 to len(ranks) - 1."""
+        """A communicator of `ranks` alone, renumbered 0 to len(ranks) - 1, in the same group."""
         return self if list(ranks) == list(range(self.size)) else View(self, ranks)
 
 
 class View(Communicator):
-    """Some ranks of a communicator, renumbered. No new group is made; bytes count in the parent."""
+    """Some ranks of a communicator, renumbered. It makes no new group; the parent counts bytes."""
 
     def __init__(self, parent: Communicator, ranks: Sequence[int]) -> None:
-        everywhere = [parent.global_ranks[rank] for rank in ranks]
-        super().__init__(ranks.index(parent.rank), len(ranks), everywhere)
+        global_ranks = [parent.global_ranks[rank] for rank in ranks]
+        super().__init__(ranks.index(parent.rank), len(ranks), global_ranks)
         self.parent, self.ranks = parent, tuple(ranks)
         self.on_host, self.needs_polls = parent.on_host, parent.needs_polls
         self.sent = parent.sent
 
-    def enter(self, now: Pass) -> None:
-        self.parent.enter(now)
+    def enter(self, new_pass: Pass) -> None:
+        self.parent.enter(new_pass)
 
     def watch(self) -> None:
         self.parent.watch()

@@ -1,4 +1,4 @@
-"""Device tensors over a library that only reads host memory."""
+"""Messages of device tensors through a library that only reads host memory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from wf_backends.comm.protocol import Message, Pending
 
 
 class Staged(Pending):
-    """Messages of device tensors that travel as host copies. Posting and waiting synchronise.
+    """Messages of device tensors, sent as host copies. Posting and waiting synchronise the device.
 
     Args:
-        post: posts messages of CPU tensors, as `Communicator._post`.
+        post: posts messages of CPU tensors, like `Communicator._post`.
     """
 
     def __init__(
@@ -24,13 +24,13 @@ class Staged(Pending):
         recvs: Sequence[Message],
     ) -> None:
         self._recvs = recvs
-        self._landings = [(peer, torch.empty_like(tensor, device="cpu")) for peer, tensor in recvs]
-        self._inner = post(label, [(peer, tensor.cpu()) for peer, tensor in sends], self._landings)
+        self._host_recvs = [(peer, torch.empty_like(x, device="cpu")) for peer, x in recvs]
+        self._inner = post(label, [(peer, x.cpu()) for peer, x in sends], self._host_recvs)
 
     def wait(self) -> None:
         self._inner.wait()
-        for (_, tensor), (_, host) in zip(self._recvs, self._landings, strict=True):
-            tensor.detach().copy_(host)
+        for (_, tensor), (_, host_copy) in zip(self._recvs, self._host_recvs, strict=True):
+            tensor.detach().copy_(host_copy)
 
     def poll(self) -> None:
         self._inner.poll()

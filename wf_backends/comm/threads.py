@@ -1,9 +1,9 @@
 """Ranks as threads of one process: exact tests and explanations without a launcher.
 
-Stricter than a network on purpose. A buffer that is read before its receive was waited for holds
-NaN, a buffer that is changed before its send was waited for is reported, and what one post sends to
-a peer must be what one post of that peer receives, so that a program that is right here is also
-right where messages really take time.
+Deliberately stricter than a network, so that a program that is right here is also right where
+messages take time. A receive buffer holds NaN until it was waited for. A send buffer that changes
+before it was waited for is an error. All messages that one post sends to a peer must be received by
+one post of that peer.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch import Tensor
 from wf_backends.comm.protocol import CONTROL, Communicator, Message, Pending
 
 T = TypeVar("T")
-Ticket = tuple[int, int, int, int]  # sender, receiver, which of this pair's posts, which message
+Ticket = tuple[int, int, int, int]  # sender, receiver, number of their post, number of the message
 
 
 class World:
-    """What the ranks of one process share: messages on their way, and who failed or left.
+    """The state that the ranks of one process share: messages in flight, ranks that failed or left.
 
     Args:
         size: number of ranks.
@@ -35,54 +35,55 @@ class World:
         self.size, self.timeout = size, timeout
         self.failure: tuple[int, BaseException] | None = None
         self._lock = Lock()
-        self._changed = [Condition(self._lock) for _ in range(size)]  # for the rank that waits
+        self._changed = [Condition(self._lock) for _ in range(size)]  # by the rank that waits
         self._mail: dict[Ticket, tuple[Tensor, int, str]] = {}
-        self._left: set[int] = set()
+        self._ended_ranks: set[int] = set()
 
     def comm(self, rank: int) -> ThreadComm:
         """The communicator of `rank`, to be used by one thread. Call it once per rank."""
         return ThreadComm(self, rank)
 
     def abort(self, rank: int, error: BaseException) -> None:
-        """Say that `rank` failed: every wait, running or future, raises. The first error stays."""
+        """Record that `rank` failed: all running and future waits raise the first such error."""
         with self._lock:
             self.failure = self.failure or (rank, error)
             self._wake_all()
 
     def leave(self, rank: int) -> None:
-        """Say that `rank` sends nothing more: waits for a message it never sent raise at once."""
+        """Record that `rank` has ended: waits for a message that it did not send raise at once."""
         with self._lock:
-            self._left.add(rank)
+            self._ended_ranks.add(rank)
             self._wake_all()
 
     def put(self, ticket: Ticket, message: tuple[Tensor, int, str]) -> None:
+        """Deliver a message: its data, its tag and the name of its sender's pass."""
         receiver = ticket[1]
         with self._lock:
             self._mail[ticket] = message
             self._changed[receiver].notify_all()
 
     def take(self, ticket: Ticket, label: str) -> tuple[Tensor, int, str]:
-        """The message with this ticket, its tag and its sender's pass, as soon as it is there.
+        """Wait for the message with this ticket; return it as `put` got it.
 
         Raises:
-            RuntimeError: if a rank failed, or the sender left or let the timeout pass.
+            RuntimeError: if a rank failed, if the sender ended, or after the timeout.
         """
         sender, receiver, *_ = ticket
 
-        def settled() -> bool:
-            return ticket in self._mail or self.failure is not None or sender in self._left
+        def is_decided() -> bool:
+            return ticket in self._mail or self.failure is not None or sender in self._ended_ranks
 
         with self._lock:
-            in_time = self._changed[receiver].wait_for(settled, self.timeout)
+            in_time = self._changed[receiver].wait_for(is_decided, self.timeout)
             if ticket in self._mail:
                 return self._mail.pop(ticket)
-            what = f"rank {receiver} waits for a message of rank {sender} in {label!r}, but "
+            wait = f"rank {receiver} waits for a message of rank {sender} in {label!r}, but "
             if self.failure is not None:
                 rank, error = self.failure
-                raise RuntimeError(f"{what}rank {rank} failed: {error!r}")
+                raise RuntimeError(f"{wait}rank {rank} failed: {error!r}")
             if not in_time:
-                raise RuntimeError(f"{what}none came within {self.timeout:g} s")
-            raise RuntimeError(f"{what}rank {sender} ended without sending it")
+                raise RuntimeError(f"{wait}none came within {self.timeout:g} s")
+            raise RuntimeError(f"{wait}rank {sender} ended without sending it")
 
     def _wake_all(self) -> None:
         for changed in self._changed:
@@ -104,27 +105,29 @@ class ThreadComm(Communicator):
             assert peer != self.rank, f"{label!r}: rank {self.rank} sends to itself"
             assert tensor.is_contiguous(), f"{label!r}: a buffer is not contiguous"
         tag = CONTROL.get(label, self.tag)
-        landing = self._tickets((peer, self.rank) for peer, _ in recvs)
-        expected = [(ticket, tensor) for ticket, (_, tensor) in zip(landing, recvs, strict=True)]
+        recv_tickets = self._tickets((peer, self.rank) for peer, _ in recvs)
+        expected = [(ticket, x) for ticket, (_, x) in zip(recv_tickets, recvs, strict=True)]
         for _, tensor in expected:
             if tensor.is_floating_point():
                 tensor.fill_(torch.nan)
-        sent = []
-        leaving = self._tickets((self.rank, peer) for peer, _ in sends)
-        for ticket, (peer, tensor) in zip(leaving, sends, strict=True):
+        sent: list[tuple[int, Tensor, Tensor]] = []
+        send_tickets = self._tickets((self.rank, peer) for peer, _ in sends)
+        for ticket, (peer, tensor) in zip(send_tickets, sends, strict=True):
             message = tensor.detach().clone()
-            self.world.put(ticket, (message, tag, str(self.now)))
+            self.world.put(ticket, (message, tag, str(self.current_pass)))
             sent.append((peer, tensor, message))
         return _ThreadPending(self, label, tag, sent, expected)
 
     def _tickets(self, pairs: Iterable[tuple[int, int]]) -> list[Ticket]:
-        """One for each message of a post, given its (sender, receiver)."""
-        found, before = list[Ticket](), Counter[tuple[int, int]]()
+        """The tickets of a post's messages, from the (sender, receiver) of each message."""
+        tickets: list[Ticket] = []
+        num_messages: Counter[tuple[int, int]] = Counter()
         for pair in pairs:
-            self._posts[pair] += not before[pair]
-            found.append((*pair, self._posts[pair], before[pair]))
-            before[pair] += 1
-        return found
+            if num_messages[pair] == 0:
+                self._posts[pair] += 1
+            tickets.append((*pair, self._posts[pair], num_messages[pair]))
+            num_messages[pair] += 1
+        return tickets
 
 
 @dataclass(eq=False)
@@ -132,8 +135,8 @@ class _ThreadPending(Pending):
     comm: ThreadComm
     label: str
     tag: int
-    sent: list[tuple[int, Tensor, Tensor]]
-    expected: list[tuple[Ticket, Tensor]]
+    sent: list[tuple[int, Tensor, Tensor]]  # peer, buffer, what was sent
+    expected: list[tuple[Ticket, Tensor]]  # ticket, buffer
 
     def wait(self) -> None:
         for peer, tensor, message in self.sent:
@@ -144,17 +147,17 @@ class _ThreadPending(Pending):
                 )
         for ticket, buffer in self.expected:
             sender, receiver, *_ = ticket
-            message, tag, pass_ = self.comm.world.take(ticket, self.label)
+            message, tag, senders_pass = self.comm.world.take(ticket, self.label)
             if tag != self.tag:
                 raise RuntimeError(
-                    f"rank {receiver}, in {self.comm.now}, waits for a message of rank {sender} in "
-                    f"{self.label!r}, which is in {pass_}"
+                    f"rank {receiver}, in {self.comm.current_pass}, waits for a message of rank "
+                    f"{sender} in {self.label!r}, which is in {senders_pass}"
                 )
-            sent, wanted = (f"{x.numel()} x {x.dtype}" for x in (message, buffer))
-            if sent != wanted:
+            sent, expected = (f"{x.numel()} x {x.dtype}" for x in (message, buffer))
+            if sent != expected:
                 raise RuntimeError(
                     f"in {self.label!r} rank {sender} sent {sent} to rank {receiver}, which "
-                    f"expects {wanted}"
+                    f"expects {expected}"
                 )
             buffer.detach().view(-1).copy_(message.view(-1))
         self.sent, self.expected = [], []
@@ -164,7 +167,7 @@ def run_threads(size: int, fn: Callable[..., T], *args: object, timeout: float =
     """Run `fn(comm, *args)` on `size` ranks, one thread each.
 
     Returns:
-        What fn returned, by rank.
+        The results of `fn`, by rank.
 
     Raises:
         Exception: the first error of any rank, as that rank raised it.
@@ -172,14 +175,14 @@ def run_threads(size: int, fn: Callable[..., T], *args: object, timeout: float =
     world = World(size, timeout)
     results: dict[int, T] = {}
 
-    def work(rank: int) -> None:
+    def run_rank(rank: int) -> None:
         try:
             results[rank] = fn(world.comm(rank), *args)
             world.leave(rank)
-        except BaseException as error:  # the caller gets it, whatever it is
+        except BaseException as error:  # run_threads raises it, whatever its class
             world.abort(rank, error)
 
-    threads = [Thread(target=work, args=(rank,), daemon=True) for rank in range(size)]
+    threads = [Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,9 +1,8 @@
-"""Ranks that wait for each other in a circle, each in another call, would wait until the timeout.
+"""A watch that detects a deadlock of ranks in different passes, long before the timeout.
 
-A thread of each rank says on the job's board where a long wait is, and looks whether the ranks
-that are waited for wait themselves, back to this one. Where they have done so for a while, and not
-all in the same pass, one of them left out a call or takes backwards in another order: the wait is
-broken.
+A thread of each rank notes long waits on the job's board and follows who waits for whom. If ranks
+wait in a circle that stays, and are in different passes, then a rank skipped a call or runs
+backwards in another order: the thread ends the wait by an error.
 """
 
 from __future__ import annotations
@@ -19,17 +18,18 @@ from wf_backends.comm.faults import Board, Note, failure, job_board, note_of
 from wf_backends.comm.protocol import Communicator, Wait
 
 LOOK_S = 0.5  # between two looks
-NOTE_S = 2.0  # a wait that is noted
-SILENT_LOOKS = 5  # a wait whose note is the same for as many has ended
-STUCK_LOOKS = 12  # a circle that stays for more will not end: longer than bytes are on their way
+LONG_WAIT_S = 2.0  # a wait of this length is written on the board
+SILENT_LOOKS = 5  # if a note stays the same for so many looks, its wait has ended
+STUCK_LOOKS = 12  # a circle that stays longer will not end; no message takes so long
 
 
 class ProcessComm(Communicator):
-    """A communicator of processes: its waits are watched, and tell where they failed."""
+    """A communicator of processes: waits can be watched, and their errors say where they failed."""
 
     verdict = ""
-    """Why the running wait is broken off."""
+    """Why the watch ends the running wait."""
     waits: Wait | None = None
+    """The running wait."""
     _watch: Watch | None = None
 
     def watch(self) -> None:
@@ -41,28 +41,29 @@ class ProcessComm(Communicator):
 
     @abstractmethod
     def break_off(self, verdict: str) -> None:
-        """End the running wait by an error that says so."""
+        """End the running wait by an error with this text."""
 
-    def failed(self, label: str, kind: str, peer: int, error: object) -> RuntimeError:
-        """An error of the library, which names an address at best, with ranks and label."""
-        wait, self.waits = self.waits, None
-        wait = wait or Wait(self.now, label, kind, peer, time.monotonic())
+    def failed(self, label: str, transfer: str, peer: int, error: object) -> RuntimeError:
+        """The library's error with the ranks and the label, which it does not name."""
+        wait = self.waits or Wait(self.current_pass, label, transfer, peer, time.monotonic())
+        self.waits = None
         return failure(self, wait, self.verdict or error)
 
 
 class Watch(Thread):
-    """Watches one communicator until it is gone."""
+    """A thread that watches the waits of one communicator, as long as the communicator lives."""
 
     def __init__(self, comm: ProcessComm, board: Board) -> None:
         super().__init__(name="wallfacer watch", daemon=True)
-        self._comm, self._board, self._me = ref(comm), board, comm.global_ranks[comm.rank]
+        self._comm, self._board = ref(comm), board
+        self._global_rank = comm.global_ranks[comm.rank]
         self._wait: Wait | None = None
-        self._beat = 0
-        """Looks at the running wait; others see by it that this rank is alive."""
+        self._num_looks = 0
+        """At the running wait. It is in the note, so that others see that this rank still waits."""
         self._circles = deque[dict[int, Note]](maxlen=SILENT_LOOKS)
 
     def run(self) -> None:
-        """Look, again and again."""
+        """Look at the running wait every LOOK_S seconds."""
         while (comm := self._comm()) is not None:
             wait = comm.waits
             verdict = self.look(wait, comm.global_ranks)
@@ -73,39 +74,41 @@ class Watch(Thread):
             time.sleep(LOOK_S)
 
     def look(self, wait: Wait | None, global_ranks: Sequence[int]) -> str | None:
-        """What to say of a wait that will not end; None of any other."""
-        if wait is None or time.monotonic() - wait.since < NOTE_S:
+        """The verdict on a wait that will never end; None for any other wait."""
+        if wait is None or time.monotonic() - wait.since < LONG_WAIT_S:
             self._circles.clear()
             return None
-        self._wait, self._beat = wait, 1 + (self._beat if wait is self._wait else 0)
-        self._board.write("wait", self._me, note_of(wait, global_ranks) | {"beat": self._beat})
+        self._num_looks = self._num_looks + 1 if wait is self._wait else 1
+        self._wait = wait
+        note = note_of(wait, global_ranks) | {"looks": self._num_looks}
+        self._board.write("wait", self._global_rank, note)
         circle = self._circle()
         self._circles.append(circle)
-        stuck = circle and all(self._stays(rank, note) for rank, note in circle.items())
+        stuck = circle and all(self._is_stuck(rank, note) for rank, note in circle.items())
         if not stuck or len({note["tag"] for note in circle.values()}) == 1:
             return None
-        told = "; ".join(
-            f"rank {rank} in {note['where']} for {note['kind']} rank {note['peer']}"
+        waits = "; ".join(
+            f"rank {rank} in {note['where']} for {note['transfer']} rank {note['peer']}"
             for rank, note in circle.items()
         )
         return (
-            f"ranks wait for each other, in different calls: {told}. One of them left out a call, "
+            f"ranks wait for each other, in different calls: {waits}. One of them left out a call, "
             "or takes backwards in another order"
         )
 
     def _circle(self) -> dict[int, Note]:
-        """The notes of who is waited for, one after another from this rank on; empty if one does
-        not wait."""
-        found: dict[int, Note] = {}
-        rank = self._me
-        while rank not in found:
+        """Notes of this rank, of the peer it waits for, and so on; empty if one does not wait."""
+        notes: dict[int, Note] = {}
+        rank = self._global_rank
+        while rank not in notes:
             note = self._board.read("wait", rank)
             if note is None:
                 return {}
-            found[rank], rank = note, note["peer"]
-        return found
+            notes[rank] = note
+            rank = note["peer"]
+        return notes
 
-    def _stays(self, rank: int, note: Note) -> bool:
-        """Whether a rank has been in this wait for long, and still is."""
+    def _is_stuck(self, rank: int, note: Note) -> bool:
+        """Whether a rank has been in this wait for long, and still looked at it lately."""
         earlier = self._circles[0].get(rank, note)
-        return note["beat"] > max(earlier["beat"], STUCK_LOOKS)
+        return note["looks"] > max(earlier["looks"], STUCK_LOOKS)

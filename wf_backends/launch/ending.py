@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch.distributed as dist
 
-from wf_backends.comm import Board, Note, in_words, job_board
+from wf_backends.comm import Board, Note, fault_report, job_board
 
 SETTLE_S = 0.05  # for torch's threads at the end of Python
 PEER_ERRORS_S = 3.0  # that a failed rank waits for its peers' errors before it ends
@@ -105,7 +105,7 @@ def _report_errors(board: Board, rank: int, size: int) -> None:
                 notes[peer] = note
         time.sleep(POLL_S)
     if notes and rank == min(notes) and len({note.get("ended") for note in notes.values()}) > 1:
-        board.report(in_words(range(size), notes))
+        board.report(fault_report(range(size), notes))
 
 
 def _close_connections() -> None:

@@ -76,7 +76,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.call.comm.enter(ctx.call.now.back())
+        ctx.call.comm.enter(ctx.call.now.backward())
         given, n = ctx.saved_tensors, ctx.num_learned
         with below_autograd():
             *grads, parts = differentiate(given[n:], dout, ctx.call, Learned(*given[:n]))

@@ -130,14 +130,14 @@ class HeadGroup:
 def heads_for_tokens(x: Tensor, exchange: HeadExchange, comm: Communicator, label: str) -> Tensor:
     """All heads of my rows (b, s, h, d) -> my heads of the group's rows (b, n, h', d)."""
     there = partial(_exchange, gather_rows, exchange, comm, NO_PASS)
-    back = partial(_exchange, bring_back, exchange, comm, NO_PASS.back())
+    back = partial(_exchange, bring_back, exchange, comm, NO_PASS.backward())
     return move(x, there, back, label) if comm.size > 1 else x
 
 
 def tokens_for_heads(x: Tensor, exchange: HeadExchange, comm: Communicator, label: str) -> Tensor:
     """My heads of the group's rows (b, n, h', d) -> all heads of my rows (b, s, h, d)."""
     there = partial(_exchange, bring_back, exchange, comm, NO_PASS)
-    back = partial(_exchange, gather_rows, exchange, comm, NO_PASS.back())
+    back = partial(_exchange, gather_rows, exchange, comm, NO_PASS.backward())
     return move(x, there, back, label) if comm.size > 1 else x
 
 

@@ -64,7 +64,7 @@ class UlyssesAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         group: HeadGroup = ctx.group
-        group.comm.enter(call.now.back())
+        group.comm.enter(call.now.backward())
         everything = ctx.saved_tensors  # read once: checkpointing gives it only once
         given, saved = everything[: ctx.num_learned], everything[ctx.num_learned :]
         learned = Learned(*given)
