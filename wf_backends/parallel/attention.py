@@ -177,7 +177,7 @@ class DistributedAttention(PlannedCalls):
         scores = softmax.scores
         if scores.dropout is not None and scores.dropout.seed is None:
             scores = self._draw_seed(scores, scores.dropout, q.device)
-        return call._replace(scores=scores, now=now), group
+        return call._replace(scores=scores, forward_pass=now), group
 
     def _draw_seed(self, scores: Scores, dropout: Dropout, device: torch.device) -> Scores:
         """The scores with a dropout seed that the first rank draws from torch's generator.

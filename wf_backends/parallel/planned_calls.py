@@ -98,8 +98,8 @@ class PlannedCalls:
         forward, backward, keep = _problems(choice, groups, mask, self._gather_first, group_layouts)
         local_spec = replace(
             spec,
-            heads=queries[0].share,
-            kv_heads=(queries if latent_dim else keys)[0].share,
+            heads=queries[0].heads_per_member,
+            kv_heads=(queries if latent_dim else keys)[0].heads_per_member,
             looks_back=mask.looks_back,
             whole_sequence=groups.count == 1,
         )

@@ -1,8 +1,8 @@
 """The autograd function of attention: it runs the two programs of a call, forward and backward.
 
 Shapes: s rows of a buffer, b batch, h query heads, g key heads, d head_dim of queries and keys, e
-of values. Buffers are rows-first, so that a message is a contiguous slice: q (s, b, h, d),
-kv = [K|V] (s, b, g, d + e).
+of values, i query rows of a tile. Buffers are rows-first, so that a message is a contiguous slice:
+q (s, b, h, d), kv = [K|V] (s, b, g, d + e).
 """
 
 from __future__ import annotations
@@ -37,24 +37,23 @@ class Call(NamedTuple):
     comm: Communicator
     kernel: Kernel
     scores: Scores
-    """Of the query heads that `attend` is given."""
+    """For the query heads of the q that `attend` takes."""
     keep: tuple[bool, bool] = (False, False)
     """Whether gathered (queries, keys) are kept for the backward instead of gathered again."""
     narrow: bool = False
-    """Whether partial results (out, dq, dk, dv) travel in q's dtype."""
-    now: Pass = NO_PASS
-    """Its forward."""
+    """Whether partial results (out, dq, dk, dv) are sent in q's dtype."""
+    forward_pass: Pass = NO_PASS
 
     def of_heads(self, heads: Range) -> Call:
-        """The call of some of the query heads that this one is of."""
+        """The call for a range of this call's query heads."""
         return self._replace(scores=self.scores.of_heads(heads))
 
 
 class Attention(torch.autograd.Function):
-    """attention(q, k, v, call, *learned) of this rank's rows.
+    """attention(q, k, v, call, *learned) of this rank's rows -> out (b, s, h, e).
 
-    q (b, s, h, d), k (b, s, g, d), v (b, s, g, e), or k and v as `LatentKernel` takes them. Of the
-    gradients of what is learned this is the part that this rank computes.
+    q (b, s, h, d), k (b, s, g, d), v (b, s, g, e), or k and v as `LatentKernel` takes them; learned
+    are the fields of `Learned`. Their gradients are this rank's addends, to be summed over ranks.
     """
 
     @staticmethod
@@ -68,181 +67,195 @@ class Attention(torch.autograd.Function):
     ) -> Tensor:
         q = dense(q)
         with below_autograd():
-            out, *held = attend(q, k, v, call, Learned(*learned))
+            out, *for_backward = attend(q, k, v, call, Learned(*learned))
         ctx.call, ctx.num_learned = call, len(learned)
-        ctx.save_for_backward(*learned, q, k, v, out, *held)
+        ctx.save_for_backward(*learned, q, k, v, out, *for_backward)
         return out
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.call.comm.enter(ctx.call.now.backward())
-        given, n = ctx.saved_tensors, ctx.num_learned
+        call: Call = ctx.call
+        call.comm.enter(call.forward_pass.backward())
+        saved, n = ctx.saved_tensors, ctx.num_learned
         with below_autograd():
-            *grads, parts = differentiate(given[n:], dout, ctx.call, Learned(*given[:n]))
-        return (*grads, None, *parts[:n])
+            *grads, learned_grads = differentiate(saved[n:], dout, call, Learned(*saved[:n]))
+        return (*grads, None, *learned_grads[:n])
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, learned: Learned) -> Tensors:
-    """The forward: (out, what the backward needs beside q, k, v, learned and out)."""
-    queries, kv, kernel, width = _rows_first(q), fuse(k, v), call.kernel, v.shape[3]
-    (sinks, up, _), scores = learned, _biased(call.scores, learned)
-    if up is not None:
-        kernel, width = LatentKernel(kernel, up), up.shape[1] - (q.shape[3] - k.shape[3])
-    dtype, shape = accumulator_dtype(q.dtype), (*queries.shape[1:3], width)
-    wire = (q.dtype, dtype) if call.narrow else None  # of out; lse travels as it is
-    found = Accumulators((shape, shape[:-1]), (0.0, -inf), dtype, q.device, _merge, wire)
-    sides = Side((queries,), found), Side((kv,), Accumulators((), (), dtype, q.device, copy))
+    """The forward: (out (b, s, h, e) in q's dtype, lse (s, b, h) in the accumulators', *gathered).
+
+    `call.keep` says which of the gathered queries and [K|V] are returned.
+    """
+    queries, kv = _rows_first(q), fuse(k, v)
+    scores = _with_learned_bias(call.scores, learned)
+    kernel, value_dim = call.kernel, v.shape[3]
+    if learned.up is not None:
+        kernel = LatentKernel(kernel, learned.up)
+        value_dim = learned.up.shape[1] - (q.shape[3] - k.shape[3])
+    dtype, shape = accumulator_dtype(q.dtype), (*queries.shape[1:3], value_dim)
+    message_dtypes = (q.dtype, dtype) if call.narrow else None  # of (out, lse)
+    out_lse = Accumulators(
+        (shape, shape[:-1]), (0.0, -inf), dtype, q.device, _merge, message_dtypes
+    )
+    no_results = Accumulators((), (), dtype, q.device, copy)
+    sides = Side((queries,), out_lse), Side((kv,), no_results)
     tiles = ForwardTiles(kernel, scores, k.shape[3])
     results = run(call.forward, call.comm, "forward", tiles, *sides)
-    out, lse = results[0].own
-    if sinks is not None:
-        out, lse = with_sinks(out, lse, sinks)
-    gathered = [one.gathered[0] for keep, one in zip(call.keep, results, strict=True) if keep]
+    out, lse = results[0].shard_results
+    if learned.sinks is not None:
+        out, lse = with_sinks(out, lse, learned.sinks)
+    gathered = [side.gathered[0] for keep, side in zip(call.keep, results, strict=True) if keep]
     return _batch_first(out).to(q.dtype), lse, *gathered
 
 
 def differentiate(
     saved: Sequence[Tensor], dout: Tensor, call: Call, learned: Learned
 ) -> tuple[Tensor, Tensor, Tensor, Learned]:
-    """The backward: (dq, dk, dv, of what is learned).
+    """The backward: (dq, dk, dv, gradients of `learned`); each as its tensor, in its dtype.
 
     Args:
-        saved: q, k, v and everything that `attend` gave.
+        saved: q, k, v and everything that `attend` returned.
+        dout: (b, s, h, e).
     """
     (q, k, v, out, lse, *gathered), dout = saved, dense(dout)
     kept_q, kept_kv = ((gathered.pop(0),) if keep else () for keep in call.keep)
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     queries = (_rows_first(q), _rows_first(dout), torch.stack((lse, _rows_first(delta)), dim=1))
-    turn, dtype = call.backward.queries_walk, accumulator_dtype(q.dtype)
-    keys = turn and kept_kv or (fuse(k, v),)  # keys that walk are sent anew by their owners
-    summed = (0.0,), dtype, q.device, add, (q.dtype,) if call.narrow else None
+    # Kept keys serve only where keys stay: their owners send keys that walk again.
+    keys = kept_kv if kept_kv and call.backward.queries_walk else (fuse(k, v),)
+    dtype, message_dtypes = accumulator_dtype(q.dtype), (q.dtype,) if call.narrow else None
+    sums = (0.0,), dtype, q.device, add, message_dtypes
     sides = (
-        Side(queries, Accumulators((queries[0].shape[1:],), *summed), kept_q),
-        Side(keys, Accumulators((keys[0].shape[1:],), *summed), kept_kv),
+        Side(queries, Accumulators((queries[0].shape[1:],), *sums), kept_q),
+        Side(keys, Accumulators((keys[0].shape[1:],), *sums), kept_kv),
     )
-    (sinks, up, _), scores = learned, _biased(call.scores, learned)
-    latent = None if up is None else LatentKernel(call.kernel, up)
-    own = SurrogateOut(queries[1], _rows_first(out))
-    tiles = BackwardTiles(latent or call.kernel, scores, k.shape[3], own)
-    (dq,), (dkv,) = (side.own for side in run(call.backward, call.comm, "backward", tiles, *sides))
+    scores = _with_learned_bias(call.scores, learned)
+    latent_kernel = None if learned.up is None else LatentKernel(call.kernel, learned.up)
+    own_out = SurrogateOut(queries[1], _rows_first(out))
+    tiles = BackwardTiles(latent_kernel or call.kernel, scores, k.shape[3], own_out)
+    q_side, kv_side = run(call.backward, call.comm, "backward", tiles, *sides)
+    (dq,), (dkv,) = q_side.shard_results, kv_side.shard_results
     grads = dq, *unfuse(dkv, k.shape[3])
     dq, dk, dv = (_batch_first(grad).to(q.dtype) for grad in grads)
-    of_learned = Learned(
-        None if sinks is None else sinks_grad(sinks, lse, delta),
-        None if latent is None else latent.grad(),
+    learned_grads = Learned(
+        None if learned.sinks is None else sinks_grad(learned.sinks, lse, delta),
+        None if latent_kernel is None else latent_kernel.grad(),
         None if scores.bias is None else scores.bias.grad(),
     )
-    return dq, dk, dv, of_learned
+    return dq, dk, dv, learned_grads
 
 
-def _biased(scores: Scores, learned: Learned) -> Scores:
-    """The scores with a learned bias, which collects its gradient."""
+def _with_learned_bias(scores: Scores, learned: Learned) -> Scores:
+    """The scores with the learned bias, if there is one; it collects its gradient."""
     return scores if learned.bias is None else replace(scores, bias=PositionBias(learned.bias))
 
 
 class _Tiles(ABC):
-    """Tiles by a kernel; a `runner.ComputeTile`."""
+    """Computes tiles by a kernel; a `runner.ComputeTile`."""
 
     def __init__(self, kernel: Kernel, scores: Scores, key_dim: int) -> None:
         self.kernel, self.scores, self.key_dim = kernel, scores, key_dim
-        # Whether positions do not matter.
-        self._anywhere = scores.slopes is scores.dropout is scores.bias is None
+        self._ignores_positions = scores.slopes is scores.dropout is scores.bias is None
         self._buffers: tuple[Tensors, Tensors] = ((), ())
         self._views: dict[Ranges, tuple[Tensors, Tensors]] = {}
-        self._outs: SurrogateOut | None = None
+        self._surrogate_out: SurrogateOut | None = None
 
     @abstractmethod
-    def _given(self, queries: Tensors, rows: Ranges) -> Tensors:
-        """The rows of queries as the kernel takes them."""
+    def _kernel_queries(self, queries: Tensors, rows: Ranges) -> Tensors:
+        """These rows of the query buffers as the kernel takes them."""
 
-    def _scores(self, tile: Tile, q: Tensor) -> Scores:
-        """The tile's, on q's device."""
-        return self.scores.at_positions(*(positions(one, q.device) for one in tile.positions))
+    def _scores_at(self, tile: Tile, q: Tensor) -> Scores:
+        """The scores with the positions of the tile's rows and keys, on q's device."""
+        return self.scores.at_positions(*(positions(shard, q.device) for shard in tile.positions))
 
     def _queries(
-        self, rows: Ranges, queries: Tensors, found: Tensors
+        self, rows: Ranges, queries: Tensors, results: Tensors
     ) -> tuple[Tensors, Tensors | None]:
-        """The rows of queries as the kernel takes them, and the place of their results.
+        """These rows of the query buffers as the kernel takes them, and of the result buffers.
 
-        One slice is a view, which later tiles on the same rows use again. Several have no place.
+        For one range both are views, which later tiles on the same rows use again. For several
+        ranges there is no view of the results: None.
         """
-        if self._buffers[0] is not queries or self._buffers[1] is not found:
-            self._buffers, self._views, self._outs = (queries, found), {}, None
+        if self._buffers[0] is not queries or self._buffers[1] is not results:
+            self._buffers, self._views, self._surrogate_out = (queries, results), {}, None
         if len(rows) != 1:
-            return self._given(queries, rows), None
+            return self._kernel_queries(queries, rows), None
         if rows not in self._views:
-            place = tuple([pack(x, rows) for x in found])
-            self._views[rows] = self._given(queries, rows), place
+            result_views = tuple([pack(x, rows) for x in results])
+            self._views[rows] = self._kernel_queries(queries, rows), result_views
         return self._views[rows]
 
 
 class ForwardTiles(_Tiles):
-    """Queries are (q) and collect (out, lse); keys are ([K|V]) and collect nothing."""
+    """Forward tiles. Queries (q), their results (out, lse); keys ([K|V]), without results."""
 
     def __call__(
-        self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
+        self, tile: Tile, queries: Tensors, keys: Tensors, q_results: Tensors, k_results: Tensors
     ) -> None:
         """Compute a tile; see runner.ComputeTile."""
-        (q,), place = self._queries(tile.rows, queries, to_queries)
+        (q,), views = self._queries(tile.rows, queries, q_results)
         k, v = unfuse(pack(keys[0], tile.keys).transpose(0, 1), self.key_dim)
-        scores = self.scores if self._anywhere else self._scores(tile, q)
+        scores = self.scores if self._ignores_positions else self._scores_at(tile, q)
         out, lse = self.kernel.forward(q, k, v, scores, tile.band)
-        found = _rows_first(out), lse.permute(2, 0, 1)
-        _combine(copy if tile.first_on_rows else _merge, place, to_queries, tile.rows, found)
+        values = _rows_first(out), lse.permute(2, 0, 1)
+        _combine(copy if tile.first_on_rows else _merge, views, q_results, tile.rows, values)
 
-    def _given(self, queries: Tensors, rows: Ranges) -> Tensors:
+    def _kernel_queries(self, queries: Tensors, rows: Ranges) -> Tensors:
         return (_batch_first(pack(queries[0], rows)),)
 
 
 class BackwardTiles(_Tiles):
-    """Queries are (q, dout, [lse, delta]) and collect (dq); keys are ([K|V]), collect ([dK|dV]).
+    """Backward tiles. Queries (q, dout, [lse, delta]), results (dq); keys ([K|V]), ([dK|dV]).
 
     Args:
-        own: of this rank's queries.
+        own_out: the outputs of this rank's own queries.
     """
 
-    def __init__(self, kernel: Kernel, scores: Scores, key_dim: int, own: SurrogateOut) -> None:
+    def __init__(self, kernel: Kernel, scores: Scores, key_dim: int, own_out: SurrogateOut) -> None:
         super().__init__(kernel, scores, key_dim)
-        self._own = own
+        self._own_out = own_out
 
     def __call__(
-        self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
+        self, tile: Tile, queries: Tensors, keys: Tensors, q_results: Tensors, k_results: Tensors
     ) -> None:
         """Compute a tile; see runner.ComputeTile."""
-        (q, dout, out, lse, delta), place = self._queries(tile.rows, queries, to_queries)
+        (q, dout, out, lse, delta), views = self._queries(tile.rows, queries, q_results)
         k, v = unfuse(pack(keys[0], tile.keys).transpose(0, 1), self.key_dim)
-        given = TileGrad(dout, q, k, v, out, lse, delta)
-        scores = self.scores if self._anywhere else self._scores(tile, q)
-        dq, dk, dv = self.kernel.backward(given, scores, tile.band)
+        tile_grad = TileGrad(dout, q, k, v, out, lse, delta)
+        scores = self.scores if self._ignores_positions else self._scores_at(tile, q)
+        dq, dk, dv = self.kernel.backward(tile_grad, scores, tile.band)
         combine = copy if tile.first_on_rows else add
-        _combine(combine, place, to_queries, tile.rows, (_rows_first(dq),))
+        _combine(combine, views, q_results, tile.rows, (_rows_first(dq),))
         combine = copy if tile.first_on_keys else add
         grads = _rows_first(dk), _rows_first(dv)
-        scatter(unfuse(to_keys[0], self.key_dim), combine, tile.keys, grads)
+        scatter(unfuse(k_results[0], self.key_dim), combine, tile.keys, grads)
 
-    def _given(self, queries: Tensors, rows: Ranges) -> Tensors:
+    def _kernel_queries(self, queries: Tensors, rows: Ranges) -> Tensors:
+        """q, dout, out (b, i, h, d or e) and lse, delta (b, h, i)."""
         q, dout, stats = queries
-        if self._outs is None:
-            self._outs = self._own if self._own.dout is dout else SurrogateOut(dout)
-        out = self._outs.read(rows, stats)
+        if self._surrogate_out is None:
+            is_own = self._own_out.dout is dout
+            self._surrogate_out = self._own_out if is_own else SurrogateOut(dout)
+        out = self._surrogate_out.read(rows, stats)
         lse, delta = pack(stats, rows).permute(1, 2, 3, 0).unbind(0)
         q, dout, out = [_batch_first(pack(x, rows)) for x in (q, dout, out)]
         return q, dout, out, lse, delta
 
 
 def _combine(
-    combine: Combine, place: Tensors | None, buffers: Tensors, rows: Ranges, found: Tensors
+    combine: Combine, views: Tensors | None, buffers: Tensors, rows: Ranges, values: Tensors
 ) -> None:
-    """Combine what was found for the rows into their place, or into their slices of the buffers."""
-    if place is None:
-        scatter(buffers, combine, rows, found)
+    """Combine values into the views of these rows of the buffers, or where None into the rows."""
+    if views is None:
+        scatter(buffers, combine, rows, values)
     else:
-        combine(place, found)
+        combine(views, values)
 
 
 def _merge(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
-    """Combine by folding the (out, lse) of other keys into the targets."""
+    """Combine by merging (out, lse) of other keys into the targets (out, lse)."""
     merge(*targets, *values)
 
 
@@ -252,7 +265,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def dense(x: Tensor) -> Tensor:
-    """x (..., d) with each row in one piece, as kernels read it whatever its strides say."""
+    """x (..., d), contiguous in its last dimension, as kernels assume without a check."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -265,10 +278,10 @@ def _batch_first(x: Tensor) -> Tensor:
 
 
 def fuse(k: Tensor, v: Tensor) -> Tensor:
-    """One rows-first buffer [K|V], so that one message carries both: (s, b, g, d + e)."""
+    """[K|V], so that one message carries both: (b, s, g, d), (b, s, g, e) -> (s, b, g, d + e)."""
     return torch.cat((_rows_first(k), _rows_first(v)), dim=-1)
 
 
 def unfuse(kv: Tensor, head_dim: int) -> Tensors:
-    """The two parts of [K|V] or [dK|dV], as views; K's last dimension is `head_dim`."""
+    """The two parts of [K|V] or [dK|dV], as views; `head_dim` is the last dimension of K."""
     return kv.split_with_sizes((head_dim, kv.size(-1) - head_dim), -1)

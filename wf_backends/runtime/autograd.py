@@ -1,4 +1,4 @@
-"""Gradients between ranks: of linear maps that move rows, through their transpose; once."""
+"""Gradients of linear maps that move rows between ranks, and functions differentiable only once."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ Backward = Callable[..., Any]
 Move = Callable[[Tensor, str], Tensor]  # (tensor, label of its messages) -> tensor
 
 below_autograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
-"""`with below_autograd():` operators skip autograd, which would note every view and every write.
-For functions that compute their gradients themselves, and that alone hold what they write to.
+"""`with below_autograd():` operators skip autograd, which would record every view and every write.
+For functions that compute their gradients themselves and write only to buffers of their own.
 
 Source: Note [AutoDispatchBelowAutograd] in ATen/core/LegacyTypeDispatch.h, "for kernel
 implementations"."""
 
 
 def first_order_only(backward: Backward) -> Backward:
-    """A backward of an autograd function that is refused where its result is differentiated again.
+    """Decorate the backward of an autograd function: it raises in a double backward.
 
-    torch's `once_differentiable` lets it pass where the incoming gradients need no gradient, and
-    the part through this function is lost.
+    torch's `once_differentiable` does not raise where the incoming gradients need no gradient; the
+    second derivative through this function would be missing without a word.
 
     Raises:
         NotImplementedError: under create_graph=True.
     """
 
     @wraps(backward)
-    def call(ctx: Any, *grads: Any) -> Any:
+    def checked_backward(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():  # in a backward: create_graph=True
             raise NotImplementedError(
                 "double backward (create_graph=True) through sp.attention, sp.shard, sp.unshard or "
@@ -40,21 +40,21 @@ def first_order_only(backward: Backward) -> Backward:
             )
         return backward(ctx, *grads)
 
-    return call
+    return checked_backward
 
 
-class _Adjoint(torch.autograd.Function):
+class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Move, back: Move, label: str) -> Tensor:
-        ctx.back, ctx.label = back, label
-        return there(x, f"forward {label}")
+    def forward(ctx: Any, x: Tensor, forward: Move, transpose: Move, label: str) -> Tensor:
+        ctx.transpose, ctx.label = transpose, label
+        return forward(x, f"forward {label}")
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(grad, f"backward {ctx.label}"), None, None, None
+        return ctx.transpose(grad, f"backward {ctx.label}"), None, None, None
 
 
-def move(x: Tensor, there: Move, back: Move, label: str) -> Tensor:
-    """there(x); the gradient is brought by `back`, the transpose of `there`."""
-    return _Adjoint.apply(x, there, back, label)
+def move(x: Tensor, forward: Move, transpose: Move, label: str) -> Tensor:
+    """forward(x), a linear map; the gradient of x is `transpose` of the result's gradient."""
+    return _Move.apply(x, forward, transpose, label)

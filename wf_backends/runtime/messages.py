@@ -1,8 +1,8 @@
-"""Rows of buffers and the messages that carry them: what a program's parcels mean for tensors.
+"""Rows of buffers, and the messages that carry the parcels of a program.
 
 Buffers are rows-first: dimension 0 counts rows, and a message carries whole rows. `pack` and
-`scatter` read and write some rows, `Accumulators` and `Total` are where results are summed, and
-`Messages` are rows on their way to other ranks and from them.
+`scatter` read and write some rows of a buffer, `Accumulators` and `Total` sum partial results, and
+`Messages` sends and receives rows.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from wf_backends.comm import Communicator, Message, Pending
 from wf_backends.lowering import Parcel
 from wf_backends.schedule import Ranges
 
-SPAN = "wallfacer "
-"""What the names of our spans in a profile of torch.profiler begin with."""
+SPAN_PREFIX = "wallfacer "
+"""Of the names of our spans in a profile of torch.profiler."""
 
 _NO_SPAN = nullcontext()
 
 Tensors = tuple[Tensor, ...]
 Dtypes = tuple[torch.dtype, ...]
 Combine = Callable[[Iterable[Tensor], Iterable[Tensor]], None]
-"""Folds values of some rows into buffers of these rows, in place."""
+"""combine(targets, values): fold each value into its target of the same rows, in place."""
 Place = Callable[[Ranges, Tensors], None]
-"""Puts the values of some rows where they belong."""
+"""place(rows, values): put the values of these rows, packed as in `pack`, into some buffers."""
 
 
 def pack(buffer: Tensor, rows: Ranges) -> Tensor:
-    """The rows in the slices, one after another; the buffer or a view of it if there is one."""
+    """The rows of the ranges, one after another; for one range a view, or the buffer itself."""
     if len(rows) == 1:
         ((start, stop),) = rows
         return buffer if stop - start == buffer.size(0) else buffer.narrow(0, start, stop - start)
-    slices = map(buffer.__getitem__, starmap(slice, rows))
-    return torch.cat(tuple(slices)) if rows else buffer[:0]
+    pieces = map(buffer.__getitem__, starmap(slice, rows))
+    return torch.cat(tuple(pieces)) if rows else buffer[:0]
 
 
 def scatter(buffers: Tensors, combine: Combine, rows: Ranges, values: Tensors) -> None:
-    """Combine values, packed as in `pack`, into the slices of the buffers."""
+    """Combine values, packed as in `pack`, into these rows of the buffers."""
     if len(rows) == 1:
         combine([pack(buffer, rows) for buffer in buffers], values)
         return
-    at = 0
+    packed_start = 0
     for start, stop in rows:
-        upto = at + stop - start
-        here, there = itemgetter(slice(start, stop)), itemgetter(slice(at, upto))
-        combine(map(here, buffers), map(there, values))
-        at = upto
+        packed_stop = packed_start + stop - start
+        targets = map(itemgetter(slice(start, stop)), buffers)
+        combine(targets, map(itemgetter(slice(packed_start, packed_stop)), values))
+        packed_start = packed_stop
 
 
 def copy(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
@@ -69,30 +69,26 @@ def add(targets: Iterable[Tensor], values: Iterable[Tensor]) -> None:
         target.add_(value)
 
 
-def empty_rows(num_rows: int, like: Tensors, dtypes: Dtypes | None = None) -> Tensors:
-    """Buffers of so many rows whose values will be written, in their own dtypes or in these."""
-    pairs = zip(like, dtypes or repeat(None), strict=False)
+def empty_rows(num_rows: int, templates: Tensors, dtypes: Dtypes | None = None) -> Tensors:
+    """Uninitialised buffers like the templates, but of `num_rows` rows and, if given, `dtypes`."""
+    pairs = zip(templates, dtypes or repeat(None), strict=False)
     return tuple([x.new_empty((num_rows, *x.shape[1:]), dtype=dtype) for x, dtype in pairs])
 
 
 class Accumulators(NamedTuple):
-    """What one side of a pass collects: the tensors' shapes beyond the rows, how they add up.
+    """The form of the buffers in which one side of a pass sums its results."""
 
-    `starts` are their values before anything was added, and `wire` the dtypes in which they travel
-    (None: as they are summed), one for each tensor.
-    """
-
-    shapes: tuple[tuple[int, ...], ...]
-    starts: tuple[float, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of a row, for each buffer
+    starts: tuple[float, ...]  # the value before anything was added, for each buffer
     dtype: torch.dtype
     device: torch.device
     combine: Combine
-    wire: Dtypes | None = None
+    message_dtypes: Dtypes | None = None  # of partial results, for each buffer; None = `dtype`
 
     def prepare(self, num_rows: int, blank: Ranges) -> Tensors:
         """New buffers, with start values in the rows `blank`; tiles overwrite the other rows."""
-        like = {"dtype": self.dtype, "device": self.device}
-        buffers = tuple([torch.empty((num_rows, *shape), **like) for shape in self.shapes])
+        options = {"dtype": self.dtype, "device": self.device}
+        buffers = tuple([torch.empty((num_rows, *shape), **options) for shape in self.shapes])
         for start, stop in blank:
             for buffer, value in zip(buffers, self.starts, strict=True):
                 buffer[start:stop] = value
@@ -100,38 +96,38 @@ class Accumulators(NamedTuple):
 
 
 class Total:
-    """The sum of several ranks' results for this rank's own rows."""
+    """The sum of all ranks' results for this rank's own rows."""
 
-    def __init__(self, num_rows: int, found: Accumulators) -> None:
-        self._num_rows, self._found = num_rows, found
+    def __init__(self, num_rows: int, accumulators: Accumulators) -> None:
+        self._num_rows, self._accumulators = num_rows, accumulators
         self._buffers: Tensors | None = None
 
     def add(self, rows: Ranges, values: Tensors) -> None:
-        """Add the results of one rank; the first that cover all rows are taken without a copy."""
+        """Add the results of one rank. If the first ones cover all rows, they are not copied."""
         if self._buffers is None and (not values or values[0].size(0) == self._num_rows):
-            self._buffers = tuple([x.to(self._found.dtype) for x in values])
+            self._buffers = tuple([x.to(self._accumulators.dtype) for x in values])
         else:
-            scatter(self.buffers(), self._found.combine, rows, values)
+            scatter(self.buffers(), self._accumulators.combine, rows, values)
 
     def buffers(self) -> Tensors:
         """The sum so far."""
         if self._buffers is None:
-            self._buffers = self._found.prepare(self._num_rows, ((0, self._num_rows),))
+            self._buffers = self._accumulators.prepare(self._num_rows, ((0, self._num_rows),))
         return self._buffers
 
 
-def span(what: str, label: str) -> AbstractContextManager[object]:
-    """A span in the profile; none where no profiler runs: it costs as much as a kernel call."""
-    watched = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-    return record_function(f"{SPAN}{what} {label}") if watched else _NO_SPAN
+def span(activity: str, label: str) -> AbstractContextManager[object]:
+    """A span in the profile. Without a profiler nothing: a span costs as much as a kernel call."""
+    profiled = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+    return record_function(f"{SPAN_PREFIX}{activity} {label}") if profiled else _NO_SPAN
 
 
 class Messages:
     """Messages that are posted together and waited for together.
 
     Args:
-        label: of these messages in byte counts, profiles and errors.
-        in_flight: where those that were posted and not yet waited for are listed.
+        label: names the messages in byte counts, profiles and errors.
+        in_flight: a list that holds all `Messages` that were posted and not yet waited for.
     """
 
     def __init__(
@@ -146,9 +142,10 @@ class Messages:
         self._pending: Pending | None = None
 
     def send(self, parcel: Parcel, buffers: Tensors, dtypes: Dtypes | None = None) -> None:
-        """Send the parcel's rows of every buffer, in these dtypes if they are given.
+        """Add the parcel's rows of every buffer to the sends; a parcel to this rank is kept.
 
-        A parcel to oneself is kept as it is.
+        Args:
+            dtypes: in which the rows are sent, for each buffer; None = the buffers'.
         """
         peer, packed = parcel.peer, [pack(buffer, parcel.rows) for buffer in buffers]
         if peer == self.comm.rank:
@@ -158,7 +155,7 @@ class Messages:
             self._sends.append((peer, rows))
 
     def receive(self, parcel: Parcel, buffers: Tensors) -> None:
-        """Receive into the parcel's rows of the buffers."""
+        """Add the parcel's rows of every buffer to the receives."""
         peer, rows = parcel.peer, parcel.rows
         in_place = len(rows) == 1 and buffers and buffers[0].is_contiguous()
         if peer == self.comm.rank or not in_place:
@@ -168,26 +165,27 @@ class Messages:
             self._recvs.append((peer, pack(buffer, rows)))
 
     def collect(
-        self, parcel: Parcel, like: Tensors, place: Place, dtypes: Dtypes | None = None
+        self, parcel: Parcel, templates: Tensors, place: Place, dtypes: Dtypes | None = None
     ) -> None:
-        """Receive the parcel's rows of tensors like these, and place them once they are here.
+        """Receive the parcel's rows into new tensors, and call `place` on them in `wait`.
 
         Args:
-            dtypes: in which others send them, if not in those of `like`.
+            templates: tensors with the same row shapes.
+            dtypes: in which the rows are sent, for each tensor; None = the templates'.
         """
         if parcel.peer == self.comm.rank:
-            arriving = self.to_self.pop(0)
+            values = self.to_self.pop(0)
         else:
-            arriving = empty_rows(parcel.num_rows, like, dtypes)
-            for tensor in arriving:
-                self._recvs.append((parcel.peer, tensor))
-        self._arrivals.append((place, parcel.rows, arriving))
+            values = empty_rows(parcel.num_rows, templates, dtypes)
+            for value in values:
+                self._recvs.append((parcel.peer, value))
+        self._arrivals.append((place, parcel.rows, values))
 
     def post(self) -> Messages:
-        """Start everything.
+        """Start all sends and receives.
 
-        Peers take turns in pairs (by the exclusive or of their numbers), so that not every rank
-        sends to rank 0 first. Messages of one peer keep their order.
+        Peers are ordered by the exclusive or of both ranks, so that ranks send to each other in
+        pairs and not all to rank 0 first. Messages to one peer keep their order.
         """
         if not (self._sends or self._recvs):
             return self
@@ -201,12 +199,12 @@ class Messages:
         return self
 
     def poll(self) -> None:
-        """Let messages make headway, where the library moves them only inside its calls."""
+        """Let messages progress, where the library moves them only inside its calls."""
         if self._pending is not None:
             self._pending.poll()
 
     def wait(self) -> None:
-        """Return when all rows are in their place."""
+        """Return when all rows are in their places."""
         if self._pending is not None:
             with span("wait", self.label):
                 self._pending.wait()

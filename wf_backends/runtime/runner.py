@@ -1,7 +1,7 @@
-"""One pass of a program: its messages, with the tiles computed while they travel.
+"""Runs one pass of a program: posts its messages and computes its tiles in the meantime.
 
-Buffers are rows-first. Every message is posted as soon as its rows are there, and waited for
-when its rows are needed.
+Buffers are rows-first. Every message is posted as soon as the rows to send are ready, and waited
+for when the received rows are needed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from wf_backends.runtime.messages import (
 
 
 class ComputeTile(Protocol):
-    """Computes one tile, and combines its results into the buffers of both sides' results."""
+    """Computes one tile of the buffers, and combines its results into those of both sides."""
 
     def __call__(
-        self, tile: Tile, queries: Tensors, keys: Tensors, to_queries: Tensors, to_keys: Tensors
+        self, tile: Tile, queries: Tensors, keys: Tensors, q_results: Tensors, k_results: Tensors
     ) -> None: ...
 
 
@@ -39,19 +39,19 @@ class Side(NamedTuple):
 
     shard: Tensors
     """This rank's own rows."""
-    found: Accumulators
-    """What is collected for the side's rows."""
+    accumulators: Accumulators
+    """The form of the results for the side's rows."""
     kept: Tensors = ()
-    """The first of the gathered tensors, where an earlier pass kept them."""
+    """The first of the gathered tensors, if an earlier pass kept them."""
 
 
 class Results(NamedTuple):
-    """What a pass gives of one side."""
+    """The output of a pass for one side."""
 
-    own: Tensors
-    """What was found for this rank's own rows."""
+    shard_results: Tensors
+    """The sums for this rank's own rows."""
     gathered: Tensors
-    """The rows that this rank computed on; if they walk, those that it held in the first step."""
+    """The rows that this rank computed on; of walkers those that it held in the first step."""
 
 
 def run(
@@ -62,24 +62,23 @@ def run(
     queries: Side,
     keys: Side,
 ) -> tuple[Results, Results]:
-    """Run a program on one rank; the results of queries and of keys.
+    """Run a program on one rank, and return the results for queries and for keys.
 
     Args:
         name: of the pass, in labels of messages, spans and errors.
     """
-    turn = program.queries_walk
-    stay, walk = (keys, queries) if turn else (queries, keys)
-    one = _Pass(program, comm, name, compute, stay, walk)
+    stay, walk = (keys, queries) if program.queries_walk else (queries, keys)
+    running = _RunningPass(program, comm, name, compute, stay, walk)
     for index in program.busy_steps:
-        inbound = one.post(index)
-        one.compute(index)
+        inbound = running.post(index)
+        running.compute(index)
         for messages in inbound:
             messages.wait()
-    stayed, walked = one.finish()
-    return (walked, stayed) if turn else (stayed, walked)
+    stay_results, walk_results = running.finish()
+    return (walk_results, stay_results) if program.queries_walk else (stay_results, walk_results)
 
 
-class _Pass:
+class _RunningPass:
     """The state of a pass: the rows of both sides, and their results so far."""
 
     def __init__(
@@ -91,53 +90,58 @@ class _Pass:
         stay: Side,
         walk: Side,
     ) -> None:
-        self.program, self.comm, self.name, self.tile = program, comm, name, compute
-        self.label = ""
-        """Of the step's messages."""
+        self.program, self.comm, self.name, self.compute_tile = program, comm, name, compute
+        self.step_label = ""
         self.in_flight: list[Messages] = []
-        self.walkers = walk.shard
-        anew = self._gather(program.walk, self.walkers[len(walk.kept) :])
-        self.gathered = self.held = (*walk.kept, *anew)
-        self.arriving: Tensors = ()
-        """The buffer of the next step in which this rank reads anything, as it fills."""
+
+        self.walk_shard = walk.shard
+        gathered = self._gather(program.walk, walk.shard[len(walk.kept) :])
+        self.gathered = self.held = (*walk.kept, *gathered)
+        """The walkers of the first step; those of the running step."""
+        self.next_held: Tensors = ()
+        """Receives the walkers of the next step in which this rank reads any."""
         self.spare: Tensors = ()
-        """A buffer that was held in an earlier step."""
-        self.moving = walk.found.prepare(0, ())
-        """What was found in the last step for the rows that it held; at first it held none."""
-        self.walk_found, self.total = walk.found, Total(program.walk.shard_rows, walk.found)
-        self.shard = stay.shard[len(stay.kept) :]
-        self.room = _room(program.stay, self.shard)
-        self.stay = (*stay.kept, *self.room)
-        self.stay_found = stay.found
-        self.partial = stay.found.prepare(program.stay.num_rows, program.blank)
-        self.add_partial = partial(scatter, self.partial, stay.found.combine)
-        self.stay_total = Total(program.stay.shard_rows, stay.found)
+        """Walkers of an earlier step, whose buffers may be used again."""
+        self.walk_accumulators = walk.accumulators
+        self.walk_partial = walk.accumulators.prepare(0, ())
+        """Partial results of the held rows; before the first step none are held."""
+        self.walk_total = Total(program.walk.shard_rows, walk.accumulators)
+
+        self.stay_shard = stay.shard[len(stay.kept) :]
+        self.fetch_buffers = _fetch_buffers(program.stay, self.stay_shard)
+        self.stay = (*stay.kept, *self.fetch_buffers)
+        self.stay_accumulators = stay.accumulators
+        self.stay_partial = stay.accumulators.prepare(program.stay.num_rows, program.blank)
+        self.add_to_stay_partial = partial(scatter, self.stay_partial, stay.accumulators.combine)
+        self.stay_total = Total(program.stay.shard_rows, stay.accumulators)
         self.returning: list[Messages] = []
-        self.fetched = [self._fetch(one.fetch, self.shard) for one in program.steps[0].rounds]
+        self.fetches = [self._fetch(r.fetch, self.stay_shard) for r in program.steps[0].rounds]
 
     def post(self, index: int) -> list[Messages]:
-        """Start the messages of a step: forward held rows, send own rows, receive the next ones.
+        """Start the messages of a step: forward held rows, send own rows, receive the next rows.
 
         Returns:
-            What must have arrived before the next step.
+            The messages that must have arrived before the next step.
         """
-        before = self.program.steps[index - 1] if index else None
+        previous = self.program.steps[index - 1] if index > 0 else None
         step = self.program.steps[index]
-        if index:
+        if index > 0:
             self.spare = () if self.held is self.gathered else self.held
-            self.held = self.arriving if step.num_rows else ()
-            self.arriving = () if step.num_rows else self.arriving
-        if (step.hop_in or step.owner_in) and not self.arriving:
+            if step.num_rows:
+                self.held, self.next_held = self.next_held, ()
+            else:
+                self.held = ()
+        if (step.hop_in or step.owner_in) and not self.next_held:
             fits = self.spare and self.spare[0].size(0) == step.next_num_rows
-            self.arriving = self.spare if fits else empty_rows(step.next_num_rows, self.walkers)
-        self.label = f"{self.name} step {index}"
-        hop = Messages(self.comm, self.label, self.in_flight)
+            self.next_held = self.spare if fits else empty_rows(step.next_num_rows, self.walk_shard)
+        self.step_label = f"{self.name} step {index}"
+        hop = Messages(self.comm, self.step_label, self.in_flight)
         for parcel in step.hop_out:
             hop.send(parcel, self.held)
         for parcel in step.hop_in:
-            hop.receive(parcel, self.arriving)
-        if self.walk_found.shapes:
-            self._move_partials(hop, before, step)
+            hop.receive(parcel, self.next_held)
+        if self.walk_accumulators.shapes:
+            self._move_partials(hop, previous, step)
         if not (step.owner_out or step.owner_in):
             return [hop.post()]
         return self._send_own(hop, step, self.program.hop_peers[index])
@@ -146,130 +150,132 @@ class _Pass:
         """Compute the tiles of a step, round by round; send finished results to their owners."""
         rounds = self.program.steps[index].rounds
         if self.program.stay_is_local:
-            for one in rounds:
-                self._tiles(one.tiles)
+            for round_ in rounds:
+                self._compute_tiles(round_.tiles)
             return
-        passed = back = None
-        for at, one in enumerate(rounds):
-            for arriving in (self.fetched[at] if index == 0 else None, passed):
-                if arriving:
-                    arriving.wait()
-            passed = self._fetch(one.pass_on, self.room)
-            self._tiles(one.tiles)
-            if back:
-                back.wait()
-            back = self._return(one.pass_back, self.add_partial)
-            self._return(one.home, self.stay_total.add)
+        passed_on = passed_back = None
+        for i, round_ in enumerate(rounds):
+            for inbound in (self.fetches[i] if index == 0 else None, passed_on):
+                if inbound:
+                    inbound.wait()
+            passed_on = self._fetch(round_.pass_on, self.fetch_buffers)
+            self._compute_tiles(round_.tiles)
+            if passed_back:
+                passed_back.wait()
+            passed_back = self._return(round_.pass_back, self.add_to_stay_partial)
+            self._return(round_.home, self.stay_total.add)
 
-    def _tiles(self, tiles: Sequence[Tile]) -> None:
-        """Compute tiles, which hides what travels."""
-        with span("compute", self.label):
+    def _compute_tiles(self, tiles: Sequence[Tile]) -> None:
+        """Compute tiles, while messages are in flight."""
+        compute = self.compute_tile
+        with span("compute", self.step_label):
             for tile in tiles:
                 if self.program.queries_walk:
-                    self.tile(tile, self.held, self.stay, self.moving, self.partial)
+                    compute(tile, self.held, self.stay, self.walk_partial, self.stay_partial)
                 else:
-                    self.tile(tile, self.stay, self.held, self.partial, self.moving)
+                    compute(tile, self.stay, self.held, self.stay_partial, self.walk_partial)
                 if self.comm.needs_polls:
                     for messages in self.in_flight:
                         messages.poll()
 
     def finish(self) -> tuple[Results, Results]:
-        """(side that stays, side that walks), once all partial results are at their owners."""
-        if self.walk_found.shapes:
+        """The results of the side that stays and of walkers, when owners have all partial ones."""
+        if self.walk_accumulators.shapes:
             last = self._messages("home")
             self._move_partials(last, self.program.steps[-1], None)
             last.post().wait()
         stay = self.program.stay
         if stay.own_in_shard:
-            self.stay_total.add(
-                stay.own_in_shard, tuple([pack(x, stay.own_in_buffer) for x in self.partial])
-            )
+            own_results = tuple([pack(x, stay.own_in_buffer) for x in self.stay_partial])
+            self.stay_total.add(stay.own_in_shard, own_results)
         for messages in self.returning:
             messages.wait()
         for messages in list(self.in_flight):  # those that only sent
             messages.wait()
-        stayed = Results(self.stay_total.buffers(), self.stay)
-        return stayed, Results(self.total.buffers(), self.gathered)
+        stay_results = Results(self.stay_total.buffers(), self.stay)
+        return stay_results, Results(self.walk_total.buffers(), self.gathered)
 
-    def _messages(self, what: str) -> Messages:
-        return Messages(self.comm, f"{self.name} {what}", self.in_flight)
+    def _messages(self, purpose: str) -> Messages:
+        return Messages(self.comm, f"{self.name} {purpose}", self.in_flight)
 
     def _gather(self, rows: Gather, shard: Tensors) -> Tensors:
-        """The walkers of the first step; the shard itself if that is all that this rank reads."""
+        """The walkers of the first step; the shard itself if this rank reads no other rows."""
         messages = self._messages("gather")
         for parcel in rows.send:
             messages.send(parcel, shard)
         if len(rows.receive) == 1 and rows.receive[0].peer == self.comm.rank:
-            held = messages.to_self.pop(0)
+            gathered = messages.to_self.pop(0)
         else:
-            held = empty_rows(rows.num_rows, shard)
+            gathered = empty_rows(rows.num_rows, shard)
             for parcel in rows.receive:
-                messages.receive(parcel, held)
+                messages.receive(parcel, gathered)
         messages.post().wait()
-        return held
+        return gathered
 
     def _fetch(self, exchange: Exchange, rows: Tensors) -> Messages | None:
-        """Start an exchange of rows that stay: some of these to other ranks, theirs to this one."""
+        """Start an exchange of rows that stay: send some of `rows`, receive other ranks' rows."""
         if not (exchange.send or exchange.receive):
             return None
         messages = self._messages("gather")
         for parcel in exchange.send:
             messages.send(parcel, rows)
         for parcel in exchange.receive:
-            messages.receive(parcel, self.room)
+            messages.receive(parcel, self.fetch_buffers)
         return messages.post()
 
-    def _send_own(self, hop: Messages, step: Step, met: frozenset[int]) -> list[Messages]:
-        """Post the hop; send own rows to whoever reads them next, and ask for what owners give.
+    def _send_own(self, hop: Messages, step: Step, hop_peers: frozenset[int]) -> list[Messages]:
+        """Post the hop, own rows for their next readers, and the receives of owners' rows.
 
-        Who only gives does not wait for it, unless it goes to a peer of the hop.
+        Rows from or to a peer of the hop travel with the hop. A rank that only sends the others
+        does not wait for them before the next step.
         """
-        near, owners = met | {self.comm.rank}, Messages(self.comm, hop.label, self.in_flight)
+        with_hop = hop_peers | {self.comm.rank}
+        owners = Messages(self.comm, hop.label, self.in_flight)
         for parcel in step.owner_out:
-            (hop if parcel.peer in near else owners).send(parcel, self.walkers)
+            (hop if parcel.peer in with_hop else owners).send(parcel, self.walk_shard)
         for parcel in step.owner_in:
-            (hop if parcel.peer in near else owners).receive(parcel, self.arriving)
+            (hop if parcel.peer in with_hop else owners).receive(parcel, self.next_held)
         hop.post()
         owners.post()
-        return [hop, owners] if any(parcel.peer not in near for parcel in step.owner_in) else [hop]
+        awaits_owners = any(parcel.peer not in with_hop for parcel in step.owner_in)
+        return [hop, owners] if awaits_owners else [hop]
 
-    def _move_partials(self, hop: Messages, before: Step | None, step: Step | None) -> None:
-        """Send the last step's partial results to the next rank of the hop, or to their owners.
+    def _move_partials(self, hop: Messages, previous: Step | None, step: Step | None) -> None:
+        """Send the previous step's partial results to the next rank of the hop, or to the owners.
 
-        Those that arrive are added to the results of this step, or to the total of own rows.
+        Received ones are added to the results of this step, or to the total of own rows.
         """
-        leaving, self.moving, wire = self.moving, (), self.walk_found.wire
+        leaving, dtypes = self.walk_partial, self.walk_accumulators.message_dtypes
+        self.walk_partial = ()
         if step:
-            self.moving = self.walk_found.prepare(step.num_rows, step.blank)
-        if before is None or not leaving:
+            self.walk_partial = self.walk_accumulators.prepare(step.num_rows, step.blank)
+        if previous is None or not leaving:
             return
-        for parcel in (*before.partial_out, *before.home_out):
-            hop.send(parcel, leaving, wire)
+        for parcel in (*previous.partial_out, *previous.home_out):
+            hop.send(parcel, leaving, dtypes)
         for parcel in step.partial_in if step else ():
-            onward = partial(scatter, self.moving, self.walk_found.combine)
-            hop.collect(parcel, leaving, onward, wire)
-        for parcel in before.home_in:
-            hop.collect(parcel, leaving, self.total.add, wire)
+            add_to_partial = partial(scatter, self.walk_partial, self.walk_accumulators.combine)
+            hop.collect(parcel, leaving, add_to_partial, dtypes)
+        for parcel in previous.home_in:
+            hop.collect(parcel, leaving, self.walk_total.add, dtypes)
 
     def _return(self, exchange: Exchange, place: Place) -> Messages | None:
-        """Send finished results on towards the rows' owners; put in their place what arrives."""
+        """Send finished results towards the rows' owners; `place` takes the received ones."""
         if not (exchange.send or exchange.receive):
             return None
-        messages, wire = self._messages("home"), self.stay_found.wire
+        messages, dtypes = self._messages("home"), self.stay_accumulators.message_dtypes
         for parcel in exchange.send:
-            messages.send(parcel, self.partial, wire)
+            messages.send(parcel, self.stay_partial, dtypes)
         for parcel in exchange.receive:
-            messages.collect(parcel, self.partial, place, wire)
+            messages.collect(parcel, self.stay_partial, place, dtypes)
         self.returning.append(messages.post())
         return messages
 
 
-def _room(stay: Stay, shard: Tensors) -> Tensors:
-    """The buffer of the rows that stay, with this rank's own; the shard if there are no others."""
+def _fetch_buffers(stay: Stay, shard: Tensors) -> Tensors:
+    """Buffers of the rows that stay, with this rank's own; the shard if there are no others."""
     if stay.own_in_shard == ((0, stay.num_rows),) and stay.num_rows == stay.shard_rows:
         return shard
     buffers = empty_rows(stay.num_rows, shard)
-    scatter(
-        buffers, copy, stay.own_in_buffer, tuple([pack(own, stay.own_in_shard) for own in shard])
-    )
+    scatter(buffers, copy, stay.own_in_buffer, tuple([pack(x, stay.own_in_shard) for x in shard]))
     return buffers

@@ -1,4 +1,4 @@
-"""Cutting a whole tensor into shards, and bringing shards together again."""
+"""Taking a rank's shard of a whole tensor, and gathering the shards of all ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from wf_backends.schedule import Layout, size
 
 
 def dimension(x: Tensor, dim: int, name: str = "dim") -> int:
-    """`dim` counted from the front.
+    """`dim` as a non-negative number.
 
     Raises:
-        ValueError: if x has no such dimension, naming it by `name`.
+        ValueError: if x has no such dimension; the error calls it `name`.
     """
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise ValueError(
@@ -26,13 +26,13 @@ def dimension(x: Tensor, dim: int, name: str = "dim") -> int:
 
 
 def take_shard(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
-    """A copy of this rank's rows of the whole x along `dim`; nothing is sent."""
+    """A copy of this rank's rows of the whole x along `dim`. Nothing is sent under `label`."""
     pieces = [x.narrow(dim, start, stop - start) for start, stop in layout[comm.rank]]
     return torch.cat(pieces or [x.narrow(dim, 0, 0)], dim).contiguous()
 
 
 def gather_shards(comm: Communicator, layout: Layout, dim: int, x: Tensor, label: str) -> Tensor:
-    """The whole tensor along `dim`, in sequence order, from this rank's rows x and all others'.
+    """The whole tensor along `dim`, in sequence order; x holds this rank's rows of it.
 
     Empty shards are not sent.
     """

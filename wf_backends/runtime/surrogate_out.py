@@ -1,4 +1,6 @@
-"""The output that a backward kernel is given for rows whose real output is on another rank.
+"""The stand-in for out in backward tiles of rows whose output is on another rank.
+
+Outputs are not sent in the backward: flash kernels need only delta = rowsum(dout * out) of them.
 
 Buffers are rows-first: s rows, b batch, h query heads, d head_dim; i query rows of a tile.
 """
@@ -14,42 +16,42 @@ from wf_backends.schedule import Ranges, subtract, union
 
 
 class SurrogateOut:
-    """The outputs of a buffer of queries: the real ones where known, else stand-ins, computed once.
+    """The outputs of a buffer of queries: given for all rows, or stand-ins, computed once per row.
 
     Args:
         dout: (s, b, h, d), the buffer with the gradients of the outputs.
-        out: (s, b, h, d), dout's dtype, the outputs of all rows where they are known.
+        out: (s, b, h, d), dout's dtype, the outputs of all rows; None = stand-ins.
     """
 
     def __init__(self, dout: Tensor, out: Tensor | None = None) -> None:
         self.dout = dout
         self._out = torch.empty_like(dout) if out is None else out
-        self._known: Ranges = () if out is None else ((0, dout.size(0)),)
+        self._filled: Ranges = () if out is None else ((0, dout.size(0)),)
 
     def read(self, rows: Ranges, stats: Tensor) -> Tensor:
-        """A buffer like dout, filled at least in the slices `rows`.
+        """The buffer of outputs (s, b, h, d), filled at least in these rows.
 
         Args:
-            stats: (s, 2, b, h), [lse, delta], which has landed for these rows as dout has.
+            stats: (s, 2, b, h), [lse, delta]; these rows of stats and of dout have arrived.
         """
-        missing, self._known = _missing_and_all(rows, self._known)
+        missing, self._filled = _missing_and_filled(rows, self._filled)
         for start, stop in missing:
             delta = stats[start:stop, 1].permute(1, 2, 0)
-            found = stand_in(self.dout[start:stop].transpose(0, 1), delta)
-            self._out[start:stop] = found.transpose(0, 1)
+            out = stand_in(self.dout[start:stop].transpose(0, 1), delta)
+            self._out[start:stop] = out.transpose(0, 1)
         return self._out
 
 
-@lru_cache(maxsize=1024)  # asked for every tile
-def _missing_and_all(rows: Ranges, known: Ranges) -> tuple[Ranges, Ranges]:
-    """The rows that are not known yet, and all that are known with them."""
-    return subtract(rows, known), union(known, rows)
+@lru_cache(maxsize=1024)  # called for every tile
+def _missing_and_filled(rows: Ranges, filled: Ranges) -> tuple[Ranges, Ranges]:
+    """The `rows` that are not filled yet, and all that are filled with them."""
+    return subtract(rows, filled), union(filled, rows)
 
 
 def stand_in(dout: Tensor, delta: Tensor) -> Tensor:
-    """A tensor with rowsum(dout * it) == delta, so that the output itself need not travel.
+    """A tensor x with rowsum(dout * x) == delta.
 
-    Flash kernels recompute delta from (dout, out); any such tensor serves them as well.
+    Flash kernels recompute delta from (dout, out), so that x serves them in place of out.
 
     Args:
         dout: (b, i, h, d). delta: (b, h, i), accumulator dtype.

@@ -1,10 +1,11 @@
 """Heads for tokens: the all-to-all around any route (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-A group of u ranks (lowering/ulysses_groups.py) gathers its rows; every member then computes some of
-the heads. Where u exceeds the number of key heads, several members get the same key head and the
-gradients of these copies are summed.
+A group of u ranks (lowering/ulysses_groups.py) exchanges heads for rows: every member gets all rows
+of the group, of some of the heads. Where u exceeds the number of key heads, several members get the
+same key head, and the gradients of these copies are summed.
 
-Shapes: s rows of this rank, n rows of the group (in sequence order), b batch, h heads.
+Shapes: s rows of this rank, n rows of the group (in sequence order), b batch, h heads, h' heads of
+one member, d head_dim.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from wf_backends.schedule import Range, Ranges, join, locate, size
 
 @dataclass(frozen=True, slots=True)
 class HeadExchange:
-    """Which heads every member gets, and where its rows lie in the group's buffer."""
+    """An exchange of one tensor's heads for tokens; members are ranks inside the group."""
 
-    num_heads: int
-    heads: tuple[Range, ...]
-    rows: tuple[Ranges, ...]
+    num_heads: int  # of the whole tensor
+    heads: tuple[Range, ...]  # by member: the heads that it gets
+    rows: tuple[Ranges, ...]  # by member: where its shard lies in the group's buffer
 
     @property
     def num_rows(self) -> int:
@@ -37,61 +38,66 @@ class HeadExchange:
         return sum(map(size, self.rows))
 
     @property
-    def share(self) -> int:
+    def heads_per_member(self) -> int:
         """Heads that every member gets."""
         return size(self.heads[:1])
 
     @property
     def copies(self) -> int:
-        """How many members hold each head."""
+        """How many members get each head."""
         return max(1, size(self.heads) // self.num_heads)
 
-    def own(self, me: int, member: int) -> Parcels:
-        """Slices of my shard that go to a member, and that it sends back: a message each."""
+    def shard_parcels(self, me: int, member: int) -> Parcels:
+        """This rank's shard, as slices of the shard: sent to a member, or returned by it."""
         return parcels(member, self.rows[me], self.rows[me])
 
-    def rows_of(self, member: int) -> Parcels:
-        """The same of a member's shard, as slices of the group's buffer."""
+    def buffer_parcels(self, member: int) -> Parcels:
+        """A member's shard, as slices of the group's buffer."""
         return parcels(member, self.rows[member], ((0, self.num_rows),))
 
-    def blank(self, me: int, like: Tensor) -> Tensor:
-        """(b, s, h, d): room for all heads of my rows, to be written or, of copies, added to."""
-        shape = (size(self.rows[me]), len(like), self.num_heads, *like.shape[3:])
+    def empty_total(self, me: int, x: Tensor) -> Tensor:
+        """(b, s, h, d), to be filled by members' x; to sum copies, zeros in float32 or wider."""
+        shape = (size(self.rows[me]), len(x), self.num_heads, *x.shape[3:])
         if self.copies == 1:
-            return like.new_empty(shape).transpose(0, 1)
-        wide = torch.promote_types(like.dtype, torch.float32)
-        return like.new_zeros(shape, dtype=wide).transpose(0, 1)
+            return x.new_empty(shape).transpose(0, 1)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return x.new_zeros(shape, dtype=wide).transpose(0, 1)
 
     def split(self, chunks: int) -> tuple[HeadExchange, ...]:
-        """As many exchanges, each of an equal part of every member's heads, in order.
+        """The exchanges of `chunks` equal parts of every member's heads, in order.
 
         Raises:
             ValueError: if the heads of a member are not a multiple of `chunks`.
         """
         if chunks == 1:
             return (self,)
-        each, rest = divmod(self.share, chunks)
-        if rest:  # as of the one key head that several members have
+        num_heads, rest = divmod(self.heads_per_member, chunks)
+        if rest:  # as of one key head that several members get
             raise ValueError(
                 f"ulysses_chunks must divide what a rank has of the {self.num_heads} heads (query "
-                f"or key heads) after the exchange, {self.share}, got {chunks}"
+                f"or key heads) after the exchange, {self.heads_per_member}, got {chunks}"
             )
-        starts = [[first + at * each for first, _ in self.heads] for at in range(chunks)]
-        return tuple(replace(self, heads=tuple((s, s + each) for s in own)) for own in starts)
+        exchanges: list[HeadExchange] = []
+        for chunk in range(chunks):
+            starts = [first + chunk * num_heads for first, _ in self.heads]
+            heads = tuple((start, start + num_heads) for start in starts)
+            exchanges.append(replace(self, heads=heads))
+        return tuple(exchanges)
 
 
 def make_head_exchange(shards: Sequence[Ranges], num_heads: int, query_heads: int) -> HeadExchange:
     """The exchange of a group whose members own `shards`.
 
     Args:
-        num_heads: heads of the tensor at hand: query heads, or key heads.
+        shards: by member, the positions that it owns.
+        num_heads: heads of the tensor that is exchanged: the query heads or the key heads.
         query_heads: query heads, of which every member gets the same number.
 
     Raises:
         ValueError: if the group's size does not divide the query heads, or neither divides the
             key heads nor is a multiple of them.
     """
-    degree, group = len(shards), query_heads // num_heads
+    degree, group_size = len(shards), query_heads // num_heads
     if query_heads % degree:
         raise ValueError(f"ulysses_degree {degree} must divide the {query_heads} attention heads")
     if num_heads % degree and degree % num_heads:
@@ -100,22 +106,22 @@ def make_head_exchange(shards: Sequence[Ranges], num_heads: int, query_heads: in
             "them, so that the query heads of a rank share whole key heads"
         )
     share = query_heads // degree
-    firsts = range(0, query_heads, share)
-    heads = tuple((at // group, (at + share - 1) // group + 1) for at in firsts)
+    starts = range(0, query_heads, share)  # of each member's query heads
+    heads = tuple((start // group_size, (start + share - 1) // group_size + 1) for start in starts)
     buffer = join(piece for shard in shards for piece in shard)
     return HeadExchange(num_heads, heads, tuple(locate(shard, buffer) for shard in shards))
 
 
 @dataclass(frozen=True, slots=True)
 class HeadGroup:
-    """The ranks that exchange heads for tokens, and what they exchange, chunk by chunk of heads."""
+    """The ranks that exchange heads for tokens, and their exchanges, by chunk of the heads."""
 
     comm: Communicator
     queries: tuple[HeadExchange, ...]
     keys: tuple[HeadExchange, ...]
 
     def heads(self, chunk: int) -> Range:
-        """This rank's query heads, of all of the model's."""
+        """The query heads of a chunk that this rank gets."""
         return self.queries[chunk].heads[self.comm.rank]
 
     def qkv(self, chunk: int) -> tuple[HeadExchange, ...]:
@@ -128,64 +134,64 @@ class HeadGroup:
 
 
 def heads_for_tokens(x: Tensor, exchange: HeadExchange, comm: Communicator, label: str) -> Tensor:
-    """All heads of my rows (b, s, h, d) -> my heads of the group's rows (b, n, h', d)."""
-    there = partial(_exchange, gather_rows, exchange, comm, NO_PASS)
-    back = partial(_exchange, bring_back, exchange, comm, NO_PASS.backward())
-    return move(x, there, back, label) if comm.size > 1 else x
+    """All heads of this rank's rows (b, s, h, d) -> its heads of the group's rows (b, n, h', d)."""
+    forward = partial(_exchange, gather_rows, exchange, comm, NO_PASS)
+    transpose = partial(_exchange, return_rows, exchange, comm, NO_PASS.backward())
+    return move(x, forward, transpose, label) if comm.size > 1 else x
 
 
 def tokens_for_heads(x: Tensor, exchange: HeadExchange, comm: Communicator, label: str) -> Tensor:
-    """My heads of the group's rows (b, n, h', d) -> all heads of my rows (b, s, h, d)."""
-    there = partial(_exchange, bring_back, exchange, comm, NO_PASS)
-    back = partial(_exchange, gather_rows, exchange, comm, NO_PASS.backward())
-    return move(x, there, back, label) if comm.size > 1 else x
+    """This rank's heads of the group's rows (b, n, h', d) -> all heads of its rows (b, s, h, d)."""
+    forward = partial(_exchange, return_rows, exchange, comm, NO_PASS)
+    transpose = partial(_exchange, gather_rows, exchange, comm, NO_PASS.backward())
+    return move(x, forward, transpose, label) if comm.size > 1 else x
 
 
 def _exchange(
-    register: Callable[[Messages, HeadExchange, Tensor], Tensor],
+    add_messages: Callable[[Messages, HeadExchange, Tensor], Tensor],
     exchange: HeadExchange,
     comm: Communicator,
-    now: Pass,
+    new_pass: Pass,
     x: Tensor,
     label: str,
 ) -> Tensor:
-    """What the messages bring that `gather_rows` or `bring_back` registers, in x's dtype."""
-    comm.enter(now)
+    """Run `gather_rows` or `return_rows` and its messages; the result in x's dtype."""
+    comm.enter(new_pass)
     messages = Messages(comm, label)
-    found = register(messages, exchange, x)
+    result = add_messages(messages, exchange, x)
     messages.post().wait()
-    return found.to(x.dtype)
+    return result.to(x.dtype)
 
 
 def gather_rows(messages: Messages, exchange: HeadExchange, x: Tensor) -> Tensor:
-    """Register x's heads for the members, and theirs for me: (b, s, h, d) -> (b, n, h', d)."""
+    """Add the messages of x (b, s, h, d) -> (b, n, h', d), the tensor that they fill."""
     rows, me = x.transpose(0, 1), messages.comm.rank
-    buffer = x.new_empty((exchange.num_rows, len(x), exchange.share, *x.shape[3:]))
+    buffer = x.new_empty((exchange.num_rows, len(x), exchange.heads_per_member, *x.shape[3:]))
     for member, heads in enumerate(exchange.heads):
-        for parcel in exchange.own(me, member):
+        for parcel in exchange.shard_parcels(me, member):
             messages.send(parcel, (rows[:, :, slice(*heads)],))
-        for parcel in exchange.rows_of(member):
+        for parcel in exchange.buffer_parcels(member):
             messages.receive(parcel, (buffer,))
     return buffer.transpose(0, 1)
 
 
-def bring_back(
-    messages: Messages, exchange: HeadExchange, x: Tensor, into: Tensor | None = None
+def return_rows(
+    messages: Messages, exchange: HeadExchange, x: Tensor, total: Tensor | None = None
 ) -> Tensor:
-    """The transpose of `gather_rows`: (b, n, h', d) -> (b, s, h, d).
+    """Add the messages of the transpose of `gather_rows`: (b, n, h', d) -> (b, s, h, d).
 
-    What several members hold of one head is summed in float32 or wider.
+    Where several members have a head, their tensors are summed in float32 or wider.
 
     Args:
-        into: (b, s, h, d), where other heads than these are already; None = a new tensor.
+        total: (b, s, h, d), which may hold other heads already; None = a new tensor.
     """
     buffer, me = x.transpose(0, 1), messages.comm.rank
-    total = (exchange.blank(me, x) if into is None else into).transpose(0, 1)
+    rows = (exchange.empty_total(me, x) if total is None else total).transpose(0, 1)
     combine = copy if exchange.copies == 1 else add
     for member, heads in enumerate(exchange.heads):
-        for parcel in exchange.rows_of(member):
+        for parcel in exchange.buffer_parcels(member):
             messages.send(parcel, (buffer,))
-        place = partial(scatter, (total[:, :, slice(*heads)],), combine)
-        for parcel in exchange.own(me, member):
+        place = partial(scatter, (rows[:, :, slice(*heads)],), combine)
+        for parcel in exchange.shard_parcels(me, member):
             messages.collect(parcel, (buffer,), place)
-    return total.transpose(0, 1)
+    return rows.transpose(0, 1)

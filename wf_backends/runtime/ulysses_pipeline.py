@@ -1,10 +1,11 @@
-"""Attention between Ulysses exchanges, chunk by chunk of a rank's heads.
+"""Attention between Ulysses exchanges (runtime/ulysses.py), one chunk of a rank's heads at a time.
 
-While one chunk is computed, the next is on its way here and what the last one gave is on its way
-home, so that of all exchanges (runtime/ulysses.py) only the first one in and the last one out hide
-behind nothing. By default all heads are one chunk.
+While a chunk is computed, the next chunk's inputs and the previous chunk's results are exchanged.
+So only the first exchange of inputs and the last exchange of results are not overlapped. By default
+all heads are one chunk.
 
-Shapes: s rows of this rank, n rows of its group, b batch, h query heads, g key heads, d head_dim.
+Shapes: s rows of this rank, n rows of its group, b batch, h query heads, g key heads, d head_dim of
+queries and keys, e of values.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from wf_backends.runtime.attention import Call, attend, differentiate
 from wf_backends.runtime.autograd import below_autograd, first_order_only
 from wf_backends.runtime.learned import Learned
 from wf_backends.runtime.messages import Messages, Tensors
-from wf_backends.runtime.ulysses import HeadExchange, HeadGroup, bring_back, gather_rows
+from wf_backends.runtime.ulysses import HeadExchange, HeadGroup, gather_rows, return_rows
 
-Exchanges = Callable[[int], tuple[HeadExchange, ...]]  # of a chunk, one for each tensor
+Exchanges = Callable[[int], tuple[HeadExchange, ...]]  # chunk -> the exchange of each tensor
 
 
 class UlyssesAttention(torch.autograd.Function):
-    """attention(q, k, v, call, group, *learned) of this rank's rows, all heads.
+    """attention(q, k, v, call, group, *learned) of this rank's rows, all heads -> out (b, s, h, e).
 
-    q (b, s, h, d), k (b, s, g, d), v (b, s, g, e); the call and what is learned are of all heads,
-    too. Of the gradient of what is learned this is the part of the rows and heads that this rank
-    computes.
+    q (b, s, h, d), k (b, s, g, d), v (b, s, g, e); the call and the learned parameters are of all
+    heads, too. The gradients of the learned parameters are this rank's addends, from the rows and
+    heads that it computes.
     """
 
     @staticmethod
@@ -43,20 +44,20 @@ class UlyssesAttention(torch.autograd.Function):
         *learned: Tensor | None,
     ) -> Tensor:
         parameters = Learned(*learned)
-        held: list[Tensor] = []
+        saved: list[Tensor] = []
 
-        def compute(chunk: int, here: Tensors) -> Tensors:
-            q, k, v = here
+        def compute(chunk: int, qkv: Tensors) -> Tensors:
+            q, k, v = qkv
             heads = group.heads(chunk)
             with below_autograd():
-                out, *more = attend(q, k, v, call.of_heads(heads), parameters.of_heads(heads))
-            held.extend((*here, out, *more))
-            return (out,)
+                results = attend(q, k, v, call.of_heads(heads), parameters.of_heads(heads))
+            saved.extend((*qkv, *results))
+            return results[:1]  # out
 
         labels = "forward ulysses qkv", "forward ulysses out"
-        (out,) = _through(group, (q, k, v), group.qkv, group.out, labels, compute)
+        (out,) = _run_chunks(group, (q, k, v), group.qkv, group.out, labels, compute)
         ctx.call, ctx.group, ctx.num_learned = call, group, len(learned)
-        ctx.save_for_backward(*learned, *held)
+        ctx.save_for_backward(*learned, *saved)
         return out
 
     @staticmethod
@@ -64,67 +65,70 @@ class UlyssesAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         call: Call = ctx.call
         group: HeadGroup = ctx.group
-        group.comm.enter(call.now.backward())
-        everything = ctx.saved_tensors  # read once: checkpointing gives it only once
-        given, saved = everything[: ctx.num_learned], everything[ctx.num_learned :]
-        learned = Learned(*given)
-        each = len(saved) // len(group.queries)
-        totals = [None if x is None else torch.zeros_like(x) for x in given]
+        group.comm.enter(call.forward_pass.backward())
+        all_saved = ctx.saved_tensors  # read once: under checkpointing a second read fails
+        parameters, saved = all_saved[: ctx.num_learned], all_saved[ctx.num_learned :]
+        learned = Learned(*parameters)
+        num_saved = len(saved) // len(group.queries)  # of each chunk
+        totals = [None if x is None else torch.zeros_like(x) for x in parameters]
 
-        def compute(chunk: int, here: Tensors) -> Tensors:
-            held, heads = saved[chunk * each : (chunk + 1) * each], group.heads(chunk)
-            of_these = learned.of_heads(heads)
+        def compute(chunk: int, douts: Tensors) -> Tensors:
+            chunk_saved = saved[chunk * num_saved : (chunk + 1) * num_saved]
+            heads = group.heads(chunk)
+            of_heads = call.of_heads(heads), learned.of_heads(heads)
             with below_autograd():
-                *grads, parts = differentiate(held, here[0], call.of_heads(heads), of_these)
-            for total, part in zip(totals, parts, strict=False):
-                if total is not None and part is not None:
-                    total[slice(*heads)] = part
+                *grads, learned_grads = differentiate(chunk_saved, douts[0], *of_heads)
+            for total, grad in zip(totals, learned_grads, strict=False):
+                if total is not None and grad is not None:
+                    total[slice(*heads)] = grad
             return tuple(grads)
 
         labels = "backward ulysses out", "backward ulysses qkv"
-        grads = _through(group, (dout,), group.out, group.qkv, labels, compute)
+        grads = _run_chunks(group, (dout,), group.out, group.qkv, labels, compute)
         return (*grads, None, None, *totals)
 
 
-def _through(
+def _run_chunks(
     group: HeadGroup,
     xs: Tensors,
-    come: Exchanges,
-    leave: Exchanges,
+    input_exchanges: Exchanges,
+    result_exchanges: Exchanges,
     labels: tuple[str, str],
     compute: Callable[[int, Tensors], Tensors],
 ) -> Tensors:
-    """What `compute` makes of every chunk of the group's rows, brought back to this rank's.
+    """The results of `compute` for all chunks, of this rank's rows and all heads.
 
     Args:
-        xs: this rank's rows, all heads. come, leave: the exchanges of what is computed with, and
-            of what comes of it. labels: of their messages. compute: called with the chunk's number
-            and its heads of the group's rows.
+        xs: the inputs, of this rank's rows and all heads.
+        labels: of the messages of the inputs and of the results.
+        compute: (chunk, its heads of the group's rows) -> the results for these heads and rows.
     """
     totals: Tensors = ()
-    coming, going = Messages(group.comm, labels[0]), Messages(group.comm, labels[1])
-    arriving = _arrive(coming, come(0), xs)
-    coming.post()
+    inputs, results = Messages(group.comm, labels[0]), Messages(group.comm, labels[1])
+    next_xs = _gather_chunk(inputs, input_exchanges(0), xs)
+    inputs.post()
     last = len(group.queries) - 1
     for chunk in range(last + 1):
-        coming.wait()
-        here = arriving
+        inputs.wait()
+        chunk_xs = next_xs
         if chunk < last:
-            coming = Messages(group.comm, labels[0])
-            arriving = _arrive(coming, come(chunk + 1), xs)
-            coming.post()
-        found, exchanges = compute(chunk, here), leave(chunk)
-        me = group.comm.rank
-        totals = totals or tuple(one.blank(me, x) for one, x in zip(exchanges, found, strict=True))
-        going.wait()
-        going = Messages(group.comm, labels[1])
-        for one, x, total in zip(exchanges, found, totals, strict=True):
-            bring_back(going, one, x, total)
-        going.post()
-    going.wait()
+            inputs = Messages(group.comm, labels[0])
+            next_xs = _gather_chunk(inputs, input_exchanges(chunk + 1), xs)
+            inputs.post()
+        ys, exchanges = compute(chunk, chunk_xs), result_exchanges(chunk)
+        if not totals:
+            pairs = zip(exchanges, ys, strict=True)
+            totals = tuple(exchange.empty_total(group.comm.rank, y) for exchange, y in pairs)
+        results.wait()
+        results = Messages(group.comm, labels[1])
+        for exchange, y, total in zip(exchanges, ys, totals, strict=True):
+            return_rows(results, exchange, y, total)
+        results.post()
+    results.wait()
     return totals
 
 
-def _arrive(messages: Messages, exchanges: tuple[HeadExchange, ...], xs: Tensors) -> Tensors:
-    """Register the heads of a chunk."""
-    return tuple(gather_rows(messages, one, x) for one, x in zip(exchanges, xs, strict=True))
+def _gather_chunk(messages: Messages, exchanges: tuple[HeadExchange, ...], xs: Tensors) -> Tensors:
+    """Add the messages that gather a chunk's heads of xs; the tensors that they fill."""
+    pairs = zip(exchanges, xs, strict=True)
+    return tuple(gather_rows(messages, exchange, x) for exchange, x in pairs)
