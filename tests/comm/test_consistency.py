@@ -54,7 +54,9 @@ def counts_of_checks(comm, on_host):
 def test_where_a_check_stalls_a_device_only_new_headers_are_compared(monkeypatch):
     """And of those only the latest are remembered, the same on every rank."""
     monkeypatch.setattr(agree, "MAX_REMEMBERED", 2)
-    monkeypatch.setattr(Communicator, "home", lambda comm, like: like.device)  # no device here
+    monkeypatch.setattr(
+        Communicator, "small_message_device", lambda comm, x: x.device
+    )  # no device here
     assert run_threads(2, counts_of_checks, True) == [[1] * 8] * 2
     assert run_threads(2, counts_of_checks, False) == [[1, 1, 0, 1, 0, 1, 1, 0]] * 2
 
@@ -68,5 +70,5 @@ def refused_then_right(comm):
 
 
 def test_a_call_that_was_refused_is_compared_again(monkeypatch):
-    monkeypatch.setattr(Communicator, "home", lambda comm, like: like.device)
+    monkeypatch.setattr(Communicator, "small_message_device", lambda comm, x: x.device)
     assert run_threads(2, refused_then_right) == [{"rows": (7, 7)}] * 2

@@ -140,7 +140,7 @@ def join_several(comm, lengths):
 
 def test_shards_whose_lengths_change_on_some_ranks_only(monkeypatch):
     """16 and 17 tokens have the same rows on one of the ranks."""
-    monkeypatch.setattr(Communicator, "home", lambda comm, like: like.device)
+    monkeypatch.setattr(Communicator, "small_message_device", lambda comm, x: x.device)
     assert all(run_threads(2, join_several, (16, 17, 16, 17)))
 
 

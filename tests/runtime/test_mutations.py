@@ -11,7 +11,7 @@ from tests.cases import Case, assert_exact, run_case
 from wf_backends.lowering.derivation import lower
 from wf_backends.lowering.program import Exchange
 from wf_backends.runtime import attention as executor
-from wf_backends.runtime.runner import _Pass
+from wf_backends.runtime.runner import _RunningPass
 from wf_backends.schedule.layout import zigzag
 from wf_backends.schedule.mask import CAUSAL, Band, Mask
 from wf_backends.schedule.routes import concentric, ring
@@ -83,8 +83,8 @@ def test_partial_outputs_that_stay_away_are_noticed(monkeypatch):
 
 
 def test_queries_that_are_used_before_they_are_there_are_noticed(monkeypatch):
-    fetch = _Pass._fetch
-    monkeypatch.setattr(_Pass, "_fetch", lambda *args: fetch(*args) and None)  # nobody waits
+    fetch = _RunningPass._fetch
+    monkeypatch.setattr(_RunningPass, "_fetch", lambda *args: fetch(*args) and None)  # nobody waits
     assert not run_case(TEAMS).worst < 1e-3  # memory that nobody wrote may hold NaN
 
 

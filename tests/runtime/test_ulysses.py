@@ -64,9 +64,11 @@ def derived(rank, size, heads, kv_heads):
     away = sum(rows[peer] for peer in others)
     return {
         "forward ulysses qkv": element * rows[rank] * heads_of(queries, keys, keys),
-        "forward ulysses out": element * away * queries.share,
+        "forward ulysses out": element * away * queries.heads_per_member,
         "backward ulysses out": element * rows[rank] * heads_of(queries),
-        "backward ulysses qkv": element * away * (queries.share + 2 * keys.share),
+        "backward ulysses qkv": element
+        * away
+        * (queries.heads_per_member + 2 * keys.heads_per_member),
     }
 
 
