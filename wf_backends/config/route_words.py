@@ -93,7 +93,7 @@ def default_moves(route: Route) -> str:
 
     Keys walk, except on an all-gather with "host_size": there they stay, as in the forward.
     """
-    if isinstance(route, str | None):
+    if not isinstance(route, Mapping):  # a name, None, or a value that is refused later
         return "keys"
     keys_stay = route.get("name") == "all_gather" and route.get("host_size", 1) != 1
     return "queries" if keys_stay else "keys"
