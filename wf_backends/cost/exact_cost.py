@@ -90,7 +90,7 @@ def buffer_bytes(
 def rank_phases(program: RankProgram, split: HeadSplit, kind: PassKind) -> Iterator[RankPhase]:
     """Everything that one rank does in a pass, in order.
 
-    The bytes are those of `message_bytes.bytes_sent`, and of the executor, which count fetches as
+    The bytes are those of `message_bytes.bytes_sent`, and of the runtime, which count fetches as
     gathering and results of the side that stays as sent home. A round takes
     scores * score_s + calls * call_s.
     """

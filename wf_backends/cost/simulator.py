@@ -81,7 +81,7 @@ class Simulator:
         )
 
     def run(self, ranks: Sequence[RankPhase]) -> None:
-        """Run a phase of all ranks, posted in the executor's order; some may have fewer rounds."""
+        """Run a phase of all ranks, posted in the runtime's order; some may have fewer rounds."""
         label = ranks[0].label
         rounds = [*zip_longest(*(phase.rounds for phase in ranks), fillvalue=PhaseRound())]
         fetches = [self._post(label, [r.fetch for r in of_ranks]) for of_ranks in rounds]
