@@ -14,7 +14,7 @@ from wf_backends.comm.exchanges import (
     sum_on_all_ranks,
     sum_over_ranks,
 )
-from wf_backends.comm.faults import FOLDER, Board, Note, fault_report, job_board
+from wf_backends.comm.faults import LOG_FOLDER, Board, Note, fault_report, job_board
 from wf_backends.comm.mpi import MpiComm, load_mpi
 from wf_backends.comm.process_group import GroupComm, as_timeout, own_group, timeout_of
 from wf_backends.comm.protocol import (
@@ -31,7 +31,7 @@ from wf_backends.comm.threads import ThreadComm, World, run_threads
 
 __all__ = [
     "Board",
-    "FOLDER",
+    "LOG_FOLDER",
     "ConsistencyCheck",
     "Communicator",
     "DEFAULT_TIMEOUT_S",

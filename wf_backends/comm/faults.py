@@ -30,7 +30,7 @@ from wf_backends.comm.protocol import Communicator, Wait
 ANSWER_S = 2.0  # how long a rank whose wait failed waits for the notes of others
 PAUSE_S = 0.005  # between looks at the store; mpirun sends SIGKILL 0.02 s after SIGTERM
 MAX_NAMED_RANKS = 8  # at one place, in a report
-FOLDER, REPORT = "log folder", "report"  # topics of notes
+LOG_FOLDER, REPORT = "log folder", "report"  # topics of notes
 STORE_GONE = "Rank 0 has ended, and with it the store of the ranks' notes: no other rank is heard"
 Note = dict[str, Any]
 
@@ -75,7 +75,7 @@ class Board:
         """Report for all ranks: on the board, in this process's log and in the log folder."""
         self.write(REPORT, 0, line)
         logging.getLogger(__name__).error("%s", line)
-        folder = self.read(FOLDER, 0)
+        folder = self.read(LOG_FOLDER, 0)
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
             with Path(folder, "faults.log").open("a") as file:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from wf_backends.comm import DEFAULT_TIMEOUT_S, FOLDER, job_board, load_mpi
+from wf_backends.comm import DEFAULT_TIMEOUT_S, LOG_FOLDER, job_board, load_mpi
 from wf_backends.launch.ending import failed, leave_at_exit, settle_at_exit
 from wf_backends.launch.environment import Place, default_log_folder, detect
 from wf_backends.launch.rendezvous import meet, open_store, take_gpu, with_local
@@ -130,7 +130,7 @@ def _publish_log_folder(folder: str | os.PathLike[str] | None) -> None:
     """Write the folder on the job's board, where a rank that reports a fault reads it."""
     board = job_board()
     if board is not None and folder is not None and dist.get_rank() == 0:
-        board.write(FOLDER, 0, str(Path(folder).resolve()))
+        board.write(LOG_FOLDER, 0, str(Path(folder).resolve()))
 
 
 def _check_backend(backend: str | None) -> str:

@@ -137,7 +137,7 @@ class Messages:
         self._in_flight = [] if in_flight is None else in_flight
         self._sends: list[Message] = []
         self._recvs: list[Message] = []
-        self.to_self: list[Tensors] = []
+        self.to_self: list[Tensors] = []  # the rows of parcels to this rank, until received
         self._arrivals: list[tuple[Place, Ranges, Tensors]] = []
         self._pending: Pending | None = None
 

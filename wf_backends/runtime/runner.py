@@ -27,7 +27,7 @@ from wf_backends.runtime.messages import (
 
 
 class ComputeTile(Protocol):
-    """Computes one tile of the buffers, and combines its results into those of both sides."""
+    """Computes a tile, and combines its results into the result buffers of queries and of keys."""
 
     def __call__(
         self, tile: Tile, queries: Tensors, keys: Tensors, q_results: Tensors, k_results: Tensors
@@ -97,7 +97,7 @@ class _RunningPass:
         self.walk_shard = walk.shard
         gathered = self._gather(program.walk, walk.shard[len(walk.kept) :])
         self.gathered = self.held = (*walk.kept, *gathered)
-        """The walkers of the first step; those of the running step."""
+        """gathered: the walkers of the first step. held: the walkers of the running step."""
         self.next_held: Tensors = ()
         """Receives the walkers of the next step in which this rank reads any."""
         self.spare: Tensors = ()
