@@ -1,4 +1,4 @@
-"""The console script `wallfacer`; its commands, one file each, need the `cli` extra."""
+"""The console script `wallfacer`. Each command is a file; they need the `cli` extra."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ MISSING = ("typer", "rich")
 
 
 def main() -> None:
-    """Run the command line.
-
-    Exit codes: 0 done, 1 something does not work here, 2 bad input, files that cannot be used too.
-    """
+    """Run a command. Exit codes: 0 done, 1 something does not work here, 2 bad input or file."""
     try:
         from wf_backends.cli.app import app
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The commands put together."""
+"""The typer application of all commands."""
 
 from __future__ import annotations
 
@@ -23,4 +23,4 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 for command in (plan, explain, bench, bench_links, doctor, verify, chunk, generate, bench_hetero):
-    app.command()(command)  # bench_links as bench-links
+    app.command()(command)  # typer names bench_links bench-links

@@ -1,4 +1,4 @@
-"""`wallfacer bench-hetero`: the rates that HeteGen goes by, and what follows from them."""
+"""`wallfacer bench-hetero`: the rates that HeteGen plans with, and predicted tokens per second."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wf_backends._validation import one_of, parse_bytes
 from wf_backends.cli import options as o
 from wf_backends.cluster import save_text
 
-NAMES = {
+RATE_LABELS = {
     "link": "pinned host memory to accelerator",
     "staging": "host memory to pinned to accelerator",
     "host": "the host's GEMM",
@@ -34,49 +34,49 @@ def bench_hetero(
     cache_dir: o.CacheDir = None,
     fresh: o.Fresh = False,
 ) -> None:
-    """Measure this machine's rates, and predict tokens a second of HeteGen, streaming and the CPU.
+    """Measure this machine's rates, and predict tokens per second with HeteGen, streaming, the CPU.
 
-    A token takes as long as the slowest of the link, the host, the accelerator and the host's
-    memory do for their shares of the weights. Batch 1.
+    Link, host, accelerator and the host's memory process their shares of the weights at the same
+    time; a token takes as long as the slowest of them. Batch 1.
 
     Example:
 
         wallfacer bench-hetero --model-size 26GB --max-memory 12GB
     """
-    size, room = parse_bytes("--model-size", model_size), parse_bytes("--max-memory", max_memory)
+    size = parse_bytes("--model-size", model_size)
+    memory = parse_bytes("--max-memory", max_memory)
     one_of("--dtype", dtype, tuple(o.ITEMSIZES))
     if not size:
         raise ValueError(f"--model-size must be more than 0 bytes, got {model_size!r}")
-    device, rates, source = known_rates(o.folder_of(cache_dir), dtype, fresh)
-    one = rates.at(1, o.ITEMSIZES[dtype])
-    resident = min(1.0, room / size)
-    alpha = hetegen.best_alpha(resident, one)
-    seconds = {
-        "HeteGen": hetegen.seconds_per_byte(alpha, resident, one),
-        "streaming": hetegen.seconds_per_byte(0.0, resident, one),
-        "the CPU alone": 1 / one.host,
+    device, rates, source = known_rates(o.cache_folder_of(cache_dir), dtype, fresh)
+    token_rates = rates.at(1, o.ITEMSIZES[dtype])
+    resident = min(1.0, memory / size)
+    alpha = hetegen.best_alpha(resident, token_rates)
+    seconds_per_byte = {
+        "HeteGen": hetegen.seconds_per_byte(alpha, resident, token_rates),
+        "streaming": hetegen.seconds_per_byte(0.0, resident, token_rates),
+        "the CPU alone": 1 / token_rates.host,
     }
     print(f"{device}, {source}")
-    for name, told in NAMES.items():
-        print(f"  {told:40}{getattr(rates, name) / 1e9:8.2f} GB/s")
+    for name, label in RATE_LABELS.items():
+        print(f"  {label:40}{getattr(rates, name) / 1e9:8.2f} GB/s")
     print(f"alpha {alpha:.2f}: the host's share; resident {resident:.2f}")
-    for name, each in seconds.items():
-        print(f"  {name:40}{1 / (each * size):8.2f} tokens/s")
+    for method, seconds in seconds_per_byte.items():
+        print(f"  {method:40}{1 / (seconds * size):8.2f} tokens/s")
 
 
 def known_rates(folder: Path, dtype: str, fresh: bool) -> tuple:
-    """(device, rates, where they are from), measured at the first use on this host, and anew where
+    """(device, rates, their source): kept in the folder at the first use, and measured again if
     there was no accelerator then and is one now."""
     path = folder / f"hetero-{socket.gethostname()}-{dtype}.json"
-    unreadable = OSError, ValueError, KeyError, TypeError, AttributeError  # or of another version
-    with suppress(*unreadable):
-        words = {} if fresh else json.loads(path.read_text())
-        rates = {name: rate for name, rate in words["rates"].items() if rate is not None}
-        if words["device"] != "threads" or not torch.accelerator.is_available():
-            return words["device"], hetegen.Rates(**rates), f"from {path}"
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # none, or unreadable
+        kept = {} if fresh else json.loads(path.read_text())
+        rates = {name: rate for name, rate in kept["rates"].items() if rate is not None}
+        if kept["device"] != "threads" or not torch.accelerator.is_available():
+            return kept["device"], hetegen.Rates(**rates), f"from {path}"
     device, rates = hetegen.measure_machine(getattr(torch, dtype))
     if fresh:
         return device, rates, "measured"
-    known = {name: rate for name, rate in asdict(rates).items() if rate < inf}
-    text = json.dumps({"device": device, "rates": known}, indent=2)
+    finite = {name: rate for name, rate in asdict(rates).items() if rate < inf}  # JSON has no inf
+    text = json.dumps({"device": device, "rates": finite}, indent=2)
     return device, rates, f"measured; {save_text(path, text)}"

@@ -14,31 +14,33 @@ from wf_backends.cli.tables import table_of
 from wf_backends.planner import Plan, Request
 
 
-def budget_of(
-    name: str, data_parallel_size: int, plans: Sequence[Plan], counted: Request, asked: Request
+def make_budget(
+    name: str, data_parallel_size: int, plans: Sequence[Plan], priced: Request, asked: Request
 ) -> dict[str, Any]:
-    """The budget of a model under the first of the plans as data, in bytes and tokens.
+    """A rank's memory in training a model with the first of the plans, as data: bytes and tokens.
 
     Args:
         name: of the model.
-        counted: the request that the plans answer; its ranks may stand for more.
+        priced: the request that the plans answer; its ranks may stand for more, those of `asked`.
     """
-    work, shape = asked.workload, asked.workload.shape
-    sizes = read_model(name, sizes=True)  # those of the heads may have been given beside the name
-    sizes |= {name: getattr(shape, name) for name in ("heads", "kv_heads", "head_dim", "value_dim")}
+    workload, shape = asked.workload, asked.workload.shape
+    sizes = read_model(name, sizes=True)  # options override those of the heads
+    sizes |= {key: getattr(shape, key) for key in ("heads", "kv_heads", "head_dim", "value_dim")}
     model = Decoder(**sizes, itemsize=shape.itemsize)
-    rows = counted.workload.seqlen / counted.topology.size * shape.batch
-    each = plans[0].cost.memory_bytes / rows
-    training = Training(model, asked.topology.size, each, shape.batch, data_parallel_size)
-    found, routes = report(training, work.seqlen, asked.memory_limit), dict[str, float]()
+    rows = priced.workload.seqlen / priced.topology.size * shape.batch
+    bytes_per_row = plans[0].cost.memory_bytes / rows
+    training = Training(model, asked.topology.size, bytes_per_row, shape.batch, data_parallel_size)
+    budget = report(training, workload.seqlen, asked.memory_limit)
+    buffers: dict[str, float] = {}  # route -> bytes of the plan that needs least
     for plan in plans:
-        route, needs = plan.choice.forward.route["name"], plan.cost.memory_bytes / rows
-        routes[route] = min(needs * found["tokens"], routes.get(route, needs * found["tokens"]))
-    return found | {"attention_buffers": routes}
+        route = plan.choice.forward.route["name"]
+        nbytes = plan.cost.memory_bytes / rows * budget["tokens"]
+        buffers[route] = min(nbytes, buffers.get(route, nbytes))
+    return budget | {"attention_buffers": buffers}
 
 
 def show_budget(name: str, budget: dict[str, Any], console: Console) -> None:
-    """Print states, activations, the longest sequence that fits, and attention's buffers."""
+    """Print model states, activations, the longest sequence that fits, and attention's buffers."""
     model = budget["model"]
     console.print(
         f"[bold]A rank's memory in training:[/bold] {escape(name)}, "
@@ -47,6 +49,6 @@ def show_budget(name: str, budget: dict[str, Any], console: Console) -> None:
     )
     for title, rows, words in tables(budget):
         console.print(table_of(title, rows, words, title_justify="left"))
-    routes = sorted(budget["attention_buffers"].items(), key=lambda one: one[1])
-    said = ", ".join(f"{route} {gib(needs)}" for route, needs in routes)
-    console.print(f"Attention buffers of a layer, GiB, the least by forward route: {said}")
+    buffers = sorted(budget["attention_buffers"].items(), key=lambda route_bytes: route_bytes[1])
+    text = ", ".join(f"{route} {gib(nbytes)}" for route, nbytes in buffers)
+    console.print(f"Attention buffers of a layer, GiB, the least by forward route: {text}")

@@ -1,4 +1,4 @@
-"""`wallfacer chunk`: the memory of a model's activations, and what slices make of it."""
+"""`wallfacer chunk`: the memory of a model's activations, without and with AutoChunk's slices."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from wf_backends.cli.tables import print_json, table_of
 from wf_backends.graph import checked_budget
 
 SKELETONS = "wallfacer.skeletons"  # entry points: a folder -> a model on fake tensors, its inputs
-MOST_TOKENS = 2**29  # a mask of their square is still counted in 64 bits
+MAX_TOKENS = 2**29  # the elements of a mask, their square, fit in 64 bits
 MIB = 1 << 20
-ROWS = 12  # of the table
-FEW = 2  # layers that are laid out to find the longest sequence: the peak is that of one layer
-STEP = 1024  # tokens: the longest sequence is a multiple of it
+MAX_ROWS = 12  # of the table
+PROBED_LAYERS = 2  # captured to find the longest sequence: the peak is that of one layer
+TOKEN_STEP = 1024  # the longest sequence is a multiple of it
 
 
 def chunk(
     model: ModelFolder,
     seqlen: Annotated[int, Option(help="Tokens of a sequence.")],
     batch: Annotated[int, Option(help="Sequences.")] = 1,
-    max_memory: Annotated[str, Option(help="Of activations, such as 8GB.")] = "",
+    max_memory: Annotated[str, Option(help="For activations, such as 8GB.")] = "",
     max_slowdown: Annotated[float, Option(help="Share of time that slices may add.")] = 0.1,
     attention: Annotated[str, Option(help="sdpa or eager.")] = "sdpa",
-    layers: Annotated[int, Option(help="Lay out at most so many; 0: all.")] = 0,
+    layers: Annotated[int, Option(help="Capture at most so many layers; 0: all.")] = 0,
     longest_sequence: Annotated[
         bool, Option("--longest", help="Also find the longest sequence that fits.")
     ] = False,
-    measure: Annotated[bool, Option("--measure", help="Take this machine's rates.")] = False,
+    measure: Annotated[bool, Option("--measure", help="Measure this machine's rates.")] = False,
     as_json: AsJson = False,
     picture: Picture = None,
 ) -> None:
     """Find the parts of a model's forward pass to run slice by slice under a memory budget.
 
-    Nothing is computed and no weights are read: a model of any size is looked at on any machine,
-    with the same result on each, unless it is to `--measure` itself. The picture is of the memory
+    Nothing is computed and no weights are read: this works for a model of any size on any machine.
+    The result is the same on every machine, except with `--measure`. The picture shows the memory
     over the run.
 
     Example:
@@ -53,62 +53,63 @@ def chunk(
         wallfacer chunk --model ./llama --seqlen 65536 --max-memory 8GB
     """
     check_range(1, seqlen=seqlen, batch=batch)
-    positive("--batch times --seqlen", batch * seqlen, MOST_TOKENS)
+    positive("--batch times --seqlen", batch * seqlen, MAX_TOKENS)
     check_range(0, layers=layers)
     memory = _memory(max_memory)
     budget = checked_budget(memory, max_slowdown)
     if longest_sequence and not isinstance(budget.memory, int):
         raise ValueError("--longest needs --max-memory as a size, such as 8GB")
 
-    def profiles_of(tokens: int, some: int) -> Profiles:
-        made, inputs = call_reader(SKELETONS, "chunk", model, tokens, batch, attention, some)
-        return memory_profiles(made, inputs, memory, max_slowdown, None if measure else Rates())
+    def make_profiles(tokens: int, num_layers: int) -> Profiles:
+        arguments = model, tokens, batch, attention, num_layers
+        skeleton, inputs = call_reader(SKELETONS, "chunk", *arguments)
+        return memory_profiles(skeleton, inputs, memory, max_slowdown, None if measure else Rates())
 
     def fits(tokens: int) -> bool:
         with suppress(BudgetError):
-            profiles_of(tokens, layers or FEW)
+            make_profiles(tokens, layers or PROBED_LAYERS)
             return True
         return False
 
-    found = profiles_of(seqlen, layers)
-    reach = longest(fits, STEP) if longest_sequence else None
+    profiles = make_profiles(seqlen, layers)
+    max_seqlen = longest(fits, TOKEN_STEP) if longest_sequence else None
     if picture is not None:
-        limit = budget.in_bytes(found.plan.peak_before).memory
-        draw_memory(found, limit, picture, f"{model.name}, {seqlen} tokens")
+        limit = budget.in_bytes(profiles.plan.peak_before).memory
+        draw_memory(profiles, limit, picture, f"{model.name}, {seqlen} tokens")
     if as_json:
-        print_json({**asdict(found.plan), "longest_sequence": reach})
-        return
-    print(found.plan.explain())
-    if reach is not None:
-        print(f"longest sequence within {max_memory}: {reach} tokens")
-    Console().print(_table(found))
+        return print_json({**asdict(profiles.plan), "longest_sequence": max_seqlen})
+    print(profiles.plan.explain())
+    if max_seqlen is not None:
+        print(f"longest sequence within {max_memory}: {max_seqlen} tokens")
+    Console().print(_table(profiles))
 
 
 def _memory(text: str) -> str | float | None:
-    """A size as it is, bytes or a share of the unchunked peak as a number, None for nothing."""
+    """A number (bytes, or a share of the unchunked peak), a size such as "8GB"; None if empty."""
     for number in (int, float):
         with suppress(ValueError):
             return number(text)
     return text or None
 
 
-def _table(found: Profiles) -> Table:
-    """The most bytes within each kind of module; layers that are alike in one row."""
-    before, after = _by_module(found.before), _by_module(found.after)
+def _table(profiles: Profiles) -> Table:
+    """The peak bytes within each module; equal modules of different layers share a row."""
+    before, after = _peaks_by_module(profiles.before), _peaks_by_module(profiles.after)
     rows = [
         {
             "module": path or "the model",
             "as it is": f"{before[path] / MIB:.1f}",
             "in slices": f"{after[path] / MIB:.1f}" if path in after else "",
         }
-        for path in sorted(before, key=before.__getitem__, reverse=True)[:ROWS]
+        for path in sorted(before, key=before.__getitem__, reverse=True)[:MAX_ROWS]
     ]
     return table_of("live activations, MiB", rows, box=None)
 
 
-def _by_module(profile: Sequence[tuple[str, int]]) -> dict[str, int]:
-    most: dict[str, int] = {}
-    for path, count in profile:
-        kind = ".".join("*" if part.isdigit() else part for part in path.split("."))
-        most[kind] = max(count, most.get(kind, 0))
-    return most
+def _peaks_by_module(profile: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """Module path, with * for numbers -> the most live bytes at one of its operators."""
+    peaks: dict[str, int] = {}
+    for path, nbytes in profile:
+        pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
+        peaks[pattern] = max(nbytes, peaks.get(pattern, 0))
+    return peaks

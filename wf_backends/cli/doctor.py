@@ -1,4 +1,4 @@
-"""`wallfacer doctor`: what is installed, what works here, and what mends the rest."""
+"""`wallfacer doctor`: what is installed, what works here, and how to mend what does not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wf_backends.cluster import check_up
 
 
 def doctor(as_json: AsJson = False) -> None:
-    """Say what is installed and what works here, by trying it; exit code 1 if the core does not.
+    """Try what works here and list what is installed; exit code 1 if the core does not work.
 
     Example:
 
@@ -23,13 +23,13 @@ def doctor(as_json: AsJson = False) -> None:
     """
     findings = list(check_up())
     if as_json:
-        print_json([asdict(one) for one in findings])
+        print_json([asdict(finding) for finding in findings])
     else:
         table = Table("", "what", "here", "to mend it")
-        for one in findings:
-            lacking = "[red]NO[/red]" if one.needed else "[yellow]no[/yellow]"
-            sign = "[green]yes[/green]" if one.works else lacking
-            table.add_row(sign, *map(escape, (one.name, one.what, one.mend)))
+        for finding in findings:
+            missing = "[red]NO[/red]" if finding.needed else "[yellow]no[/yellow]"
+            sign = "[green]yes[/green]" if finding.works else missing
+            table.add_row(sign, *map(escape, (finding.name, finding.what, finding.mend)))
         Console().print(table)
-    if any(one.needed and not one.works for one in findings):
+    if any(finding.needed and not finding.works for finding in findings):
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""Pictures: a schedule with its hops on the map of hosts, and the memory of a forward pass."""
+"""Pictures: a schedule and its hops between hosts, and the memory of a forward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def check_picture(path: Path | None) -> Path | None:
-    """The path; refused, before any work, if no picture could be drawn or written there."""
+    """The path; refuses, before any work, a path where no picture can be drawn or written."""
     check_file("--picture", path, PICTURES)
     if path is not None and find_spec("matplotlib") is None:
         raise ValueError(
@@ -27,26 +27,27 @@ def check_picture(path: Path | None) -> Path | None:
 
 
 Picture = Annotated[
-    Path | None, Option(callback=check_picture, help="Draw it here: .png, .svg or .pdf.")
+    Path | None,
+    Option(callback=check_picture, help="Draw a picture to this file: .png, .svg or .pdf."),
 ]
 
 
 def draw(schedule: Schedule, cluster: Topology, path: Path, title: str) -> None:
-    """Write the picture; its ending names the format."""
+    """Write a picture of the schedule; the file's ending is the format."""
     figure = new_figure((12, 5.5), title)
     grid, hosts = figure.subplots(1, 2)
-    _meetings(grid, schedule)
-    _host_map(hosts, schedule, cluster)
+    _draw_meetings(grid, schedule)
+    _draw_host_map(hosts, schedule, cluster)
     figure.savefig(path, dpi=150)
 
 
-def draw_memory(found: Profiles, limit: float | None, path: Path, title: str) -> None:
-    """Write a picture of the live bytes at each operator, before and after, beside a budget."""
+def draw_memory(profiles: Profiles, limit: float | None, path: Path, title: str) -> None:
+    """Write a picture of the live bytes at each operator, and of the budget `limit` in bytes."""
     figure = new_figure((9, 4), title)
     axes = figure.subplots()
-    for side, label in ((found.before, "as it is"), (found.after, "in slices")):
-        places = [i / max(1, len(side) - 1) for i in range(len(side))]
-        axes.step(places, [count / 2**30 for _, count in side], where="mid", label=label)
+    for profile, label in ((profiles.before, "as it is"), (profiles.after, "in slices")):
+        x = [i / max(1, len(profile) - 1) for i in range(len(profile))]
+        axes.step(x, [nbytes / 2**30 for _, nbytes in profile], where="mid", label=label)
     if limit is not None:
         axes.axhline(limit / 2**30, color="gray", linestyle="--", label="budget")
     axes.set(xlabel="the operators, in order", ylabel="live activations, GiB", ylim=(0, None))
@@ -63,8 +64,8 @@ def new_figure(size: tuple[float, float], title: str) -> Any:
     return figure
 
 
-def _meetings(axes: Any, schedule: Schedule) -> None:
-    """Query shards against key shards: the colour is the step, the number the rank."""
+def _draw_meetings(axes: Any, schedule: Schedule) -> None:
+    """Draw query shards against key shards: the colour is the step, the number the rank."""
     n = schedule.num_ranks
     steps = [[0] * n for _ in range(n)]
     for step, held in enumerate(schedule.holdings()):
@@ -80,22 +81,22 @@ def _meetings(axes: Any, schedule: Schedule) -> None:
     axes.set(xlabel="key shard", ylabel="query shard", title="who meets whom (number: rank)")
 
 
-def _host_map(axes: Any, schedule: Schedule, cluster: Topology) -> None:
-    """Ranks in the lines of their hosts; an arrow for every different hop, red between hosts."""
-    per = cluster.ranks_per_host
-    at = [(rank % per, -(rank // per)) for rank in range(schedule.num_ranks)]
+def _draw_host_map(axes: Any, schedule: Schedule, cluster: Topology) -> None:
+    """Draw a line of ranks for each host, and an arrow for each distinct hop, red between hosts."""
+    width = cluster.ranks_per_host
+    positions = [(rank % width, -(rank // width)) for rank in range(schedule.num_ranks)]
     for host in range(cluster.hosts):
-        axes.fill_between((-0.4, per - 0.6), -host - 0.3, -host + 0.3, fc="#f2f2f2", ec="#888888")
+        axes.fill_between((-0.4, width - 0.6), -host - 0.3, -host + 0.3, fc="#f2f2f2", ec="#888888")
         axes.text(-0.9, -host, f"host {host}", ha="right", va="center", fontsize=8)
-    for rank, place in enumerate(at):
-        axes.text(*place, rank, ha="center", va="center", fontsize=9, zorder=3)
+    for rank, position in enumerate(positions):
+        axes.text(*position, rank, ha="center", va="center", fontsize=9, zorder=3)
     for hop in dict.fromkeys(schedule.hops):
         for source, target in enumerate(hop):
             if source != target:
                 inside = cluster.host(source) == cluster.host(target)
                 color = "#4477aa" if inside else "#cc3311"
-                look = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.25", "color": color}
-                look |= {"shrinkA": 8, "shrinkB": 8, "alpha": 0.7}
-                axes.annotate("", xy=at[target], xytext=at[source], arrowprops=look)
-    axes.set(xlim=(-2, per), ylim=(-cluster.hosts + 0.3, 0.7), title="hops (red: between hosts)")
+                arrow = {"arrowstyle": "->", "connectionstyle": "arc3,rad=0.25", "color": color}
+                arrow |= {"shrinkA": 8, "shrinkB": 8, "alpha": 0.7}
+                axes.annotate("", positions[target], positions[source], arrowprops=arrow)
+    axes.set(xlim=(-2, width), ylim=(-cluster.hosts + 0.3, 0.7), title="hops (red: between hosts)")
     axes.axis("off")

@@ -1,4 +1,4 @@
-"""`wallfacer bench-links`: the topology of the running job."""
+"""`wallfacer bench-links`: measures the topology of the running job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wf_backends.comm import make_comm
 
 
 def bench_links(
-    out: Annotated[Path | None, Option(help="Write it here, as JSON; else it is printed.")] = None,
+    out: Annotated[Path | None, Option(help="Write JSON to this file; else print it.")] = None,
     cache_dir: o.CacheDir = None,
     fresh: o.Fresh = False,
 ) -> None:
@@ -31,13 +31,13 @@ def bench_links(
         torchrun --nproc-per-node 4 -m wf_backends.cli bench-links
     """
     o.check_file("--out", out)
-    folder = o.folder_of(cache_dir)
+    folder = o.cache_folder_of(cache_dir)
     with closing(launch.init()) as launched:
         start = time.perf_counter()
         comm = make_comm()
         hosts = job_hosts(comm)
-        topology, known = measured_topology(comm, hosts, launched.device, folder, fresh)
-        took = time.perf_counter() - start
+        topology, is_cached = measured_topology(comm, hosts, launched.device, folder, fresh)
+        seconds = time.perf_counter() - start
     if launched.rank:
         return
     text = json.dumps(topology.to_dict(), indent=2) + "\n"
@@ -45,5 +45,5 @@ def bench_links(
         sys.stdout.write(text)
     else:
         out.write_text(text)
-    source = f"from {folder}" if known else f"measured in {took:.1f} s"
+    source = f"from {folder}" if is_cached else f"measured in {seconds:.1f} s"
     print(f"{topology.name}, {launched.world_size} ranks: {source}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Options that several commands take, and their checks."""
+"""Options that several commands share, and their checks."""
 
 from __future__ import annotations
 
@@ -24,22 +24,18 @@ from wf_backends.planner import MIN_HALVINGS, Workload, draw_documents
 from wf_backends.schedule import LAYOUTS, make_mask
 
 ITEMSIZES = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8})
-MOST = MappingProxyType({"heads": 2**16, "head_dim": 2**16, "seqlen": 2**40, "batch": 2**31})
+MAX_SIZES = MappingProxyType({"heads": 2**16, "head_dim": 2**16, "seqlen": 2**40, "batch": 2**31})
 KEYWORD = Parameter.KEYWORD_ONLY
 
 TopologyName = Annotated[str, Option(help="A preset's name, or a .json or .toml file.")]
-Layers = Annotated[
-    int, Option(help="Attention layers; with it, also plans that keep what the forward gathers.")
-]
-CacheDir = Annotated[
-    Path | None, Option(help="Where what was measured is kept, by hosts; ~/.cache/wallfacer.")
-]
+Layers = Annotated[int, Option(help="Attention layers that may keep what the forward gathers.")]
+CacheDir = Annotated[Path | None, Option(help="Folder of measurements; ~/.cache/wallfacer.")]
 Fresh = Annotated[bool, Option(help="Measure again, and keep nothing.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 
 
 def take_shape(ctx: typer.Context, name: str) -> str:
-    """Put the shape of the model `name` in the place of the defaults; what is said counts more."""
+    """Make the shape of the model `name` the options' defaults; given options override it."""
     if name:
         ctx.default_map = {**(ctx.default_map or {}), **read_model(name)}
     return name
@@ -47,7 +43,7 @@ def take_shape(ctx: typer.Context, name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What is computed: the options that describe it."""
+    """The options that describe the attention call of a model."""
 
     heads: Annotated[int, Option(help="Query heads of the model.")] = 32
     kv_heads: Annotated[int, Option(help="Key and value heads; 0 = as many as heads.")] = 0
@@ -60,11 +56,11 @@ class Model:
     layout: Annotated[
         str, Option(help="zigzag, contiguous; document_zigzag of documents, balanced of --mask.")
     ] = "zigzag"
-    kernel: Annotated[str, Option(help="Whose rate counts; auto = the topology's first.")] = "auto"
+    kernel: Annotated[str, Option(help="Its rate is used; auto = the topology's first.")] = "auto"
     partials: Annotated[str, Option(help="Partial results: float32 or activation.")] = FLOAT32
     value_dim: Annotated[int, Option(help="Size of one head's values; 0 = head_dim.")] = 0
     documents: Annotated[
-        int, Option(help="Tokens of a packed document, in the mean as a token sees it; 0 = one.")
+        int, Option(help="Tokens of packed documents, on average over tokens; 0 = one document.")
     ] = 0
     mask: Annotated[
         Path | None, Option(help="JSON of a mask in slices, in place of --causal and --window.")
@@ -75,17 +71,16 @@ class Model:
             "--model",
             callback=take_shape,
             is_eager=True,
-            help="A Hugging Face model, by folder, config.json or name, whose heads count if none "
-            "are given.",
+            help="A Hugging Face model: folder, config.json or name. Its heads are the defaults.",
         ),
     ] = ""
 
     def workload(self) -> Workload:
-        """The same as the planner takes it; ValueError names the option that is wrong."""
-        for name, most in MOST.items():
-            check_range(1, most, **{name: getattr(self, name)})
+        """The planner's workload; a ValueError names the option that is wrong."""
+        for name, maximum in MAX_SIZES.items():
+            check_range(1, maximum, **{name: getattr(self, name)})
         check_range(-1, window=self.window)
-        check_range(0, MOST["head_dim"], value_dim=self.value_dim)
+        check_range(0, MAX_SIZES["head_dim"], value_dim=self.value_dim)
         kv_heads = self.kv_heads or self.heads
         if kv_heads < 1 or self.heads % kv_heads:
             raise ValueError(f"--kv-heads must divide --heads {self.heads}, got {kv_heads}")
@@ -94,89 +89,90 @@ class Model:
         self._check_layout()
         one_of("--partials", self.partials, PARTIALS)
         itemsize = ITEMSIZES[self.dtype]
-        partial = itemsize if self.partials == ACTIVATION else None
-        sizes = itemsize, max(4, itemsize), self.value_dim or None, partial
+        partial_size = itemsize if self.partials == ACTIVATION else None
+        sizes = itemsize, max(4, itemsize), self.value_dim or None, partial_size
         shape = Shape(self.batch, self.heads, kv_heads, self.head_dim, *sizes)
-        mask = make_mask(**self.mask_words(), cu_seqlens=self._borders())
+        mask = make_mask(**self.mask_arguments(), cu_seqlens=self._borders())
         mask.check_lengths(self.seqlen, self.seqlen)
         return Workload(shape, self.seqlen, mask.within(self.seqlen), self.layout, self.kernel)
 
-    def mask_words(self) -> dict[str, Any]:
-        """The mask but for its documents, as arguments of sp.attention."""
+    def mask_arguments(self) -> dict[str, Any]:
+        """The mask without its documents, as arguments of sp.attention."""
         if self.mask is None:
             return {"causal": self.causal, "window_size": (self.window, -1)}
-        beside = [f"--window {self.window}"] if self.window != -1 else []
-        beside += [f"--documents {self.documents}"] if self.documents else []
-        beside += [] if self.causal else ["--full"]
-        if beside:
-            raise ValueError(f"--mask says all of the mask: leave {beside[0]} out")
+        others = [f"--window {self.window}"] if self.window != -1 else []
+        others += [f"--documents {self.documents}"] if self.documents else []
+        others += [] if self.causal else ["--full"]
+        if others:
+            raise ValueError(f"--mask says all of the mask: leave {others[0]} out")
         return read_mask("--mask", self.mask)
 
     def _check_layout(self) -> None:
         one_of("layout", self.layout, tuple(LAYOUTS))
-        kind = LAYOUTS[self.layout]
-        if kind.needs_documents and not self.documents:
+        layout = LAYOUTS[self.layout]
+        if layout.needs_documents and not self.documents:
             raise ValueError(
                 f"--layout {self.layout} needs --documents, which `wallfacer plan` takes"
             )
-        if kind.needs_slices and self.mask is None:
+        if layout.needs_slices and self.mask is None:
             raise ValueError(f"--layout {self.layout} needs --mask, a file with the mask's slices")
 
     def _borders(self) -> tuple[int, ...] | None:
-        """cu_seqlens of the packed documents; None without documents."""
+        """cu_seqlens (documents + 1,) of random documents; None without --documents."""
         if not self.documents:
             return None
-        most = self.seqlen >> MIN_HALVINGS
-        if not 1 <= self.documents <= most:
+        max_tokens = self.seqlen >> MIN_HALVINGS
+        if not 1 <= self.documents <= max_tokens:
             raise ValueError(
-                f"--documents must be 1 to {most}, a quarter of --seqlen, got {self.documents}: "
-                "fewer documents are planned for as one"
+                f"--documents must be 1 to {max_tokens}, a quarter of --seqlen, got "
+                f"{self.documents}: fewer documents are planned for as one"
             )
         return draw_documents(self.seqlen, round(log2(self.seqlen / self.documents)))
 
 
 def describes_model(**defaults: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command, in place of its argument `model`, the options of `Model`.
+    """Give a command the options of `Model`, which it takes together as its argument `model`.
 
-    With other defaults where they are given; `documents` is an option only if it is among them.
+    `defaults` override those of `Model`; `documents` is an option only if it is among them.
     """
-    *options, named = (
-        one.replace(kind=KEYWORD, default=defaults.get(one.name, one.default))
-        for one in signature(Model, eval_str=True).parameters.values()
-        if one.name in defaults or one.name != "documents"
+    *options, name_option = (
+        parameter.replace(kind=KEYWORD, default=defaults.get(parameter.name, parameter.default))
+        for parameter in signature(Model, eval_str=True).parameters.values()
+        if parameter.name in defaults or parameter.name != "documents"
     )
-    options.insert(0, named)  # --model is the first
+    options.insert(0, name_option)  # --model is listed first
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
-        def call(**given: Any) -> None:
-            command(model=Model(**{one.name: given.pop(one.name) for one in options}), **given)
+        def call(**arguments: Any) -> None:
+            sizes = {option.name: arguments.pop(option.name) for option in options}
+            command(model=Model(**sizes), **arguments)
 
-        own = signature(command, eval_str=True).parameters.values()
-        taken = options + [one.replace(kind=KEYWORD) for one in own if one.name != "model"]
-        call.__signature__ = Signature(taken)  # pyright: ignore[reportAttributeAccessIssue]
+        parameters = signature(command, eval_str=True).parameters.values()
+        others = [p.replace(kind=KEYWORD) for p in parameters if p.name != "model"]
+        call.__signature__ = Signature(options + others)  # pyright: ignore[reportAttributeAccessIssue]
         return call
 
     return decorate
 
 
-def check_range(least: int, most: float = inf, **options: float) -> None:
-    """Refuse a number below `least` or above `most`; options by the names of their arguments."""
+def check_range(minimum: int, maximum: float = inf, **options: float) -> None:
+    """Refuse a number out of range; keywords are the options' names, with _ for -."""
     for name, value in options.items():
         option = f"--{name.replace('_', '-')}"
-        if not value >= least:  # so NaN is refused too
-            raise ValueError(f"{option} must be at least {least}, got {value:g}")
-        if value > most:
-            raise ValueError(f"{option} must be at most {most}, got {value}")
+        if not value >= minimum:  # also true for NaN
+            raise ValueError(f"{option} must be at least {minimum}, got {value:g}")
+        if value > maximum:
+            raise ValueError(f"{option} must be at most {maximum}, got {value}")
 
 
 def check_file(option: str, path: Path | None, endings: tuple[str, ...] = ()) -> None:
-    """Refuse, before any work, a file with none of the endings or that cannot be written."""
+    """Refuse, before any work, a path that has none of the endings or cannot be written."""
     if path is None:
         return
     if endings and path.suffix not in endings:
-        known = f"one of {list(endings)}" if len(endings) > 1 else "".join(endings)
-        raise ValueError(f"{option} must end in {known}, got {str(path)!r}")
+        expected = f"one of {list(endings)}" if len(endings) > 1 else "".join(endings)
+        raise ValueError(f"{option} must end in {expected}, got {str(path)!r}")
     if not path.parent.is_dir():
         raise ValueError(f"{option} {path}: there is no folder {path.parent}; make it first")
     if path.is_dir():
@@ -185,17 +181,17 @@ def check_file(option: str, path: Path | None, endings: tuple[str, ...] = ()) ->
         raise ValueError(f"{option} {path}: you may not write there; name another file")
 
 
-def folder_of(cache_dir: Path | None) -> Path:
+def cache_folder_of(cache_dir: Path | None) -> Path:
     """That of --cache-dir, or the usual one."""
     return cache_dir or cache_folder(os.environ)
 
 
-def added_words(count: int) -> str:
-    """What a title says of hosts that the topology's file does not have."""
+def added_hosts_note(count: int) -> str:
+    """The end of a title if hosts were added to those of the topology's file."""
     return f", hosts added to the file's: {count}" if count else ""
 
 
-def keeping(layers: int) -> dict[str, Any]:
-    """The arguments of a Request for --layers; 0 = the backward gathers everything again."""
+def layer_arguments(layers: int) -> dict[str, Any]:
+    """The arguments of a Request for --layers; 0: the backward gathers everything again."""
     check_range(0, layers=layers)
     return {"keeps": (False, True), "layers": layers} if layers else {}

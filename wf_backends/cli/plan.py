@@ -1,4 +1,4 @@
-"""`wallfacer plan`: candidates by predicted time."""
+"""`wallfacer plan`: the plans for a workload on a cluster, by predicted time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typer import Option
 from wf_backends._validation import AUTO
 from wf_backends._validation import MAX_COUNT as MAX_RANKS
 from wf_backends.cli import options as o
-from wf_backends.cli.budget import budget_of, show_budget
+from wf_backends.cli.budget import make_budget, show_budget
 from wf_backends.cli.plan_table import full_table, short_table
 from wf_backends.cli.tables import print_json, wide_console
 from wf_backends.cluster import load_extended
@@ -37,8 +37,8 @@ from wf_backends.planner import (
 )
 from wf_backends.schedule import in_rank_order, make_layout
 
-MOST_GIB = 2**20  # of a rank
-FIGURES = ("compute_s", "exposed_s", "nic_bytes", "inside_bytes", "memory_bytes")  # of a cost
+MAX_MEMORY_GIB = 2**20  # of a rank
+FIGURES = ("compute_s", "exposed_s", "nic_bytes", "inside_bytes", "memory_bytes")  # of a Cost
 
 
 @o.describes_model(documents=0)
@@ -48,13 +48,11 @@ def plan(
     ranks: Annotated[int, Option(help="Ranks of one sequence; 0 = all.")] = 0,
     ulysses_degree: Annotated[int, Option(help="Only this head split; 0 = all.")] = 0,
     memory_gib: Annotated[
-        float, Option(help="What attention, or with --model training, may take of a rank; 0 = all.")
+        float, Option(help="A rank's memory for attention, or with --model for training; 0 = all.")
     ] = 0,
-    data_parallel_size: Annotated[
-        int, Option(help="Groups of such ranks, which share ZeRO's states in the budget.")
-    ] = 1,
+    data_parallel_size: Annotated[int, Option(help="Groups that share ZeRO's states.")] = 1,
     exact_up_to: Annotated[
-        int, Option(help="Ranks up to which every message is counted; a call's by default.")
+        int, Option(help="Count every message up to this many ranks; default: as a call does.")
     ] = EXACT_UP_TO,
     layers: o.Layers = 0,
     top: Annotated[
@@ -63,7 +61,7 @@ def plan(
     show_all: Annotated[bool, Option("--all", help="List every plan, with all figures.")] = False,
     as_json: o.AsJson = False,
 ) -> None:
-    """What "auto" chooses on a cluster and why, beside the schemes that papers name.
+    """Show what "auto" chooses on a cluster and why, and the schemes that papers name.
 
     Examples:
 
@@ -79,7 +77,7 @@ def plan(
     """
     o.check_range(0, ulysses_degree=ulysses_degree, exact_up_to=exact_up_to)
     o.check_range(0, MAX_RANKS, ranks=ranks)
-    o.check_range(0, MOST_GIB, memory_gib=memory_gib)
+    o.check_range(0, MAX_MEMORY_GIB, memory_gib=memory_gib)
     o.check_range(1, top=6 if top is None else top, data_parallel_size=data_parallel_size)
     if show_all and top is not None:
         raise ValueError(f"--all lists every plan, and --top {top} some: give one of them")
@@ -90,7 +88,7 @@ def plan(
         memory_bytes=memory_gib * 2**30 or None,
         degrees=(ulysses_degree,) if ulysses_degree else None,
         exact_up_to=exact_up_to,
-        **o.keeping(layers),
+        **o.layer_arguments(layers),
     )
     trained = (model.name, data_parallel_size) if model.name and memory_gib else None
     if data_parallel_size > 1 and trained is None:
@@ -107,46 +105,47 @@ def answer(
     """Print the choice and the reason for it, other plans, and the config to paste.
 
     Args:
-        added: hosts that the topology's file does not have.
-        top: how many plans; None = all, with all that is predicted of them.
-        trained: a model's name and the data parallel size, if a rank's whole budget is wanted.
+        added: hosts that were added to those of the topology's file.
+        top: how many plans; None: all, with all figures.
+        trained: a model's name and the data parallel size, for a rank's budget in training.
     """
-    at, work = asked.topology, asked.workload
-    make_layout(work.layout, at.size, work.seqlen, work.mask.cu_seqlens, work.mask.slices)
+    cluster, workload, mask = asked.topology, asked.workload, asked.workload.mask
+    make_layout(workload.layout, cluster.size, workload.seqlen, mask.cu_seqlens, mask.slices)
     request = priced(asked)
     best = check_memory(plan_for(asked), request)
-    every = [best, *(one for one in all_plans(request) if one.choice != best.choice)]
-    plans, ring = every[:top], plain_ring(request)
-    some = request.topology.size
-    stand_in = [] if some == at.size else [f"{some} ranks stand for all {at.size}"]
-    told = [reason(best, asked), why(best, ring, request), *stand_in, *other_layout(best, request)]
-    budget = budget_of(*trained, every, request, asked) if trained else None
+    all_ranked = [best, *(plan for plan in all_plans(request) if plan.choice != best.choice)]
+    plans, ring = all_ranked[:top], plain_ring(request)
+    reasons = [reason(best, asked), why(best, ring, request)]
+    if request.topology.size != cluster.size:
+        reasons.append(f"{request.topology.size} ranks stand for all {cluster.size}")
+    reasons += other_layout(best, request)
+    budget = make_budget(*trained, all_ranked, request, asked) if trained else None
     if as_json:
-        found = {
-            "topology": at.to_dict(),
+        data = {
+            "topology": cluster.to_dict(),
             "hosts_added": added,
-            "reason": ". ".join(told),
-            "plans": [plan_words(one, asked) for one in plans],
-            "ring": plan_words(ring, asked),
+            "reason": ". ".join(reasons),
+            "plans": [plan_data(plan, asked) for plan in plans],
+            "ring": plan_data(ring, asked),
         }
-        print_json(found | ({"budget": budget} if budget else {}))
-        return
-    title = f"{at.name}: {at.hosts} hosts x {at.ranks_per_host} ranks{o.added_words(added)}"
+        return print_json(data | ({"budget": budget} if budget else {}))
+    ranks = f"{cluster.hosts} hosts x {cluster.ranks_per_host} ranks"
+    title = f"{cluster.name}: {ranks}{o.added_hosts_note(added)}"
     if top is None:
         table, console = full_table(plans, ring, asked, title), wide_console()
     else:
         table, console = short_table(plans, ring, request, asked, title), Console()
-    console.print(f"[bold]{escape(told[0])}.[/bold]", escape(". ".join(told[1:])) + ".", "")
+    console.print(f"[bold]{escape(reasons[0])}.[/bold]", escape(". ".join(reasons[1:])) + ".", "")
     console.print(table)
-    print(block(best, asked))
+    print(config_block(best, asked))
     if trained and budget:
         show_budget(trained[0], budget, console)
 
 
 def priced(asked: Request) -> Request:
-    """The request whose plans are compared: that of all calls like it, on some ranks of many.
+    """The request whose plans are compared: of similar calls, on some of many ranks.
 
-    Documents so long that those ranks would hold few of them are refused.
+    Refuses documents so long that these ranks would hold only a few of them.
     """
     similar, size = representative(asked), asked.topology.size
     documents, typical = (request.workload.mask.cu_seqlens for request in (asked, similar))
@@ -159,58 +158,60 @@ def priced(asked: Request) -> Request:
 
 
 def plain_ring(request: Request) -> Plan:
-    """Ring Attention, with which every plan is compared."""
+    """The plan of Ring Attention, with which every plan is compared."""
     ring = in_rank_order({"name": "ring"}, request.topology.size)
     return price_plan(request, Choice(1, ring, ring))
 
 
-def block(plan: Plan, request: Request) -> str:
+def config_block(plan: Plan, request: Request) -> str:
     """The config of a plan, to be pasted."""
-    told = 'The "wallfacer" block of a DeepSpeed JSON, or SequenceParallelConfig.from_dict:'
-    return f"{told}\n{json.dumps(config(plan, request), indent=2)}"
+    title = 'The "wallfacer" block of a DeepSpeed JSON, or SequenceParallelConfig.from_dict:'
+    return f"{title}\n{json.dumps(config(plan, request), indent=2)}"
 
 
 def config(plan: Plan, request: Request) -> dict[str, Any]:
-    """The config that runs a plan, with the kernel and partials if they were asked for by name."""
-    work = request.workload
-    words = plan.choice.to_config(request.topology.size, work.layout)
-    if work.shape.partial_size is not None:
-        words |= {"partials": ACTIVATION}
-    return words if work.kernel == AUTO else words | {"kernel": work.kernel}
+    """The config that runs a plan; it names the kernel and partials unless they are defaults."""
+    workload = request.workload
+    settings = plan.choice.to_config(request.topology.size, workload.layout)
+    if workload.shape.partial_size is not None:
+        settings |= {"partials": ACTIVATION}
+    return settings if workload.kernel == AUTO else settings | {"kernel": workload.kernel}
 
 
 def why(best: Plan, ring: Plan, request: Request) -> str:
-    """The choice beside the plain ring, and how much of its transfers is hidden, if it has any."""
+    """The plan's speed against the plain ring, and how much of its transfers is hidden."""
     cost = best.cost
     hidden = ""
     if cost.nic_bytes + cost.inside_bytes:
         share = 1 - cost.exposed_s / max(cost.exposed_s, cost.transfer_s)
         hidden = f", {share:.0%} of the transfer time hidden behind computing"
-    counted = "message by message" if request.is_exact else "by formulas"
-    faster = f"{ring.cost.seconds / cost.seconds:.2f} x the ring's speed"
-    return f"That is {faster}{hidden} (counted {counted})"
+    method = "message by message" if request.is_exact else "by formulas"
+    speed = f"{ring.cost.seconds / cost.seconds:.2f} x the ring's speed"
+    return f"That is {speed}{hidden} (counted {method})"
 
 
 def other_layout(best: Plan, request: Request) -> list[str]:
-    """What is said if another layout is faster under a sliding window or slices of a mask."""
-    work, mask = request.workload, request.workload.mask
-    near = ("contiguous",) if mask.band.left < inf else ()
-    found = {
-        layout: best_plan(replace(request, workload=replace(work, layout=layout)))
-        for layout in (near if mask.slices is None else ("balanced", "contiguous"))
-        if layout != work.layout
+    """A hint if another layout is faster, under a sliding window or slices of a mask."""
+    workload, mask = request.workload, request.workload.mask
+    layouts = ("contiguous",) if mask.band.left < inf else ()
+    if mask.slices is not None:
+        layouts = ("balanced", "contiguous")
+    seconds = {
+        layout: best_plan(replace(request, workload=replace(workload, layout=layout))).cost.seconds
+        for layout in layouts
+        if layout != workload.layout
     }
-    layout = min(found, key=lambda name: found[name].cost.seconds, default="")
-    if not layout or found[layout].cost.seconds >= best.cost.seconds:
+    layout = min(seconds, key=seconds.__getitem__, default="")
+    if not layout or seconds[layout] >= best.cost.seconds:
         return []
     return [
         f'Under this mask "layout": "{layout}" is faster, '
-        f"{milliseconds(found[layout].cost.seconds)} ms predicted: add --layout {layout}"
+        f"{milliseconds(seconds[layout])} ms predicted: add --layout {layout}"
     ]
 
 
-def plan_words(plan: Plan, request: Request) -> dict[str, Any]:
-    """One candidate as data."""
+def plan_data(plan: Plan, request: Request) -> dict[str, Any]:
+    """A plan as data."""
     choice, cost = plan.choice, plan.cost
     return {
         "config": config(plan, request),

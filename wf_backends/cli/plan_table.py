@@ -1,6 +1,4 @@
-"""The tables of `wallfacer plan`: in 80 columns the choice, the schemes that papers name, and what
-else there is, rows with the same figures as one; or every plan with all figures.
-"""
+"""The tables of `wallfacer plan`: one of 80 columns, and one of all plans with all figures."""
 
 from __future__ import annotations
 
@@ -26,71 +24,73 @@ Row = dict[str, str]
 
 
 def full_table(plans: Sequence[Plan], ring: Plan, asked: Request, title: str) -> Table:
-    """All plans in their order, with all figures, and the ring that they are compared with."""
-    listed = ring.choice in [plan.choice for plan in plans]
-    shown = [*plans] if listed else [*plans, ring]
-    return table_of(title, [row(plan, ring, asked, exposed=True) for plan in shown])
+    """All plans in their order with all figures, and the ring with which they are compared."""
+    is_listed = ring.choice in [plan.choice for plan in plans]
+    listed = [*plans] if is_listed else [*plans, ring]
+    return table_of(title, [row(plan, ring, asked, exposed=True) for plan in listed])
 
 
 def short_table(
     plans: Sequence[Plan], ring: Plan, request: Request, asked: Request, title: str
 ) -> Table:
-    """The first plan, named schemes beside it, then the other plans.
+    """The best plan, the named schemes, then the other plans.
 
     Args:
-        plans: the choice, and others, the best first. ring: the plain ring.
-        request: what was priced, of which some ranks may stand for all. asked: for all ranks.
+        plans: the best first. ring: the plain ring.
+        request: what was priced; its ranks may stand for all. asked: the request for all ranks.
     """
-    choice, *others = plans
-    best = row(choice, ring, asked)
+    best_plan, *others = plans
+    best = row(best_plan, ring, asked)
     schemes = named_schemes(ring, request, asked.topology.size)
     named = list[Row]()
     for name, plan in schemes.items():
         if isinstance(plan, str):
             named.append(dict.fromkeys(best, "-") | {"plan": f"{name}: {plan}"})
-        elif plan.choice != choice.choice:
+        elif plan.choice != best_plan.choice:
             named.append(row(plan, ring, asked))
-    shown = [plan.choice for plan in (choice, *schemes.values()) if isinstance(plan, Plan)]
-    rest = [row(plan, ring, asked) for plan in others if plan.choice not in shown]
-    table = table_of(title, [best, *named, *folded(rest)])
+    listed = [plan.choice for plan in (best_plan, *schemes.values()) if isinstance(plan, Plan)]
+    rest = [row(plan, ring, asked) for plan in others if plan.choice not in listed]
+    table = table_of(title, [best, *named, *merge_equal(rest)])
     table.rows[0].style = "bold"
     table.rows[0].end_section = table.rows[len(named)].end_section = True
     return table
 
 
 def named_schemes(ring: Plan, request: Request, size: int) -> dict[str, Plan | str]:
-    """The schemes that papers name, ranks in order and all heads at once; or why there is none.
+    """The best plan of each scheme that papers name, with ranks in order; or why there is none.
 
-    The ranks of the request may stand for all, `size`.
+    The request's ranks may stand for all `size` ranks.
     """
-    own, shape = request.topology.size, request.workload.shape
+    num_ranks, shape = request.topology.size, request.workload.shape
     degrees = legal_degrees(replace(request, degrees=None))
-    teams = [team for team in divisors(own) if team > 1 and own % team**2 == 0]
+    teams = [team for team in divisors(num_ranks) if team > 1 and num_ranks % team**2 == 0]
     no_ulysses = f"not on {size} ranks with {shape.heads} heads and {shape.kv_heads} key heads"
     no_teams = f"needs teams whose number squared divides {size}"
-    if own != size:
-        degrees, teams = [d for d in degrees if d < own], []
-        no_ulysses = no_teams = f"not predicted where {own} ranks stand for all"
+    if num_ranks != size:
+        degrees, teams = [degree for degree in degrees if degree < num_ranks], []
+        no_ulysses = no_teams = f"not predicted where {num_ranks} ranks stand for all"
 
-    def best(pairs: Iterable[tuple[int, dict[str, object]]], why_not: str) -> Plan | str:
-        placed = [(degree, in_rank_order(route, own // degree)) for degree, route in pairs]
-        plans = [price_plan(request, Choice(degree, one, one)) for degree, one in placed]
+    def best(settings: Iterable[tuple[int, dict[str, object]]], why_not: str) -> Plan | str:
+        placed = [(degree, in_rank_order(route, num_ranks // degree)) for degree, route in settings]
+        plans = [price_plan(request, Choice(degree, route, route)) for degree, route in placed]
         return ranked(plans, request)[0] if plans else why_not
 
-    plain: dict[str, object] = {"name": "ring"}
-    between = [(degree, plain) for degree in degrees if 1 < degree < own]
+    ring_route: dict[str, object] = {"name": "ring"}
+    partial_degrees = [(degree, ring_route) for degree in degrees if 1 < degree < num_ranks]
     with_teams = [(1, {"name": "concentric", "team_size": team}) for team in teams]
     return {
         "Ring Attention": ring,
-        "Ulysses": best([(own, plain)] if own in degrees else [], no_ulysses),
-        "USP": best(between, "no ulysses_degree between 1 and all ranks fits the heads"),
+        "Ulysses": best([(num_ranks, ring_route)] if num_ranks in degrees else [], no_ulysses),
+        "USP": best(partial_degrees, "no ulysses_degree between 1 and all ranks fits the heads"),
         "StarTrail": best(with_teams, no_teams),
-        "all-gather": best([(1, {"name": "all_gather"})] if own > 1 else [], "one rank has all"),
+        "all-gather": best(
+            [(1, {"name": "all_gather"})] if num_ranks > 1 else [], "one rank has all"
+        ),
     }
 
 
 def row(plan: Plan, ring: Plan, asked: Request, exposed: bool = False) -> Row:
-    """A plan and what is predicted of it, by the names of the columns."""
+    """A plan and its predicted figures, by the names of the columns."""
     cost = plan.cost
     hidden = {"exposed ms": milliseconds(cost.exposed_s)} if exposed else {}
     nic = {"NIC GB": f"{cost.nic_bytes / 1e9:.3g}"} if asked.topology.hosts > 1 else {}
@@ -106,13 +106,13 @@ def row(plan: Plan, ring: Plan, asked: Request, exposed: bool = False) -> Row:
     }
 
 
-def folded(rows: Sequence[Row]) -> list[Row]:
-    """Rows with the same figures as one row, by the name of the first."""
-    alike = dict[tuple[str, ...], list[Row]]()
-    for one in rows:
-        _, *figures = one.values()
-        alike.setdefault(tuple(figures), []).append(one)
+def merge_equal(rows: Sequence[Row]) -> list[Row]:
+    """Rows with equal figures become one row, with the name of the first."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for plan_row in rows:
+        _, *figures = plan_row.values()
+        groups.setdefault(tuple(figures), []).append(plan_row)
     return [
         first | ({"plan": f"{first['plan']} (and {len(others)} alike)"} if others else {})
-        for first, *others in alike.values()
+        for first, *others in groups.values()
     ]

@@ -1,7 +1,4 @@
-"""What reads models for the commands: functions that other packages register as entry points.
-
-The core imports no framework.
-"""
+"""Reads models through entry points of other packages, since the core imports no framework."""
 
 from __future__ import annotations
 
@@ -18,19 +15,19 @@ SHAPES = "wallfacer.model_shapes"  # entry points: (name, whether all sizes) -> 
 
 
 def call_reader(group: str, command: str, *args: Any, **kwargs: Any) -> Any:
-    """What the first function of this group that can be imported returns; ValueError if none."""
-    why = "none is registered: install WallFacer itself, pip install '.[transformers]'"
+    """Call the first function of the group that can be imported; ValueError if there is none."""
+    reason = "none is registered: install WallFacer itself, pip install '.[transformers]'"
     for reader in entry_points(group=group):
         try:
-            with redirect_stdout(sys.stderr):  # what libraries say when imported is no result
+            with redirect_stdout(sys.stderr):  # imports may print to stdout
                 return reader.load()(*args, **kwargs)
         except ModuleNotFoundError as error:
-            why = f"{error}: pip install '.[transformers]'"
-    raise ValueError(f"{command} needs what reads models; {why}")
+            reason = f"{error}: pip install '.[transformers]'"
+    raise ValueError(f"{command} needs what reads models; {reason}")
 
 
 def check_folder(model: Path) -> Path:
-    """The folder; refused, before any framework is loaded, if it has no model's configuration."""
+    """The folder; refuses, before any framework is loaded, a folder without a model's config."""
     config = model / "config.json"
     if not model.is_dir():
         raise ValueError(f"--model {model}: there is no such folder")
@@ -51,10 +48,10 @@ ModelFolder = Annotated[Path, Option(callback=check_folder, help="Folder with a 
 
 
 def read_model(name: str, sizes: bool = False) -> dict[str, Any]:
-    """heads, kv_heads and head_dim of a model; with `sizes` also what its memory follows from.
+    """heads, kv_heads and head_dim of a model; with `sizes` all sizes that its memory depends on.
 
     Raises:
-        ValueError, NotImplementedError: if its config does not tell them.
+        ValueError, NotImplementedError: if its config does not have them.
     """
     if Path(name).is_dir():
         check_folder(Path(name))

@@ -12,18 +12,18 @@ from rich.markup import escape
 from rich.table import Table
 
 
-def table_of(title: str, rows: Sequence[Mapping[str, str]], words: int = 1, **look: Any) -> Table:
-    """A table with a column for each key of its rows; nothing in it is markup.
+def table_of(title: str, rows: Sequence[Mapping[str, str]], words: int = 1, **style: Any) -> Table:
+    """A table with a column for each key of its rows; text is printed as it is, not as markup.
 
     Args:
-        rows: all with the same keys, in the same order.
-        words: how many columns, the first ones, are words, on the left. Figures are on the right,
-            they and their names in one line.
-        look: what else rich's Table takes.
+        rows: all with the same keys in the same order.
+        words: this many columns, the first ones, have words, on the left. The others have figures,
+            on the right, and are not wrapped.
+        style: other arguments of rich's Table.
     """
-    table = Table(title=escape(title), **look)
-    for place, name in enumerate(rows[0]):
-        is_figure = place >= words
+    table = Table(title=escape(title), **style)
+    for i, name in enumerate(rows[0]):
+        is_figure = i >= words
         table.add_column(name, justify="right" if is_figure else "left", no_wrap=is_figure)
     for row in rows:
         table.add_row(*map(escape, row.values()))
@@ -31,10 +31,10 @@ def table_of(title: str, rows: Sequence[Mapping[str, str]], words: int = 1, **lo
 
 
 def wide_console() -> Console:
-    """The terminal; in a pipe or a file, a console that is wide enough for any table."""
+    """A console for the terminal; for a pipe or a file, one as wide as any table."""
     return Console() if sys.stdout.isatty() else Console(width=1000)
 
 
-def print_json(words: object) -> None:
-    """To stdout, for programs to read."""
-    print(json.dumps(words, indent=2))
+def print_json(data: object) -> None:
+    """Print data to stdout for other programs."""
+    print(json.dumps(data, indent=2))

@@ -1,4 +1,4 @@
-"""`wallfacer verify`: does a model give on several ranks what it gives on one?"""
+"""`wallfacer verify`: compares a model on several ranks with the same model on one."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from wf_backends.cli.options import check_range
 from wf_backends.cli.readers import ModelFolder, call_reader
 from wf_backends.parallel import SequenceParallelConfig
 
-MOST_THREADS = 256
-LAYOUTS = ("zigzag", "contiguous")  # of any batch; others follow from documents or a mask
-VERIFIERS = "wallfacer.verifiers"  # entry points: (folder, config) -> what was found, in a sentence
+MAX_THREADS = 256
+LAYOUTS = ("zigzag", "contiguous")  # the others need documents or a mask
+VERIFIERS = "wallfacer.verifiers"  # entry points: (folder, config) -> the result as a sentence
 
 
 def verify(
     model: ModelFolder,
-    sequence_parallel_size: Annotated[int, Option(help="Ranks, as threads of a process.")],
+    sequence_parallel_size: Annotated[int, Option(help="Ranks, as threads of one process.")],
     route: Annotated[str, Option(help="ring or all_gather.")] = "ring",
     ulysses_degree: Annotated[int, Option(help="Ranks that trade heads for tokens.")] = 1,
     layout: Annotated[str, Option(help="zigzag or contiguous.")] = "zigzag",
 ) -> None:
     """Compare a model on several ranks, which are threads, with the same model on one.
 
-    On a short drawn batch, in float32: outputs of all modules, the loss, every gradient. Exit code
-    1 where they differ; the first module whose output does is named. Weights are drawn where the
-    folder has none.
+    Outputs of all modules, the loss and every gradient are compared on a short random batch in
+    float32. If they differ, the exit code is 1 and the first module with a different output is
+    named. Weights are random if the folder has none.
 
     Example:
 
         wallfacer verify --model ./llama --sequence-parallel-size 4
     """
-    check_range(2, MOST_THREADS, sequence_parallel_size=sequence_parallel_size)
+    check_range(2, MAX_THREADS, sequence_parallel_size=sequence_parallel_size)
     one_of("--layout", layout, LAYOUTS)
     config = SequenceParallelConfig(
         sequence_parallel_size=sequence_parallel_size,
