@@ -1,4 +1,4 @@
-"""A model and an Accelerator whose ranks share sequences; see `connect`."""
+"""What a user calls: `connect` for a model and an Accelerator, `connect_trainer` for a Trainer."""
 
 from __future__ import annotations
 
@@ -44,29 +44,30 @@ AVERAGING = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP")
 def connect(
     model: nn.Module, accelerator: Accelerator, words: Words, whole_logits: bool = False
 ) -> Handle:
-    """Spread the sequences of `model` over the ranks of a job that accelerate runs.
+    """Split the sequences of `model` over the ranks of a job that accelerate runs.
 
-    Call it before `accelerator.prepare`. The model is then called with whole batches, as without
-    us: it computes this rank's part, and its loss is that of the whole batch on every rank of a
-    group. Loaders that the accelerator prepares give the ranks of a group the same samples, and
-    `gather_for_metrics` gathers them once.
+    Call it before `accelerator.prepare`. The model is called with whole batches, as without
+    WallFacer. It computes this rank's part, and returns the loss of the whole batch on every rank
+    of a group. Loaders that the accelerator prepares give the ranks of a group the same samples;
+    `gather_for_metrics` returns each sample once.
 
     Args:
         model: a Hugging Face model, or a module around one; see `wf_transformers.attach`.
-        accelerator: the job's, under DDP or FSDP, or in one process.
-        words: a SequenceParallelConfig, or its words; these may have "activation_checkpointing",
-            "autochunk", "latents" and "verify" among them.
-        whole_logits: whether a training call with labels gives the logits of the whole batch too,
-            and not of this rank's tokens. (b, S, vocabulary) on every rank.
+        accelerator: the job's Accelerator, under DDP or FSDP, or in one process.
+        words: a SequenceParallelConfig, or a dict of its keys. The dict may also have the keys
+            "activation_checkpointing", "autochunk", "latents" and "verify".
+        whole_logits: whether a training call with labels returns the logits of the whole batch,
+            (b, S, vocabulary) on every rank, instead of those of this rank's tokens.
 
     Returns:
-        What takes all of it back.
+        The handle; `remove()` undoes all changes.
 
     Raises:
-        ValueError: for wrong words, a sequence_parallel_size that does not divide the ranks, an
-            accelerator that does not know all ranks, or that has prepared something already.
-        NotImplementedError: for an engine or a parallelism that cannot go with it, and for a model
-            that cannot be spread, or gives something else on the ranks than alone.
+        ValueError: for a wrong key or value in `words`, a sequence_parallel_size that does not
+            divide the number of ranks, an accelerator that does not count all ranks of the job, or
+            has already prepared a model or a loader.
+        NotImplementedError: for an engine or a parallelism that cannot be combined with ours, and
+            for a model that cannot be split, or whose result on the ranks differs from one rank's.
     """
     return _connect(model, accelerator, words, whole_logits)
 
@@ -78,42 +79,44 @@ def _connect(
     whole_logits: bool,
     trl: TrlTrainer | None = None,
 ) -> Handle:
-    """`connect`; `trl` is the trainer of TRL around the model."""
-    run = ModelWords()
+    """Do what `connect` does; `trl` is given if a TRL trainer trains the model."""
+    model_words = ModelWords()
     if not isinstance(words, SequenceParallelConfig):
-        own, run = ModelWords.split(words)
-        words = SequenceParallelConfig.from_dict(own)
-    _refuse(accelerator, [] if trl is None else trl.others)
+        config_words, model_words = ModelWords.split(words)
+        words = SequenceParallelConfig.from_dict(config_words)
+    _refuse_accelerator(accelerator, [] if trl is None else trl.evaluated_models)
     if "forward" in vars(model) and not has_fused_head(model):
         raise NotImplementedError(
-            f"somebody replaced the forward of this {type(model).__name__} by {model.forward}, as "
-            f"Trainers with a fused loss do: that loss would be of this rank's tokens"
+            f"the forward of this {type(model).__name__} was replaced by {model.forward}, as "
+            f"Trainers with a fused loss do: it would compute the loss of this rank's tokens only"
         )
     sp = SequenceParallel(words, own_group(words.timeout))
-    settle_at_exit()  # Trainers do not destroy the group that they started
-    hooks = WholeBatchHooks if trl is None else LogProbabilityHooks
-    hook = partial(hooks, model, whole_logits=whole_logits)
+    settle_at_exit()  # Trainers do not destroy the process group that they started
+    hooks_class = WholeBatchHooks if trl is None else LogProbabilityHooks
+    add_hooks = partial(hooks_class, model, whole_logits=whole_logits)
     attach = partial(attach_model, model, sp)
-    handle, _ = attach_compared(run, model, sp, attach, hook, whole_batches=True)
+    handle, _ = attach_compared(model_words, model, sp, attach, add_hooks, whole_batches=True)
     handle.advice = (
         f"all {sp.size} ranks of a sequence read the same samples: have the Accelerator that was "
         f"connected prepare the loader, or shard the data by rank // {sp.size}"
     )
     with handle.removed_on_error():
-        hook(handle)
+        add_hooks(handle)
         handle.undo.enter_context(counted_by_group(accelerator, lambda: sp.size))
     return handle
 
 
 def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) -> Handle:
-    """`connect` for a Trainer of transformers, or one of its subclasses, before it trains.
+    """Do what `connect` does for a transformers Trainer or a subclass. Call it before it trains.
 
     Args:
-        whole_logits: for subclasses that look at the logits of training.
+        trainer: one with a `model`, not with a `model_init`.
+        words: as in `connect`.
+        whole_logits: as in `connect`; for subclasses that read the logits of training calls.
 
     Raises:
-        ValueError, NotImplementedError: as `connect`, and for a Trainer that makes its model anew
-            or replicates it over the GPUs of one process.
+        ValueError, NotImplementedError: as `connect`, and for a Trainer that builds a new model
+            when it trains, or replicates its model over the GPUs of one process.
     """
     if getattr(trainer, "model_init", None) is not None:
         raise NotImplementedError("model_init=: the Trainer makes a new model later; give model=")
@@ -130,44 +133,49 @@ def connect_trainer(trainer: Trainer, words: Words, whole_logits: bool = False) 
         if trl is not None:
             trl.connect(handle)
         _replace_steps(trainer, handle)
+    # The Trainer holds the accelerator's method as it was before we replaced it
     options = getattr(trainer.gather_function, "keywords", {})
     gather = partial(trainer.accelerator.gather_for_metrics, **options)
-    handle.set(trainer, "gather_function", gather)  # the Trainer keeps what its accelerator had
+    handle.set(trainer, "gather_function", gather)
     return handle
 
 
 def _replace_steps(trainer: Trainer, handle: Handle) -> None:
-    """Methods of transformers' Trainer; those of a subclass's own are left alone."""
+    """Replace methods of transformers' Trainer, except those that a subclass overrides."""
     from transformers.trainer import Trainer
 
     steps = {"prediction_step": loss_only, "compute_loss": partial(counted_once, trainer)}
     for name, step in steps.items():
         if getattr(type(trainer), name, None) is getattr(Trainer, name):
             handle.undo.enter_context(temporarily_replace(trainer, name, step))
-    if not hasattr(trainer.model, OPERATIONS):  # of transformers 5, whose Trainer counts itself
+    if not hasattr(trainer.model, OPERATIONS):  # in transformers 5 the Trainer counts operations
         handle.share_operations(trainer)
-    first = partial(compared_first, trainer)
-    handle.undo.enter_context(temporarily_replace(trainer, "training_step", first))
+    training_step = partial(compared_first, trainer)
+    handle.undo.enter_context(temporarily_replace(trainer, "training_step", training_step))
 
 
-def _refuse(accelerator: Accelerator, known: Sequence[Any]) -> None:
-    """Whatever averages gradients otherwise, or spreads sequences itself.
+def _refuse_accelerator(accelerator: Accelerator, allowed: Sequence[Any]) -> None:
+    """Refuse an accelerator that does not average gradients over all ranks, or that has already
+    prepared a model or a loader.
 
     Args:
-        known: models that it may have prepared.
+        allowed: models that it may have prepared.
     """
-    kind = str(accelerator.distributed_type.value)
-    if kind == "DEEPSPEED":
+    distributed_type = str(accelerator.distributed_type.value)
+    if distributed_type == "DEEPSPEED":
         raise NotImplementedError(
             'accelerate runs DeepSpeed here: put a "wallfacer" block into the DeepSpeed JSON and '
             "start the script by python -m wf_deepspeed (docs/deepspeed.md)"
         )
-    if kind not in AVERAGING:
-        raise NotImplementedError(f"accelerate's distributed_type {kind}; have {AVERAGING}")
-    own = getattr(accelerator, "parallelism_config", None)
-    if own is not None and own.non_data_parallel_size > 1:
+    if distributed_type not in AVERAGING:
         raise NotImplementedError(
-            f"accelerate's own parallelism beside ours, {own}: leave parallelism_config out"
+            f"accelerate's distributed_type {distributed_type} is not supported; have {AVERAGING}"
+        )
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    if parallelism is not None and parallelism.non_data_parallel_size > 1:
+        raise NotImplementedError(
+            f"accelerate's own parallelism, {parallelism}, cannot be combined with WallFacer's: "
+            "leave parallelism_config out"
         )
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     if accelerator.num_processes != ranks:
@@ -176,8 +184,9 @@ def _refuse(accelerator: Accelerator, known: Sequence[Any]) -> None:
             f"ranks: gradients would not be averaged. Without GPUs say use_cpu=True in "
             f"TrainingArguments, or Accelerator(cpu=True)"
         )
-    models = [one for one in accelerator._models if not any(one is its for its in known)]
-    if models or accelerator._dataloaders:  # there is no public word for it
+    allowed_ids = {id(model) for model in allowed}
+    prepared = [model for model in accelerator._models if id(model) not in allowed_ids]
+    if prepared or accelerator._dataloaders:  # accelerate has no public attributes for them
         raise ValueError(
             "the accelerator has prepared a model or a loader already: connect before "
             "accelerator.prepare, and before the Trainer trains or evaluates"

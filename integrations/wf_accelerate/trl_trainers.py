@@ -1,7 +1,8 @@
-"""TRL's trainers of preferences and policies (DPO, KTO, GRPO, RLOO) around a spread model.
+"""TRL's trainers of preferences and policies (DPO, KTO, GRPO, RLOO) with a model on many ranks.
 
-The rollout is whole: each rank of a sequence generates all of it, and alike. The loss is cut:
-log-probabilities of a rank's own tokens are brought together, (b, S), logits never are.
+Rollouts are not split: every rank of a sequence generates the same whole completions. The loss is
+split: a rank computes the log-probabilities of its tokens, which are gathered to (b, S). Logits are
+never gathered.
 """
 
 from __future__ import annotations
@@ -22,39 +23,40 @@ from wf_transformers.whole_batches.log_probabilities import (
 
 
 class TrlTrainer:
-    """What such a trainer needs beside its model's hooks.
+    """Prepares a trainer and its models other than the trained one, which `connect` attaches.
 
     Args:
-        trainer: before its model is attached.
+        trainer: a TRL trainer whose model is not attached yet.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._policy = hasattr(trainer, "num_generations")
+        self._trains_policy = hasattr(trainer, "num_generations")
         reference = getattr(trainer, "ref_model", None)
         self._reference = reference if isinstance(reference, nn.Module) else None
-        _refuse(trainer, self._policy or self._reference is not None)
-        generates = self._policy or getattr(trainer, "generate_during_eval", False)
+        _refuse_options(trainer, self._trains_policy or self._reference is not None)
+        generates = self._trains_policy or getattr(trainer, "generate_during_eval", False)
         models = [trainer.model, self._reference] if generates else []
         self._rollouts = [Rollout(model) for model in models if model is not None]
 
     @property
-    def others(self) -> list[Any]:
-        """Models that the trainer had prepared for evaluation: they are not trained."""
+    def evaluated_models(self) -> list[Any]:
+        """Models that are not trained; the trainer has the accelerator prepare them at once."""
         return [self._reference, *getattr(self._trainer, "reward_funcs", [])]
 
     def connect(self, handle: Handle) -> None:
-        """Have it train the model of `handle`.
+        """Make the trainer train the model of `handle`.
 
         Raises:
-            ValueError: if the completions of a prompt would be made by several sequences' ranks.
+            ValueError: if the completions of one prompt would be split between data-parallel ranks.
         """
         trainer, sp = self._trainer, handle.sp
-        handle.first = None  # the model is called without labels: no loss of a call to compare
-        if self._policy:
-            _count_groups(trainer, sp.size, handle)
-            set_seed(trainer.args.seed + handle.data_parallel_rank)  # as TRL does by process
-            rewards = partial(_of_first_ranks, sp.size)
+        handle.first = None  # the model is called without labels, so there is no loss to compare
+        if self._trains_policy:
+            _set_generation_batch(trainer, sp.size, handle)
+            # TRL's seed is another for each process; the ranks of a sequence must draw alike
+            set_seed(trainer.args.seed + handle.data_parallel_rank)
+            rewards = partial(_rewards_of_first_ranks, sp.size)
             handle.undo.enter_context(temporarily_replace(trainer, "_calculate_rewards", rewards))
         if self._reference is not None:
             reference = attach_model(self._reference, sp)
@@ -65,54 +67,63 @@ class TrlTrainer:
             rollout.take_over(handle)
 
 
-def _refuse(trainer: Any, beside: bool) -> None:
-    """What ranks of a sequence cannot share.
+def _refuse_options(trainer: Any, needs_whole_parameters: bool) -> None:
+    """Refuse options of a trainer that do not work when ranks share a sequence.
 
     Args:
-        beside: whether there is a rollout or a reference model.
+        needs_whole_parameters: whether it has rollouts or a reference model.
     """
     if getattr(trainer, "use_vllm", False):
         raise NotImplementedError(
-            "use_vllm=True: vLLM would be asked once by every rank of a sequence, and they would "
-            "get different completions; leave it out, and the model itself generates"
+            "use_vllm=True: every rank of a sequence would call vLLM, and get other completions "
+            "than the other ranks; leave it out, and the model itself generates"
         )
     if getattr(trainer, "use_transformers_continuous_batching", False):
         raise NotImplementedError(
-            "use_transformers_continuous_batching=True: its caches cannot be spread; leave it out, "
-            "and the model generates as ever"
+            "use_transformers_continuous_batching=True: its caches cannot be split over ranks; "
+            "leave it out, and the model generates without it"
         )
-    if trainer.is_fsdp_enabled and beside:
+    if trainer.is_fsdp_enabled and needs_whole_parameters:
         raise NotImplementedError(
             f"{type(trainer).__name__} under FSDP: a rollout and a reference model need whole "
             "parameters; run it under DDP"
         )
 
 
-def _count_groups(trainer: Any, size: int, handle: Handle) -> None:
-    """A group's ranks count as one process where prompts are handed out."""
-    args, each = trainer.args, trainer.num_generations
-    rows = args.per_device_train_batch_size * args.steps_per_generation
-    mine = {"per_device_train_batch_size x steps_per_generation": rows}
+def _set_generation_batch(trainer: Any, size: int, handle: Handle) -> None:
+    """Divide TRL's generation batch by the ranks of a sequence: they generate the same samples.
+
+    Raises:
+        ValueError: if the samples of a group are not whole sets of completions of a prompt.
+    """
+    args, num_generations = trainer.args, trainer.num_generations
+    train_samples = args.per_device_train_batch_size * args.steps_per_generation
+    batches = {"per_device_train_batch_size x steps_per_generation": train_samples}
     if trainer.eval_dataset is not None:
-        mine["per_device_eval_batch_size"] = args.per_device_eval_batch_size
-    for name, rows in mine.items():
-        if rows % each:
+        batches["per_device_eval_batch_size"] = args.per_device_eval_batch_size
+    for name, samples in batches.items():
+        if samples % num_generations:
             raise ValueError(
-                f"{name} = {rows} must be a multiple of num_generations = {each}: the completions "
-                "of a prompt are compared with each other, so one sequence's ranks make all"
+                f"{name} = {samples} must be a multiple of num_generations = {num_generations}: "
+                "the completions of a prompt are compared with each other, so the ranks of one "
+                "sequence must have them all"
             )
     handle.set(args, "generation_batch_size", args.generation_batch_size // size)
 
 
-def _of_first_ranks(
+def _rewards_of_first_ranks(
     size: int, original: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
-    """Rewards that all ranks gathered: those of each sequence's first rank, for all of its ranks.
+    """Return the gathered rewards, with those of a sequence's first rank for all of its ranks.
 
-    A judge may tell each rank another reward.
+    A reward function may be random (an LLM as a judge) and differ between ranks.
+
+    Returns:
+        (samples of all ranks, reward functions), as `original` does.
     """
     from accelerate.state import PartialState
 
-    gathered, world = original(*args, **kwargs), PartialState().num_processes
-    by_rank = gathered.unflatten(0, (world // size, size, len(gathered) // world))
+    gathered = original(*args, **kwargs)
+    num_ranks = PartialState().num_processes
+    by_rank = gathered.unflatten(0, (num_ranks // size, size, len(gathered) // num_ranks))
     return by_rank[:, :1].expand_as(by_rank).flatten(0, 2)

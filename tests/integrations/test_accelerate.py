@@ -422,7 +422,7 @@ def test_what_cannot_go_with_it_is_refused(
 def test_a_model_with_another_forward_is_refused() -> None:
     model = llama()
     model.forward = lambda *_, **__: None
-    with pytest.raises(NotImplementedError, match="replaced the forward of this LlamaForCausalLM"):
+    with pytest.raises(NotImplementedError, match="forward of this LlamaForCausalLM was replaced"):
         wf_accelerate.connect(model, accelerator_of(), {})
 
 
