@@ -259,10 +259,10 @@ def live_bytes(
     sizes: Mapping[int, int] | None = None,
     live: int = 0,
 ) -> list[int]:
-    """The live bytes before each step, and after the last one.
+    """The live bytes before each step and after the last one; `live` before the first one.
 
     The last step that uses a storage frees it, unless it is in `kept`. `sizes` has the bytes of
-    storages that were live before, as `live` has, or that a step puts into another one's memory.
+    storages that were live before, or that a step puts into another one's memory.
     """
     allocated = {s: count for step in steps for s, count in step.allocates.items()}
     change = [sum(step.allocates.values()) for step in steps]

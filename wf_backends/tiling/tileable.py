@@ -198,7 +198,7 @@ def _prove(
 
 
 def _uses_row_count(node: fx.Node, rows: int) -> bool:
-    """Whether an operator, no view, has the number of rows, or a power of it, as an argument."""
+    """Whether an operator, if no view, has the number of rows, or a power of it, as an argument."""
     numbers = [x for x in node.args if isinstance(x, int | float) and not isinstance(x, bool)]
     powers = (rows, 1 / rows, rows**0.5, rows**-0.5)
     return not _is_view(node) and any(isclose(x, power) for x in numbers for power in powers)
