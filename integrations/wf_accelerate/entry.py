@@ -26,11 +26,11 @@ from wf_transformers import (
     temporarily_replace,
 )
 from wf_transformers.handle import OPERATIONS
+from wf_transformers.whole_batches.custom_loss import has_fused_head
 from wf_transformers.whole_batches.log_probabilities import (
     LogProbabilityHooks,
     makes_log_probabilities,
 )
-from wf_transformers.whole_batches.own_loss import has_fused_head
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -19,7 +19,7 @@ from wf_backends.parallel import count_valid
 from wf_colossalai.sequence import plain
 from wf_transformers import Handle, WholeBatchHooks, mask_words
 from wf_transformers.whole_batches.call import Call
-from wf_transformers.whole_batches.own_loss import INPUTS, own_loss
+from wf_transformers.whole_batches.custom_loss import INPUTS, custom_loss_reason
 
 BATCH_KEYS = (*INPUTS, "labels")
 
@@ -47,27 +47,29 @@ class TokenHooks(WholeBatchHooks):
         super().__init__(model, handle, head="causal" if causal else "masked")
         self._tensor_parallel = tensor_parallel
 
-    def _batch(self, given: dict[str, Any], seqlen: int) -> dict[str, Any]:
+    def _cut_arguments(self, arguments: dict[str, Any], seqlen: int) -> dict[str, Any]:
         """By name: what a pipeline's stage gets from the one before is cut already."""
-        return {key: given[key] for key in BATCH_KEYS if given.get(key) is not None}
+        return {key: arguments[key] for key in BATCH_KEYS if arguments.get(key) is not None}
 
-    def _leaves_loss(self, model: nn.Module, given: dict[str, Any]) -> bool:
-        found = own_loss(model, given) if isinstance(model, PreTrainedModel) else None
-        if found is not None:
+    def _has_custom_loss(self, model: nn.Module, arguments: dict[str, Any]) -> bool:
+        reason = (
+            custom_loss_reason(model, arguments) if isinstance(model, PreTrainedModel) else None
+        )
+        if reason is not None:
             raise NotImplementedError(
-                f"{found}, and of a model with labels WallFacer makes plain cross entropy under "
+                f"{reason}, and of a model with labels WallFacer makes plain cross entropy under "
                 "ColossalAI: leave labels out, and make your loss from logits that sp.unshard "
                 "brings together"
             )
         return False
 
-    def _words(
-        self, model: nn.Module, given: dict[str, Any], local: dict[str, Any]
+    def _model_kwargs(
+        self, model: nn.Module, arguments: dict[str, Any], local: dict[str, Any]
     ) -> dict[str, Any]:
         if isinstance(model, PreTrainedModel):
-            return super()._words(model, given, local)
+            return super()._model_kwargs(model, arguments, local)
         known = {k: v for k, v in local.items() if k in self._names and k != "labels"}
-        return given | known | {"cu_seqlens": None} | mask_words(local)
+        return arguments | known | {"cu_seqlens": None} | mask_words(local)
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Tensor):

@@ -1,4 +1,4 @@
-"""How one model instance is attached. Every step goes into `handle.undo`."""
+"""Attaching one model instance. Every change puts its reversal into `handle.undo`."""
 
 from __future__ import annotations
 
@@ -26,33 +26,38 @@ from wf_transformers.calls import (
     tokens_of,
 )
 from wf_transformers.documents import MASK_WORDS, mask_words
-from wf_transformers.draws import RankDraws
 from wf_transformers.families.experts import RouterLoss, has_router_loss
-from wf_transformers.families.media import language_model, media_of, take_media
+from wf_transformers.families.media import hook_media, language_model, media_of
 from wf_transformers.families.mixing import has_mixers, refuse_unspreadable, spread_mixers
 from wf_transformers.families.stacks import cut_stacks, shard_between, stacks_of
-from wf_transformers.families.table import LATENTS, REFUSED, changes_in, unasking
+from wf_transformers.families.table import (
+    LATENTS,
+    REFUSED,
+    changes_in,
+    modules_without_registry,
+)
 from wf_transformers.handle import Handle
 from wf_transformers.models import (
-    asks_registry,
     inner_models,
     row_of,
-    tell_windows,
+    uses_registry,
+    warn_about_windows,
 )
-from wf_transformers.positions import tell_positions
+from wf_transformers.positions import offset_positions
 from wf_transformers.registry import register_free, registered_for
+from wf_transformers.rng import RankRng
 from wf_transformers.tensor_parallel import check_tensor_parallel
 
-Words = dict[str, Any]
+Kwargs = dict[str, Any]
 
-APPLIED = "wallfacer_applied"
-"""Of models that tell their Attention their documents, whatever they pass down."""
+APPLIED_MARK = "wallfacer_applied"
+"""Attribute set on a model whose hooks give the documents of each call to its Attention."""
 
 
 def attach_pretrained(models: Sequence[Any], sp: SequenceParallel) -> Handle:
-    """Switch Hugging Face models to a free name that is registered for `sp`, and prepare them.
+    """Register an unused name for `sp`, switch Hugging Face models to it, and prepare them.
 
-    One name for all, because models may share a config, which is where their name stands.
+    All models get the same name, because they may share the config that holds it.
 
     Raises:
         NotImplementedError: on several ranks, for a model whose tokens cannot be spread.
@@ -60,7 +65,7 @@ def attach_pretrained(models: Sequence[Any], sp: SequenceParallel) -> Handle:
     handle = register_free(sp)
     with handle.removed_on_error():
         for model in models:
-            take_media(model, handle)
+            hook_media(model, handle)
             _set_name(language_model(model), handle)
             prepare(language_model(model), handle)
     return handle
@@ -69,10 +74,10 @@ def attach_pretrained(models: Sequence[Any], sp: SequenceParallel) -> Handle:
 def attach_stages(
     model: nn.Module, sp: SequenceParallel, stages: Stages, verify: Mode = True
 ) -> Handle:
-    """Switch the hidden state of `model` over the ranks of `sp` between its stages (DSP).
+    """Change between the stages of `model` which dimension is split over the ranks of `sp` (DSP).
 
     Args:
-        verify: whether the first forward is run on one rank too and compared; True, False or
+        verify: whether to compare the first forward with one on a single rank; True, False or
             "strict".
 
     Raises:
@@ -90,16 +95,15 @@ def _set_name(model: Any, handle: Handle) -> None:
         undo.callback(model.set_attn_implementation, model.config._attn_implementation)
         model.set_attn_implementation(name)
         return
-    # GPT-2 of transformers 4 keeps a copy of its config's choice
-    copies = (module for module in model.modules() if "_attn_implementation" in vars(module))
-    for holder in (model.config, *copies):
-        undo.callback(setattr, holder, "_attn_implementation", holder._attn_implementation)
-        holder._attn_implementation = name
+    # GPT-2 of transformers 4 also keeps the name in its modules
+    modules = (module for module in model.modules() if "_attn_implementation" in vars(module))
+    for owner in (model.config, *modules):
+        undo.callback(setattr, owner, "_attn_implementation", owner._attn_implementation)
+        owner._attn_implementation = name
 
 
 def prepare(model: PreTrainedModel, handle: Handle) -> None:
-    """What registering a name alone does not reach: modules that ask no registry, documents, a
-    ViT's patches.
+    """Do what a registered name alone cannot: modules without the registry, documents, patches.
 
     Raises:
         NotImplementedError: as `apply`.
@@ -108,41 +112,41 @@ def prepare(model: PreTrainedModel, handle: Handle) -> None:
     if handle.sp.size > 1:
         refuse_unspreadable(model)
         check_tensor_parallel(model, handle)
-    tell_windows(model)
-    handle.attention.name_layers(model)
-    for module, changes in changes_in(model, handle.attention):
-        for name, value in changes.items():
+    warn_about_windows(model)
+    handle.attention.record_layer_names(model)
+    for module, attributes in changes_in(model, handle.attention):
+        for name, value in attributes.items():
             handle.set(module, name, value)
     cut_stacks(model, handle)
     if handle.sp.size > 1 and not stacks_of(model):
-        _draw_by_rank(model, handle)
-        tell_positions(model, handle)
+        _seed_by_rank(model, handle)
+        offset_positions(model, handle)
         if has_router_loss(model):
             RouterLoss(model, handle)
-    _tell_documents(model, handle)
+    _check_calls(model, handle)
     vit = model.base_model
     if isinstance(vit, ViTModel):
         shard_between(handle, vit.embeddings, vit.layernorm)
 
 
-def _draw_by_rank(model: nn.Module, handle: Handle) -> None:
-    """Around forwards of tokens in training: dropout falls on other elements on every rank."""
-    draws, names = RankDraws(handle.sp.rank), parameter_names(model)
+def _seed_by_rank(model: nn.Module, handle: Handle) -> None:
+    """Give every rank its own random state in training forwards, so that dropout masks differ."""
+    rng, names = RankRng(handle.sp.rank), parameter_names(model)
 
     @eager
-    def enter(called: nn.Module, args: tuple[Any, ...], kwargs: Words) -> None:
+    def enter(called: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
         tokens = tokens_of(by_name(names, args, kwargs))
         if tokens is not None and model not in handle.attention.cut_by_heads:
-            draws.enter_for(called, handle.sp, tokens.device)
+            rng.enter_for(called, handle.sp, tokens.device)
 
     handle.hooks(
         model.register_forward_pre_hook(enter, with_kwargs=True),
-        model.register_forward_hook(eager(draws.leave), always_call=True),
+        model.register_forward_hook(eager(rng.leave), always_call=True),
     )
 
 
-def take_latents(model: nn.Module, handle: Handle) -> None:
-    """Have an attached model's layers of multi-head latent attention send their latents.
+def send_latents(model: nn.Module, handle: Handle) -> None:
+    """Make the multi-head latent attention of an attached model send latents, not keys and values.
 
     Raises:
         ValueError: for a model without such layers, or whose attention is not over the ranks.
@@ -160,99 +164,100 @@ def take_latents(model: nn.Module, handle: Handle) -> None:
         handle.set(module, "forward", MethodType(forward, module))
 
 
-def _tell_documents(model: PreTrainedModel, handle: Handle) -> None:
-    """Open a scope of the call's documents around every forward of the model, and check it."""
+def _check_calls(model: PreTrainedModel, handle: Handle) -> None:
+    """Check the arguments of every call of the model, and scope the documents of the call."""
     attention = handle.attention
-    names, passes_on = parameter_names(model), takes_any_keyword(model)
-    stacks = bool(stacks_of(model))
+    names, takes_kwargs = parameter_names(model), takes_any_keyword(model)
+    has_stacks = bool(stacks_of(model))
 
-    def check(args: tuple[Any, ...], kwargs: Words) -> Words:
-        given = by_name(names, args, kwargs)
-        if given.get("output_attentions"):
+    def check(args: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
+        arguments = by_name(names, args, kwargs)
+        if arguments.get("output_attentions"):
             raise NotImplementedError(f"{UNSUPPORTED['output_attentions']}, which WallFacer lacks")
         if handle.sp.size > 1:
-            whole = TOKENS if stacks or model in attention.cut_by_heads else ()
-            cut = {key: value for key, value in given.items() if key not in whole}
-            refuse_call(model, cut, names, attention.logits_are_whole)
+            unsplit = TOKENS if has_stacks or model in attention.cut_by_heads else ()
+            split = {key: value for key, value in arguments.items() if key not in unsplit}
+            refuse_call(model, split, names, attention.logits_are_whole)
             if media_of(model) is None:
-                refuse_media(model, cut)
-            tokens = tokens_of(cut)
+                refuse_media(model, split)
+            tokens = tokens_of(split)
             attention.documents.expect(0 if tokens is None else tokens.shape[1])
             if tokens is None:
                 with handle.advising():
-                    handle.sp.check_same(given)
-        if not passes_on:
-            known = without_documents(args, kwargs)  # without positions where ALiBi has its own
-            return {k: x for k, x in known.items() if k != "position_ids" or k in names}
-        # Where there were documents before, a layer that is recomputed must know of none
-        knows = attention.documents.used and tokens_of(given) is not None
-        return ({"cu_seqlens": None} if knows else {}) | kwargs
+                    handle.sp.check_same(arguments)
+        if not takes_kwargs:
+            kwargs = without_documents(args, kwargs)  # and position_ids, with ALiBi
+            return {k: x for k, x in kwargs.items() if k != "position_ids" or k in names}
+        # After a call with documents, a recomputed layer must find that this call has none
+        says_none = attention.documents.used and tokens_of(arguments) is not None
+        return ({"cu_seqlens": None} if says_none else {}) | kwargs
 
-    problem = None if receivers(model) else attends_alone(model)
+    problem = None if receivers(model) else no_registry_error(model)
     scope_documents(model, handle, check, problem)
-    handle.set(model, APPLIED, True)
+    handle.set(model, APPLIED_MARK, True)
     if handle.sp.size > 1:
         _check_inner_models(model, handle)
 
 
 def _check_inner_models(model: PreTrainedModel, handle: Handle) -> None:
-    """Check calls of the models inside `model`, which scripts call for hidden states, too."""
+    """Check calls of the models inside `model`: scripts may call them for hidden states."""
 
-    def check(inner: nn.Module, args: tuple[Any, ...], kwargs: Words) -> None:
-        given = by_name(parameter_names(inner), args, kwargs)
+    def check(inner: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> None:
+        arguments = by_name(parameter_names(inner), args, kwargs)
         running = handle.attention.documents.running
-        if running is None or running.rows != 0:  # else attention refuses to be called
-            refuse_inner_call(inner, given, handle.attention.logits_are_whole)
+        if running is None or running.rows != 0:  # with rows == 0 attention raises by itself
+            refuse_inner_call(inner, arguments, handle.attention.logits_are_whole)
 
     for inner in inner_models(model):
         handle.hooks(inner.register_forward_pre_hook(check, with_kwargs=True))
 
 
-def without_documents(_: tuple[Any, ...], kwargs: Words) -> Words:
-    """A call's keyword arguments for a model that does not know documents and slices."""
+def without_documents(_: tuple[Any, ...], kwargs: Kwargs) -> Kwargs:
+    """The keyword arguments of a call without documents and slices, for models without these."""
     return {key: value for key, value in kwargs.items() if key not in MASK_WORDS}
 
 
 def scope_documents(
     model: nn.Module,
     handle: Handle,
-    change: Callable[[tuple[Any, ...], Words], Words],
+    change: Callable[[tuple[Any, ...], Kwargs], Kwargs],
     problem: str | None,
 ) -> None:
-    """Open a scope of the call's documents around every forward of the model.
+    """Around every forward of the model, let attention know the documents of this call.
 
     Args:
-        change: (args, kwargs) of a call -> the kwargs that the model gets; may refuse it.
-        problem: the `NotImplementedError` after a forward on several ranks in which no layer called
-            us. None: layers need not.
+        change: (args, kwargs) of a call -> the kwargs that the model gets; may raise.
+        problem: text of the `NotImplementedError` raised after a forward on several ranks in which
+            no layer called our attention. None: that is no error.
     """
     attention = handle.attention
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Words) -> tuple[Any, Words]:
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> tuple[Any, Kwargs]:
         attention.documents.push(mask_words(kwargs))  # before any error: `leave` always runs
-        attention.asked = False
+        attention.was_called = False
         return args, change(args, kwargs)
 
-    def check_asked(*_: Any) -> None:
-        if not attention.asked and registered_for(model) in (None, attention):
-            raise NotImplementedError(problem)  # else the model was attached once more
+    def check_was_called(*_: Any) -> None:
+        if not attention.was_called and registered_for(model) in (None, attention):
+            raise NotImplementedError(problem)  # another name: the model was attached once more
 
     def leave(*_: Any) -> None:
         attention.documents.pop()
 
     if problem is not None and handle.sp.size > 1:
-        handle.hooks(model.register_forward_hook(check_asked))
+        handle.hooks(model.register_forward_hook(check_was_called))
     handle.hooks(
         model.register_forward_pre_hook(enter, with_kwargs=True),
         model.register_forward_hook(leave, always_call=True),
     )
 
 
-def attends_alone(model: nn.Module) -> str:
-    """What is wrong with a model whose attention is its own."""
-    found = next((why for m in model.modules() if (why := row_of(REFUSED, m))), None)
-    if found is not None:
-        return f"attention of {type(model).__name__} {found}, of which WallFacer has no gradient"
+def no_registry_error(model: nn.Module) -> str:
+    """The error for a model whose attention never reaches ours."""
+    reasons = [row_of(REFUSED, module) for module in model.modules()]
+    reason = next((reason for reason in reasons if reason), None)
+    if reason is not None:
+        return f"attention of {type(model).__name__} {reason}, of which WallFacer has no gradient"
     return (
         f"no layer of {type(model).__name__} (transformers {transformers.__version__}) asks "
         "transformers' attention registry: every rank would attend to its own tokens only. Take a "
@@ -260,12 +265,12 @@ def attends_alone(model: nn.Module) -> str:
     )
 
 
-def can_ask(model: PreTrainedModel) -> bool:
-    """Whether a layer of the model may ask us: by the registry, by what we replace, by itself."""
-    by_itself = bool(unasking(model)) or has_mixers(model) or bool(receivers(model))
-    return by_itself or asks_registry(model)
+def can_attend_over_ranks(model: PreTrainedModel) -> bool:
+    """Whether a layer can call our attention: by the registry, a replaced method, or itself."""
+    replaced = bool(modules_without_registry(model)) or has_mixers(model)
+    return replaced or bool(receivers(model)) or uses_registry(model)
 
 
 def is_applied(model: nn.Module) -> bool:
-    """Whether `apply` was called on this very module, or on one that it is a copy of."""
-    return APPLIED in vars(model)
+    """Whether `apply` was called on this module, or on the module that it was copied from."""
+    return APPLIED_MARK in vars(model)

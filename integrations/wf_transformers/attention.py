@@ -20,7 +20,7 @@ from wf_transformers.documents import Documents
 from wf_transformers.masks import MaskCheck, padding_of
 from wf_transformers.models import refuse_varying_rope
 
-# Keyword arguments of models that change attention in a way that no kernel of ours knows.
+# Keyword arguments of attention layers that no kernel of ours supports.
 UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     {
         "head_mask": "head masks",
@@ -31,7 +31,7 @@ UNSUPPORTED: Mapping[str, str] = MappingProxyType(
     }
 )
 
-SCORES: Mapping[str, str] = MappingProxyType(
+SCORE_OPTIONS: Mapping[str, str] = MappingProxyType(
     {
         "softcap": "softcap",  # scores are softcap tanh(scores / softcap)
         "s_aux": "sinks",  # (h,) of the heads
@@ -40,36 +40,36 @@ SCORES: Mapping[str, str] = MappingProxyType(
         "kv_up": "kv_up",  # key and value are latents (b, 1, s, ...)
     }
 )
-"""What layers say of their scores, and what `SequenceParallel.attention` calls it."""
+"""Keyword arguments of layers about their scores -> parameters of `SequenceParallel.attention`."""
 
 Window = int | tuple[int, int] | None
 IN_STACK = "wallfacer_stack"
-"""Of layers in models that are cut inside: "self" or "cross". Their masks are whole."""
-BOTH_SIDES = ("ModernBertAttention",)
-"""Layers of transformers 5 of whose window w it is known that rows see w - 1 on either side."""
+"""Attribute of layers in models that are cut inside: "self" or "cross". Their masks cover all S."""
+TWO_SIDED = ("ModernBertAttention",)
+"""Layers of transformers 5 in which a window w shows w - 1 tokens on each side of a row."""
 
 
 class Attention(Shared):
-    """sp.attention in the words of transformers' attention interface.
+    """sp.attention behind transformers' attention interface, for all layers of all its models.
 
-    One object per SequenceParallel, called by every layer of every model that uses it.
+    Shapes: b batch, s rows of this rank, h heads, g key heads, d head_dim.
     """
 
     def __init__(self, sp: SequenceParallel, name: str = "") -> None:
         self.sp = sp
         self.name = name
-        """In transformers' registry; "" if it is not there."""
+        """In transformers' registry; "" if it is not registered."""
         self.documents = Documents()
         self.cut_by_heads: WeakSet[nn.Module] = WeakSet()
-        """Models that take whole batches, of which the model inside is cut: see heads.py."""
-        self.asked = False
-        """Whether a layer has called since somebody last set this to False."""
+        """Models that take whole batches and whose inner model gets this rank's part (heads.py)."""
+        self.was_called = False
+        """Whether a layer has called since this was last set to False."""
         self.logits_are_whole = False
-        """Whether the running call's labels are whole, and so are the logits: see own_loss.py."""
+        """Whether labels and logits of the running call are those of all ranks (custom_loss.py)."""
         self.drops = True
-        """Whether layers that ask for dropout get it."""
+        """Whether dropout is applied where a layer wants it."""
         self._check_mask = MaskCheck()
-        self._layers: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._layer_names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 
     def __call__(
         self,
@@ -89,65 +89,66 @@ class Attention(Shared):
         Args:
             query: (b, h, s, d), this rank's rows. key, value: (b, g, s, d), g divides h.
             attention_mask: see `MaskCheck`.
-            dropout: of the weights, drawn anew in each call.
-            scaling: factor of the scores; None is the layer's own rule.
-            sliding_window: the keys that a row sees, with its own; or (left, right) beside that;
-                None for all. "own": the layer's attribute of that name, if it has one.
-            kwargs: those of `SCORES`; `cu_seqlens`, the borders of packed documents, or a mask in
-                slices, as host integers, global; what changes nothing is ignored.
+            dropout: probability for the attention weights, with a new random mask in each call.
+            scaling: factor of the scores. None: the layer's own rule.
+            sliding_window: how many keys a row sees with its own, or (left, right) of its own.
+                None: all. "own": the layer's attribute `sliding_window`, if it has one.
+            kwargs: those of `SCORE_OPTIONS`; `cu_seqlens`, the borders of packed documents, or the
+                slices of a mask, as host integers, global. What changes nothing is ignored.
 
         Returns:
             out (b, s, h, d), and None in place of the attention weights.
 
         Raises:
-            NotImplementedError: for what `UNSUPPORTED` names, and rows that were not cut.
-            ValueError: for a mask that says more than causal or full attention does.
+            NotImplementedError: for arguments in `UNSUPPORTED`, and for rows that were not cut.
+            ValueError: for a mask other than that of causal or full attention.
         """
-        self.asked = True
-        if not torch.compiler.is_compiling() and _was_asked_for_weights(module, sys._getframe(1)):
+        self.was_called = True
+        if not torch.compiler.is_compiling() and _wants_weights(module, sys._getframe(1)):
             kwargs["output_attentions"] = True
         self._check(module, query, key, kwargs)
-        # GPT-2 of transformers 4 says is_causal=False of a causal layer for one row or any mask.
-        inferred = attention_mask is not None or query.shape[2] == 1
-        causal = _is_causal(module, is_causal if is_causal or not inferred else None)
+        # GPT-2 of transformers 4 passes is_causal=False in causal layers for one row or any mask.
+        unreliable = attention_mask is not None or query.shape[2] == 1
+        causal = _is_causal(module, is_causal if is_causal or not unreliable else None)
         window = _window(module, sliding_window, causal)
         q, k, v = (_as_autocast(x).transpose(1, 2) for x in (query, key, value))
-        words = {ours: kwargs[its] for its, ours in SCORES.items() if kwargs.get(its) is not None}
-        words |= self._mask_words(module, attention_mask, causal, window, kwargs)
-        words["softmax_scale"] = _scale(module, scaling, query.shape[-1])
+        options = {ours: kwargs.get(theirs) for theirs, ours in SCORE_OPTIONS.items()}
+        options = {name: value for name, value in options.items() if value is not None}
+        options |= self._mask_kwargs(module, attention_mask, causal, window, kwargs)
+        options["softmax_scale"] = _scale(module, scaling, query.shape[-1])
         dropout_p = dropout if self.drops else 0.0
-        return self._attend(module, q, k, v, **words, dropout_p=dropout_p), None
+        return self._attend(module, q, k, v, **options, dropout_p=dropout_p), None
 
     def _check(
         self, module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]
     ) -> None:
-        """Refuse what a layer asks for and WallFacer lacks, and rows that nobody cut."""
-        _refuse(module, query, key, kwargs)
+        """Refuse arguments that WallFacer does not support, and rows that were not cut."""
+        _refuse_layer(module, query, key, kwargs)
         if self.sp.size > 1:
-            layer = type(module).__name__
-            refuse_varying_rope(layer, getattr(module, "config", None))
-            self.documents.check_rows(layer, query.shape[2])
+            refuse_varying_rope(type(module).__name__, getattr(module, "config", None))
+            self.documents.check_rows(type(module).__name__, query.shape[2])
 
-    def _mask_words(
+    def _mask_kwargs(
         self,
         module: nn.Module,
         mask: Tensor | None,
         causal: bool,
         window: tuple[int, int] | None,
-        given: dict[str, Any],
+        kwargs: dict[str, Any],
     ) -> dict[str, Any]:
-        """What sp.attention is told of the mask."""
-        place, running = getattr(module, IN_STACK, None), self.documents.running
+        """The arguments of sp.attention that describe the mask."""
+        running = self.documents.running
         seqlen = running.seqlen if running else None
-        if place is None:
-            self._check_mask(mask, causal, _built_window(module, window))
-            told = self.documents.current(given)
-            if SLICE_WORDS[0] in told:
+        stack_role = getattr(module, IN_STACK, None)
+        if stack_role is None:
+            self._check_mask(mask, causal, _mask_window(module, window))
+            documents = self.documents.current(kwargs)
+            if SLICE_WORDS[0] in documents:
                 _refuse_window(module, window)
-                return {**told}
+                return {**documents}
             window = window or (-1, -1)
-            return {"causal": causal, "window_size": window, "seqlen": seqlen, **told}
-        causal = causal and place != "cross"
+            return {"causal": causal, "window_size": window, "seqlen": seqlen, **documents}
+        causal = causal and stack_role != "cross"
         lengths = padding_of(mask, causal)
         if lengths is None:
             return {"causal": causal, "seqlen": seqlen}
@@ -161,48 +162,48 @@ class Attention(Shared):
         k: Tensor,
         v: Tensor,
         lengths: Sequence[int] | None = None,
-        **words: Any,
+        **options: Any,
     ) -> Tensor:
-        """sp.attention by the layer's name: read here, or the compiler would tell layers apart.
+        """sp.attention with the layer's name, which compiled graphs must not depend on.
 
         Args:
-            lengths: how many keys the samples have. They are attended one after the other, because
-                masks hold for all samples of a call.
+            q: (b, s, h, d). k, v: (b, s, g, d).
+            lengths: the number of keys of each sample. Attention then runs sample by sample,
+                because all samples of a call have the same mask.
         """
-        name = self._layers.get(module)
+        name = self._layer_names.get(module)
         if name is None:
             name = f"{type(module).__name__} {getattr(module, 'layer_idx', '')}"
         if lengths is None:
-            return self.sp.attention(q, k, v, **words, name=name)
-        rows: Any = [(0, words["seqlen"])]
-        seen = [{"k_ranges": [(0, length)], "attn_mask_types": ["full"]} for length in lengths]
-        samples = zip(*(x.split(1) for x in (q, k, v)), seen, strict=True)
+            return self.sp.attention(q, k, v, **options, name=name)
+        q_ranges: Any = [(0, options["seqlen"])]
+        slices = [{"k_ranges": [(0, length)], "attn_mask_types": ["full"]} for length in lengths]
+        samples = zip(*(x.split(1) for x in (q, k, v)), slices, strict=True)
         return torch.cat(
             [
-                self.sp.attention(*tensors, **words, **keys, q_ranges=rows, name=name)
-                for *tensors, keys in samples
+                self.sp.attention(*qkv, **options, **keys, q_ranges=q_ranges, name=name)
+                for *qkv, keys in samples
             ]
         )
 
-    def name_layers(self, model: nn.Module) -> None:
-        """Know the layers of a model by their names there."""
-        self._layers.update((module, name) for name, module in model.named_modules())
+    def record_layer_names(self, model: nn.Module) -> None:
+        """Keep the qualified name of every module of a model, for reports and errors."""
+        self._layer_names.update((module, name) for name, module in model.named_modules())
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """As torch's own attention has it under torch.autocast, which leaves float64 alone."""
+    """`x` in the dtype that torch's attention gets under torch.autocast; float64 stays as it is."""
     device = x.device.type
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return x
     return x.to(torch.get_autocast_dtype(device))
 
 
-def _was_asked_for_weights(module: nn.Module, caller: FrameType) -> bool:
-    """Whether the layer that calls was asked for attention weights and does not say so.
+def _wants_weights(module: nn.Module, caller: FrameType) -> bool:
+    """Whether `output_attentions` was set in the calling layer, although it does not pass it on.
 
-    GPT-2 and GPT-NeoX of transformers 4 take `output_attentions` and pass it to nobody: it is
-    nowhere but among the arguments of their forward. In GPT-2 of transformers 5 the model keeps it
-    to itself: only what collects a model's outputs knows of it.
+    In transformers 4 (GPT-2, GPT-NeoX) the arguments of the layer's forward show it, in 5 the
+    object that collects a model's outputs.
     """
     capturing = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(capturing, "_active_collector", None)
@@ -212,24 +213,24 @@ def _was_asked_for_weights(module: nn.Module, caller: FrameType) -> bool:
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     if "output_attentions" not in arguments:
         return False
-    values = caller.f_locals
-    return values.get("self") is module and bool(values["output_attentions"])
+    variables = caller.f_locals
+    return variables.get("self") is module and bool(variables["output_attentions"])
 
 
-def refuse_words(layer: str, words: Mapping[str, Any]) -> None:
-    """Refuse arguments of an attention layer that no kernel of ours knows.
+def refuse_unsupported(layer: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse arguments of an attention layer that no kernel of ours supports.
 
     Raises:
         NotImplementedError: naming the layer and what it asks for.
     """
-    for name, what in UNSUPPORTED.items():
-        if words.get(name) is not None and words[name] is not False:
-            raise NotImplementedError(f"{layer} asks for {what}, which WallFacer lacks")
+    for name, feature in UNSUPPORTED.items():
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise NotImplementedError(f"{layer} asks for {feature}, which WallFacer lacks")
 
 
-def _refuse(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> None:
+def _refuse_layer(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, Any]) -> None:
     layer, config = type(module).__name__, getattr(module, "config", None)
-    refuse_words(layer, kwargs)
+    refuse_unsupported(layer, kwargs)
     bias = kwargs.get("position_bias")
     if bias is not None and bias.dim() != 2:
         raise NotImplementedError(f"{layer} asks for an attention bias, which WallFacer lacks")
@@ -250,21 +251,21 @@ def _refuse(module: nn.Module, query: Tensor, key: Tensor, kwargs: Mapping[str, 
         )
 
 
-def _is_causal(module: nn.Module, asked: bool | None) -> bool:
-    causal = getattr(module, "is_causal", True) if asked is None else asked
+def _is_causal(module: nn.Module, requested: bool | None) -> bool:
+    causal = getattr(module, "is_causal", True) if requested is None else requested
     if not isinstance(causal, bool):
         raise ValueError(f"{type(module).__name__}.is_causal must be True or False, got {causal!r}")
     return causal
 
 
 def _window(
-    module: nn.Module, asked: Window | Literal["own"], causal: bool
+    module: nn.Module, requested: Window | Literal["own"], causal: bool
 ) -> tuple[int, int] | None:
-    """(left, right) tokens beside a row's own."""
-    window: Window = getattr(module, "sliding_window", None) if asked == "own" else asked
+    """(left, right): how many keys a row sees before and after its own; -1 = all."""
+    window: Window = getattr(module, "sliding_window", None) if requested == "own" else requested
     if isinstance(window, tuple):
         return window
-    if window is not None and type(module).__name__ in BOTH_SIDES:
+    if window is not None and type(module).__name__ in TWO_SIDED:
         return window - 1, window - 1
     if window is not None and not causal:
         raise NotImplementedError(
@@ -282,16 +283,16 @@ def _refuse_window(module: nn.Module, window: tuple[int, int] | None) -> None:
         )
 
 
-def _built_window(module: nn.Module, window: tuple[int, int] | None) -> tuple[int, int] | None:
-    """The window of masks that the model builds: its config's, whatever the layer's is."""
-    built = getattr(getattr(module, "config", None), "sliding_window", None)
-    return window or (None if built is None else (built - 1, -1))
+def _mask_window(module: nn.Module, window: tuple[int, int] | None) -> tuple[int, int] | None:
+    """The window of the mask that the model may have built: the layer's, else its config's."""
+    config_window = getattr(getattr(module, "config", None), "sliding_window", None)
+    return window or (None if config_window is None else (config_window - 1, -1))
 
 
-def _scale(module: nn.Module, asked: float | None, head_dim: int) -> float:
-    """The factor of the scores; GPT-2 of transformers 4 leaves it to attributes of the layer."""
-    if asked is not None:
-        return asked
+def _scale(module: nn.Module, requested: float | None, head_dim: int) -> float:
+    """The factor of the scores. GPT-2 of transformers 4 says it by attributes of the layer."""
+    if requested is not None:
+        return requested
     scale = head_dim**-0.5 if getattr(module, "scale_attn_weights", True) else 1.0
     if getattr(module, "scale_attn_by_inverse_layer_idx", False):
         scale /= float(getattr(module, "layer_idx", 0) + 1)

@@ -1,4 +1,4 @@
-"""The result of sp.shard_batch as the keyword arguments of a model."""
+"""From the result of sp.shard_batch to the keyword arguments of a model."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from wf_backends.parallel import at_least_one
 from wf_transformers.attach import is_applied
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
 from wf_transformers.documents import mask_words
-from wf_transformers.families.experts import COUNTED, has_router_loss
-from wf_transformers.families.mixing import refuse_unspread, refuse_unspreadable
+from wf_transformers.families.experts import ROUTER_MASK, has_router_loss
+from wf_transformers.families.mixing import refuse_missing_apply, refuse_unspreadable
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.families.table import builds_masks
-from wf_transformers.masks import silent_mask
+from wf_transformers.masks import placeholder_mask
 from wf_transformers.models import outermost
 from wf_transformers.registry import registered_for
-from wf_transformers.whole_batches.own_loss import refuse_own_loss
+from wf_transformers.whole_batches.custom_loss import refuse_custom_loss
 
-# From 4.53 on, layers keep all keyword arguments when they are recomputed.
+# From 4.53 on, checkpointed layers get all keyword arguments again when they are recomputed.
 LAYERS_KEEP_KEYWORDS = find_spec("transformers.modeling_layers") is not None
 
 
 def forward_kwargs(
     model: nn.Module, local_batch: Mapping[str, Any], *, num_valid: Tensor | int | None = None
 ) -> dict[str, Any]:
-    """What to call `model(**...)` with, for this rank's share of a batch.
+    """The keyword arguments for `model(**...)` on this rank's part of a batch.
 
-    Position ids and documents go along; the attention mask does not (documents say what it said).
+    Position ids and documents are passed on. The attention mask is not: documents replace it.
 
     Args:
-        model: what will be called; a wrapper is looked through by its `.module`.
+        model: the model to be called, or a wrapper with the model as its `.module`.
         local_batch: what sp.shard_batch returned.
-        num_valid: valid labels of the whole sequence-parallel group. With it, labels go along, and
-            the loss of a ...ForCausalLM is this rank's share: over the ranks it sums up to the
-            mean of one device, as sp.loss. Without it, labels stay behind, for sp.loss.
+        num_valid: valid labels of the whole sequence-parallel group. With it, labels are passed on,
+            and the loss of a ...ForCausalLM is this rank's share, as that of sp.loss: the sum over
+            the ranks is the mean of one device. Without it, labels are left out, for sp.loss.
 
     Raises:
-        ValueError: if documents or slices would get lost on the way, or padding would be seen.
-        NotImplementedError: for a model that cannot be spread (see `refuse_unspreadable`), and with
-            `num_valid` for one whose loss is not plain cross entropy.
+        ValueError: if documents or slices would not reach attention, or padding would be seen.
+        NotImplementedError: for a model that cannot run on several ranks (`refuse_unspreadable`),
+            and with `num_valid` for a model whose loss is not plain cross entropy.
     """
     model = _unwrap(model)
     if is_cut_inside(model):
@@ -54,44 +54,45 @@ def forward_kwargs(
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
     kwargs = {k: v for k, v in local_batch.items() if k not in ("attention_mask", "labels")}
     if causal:
-        silent = None if builds_masks(model) else _silent_mask(model, local_batch)
-        kwargs |= {"attention_mask": silent, "use_cache": False}
+        mask = None if builds_masks(model) else _placeholder_mask(model, local_batch)
+        kwargs |= {"attention_mask": mask, "use_cache": False}
     elif "attention_mask" in local_batch and not mask_words(local_batch):
         raise ValueError(
             "attention_mask gives samples of different lengths, and padding would be seen by full "
             "attention: give samples of one length, one sample, or pack them as documents"
         )
     _refuse_unspreadable(model)
-    if any(has_router_loss(one) and is_applied(one) for one in outermost(model)):
-        kwargs |= {COUNTED: local_batch.get("attention_mask")}
-    if (told := mask_words(kwargs)) and not _carries_documents(model):
+    if any(has_router_loss(inner) and is_applied(inner) for inner in outermost(model)):
+        kwargs |= {ROUTER_MASK: local_batch.get("attention_mask")}
+    if (mask_kwargs := mask_words(kwargs)) and not _documents_reach_attention(model):
         raise ValueError(
             f"{type(model).__name__} of transformers {transformers.__version__} does not hand "
-            f"{next(iter(told))} down to attention; call wf_transformers.apply(model, sp) once"
+            f"{next(iter(mask_kwargs))} down to attention; call wf_transformers.apply(model, sp) "
+            "once"
         )
     if num_valid is not None:
-        refuse_own_loss(model)
+        refuse_custom_loss(model)
         kwargs |= {"labels": local_batch["labels"], "shift_labels": local_batch["labels"]}
         kwargs["num_items_in_batch"] = at_least_one(num_valid)
     return kwargs
 
 
 def _refuse_unspreadable(model: nn.Module) -> None:
-    """As `apply` does, for models that it was not called on."""
-    for one in outermost(model):
-        attention = registered_for(one)
+    """Make the checks of `apply` for models that were only built with our name."""
+    for pretrained in outermost(model):
+        attention = registered_for(pretrained)
         if attention is not None and attention.sp.size > 1:
-            refuse_unspreadable(one)
-            refuse_unspread(one)
+            refuse_unspreadable(pretrained)
+            refuse_missing_apply(pretrained)
 
 
-def _silent_mask(model: nn.Module, local_batch: Mapping[str, Any]) -> Tensor:
+def _placeholder_mask(model: nn.Module, local_batch: Mapping[str, Any]) -> Tensor:
     tokens = tokens_of(local_batch)
     if tokens is None:
         raise ValueError(f'a batch needs "input_ids" (b, s), got the keys {sorted(local_batch)}')
-    wide = any(p.dtype == torch.float64 for p in model.parameters())
-    dtype = torch.float64 if wide else torch.float32
-    return silent_mask(tokens.shape[0], tokens.device, dtype)
+    has_float64 = any(p.dtype == torch.float64 for p in model.parameters())
+    dtype = torch.float64 if has_float64 else torch.float32
+    return placeholder_mask(tokens.shape[0], tokens.device, dtype)
 
 
 def _unwrap(model: nn.Module) -> nn.Module:
@@ -99,17 +100,17 @@ def _unwrap(model: nn.Module) -> nn.Module:
     return _unwrap(inner) if isinstance(inner, nn.Module) else model
 
 
-def _carries_documents(model: nn.Module) -> bool:
+def _documents_reach_attention(model: nn.Module) -> bool:
     """Whether cu_seqlens reach attention, in the forward and when a layer is recomputed.
 
-    In a wrapper the Hugging Face models are asked, and without any the wrapper itself.
+    All Hugging Face models in a wrapper must pass them on; without any, the wrapper itself.
     """
     models = outermost(model)
     if not models:
         return takes_any_keyword(model) or "cu_seqlens" in parameter_names(model)
-    return all(is_applied(one) or _passes_documents(one) for one in models)
+    return all(is_applied(inner) or _passes_kwargs(inner) for inner in models)
 
 
-def _passes_documents(model: Any) -> bool:
-    kept = LAYERS_KEEP_KEYWORDS or not model.is_gradient_checkpointing
-    return kept and takes_any_keyword(model.base_model)
+def _passes_kwargs(model: Any) -> bool:
+    recomputed_with_kwargs = LAYERS_KEEP_KEYWORDS or not model.is_gradient_checkpointing
+    return recomputed_with_kwargs and takes_any_keyword(model.base_model)

@@ -1,12 +1,12 @@
-"""What key-value caches of transformers 5 are made of, for graphs of a model.
+"""Registers the key-value caches of transformers 5 with pytree, so that models can be captured.
 
-Those of transformers 4 tell pytree themselves. What 5 offers for that forgets how many tokens a
-layer with a sliding window has seen.
+transformers 4 registers its caches itself. The functions that transformers 5 offers for it drop the
+number of tokens that a layer with a sliding window has seen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -14,59 +14,59 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import DynamicCache
 
 LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer")
-"""The layers of text models: keys and values of all tokens, or of a window."""
+"""Cache layers of text models: keys and values of all tokens, or of a window."""
 
 
-class _Layer(NamedTuple):
-    """A layer of a cache without its tensors; what `kind` is None of stays whole."""
+class _LayerSpec(NamedTuple):
+    """A cache layer without its tensors. `cls` None: the layer itself is one leaf."""
 
-    kind: type | None
-    tensors: tuple[str, ...] = ()
-    fields: tuple[tuple[str, Any], ...] = ()
+    cls: type | None
+    tensor_names: tuple[str, ...] = ()
+    attributes: tuple[tuple[str, Any], ...] = ()
 
 
 def register_caches() -> None:
-    """Tell pytree how a `DynamicCache` is taken apart. Does nothing if it knows.
+    """Register how pytree flattens a `DynamicCache`, unless it is registered.
 
-    Layers that are none of LAYERS stay whole: no graph takes them.
+    A layer of another class than LAYERS stays one leaf; models with it cannot be captured.
     """
     if DynamicCache not in pytree.SUPPORTED_NODES:
         pytree.register_pytree_node(
             DynamicCache,
-            _take_apart,
-            _put_together,
+            _flatten_cache,
+            _unflatten_cache,
             serialized_type_name="transformers.cache_utils.DynamicCache",
         )
 
 
-def _take_apart(cache: Any) -> tuple[list[Any], Any]:
-    """(tensors and other leaves, the rest)."""
-    leaves, layers = list[Any](), list[_Layer]()
+def _flatten_cache(cache: Any) -> tuple[list[Any], Any]:
+    """(leaves, context), as pytree has them."""
+    leaves, specs = list[Any](), list[_LayerSpec]()
     for layer in cache.layers:
         if type(layer).__name__ not in LAYERS:
             leaves.append(layer)
-            layers.append(_Layer(None))
+            specs.append(_LayerSpec(None))
             continue
-        found = vars(layer)
-        names = tuple(name for name, value in found.items() if isinstance(value, Tensor))
-        leaves += [found[name] for name in names]
-        rest = tuple((name, value) for name, value in found.items() if name not in names)
-        layers.append(_Layer(type(layer), names, rest))
-    more = {name: value for name, value in vars(cache).items() if name != "layers"}
-    return leaves, (tuple(layers), more)
+        attributes = vars(layer)
+        names = tuple(name for name, value in attributes.items() if isinstance(value, Tensor))
+        leaves += [attributes[name] for name in names]
+        others = tuple((name, value) for name, value in attributes.items() if name not in names)
+        specs.append(_LayerSpec(type(layer), names, others))
+    attributes = {name: value for name, value in vars(cache).items() if name != "layers"}
+    return leaves, (tuple(specs), attributes)
 
 
-def _put_together(leaves: Iterable[Any], rest: Any) -> DynamicCache:
-    layers, more = rest
-    given, cache = iter(leaves), object.__new__(DynamicCache)
-    vars(cache).update(more, layers=[_layer(one, given) for one in layers])
+def _unflatten_cache(leaves: Iterable[Any], context: Any) -> DynamicCache:
+    specs, attributes = context
+    remaining, cache = iter(leaves), object.__new__(DynamicCache)
+    vars(cache).update(attributes, layers=[_rebuild_layer(spec, remaining) for spec in specs])
     return cache
 
 
-def _layer(one: _Layer, given: Any) -> Any:
-    if one.kind is None:
-        return next(given)
-    layer = object.__new__(one.kind)
-    vars(layer).update(one.fields)
-    vars(layer).update({name: next(given) for name in one.tensors})
+def _rebuild_layer(spec: _LayerSpec, leaves: Iterator[Any]) -> Any:
+    if spec.cls is None:
+        return next(leaves)
+    layer = object.__new__(spec.cls)
+    vars(layer).update(spec.attributes)
+    vars(layer).update({name: next(leaves) for name in spec.tensor_names})
     return layer

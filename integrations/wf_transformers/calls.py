@@ -1,4 +1,4 @@
-"""What a model whose tokens are on several ranks may be called with."""
+"""Checks of the arguments of models whose tokens are on several ranks."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LOSS = (
     "..., num_valid=) pass the labels of a ...ForCausalLM"
 )
 CACHES = ("past_key_values", "cache")
-"""What models call their KV cache; the latter since transformers 5.24."""
-# Arguments that mean another thing of one rank's part than of the whole sequence.
-OF_THE_WHOLE = {
+"""Argument names of a KV cache; the second since transformers 5.24."""
+# Arguments whose meaning for a rank's part differs from that for the whole sequence, and why.
+NOT_LOCAL = {
     **dict.fromkeys(CACHES, f"a KV cache cannot be spread; {ON_ONE_PROCESS}"),
     "logits_to_keep": f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})",
     "num_logits_to_keep": f"would be counted in this rank's rows; leave it out ({ON_ONE_PROCESS})",
@@ -36,97 +36,101 @@ LABELS = ("labels", "start_positions", "end_positions", "next_sentence_label")
 
 
 def parameter_names(model: nn.Module) -> list[str]:
-    """Of the model's forward, in order."""
+    """The parameter names of the model's forward, in order."""
     return list(inspect.signature(model.forward).parameters)
 
 
 def takes_any_keyword(model: nn.Module) -> bool:
     """Whether the model's forward has **kwargs that it passes on."""
     parameters = inspect.signature(model.forward).parameters.values()
-    kept = (p for p in parameters if p.name != "deprecated_arguments")  # BLOOM's, which it refuses
-    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in kept)
+    usable = (p for p in parameters if p.name != "deprecated_arguments")  # BLOOM refuses these
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in usable)
 
 
 def by_name(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments, where `names` are those of the parameters."""
+    """All arguments of a call by name; `names` are the parameters of what is called."""
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def asks_for(key: str, model: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether a call of a model asks for an output, or its config where the call does not say."""
-    config, asked = getattr(model, "config", None), given.get(key)
-    return bool(getattr(config, key, False) if asked is None else asked)
+def wants_output(key: str, model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Whether an optional output is wanted by the call, or by the config if the call is silent."""
+    value, config = arguments.get(key), getattr(model, "config", None)
+    return bool(getattr(config, key, False) if value is None else value)
 
 
-def tokens_of(given: Mapping[str, Any]) -> Tensor | None:
-    """(b, S) ids or (b, S, width) embeddings among a call's arguments; None beside them stand
-    images or sounds, which encoders take whole."""
-    found = (given.get(key) for key in TOKENS)
-    return next((x for x in found if isinstance(x, Tensor)), None)
+def tokens_of(arguments: Mapping[str, Any]) -> Tensor | None:
+    """The ids (b, S) or embeddings (b, S, width) among the arguments of a call.
+
+    None for calls of encoders of images or sounds, which are not cut.
+    """
+    candidates = (arguments.get(key) for key in TOKENS)
+    return next((x for x in candidates if isinstance(x, Tensor)), None)
 
 
 def refuse_call(
-    model: nn.Module, given: Mapping[str, Any], names: list[str], logits_are_whole: bool = False
+    model: nn.Module, arguments: Mapping[str, Any], names: list[str], logits_are_whole: bool = False
 ) -> None:
-    """Refuse a call that would take this rank's part for the whole sequence, or the reverse.
+    """Refuse a call in which this rank's part would be taken for the whole sequence, or vice versa.
 
     Args:
-        model: what is called.
-        given: the arguments of the call by name.
-        names: of the parameters of the model's forward.
-        logits_are_whole: whether labels may be of all ranks, because logits are.
+        model: the called model.
+        arguments: of the call, by name.
+        names: the parameter names of the model's forward.
+        logits_are_whole: whether labels and logits are those of all ranks.
 
     Raises:
-        NotImplementedError: for arguments that have no meaning for a part.
-        ValueError: for a call without what `forward_kwargs` gives.
+        NotImplementedError: for arguments that have no meaning for a rank's part.
+        ValueError: if an argument is missing that `forward_kwargs` returns.
     """
-    for key, why in OF_THE_WHOLE.items():
-        value = given.get(key)
+    for key, reason in NOT_LOCAL.items():
+        value = arguments.get(key)
         if isinstance(value, Tensor) or value not in (None, 0):
-            raise NotImplementedError(f"{key}: {why}")
-    if asks_for(ROUTER_LOGITS, model, given):
+            raise NotImplementedError(f"{key}: {reason}")
+    if wants_output(ROUTER_LOGITS, model, arguments):
         raise NotImplementedError(
             f"{ROUTER_LOGITS}: the router's loss would be of this rank's tokens only; set it to "
             "False in the call and in the config"
         )
     if model.training:
         _refuse_layerdrop(type(model).__name__, getattr(model, "config", None))
-    if tokens_of(given) is not None:
+    if tokens_of(arguments) is not None:
         if not logits_are_whole:
-            _refuse_labels(type(model).__name__, given)
-        _refuse_tokens(type(model).__name__, given, names)
+            _refuse_labels(type(model).__name__, arguments)
+        _refuse_tokens(type(model).__name__, arguments, names)
 
 
-def refuse_media(model: nn.Module, given: Mapping[str, Any]) -> None:
-    """Refuse images or sounds beside tokens in a model of which nobody knows how to cut them.
+def refuse_media(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Refuse images or sounds together with tokens, in models whose media we cannot cut.
 
-    Where there are as many patches as a rank has tokens, attention cannot tell one from the other.
+    `Documents.check_rows` misses them if a rank has as many patches as tokens.
 
     Raises:
         NotImplementedError: naming the argument.
     """
-    whole = next((key for key in MEDIA if given.get(key) is not None), None)
-    if whole is not None and tokens_of(given) is not None:
+    media = next((key for key in MEDIA if arguments.get(key) is not None), None)
+    if media is not None and tokens_of(arguments) is not None:
         name = type(model).__name__
-        raise NotImplementedError(f"{name} was called with {whole} beside tokens: {NOT_CUT}")
+        raise NotImplementedError(f"{name} was called with {media} beside tokens: {NOT_CUT}")
 
 
-def refuse_inner_call(model: nn.Module, given: Mapping[str, Any], logits_are_whole: bool) -> None:
-    """Refuse a call of a model inside another that would take a part for the whole.
+def refuse_inner_call(
+    model: nn.Module, arguments: Mapping[str, Any], logits_are_whole: bool
+) -> None:
+    """Refuse a call of an inner model that would take a rank's part for the whole sequence.
 
     Raises:
-        NotImplementedError: for hidden states of one rank beside logits of all.
-        ValueError: for tokens without what `forward_kwargs` gives.
+        NotImplementedError: for hidden states of one rank together with logits of all.
+        ValueError: if tokens come without the arguments that `forward_kwargs` returns.
     """
-    if logits_are_whole and asks_for(HIDDEN_STATES, model, given):
+    if logits_are_whole and wants_output(HIDDEN_STATES, model, arguments):
         raise NotImplementedError(PARTIAL_STATES)
-    if tokens_of(given) is not None:
-        _refuse_tokens(type(model).__name__, given, parameter_names(model))
+    if tokens_of(arguments) is not None:
+        _refuse_tokens(type(model).__name__, arguments, parameter_names(model))
 
 
 def _refuse_layerdrop(name: str, config: Any) -> None:
-    words = vars(config) if config is not None else {}
-    for key, value in words.items():
+    fields = vars(config) if config is not None else {}
+    for key, value in fields.items():
         if key.endswith("layerdrop") and isinstance(value, (int, float)) and value > 0:
             raise NotImplementedError(
                 f"{name} is trained with {key}={value}: every rank would leave out other layers; "
@@ -134,19 +138,19 @@ def _refuse_layerdrop(name: str, config: Any) -> None:
             )
 
 
-def _refuse_labels(name: str, given: Mapping[str, Any]) -> None:
-    label = next((key for key in LABELS if given.get(key) is not None), None)
-    if label is not None and given.get("shift_labels") is None:
+def _refuse_labels(name: str, arguments: Mapping[str, Any]) -> None:
+    label = next((key for key in LABELS if arguments.get(key) is not None), None)
+    if label is not None and arguments.get("shift_labels") is None:
         raise ValueError(
             f"{name} was called with {label}: its loss would be of this rank's tokens only, and "
             f"not of the next ones where these are on another rank; {LOSS}"
         )
 
 
-def _refuse_tokens(name: str, given: Mapping[str, Any], names: list[str]) -> None:
-    if "position_ids" in names and given.get("position_ids") is None:
+def _refuse_tokens(name: str, arguments: Mapping[str, Any], names: list[str]) -> None:
+    if "position_ids" in names and arguments.get("position_ids") is None:
         raise ValueError(f"{name} was called without position_ids: {RIGHT}")
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     if isinstance(mask, Tensor) and mask.dim() == 2:
         raise ValueError(
             f"{name} was called with an attention_mask {tuple(mask.shape)}: {RIGHT} (documents say "

@@ -1,8 +1,7 @@
-"""The words "activation_checkpointing" of a block: what a layer's backward starts from, and where.
+"""The option "activation_checkpointing": what layers keep for the backward, and where.
 
-A checkpointed layer keeps its input alone and computes the rest again in the backward. Switched on
-by transformers' own `gradient_checkpointing_enable`; torch's `save_on_cpu` takes the inputs to the
-host.
+A checkpointed layer keeps its input only and recomputes the rest in the backward. transformers'
+`gradient_checkpointing_enable` switches it on; torch's `save_on_cpu` moves the inputs to the host.
 """
 
 from __future__ import annotations
@@ -22,56 +21,58 @@ from wf_transformers.models import outermost
 
 CHECKPOINTING = "activation_checkpointing"
 OFFLOAD = "offload"
-RUNNING, FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
-"""What transformers sets on modules that have layers to checkpoint."""
+ENABLED, CHECKPOINT_FUNCTION = "gradient_checkpointing", "_gradient_checkpointing_func"
+"""Attributes that transformers sets on modules that have layers to checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpointing:
-    """Activations are checkpointed: of every layer its input is kept, and nothing else."""
+    """Activations are checkpointed: every layer keeps its input, and nothing else."""
 
     offload: bool = False
-    """Whether these inputs wait in the host's memory."""
+    """Whether these inputs are kept in host memory."""
 
     @classmethod
-    def from_words(cls, words: Any) -> Checkpointing:
-        """What the value of "activation_checkpointing" says.
+    def from_words(cls, options: Any) -> Checkpointing:
+        """From the value of "activation_checkpointing".
 
         Raises:
-            ValueError: for a key that there is not, or a value that is neither true nor false.
+            ValueError: for an unknown key, or a value that is neither true nor false.
         """
-        check_block(CHECKPOINTING, words, (OFFLOAD,), f'{{"{OFFLOAD}": true}}')
-        offload = words.get(OFFLOAD, False)
+        check_block(CHECKPOINTING, options, (OFFLOAD,), f'{{"{OFFLOAD}": true}}')
+        offload = options.get(OFFLOAD, False)
         if not isinstance(offload, bool):
             raise ValueError(f'"{CHECKPOINTING}.{OFFLOAD}" must be true or false, got {offload!r}')
         return cls(offload)
 
 
-def checkpoint_activations(model: nn.Module, handle: Handle, wanted: Checkpointing | None) -> None:
+def checkpoint_activations(
+    model: nn.Module, handle: Handle, checkpointing: Checkpointing | None
+) -> None:
     """Checkpoint the layers of every Hugging Face model in `model`, until `handle.remove()`.
 
     Args:
-        model: what `handle` attached.
-        wanted: None: everything stays as it is.
+        model: the model that `handle` attached.
+        checkpointing: None leaves the model as it is.
 
     Raises:
         NotImplementedError: if nothing in the model has layers that transformers can checkpoint.
     """
-    if wanted is None:
+    if checkpointing is None:
         return
     models = outermost(model)
-    for one in models:
-        if not one.supports_gradient_checkpointing:
-            raise NotImplementedError(_lacks(one))
+    for pretrained in models:
+        if not pretrained.supports_gradient_checkpointing:
+            raise NotImplementedError(_no_checkpointing_error(pretrained))
     if not models:
-        raise NotImplementedError(_lacks(model))
-    for one in models:
-        _enable(one, handle)
-        if wanted.offload:
-            handle.hooks(one.register_forward_pre_hook(_offload_inputs))
+        raise NotImplementedError(_no_checkpointing_error(model))
+    for pretrained in models:
+        _enable(pretrained, handle)
+        if checkpointing.offload:
+            handle.hooks(pretrained.register_forward_pre_hook(_offload_inputs))
 
 
-def _lacks(model: nn.Module) -> str:
+def _no_checkpointing_error(model: nn.Module) -> str:
     return (
         f'"{CHECKPOINTING}" needs a Hugging Face model with gradient checkpointing, and '
         f"{type(model).__name__} is none: leave it out and checkpoint in the model itself, with "
@@ -81,34 +82,34 @@ def _lacks(model: nn.Module) -> str:
 
 
 def _enable(model: PreTrainedModel, handle: Handle) -> None:
-    """As the user would; what stood in the modules before comes back."""
+    """Enable checkpointing as a user would; `handle.remove()` restores the modules' attributes."""
     for module in model.modules():
-        if hasattr(module, RUNNING):
-            handle.set(module, RUNNING, True)
-            handle.set(module, FUNCTION, None)
+        if hasattr(module, ENABLED):
+            handle.set(module, ENABLED, True)
+            handle.set(module, CHECKPOINT_FUNCTION, None)
     model.gradient_checkpointing_enable(handle.checkpoint_kwargs)
 
 
 def _offload_inputs(model: nn.Module, _: Any) -> None:
-    """Before a forward: whoever enabled checkpointing last, such as a Trainer, had it without."""
+    """Wrap the checkpoint functions before every forward: a Trainer may have set new ones."""
     for module in model.modules():
-        found = getattr(module, FUNCTION, None)
-        if getattr(module, RUNNING, False) and getattr(found, "func", None) is not inputs_on_host:
-            setattr(module, FUNCTION, _on_host(found))
+        checkpoint = getattr(module, CHECKPOINT_FUNCTION, None)
+        wraps = getattr(checkpoint, "func", None) is not inputs_on_host
+        if getattr(module, ENABLED, False) and wraps:
+            setattr(module, CHECKPOINT_FUNCTION, _with_inputs_on_host(checkpoint))
 
 
-def _on_host(checkpoint: Any) -> Callable[..., Any]:
-    """The same checkpoint function, with its keywords, and inputs that wait in host memory."""
+def _with_inputs_on_host(checkpoint: Any) -> Callable[..., Any]:
+    """The same checkpoint function and keywords, with inputs kept in host memory."""
     if not isinstance(checkpoint, partial):
         return partial(inputs_on_host, checkpoint)
     return partial(inputs_on_host, checkpoint.func, *checkpoint.args, **checkpoint.keywords)
 
 
 def inputs_on_host(checkpoint: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """checkpoint(*args, **kwargs), of which the tensors that it saves are copied to the host.
+    """checkpoint(*args, **kwargs), with the tensors that it saves copied to host memory.
 
-    These are the layer's inputs: what is computed inside it, a checkpoint does not save. The
-    copies are pinned where there is a GPU.
+    A checkpoint saves only the inputs of its layer. The copies are pinned if there is a GPU.
     """
     with save_on_cpu(pin_memory=True):
         return checkpoint(*args, **kwargs)

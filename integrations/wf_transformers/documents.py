@@ -1,6 +1,6 @@
-"""What the running forward has: its documents or slices of a mask, and how many rows a rank cut.
+"""State of the running forward: its documents or mask slices, and how many rows this rank has.
 
-Both are known while a layer of it is recomputed, too.
+It is also known while a checkpointed layer is recomputed.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from wf_backends.parallel import MASK_WORDS, mask_words
 
-Words = Mapping[str, Any]
-NONE: Words = MappingProxyType({})
+MaskKwargs = Mapping[str, Any]
+NO_DOCUMENTS: MaskKwargs = MappingProxyType({})
 
 OUTSIDE = (
     "this call does not say which documents it has, but earlier calls did. Call the model that "
@@ -31,81 +31,82 @@ NOT_CUT = (
 
 
 class Scope(NamedTuple):
-    words: Words
+    mask_kwargs: MaskKwargs
+    """cu_seqlens or the slices of a mask; empty without them."""
     rows: int | None = None
-    """That this rank cut, and attention may have; 0: none were cut. None: not known."""
+    """Rows of this rank, which attention must have. 0: the sequence was not cut. None: unknown."""
     seqlen: int | None = None
-    """Of the whole, where shards may be uneven."""
+    """Tokens of the whole sequence, where ranks may have unequal shards."""
 
 
 class Documents:
-    """A stack of scopes. Models that pass keyword arguments down to attention do not need it."""
+    """A stack of scopes, for models that do not pass keyword arguments down to attention."""
 
     def __init__(self) -> None:
         self._scopes: list[Scope] = []
         self.used = False
         """Whether any call so far had documents or slices."""
 
-    def push(self, words: Words) -> None:
-        self._scopes.append(Scope(words))
-        self.used = self.used or bool(words)
+    def push(self, mask_kwargs: MaskKwargs) -> None:
+        self._scopes.append(Scope(mask_kwargs))
+        self.used = self.used or bool(mask_kwargs)
 
     def pop(self) -> None:
-        if self._scopes:  # there is none where a hook failed that ran before the one that pushes
+        if self._scopes:  # empty if a hook failed before the hook that pushes
             self._scopes.pop()
 
-    def replace(self, words: Words) -> None:
-        """Change the running scope: for what becomes known after the model was entered."""
+    def replace(self, mask_kwargs: MaskKwargs) -> None:
+        """Replace the running scope, when documents become known inside the forward."""
         self.pop()
-        self.push(words)
+        self.push(mask_kwargs)
 
     def expect(self, rows: int, seqlen: int | None = None) -> None:
-        """Say how many rows this rank has of what attention may mix in the running scope."""
+        """Set how many rows this rank has, and the whole sequence, in the running scope."""
         if self._scopes:
             self._scopes[-1] = self._scopes[-1]._replace(rows=rows, seqlen=seqlen)
 
     @property
     def running(self) -> Scope | None:
-        """The scope of a model that was attached and is being called; None outside of any."""
+        """The scope of the attached model that is being called; None if there is none."""
         return self._scopes[-1] if self._scopes else None
 
     def check_rows(self, layer: str, rows: int) -> None:
-        """Refuse attention over rows that nobody cut.
+        """Refuse attention over rows that are not this rank's.
 
         Raises:
-            NotImplementedError: if the running scope expects another number.
+            NotImplementedError: if the running scope expects another number of rows.
         """
-        wanted = self.running.rows if self.running else None
-        if wanted is not None and wanted != rows:
-            cut = f"{wanted} were cut for this rank" if wanted else "none were cut"
+        expected = self.running.rows if self.running else None
+        if expected is not None and expected != rows:
+            cut = f"{expected} were cut for this rank" if expected else "none were cut"
             raise NotImplementedError(f"{layer} attends over {rows} rows, and {cut}: {NOT_CUT}")
 
     @contextmanager
     def scope(
-        self, words: Words, rows: int | None = None, seqlen: int | None = None
+        self, mask_kwargs: MaskKwargs, rows: int | None = None, seqlen: int | None = None
     ) -> Iterator[None]:
-        """The documents or slices of all attention inside the block."""
-        self.push(words)
-        self._scopes[-1] = Scope(words, rows, seqlen)
+        """Push a scope for all attention inside the block."""
+        self.push(mask_kwargs)
+        self._scopes[-1] = Scope(mask_kwargs, rows, seqlen)
         try:
             yield
         finally:
             self.pop()
 
-    def current(self, kwargs: Mapping[str, Any]) -> Words:
-        """Those of one attention call: its keyword arguments, or else the running scope.
+    def current(self, kwargs: Mapping[str, Any]) -> MaskKwargs:
+        """Documents or slices of one attention call: from its keyword arguments, else its scope.
 
         Raises:
-            ValueError: if there have been some in use and this call says nothing about them.
+            ValueError: if earlier calls had documents, and this call is in no scope and has none.
         """
         if any(key in kwargs for key in MASK_WORDS):
             return mask_words(kwargs)
         if self.running:
-            return self.running.words
+            return self.running.mask_kwargs
         if self.used:
             raise ValueError(OUTSIDE)
-        return NONE
+        return NO_DOCUMENTS
 
     def checkpoint_contexts(self) -> tuple[AbstractContextManager[None], ...]:
-        """torch.utils.checkpoint's `context_fn`: the recomputation sees what the forward saw."""
+        """torch.utils.checkpoint's `context_fn`: recomputation runs in the scope of the forward."""
         return nullcontext(), self.scope(*self.running) if self.running else nullcontext()

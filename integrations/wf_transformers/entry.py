@@ -13,15 +13,15 @@ from wf_backends import SequenceParallel
 from wf_backends.dsp import RECEIVER, receivers
 from wf_transformers.attach import (
     attach_pretrained,
-    attends_alone,
-    can_ask,
+    can_attend_over_ranks,
+    no_registry_error,
     prepare,
 )
 from wf_transformers.attention import Attention
 from wf_transformers.checkpoints import CHECKPOINTING
 from wf_transformers.comparison.verify import VERIFY, Mode
 from wf_transformers.families.mixing import refuse_mixing
-from wf_transformers.families.table import unasking
+from wf_transformers.families.table import modules_without_registry
 from wf_transformers.handle import Handle
 from wf_transformers.models import outermost, refuse_virtual_tokens
 from wf_transformers.registry import registered_for
@@ -37,55 +37,55 @@ def attach(
 ) -> Handle:
     """Let `model` attend over the ranks of `sp`.
 
-    Every outermost Hugging Face model in `model`, itself included, is switched to a free name that
-    is registered for `sp`, and prepared as `apply` does. Every module with a method
-    `set_sequence_parallel(sp)` has it called.
+    Every outermost Hugging Face model in `model` (or `model` itself) gets an attention
+    implementation with an unused name, registered for `sp`, and is prepared as by `apply`. The
+    method `set_sequence_parallel(sp)` is called on every module that has it.
 
     Args:
-        activation_checkpointing: {"offload": true} keeps of each layer its input alone, in the
-            host's memory; with false on the device. None: the model stays as it is.
-        verify: whether the model on the ranks is first compared with the model alone, on a short
-            drawn batch; "strict": a model that cannot be compared is refused. See `verify`.
-        latents: whether layers of multi-head latent attention (DeepSeek-V3's) send their latents in
-            place of keys and values; see `SequenceParallel.attention`, kv_up.
+        activation_checkpointing: None leaves the model as it is. {"offload": true} keeps only the
+            input of each layer, in host memory; {"offload": false} keeps it on the device.
+        verify: whether to compare the model on these ranks with the model on one rank first, on a
+            short random batch. "strict" refuses a model that cannot be compared. See `verify`.
+        latents: whether layers of multi-head latent attention (DeepSeek-V3's) send their latents
+            instead of keys and values; see `SequenceParallel.attention`, kv_up.
 
     Raises:
-        ValueError: if nothing in the model can attend over ranks, and there are several; for a
-            wrong word; for latents of a model without such layers.
-        NotImplementedError: for a Hugging Face model that cannot be spread over several, one that
-            gives something else there than alone, or a model whose layers cannot be checkpointed.
+        ValueError: if there are several ranks and nothing in the model can attend over them; for a
+            wrong option; for `latents` of a model without such layers.
+        NotImplementedError: for a Hugging Face model that cannot run on several ranks or computes
+            something else there than on one, or a model whose layers cannot be checkpointed.
     """
-    words: dict[str, Any] = {VERIFY: verify, LATENTS: latents}
+    block: dict[str, Any] = {VERIFY: verify, LATENTS: latents}
     if activation_checkpointing is not None:
-        words[CHECKPOINTING] = activation_checkpointing
-    _, read = ModelWords.split(words)
-    return attach_compared(read, model, sp, partial(attach_model, model, sp))[0]
+        block[CHECKPOINTING] = activation_checkpointing
+    _, options = ModelWords.split(block)
+    return attach_compared(options, model, sp, partial(attach_model, model, sp))[0]
 
 
 def attach_model(model: nn.Module, sp: SequenceParallel) -> Handle:
-    """`attach`, as it is and without a comparison: what the doors of engines call."""
-    models, attending = outermost(model), receivers(model)
+    """Attach `model` without options and without a comparison, as the entries of engines do."""
+    models, modules_with_receiver = outermost(model), receivers(model)
     refuse_virtual_tokens(model)
     if sp.size > 1:
-        _refuse_alone(model, models, attending)
+        _refuse_local_attention(model, models, modules_with_receiver)
         refuse_mixing(model)
-    for receiver in attending:
-        getattr(receiver, RECEIVER)(sp)
+    for module in modules_with_receiver:
+        getattr(module, RECEIVER)(sp)
     return attach_pretrained(models, sp) if models else Handle(sp)
 
 
-def _refuse_alone(
-    model: nn.Module, models: list[PreTrainedModel], attending: list[nn.Module]
+def _refuse_local_attention(
+    model: nn.Module, models: list[PreTrainedModel], modules_with_receiver: list[nn.Module]
 ) -> None:
-    """Refuse a model of which a part would attend to its own tokens only."""
-    if not models and not attending:
+    """Refuse a model in which some attention would see this rank's tokens only."""
+    if not models and not modules_with_receiver:
         raise ValueError(
             f"nothing in {type(model).__name__} attends over ranks: it holds no Hugging Face "
             f"model and no module with a method {RECEIVER}(sp) to give the SequenceParallel to"
         )
-    for one in models:
-        if not can_ask(one):
-            raise NotImplementedError(attends_alone(one))
+    for pretrained in models:
+        if not can_attend_over_ranks(pretrained):
+            raise NotImplementedError(no_registry_error(pretrained))
 
 
 connect = connect_any = attach
@@ -95,13 +95,13 @@ connect = connect_any = attach
 def apply(model: PreTrainedModel, sp: SequenceParallel) -> Handle:
     """Make `model(..., cu_seqlens=...)` reach every attention layer of this model instance.
 
-    Has the attention modules that ask no registry (`wf_transformers/families/table.py`) call ours
-    (parameters and state dict stay), and for a ViT shards the embedded patches
-    and brings the rows together again before the last norm, on every rank.
+    Attention modules that do not use transformers' registry call our attention from then on
+    (`wf_transformers/families/table.py`); parameters and state dict stay as they are. The embedded
+    patches of a ViT are sharded, and gathered on every rank before the last norm.
 
     Args:
-        model: built with `attn_implementation=` a name registered for `sp` (where
-            its modules ask no registry: any).
+        model: built with an `attn_implementation=` that is registered for `sp`; any name if its
+            modules do not use the registry.
         sp: the sequence parallelism of this process.
 
     Raises:
@@ -110,7 +110,7 @@ def apply(model: PreTrainedModel, sp: SequenceParallel) -> Handle:
             also for a model whose tokens cannot be spread (see `refuse_unspreadable`).
     """
     attention = registered_for(model)
-    if attention is None and not unasking(model):
+    if attention is None and not modules_without_registry(model):
         raise ValueError(
             f"{type(model).__name__} uses attn_implementation="
             f"{model.config._attn_implementation!r}; call wf_transformers.register(sp) and build "

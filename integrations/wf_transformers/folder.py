@@ -1,4 +1,4 @@
-"""Models from a folder, their weights mapped from its safetensors files."""
+"""Loads models from a folder, with their weights memory-mapped from its safetensors files."""
 
 from __future__ import annotations
 
@@ -25,20 +25,19 @@ from wf_transformers.shape import refused_by_name
 def model_from_folder(
     folder: str | Path, torch_dtype: torch.dtype | None = None
 ) -> PreTrainedModel:
-    """A causal language model whose weights are mapped from files, and not read.
+    """A causal language model whose weights are memory-mapped from files.
 
-    The system reads what is used, and may drop it again: host memory holds no copy of the model
-    beside the files' pages. Weights of another type than the model's are read and converted; those
-    that transformers 5 itself brings together, such as experts, it reads.
+    The system reads pages when they are used and may drop them again, so host memory holds no
+    second copy of the weights. Weights of another dtype than the model's are read and converted.
+    Weights that transformers 5 merges on loading, such as experts, are read.
 
     Args:
-        folder: what `save_pretrained` wrote, with safetensors.
-        torch_dtype: of the model. None: what its config says, and if it says nothing, as the files
-            have it.
+        folder: written by `save_pretrained`, with safetensors.
+        torch_dtype: of the model. None: that of the config, or of the files if the config has none.
 
     Raises:
-        ValueError: if it has no safetensors files or lacks some, or holds quantized weights, or
-            tensors of other names or shapes than the model's.
+        ValueError: if safetensors files are missing, or weights are quantized, or tensors have
+            other names or shapes than the model's parameters.
     """
     from accelerate import init_empty_weights
 
@@ -51,21 +50,21 @@ def model_from_folder(
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         raise ValueError(f"{folder} holds quantized weights, which are not split: {quantized}")
     dtype = config.torch_dtype if torch_dtype is None else torch_dtype
-    if _conversions(config.model_type):
+    if _weight_conversions(config.model_type):
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, torch_dtype=dtype)
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors |= _mapped(file, dtype)
-    _take(model, tensors, folder)
+        tensors |= _mapped_tensors(file, dtype)
+    _load_weights(model, tensors, folder)
     if (Path(folder) / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model.eval()
 
 
-def _conversions(model_type: str) -> Any:
-    """How transformers 5 turns the tensors of a file into other ones, if it does."""
+def _weight_conversions(model_type: str) -> Any:
+    """How transformers 5 converts the tensors of files for this model type, if it does."""
     try:
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
     except ImportError:  # transformers 4
@@ -74,10 +73,10 @@ def _conversions(model_type: str) -> Any:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read; others may be left from an earlier save."""
+    """The files that transformers would read; the folder may have others from earlier saves."""
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if (whole := folder / SAFE_WEIGHTS_NAME).exists():
-        return [whole]
+    if (single := folder / SAFE_WEIGHTS_NAME).exists():
+        return [single]
     if not index.exists():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
@@ -91,25 +90,25 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _mapped(file: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of a file by name; floating ones of another type than `dtype` converted."""
+def _mapped_tensors(file: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of a file by name; floating-point tensors are converted to `dtype` if needed."""
     try:
-        with safe_open(file, framework="pt") as opened:
-            found = {name: opened.get_tensor(name) for name in opened.keys()}
+        with safe_open(file, framework="pt") as reader:
+            tensors = {name: reader.get_tensor(name) for name in reader.keys()}
     except SafetensorError as error:
         raise ValueError(f"{file} cannot be read: {error}") from error
     if dtype is None:
-        return found
-    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in found.items()}
+        return tensors
+    return {name: x.to(dtype) if x.is_floating_point() else x for name, x in tensors.items()}
 
 
-def _take(model: PreTrainedModel, tensors: dict[str, Tensor], folder: str | Path) -> None:
-    """Give the model these weights; ValueError if they are not all of them, and only these."""
+def _load_weights(model: PreTrainedModel, tensors: dict[str, Tensor], folder: str | Path) -> None:
+    """Load the weights into the model; ValueError if any are missing or unknown."""
     try:
         unknown = model.load_state_dict(tensors, strict=False, assign=True).unexpected_keys
-    except RuntimeError as error:  # of shapes, a line each
-        first = str(error).splitlines()[1].strip()
-        raise ValueError(f"{folder} does not hold what its config says: {first}") from error
+    except RuntimeError as error:  # for wrong shapes, one line each after the first
+        reason = str(error).splitlines()[1].strip()
+        raise ValueError(f"{folder} does not hold what its config says: {reason}") from error
     model.tie_weights()
     missing = [name for name, tensor in model.named_parameters() if tensor.is_meta]
     if missing or unknown:
@@ -134,9 +133,11 @@ class Generator:
         seed: int | None,
         on_host: bool,
     ) -> None:
-        """Call `write` with the text of each new token, in order; sample if there is a seed.
+        """Call `write` with the text of each new token, in order.
 
-        on_host: whether the model's inputs are on the host and not on torch's accelerator.
+        Args:
+            seed: for sampling. None: greedy decoding.
+            on_host: whether the model's inputs are on the host, not on torch's accelerator.
 
         Raises:
             ValueError: for a prompt without tokens.
@@ -172,7 +173,7 @@ class _Writer(BaseStreamer):
             return
         self.ids += value.flatten().tolist()
         text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        # Half of a character that several tokens make waits for the rest of it.
+        # U+FFFD: the next tokens complete this character.
         added = "" if text.endswith("\ufffd") else text[len(self.text) :]
         self.text += added
         self.write(added)
@@ -182,7 +183,7 @@ class _Writer(BaseStreamer):
 
 
 def generator(folder: Path) -> Generator:
-    """What `wallfacer generate` asks for."""
+    """The model and tokenizer for `wallfacer generate`."""
     with refused_by_name(folder):
-        tokenizer = AutoTokenizer.from_pretrained(folder)  # first: it fails in less time
+        tokenizer = AutoTokenizer.from_pretrained(folder)  # first, because it fails sooner
         return Generator(model_from_folder(folder), tokenizer)

@@ -1,4 +1,4 @@
-"""What every entry gives back: a model that was attached to the ranks that share its sequences."""
+"""What every entry function returns: an attached model, and how to detach it."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ OPERATIONS = "floating_point_ops"
 
 
 class Handle:
-    """One attached model. `remove()`, or the end of a `with` block, takes everything back.
+    """One attached model. `remove()`, or the end of a `with` block, detaches it.
 
     Attributes:
         sp: the sequence parallelism of this rank.
-        attention: what the layers of a Hugging Face model call.
-        data_parallel_rank, data_parallel_size: which sequence-parallel group this rank is in, of
-            how many: what part of the data it reads.
-        advice: how the ranks of a sequence get the same samples; added to the error where they
-            do not.
-        undo: the steps that `remove()` takes, the last first.
-        first: what compares the model once more, on the first batch that it trains on.
-        whole_batches: whether the model is called with whole batches.
+        attention: the function that the layers of a Hugging Face model call.
+        data_parallel_rank, data_parallel_size: the number of this rank's sequence-parallel group,
+            and how many there are: what part of the data it reads.
+        advice: added to errors about batches that differ: how to give ranks the same samples.
+        undo: the callbacks that `remove()` runs, in reverse order.
+        first: the `FirstStep` that compares the model on its first training batch, if any.
+        whole_batches: whether the model is called with whole batches, which its hooks cut.
     """
 
     averages_tokens = False
-    """Whether `loss` averages over the tokens of all sequences, and not sequence by sequence."""
+    """Whether `loss` is a mean over the tokens of all sequences, not a mean of sequences' means."""
 
     def __init__(self, sp: SequenceParallel, attention: Attention | None = None) -> None:
         self.sp, self.attention, self.undo = sp, attention or Attention(sp), ExitStack()
         self.data_parallel_rank, self.data_parallel_size = data_parallel(sp)
-        self.first: Any = None  # a FirstStep, which is made of handles
+        self.first: Any = None  # a FirstStep, whose module imports this one
         self.whole_batches = False
-        self._told = False  # of labels at padding
+        self._warned = False  # of labels at padding
         self.advice = (
             f"all {sp.size} ranks of a sequence read the same samples: shard the data by "
             f"rank // {sp.size}"
@@ -53,22 +52,22 @@ class Handle:
 
     @property
     def name(self) -> str:
-        """What a model's `attn_implementation` is to be; "" if no name was registered."""
+        """The `attn_implementation` for models; "" if no name was registered."""
         return self.attention.name
 
     @property
     def checkpoint_kwargs(self) -> dict[str, Any]:
         """For `model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=...)`.
 
-        Needed with documents (padding of full attention among them) in models that do not pass
-        keyword arguments down; harmless in others.
+        Needed in models that do not pass keyword arguments down to attention, for batches with
+        documents (also padding under full attention); harmless elsewhere.
         """
         context_fn = self.attention.documents.checkpoint_contexts
         return {"use_reentrant": False, "context_fn": context_fn}
 
     @property
     def connection(self) -> Self:
-        """An earlier name of what is this handle now."""
+        """The handle itself: an earlier name."""
         return self
 
     application = connection
@@ -83,8 +82,8 @@ class Handle:
         """`sp.shard_batch` of a full batch that every rank of the group must hold alike.
 
         Args:
-            labels_are_shifted: labels already stand where they are predicted: a masked model's, a
-                token classifier's.
+            labels_are_shifted: labels[:, i] is already the target of position i, as for masked
+                language models and token classifiers.
 
         Raises:
             ValueError: for a malformed batch, and on every rank of the group if they hold
@@ -97,7 +96,7 @@ class Handle:
             return self.sp.shard_batch(batch, pad_token_id, labels_are_shifted)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """This rank's share x the ranks of a sequence: its mean over all ranks is the loss.
+        """This rank's share of the loss, scaled so that the mean over all ranks is the loss.
 
         Args:
             logits: (b, s_local, vocabulary). labels: (b, s_local), already shifted.
@@ -112,27 +111,26 @@ class Handle:
         """Whether the model is still to be compared on its first batch."""
         return self.first is not None and self.first.due
 
-    def compare_first(self, batch: Mapping[str, Any], **words: Any) -> None:
+    def compare_first(self, batch: Mapping[str, Any], **options: Any) -> None:
         """Compare the model on the batch if it is the first one; see `FirstStep.compare`."""
         if self.awaits_first:
-            self.first.compare(self, batch, **words)
+            self.first.compare(self, batch, **options)
 
     def without_padded_labels(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch with labels of -100 at padding. Warns once of others, which count for nothing
-        here."""
-        lost = at_padding(batch)
-        count = int(lost.sum())
-        if count and not self._told:
-            self._told = True
+        """The batch with labels of -100 at padding; warns once if it had other labels there."""
+        padded = labels_at_padding(batch)
+        count = int(padded.sum())
+        if count and not self._warned:
+            self._warned = True
             warnings.warn(
                 f"{count} labels of this batch stand where attention_mask is 0: they count for "
                 f"nothing here, and elsewhere for the loss. Set them to {IGNORE_INDEX} to say so",
                 stacklevel=3,
             )
-        found = dict(batch)
-        return (
-            found | {"labels": batch["labels"].masked_fill(lost, IGNORE_INDEX)} if count else found
-        )
+        batch = dict(batch)
+        if count:
+            batch["labels"] = batch["labels"].masked_fill(padded, IGNORE_INDEX)
+        return batch
 
     def prepare_dataloader(
         self,
@@ -157,7 +155,7 @@ class Handle:
 
     @contextmanager
     def advising(self) -> Iterator[None]:
-        """Inside, an error about a batch says how ranks get the same one."""
+        """Add `advice` to every ValueError raised inside."""
         try:
             yield
         except ValueError as error:
@@ -169,27 +167,28 @@ class Handle:
         set_until(self.undo, owner, name, value)
 
     def hooks(self, *registered: RemovableHandle) -> None:
-        """Hooks of torch that `remove()` takes off."""
+        """Register hooks of torch for removal by `remove()`."""
         for hook in registered:
             self.undo.callback(hook.remove)
 
-    def share_operations(self, counts: Any) -> None:
+    def share_operations(self, counter: Any) -> None:
         """Count a rank's part of a whole batch's operations: the Trainer sums them over all ranks.
 
         Args:
-            counts: them, where it can: the model of transformers 4, the Trainer of 5.
+            counter: an object that may have `floating_point_ops`: the model in transformers 4, the
+                Trainer in 5.
         """
-        original = getattr(counts, OPERATIONS, None)
+        original = getattr(counter, OPERATIONS, None)
         if original is not None:
-            self.set(counts, OPERATIONS, lambda *args, **kw: original(*args, **kw) / self.sp.size)
+            self.set(counter, OPERATIONS, lambda *args, **kw: original(*args, **kw) / self.sp.size)
 
     def remove(self) -> None:
-        """Take everything back. A second call does nothing."""
+        """Undo everything that was attached. A second call does nothing."""
         self.undo.close()
 
     @contextmanager
     def removed_on_error(self) -> Iterator[Self]:
-        """Inside, an error takes back what was done so far."""
+        """Call `remove()` if an error is raised inside."""
         try:
             yield self
         except BaseException:
@@ -203,13 +202,16 @@ class Handle:
         self.remove()
 
 
-def recorded(handle: Handle) -> AbstractContextManager[Any]:
-    """Inside, what is done to the handle's model is known to be ours."""
+def recorded_changes(handle: Handle) -> AbstractContextManager[Any]:
+    """Record what is changed on the handle's model inside; see `Changes.recorded`."""
     return nullcontext() if handle.first is None else handle.first.changes.recorded()
 
 
-def at_padding(batch: Mapping[str, Any]) -> Tensor:
-    """(b, S) bool, True where a label counts and attention_mask is 0; one False without both."""
+def labels_at_padding(batch: Mapping[str, Any]) -> Tensor:
+    """(b, S) bool, True where attention_mask is 0 and the label is not -100.
+
+    A scalar False if the batch lacks labels or a mask of their shape.
+    """
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.shape == labels.shape:
         return (mask == 0) & (labels != IGNORE_INDEX)
@@ -218,7 +220,7 @@ def at_padding(batch: Mapping[str, Any]) -> Tensor:
 
 
 def data_parallel(sp: SequenceParallel, group: ProcessGroup | None = None) -> tuple[int, int]:
-    """(rank, size): this rank's sequence-parallel group, of how many.
+    """(number of this rank's sequence-parallel group, how many groups there are).
 
     Args:
         group: the ranks over which gradients are averaged. None: all of the job.

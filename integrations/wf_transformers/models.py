@@ -1,4 +1,4 @@
-"""What can be told of a model by looking at it: its parts, its head, what cannot be spread."""
+"""Inspection of models: their class, parts and head, and settings that ranks cannot share."""
 
 from __future__ import annotations
 
@@ -13,73 +13,77 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 Head = Literal["causal", "masked", "other"]
-REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # what files whose attention asks the registry import
+REGISTRY = "ALL_ATTENTION_FUNCTIONS"  # imported by the files whose attention uses the registry
 Row = TypeVar("Row")
 VARYING_ROPE = ("dynamic", "longrope")
 
 
-def own_class(module: nn.Module) -> type:
-    """Transformers' class of a module: a subclass counts as what it derives from, FSDP2's too."""
-    kinds = type(module).__mro__
-    own = (kind for kind in kinds if kind.__module__.startswith("transformers.models."))
-    return next(own, type(module))
+def transformers_class(module: nn.Module) -> type:
+    """The class in transformers.models that a module's class is or derives from (FSDP2 derives
+    classes), else its class."""
+    return next(iter(_transformers_classes(module)), type(module))
 
 
 def row_of(table: Mapping[str, Row], module: nn.Module) -> Row | None:
-    """What a table of transformers' classes by name has for a module, or for one of its bases."""
-    kinds = (k for k in type(module).__mro__ if k.__module__.startswith("transformers.models."))
-    return next((table[kind.__name__] for kind in kinds if kind.__name__ in table), None)
+    """The table's value for a module, by the name of its transformers class or of a base of it."""
+    names = (cls.__name__ for cls in _transformers_classes(module))
+    return next((table[name] for name in names if name in table), None)
+
+
+def _transformers_classes(module: nn.Module) -> list[type]:
+    """The classes of a module that transformers.models defines, the most derived first."""
+    classes = type(module).__mro__
+    return [cls for cls in classes if cls.__module__.startswith("transformers.models.")]
 
 
 def outermost(module: nn.Module) -> list[PreTrainedModel]:
-    """The Hugging Face models in `module`, itself included, that are not inside another."""
+    """The Hugging Face models in `module` (or `module` itself) that are not inside another one."""
     if isinstance(module, PreTrainedModel):
         return [module]
     return list(dict.fromkeys(m for child in module.children() for m in outermost(child)))
 
 
 def inner_models(module: nn.Module) -> list[PreTrainedModel]:
-    """The Hugging Face models in `module`, at any depth, without itself."""
+    """The Hugging Face models inside `module`, at any depth, without `module`."""
     return [m for m in module.modules() if isinstance(m, PreTrainedModel) and m is not module]
 
 
 def token_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The model without heads in `model`, which has the layers: OPT's decoder, else its base."""
+    """The model without head inside `model`, which has the layers: OPT's decoder, else the base."""
     base: Any = model.base_model
     decoder = getattr(base, "decoder", None)
     return decoder if isinstance(decoder, PreTrainedModel) else base
 
 
 def head_of(module: nn.Module) -> Head:
-    """What the labels of `module` are: the next token, the token itself, or we do not know.
+    """What labels mean: "causal" the next token, "masked" the token itself, "other" unknown.
 
-    Told by transformers' own tables; a subclass counts as the class that it comes from. Of several
-    models in one module all must say the same.
+    Read from transformers' tables by class or base class. "other" if models in `module` differ.
     """
     heads: set[Head] = {_head(type(model)) for model in outermost(module)}
     return heads.pop() if len(heads) == 1 else "other"
 
 
-def _head(kind: type) -> Head:
-    names = {base.__name__ for base in kind.__mro__}
-    causal = bool(names & names_of("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
-    masked = bool(names & names_of("MODEL_FOR_MASKED_LM_MAPPING_NAMES"))
+def _head(cls: type) -> Head:
+    names = {base.__name__ for base in cls.__mro__}
+    causal = bool(names & class_names_in("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+    masked = bool(names & class_names_in("MODEL_FOR_MASKED_LM_MAPPING_NAMES"))
     if causal == masked:
         return "other"
     return "causal" if causal else "masked"
 
 
-def names_of(table: str) -> set[str]:
-    """The class names in a table of transformers, whose values are names or tuples of them."""
+def class_names_in(table: str) -> set[str]:
+    """The class names in a table of transformers, whose values are names or tuples of names."""
     values = getattr(modeling_auto, table).values()
     return {name for v in values for name in ((v,) if isinstance(v, str) else v)}
 
 
-def asks_registry(model: PreTrainedModel) -> bool:
-    """False where no layer can ask transformers' registry of attention functions.
+def uses_registry(model: PreTrainedModel) -> bool:
+    """Whether a layer may look up its attention function in transformers' registry.
 
-    Only told of transformers' own models: what a file of somebody else's asks, a forward shows.
-    (`_supports_attention_backend` says no of models that do ask, GPT-2 and ViT of 4.51 among them.)
+    True for models that transformers does not define: only a forward shows what they do.
+    (`_supports_attention_backend` is False in models that do, such as GPT-2 and ViT of 4.51.)
     """
     if not type(model).__module__.startswith("transformers.models."):
         return True
@@ -89,60 +93,60 @@ def asks_registry(model: PreTrainedModel) -> bool:
 
 
 def refuse_virtual_tokens(model: nn.Module) -> None:
-    """Refuse PEFT's prompt and prefix tuning, whose tokens stand before the whole sequence.
+    """Refuse PEFT's prompt and prefix tuning, which put tokens in front of the sequence.
 
     Raises:
-        NotImplementedError: naming the kind.
+        NotImplementedError: naming the PEFT type.
     """
     for module in model.modules():
         adapters = getattr(module, "peft_config", None)
         for config in adapters.values() if isinstance(adapters, Mapping) else ():
             if getattr(config, "is_prompt_learning", False):
-                kind = getattr(config.peft_type, "value", config.peft_type)
+                peft_type = getattr(config.peft_type, "value", config.peft_type)
                 raise NotImplementedError(
-                    f"PEFT's {kind}: its virtual tokens would stand before every rank's part of "
-                    "the sequence; take LoRA, or another kind without virtual tokens"
+                    f"PEFT's {peft_type}: its virtual tokens would stand before every rank's part "
+                    "of the sequence; take LoRA, or another kind without virtual tokens"
                 )
 
 
-def tell_windows(model: PreTrainedModel) -> None:
-    """Warn where this transformers' own attention gives windows to layers that have none.
+def warn_about_windows(model: PreTrainedModel) -> None:
+    """Warn where eager and sdpa attention of transformers apply the sliding window differently.
 
-    Qwen2 and Qwen3 of transformers 4 build one mask by the config's window for all layers. Their
-    layers, flash attention there, and transformers 5 know `max_window_layers`, as we do.
+    Qwen2 and Qwen3 of transformers 4 build one mask with the config's window for all layers. Flash
+    attention, transformers 5 and WallFacer respect `max_window_layers`.
     """
     config = model.config
-    first = getattr(config, "max_window_layers", None)
-    named = getattr(config, "layer_types", None) is not None
-    if first and getattr(config, "use_sliding_window", False) and not named:
+    first_layer = getattr(config, "max_window_layers", None)
+    has_layer_types = getattr(config, "layer_types", None) is not None
+    if first_layer and getattr(config, "use_sliding_window", False) and not has_layer_types:
         warnings.warn(
-            f"{type(model).__name__}: layers from max_window_layers={first} on have a sliding "
-            "window here, as under flash attention and in transformers 5; eager and sdpa attention "
-            f"of transformers {transformers.__version__} give one to all layers",
+            f"{type(model).__name__}: layers from max_window_layers={first_layer} on have a "
+            "sliding window here, as under flash attention and in transformers 5; eager and sdpa "
+            f"attention of transformers {transformers.__version__} give one to all layers",
             stacklevel=2,
         )
 
 
 def refuse_varying_rope(name: str, config: Any) -> None:
-    """Refuse rotary frequencies that a rank would derive from the longest position that it sees.
+    """Refuse rotary frequencies that depend on the largest position in a call.
 
     Raises:
-        NotImplementedError: naming the model or layer `name` and the kind.
+        NotImplementedError: naming the model or layer `name` and the rope type.
     """
-    kind = _varying_rope(config)
-    if kind is not None:
+    rope_type = _varying_rope(config)
+    if rope_type is not None:
         raise NotImplementedError(
-            f'{name} has rope_type "{kind}": its frequencies follow from the longest position of '
-            f"a call, and ranks see different ones. Take one that does not vary, such as "
+            f'{name} has rope_type "{rope_type}": its frequencies follow from the longest position '
+            f"of a call, and ranks see different ones. Take one that does not vary, such as "
             f'"default", "linear", "yarn" or "llama3"'
         )
 
 
 def _varying_rope(config: Any) -> str | None:
     for attribute in ("rope_parameters", "rope_scaling"):  # of transformers 5, of 4
-        words = getattr(config, attribute, None)
-        if isinstance(words, Mapping):
-            by_layers = [w for w in words.values() if isinstance(w, Mapping)] or [words]
-            kinds = [w.get("rope_type", w.get("type")) for w in by_layers]
-            return next((kind for kind in kinds if kind in VARYING_ROPE), None)
+        rope = getattr(config, attribute, None)
+        if isinstance(rope, Mapping):
+            by_layer_type = [x for x in rope.values() if isinstance(x, Mapping)] or [rope]
+            rope_types = [x.get("rope_type", x.get("type")) for x in by_layer_type]
+            return next((x for x in rope_types if x in VARYING_ROPE), None)
     return None

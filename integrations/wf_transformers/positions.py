@@ -1,4 +1,4 @@
-"""Positions that a model counts in a way of its own, told to it for this rank's rows."""
+"""Corrects the positions of models whose embeddings do not take plain position ids."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from torch import nn
 from wf_backends import SequenceParallel
 from wf_transformers.handle import Handle
 
-Words = dict[str, Any]
+Kwargs = dict[str, Any]
 
 
-def tell_positions(model: nn.Module, handle: Handle) -> None:
-    """Hooks before the embeddings of RoBERTa's relatives and the rotary ones of Phi-MoE."""
+def offset_positions(model: nn.Module, handle: Handle) -> None:
+    """Hook the position embeddings of RoBERTa-like models and the rotary ones of Phi-MoE."""
     for module in model.modules():
         if hasattr(module, "create_position_ids_from_inputs_embeds"):
-            hook = partial(_after_padding, handle.sp)
+            hook = partial(_add_padding_offset, handle.sp)
         elif type(module).__name__ == "PhimoeRotaryEmbedding":
-            hook = partial(_of_all_rows, handle.sp)
+            hook = partial(_scale_seq_len, handle.sp)
         else:
             continue
         handle.hooks(module.register_forward_pre_hook(hook, with_kwargs=True))
 
 
-def _after_padding(sp: SequenceParallel, module: Any, args: Any, kwargs: Words) -> Any:
-    """Position 0 of a sequence is row `padding_idx + 1` of the table, as in fairseq.
+def _add_padding_offset(sp: SequenceParallel, module: Any, args: Any, kwargs: Kwargs) -> Any:
+    """Add padding_idx + 1 to the position ids: the table's row of position 0, as in fairseq.
 
     Raises:
-        ValueError: on the rank of the first token, if the caller's do not count from 0.
+        ValueError: on the rank of the first token, if the caller's ids do not start at 0.
     """
     positions = kwargs.get("position_ids")
     if positions is None:
@@ -43,7 +43,8 @@ def _after_padding(sp: SequenceParallel, module: Any, args: Any, kwargs: Words) 
     return args, kwargs | {"position_ids": positions + module.padding_idx + 1}
 
 
-def _of_all_rows(sp: SequenceParallel, _: Any, args: Any, kwargs: Words) -> Any:
-    """The rotary embeddings are a table of as many positions as there are rows."""
-    known = "seq_len" in kwargs
-    return (args, kwargs | {"seq_len": kwargs["seq_len"] * sp.size}) if known else None
+def _scale_seq_len(sp: SequenceParallel, _: Any, args: Any, kwargs: Kwargs) -> Any:
+    """Make the rotary table as long as the whole sequence, not as this rank's rows."""
+    if "seq_len" not in kwargs:
+        return None
+    return args, kwargs | {"seq_len": kwargs["seq_len"] * sp.size}

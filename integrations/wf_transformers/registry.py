@@ -1,4 +1,4 @@
-"""WallFacer under a name of transformers' own attention registry; nothing is overwritten."""
+"""Registers WallFacer in transformers' attention registry; nothing there is overwritten."""
 
 from __future__ import annotations
 
@@ -13,38 +13,39 @@ from transformers.models.bert import modeling_bert
 
 from wf_backends import SequenceParallel
 from wf_transformers.attention import Attention
-from wf_transformers.families.table import TABLE, changes
+from wf_transformers.families.table import TABLE, attribute_changes
 from wf_transformers.handle import Handle
 
-# BERT's own registry, of modules: in versions of transformers whose BERT asks no other.
-BERTS: dict[str, Any] | None = getattr(modeling_bert, "BERT_SELF_ATTENTION_CLASSES", None)
-MASKS: Any = getattr(transformers, "AttentionMaskInterface", None)  # from 4.53 on
-_NAMING = Lock()  # ranks that are threads look for a name together: one after the other takes one
+# BERT's own registry of modules, in versions of transformers whose BERT uses no other.
+BERT_CLASSES: dict[str, Any] | None = getattr(modeling_bert, "BERT_SELF_ATTENTION_CLASSES", None)
+MASK_INTERFACE: Any = getattr(transformers, "AttentionMaskInterface", None)  # from 4.53 on
+_NAMING = Lock()  # several ranks may be threads of one process, and each takes a name of its own
 
 
 def register(sp: SequenceParallel, name: str = "wallfacer") -> Handle:
     """Let models built with `attn_implementation=name` attend over the ranks of `sp`.
 
-    A name of ours may be registered again, for another `sp`: models look it up at every call
-    (a BERT of transformers 4 when it is built).
+    A name that WallFacer has registered may be registered again for another `sp`: models look it up
+    at every call (a BERT of transformers 4 when it is built).
 
     Args:
-        sp: the sequence parallelism that this process takes part in.
-        name: what models ask for. Several `sp` in one process take several names.
+        sp: the sequence parallelism of this process.
+        name: for `attn_implementation`. Several `sp` in one process need different names.
 
     Raises:
-        ValueError: if the name belongs to somebody else's function, or to transformers itself.
+        ValueError: if the name belongs to transformers or to another library.
     """
-    found = ALL_ATTENTION_FUNCTIONS.get(name)
-    ours = found is None and name not in (BERTS or ()) or isinstance(found, Attention)
-    if name == "eager" or not ours or not _mask_name_is_free(name):
+    registered = ALL_ATTENTION_FUNCTIONS.get(name)
+    is_unused = registered is None and name not in (BERT_CLASSES or ())
+    is_available = name != "eager" and (is_unused or isinstance(registered, Attention))
+    if not is_available or not _mask_name_is_free(name):
         raise ValueError(f"attention implementation {name!r} is taken; choose another name")
     attention = Attention(sp, name)
     ALL_ATTENTION_FUNCTIONS[name] = attention
-    if BERTS is not None:
-        BERTS[name] = partial(_build_bert, attention)
-    if MASKS is not None:
-        MASKS.register(name, mask_function)
+    if BERT_CLASSES is not None:
+        BERT_CLASSES[name] = partial(_build_bert, attention)
+    if MASK_INTERFACE is not None:
+        MASK_INTERFACE.register(name, mask_function)
     handle = Handle(sp, attention)
     handle.undo.callback(_unregister, attention)
     return handle
@@ -53,12 +54,12 @@ def register(sp: SequenceParallel, name: str = "wallfacer") -> Handle:
 def _unregister(attention: Attention) -> None:
     if ALL_ATTENTION_FUNCTIONS.get(attention.name) is attention:
         del ALL_ATTENTION_FUNCTIONS[attention.name]
-        if BERTS is not None:
-            del BERTS[attention.name]
+        if BERT_CLASSES is not None:
+            del BERT_CLASSES[attention.name]
 
 
 def register_free(sp: SequenceParallel) -> Handle:
-    """As `register`, by "wallfacer", or with a number if another model of this process has it."""
+    """`register` under "wallfacer", or "wallfacer_2" and so on if that name is taken."""
     with _NAMING:
         name, number = "wallfacer", 1
         while name in ALL_ATTENTION_FUNCTIONS:
@@ -70,30 +71,31 @@ def register_free(sp: SequenceParallel) -> Handle:
 def _build_bert(
     attention: Attention, config: Any, position_embedding_type: str | None = None
 ) -> nn.Module:
-    """What BertAttention of transformers 4 builds for a name."""
+    """Build the self-attention of a BERT of transformers 4, which calls `attention`."""
     module = modeling_bert.BertSelfAttention(config, position_embedding_type)
-    for name, value in changes(module, TABLE["BertSelfAttention"], attention).items():
+    for name, value in attribute_changes(module, TABLE["BertSelfAttention"], attention).items():
         setattr(module, name, value)
     return module
 
 
 def registered_for(model: Any) -> Attention | None:
-    """Our attention function, if it is what the model's config names."""
+    """Our attention function, if the model's config names one."""
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    found = ALL_ATTENTION_FUNCTIONS.get(name)
-    return found if isinstance(found, Attention) else None
+    registered = ALL_ATTENTION_FUNCTIONS.get(name)
+    return registered if isinstance(registered, Attention) else None
 
 
 def _mask_name_is_free(name: str) -> bool:
-    return MASKS is None or MASKS().get(name, mask_function) is mask_function
+    return MASK_INTERFACE is None or MASK_INTERFACE().get(name, mask_function) is mask_function
 
 
 def mask_function(
     *, attention_mask: Tensor | None = None, use_vmap: bool = False, **_: Any
 ) -> Tensor | None:
-    """In place of a mask of (s, s) elements, hand on what the user gave, to be checked.
+    """Return the user's mask, for `MaskCheck`, instead of building one of (s, s) elements.
 
-    Without it, transformers would drop the user's mask for a name that it does not know.
+    Without this function transformers would drop the user's mask under a name that it does not
+    know.
     """
     if use_vmap:
         raise NotImplementedError(

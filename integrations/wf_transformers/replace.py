@@ -1,4 +1,4 @@
-"""The ways in which a function of a framework is replaced, and put back."""
+"""Replaces functions of a framework for a while, and restores them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class InPlaceOfTorchAttention(TorchFunctionMode):
-    """Inside, on this thread, `attend` is called where torch's attention is, with its arguments.
+    """On this thread, call `attend` instead of torch's `scaled_dot_product_attention`.
 
     Args:
-        attend: takes and gives what `scaled_dot_product_attention` does, (b, h, s, d).
+        attend: with the parameters and result of `scaled_dot_product_attention`, (b, h, s, d).
     """
 
     def __init__(self, attend: Callable[..., Tensor]) -> None:
@@ -26,12 +26,12 @@ class InPlaceOfTorchAttention(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        called = self._attend if func is scaled_dot_product_attention else func
-        return called(*args, **(kwargs or {}))
+        function = self._attend if func is scaled_dot_product_attention else func
+        return function(*args, **(kwargs or {}))
 
 
 def set_until(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """owner.name = value, until `stack` closes."""
+    """Set owner.name = value until `stack` closes."""
     if name in vars(owner):
         stack.callback(setattr, owner, name, vars(owner)[name])
     else:
@@ -41,11 +41,11 @@ def set_until(stack: ExitStack, owner: Any, name: str, value: Any) -> None:
 
 @contextmanager
 def temporarily_replace(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Inside, a call of owner.name is `function(original, *args, **kwargs)`; then all is as before.
+    """Inside, owner.name(*args, **kwargs) calls `function(original, *args, **kwargs)`.
 
     Args:
         owner: a module, a class or an object.
-        name: one that `owner` may lack; `original` is None then.
+        name: of an attribute. If `owner` has none of this name, `original` is None.
     """
     original = getattr(owner, name, None)
 

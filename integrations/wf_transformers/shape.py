@@ -14,21 +14,22 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from wf_backends.budget import Experts
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Config fields for the number of experts."""
 
 
 def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
     """heads, kv_heads and head_dim of a model: a folder, its config.json, or a name of the Hub.
 
-    Of a model that also sees, its language model's. Of DeepSeek's multi-head latent attention what
-    the latents become, value_dim too.
+    For a vision-language model, those of its language model. For DeepSeek's multi-head latent
+    attention, those of the keys that are computed from the latents, with value_dim.
 
     Args:
-        sizes: whether its layers, hidden, intermediate, vocabulary, parameters and, of a mixture,
-            `Experts` are wanted, too.
+        sizes: whether to add layers, hidden, intermediate, vocabulary, parameters and, for a
+            mixture of experts, `Experts`.
 
     Raises:
-        ValueError: if there is no such model, or its config does not tell its heads or sizes.
-        NotImplementedError: for sizes of a mixture whose config does not tell its experts.
+        ValueError: if there is no such model, or its config lacks its heads or sizes.
+        NotImplementedError: for sizes of a mixture whose config lacks its experts.
     """
     config = read_config(name).get_text_config()
     heads = getattr(config, "num_attention_heads", None)
@@ -43,10 +44,10 @@ def model_shape(name: str, sizes: bool = False) -> dict[str, Any]:
             "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
             "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
         }
-        if latent := getattr(config, "qk_nope_head_dim", None):
-            shape["head_dim"] = latent + config.qk_rope_head_dim
+        if nope_dim := getattr(config, "qk_nope_head_dim", None):
+            shape["head_dim"] = nope_dim + config.qk_rope_head_dim
             shape["value_dim"] = config.v_head_dim
-    except Exception as error:  # transformers 5 raises one of its own where layers differ (Gemma 4)
+    except Exception as error:  # transformers 5 has a class for layers that differ (Gemma 4)
         raise ValueError(
             f"--model {name}: {str(error).partition('. ')[0]}; say --heads, --kv-heads and "
             "--head-dim of one kind of layer instead"
@@ -66,47 +67,48 @@ def read_config(name: str | Path) -> Any:
 
 @contextmanager
 def refused_by_name(name: str | Path) -> Iterator[None]:
-    """What transformers raises for a model's files, as a ValueError of one line that names it.
+    """Turn what transformers raises for a model's files into a ValueError of one line with `name`.
 
-    It does not check a config's values: a wrong one may be any error.
+    transformers does not check the values of a config: a wrong value may raise any error.
     """
     try:
         yield
     except ModuleNotFoundError:
         raise
     except Exception as error:
-        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        first = str(error).strip().partition("\n")[0]
-        raise ValueError(f"--model {name}: {kind}{first}") from error
+        prefix = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        first_line = str(error).strip().partition("\n")[0]
+        raise ValueError(f"--model {name}: {prefix}{first_line}") from error
 
 
 def _sizes(name: str, config: Any) -> dict[str, Any]:
-    """What memory follows from; parameters are counted in a model that has no storage."""
-    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None)
-    mlp = {"intermediate": inner or getattr(config, "n_inner", None) or 4 * hidden}
+    """The sizes that memory depends on; parameters are counted in a model on the meta device."""
+    hidden, intermediate = config.hidden_size, getattr(config, "intermediate_size", None)
+    mlp = {"intermediate": intermediate or getattr(config, "n_inner", None) or 4 * hidden}
     with refused_by_name(name), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     return {
         "layers": config.num_hidden_layers,
         "hidden": hidden,
         "vocabulary": config.vocab_size,
-        "parameters": sum(one.numel() for one in model.parameters()),
+        "parameters": sum(p.numel() for p in model.parameters()),
         **(_experts(name, config) or mlp),
     }
 
 
 def _experts(name: str, config: Any) -> dict[str, Any] | None:
-    """The experts of a mixture's layers, and the width of what every token goes through there."""
-    count = next((found for one in EXPERTS if (found := getattr(config, one, None))), None)
+    """The experts of a mixture's layers, and the width of its shared expert; None without any."""
+    counts = [getattr(config, field, None) for field in EXPERTS]
+    count = next((count for count in counts if count), None)
     if count is None:
         return None
-    chosen = getattr(config, "num_experts_per_tok", None)
+    top_k = getattr(config, "num_experts_per_tok", None)
     width = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    if not isinstance(count, int) or not isinstance(chosen, int) or not isinstance(width, int):
+    if not isinstance(count, int) or not isinstance(top_k, int) or not isinstance(width, int):
         raise NotImplementedError(
             f"--model {name}: the memory budget does not know how many experts a token of "
             f"{type(config).__name__} goes to; leave --memory-gib out"
         )
     shared = getattr(config, "shared_expert_intermediate_size", None)
     shared = shared or (getattr(config, "n_shared_experts", None) or 0) * width
-    return {"intermediate": shared, "experts": Experts(count, chosen, width)}
+    return {"intermediate": shared, "experts": Experts(count, top_k, width)}

@@ -1,4 +1,4 @@
-"""A model of a folder on fake tensors: its operators and shapes without its memory."""
+"""Builds a model of a folder on fake tensors: operators and shapes without memory."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def skeleton(
     Args:
         folder: with config.json; weights are not read.
         attention: "sdpa" or "eager".
-        layers: how many layers to lay out; 0: all.
+        layers: how many layers to build; 0: all.
 
     Raises:
-        ValueError: for a folder or a word that cannot be used, or a model that takes no tokens.
+        ValueError: for an unusable folder or attention, or a model that does not take tokens.
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"--attention must be one of {list(ATTENTIONS)}, got {attention!r}")
     config = read_config(folder)
     if layers:
         config.num_hidden_layers = min(layers, config.num_hidden_layers)
-    kind = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
+    auto_class = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModel
     dtype = config.torch_dtype or torch.float32
     with FakeTensorMode():
         with refused_by_name(folder):
-            made = kind.from_config(config, attn_implementation=attention, torch_dtype=dtype)
-        if made.main_input_name != "input_ids":
+            model = auto_class.from_config(config, attn_implementation=attention, torch_dtype=dtype)
+        if model.main_input_name != "input_ids":
             raise ValueError(
-                f"--model {folder}: {type(made).__name__} takes {made.main_input_name}; only "
+                f"--model {folder}: {type(model).__name__} takes {model.main_input_name}; only "
                 f"models of tokens are supported"
             )
         inputs: dict[str, Any] = {"input_ids": torch.zeros(batch, seqlen, dtype=torch.long)}
-    takes = inspect.signature(made.forward).parameters
-    wanted = {"use_cache": False, "logits_to_keep": 1}  # a prefill needs the last token's logits
-    return made.eval(), inputs | {name: value for name, value in wanted.items() if name in takes}
+    names = inspect.signature(model.forward).parameters
+    prefill = {"use_cache": False, "logits_to_keep": 1}  # only the last token's logits
+    return model.eval(), inputs | {name: x for name, x in prefill.items() if name in names}

@@ -1,7 +1,7 @@
-"""Tensor parallelism (`parallelize_module`, transformers' plans) beside ours: over other ranks.
+"""Checks that tensor parallelism (`parallelize_module`, transformers' plans) uses other ranks.
 
-mesh (sp, tp): ranks of "tp" hold parts of every weight and the same tokens, ranks of "sp" share
-the tokens of a sequence
+In a mesh ("sp", "tp"), ranks of "tp" hold parts of every weight and have the same tokens; ranks of
+"sp" share the tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from wf_backends import SequenceParallel
 from wf_backends._compile import eager
 from wf_transformers.handle import Handle
 
-TENSOR = "tp"  # what torchtitan, accelerate and transformers call the dimension of a mesh
+TENSOR_PARALLEL = "tp"  # the mesh dimension's name in torchtitan, accelerate and transformers
 
 
 def check_tensor_parallel(model: nn.Module, handle: Handle) -> None:
-    """Refuse a model whose tensor-parallel ranks hold different tokens: now, and at its first call.
+    """Refuse a model whose tensor-parallel ranks have different tokens, now and at its first call.
 
     Raises:
         ValueError: naming a weight and the ranks.
@@ -38,19 +38,20 @@ def check_tensor_parallel(model: nn.Module, handle: Handle) -> None:
 
 
 def refuse_shared_ranks(model: nn.Module, sp: SequenceParallel) -> None:
-    """As `check_tensor_parallel`. FSDP's parts of a weight may lie on the ranks of a sequence."""
-    others = {rank for at, rank in enumerate(sp.comm.global_ranks) if at != sp.rank}
-    by_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
+    """`check_tensor_parallel`, now. FSDP may shard weights over the ranks of a sequence."""
+    other_ranks = {*sp.comm.global_ranks} - {sp.comm.global_ranks[sp.rank]}
+    has_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
     for name, weight in model.named_parameters():
         if not isinstance(weight, DTensor):
             continue
         mesh = weight.device_mesh
         names = mesh.mesh_dim_names or [""] * mesh.ndim
-        for at, placement in enumerate(weight.placements):
-            if placement.is_replicate() or by_fsdp and names[at] != TENSOR:
+        for dim, placement in enumerate(weight.placements):
+            is_fsdp = has_fsdp and names[dim] != TENSOR_PARALLEL
+            if placement.is_replicate() or is_fsdp:
                 continue
-            ranks = dist.get_process_group_ranks(mesh.get_group(at))
-            if others & {*ranks}:
+            ranks = dist.get_process_group_ranks(mesh.get_group(dim))
+            if other_ranks & {*ranks}:
                 raise ValueError(
                     f"{name} is in parts on the ranks {ranks}, and ranks "
                     f"{[*sp.comm.global_ranks]} share a sequence: ranks of tensor parallelism must "

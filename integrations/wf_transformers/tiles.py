@@ -1,9 +1,9 @@
-"""The words "autochunk" of a block: training under a memory budget, see `wf_backends.tiling`.
+"""The option "autochunk": training under a memory budget, see `wf_backends.tiling`.
 
     "autochunk": {"max_memory": "8GB", "max_slowdown": 0.1, "seqlen": 65536}
 
-The plan is made before anybody touches the model, on one sample of "seqlen" tokens, of which a rank
-has its share; what it names is tiled before the engine wraps the model.
+The plan is made on the unchanged model, for a rank's share of one sample of "seqlen" tokens. Its
+modules are tiled after the model is attached and before an engine wraps it.
 """
 
 from __future__ import annotations
@@ -27,35 +27,38 @@ LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TrainingBudget:
-    """What a rank's activations may need in a training step."""
+    """The memory that a rank's activations may take in a training step."""
 
     max_memory: int | float | None = None
-    """Bytes, or as a float a share of what they need without tiles. None: the least."""
+    """Bytes, or as a float a share of the memory without tiles. None: as little as possible."""
     max_slowdown: float = 0.1
-    """The largest share of a step's operations that may be computed once more."""
+    """The largest share of a step's operations that may be computed twice."""
     seqlen: int | None = None
     """Tokens of the longest whole sequence. None: the model's `max_position_embeddings`."""
 
     @classmethod
-    def from_words(cls, words: Any) -> TrainingBudget:
-        """What the value of "autochunk" says.
+    def from_words(cls, options: Any) -> TrainingBudget:
+        """From the value of "autochunk".
 
         Raises:
-            ValueError: for a key that there is not, or a value that cannot be meant.
+            ValueError: for an unknown key or an impossible value.
         """
         known = [field.name for field in fields(cls)]
-        check_block(AUTOCHUNK, words, known, '{"max_memory": "8GB"}')
-        if words.get("seqlen") is not None:
-            positive(f'"{AUTOCHUNK}.seqlen"', words["seqlen"])
-        memory, slowdown = words.get("max_memory"), words.get("max_slowdown", cls().max_slowdown)
+        check_block(AUTOCHUNK, options, known, '{"max_memory": "8GB"}')
+        if options.get("seqlen") is not None:
+            positive(f'"{AUTOCHUNK}.seqlen"', options["seqlen"])
+        memory, slowdown = (
+            options.get("max_memory"),
+            options.get("max_slowdown", cls().max_slowdown),
+        )
         budget = checked_budget(memory, slowdown, f'"{AUTOCHUNK}.max_{{}}"')
-        return cls(budget.memory, budget.slowdown, words.get("seqlen"))
+        return cls(budget.memory, budget.slowdown, options.get("seqlen"))
 
     def longest(self, model: nn.Module) -> int:
-        """Tokens of the longest sequence that `model` may be given.
+        """Tokens of the longest sequence for `model`.
 
         Raises:
-            ValueError: if nothing says.
+            ValueError: if neither the option nor the config says it.
         """
         config = getattr(model, "config", None)
         seqlen = self.seqlen or getattr(config, "max_position_embeddings", None)
@@ -69,16 +72,16 @@ class TrainingBudget:
 def plan_tiles(
     model: nn.Module, budget: TrainingBudget | None, ranks: int, labelled: bool = False
 ) -> TrainingPlan | None:
-    """What to tile of a Hugging Face model, as it is before it is attached.
+    """Plan which modules of a Hugging Face model to tile, before it is attached.
 
     Args:
-        ranks: that share a sequence.
-        labelled: whether the model is called with labels, and so makes its loss itself.
+        ranks: how many ranks share a sequence.
+        labelled: whether the model is called with labels, and so computes the loss itself.
 
     Raises:
-        ValueError: as `plan_training`, or if nothing says how long sequences are.
-        NotImplementedError: for a model of another kind, or one whose parameters ZeRO 3 has already
-            taken apart.
+        ValueError: as `plan_training`, or if the length of sequences is unknown.
+        NotImplementedError: if the model does not take tokens, or ZeRO 3 has partitioned its
+            parameters.
     """
     if budget is None:
         return None
@@ -94,21 +97,21 @@ def plan_tiles(
         )
     device = next(model.parameters()).device
     ids = torch.zeros(1, -(-budget.longest(model) // ranks), dtype=torch.int64, device=device)
-    given: dict[str, Any] = {"input_ids": ids, "use_cache": False}
-    given |= {"labels": ids.clone()} if labelled and head_of(model) == "causal" else {}
+    arguments: dict[str, Any] = {"input_ids": ids, "use_cache": False}
+    arguments |= {"labels": ids.clone()} if labelled and head_of(model) == "causal" else {}
     training = model.training
     try:
         model.train()
-        return plan_training(model, (), given, budget.max_memory, budget.max_slowdown)
+        return plan_training(model, (), arguments, budget.max_memory, budget.max_slowdown)
     finally:
         model.train(training)
 
 
 def apply_tiles(model: nn.Module, handle: Handle, plan: TrainingPlan | None) -> list[nn.Module]:
-    """Tile what `plan` names, until `handle.remove()`; the modules that are tiled on all ranks."""
+    """Tile the modules of `plan` until `handle.remove()`; return those tiled on all ranks."""
     if plan is None:
         return []
     LOG.info(plan.explain())
     tiled = apply_training(model, plan)
     handle.undo.callback(tiled.remove)
-    return [model.get_submodule(one.module) for one in tiled.tiles]
+    return [model.get_submodule(tile.module) for tile in tiled.tiles]

@@ -1,4 +1,4 @@
-"""The words of a block that say how the model is run, beside those of SequenceParallelConfig.
+"""The options of a config block for the model, besides the fields of SequenceParallelConfig.
 
 {"sequence_parallel_size": 4, "verify": true, "autochunk": {"max_memory": "8GB"},
  "activation_checkpointing": {"offload": true}, "latents": true}
@@ -15,10 +15,10 @@ from torch import nn
 
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
-from wf_transformers.attach import take_latents
+from wf_transformers.attach import send_latents
 from wf_transformers.calls import by_name, parameter_names, tokens_of
 from wf_transformers.checkpoints import CHECKPOINTING, Checkpointing, checkpoint_activations
-from wf_transformers.comparison.first import FirstStep, InnerCalls
+from wf_transformers.comparison.first_step import FirstStep, InnerCalls
 from wf_transformers.comparison.runs import Gather
 from wf_transformers.comparison.verify import VERIFY, Mode, check_mode, verify
 from wf_transformers.families.stacks import is_cut_inside
@@ -32,23 +32,23 @@ MODEL_WORDS = (CHECKPOINTING, AUTOCHUNK, VERIFY, LATENTS)
 
 @dataclass(frozen=True, slots=True)
 class ModelWords:
-    """How a model is run."""
+    """Options of the model."""
 
     checkpointing: Checkpointing | None = None
-    """What is kept of its layers for the backward; None: as the model has it."""
+    """What its layers keep for the backward; None: as the model has it."""
     autochunk: TrainingBudget | None = None
-    """What a rank's activations may need."""
+    """How much memory a rank's activations may take."""
     verify: Mode = True
-    """Whether it is compared with itself on one rank, before it trains."""
+    """Whether to compare it with the model on one rank before it trains."""
     latents: bool = False
-    """Whether latents of its attention travel in place of keys and values."""
+    """Whether its attention sends latents instead of keys and values."""
 
     @classmethod
     def split(cls, words: Mapping[str, Any]) -> tuple[dict[str, Any], ModelWords]:
-        """The other words of a block, and these.
+        """Split a block into (its other fields, the options of the model).
 
         Raises:
-            ValueError: naming a key that there is not, or a value that cannot be meant.
+            ValueError: naming an unknown key, or an impossible value.
         """
         others = {key: value for key, value in words.items() if key not in MODEL_WORDS}
         mode = words.get(VERIFY, True)
@@ -64,18 +64,18 @@ class ModelWords:
         )
 
     def attaching(self, model: nn.Module, attach: Callable[[], Handle]) -> Callable[[], Handle]:
-        """What attaches `model` as `attach` does, and has its latents travel if they are to.
+        """`attach`, followed by `send_latents` if the option "latents" is set.
 
-        Its handle's model gives what it gives alone, so it is what `verify` compares.
+        `verify` compares the model attached in this way, since its results are those of one rank.
         """
 
-        def attached() -> Handle:
+        def attach_with_latents() -> Handle:
             handle = attach()
             with handle.removed_on_error():
-                take_latents(model, handle)
+                send_latents(model, handle)
             return handle
 
-        return attached if self.latents else attach
+        return attach_with_latents if self.latents else attach
 
 
 def attach_by(
@@ -86,32 +86,33 @@ def attach_by(
     labelled: bool = False,
     compares: bool = True,
 ) -> tuple[Handle, list[nn.Module]]:
-    """Attach a model, and have it run as the words say.
+    """Attach a model and apply its options.
 
     Args:
-        model: as it is before it is attached.
-        attach: attaches it: what `words.attaching` gives.
-        labelled: as that of `plan_tiles`.
-        compares: whether it is compared with itself alone on its first batch, if it is verified.
+        model: not yet attached.
+        attach: attaches it: the result of `words.attaching`.
+        labelled: as in `plan_tiles`.
+        compares: whether to compare the model with itself on one rank on its first training batch,
+            if `words.verify` is not False.
 
     Returns:
-        The handle, which takes all of it back, and the modules that are computed by tiles.
+        The handle, which undoes all of it, and the modules that are tiled.
 
     Raises:
         ValueError, NotImplementedError: as `plan_tiles` and `checkpoint_activations`.
     """
     plan = plan_tiles(model, words.autochunk, sp.size, labelled)
-    first = FirstStep(model, words.verify if compares else False)
-    with first.changes.recorded():
+    first_step = FirstStep(model, words.verify if compares else False)
+    with first_step.changes.recorded():
         handle = attach()
         with handle.removed_on_error():
             checkpoint_activations(model, handle, words.checkpointing)
-            tiled = apply_tiles(model, handle, plan)
-            if first.due and sp.size > 1:
-                InnerCalls(model, handle, first)
-    handle.first = first
-    _compare_whole_calls(model, handle)
-    return handle, tiled
+            tiled_modules = apply_tiles(model, handle, plan)
+            if first_step.due and sp.size > 1:
+                InnerCalls(model, handle, first_step)
+    handle.first = first_step
+    _compare_first_call(model, handle)
+    return handle, tiled_modules
 
 
 def attach_compared(
@@ -125,40 +126,42 @@ def attach_compared(
     compares: bool = True,
     labelled: bool = False,
 ) -> tuple[Handle, list[nn.Module]]:
-    """Compare a model with itself alone on a drawn batch, then `attach_by`: what all doors do.
+    """Compare a model with itself on one rank on a random batch, then `attach_by`: for all entries.
 
     Args:
-        attach: attaches it, without what the words say.
-        hook: what it is compared under, beside that: its hooks of whole batches.
-        whole_batches, gather: as those of `verify`.
-        compares, labelled: as those of `attach_by`.
+        attach: attaches the model, without its options.
+        hook: adds hooks to the attached model for the comparison, such as `WholeBatchHooks`.
+        whole_batches, gather: as in `verify`.
+        compares, labelled: as in `attach_by`.
 
     Returns, Raises: as `attach_by` and `verify`.
     """
-    make = words.attaching(model, attach)
+    attach_with_options = words.attaching(model, attach)
 
-    def hooked() -> Handle:
-        handle = make()
+    def attach_with_hooks() -> Handle:
+        handle = attach_with_options()
         if hook is not None:
             with handle.removed_on_error():
                 hook(handle)
         return handle
 
     if compares:
-        verify(model, sp, hooked, words.verify, whole_batches=whole_batches, gather=gather)
-    return attach_by(words, model, sp, make, labelled, compares)
+        verify(
+            model, sp, attach_with_hooks, words.verify, whole_batches=whole_batches, gather=gather
+        )
+    return attach_by(words, model, sp, attach_with_options, labelled, compares)
 
 
-def _compare_whole_calls(model: nn.Module, handle: Handle) -> None:
-    """Before the first step of a model that is cut inside: hooks of whole batches do it else."""
+def _compare_first_call(model: nn.Module, handle: Handle) -> None:
+    """Compare before the first step of a model that is cut inside; in others hooks do it."""
     names = parameter_names(model)
 
     @eager
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = by_name(names, args, kwargs)
-        known = bool(outermost(model))  # else it is not known what the arguments are
-        whole = known and (tokens_of(given) is None or is_cut_inside(model))
-        if whole and model.training and torch.is_grad_enabled():
-            handle.compare_first(given)
+    def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = by_name(names, args, kwargs)
+        is_pretrained = bool(outermost(model))  # otherwise the arguments are unknown
+        is_whole = is_pretrained and (tokens_of(arguments) is None or is_cut_inside(model))
+        if is_whole and model.training and torch.is_grad_enabled():
+            handle.compare_first(arguments)
 
-    handle.hooks(model.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+    handle.hooks(model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True))

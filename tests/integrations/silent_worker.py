@@ -29,8 +29,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 import wf_accelerate
 from tests.integrations.deepspeed_trainer import SEQLEN, VOCABULARY, Text, arguments, leave
-from wf_transformers.draws import RankDraws
 from wf_transformers.handle import Handle
+from wf_transformers.rng import RankRng
 from wf_transformers.whole_batches import hooks as whole_batches
 
 Rows = dict[str, Tensor]
@@ -153,14 +153,14 @@ def inner_calls() -> Iterator[None]:
         patch.object(whole_batches, "inner_models", lambda _: ()),
         patch("wf_transformers.attach.inner_models", lambda _: ()),
         patch("wf_transformers.documents.Documents.check_rows", lambda *_: None),
-        patch.object(whole_batches.WholeBatchHooks, "_inside", lambda *_: None),
+        patch.object(whole_batches.WholeBatchHooks, "_refuse", lambda *_: None),
     ):
         yield
 
 
 def like_draws() -> Any:
     """Ranks draw from the state that the Trainer's seed gives to all."""
-    return patch.object(RankDraws, "enter", lambda *_: None)
+    return patch.object(RankRng, "enter", lambda *_: None)
 
 
 def loud_noise() -> Any:
@@ -169,7 +169,7 @@ def loud_noise() -> Any:
 
 
 def plain_losses() -> Any:
-    return patch.object(whole_batches, "own_loss", lambda *_: None)
+    return patch.object(whole_batches, "custom_loss_reason", lambda *_: None)
 
 
 def untold_labels() -> Any:

@@ -20,7 +20,7 @@ from tests.helpers import run_threads  # noqa: E402
 from tests.integrations.deepspeed_jobs import run_ranks  # noqa: E402
 from tests.integrations.transformers_models import batch, build, sequence_parallel  # noqa: E402
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
-from wf_transformers.draws import RankDraws, draws_in_training  # noqa: E402
+from wf_transformers.rng import RankRng, uses_rng_in_training  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,7 @@ def test_the_common_state_goes_on_where_something_was_drawn() -> None:
     found = []
     for rank in range(2):
         torch.manual_seed(0)
-        draws = RankDraws(rank)
+        draws = RankRng(rank)
         for _ in range(2):
             draws.enter(CPU)
             found.append(torch.rand(4))
@@ -52,14 +52,14 @@ def test_the_common_state_goes_on_where_something_was_drawn() -> None:
 
 def test_where_nothing_is_drawn_nothing_changes() -> None:
     torch.manual_seed(0)
-    before, draws = torch.get_rng_state(), RankDraws(1)
+    before, draws = torch.get_rng_state(), RankRng(1)
     draws.enter(CPU)
     draws.leave()
     draws.leave()
     assert torch.equal(torch.get_rng_state(), before)
-    assert not draws_in_training(build("gpt2", "eager", {}))
+    assert not uses_rng_in_training(build("gpt2", "eager", {}))
     for more in ({"embd_pdrop": 0.1}, {"attn_pdrop": 0.1}):
-        assert draws_in_training(build("gpt2", "eager", more))
+        assert uses_rng_in_training(build("gpt2", "eager", more))
 
 
 def test_neftune_is_as_large_as_on_one_device() -> None:

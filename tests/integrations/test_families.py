@@ -41,7 +41,7 @@ def test_verify_finds_a_row_that_is_wrong(monkeypatch: pytest.MonkeyPatch) -> No
     """GPT-Neo without its windows, and RoBERTa whose positions are not its own."""
     windowless = replace(TABLE["GPTNeoSelfAttention"], window=lambda _: None)
     monkeypatch.setattr(table, "TABLE", {**TABLE, "GPTNeoSelfAttention": windowless})
-    monkeypatch.setattr(positions, "_after_padding", lambda *_: None)
+    monkeypatch.setattr(positions, "_add_padding_offset", lambda *_: None)
     for name in ("gpt_neo", "roberta"):
         with pytest.raises(NotImplementedError, match="does not give what it gives on one"):
             verified(name)

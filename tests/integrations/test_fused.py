@@ -28,8 +28,8 @@ from tests.integrations.transformers_models import (  # noqa: E402
     sequence_parallel,
 )
 from wf_transformers import WholeBatchHooks, attach  # noqa: E402
-from wf_transformers.whole_batches.arguments import own_words  # noqa: E402
-from wf_transformers.whole_batches.own_loss import has_fused_head  # noqa: E402
+from wf_transformers.whole_batches.arguments import with_cu_seqlens  # noqa: E402
+from wf_transformers.whole_batches.custom_loss import has_fused_head  # noqa: E402
 
 IGNORED = -100
 BORDERS = (0, 7, 19, 30)
@@ -153,7 +153,7 @@ def test_a_model_says_whether_it_has_such_a_head() -> None:
 def test_documents_that_are_said_by_our_word_count() -> None:
     borders = torch.tensor([0, 2, 4])
     given = {"cu_seq_lens_q": borders, "max_length_q": 2, "input_ids": borders}
-    assert set(own_words(given)) == {"cu_seqlens", "input_ids"}
-    assert own_words(given)["cu_seqlens"] == (0, 2, 4)
-    assert own_words(given | {"cu_seqlens": (0, 4)})["cu_seqlens"] == (0, 4)
-    assert own_words({"input_ids": borders}) == {"input_ids": borders}
+    assert set(with_cu_seqlens(given)) == {"cu_seqlens", "input_ids"}
+    assert with_cu_seqlens(given)["cu_seqlens"] == (0, 2, 4)
+    assert with_cu_seqlens(given | {"cu_seqlens": (0, 4)})["cu_seqlens"] == (0, 4)
+    assert with_cu_seqlens({"input_ids": borders}) == {"input_ids": borders}

@@ -32,7 +32,7 @@ from tests.integrations.transformers_models import (  # noqa: E402
 )
 from wf_backends import SequenceParallel, SequenceParallelConfig  # noqa: E402
 from wf_backends.comm import World  # noqa: E402
-from wf_transformers.models import asks_registry  # noqa: E402
+from wf_transformers.models import uses_registry  # noqa: E402
 
 IDS = batch(seqlen=24)["input_ids"]
 DOCUMENTS = (0, 5, 16, 23)
@@ -119,7 +119,7 @@ def test_a_model_that_never_asks_for_attention_is_refused_after_its_forward() ->
 @pytest.mark.skipif(hasattr(modeling_xglm, "ALL_ATTENTION_FUNCTIONS"), reason="this XGLM does ask")
 def test_a_model_that_cannot_ask_is_refused_at_once() -> None:
     model = tf.XGLMForCausalLM(tf.XGLMConfig(d_model=8, ffn_dim=8, attention_heads=2, num_layers=1))
-    assert not asks_registry(model)
+    assert not uses_registry(model)
 
     def rank(comm: Any) -> None:
         with pytest.raises(NotImplementedError, match="no layer of XGLMForCausalLM"):
@@ -146,7 +146,7 @@ def test_learned_biases_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("family", DECODERS)
 def test_models_that_ask_are_known_to(family: str) -> None:
-    assert asks_registry(build(family, "sdpa", {}))
+    assert uses_registry(build(family, "sdpa", {}))
 
 
 @pytest.mark.parametrize(

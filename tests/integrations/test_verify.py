@@ -220,7 +220,7 @@ def test_a_loss_of_the_models_own_that_is_replaced(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it would be if the hooks did not look for one."""
-    monkeypatch.setattr("wf_transformers.whole_batches.hooks.own_loss", lambda *_: None)
+    monkeypatch.setattr("wf_transformers.whole_batches.hooks.custom_loss_reason", lambda *_: None)
     with pytest.raises(NotImplementedError, match=f"{DIFFERS}: its loss is the first that differs"):
         found(make, whole=True)
 

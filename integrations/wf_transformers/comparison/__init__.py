@@ -1,1 +1,4 @@
-"""Does a model give on several ranks what it gives on one? It is run both ways and compared."""
+"""Runs a model on several ranks and on one rank, and compares outputs and gradients.
+
+Shapes: b batch, s tokens of this rank, S tokens of the whole sequence.
+"""

@@ -1,7 +1,7 @@
-"""What attaching changed of a model's modules and configs, and the model without it for a while.
+"""Records what attaching changed in a model's modules and configs, and undoes it for a while.
 
 Engines wrap an attached model, so it cannot be detached and attached again: their hooks would run
-in another order. Here only our own entries are taken out, and put back where they stood.
+in another order. Here only our own entries are removed from dictionaries, and restored in place.
 """
 
 from __future__ import annotations
@@ -13,59 +13,63 @@ from typing import Any
 from torch import nn
 from transformers.configuration_utils import PretrainedConfig
 
-Entries = dict[Any, Any]
-OTHERS = ("_parameters", "_buffers", "_modules")
-"""Dictionaries of a module that attaching leaves alone, and engines do not."""
-NOTHING = object()
+Dictionary = dict[Any, Any]
+NOT_OURS = ("_parameters", "_buffers", "_modules")
+"""Dictionaries of a module that attaching never changes, but engines do."""
+ABSENT = object()
 
 
 class Changes:
-    """Entries that were set or removed while `recorded`."""
+    """Dictionary entries that were set or removed inside `recorded`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._found: list[tuple[Entries, Any, Any]] = []
+        self._changes: list[tuple[Dictionary, Any, Any]] = []
+        """(dictionary, key, value before the change)."""
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Inside, changes are ours."""
-        before = [(entries, dict(entries)) for entries in _entries(self._model)]
+        """Record the changes that are made inside."""
+        before = [(dictionary, dict(dictionary)) for dictionary in _dictionaries(self._model)]
         yield
-        for entries, old in before:
-            for key in {**old, **entries}:
-                if old.get(key, NOTHING) is not entries.get(key, NOTHING):
-                    self._found.append((entries, key, old.get(key, NOTHING)))
+        for dictionary, old in before:
+            for key in {**old, **dictionary}:
+                if old.get(key, ABSENT) is not dictionary.get(key, ABSENT):
+                    self._changes.append((dictionary, key, old.get(key, ABSENT)))
 
     @contextmanager
-    def taken_back(self) -> Iterator[None]:
-        """Inside, the model is as it was before them, whatever others have changed since."""
-        kept = [(entries, dict(entries)) for entries, _, _ in self._found]
-        for entries, key, old in reversed(self._found):
-            if old is NOTHING:
-                entries.pop(key, None)
+    def undone(self) -> Iterator[None]:
+        """Inside, the recorded changes are undone, whatever others have changed since."""
+        saved = [(dictionary, dict(dictionary)) for dictionary, _, _ in self._changes]
+        for dictionary, key, value in reversed(self._changes):
+            if value is ABSENT:
+                dictionary.pop(key, None)
             else:
-                entries[key] = old
+                dictionary[key] = value
         try:
             yield
         finally:
-            for entries, whole in kept:
-                entries.clear()
-                entries.update(whole)
+            for dictionary, entries in saved:
+                dictionary.clear()
+                dictionary.update(entries)
 
 
-def _entries(model: nn.Module) -> Iterator[Entries]:
-    """Attributes and hooks of every module, attributes of every config."""
+def _dictionaries(model: nn.Module) -> Iterator[Dictionary]:
+    """The attributes and hooks of every module, and the attributes of every config."""
     configs = dict[int, Any]()
     for module in model.modules():
-        own = vars(module)
-        yield own
-        yield from (x for key, x in own.items() if isinstance(x, dict) and key not in OTHERS)
-        _add_config(own.get("config"), configs)
+        attributes = vars(module)
+        yield attributes
+        for key, value in attributes.items():
+            if isinstance(value, dict) and key not in NOT_OURS:
+                yield value
+        _add_config(attributes.get("config"), configs)
     yield from (vars(config) for config in configs.values())
 
 
-def _add_config(config: Any, found: dict[int, Any]) -> None:
-    if isinstance(config, PretrainedConfig) and id(config) not in found:
-        found[id(config)] = config
-        for part in vars(config).values():
-            _add_config(part, found)
+def _add_config(config: Any, configs: dict[int, Any]) -> None:
+    """Add a config and the configs inside it, by id."""
+    if isinstance(config, PretrainedConfig) and id(config) not in configs:
+        configs[id(config)] = config
+        for value in vars(config).values():
+            _add_config(value, configs)

@@ -1,4 +1,4 @@
-"""What `wallfacer verify` asks for: a model of a folder on ranks that are threads."""
+"""`wallfacer verify`: compares a model of a folder on ranks that are threads."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ TIMEOUT = 3600.0  # seconds
 
 
 def verify_folder(folder: Path, config: SequenceParallelConfig) -> str:
-    """Compare the model of a folder on `config.sequence_parallel_size` threads with it alone.
+    """Compare the model of a folder on `config.sequence_parallel_size` threads with it on one.
 
     Args:
-        folder: what `save_pretrained` wrote; without weights, these are drawn.
+        folder: written by `save_pretrained`; without files of weights, these are random.
 
     Returns:
-        What was found, in a sentence.
+        The result, in a sentence.
 
     Raises:
-        ValueError: if the folder cannot be read or the model cannot be run on a drawn batch.
-        NotImplementedError: where the model on the ranks gives something else than on one.
+        ValueError: if the folder cannot be read or the model cannot be run on a random batch.
+        NotImplementedError: if the model computes something else on several ranks than on one.
     """
-    drawn = not any(list(folder.glob(kind)) for kind in WEIGHTS)
+    has_weights = any(list(folder.glob(pattern)) for pattern in WEIGHTS)
     with refused_by_name(folder):
-        model = _model(folder, drawn)
+        model = _load(folder, has_weights)
 
-    def rank(comm: Communicator) -> Report | None:
-        sp, mine = SequenceParallel(config, comm), _sharing_parameters(model)
-        whole = model.main_input_name == "input_ids"
+    def verify_on_rank(comm: Communicator) -> Report | None:
+        sp, rank_model = SequenceParallel(config, comm), _sharing_parameters(model)
+        takes_tokens = model.main_input_name == "input_ids"
 
-        def attached() -> Handle:
-            handle = attach_model(mine, sp)
-            if whole:
-                WholeBatchHooks(mine, handle)
+        def attach() -> Handle:
+            handle = attach_model(rank_model, sp)
+            if takes_tokens:
+                WholeBatchHooks(rank_model, handle)
             return handle
 
-        return verify(mine, sp, attached, "strict", whole_batches=whole)
+        return verify(rank_model, sp, attach, "strict", whole_batches=takes_tokens)
 
-    report = run_threads(config.sequence_parallel_size, rank, timeout=TIMEOUT)[0]
+    report = run_threads(config.sequence_parallel_size, verify_on_rank, timeout=TIMEOUT)[0]
     assert report is not None, "strict, and on several ranks"
-    weights = " with drawn weights" if drawn else ""
+    weights = "" if has_weights else " with drawn weights"
     return (
         f"{type(model).__name__}{weights} on {config.sequence_parallel_size} ranks gives what it "
         f"gives on one: {report.compared} outputs, losses and gradients; largest error "
@@ -63,19 +63,21 @@ def verify_folder(folder: Path, config: SequenceParallelConfig) -> str:
     )
 
 
-def _model(folder: Path, drawn: bool) -> Any:
+def _load(folder: Path, has_weights: bool) -> Any:
+    """The model in float32, with random weights if the folder has none."""
     config = AutoConfig.from_pretrained(folder)
     names = getattr(config, "architectures", None) or [""]
-    kind = getattr(transformers, names[0], None)
-    if not drawn:
-        make = kind or AutoModelForCausalLM
-        return make.from_pretrained(folder, torch_dtype=torch.float32)
+    model_class = getattr(transformers, names[0], None)
+    if has_weights:
+        loader = model_class or AutoModelForCausalLM
+        return loader.from_pretrained(folder, torch_dtype=torch.float32)
     torch.manual_seed(0)
-    return (kind(config) if kind else AutoModelForCausalLM.from_config(config)).float()
+    model = model_class(config) if model_class else AutoModelForCausalLM.from_config(config)
+    return model.float()
 
 
 def _sharing_parameters(model: nn.Module) -> Any:
-    """A copy of the model whose parameters have gradients of their own, and no memory."""
+    """A copy of the model whose parameters share memory with it, but not gradients."""
     shared = {
         id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad) for p in model.parameters()
     }

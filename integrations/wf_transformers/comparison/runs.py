@@ -1,4 +1,4 @@
-"""One model run twice, attached on a rank's part of a batch and as it is on the whole."""
+"""Runs one model twice, attached on a rank's part of a batch and unattached on the whole batch."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ from wf_backends.parallel import IGNORE_INDEX
 from wf_backends.schedule import LAYOUTS
 from wf_transformers.batch import forward_kwargs
 from wf_transformers.calls import parameter_names, takes_any_keyword, tokens_of
-from wf_transformers.comparison.draws import SeenDropouts
+from wf_transformers.comparison.dropout import DropoutRecorder
 from wf_transformers.comparison.gradients import gradients_of, is_partitioned, summary
 from wf_transformers.comparison.rows import Rows
 from wf_transformers.families.stacks import is_cut_inside
 from wf_transformers.handle import OPERATIONS, Handle
 from wf_transformers.replace import set_until
 
-SMALL_GRADIENT = 0.1  # of the largest of all: key biases have gradients of rounding errors alone
-KEPT_BYTES = 1 << 28  # of a part's module outputs; those of later modules are not compared
+SMALL_GRADIENT = 0.1  # of the largest gradient: key biases only have gradients of rounding errors
+MAX_KEPT_BYTES = 1 << 28  # of a part's module outputs; those of later modules are not compared
 LOSS = "loss"
 UNLABELLED = "loss without labels"
 
 Gather = Callable[[nn.Module], AbstractContextManager[Any]]
 Call = Callable[[Mapping[str, Any], bool], Mapping[str, Any]]
-"""From a batch, and whether the model is alone, to outputs."""
-See = Callable[[str, Any], None]
+"""(batch, whether the model is unattached) -> outputs."""
+Observer = Callable[[str, Any], None]
+"""Called with the name and the output of a module."""
 Named = dict[str, Tensor]
 
 
 class Comparison:
-    """What a model gives on one rank of several, and on one.
+    """The differences between a model on one rank of several, its part, and on a single rank.
 
     Attributes:
-        errors: (what, error, tolerance) in the order of the whole model's forward, then gradients.
+        errors: (description, error, tolerance) in the order of the forward, then gradients.
         cut: whether some module had this rank's part of the rows.
-        drops: whether the model may drop something in training.
+        uses_dropout: whether the model called dropout in training.
     """
 
     def __init__(
@@ -64,37 +65,37 @@ class Comparison:
         self.model, self.sp, self.batch, self._gather = model, sp, dict(batch), gather
         self._call = call
         self._backward = gather is None and not any(map(is_partitioned, model.parameters()))
-        inside = is_cut_inside(model)
-        if inside and "use_cache" in parameter_names(model):
+        cut_inside = is_cut_inside(model)
+        if cut_inside and "use_cache" in parameter_names(model):
             self.batch["use_cache"] = False  # keys and values would be of this rank's rows
-        inside = inside or tokens_of(batch) is None
-        self.whole_batches = whole_batches or inside
+        uneven = cut_inside or tokens_of(batch) is None
+        self.whole_batches = whole_batches or uneven
         self.errors: list[tuple[str, float, float]] = []
-        self.cut = self.drops = False
-        self._rows = Rows(sp, batch, uneven=inside)
-        self._kept: dict[str, list[Named]] = {}
-        self._bytes = 0
-        self._narrowest = 0.0
+        self.cut = self.uses_dropout = False
+        self._rows = Rows(sp, batch, uneven=uneven)
+        self._part_outputs: dict[str, list[Named]] = {}
+        self._kept_bytes = 0
+        self._min_tolerance = 0.0
 
     def run(self, handle: Handle, alone: AbstractContextManager[Any]) -> None:
-        """Run the model that `handle` attached both ways and compare; its errors pass through.
+        """Run the model that `handle` attached both ways and compare; raises what the model raises.
 
         Args:
-            alone: inside, the model is not attached.
+            alone: a context in which the model is not attached.
         """
-        with _compared_alone(handle):
+        with _prepared(handle):
             self.batch = handle.without_padded_labels(self.batch)
-            words = self._words(handle)
-            part, gradients = self._run(words, self._keep, whole=False)
-            beside = self._beside(words, handle.whole_batches, self.sp.size)
+            kwargs = self._attached_kwargs(handle)
+            part, part_gradients = self._run(kwargs, self._keep_output, whole=False)
+            part_values = self._trainer_values(kwargs, handle.whole_batches, self.sp.size)
         with alone:
-            one = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
+            single_rank = SequenceParallel(SequenceParallelConfig(), World(1).comm(0))
             for module in receivers(self.model):
-                getattr(module, RECEIVER)(one)
+                getattr(module, RECEIVER)(single_rank)
             no_cache = {"use_cache": False} if "use_cache" in parameter_names(self.model) else {}
-            words = self.batch | ({} if self._call else no_cache)
-            whole, wanted = self._run(words, self._compare_output, whole=True)
-            its_beside = self._beside(words, handle.whole_batches)
+            kwargs = self.batch | ({} if self._call else no_cache)
+            whole, whole_gradients = self._run(kwargs, self._compare_output, whole=True)
+            whole_values = self._trainer_values(kwargs, handle.whole_batches)
         compared = [
             self._compare(f"its {key}", part[key], whole[key]) for key in part if key in whole
         ]
@@ -104,126 +105,124 @@ class Comparison:
                 f"{_shapes(whole)} alone"
             )
         if all(compared) and part.keys() == whole.keys() or LOSS in whole:
-            self._compare_gradients(gradients, wanted)
-        for key in beside.keys() & its_beside.keys():
-            self._compare(f"its {key}", beside[key], its_beside[key])
+            self._compare_gradients(part_gradients, whole_gradients)
+        for key in part_values.keys() & whole_values.keys():
+            self._compare(f"its {key}", part_values[key], whole_values[key])
 
-    def like_draws(self, handle: Handle) -> str | None:
-        """The module whose dropout falls on the same places of different tokens on some ranks.
+    def first_equal_dropout(self, handle: Handle) -> str | None:
+        """Run once more, with dropout: see `DropoutRecorder.first_equal_mask`."""
+        with _prepared(handle), DropoutRecorder() as recorder:
+            self._run(self._attached_kwargs(handle), recorder.record_module, whole=False)
+        return recorder.first_equal_mask(self.sp.comm)
 
-        The attached model is run once more, with draws.
+    def _trainer_values(self, kwargs: Mapping[str, Any], counts: bool, size: int = 1) -> Named:
+        """What a Trainer computes with a model that takes whole batches, besides outputs.
+
+        The number of operations if it `counts` them, summed over `size` ranks, and the loss of an
+        evaluation in which no label counts.
         """
-        with _compared_alone(handle), SeenDropouts() as seen:
-            self._run(self._words(handle), seen.returned, whole=False)
-        return seen.alike(self.sp.comm)
-
-    def _beside(self, words: Mapping[str, Any], counted: bool, size: int = 1) -> Named:
-        """What a Trainer asks of a model that takes whole batches, beside outputs.
-
-        Its operations, of which it sums those of `size` ranks, if they are `counted`, and the loss
-        of an evaluation without labels.
-        """
-        found: Named = {}
+        values: Named = {}
         if not self.whole_batches or not self._backward or not self._rows.shape or self._call:
-            return found
+            return values
         operations: Any = getattr(self.model, OPERATIONS, None)
-        if operations is not None and counted:
-            found[OPERATIONS] = torch.tensor(float(operations(words)) * size, dtype=torch.float64)
-        labels = words.get("labels")
+        if operations is not None and counts:
+            values[OPERATIONS] = torch.tensor(float(operations(kwargs)) * size, dtype=torch.float64)
+        labels = kwargs.get("labels")
         if isinstance(labels, Tensor):
-            none = {"labels": torch.full_like(labels, IGNORE_INDEX)}
+            no_labels = {"labels": torch.full_like(labels, IGNORE_INDEX)}
             self.model.eval()
-            with torch.no_grad(), suppress(Exception):  # some models cannot
-                outputs = dict(named_tensors(self.model(**{**words, **none})))
-                found |= {UNLABELLED: outputs[LOSS]} if LOSS in outputs else {}
+            with torch.no_grad(), suppress(Exception):  # some models raise without labels
+                outputs = dict(named_tensors(self.model(**{**kwargs, **no_labels})))
+                values |= {UNLABELLED: outputs[LOSS]} if LOSS in outputs else {}
             self.model.train()
-        return found
+        return values
 
-    def _words(self, handle: Handle) -> dict[str, Any]:
-        """What the attached model is called with."""
-        given = self.batch
+    def _attached_kwargs(self, handle: Handle) -> dict[str, Any]:
+        """The keyword arguments for the attached model."""
+        batch = self.batch
         if self._rows.shape and LAYOUTS[self.sp.config.layout].needs_documents:
-            given = {**given, "cu_seqlens": (0, self._rows.shape[1])}
+            batch = {**batch, "cu_seqlens": (0, self._rows.shape[1])}
         if self.whole_batches:
-            return given
-        local = handle.shard_batch(given)
-        words = forward_kwargs(self.model, local)
+            return batch
+        kwargs = forward_kwargs(self.model, handle.shard_batch(batch))
         if isinstance(self.model, PreTrainedModel) or takes_any_keyword(self.model):
-            return words
+            return kwargs
         names = parameter_names(self.model)
-        return {key: value for key, value in words.items() if key in names}
+        return {key: value for key, value in kwargs.items() if key in names}
 
-    def _run(self, words: Mapping[str, Any], see: See, whole: bool) -> tuple[Named, Named]:
-        """The outputs, and the gradients of a loss that counts each element of them once."""
+    def _run(
+        self, kwargs: Mapping[str, Any], observe: Observer, whole: bool
+    ) -> tuple[Named, Named]:
+        """(outputs, gradients of a loss in which every element of the outputs counts once)."""
         gradients: Named = {}
         with ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(self._backward))
             if self._gather is not None:
-                stack.enter_context(_gathered(self.model, self._gather))
-            with _watched(self.model, see):
-                output = self._call(words, whole) if self._call else self.model(**words)
-                found = self._tensors(output, whole)
-            if self._backward and (loss := self._loss(found, whole)) is not None:
+                stack.enter_context(_gathered_parameters(self.model, self._gather))
+            with _observed_outputs(self.model, observe):
+                output = self._call(kwargs, whole) if self._call else self.model(**kwargs)
+                outputs = self._tensors(output, whole)
+            if self._backward and (loss := self._loss(outputs, whole)) is not None:
                 gradients = gradients_of(self.model, loss)
-        return {key: x.detach() for key, x in found.items()}, gradients
+        return {key: x.detach() for key, x in outputs.items()}, gradients
 
     def _tensors(self, output: Any, whole: bool) -> Named:
         return {key: self._rows.unflatten(x, whole) for key, x in named_tensors(output)}
 
     def _loss(self, outputs: Named, whole: bool) -> Tensor | None:
-        """The model's own, or a sum of all outputs with weights; over the ranks, counted once."""
+        """The model's loss, or a weighted sum of all outputs; on ranks, their share of it."""
         if LOSS in outputs:
             return outputs[LOSS] / (1 if whole else self.sp.size)
-        parts = [(x * self._rows.weights(x, whole)).sum() for x in outputs.values() if x.grad_fn]
-        return torch.stack([part.to(parts[0].dtype) for part in parts]).sum() if parts else None
+        sums = [(x * self._rows.weights(x, whole)).sum() for x in outputs.values() if x.grad_fn]
+        return torch.stack([x.to(sums[0].dtype) for x in sums]).sum() if sums else None
 
-    def _keep(self, name: str, output: Any) -> None:
-        """Of the part: what the module returned, for `_compare_output`."""
-        picks = "experts" in name.split(".")  # tokens, and other ones than of the whole
-        wanted = self._bytes < KEPT_BYTES and not picks
-        found = self._tensors(output, whole=False) if wanted else {}
-        self._bytes += sum(x.nbytes for x in found.values())
-        narrow = (NARROW_TOLERANCES.get(x.dtype, 0.0) for x in found.values())
-        self._narrowest = max(self._narrowest, *narrow, 0.0)  # under autocast
-        kept = {key: x.detach().clone() for key, x in found.items()}
-        self._kept.setdefault(name, []).append(kept)
+    def _keep_output(self, name: str, output: Any) -> None:
+        """Keep what a module returned on the part, for `_compare_output`."""
+        is_expert = "experts" in name.split(".")  # its rows are other tokens than on the whole
+        is_kept = self._kept_bytes < MAX_KEPT_BYTES and not is_expert
+        outputs = self._tensors(output, whole=False) if is_kept else {}
+        self._kept_bytes += sum(x.nbytes for x in outputs.values())
+        tolerances = (NARROW_TOLERANCES.get(x.dtype, 0.0) for x in outputs.values())
+        self._min_tolerance = max(self._min_tolerance, *tolerances, 0.0)  # for autocast
+        copies = {key: x.detach().clone() for key, x in outputs.items()}
+        self._part_outputs.setdefault(name, []).append(copies)
 
     def _compare_output(self, name: str, output: Any) -> None:
-        """Of the whole: against what the module returned at its call of the same number."""
-        part = self._kept[name].pop(0) if self._kept.get(name) else {}
+        """Compare what a module returned on the whole with the same call on the part."""
+        part = self._part_outputs[name].pop(0) if self._part_outputs.get(name) else {}
         whole = self._tensors(output, whole=True) if part else {}
         for key in part:
             if key in whole:
                 self._compare(f"the output of {name}", part[key], whole[key])
 
-    def _compare(self, what: str, part: Tensor, whole: Tensor) -> bool:
-        """Note how far rows are from each other; whether it is known which rows they are."""
+    def _compare(self, description: str, part: Tensor, whole: Tensor) -> bool:
+        """Record the error between the same rows; False if it is unknown which rows `part` has."""
         pair = self._rows.pair(part.detach(), whole.detach())
         if pair is None:
             return False
-        mine, theirs, cut = pair
+        part_rows, whole_rows, cut = pair
         self.cut |= cut
-        self._note(what, error_between(mine, theirs), whole.dtype)
+        self._record_error(description, error_between(part_rows, whole_rows), whole.dtype)
         return True
 
-    def _compare_gradients(self, mine: Named, wanted: Named) -> None:
-        """The sum over the ranks against the whole; in one message for all parameters."""
+    def _compare_gradients(self, part: Named, whole: Named) -> None:
+        """Compare the sum of gradients over the ranks with those of the whole, in one message."""
         parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if not parameters or not self._backward:
             return
-        none = {name: torch.zeros_like(summary(p)) for name, p in parameters.items()}
-        mine, wanted = none | mine, none | wanted
-        flat = torch.cat([mine[name] for name in parameters])
+        zeros = {name: torch.zeros_like(summary(p)) for name, p in parameters.items()}
+        part, whole = zeros | part, zeros | whole
+        flat = torch.cat([part[name] for name in parameters])
         summed = sum_on_all_ranks(self.sp.comm, flat, "gradients", 1)
-        pieces = summed.split([len(x) for x in none.values()])
-        largest = max((float(x.abs().max()) for x in wanted.values() if x.numel()), default=0.0)
-        for (name, p), piece in zip(parameters.items(), pieces, strict=True):
-            error = error_between(piece, wanted[name], max(SMALL_GRADIENT * largest, 1e-30))
-            self._note(f"the gradient of {name}", error, p.dtype)
+        sums = summed.split([len(x) for x in zeros.values()])
+        largest = max((float(x.abs().max()) for x in whole.values() if x.numel()), default=0.0)
+        for (name, p), gradient in zip(parameters.items(), sums, strict=True):
+            error = error_between(gradient, whole[name], max(SMALL_GRADIENT * largest, 1e-30))
+            self._record_error(f"the gradient of {name}", error, p.dtype)
 
-    def _note(self, what: str, error: float, dtype: torch.dtype) -> None:
-        least = max(NARROW_TOLERANCES.get(dtype, TOLERANCE), self._narrowest)
-        self.errors.append((what, error, least))
+    def _record_error(self, description: str, error: float, dtype: torch.dtype) -> None:
+        tolerance = max(NARROW_TOLERANCES.get(dtype, TOLERANCE), self._min_tolerance)
+        self.errors.append((description, error, tolerance))
 
 
 def _shapes(outputs: Named) -> str:
@@ -231,8 +230,8 @@ def _shapes(outputs: Named) -> str:
 
 
 @contextmanager
-def _compared_alone(handle: Handle) -> Iterator[None]:
-    """Inside, attention drops nothing, since draws differ, and no first batch is compared."""
+def _prepared(handle: Handle) -> Iterator[None]:
+    """Inside, attention has no dropout, since masks would differ, and compares no first batch."""
     with ExitStack() as stack:
         set_until(stack, handle, "first", None)
         set_until(stack, handle.attention, "drops", False)
@@ -240,11 +239,11 @@ def _compared_alone(handle: Handle) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(model: nn.Module, see: See) -> Iterator[None]:
-    """Inside, `see` gets the name and the output of every module but the model, as they return."""
+def _observed_outputs(model: nn.Module, observe: Observer) -> Iterator[None]:
+    """Inside, call `observe` with the name and output of every module inside the model."""
 
     def hook(name: str) -> Callable[..., None]:
-        return lambda _, __, output: see(name, output)
+        return lambda _, __, output: observe(name, output)
 
     with ExitStack() as stack:
         for name, module in model.named_modules():
@@ -254,16 +253,16 @@ def _watched(model: nn.Module, see: See) -> Iterator[None]:
 
 
 @contextmanager
-def _gathered(model: nn.Module, gather: Gather) -> Iterator[None]:
-    """Inside, a module's own parameters are whole while it runs."""
-    running: list[AbstractContextManager[Any]] = []
+def _gathered_parameters(model: nn.Module, gather: Gather) -> Iterator[None]:
+    """Inside, every module has its parameters gathered by `gather` while it runs."""
+    contexts: list[AbstractContextManager[Any]] = []
 
     def enter(module: nn.Module, _: Any) -> None:
-        running.append(gather(module))
-        running[-1].__enter__()
+        contexts.append(gather(module))
+        contexts[-1].__enter__()
 
     def leave(*_: Any) -> None:
-        running.pop().__exit__(None, None, None)
+        contexts.pop().__exit__(None, None, None)
 
     with ExitStack() as stack:
         for module in model.modules():

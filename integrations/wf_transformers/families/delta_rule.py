@@ -1,7 +1,7 @@
-"""Layers of the gated delta rule (arXiv 2412.06464): a convolution, and heads that have a state.
+"""Layers of the gated delta rule (arXiv 2412.06464): a convolution, and heads with a state.
 
-The ranks share the key heads, each with the value heads that read it: H key heads of d features, r
-value heads of e features for each.
+Each rank gets some of the H key heads of d features, and the r value heads of e features that read
+each of them.
 """
 
 from __future__ import annotations
@@ -13,105 +13,116 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wf_transformers.families.shares import Keep, Mixer, Share, Take, part, rows, spans
+from wf_transformers.families.shares import (
+    Mixer,
+    PassThrough,
+    SelectFeatures,
+    Share,
+    cut_first_dim,
+    head_features,
+    rank_range,
+)
 
 Features = Callable[[Any, Tensor], Tensor]
-"""(layer, key heads) -> which features of a projection are theirs, in the order of their code."""
+"""(layer, key heads) -> indices of their features in a projection, in the order of the layer."""
 
 
-def _readers(layer: Any) -> int:
+def _values_per_key(layer: Any) -> int:
     return layer.num_v_heads // layer.num_k_heads
 
 
 def _value_heads(layer: Any, heads: Tensor) -> Tensor:
-    return spans(heads, _readers(layer))
+    return head_features(heads, _values_per_key(layer))
 
 
 def _values(layer: Any, heads: Tensor) -> Tensor:
-    return spans(_value_heads(layer, heads), layer.head_v_dim)
+    return head_features(_value_heads(layer, heads), layer.head_v_dim)
 
 
 def _keys(layer: Any, heads: Tensor) -> Tensor:
-    return spans(heads, layer.head_k_dim)
+    return head_features(heads, layer.head_k_dim)
 
 
 def _convolved(layer: Any, heads: Tensor) -> Tensor:
-    """All queries, all keys, all values."""
+    """Features of q, k and v, concatenated, as the convolution has them."""
     keys = _keys(layer, heads)
     return torch.cat([keys, layer.key_dim + keys, 2 * layer.key_dim + _values(layer, heads)])
 
 
 def _channels(layer: Any, heads: Tensor) -> Tensor:
-    """Of heads that have one size."""
-    return spans(heads, layer.head_dim)
+    """For layers whose keys and values have the same head_dim."""
+    return head_features(heads, layer.head_dim)
 
 
 def _heads(_: Any, heads: Tensor) -> Tensor:
     return heads
 
 
-def _by_head(layer: Any, heads: Tensor) -> Tensor:
-    """q, k, v and the gate of a key head, one key head after another: 2 d + 2 r e features each."""
-    return spans(heads, 2 * layer.head_k_dim + 2 * _readers(layer) * layer.head_v_dim)
+def _qkvz_by_key_head(layer: Any, heads: Tensor) -> Tensor:
+    """q, k, v and gate of one key head after the other: 2 d + 2 r e features per key head."""
+    width = 2 * layer.head_k_dim + 2 * _values_per_key(layer) * layer.head_v_dim
+    return head_features(heads, width)
 
 
-def _scalars_by_head(layer: Any, heads: Tensor) -> Tensor:
-    """Two numbers for every value head of a key head: the strengths of writing and forgetting."""
-    return spans(heads, 2 * _readers(layer))
+def _ba_by_key_head(layer: Any, heads: Tensor) -> Tensor:
+    """Beta (write strength) and decay of the value heads of one key head after the other."""
+    return head_features(heads, 2 * _values_per_key(layer))
 
 
 class DeltaRule(Mixer):
-    """Such a layer, by its projections of hidden states. The gate travels with them.
+    """A layer of the gated delta rule. Its gate is exchanged with q, k and v.
 
     Args:
-        projections: by the names of their modules, one after the other.
-        norm, out: the names of the norm and of the projection of its result.
+        projections: of hidden states: the name of a module, or names of modules that are applied
+            in order, separated by spaces -> the features of a rank's heads in the result.
+        norm, out: the names of the norm and of the output projection.
     """
 
     def __init__(
         self, projections: Mapping[str, Features], norm: str = "norm", out: str = "out_proj"
     ) -> None:
-        self.projections = {tuple(names.split()): of for names, of in projections.items()}
-        self.out, self.whole = out, (f"{norm}.weight",)
+        self.projections = {tuple(names.split()): select for names, select in projections.items()}
+        self.out, self.whole_parameters = out, (f"{norm}.weight",)
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, None]:
-        found = []
+        projected = []
         for names in self.projections:
             x = hidden
             for name in names:
                 x = layer.get_submodule(name)(x)
-            found.append(x)
-        return torch.cat(found, dim=-1), None
+            projected.append(x)
+        return torch.cat(projected, dim=-1), None
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
-        heads = part("key heads", layer.num_k_heads, rank, size)
-        convolved, readers = _convolved(layer, heads), _value_heads(layer, heads)
-        cuts = rows(("conv1d.weight",), convolved) | rows(("dt_bias", "A_log"), readers)
+        heads = rank_range("key heads", layer.num_k_heads, rank, size)
+        convolved, value_heads = _convolved(layer, heads), _value_heads(layer, heads)
+        cuts = cut_first_dim(("conv1d.weight",), convolved)
+        cuts |= cut_first_dim(("dt_bias", "A_log"), value_heads)
         attributes = {
             "num_k_heads": len(heads),
-            "num_v_heads": len(readers),
+            "num_v_heads": len(value_heads),
             "key_dim": len(heads) * layer.head_k_dim,
-            "value_dim": len(readers) * layer.head_v_dim,
+            "value_dim": len(value_heads) * layer.head_v_dim,
             "conv_dim": len(convolved),
             "conv1d.groups": len(convolved),
         }
         return Share(self.features(layer, heads), _values(layer, heads), cuts, attributes)
 
     def features(self, layer: Any, heads: Tensor) -> Tensor:
-        """Those of all projections, one after the other, that are these heads'."""
+        """The features of these heads in all projections, concatenated."""
         starts = accumulate(self._sizes(layer), initial=0)
-        found = zip(starts, self.projections.values(), strict=False)
-        return torch.cat([start + of(layer, heads) for start, of in found])
+        selections = zip(starts, self.projections.values(), strict=False)
+        return torch.cat([start + select(layer, heads) for start, select in selections])
 
-    def instead(self, layer: Any, share: Share) -> dict[str, nn.Module]:
-        parts = layer.get_submodule(self.out).in_features // len(share.outputs)
-        ends = accumulate((size // parts for size in self._sizes(layer)), initial=0)
-        found: dict[str, nn.Module] = {self.out: Keep()}
-        for (first, *others), taken in zip(self.projections, pairwise(ends), strict=True):
-            found |= {first: Take(*taken)} | {name: Keep() for name in others}
-        return found
+    def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
+        num_ranks = layer.get_submodule(self.out).in_features // len(share.outputs)
+        borders = accumulate((size // num_ranks for size in self._sizes(layer)), initial=0)
+        modules: dict[str, nn.Module] = {self.out: PassThrough()}
+        for (first, *others), span in zip(self.projections, pairwise(borders), strict=True):
+            modules |= {first: SelectFeatures(*span)} | {name: PassThrough() for name in others}
+        return modules
 
-    def finish(self, layer: Any, y: Tensor, kept: Any) -> Tensor:
+    def finish(self, layer: Any, y: Tensor, local: Any) -> Tensor:
         return layer.get_submodule(self.out)(y)
 
     def _sizes(self, layer: Any) -> list[int]:
@@ -119,14 +130,15 @@ class DeltaRule(Mixer):
 
 
 class KimiDelta(DeltaRule):
-    """Kimi Delta Attention (arXiv 2510.26692): as many value heads as key heads, of one size, and a
-    strength of forgetting for each channel."""
+    """Kimi Delta Attention (arXiv 2510.26692): as many value heads as key heads, of the same size,
+    and a decay for each channel."""
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
-        heads = part("heads", layer.num_heads, rank, size)
+        heads = rank_range("heads", layer.num_heads, rank, size)
         channels = _channels(layer, heads)
         convolved = torch.cat([layer.qkv_dim * i + channels for i in range(3)])
-        cuts = rows(("conv1d.weight",), convolved) | rows(("forget_gate.dt_bias",), channels)
+        cuts = cut_first_dim(("conv1d.weight",), convolved)
+        cuts |= cut_first_dim(("forget_gate.dt_bias",), channels)
         cuts |= {"forget_gate.A_log": (layer.forget_gate.A_log.shape.index(layer.num_heads), heads)}
         attributes = {
             "num_heads": len(heads),
@@ -138,7 +150,7 @@ class KimiDelta(DeltaRule):
         return Share(self.features(layer, heads), channels, cuts, attributes)
 
 
-QWEN3_NEXT = DeltaRule({"in_proj_qkvz": _by_head, "in_proj_ba": _scalars_by_head})
+QWEN3_NEXT = DeltaRule({"in_proj_qkvz": _qkvz_by_key_head, "in_proj_ba": _ba_by_key_head})
 QWEN3_5 = DeltaRule(
     {
         "in_proj_qkv": _convolved,

@@ -1,6 +1,8 @@
-"""The loss that keeps a mixture's experts evenly used, of the tokens of all ranks.
+"""The router's load balancing loss of a mixture of experts, over the tokens of all ranks.
 
-It is a product of means over tokens, and so no sum of the ranks' own.
+It is a product of means over tokens, and so not a sum of losses of the ranks.
+
+Shapes: b batch, s tokens of this rank, N experts.
 """
 
 from __future__ import annotations
@@ -16,42 +18,42 @@ from transformers.utils.generic import ModelOutput
 
 from wf_backends import SequenceParallel
 from wf_backends._compile import eager
-from wf_transformers.calls import ROUTER_LOGITS, asks_for, by_name, parameter_names
+from wf_transformers.calls import ROUTER_LOGITS, by_name, parameter_names, wants_output
 from wf_transformers.handle import Handle
-from wf_transformers.models import outermost, own_class
+from wf_transformers.models import outermost, transformers_class
 
-COUNTED = "router_mask"
-"""Beside it: (b, s), 1 where a token of this rank counts. `forward_kwargs` passes it."""
-FUNCTION = "load_balancing_loss_func"
+ROUTER_MASK = "router_mask"
+"""Keyword argument from `forward_kwargs`: (b, s), 1 where a token of this rank counts."""
+LOSS_FUNCTION = "load_balancing_loss_func"
 NO_MASK = (
     f"{ROUTER_LOGITS}: which tokens count must be known: have an attention_mask in the batch (ones "
     "where nothing is padding), and call the model with what wf_transformers.forward_kwargs gives"
 )
 
-Words = dict[str, Any]
+Kwargs = dict[str, Any]
 
 
 def has_router_loss(model: nn.Module) -> bool:
-    """Whether the model adds that loss to its own, by the function of its file."""
-    words = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
-    file = sys.modules[own_class(model).__module__]
-    return hasattr(file, FUNCTION) and all(hasattr(model, word) for word in words)
+    """Whether the model can add that loss to its own, with the function of its file."""
+    attributes = ("router_aux_loss_coef", "num_experts", "num_experts_per_tok")
+    file = sys.modules[transformers_class(model).__module__]
+    return hasattr(file, LOSS_FUNCTION) and all(hasattr(model, name) for name in attributes)
 
 
-def asks_router_loss(model: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether a call of `model` wants it."""
-    return has_router_loss(model) and asks_for(ROUTER_LOGITS, model, given)
+def wants_router_loss(model: nn.Module, arguments: Mapping[str, Any]) -> bool:
+    """Whether a call of `model` adds the router's loss."""
+    return has_router_loss(model) and wants_output(ROUTER_LOGITS, model, arguments)
 
 
-def balance(
+def load_balancing_loss(
     sp: SequenceParallel, routers: tuple[Tensor, ...], num_experts: int, top_k: int, counted: Tensor
 ) -> Tensor:
-    """N sum_e f_e p_e, f_e the share of choices and p_e the mean probability of expert e.
+    """N sum_e f_e p_e, with f_e the share of choices and p_e the mean probability of expert e.
 
-    Over all counted tokens of all ranks and layers; its gradient is this rank's share.
+    Means are over the counted tokens of all ranks and layers. The gradient is this rank's share.
 
     Args:
-        routers: by layer, (b s, N) logits of this rank's tokens.
+        routers: for each layer, (b s, N) logits of this rank's tokens.
         top_k: how many experts a token goes to.
         counted: (b, s), 0 at padding.
 
@@ -59,25 +61,28 @@ def balance(
         transformers' `load_balancing_loss_func`.
     """
     probabilities = torch.stack([x.to(counted.device).softmax(dim=-1) for x in routers])
-    rows = counted.flatten()[None, :, None].to(
-        torch.promote_types(probabilities.dtype, torch.float32)
-    )
+    sum_dtype = torch.promote_types(probabilities.dtype, torch.float32)
+    weights = counted.flatten()[None, :, None].to(sum_dtype)
     chosen = torch.zeros_like(probabilities).scatter_(-1, probabilities.topk(top_k).indices, 1.0)
-    mine = (probabilities * rows).sum(dim=(0, 1))
-    sums = [mine.detach(), (chosen * rows).sum(dim=(0, 1)), len(routers) * rows.sum().view(1)]
-    p, f, n = sp.sum_over_ranks(torch.cat(sums)).split([num_experts, num_experts, 1])
-    return num_experts * (f * (mine - mine.detach() + p)).sum() / n.squeeze() ** 2
+    local_p = (probabilities * weights).sum(dim=(0, 1))
+    local_f = (chosen * weights).sum(dim=(0, 1))
+    local_n = len(routers) * weights.sum().view(1)
+    sums = sp.sum_over_ranks(torch.cat([local_p.detach(), local_f, local_n]))
+    p, f, n = sums.split([num_experts, num_experts, 1])
+    return num_experts * (f * (local_p - local_p.detach() + p)).sum() / n.squeeze() ** 2
 
 
 def router_loss(model: nn.Module, output: Mapping[str, Any]) -> Tensor | float:
-    """What the model's router adds to its loss."""
-    found = output.get("aux_loss")
+    """What the router adds to the model's loss."""
+    aux_loss = output.get("aux_loss")
+    if aux_loss is None:
+        return 0.0
     coefficients = [m.router_aux_loss_coef for m in outermost(model) if has_router_loss(m)]
-    return 0.0 if found is None else coefficients[0] * found
+    return coefficients[0] * aux_loss
 
 
 class RouterLoss:
-    """Hooks of one model: it makes no such loss itself, but keeps the logits of its routers."""
+    """Hooks that compute the router's loss over all ranks, and keep the model from computing it."""
 
     def __init__(self, model: PreTrainedModel, handle: Handle) -> None:
         self._handle, self._names = handle, parameter_names(model)
@@ -86,22 +91,22 @@ class RouterLoss:
         inner: nn.Module = model.base_model
         handle.hooks(
             model.register_forward_pre_hook(self._before, with_kwargs=True),
-            inner.register_forward_pre_hook(self._inside, with_kwargs=True),
+            inner.register_forward_pre_hook(self._before_inner, with_kwargs=True),
             model.register_forward_hook(self._after),
             model.register_forward_hook(self._leave, always_call=True),
         )
 
-    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
-        given = by_name(self._names, args, kwargs)
-        words = {key: value for key, value in kwargs.items() if key != COUNTED}
-        if not asks_router_loss(model, given):
-            return args, words
-        self._counted, self._labelled = kwargs.get(COUNTED), given.get("labels") is not None
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
+        arguments = by_name(self._names, args, kwargs)
+        other_kwargs = {key: value for key, value in kwargs.items() if key != ROUTER_MASK}
+        if not wants_router_loss(model, arguments):
+            return args, other_kwargs
+        self._counted, self._labelled = kwargs.get(ROUTER_MASK), arguments.get("labels") is not None
         if self._counted is None:
             raise ValueError(NO_MASK)
-        return args, words | {ROUTER_LOGITS: False}
+        return args, other_kwargs | {ROUTER_LOGITS: False}
 
-    def _inside(self, _: nn.Module, args: tuple[Any, ...], kwargs: Words) -> Any:
+    def _before_inner(self, _: nn.Module, args: tuple[Any, ...], kwargs: Kwargs) -> Any:
         return args, kwargs | {ROUTER_LOGITS: True} if self._counted is not None else kwargs
 
     @eager
@@ -111,14 +116,14 @@ class RouterLoss:
         if not isinstance(output, ModelOutput):
             raise NotImplementedError(f"return_dict=False beside {ROUTER_LOGITS}: leave it out")
         sp, counted = self._handle.sp, self._counted.to(output["logits"].device)
-        share = balance(
+        share = load_balancing_loss(
             sp, output["router_logits"], model.num_experts, model.num_experts_per_tok, counted
         )
         loss = share + (sp.size - 1) * (share - share.detach())
         output["aux_loss"] = loss
         if self._labelled:
-            ours = loss if self._handle.attention.logits_are_whole else loss / sp.size
-            output["loss"] = output["loss"] + model.router_aux_loss_coef * ours
+            added = loss if self._handle.attention.logits_are_whole else loss / sp.size
+            output["loss"] = output["loss"] + model.router_aux_loss_coef * added
         return output
 
     def _leave(self, *_: Any) -> None:

@@ -1,8 +1,8 @@
-"""What attention modules run in place of a method of theirs that never asks for ours.
+"""Replacements for methods of attention modules that do not use transformers' registry.
 
-`self.wallfacer` is the `Attention`, `self.wallfacer_row` the row of the module (families.py).
+`self.wallfacer` is the `Attention`, `self.wallfacer_row` the module's row in table.py.
 
-# b batch, s this rank's rows, h heads, g key heads (g divides h), d head_dim
+Shapes: b batch, s rows of this rank, h heads, g key heads (g divides h), d head_dim.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wf_transformers.attention import refuse_words
+from wf_transformers.attention import refuse_unsupported
 from wf_transformers.calls import CACHES
-from wf_transformers.models import own_class
+from wf_transformers.models import transformers_class
 from wf_transformers.replace import InPlaceOfTorchAttention
 
 
@@ -33,14 +33,17 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """In place of torch's attention: (b, h, s, d) each. What is causal is told by the module."""
+    """Replaces torch's `scaled_dot_product_attention` inside `module`: (b, h, s, d) each.
+
+    Whether attention is causal follows from the module, not from `is_causal`.
+    """
     groups = getattr(module, "num_key_value_groups", 1)
-    repeated = groups if key.shape[1] == query.shape[1] else 1
+    repeats = groups if key.shape[1] == query.shape[1] else 1
     out, _ = module.wallfacer(
         module,
         query,
-        key[:, ::repeated],  # the model repeats heads, which need not be sent
-        value[:, ::repeated],
+        key[:, ::repeats],  # drops the copies of key heads, so that they are not sent
+        value[:, ::repeats],
         attn_mask,
         dropout_p,
         query.shape[-1] ** -0.5 if scale is None else scale,
@@ -50,27 +53,33 @@ def attend(
     return out.transpose(1, 2)
 
 
-def by_torch(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """The forward of the class that calls torch's attention, which is ours inside."""
-    kind = _sdpa_class(self)
-    given = inspect.signature(kind.forward).bind(self, *args, **kwargs).arguments
-    refuse_words(type(self).__name__, given | {"past_key_value": None})  # the rows tell of one
+def forward_with_our_sdpa(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The forward of the module's sdpa class, with our attention instead of torch's."""
+    cls = _sdpa_class(self)
+    arguments = inspect.signature(cls.forward).bind(self, *args, **kwargs).arguments
+    arguments["past_key_value"] = None  # a cache that is not empty shows by the number of keys
+    refuse_unsupported(type(self).__name__, arguments)
     with InPlaceOfTorchAttention(partial(attend, self)):
-        return kind.forward(self, *args, **kwargs)
+        return cls.forward(self, *args, **kwargs)
 
 
 def _sdpa_class(module: Any) -> Any:
-    """Of BertSelfAttention and its subclasses BertSdpaSelfAttention, if their file has it."""
-    names = (
-        re.sub("(Self)?Attention$", r"Sdpa\g<0>", k.__name__) for k in own_class(module).__mro__
-    )
-    known = (getattr(file_of(module), name, None) for name in names if "Sdpa" in name)
-    return next((kind for kind in known if kind is not None), own_class(module))
+    """The class of the module's file that calls torch's attention, else the module's class.
+
+    For BertSelfAttention and its subclasses that is BertSdpaSelfAttention.
+    """
+    module_class = transformers_class(module)
+    for cls in module_class.__mro__:
+        name = re.sub("(Self)?Attention$", r"Sdpa\g<0>", cls.__name__)
+        sdpa_class = getattr(file_of(module), name, None) if "Sdpa" in name else None
+        if sdpa_class is not None:
+            return sdpa_class
+    return module_class
 
 
 def file_of(module: Any) -> Any:
-    """The file of transformers that a module's class, or what it derives from, stands in."""
-    return sys.modules[own_class(module).__module__]
+    """The file of transformers that defines the class of a module, or its base class."""
+    return sys.modules[transformers_class(module).__module__]
 
 
 def method_attn(
@@ -81,28 +90,28 @@ def method_attn(
     attention_mask: Tensor | None = None,
     head_mask: Tensor | None = None,
 ) -> tuple[Tensor, None]:
-    """The method of that name of GPT-J, GPT-Neo and CodeGen: (b, h, s, d) in and out."""
-    dropout, window = self.attn_dropout.p if self.training else 0.0, self.wallfacer_row.window(self)
+    """`_attn` of GPT-J, GPT-Neo and CodeGen: (b, h, s, d) in and out."""
+    dropout = self.attn_dropout.p if self.training else 0.0
     scale = 1 / float(getattr(self, "scale_attn", 1.0))
-    words = {"sliding_window": window, "head_mask": head_mask}
-    out, _ = self.wallfacer(self, query, key, value, attention_mask, dropout, scale, **words)
+    options = {"sliding_window": self.wallfacer_row.window(self), "head_mask": head_mask}
+    out, _ = self.wallfacer(self, query, key, value, attention_mask, dropout, scale, **options)
     return out.transpose(1, 2), None
 
 
 def modernbert(self: Any, hidden_states: Tensor, **kwargs: Any) -> tuple[Tensor]:
-    """ModernBertAttention.forward, by the one of its functions that calls torch's attention."""
-    refuse_words(type(self).__name__, kwargs)
+    """ModernBertAttention.forward, through its file's function that calls torch's attention."""
+    refuse_unsupported(type(self).__name__, kwargs)
     qkv = self.Wqkv(hidden_states).unflatten(-1, (3, self.num_heads, self.head_dim))
-    words = {"local_attention": self.local_attention, "rotary_emb": self.rotary_emb}
-    size = {"bs": len(qkv), "dim": self.all_head_size}
+    kwargs |= {"local_attention": self.local_attention, "rotary_emb": self.rotary_emb}
+    kwargs |= {"bs": len(qkv), "dim": self.all_head_size}
     with InPlaceOfTorchAttention(partial(attend, self)):
-        (out,) = file_of(self).sdpa_attention_forward(self, qkv, **words, **size, **kwargs)
+        (out,) = file_of(self).sdpa_attention_forward(self, qkv, **kwargs)
     return (self.out_drop(self.Wo(out)),)
 
 
 def falcon(self: Any, hidden_states: Tensor, alibi: Any, *args: Any, **kwargs: Any) -> Any:
-    """FalconAttention.forward, which has no rotary embeddings where there is something `alibi`."""
-    return by_torch(self, hidden_states, self.config.alibi or None, *args, **kwargs)
+    """FalconAttention.forward: it applies rotary embeddings only if `alibi` is None."""
+    return forward_with_our_sdpa(self, hidden_states, self.config.alibi or None, *args, **kwargs)
 
 
 def bloom(
@@ -131,8 +140,8 @@ def bloom(
         output_attentions=output_attentions,
     )
     projected = self.dense(out.flatten(2))
-    add = file_of(self).dropout_add
-    return add(projected, residual, self.hidden_dropout, self.training), layer_past
+    dropout_add = file_of(self).dropout_add
+    return dropout_add(projected, residual, self.hidden_dropout, self.training), layer_past
 
 
 def mpt(
@@ -140,9 +149,9 @@ def mpt(
     hidden_states: Tensor,
     position_bias: Tensor | None,
     attention_mask: Tensor | None = None,
-    **words: Any,
+    **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """MptAttention.forward: (b, s, width); in its masks True is hidden."""
+    """MptAttention.forward: (b, s, width). True in its masks means hidden."""
     qkv = self.Wqkv(hidden_states)
     if self.clip_qkv:
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -159,8 +168,8 @@ def mpt(
         self.softmax_scale,
         alibi_slopes=self.alibi_slopes,
     )
-    gives_none = any(key in words for key in CACHES)  # back, as of transformers 5
-    return self.out_proj(out.flatten(2)), None, *(() if gives_none else (None,))
+    no_cache = () if any(key in kwargs for key in CACHES) else (None,)  # not in transformers 5
+    return self.out_proj(out.flatten(2)), None, *no_cache
 
 
 def t5(
@@ -175,16 +184,17 @@ def t5(
     cache_position: Tensor | None = None,
     **_: Any,
 ) -> tuple[Any, ...]:
-    """T5Attention.forward: (b, s, width). The first layer of a stack makes the bias for all."""
-    across = key_value_states is not None
-    heads, seen = (self.n_heads, -1), key_value_states if across else hidden_states
+    """T5Attention.forward: (b, s, width). The first layer of a stack computes the bias for all."""
+    is_cross = key_value_states is not None
+    key_states = key_value_states if is_cross else hidden_states
     query, key, value = (
-        x.unflatten(-1, heads).transpose(1, 2)
-        for x in (self.q(hidden_states), self.k(seen), self.v(seen))
+        x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        for x in (self.q(hidden_states), self.k(key_states), self.v(key_states))
     )
-    if past_key_value is not None and not across:  # one that is not empty shows by its rows
-        cache, words = past_key_value.self_attention_cache, {"cache_position": cache_position}
-        key, value = cache.update(key, value, self.layer_idx, words)
+    # A cache that is not empty gives more keys than queries, which our attention refuses.
+    if past_key_value is not None and not is_cross:
+        cache = past_key_value.self_attention_cache
+        key, value = cache.update(key, value, self.layer_idx, {"cache_position": cache_position})
     bias = self.compute_bias() if position_bias is None else position_bias
     out, _none = self.wallfacer(
         self,
@@ -207,24 +217,25 @@ def umt5(
     encoder_hidden_states: Tensor | None = None,
     past_key_value: Any = None,
     attention_mask: Tensor | None = None,
-    **words: Any,
+    **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """UMT5Attention.forward, where every layer has a bias of its own."""
-    states = attention_mask, encoder_hidden_states, None, past_key_value
-    out, cache, _ = t5(self, hidden_states, *states, **words)
+    """UMT5Attention.forward, in which every layer computes its own bias."""
+    arguments = (attention_mask, encoder_hidden_states, None, past_key_value)
+    out, cache, _ = t5(self, hidden_states, *arguments, **kwargs)
     return out, None, cache
 
 
 def bias_by_distance(self: Any, *_: Any, **__: Any) -> Tensor | None:
-    """In place of a T5's compute_bias: (h, 2 n - 1), as attention takes it; None without one.
+    """Replaces T5's compute_bias: (h, 2 n - 1) by distance; None in a layer without a bias.
 
-    Its buckets are all one beyond some distance, so this has the row of a token that far from
-    either end.
+    All distances beyond some maximum share a bucket. So the biases of one query with that many keys
+    on both sides hold every value.
     """
     if getattr(self, "relative_attention_bias", None) is None:
         return None
-    side = max(self.relative_attention_num_buckets, self.relative_attention_max_distance)
-    return own_class(self).compute_bias(self, side + 1, 2 * side + 1)[0, :, -1]
+    distance = max(self.relative_attention_num_buckets, self.relative_attention_max_distance)
+    compute_bias = transformers_class(self).compute_bias
+    return compute_bias(self, distance + 1, 2 * distance + 1)[0, :, -1]
 
 
 def deepseek(
@@ -235,51 +246,52 @@ def deepseek(
     past_key_value: Any = None,
     past_key_values: Any = None,  # transformers 5's name
     cache: Any = None,  # since 5.24
-    **words: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """DeepseekV3Attention.forward whose latents are sent, not keys and values: (b, s, width)."""
+    """DeepseekV3Attention.forward that sends latents, not keys and values: (b, s, width)."""
     if self.q_lora_rank is None:
         query = self.q_proj(hidden_states)
     else:
         query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(hidden_states)))
-    sizes = self.kv_lora_rank, self.qk_rope_head_dim
-    latents, shared = self.kv_a_proj_with_mqa(hidden_states).split(sizes, -1)
-    latents, shared = self.kv_a_layernorm(latents).unsqueeze(1), shared.unsqueeze(1)
     query = query.unflatten(-1, (-1, self.qk_head_dim)).transpose(1, 2)
-    own, turned = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
-    kind = "_interleave" if self.config.rope_interleave else ""
-    rotate = getattr(file_of(self), f"apply_rotary_pos_emb{kind}")
-    turned, shared = rotate(turned, shared, *position_embeddings)
-    known = (one for one in (past_key_value, past_key_values, cache) if one is not None)
-    if (cache := next(known, None)) is not None:
-        latents, shared = cache.update(latents, shared, self.layer_idx)
+    q_nope, q_rope = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), -1)
+    compressed = self.kv_a_proj_with_mqa(hidden_states)
+    latents, k_rope = compressed.split((self.kv_lora_rank, self.qk_rope_head_dim), -1)
+    latents, k_rope = self.kv_a_layernorm(latents).unsqueeze(1), k_rope.unsqueeze(1)
+    suffix = "_interleave" if self.config.rope_interleave else ""
+    apply_rotary = getattr(file_of(self), f"apply_rotary_pos_emb{suffix}")
+    q_rope, k_rope = apply_rotary(q_rope, k_rope, *position_embeddings)
+    for kv_cache in (past_key_value, past_key_values, cache):
+        if kv_cache is not None:
+            latents, k_rope = kv_cache.update(latents, k_rope, self.layer_idx)
+            break
     out, _ = self.wallfacer(
         self,
-        torch.cat((own, turned), -1),
-        shared,
+        torch.cat((q_nope, q_rope), -1),
+        k_rope,
         latents,
         attention_mask,
         self.attention_dropout if self.training else 0.0,
         self.scaling,
-        kv_up=_weight(self.kv_b_proj, latents).unflatten(0, (query.shape[1], -1)),
-        **words,
+        kv_up=_weight_of(self.kv_b_proj, latents).unflatten(0, (query.shape[1], -1)),
+        **kwargs,
     )
     return self.o_proj(out.flatten(2)), None
 
 
-def _weight(linear: nn.Module, like: Tensor) -> Tensor:
-    """(out, in) of a linear without bias, of what is in it (LoRA) and gathers it (ZeRO 3), too.
+def _weight_of(linear: nn.Module, inputs: Tensor) -> Tensor:
+    """(out, in): the weight of a linear without bias, with LoRA, and gathered under ZeRO 3.
 
-    It is what it makes of the identity: in five dimensions, which no module's tokens have, so that
-    verify takes its rows for none.
+    It is linear(identity), with the size, dtype and device of `inputs` (..., in). The identity has
+    five dimensions, so that `verify` does not mistake its rows for tokens.
 
     Raises:
-        NotImplementedError: for dropout in it, which falls on tokens, and there are none.
+        NotImplementedError: for dropout inside: it would drop weights, not elements of tokens.
     """
     if any(isinstance(m, nn.Dropout) and m.p for m in linear.modules()):
         raise NotImplementedError(
             f'"latents": true needs a kv_b_proj without dropout, got {linear}: set lora_dropout=0, '
             "or leave kv_b_proj out of the adapter's target_modules"
         )
-    unit = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
-    return linear(unit[None, None, None])[0, 0, 0].T
+    identity = torch.eye(inputs.shape[-1], dtype=inputs.dtype, device=inputs.device)
+    return linear(identity[None, None, None])[0, 0, 0].T

@@ -1,7 +1,7 @@
 """The table of layers that mix tokens by a convolution and a recurrence: how ranks share them.
 
-A row says which channels of a layer are one rank's, and which of its parameters. The layer's own
-code then runs on these (mixing.py).
+A row says which channels and parameters of a layer one rank has. The layer's code then runs on
+these (mixing.py).
 
 Shapes: I channels, N state size, H heads of p channels, G groups of heads that share B and C.
 """
@@ -26,48 +26,56 @@ from wf_transformers.families.delta_rule import (
     QWEN3_5,
     QWEN3_NEXT,
 )
-from wf_transformers.families.shares import Keep, Mixer, Share, divide, part, rows, spans
+from wf_transformers.families.shares import (
+    Mixer,
+    PassThrough,
+    Share,
+    cut_first_dim,
+    divide,
+    head_features,
+    rank_range,
+)
 
 
 class Mamba(Mixer):
-    """arXiv 2312.00752: every channel has a state of its own; dt, B, C are sums over all."""
+    """arXiv 2312.00752: every channel has its own state; dt, B and C are sums over all channels."""
 
-    summed = ("x_proj",)
-    whole = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
+    summed_modules = ("x_proj",)
+    whole_parameters = ("dt_layernorm.weight", "b_layernorm.weight", "c_layernorm.weight")
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
         channels = layer.intermediate_size
-        mine = part("channels", channels, rank, size)
+        mine = rank_range("channels", channels, rank, size)
         names = ("conv1d.weight", "conv1d.bias", "dt_proj.weight", "dt_proj.bias", "A_log", "D")
-        cuts = rows(names, mine) | {"x_proj.weight": (1, mine)}
+        cuts = cut_first_dim(names, mine) | {"x_proj.weight": (1, mine)}
         attributes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
         return Share(torch.cat([mine, channels + mine]), mine, cuts, attributes)
 
 
 class Zamba(Mixer):
-    """Heads that are a Mamba each; the projection's features are (channel, gate) pairs."""
+    """Every head is a Mamba; the projected features are (channel, gate) pairs."""
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
-        heads = part("n_mamba_heads", layer.n_mamba_heads, rank, size)
-        mine = part("channels", layer.intermediate_size, rank, size)
+        heads = rank_range("n_mamba_heads", layer.n_mamba_heads, rank, size)
+        mine = rank_range("channels", layer.intermediate_size, rank, size)
         by_head = ("x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D")
-        cuts = rows(by_head, heads) | rows(("conv1d.weight", "conv1d.bias"), mine)
-        pairs = part("channels", 2 * layer.intermediate_size, rank, size)
+        cuts = cut_first_dim(by_head, heads) | cut_first_dim(("conv1d.weight", "conv1d.bias"), mine)
+        pairs = rank_range("channels", 2 * layer.intermediate_size, rank, size)
         sizes = {"intermediate_size": len(mine), "conv1d.groups": len(mine)}
         return Share(pairs, mine, cuts, sizes | {"n_mamba_heads": len(heads)})
 
 
 class Mamba2(Mixer):
-    """arXiv 2405.21060: heads, and groups of heads that share B and C. Its gate stays."""
+    """arXiv 2405.21060: groups of heads share B and C. The gate is not exchanged."""
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
         heads, groups = _heads_and_groups(layer, rank, size)
         channels, states = layer.intermediate_size, layer.n_groups * layer.ssm_state_size
-        x = spans(heads, layer.head_dim)
-        b = channels + spans(groups, layer.ssm_state_size)
+        x = head_features(heads, layer.head_dim)
+        b = channels + head_features(groups, layer.ssm_state_size)
         convolved = torch.cat([x, b, states + b])
         inputs = torch.cat([convolved, channels + 2 * states + heads])
-        cuts = rows(("conv1d.weight", "conv1d.bias"), convolved)
+        cuts = cut_first_dim(("conv1d.weight", "conv1d.bias"), convolved)
         sizes = {
             "intermediate_size": len(x),
             "num_heads": len(heads),
@@ -75,94 +83,96 @@ class Mamba2(Mixer):
             "conv_dim": len(convolved),
             "conv1d.groups": len(convolved),
         }
-        return Share(inputs, x, cuts | rows(("dt_bias", "A_log", "D"), heads), sizes)
+        return Share(inputs, x, cuts | cut_first_dim(("dt_bias", "A_log", "D"), heads), sizes)
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
         features = layer.in_proj(hidden)
         return features[..., layer.intermediate_size :], features[..., : layer.intermediate_size]
 
-    def finish(self, layer: Any, y: Tensor, kept: Any) -> Tensor:
-        return layer.out_proj(layer.norm(y, kept))
+    def finish(self, layer: Any, y: Tensor, local: Any) -> Tensor:
+        return layer.out_proj(layer.norm(y, local))
 
-    def instead(self, layer: Any, share: Share) -> dict[str, nn.Module]:
-        return {"in_proj": Keep(len(share.outputs)), "norm": Keep(), "out_proj": Keep()}
+    def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
+        in_proj = PassThrough(zeros=len(share.outputs))  # zeros in place of the gate
+        return {"in_proj": in_proj, "norm": PassThrough(), "out_proj": PassThrough()}
 
 
 class FalconH1(Mamba2):
-    """Scales its input and its features; without its norm the gate multiplies the result."""
+    """A Mamba2 with scaled input and features; without a norm the gate multiplies the result."""
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
-        found = super().share(layer, rank, size)
+        share = super().share(layer, rank, size)
         scales = {"ssm_in_multiplier": 1.0, "mup_vector": torch.ones(())}
-        return replace(found, attributes=found.attributes | scales | {"mamba_rms_norm": True})
+        return replace(share, attributes=share.attributes | scales | {"mamba_rms_norm": True})
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
         features = layer.in_proj(hidden * layer.ssm_in_multiplier) * layer.mup_vector
         return features[..., layer.intermediate_size :], features[..., : layer.intermediate_size]
 
-    def finish(self, layer: Any, y: Tensor, kept: Any) -> Tensor:
-        return (
-            super().finish(layer, y, kept)
-            if layer.mamba_rms_norm
-            else layer.out_proj(y * silu(kept))
-        )
+    def finish(self, layer: Any, y: Tensor, local: Any) -> Tensor:
+        if layer.mamba_rms_norm:
+            return super().finish(layer, y, local)
+        return layer.out_proj(y * silu(local))
 
 
 def _heads_and_groups(layer: Any, rank: int, size: int) -> tuple[Tensor, Tensor]:
     """A rank's heads, and the groups that these read."""
     num_heads, num_groups = layer.num_heads, layer.n_groups
     divide("heads", num_heads, size)
-    in_turn = _takes_groups_in_turn(layer)
+    interleaved = _has_interleaved_groups(layer)
     heads = torch.arange(num_heads)
-    by_group = heads.view(-1, num_groups).T if in_turn else heads.view(num_groups, -1)
+    by_group = heads.view(-1, num_groups).T if interleaved else heads.view(num_groups, -1)
     if num_groups < size:
-        sharing = divide("ranks", size, num_groups)
-        group, at = divmod(rank, sharing)
-        return by_group[group].chunk(sharing)[at], torch.tensor([group])
-    groups = part("groups", num_groups, rank, size)
+        ranks_per_group = divide("ranks", size, num_groups)
+        group, index_in_group = divmod(rank, ranks_per_group)
+        return by_group[group].chunk(ranks_per_group)[index_in_group], torch.tensor([group])
+    groups = rank_range("groups", num_groups, rank, size)
     mine = by_group[groups]
-    return (mine.T if in_turn else mine).flatten(), groups
+    return (mine.T if interleaved else mine).flatten(), groups
 
 
-def _takes_groups_in_turn(layer: Any) -> bool:
-    """Whether head h reads group h % G, and not h // (H / G).
+def _has_interleaved_groups(layer: Any) -> bool:
+    """Whether head h reads group h % G instead of group h // (H / G).
 
-    transformers 4 computes the former without the CUDA kernels, and the latter with them; later
-    ones have no `torch_forward` and compute the latter always.
+    transformers 4 does so unless it uses the CUDA kernels. Later versions have no `torch_forward`
+    and never do.
     """
-    file, kind = sys.modules[type(layer).__module__], type(layer)
+    file = sys.modules[type(layer).__module__]
     on_cuda = layer.A_log.device.type == "cuda"
-    kernels = on_cuda and bool(getattr(file, "is_fast_path_available", False))
-    by_torch = getattr(kind, "torch_forward", None)
-    return not kernels and by_torch is not None and "B = B.repeat(" in inspect.getsource(by_torch)
+    if on_cuda and getattr(file, "is_fast_path_available", False):
+        return False
+    torch_forward = getattr(type(layer), "torch_forward", None)
+    return torch_forward is not None and "B = B.repeat(" in inspect.getsource(torch_forward)
 
 
 class Griffin(Mixer):
-    """arXiv 2402.19427: heads whose gates mix the channels of a head."""
+    """arXiv 2402.19427: the gates mix the channels of a head."""
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
-        heads = part("num_attention_heads", layer.rg_lru.num_attention_heads, rank, size)
-        mine = part("channels", layer.lru_width, rank, size)
+        heads = rank_range("num_attention_heads", layer.rg_lru.num_attention_heads, rank, size)
+        mine = rank_range("channels", layer.lru_width, rank, size)
         gates = ("input_gate", "recurrent_gate")
-        by_head = tuple(f"rg_lru.{gate}_{kind}" for gate in gates for kind in ("weight", "bias"))
+        by_head = tuple(f"rg_lru.{gate}_{name}" for gate in gates for name in ("weight", "bias"))
         by_channel = ("conv_1d.weight", "conv_1d.bias", "rg_lru.recurrent_param")
         sizes = {"conv_1d.groups": len(mine), "rg_lru.num_attention_heads": len(heads)}
-        return Share(mine, mine, rows(by_channel, mine) | rows(by_head, heads), sizes)
+        cuts = cut_first_dim(by_channel, mine) | cut_first_dim(by_head, heads)
+        return Share(mine, mine, cuts, sizes)
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
         return layer.linear_x(hidden), layer.act_fn(layer.linear_y(hidden))
 
-    def finish(self, layer: Any, y: Tensor, kept: Any) -> Tensor:
-        return layer.linear_out(y * kept)
+    def finish(self, layer: Any, y: Tensor, local: Any) -> Tensor:
+        return layer.linear_out(y * local)
 
-    def instead(self, layer: Any, share: Share) -> dict[str, nn.Module]:
-        return {"linear_x": Keep(), "linear_y": Keep(), "act_fn": _Ones(), "linear_out": Keep()}
+    def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
+        linears = {name: PassThrough() for name in ("linear_x", "linear_y", "linear_out")}
+        return {**linears, "act_fn": _Ones()}
 
-    def words(self, layer: Any, x: Tensor) -> dict[str, Any]:
-        layer.rg_lru.recurrent_states = None  # it would go on from the document before
+    def call_kwargs(self, layer: Any, x: Tensor) -> dict[str, Any]:
+        layer.rg_lru.recurrent_states = None  # or it would continue from the previous document
         positions = torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
-        none = {"attention_mask": None, "cache_position": None, "use_cache": False}
-        return {"position_ids": positions, **none}
+        no_cache = {"attention_mask": None, "cache_position": None, "use_cache": False}
+        return {"position_ids": positions, **no_cache}
 
 
 class _Ones(nn.Module):
@@ -174,23 +184,23 @@ class ShortConv(Mixer):
     """LFM2: a short convolution of every channel between two gates."""
 
     def share(self, layer: Any, rank: int, size: int) -> Share:
-        mine = part("channels", layer.conv.in_channels, rank, size)
-        cuts = rows(("conv.weight", "conv.bias"), mine)
+        mine = rank_range("channels", layer.conv.in_channels, rank, size)
+        cuts = cut_first_dim(("conv.weight", "conv.bias"), mine)
         return Share(mine, mine, cuts, {"conv.groups": len(mine)})
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        gate, gate_behind, x = layer.in_proj(hidden).chunk(3, dim=-1)
-        return gate * x, gate_behind
+        input_gate, output_gate, x = layer.in_proj(hidden).chunk(3, dim=-1)
+        return input_gate * x, output_gate
 
-    def finish(self, layer: Any, y: Tensor, kept: Any) -> Tensor:
-        return layer.out_proj(kept * y)
+    def finish(self, layer: Any, y: Tensor, local: Any) -> Tensor:
+        return layer.out_proj(local * y)
 
-    def instead(self, layer: Any, share: Share) -> dict[str, nn.Module]:
-        return {"in_proj": _OpenGates(), "out_proj": Keep()}
+    def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
+        return {"in_proj": _OpenGates(), "out_proj": PassThrough()}
 
 
 class _OpenGates(nn.Module):
-    """x behind gates that are 1: (1, 1, x)."""
+    """x -> (input gate 1, output gate 1, x)."""
 
     def forward(self, x: Tensor) -> Tensor:
         ones = torch.ones_like(x)
@@ -222,4 +232,4 @@ MIXERS: Mapping[str, Mixer] = MappingProxyType(
         "BailingHybridDeltaAttention": BAILING_HYBRID,
     }
 )
-"""By class of transformers."""
+"""By the name of a class of transformers."""

@@ -1,9 +1,11 @@
-"""Layers with a convolution and a recurrence, run by the ranks on a share of the channels each.
+"""Runs layers with a convolution and a recurrence: each rank has some channels of all tokens.
 
-The layer projects its own tokens. Then channels are exchanged for tokens: a rank has all tokens, in
-sequence order, of its channels, and runs the layer's own code on them, document by document. The
-results go back to the ranks that own the tokens. A gradient of a parameter is this rank's part of
-the sum over the ranks, as attention's is.
+A rank projects its own tokens. Then ranks exchange channels for tokens: a rank gets its channels of
+all tokens in sequence order, and runs the layer's code on them, document by document. The results
+are sent back to the ranks that own the tokens. A rank's gradient of a parameter is its part of the
+sum over the ranks, as in attention.
+
+Shapes: b batch, s rows of this rank, S rows of the whole sequence, c channels of this rank.
 """
 
 from __future__ import annotations
@@ -29,22 +31,22 @@ from wf_transformers.calls import CACHES, ON_ONE_PROCESS
 from wf_transformers.families.mixers import MIXERS
 from wf_transformers.families.shares import Mixer, Share
 from wf_transformers.handle import Handle
-from wf_transformers.models import own_class, refuse_varying_rope, row_of
+from wf_transformers.models import refuse_varying_rope, row_of, transformers_class
 
 Borders = Sequence[int] | None  # cu_seqlens as host integers; None is one document
-MIXING_ENDS = {
+MIXING_SUFFIXES = {
     "Indexer": "an indexer, which chooses the keys of each query by their scores",
     "Compressor": "a compressor, which makes one key of several tokens",
 }
-"""Ends of class names: parts of sparse attention (DeepSeek V3.2 and V4, GLM-5), which shows only
-in sequences longer than what it chooses from."""
+"""Suffix of a class name -> description: parts of sparse attention (DeepSeek V3.2 and V4, GLM-5).
+`verify` misses them: they have no effect on sequences shorter than the number of chosen keys."""
 
 
 def refuse_unspreadable(model: PreTrainedModel) -> None:
-    """Refuse a model of tokens that would be wrong with its tokens on several ranks.
+    """Refuse a language model that would be wrong with its tokens on several ranks.
 
     Raises:
-        NotImplementedError: for rotary frequencies that follow from the longest position, and for
+        NotImplementedError: for rotary frequencies that depend on the largest position, and for
             layers other than attention that mix tokens.
     """
     refuse_varying_rope(type(model).__name__, model.config)
@@ -52,53 +54,53 @@ def refuse_unspreadable(model: PreTrainedModel) -> None:
 
 
 def refuse_mixing(model: nn.Module) -> None:
-    """Refuse layers of `model` that mix tokens and are no attention over the ranks.
+    """Refuse layers of `model` other than attention that mix tokens.
 
-    Modules that are given the SequenceParallel are left alone, models of images or sounds, and
-    layers in the table of mixers.py.
+    Not checked: modules that get the SequenceParallel, encoders of images or sounds, and layers in
+    the table of mixers.py.
 
     Raises:
-        NotImplementedError: naming the first one.
+        NotImplementedError: naming the first such layer.
     """
     for name, module in model.named_modules():
-        what = _mixes(module)
-        if what is not None and not _is_left_alone(model, name):
+        description = _describe_mixing(module)
+        if description is not None and not _is_exempt(model, name):
             raise NotImplementedError(
-                f"{type(model).__name__}.{name} is {what}: only attention may mix tokens that are "
-                "on several ranks"
+                f"{type(model).__name__}.{name} is {description}: only attention may mix tokens "
+                "that are on several ranks"
             )
 
 
-def _mixes(module: nn.Module) -> str | None:
-    """What a module is, if it mixes tokens."""
-    kind = type(module).__name__
+def _describe_mixing(module: nn.Module) -> str | None:
+    """In words, how a module mixes tokens; None if it does not."""
+    class_name = type(module).__name__
     if isinstance(module, (nn.Conv1d, nn.ConvTranspose1d)) and module.kernel_size[0] > 1:
         return f"a convolution over tokens, kernel_size {module.kernel_size[0]}"
     if isinstance(module, nn.RNNBase):
-        return f"a recurrence over tokens, {kind}"
+        return f"a recurrence over tokens, {class_name}"
     if isinstance(module, nn.MultiheadAttention):
         return "torch's own attention, over this rank's tokens"
     if isinstance(module, _BatchNorm):
-        return f"a mean over all tokens of a batch, {kind}"
-    name = own_class(module).__name__
-    return next((what for end, what in MIXING_ENDS.items() if name.endswith(end)), None)
+        return f"a mean over all tokens of a batch, {class_name}"
+    name = transformers_class(module).__name__
+    return next((text for suffix, text in MIXING_SUFFIXES.items() if name.endswith(suffix)), None)
 
 
-def _is_left_alone(model: nn.Module, name: str) -> bool:
-    """Whether a module is inside one that cuts what it mixes, or that takes images or sounds, which
-    are cut behind layers that mix them."""
+def _is_exempt(model: nn.Module, name: str) -> bool:
+    """Whether a module is inside one that cuts what it mixes, or that takes images or sounds: these
+    are cut after the layers that mix them."""
     parts = name.split(".")
-    around = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
+    ancestors = [model.get_submodule(".".join(parts[:n])) for n in range(len(parts) + 1)]
     return any(
-        hasattr(one, RECEIVER)
-        or row_of(MIXERS, one) is not None
-        or (isinstance(one, PreTrainedModel) and one.main_input_name != "input_ids")
-        for one in around
+        hasattr(ancestor, RECEIVER)
+        or row_of(MIXERS, ancestor) is not None
+        or (isinstance(ancestor, PreTrainedModel) and ancestor.main_input_name != "input_ids")
+        for ancestor in ancestors
     )
 
 
 def spread_mixers(model: nn.Module, handle: Handle) -> None:
-    """Have the layers of the table exchange channels for tokens, until the handle is removed.
+    """Make the layers of the table exchange channels for tokens, until `handle.remove()`.
 
     Raises:
         NotImplementedError: for a layer whose channels do not divide, or with parameters that the
@@ -109,26 +111,26 @@ def spread_mixers(model: nn.Module, handle: Handle) -> None:
         row = row_of(MIXERS, module)
         if row is not None and not is_spread(module):
             with handle.removed_on_error():
-                where = f"{type(model).__name__}.{name}"
-                forward = SpreadMixer(module, row, exchange, handle.attention, where)
+                path = f"{type(model).__name__}.{name}"
+                forward = SpreadMixer(module, row, exchange, handle.attention, path)
                 handle.set(module, "forward", forward)
 
 
 def is_spread(module: nn.Module) -> bool:
-    """Whether `spread_mixers` has taken a layer over."""
+    """Whether `spread_mixers` has replaced the forward of a layer."""
     return isinstance(vars(module).get("forward"), SpreadMixer)
 
 
 def has_mixers(model: nn.Module) -> bool:
-    """Whether a layer of the model is in the table."""
+    """Whether a layer of the model is in the table of mixers."""
     return any(row_of(MIXERS, module) is not None for module in model.modules())
 
 
-def refuse_unspread(model: nn.Module) -> None:
-    """Refuse a model that was built with our name and whose other layers nobody took over.
+def refuse_missing_apply(model: nn.Module) -> None:
+    """Refuse a model that was built with our name, and has mixers that were not spread.
 
     Raises:
-        ValueError: naming the first one.
+        ValueError: naming the first such layer.
     """
     for name, module in model.named_modules():
         if row_of(MIXERS, module) is not None and not is_spread(module):
@@ -139,11 +141,7 @@ def refuse_unspread(model: nn.Module) -> None:
 
 
 class SpreadMixer:
-    """The forward of one layer.
-
-    Raises:
-        NotImplementedError: as `spread_mixers`, naming the layer `where`.
-    """
+    """Replaces the forward of one layer; NotImplementedError as `spread_mixers`."""
 
     def __init__(
         self,
@@ -151,105 +149,106 @@ class SpreadMixer:
         row: Mixer,
         exchange: ChannelExchange,
         attention: Attention,
-        where: str,
+        layer_path: str,
     ) -> None:
         self.layer, self.row, self.exchange, self.attention = layer, row, exchange, attention
         self._shares = lru_cache(self._make_shares)
-        self._orders = lru_cache(self._make_orders)
+        self._feature_orders = lru_cache(self._make_feature_orders)
         try:
-            self._small = self._on_a_share()
+            self._layer_of_share = self._make_layer_of_share()
         except NotImplementedError as error:
-            raise NotImplementedError(f"{where} ({type(layer).__name__}): {error}") from None
+            raise NotImplementedError(f"{layer_path} ({type(layer).__name__}): {error}") from None
 
     @eager
     def __call__(self, hidden_states: Tensor, *_: Any, **kwargs: Any) -> Any:
-        """(b, s, width) -> (b, s, width), this rank's rows, and what else the layer returns.
+        """(b, s, width) -> (b, s, width), this rank's rows, and the layer's other results if any.
 
-        Masks are left out: padding is last.
+        Masks are not needed: padding is at the end of the sequence.
         """
         name = type(self.layer).__name__
         if any(kwargs.get(key) is not None for key in (*CACHES, "past_key_value", "cache_params")):
             raise NotImplementedError(f"{name} is called with a cache; {ON_ONE_PROCESS}")
-        self.attention.asked = True
+        self.attention.was_called = True
         self.attention.documents.check_rows(name, hidden_states.shape[1])
         borders = self._borders()
-        features, kept = self.row.project(self.layer, hidden_states)
-        there, back = self._orders(features.device)
-        sending = features[..., there].unflatten(-1, (self.exchange.sp.size, -1))
-        found, rest = self._run(self.exchange.gather(sending, borders), borders)
-        result = self.exchange.bring_back(found, borders).flatten(2)[..., back]
-        result = self.row.finish(self.layer, result, kept)
-        return (result, *rest) if rest else result
+        features, local = self.row.project(self.layer, hidden_states)
+        by_rank, by_feature = self._feature_orders(features.device)
+        sends = features[..., by_rank].unflatten(-1, (self.exchange.sp.size, -1))
+        y, others = self._run(self.exchange.gather(sends, borders), borders)
+        y = self.exchange.bring_back(y, borders).flatten(2)[..., by_feature]
+        result = self.row.finish(self.layer, y, local)
+        return (result, *others) if others else result
 
     def _borders(self) -> Borders:
-        told = self.attention.documents.current({})
-        if SLICE_WORDS[0] in told:
+        mask_kwargs = self.attention.documents.current({})
+        if SLICE_WORDS[0] in mask_kwargs:
             raise NotImplementedError(
                 f"{type(self.layer).__name__} mixes tokens in their order, of which slices of a "
                 "mask say nothing: take cu_seqlens, or a model of attention alone"
             )
-        return told.get("cu_seqlens")
+        return mask_kwargs.get("cu_seqlens")
 
     def _run(self, x: Tensor, borders: Borders) -> tuple[Tensor, tuple[Any, ...]]:
-        """The layer's own code on this rank's channels of all rows, (b, S, c) -> (b, S, c').
+        """Run the layer's code on this rank's channels of all rows: (b, S, c) -> (b, S, c').
 
-        Beside it what else the layer returns, of its last document.
+        The second result is what else the layer returns, for the last document.
         """
         cuts = self._shares(x.device)[self.exchange.sp.rank].parameters
         values: dict[str, Tensor] = {}
-        for name, _ in self._small.named_parameters():
+        for name, _ in self._layer_of_share.named_parameters():
             value: Tensor = self.layer.get_parameter(name)
             values[name] = value.index_select(*cuts[name]) if name in cuts else value
-        edges: Any = borders if borders is not None else (0, x.shape[1])
-        found: list[Any] = []
-        for start, stop in pairwise(edges):
+        if borders is None:
+            borders = (0, x.shape[1])
+        results: list[Any] = []
+        for start, stop in pairwise(borders):
             document = x[:, start:stop]
-            words = self.row.words(self._small, document)
-            found.append(functional_call(self._small, values, (document,), words))
-        if isinstance(found[0], Tensor):
-            return torch.cat(found, dim=1), ()
-        return torch.cat([first for first, *_ in found], dim=1), found[-1][1:]
+            kwargs = self.row.call_kwargs(self._layer_of_share, document)
+            results.append(functional_call(self._layer_of_share, values, (document,), kwargs))
+        if isinstance(results[0], Tensor):
+            return torch.cat(results, dim=1), ()
+        return torch.cat([y for y, *_ in results], dim=1), results[-1][1:]
 
     def _make_shares(self, device: torch.device) -> list[Share]:
-        """Of all ranks, for a layer that computes on `device`."""
+        """The shares of all ranks, with their indices on `device`."""
         size = self.exchange.sp.size
         with device:
             return [self.row.share(self.layer, rank, size) for rank in range(size)]
 
-    def _make_orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The projected features by rank, and where the results stand in what comes back."""
+    def _make_feature_orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Indices that sort projected features by rank, and results of all ranks by feature."""
         shares = self._shares(device)
         outputs = torch.cat([share.outputs for share in shares])
         return torch.cat([share.inputs for share in shares]), outputs.argsort()
 
-    def _on_a_share(self) -> nn.Module:
-        """A copy of the layer with the sizes of a share, without parameters of its own.
+    def _make_layer_of_share(self) -> nn.Module:
+        """A copy of the layer with the sizes of a share, and parameters on the meta device.
 
-        It is in evaluation mode, in which the kernels for CUDA are called one by one, and dt, B and
-        C can be summed between them.
+        In evaluation mode it calls its CUDA kernels one by one, so that dt, B and C can be summed
+        in between.
         """
         layer, row = self.layer, self.row
         share = self._shares(torch.device("cpu"))[self.exchange.sp.rank]
-        instead: Mapping[str, nn.Module] = row.instead(layer, share)
-        memo: dict[int, Any] = {id(layer.get_submodule(n)): m for n, m in instead.items()}
+        replacements: Mapping[str, nn.Module] = row.replacements(layer, share)
+        memo: dict[int, Any] = {id(layer.get_submodule(n)): m for n, m in replacements.items()}
         memo |= {id(p): nn.Parameter(p.to("meta"), p.requires_grad) for p in layer.parameters()}
         memo[id(getattr(layer, "config", None))] = getattr(layer, "config", None)
         memo |= {id(state): None for m in layer.modules() for state in _tensors(m)}
-        small = deepcopy(layer, memo).eval()
+        layer_of_share = deepcopy(layer, memo).eval()
         for path, value in share.attributes.items():
             owner, _, name = path.rpartition(".")
-            setattr(small.get_submodule(owner), name, value)
-        for name in row.summed:
-            small.get_submodule(name).register_forward_hook(self._sum)
-        known = {*share.parameters, *row.whole}
-        if unknown := [name for name, _ in small.named_parameters() if name not in known]:
+            setattr(layer_of_share.get_submodule(owner), name, value)
+        for name in row.summed_modules:
+            layer_of_share.get_submodule(name).register_forward_hook(self._sum)
+        known = {*share.parameters, *row.whole_parameters}
+        if unknown := [name for name, _ in layer_of_share.named_parameters() if name not in known]:
             raise NotImplementedError(f"its parameters {unknown} cannot be cut by channels")
-        return small
+        return layer_of_share
 
     def _sum(self, _: nn.Module, __: Any, x: Tensor) -> Tensor:
         return self.exchange.sum(x)
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:
-    """Attributes that are neither parameters nor buffers, such as the last call's state."""
+    """Tensor attributes that are neither parameters nor buffers, such as the last call's state."""
     return [value for value in vars(module).values() if isinstance(value, Tensor)]

@@ -1,4 +1,4 @@
-"""What a row of the table of mixers says, and what one rank runs of such a layer."""
+"""The interface of a row in the table of mixers, and the share of a layer that one rank runs."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-Cuts = dict[str, tuple[int, Tensor]]  # parameter -> (dim, what a rank has of it)
+Cuts = dict[str, tuple[int, Tensor]]  # parameter name -> (dim, indices of this rank along it)
 Attributes = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank runs of a layer."""
+    """The share of a layer that one rank runs."""
 
     inputs: Tensor
-    """(c,) which of the projected features it takes, in the order that its code takes them."""
+    """(c,) indices of the projected features that the rank gets, in the order of the layer."""
     outputs: Tensor
-    """(c',) which features of the result it makes."""
+    """(c',) indices of the features of the result that the rank computes."""
     parameters: Cuts
     attributes: Attributes
-    """Of the layer that runs: its sizes."""
+    """Sizes to set on the layer that runs the share, by dotted path."""
 
 
-class Keep(nn.Module):
-    """The first argument, behind `zeros` features of 0."""
+class PassThrough(nn.Module):
+    """Returns its first argument, with `zeros` features of 0 in front."""
 
     def __init__(self, zeros: int = 0) -> None:
         super().__init__()
@@ -39,36 +39,36 @@ class Keep(nn.Module):
 
 
 class Mixer(ABC):
-    """A kind of layer. What most have in common is here."""
+    """A class of layers. b batch, s rows of this rank, S of a document, c features of a share."""
 
-    summed: tuple[str, ...] = ()
-    """Modules whose results are sums over all channels."""
-    whole: tuple[str, ...] = ()
-    """Parameters that every rank uses whole, on all rows, for its own channels."""
+    summed_modules: tuple[str, ...] = ()
+    """Modules whose results must be summed over the ranks: they contract all channels."""
+    whole_parameters: tuple[str, ...] = ()
+    """Parameters that every rank uses uncut."""
 
     @abstractmethod
     def share(self, layer: Any, rank: int, size: int) -> Share:
-        """What rank `rank` of `size` runs; NotImplementedError if channels do not divide."""
+        """The share of rank `rank` of `size`; NotImplementedError if channels do not divide."""
 
     def project(self, layer: Any, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Hidden states -> the features that are exchanged, and what stays with its tokens."""
+        """(b, s, width) -> the features that ranks exchange, and a tensor that is not exchanged."""
         return layer.in_proj(hidden), None
 
-    def finish(self, layer: Any, y: Tensor, kept: Any) -> Tensor:
-        """The result, and what stayed -> hidden states."""
+    def finish(self, layer: Any, y: Tensor, local: Any) -> Tensor:
+        """From the result and the tensor that was not exchanged to hidden states (b, s, width)."""
         return layer.out_proj(y)
 
-    def instead(self, layer: Any, share: Share) -> dict[str, nn.Module]:
-        """What is in the place of modules of the layer where its code runs on a share."""
-        return {"in_proj": Keep(), "out_proj": Keep()}
+    def replacements(self, layer: Any, share: Share) -> dict[str, nn.Module]:
+        """Replacements for modules of the layer when it runs on a share, by name."""
+        return {"in_proj": PassThrough(), "out_proj": PassThrough()}
 
-    def words(self, layer: Any, x: Tensor) -> dict[str, Any]:
-        """What a layer on a share is called with beside a document's (b, S, c)."""
+    def call_kwargs(self, layer: Any, x: Tensor) -> dict[str, Any]:
+        """Keyword arguments for the layer on a share, besides a document's features (b, S, c)."""
         return {}
 
 
-class Take(nn.Module):
-    """The features `start` to `stop` of the first argument."""
+class SelectFeatures(nn.Module):
+    """Returns the features `start` to `stop` of its first argument."""
 
     def __init__(self, start: int, stop: int) -> None:
         super().__init__()
@@ -78,30 +78,31 @@ class Take(nn.Module):
         return x[..., self.features]
 
 
-def divide(what: str, number: int, size: int) -> int:
-    """number / size.
+def divide(name: str, count: int, size: int) -> int:
+    """count / size.
 
     Raises:
-        NotImplementedError: if it does not divide.
+        NotImplementedError: if it does not divide; `name` says what is counted.
     """
-    if number % size:
+    if count % size:
         raise NotImplementedError(
-            f"its {number} {what} cannot be shared by {size} ranks: take a sequence_parallel_size "
+            f"its {count} {name} cannot be shared by {size} ranks: take a sequence_parallel_size "
             "that divides them"
         )
-    return number // size
+    return count // size
 
 
-def part(what: str, number: int, rank: int, size: int) -> Tensor:
-    """A rank's share of 0, ..., number - 1."""
-    each = divide(what, number, size)
-    return torch.arange(rank * each, (rank + 1) * each)
+def rank_range(name: str, count: int, rank: int, size: int) -> Tensor:
+    """A rank's contiguous share of 0, ..., count - 1."""
+    per_rank = divide(name, count, size)
+    return torch.arange(rank * per_rank, (rank + 1) * per_rank)
 
 
-def rows(names: tuple[str, ...], index: Tensor) -> Cuts:
+def cut_first_dim(names: tuple[str, ...], index: Tensor) -> Cuts:
+    """Cuts that take `index` along dim 0 of each parameter."""
     return {name: (0, index) for name in names}
 
 
-def spans(index: Tensor, width: int) -> Tensor:
-    """The features of heads of `width` features."""
-    return (index[:, None] * width + torch.arange(width)).flatten()
+def head_features(heads: Tensor, width: int) -> Tensor:
+    """The indices of the features of `heads`, where every head has `width` features."""
+    return (heads[:, None] * width + torch.arange(width)).flatten()

@@ -1,9 +1,8 @@
-"""The families whose attention asks no registry of transformers, and how it calls us all the same.
+"""The attention modules that do not use transformers' registry, and how they call our attention.
 
-One row a class of attention modules. Most run their own forward, in which torch's
-`scaled_dot_product_attention` alone is ours: projections, rotary embeddings and the projection of
-the result stay the model's. Where a module never calls that function, the row names a method that
-does the same with ours. Only single modules of a model that was attached are changed, until
+The table has a row for each class of attention modules. Most run their own forward, in which only
+torch's `scaled_dot_product_attention` is replaced. For modules that never call it, the row has a
+function that replaces one of their methods. Only modules of attached models are changed, until
 `Handle.remove()`; their parameters and state dict stay as they are.
 """
 
@@ -22,10 +21,10 @@ from wf_transformers.attention import Attention, Window
 from wf_transformers.families.forwards import (
     bias_by_distance,
     bloom,
-    by_torch,
     deepseek,
     falcon,
     file_of,
+    forward_with_our_sdpa,
     method_attn,
     modernbert,
     mpt,
@@ -33,31 +32,31 @@ from wf_transformers.families.forwards import (
     umt5,
 )
 from wf_transformers.families.stacks import stacks_of
-from wf_transformers.models import REGISTRY, own_class, row_of
+from wf_transformers.models import REGISTRY, row_of, transformers_class
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What is to be known of one class of attention modules, and of its subclasses."""
+class AttentionRow:
+    """How one class of attention modules, and its subclasses, call our attention."""
 
     method: str = "forward"
-    """What is replaced in a module, by `function`."""
-    function: Callable[..., Any] = by_torch
+    """The method of the module that `function` replaces."""
+    function: Callable[..., Any] = forward_with_our_sdpa
     window: Callable[[Any], Window] = lambda module: None
-    """Module -> the keys that a row sees: see `Attention.__call__`."""
+    """Module -> its sliding window, as in `Attention.__call__`."""
     in_stack: bool = False
-    """Whether it is ours only in models that are cut inside (stacks.py)."""
+    """Whether the row is for models that are cut inside only (stacks.py)."""
     attributes: Callable[[Any], Mapping[str, Any]] = lambda module: {}
-    """Module -> what it must have for that forward, beside what it has."""
-    asking: Callable[[Any], Mapping[str, Any]] = lambda module: {}
-    """Module -> what it must have where its file asks the registry, and its own forward runs."""
+    """Module -> attributes to set on it for `function`."""
+    registry_attributes: Callable[[Any], Mapping[str, Any]] = lambda module: {}
+    """Module -> attributes to set on it if its file uses the registry: its own forward runs."""
 
 
 FULL: Mapping[str, Any] = MappingProxyType({"is_causal": False})
 
 
 def _bert(module: Any) -> Mapping[str, Any]:
-    """What transformers' subclass sets, if this is what BERT supports with us.
+    """The attributes that transformers' sdpa subclass of BERT's attention has.
 
     Raises:
         NotImplementedError: for a decoder, or relative position embeddings.
@@ -73,7 +72,7 @@ def _bert(module: Any) -> Mapping[str, Any]:
 
 
 def _clip(module: Any) -> Mapping[str, Any]:
-    """Text is causal, and patches are not."""
+    """CLIP's text encoder is causal; its vision encoder is not."""
     return {"is_causal": hasattr(module.config, "vocab_size")}
 
 
@@ -83,23 +82,23 @@ def _config_window(module: Any) -> Window:
 
 def _qwen_window(module: Any) -> Window:
     config = module.config
-    layers = config.use_sliding_window and module.layer_idx >= config.max_window_layers
-    return config.sliding_window if layers else None
+    has_window = config.use_sliding_window and module.layer_idx >= config.max_window_layers
+    return config.sliding_window if has_window else None
 
 
 def _neo_window(module: Any) -> Window:
     config = module.config
-    local = config.attention_layers[module.layer_id] == "local"
-    return config.window_size if local else None
+    is_local = config.attention_layers[module.layer_id] == "local"
+    return config.window_size if is_local else None
 
 
 def _modernbert_window(module: Any) -> Window:
-    sides = getattr(module, "local_attention", (-1, -1))  # transformers 5 has none
-    return None if sides == (-1, -1) else sides
+    window = getattr(module, "local_attention", (-1, -1))  # transformers 5 has no such attribute
+    return None if window == (-1, -1) else window
 
 
 def _slopes(alibi: Tensor) -> Mapping[str, Any]:
-    """From what a model adds to the scores of two keys, (h, 1, 2)."""
+    """The slopes (h,) of ALiBi, from its bias for two keys (h, 1, 2)."""
     return {"alibi_slopes": (alibi[..., 1] - alibi[..., 0]).flatten()}
 
 
@@ -109,9 +108,9 @@ def _bloom_slopes(module: Any) -> Mapping[str, Any]:
 
 
 def _falcon_slopes(module: Any) -> Mapping[str, Any]:
-    """Falcon scales its ALiBi, too; without it there are rotary embeddings."""
-    found = _bloom_slopes(module)["alibi_slopes"].double() * module.inv_norm_factor
-    return {"_use_sdpa": True, "alibi_slopes": found if module.config.alibi else None}
+    """Falcon multiplies its ALiBi by the softmax scale; without ALiBi it has rotary embeddings."""
+    slopes = _bloom_slopes(module)["alibi_slopes"].double() * module.inv_norm_factor
+    return {"_use_sdpa": True, "alibi_slopes": slopes if module.config.alibi else None}
 
 
 def _mpt_slopes(module: Any) -> Mapping[str, Any]:
@@ -120,52 +119,54 @@ def _mpt_slopes(module: Any) -> Mapping[str, Any]:
 
 
 def _t5(module: Any) -> Mapping[str, Any]:
-    """Decoders are causal. All layers ask for a bias, and those without one have none.
+    """Every layer calls compute_bias, which returns None in layers without a bias.
 
     Raises:
-        NotImplementedError: for heads that were pruned, whose bias is left out.
+        NotImplementedError: for pruned heads: their bias would have to be left out.
     """
     if getattr(module, "pruned_heads", None):
         raise NotImplementedError(f"pruned heads {sorted(module.pruned_heads)} of a T5")
-    compute = {"compute_bias": MethodType(bias_by_distance, module)}
-    return compute | {"is_causal": module.is_decoder, "has_relative_attention_bias": True}
+    attributes = {"is_causal": module.is_decoder, "has_relative_attention_bias": True}
+    return attributes | {"compute_bias": MethodType(bias_by_distance, module)}
 
 
-CUT_INSIDE, T5 = Row(in_stack=True), Row(function=t5, in_stack=True, attributes=_t5, asking=_t5)
-BERT = Row(attributes=_bert)
-QWEN2, METHOD = Row(window=_qwen_window), Row(method="_attn", function=method_attn)
-TABLE: Mapping[str, Row] = MappingProxyType(
+BERT = AttentionRow(attributes=_bert)
+CUT_INSIDE = AttentionRow(in_stack=True)
+METHOD = AttentionRow(method="_attn", function=method_attn)
+QWEN2 = AttentionRow(window=_qwen_window)
+T5 = AttentionRow(function=t5, in_stack=True, attributes=_t5, registry_attributes=_t5)
+TABLE: Mapping[str, AttentionRow] = MappingProxyType(
     {
         **dict.fromkeys(("BertSelfAttention", "RobertaSelfAttention"), BERT),
         **dict.fromkeys(("XLMRobertaSelfAttention", "CamembertSelfAttention"), BERT),
-        "ModernBertAttention": Row(
+        "ModernBertAttention": AttentionRow(
             function=modernbert, window=_modernbert_window, attributes=lambda _: FULL
         ),
         **dict.fromkeys(("BartAttention", "MBartAttention", "WhisperAttention"), CUT_INSIDE),
         "CLIPAttention": replace(CUT_INSIDE, attributes=_clip),
         **dict.fromkeys(("T5Attention", "MT5Attention"), T5),
         "UMT5Attention": replace(T5, function=umt5),
-        **dict.fromkeys(("OPTAttention", "JambaAttention", "StableLmAttention"), Row()),
-        **dict.fromkeys(("NemotronAttention", "OlmoeAttention"), Row()),
-        "RecurrentGemmaSdpaAttention": Row(),
-        "PhimoeAttention": Row(window=_config_window),
+        **dict.fromkeys(("OPTAttention", "JambaAttention", "StableLmAttention"), AttentionRow()),
+        **dict.fromkeys(("NemotronAttention", "OlmoeAttention"), AttentionRow()),
+        "RecurrentGemmaSdpaAttention": AttentionRow(),
+        "PhimoeAttention": AttentionRow(window=_config_window),
         **dict.fromkeys(("Qwen2MoeAttention", "Qwen2VLAttention", "Qwen2_5_VLAttention"), QWEN2),
         **dict.fromkeys(("GPTJAttention", "CodeGenAttention"), METHOD),
         "GPTNeoSelfAttention": replace(METHOD, window=_neo_window),
-        "FalconAttention": Row(function=falcon, attributes=_falcon_slopes),
-        "BloomAttention": Row(function=bloom, attributes=_bloom_slopes),
-        "MptAttention": Row(function=mpt, attributes=_mpt_slopes),
+        "FalconAttention": AttentionRow(function=falcon, attributes=_falcon_slopes),
+        "BloomAttention": AttentionRow(function=bloom, attributes=_bloom_slopes),
+        "MptAttention": AttentionRow(function=mpt, attributes=_mpt_slopes),
     }
 )
 
-AROUND: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+ALIBI_MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "FalconModel": {"use_alibi": False},
         "BloomModel": {"build_alibi_tensor": lambda *_, **__: None},
     }
 )
-"""Around such modules: what models are to have, so that they build no tensors of (s, s) elements
-of their ALiBi, which attention is told of."""
+"""Attributes for models around such modules, so that they build no (s, s) tensors of ALiBi: our
+attention gets the slopes."""
 
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
@@ -176,58 +177,66 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "DisentangledSelfAttention": "adds scores of learned relative positions to its own",
     }
 )
-"""Attention modules that cannot be ours, and why."""
+"""Attention modules that we cannot replace, and why."""
 
 LATENTS: Mapping[str, Callable[..., Any]] = MappingProxyType({"DeepseekV3Attention": deepseek})
-"""Attention modules that may send latents in place of keys and values, and the forward that does.
-They ask the registry: without `"latents": true` their own forward runs."""
+"""Attention modules that can send latents instead of keys and values, and the forward that does.
+They use the registry: without `"latents": true` their own forward runs."""
 
 BUILDS_MASKS = frozenset({"MptModel"})
-"""Models that take no mask but (b, s)."""
+"""Models that only take masks (b, s)."""
 
 
 def builds_masks(model: nn.Module) -> bool:
-    """Whether `model` is to be called without any mask."""
-    return any(own_class(module).__name__ in BUILDS_MASKS for module in model.modules())
+    """Whether `model` must be called without a mask."""
+    return any(transformers_class(module).__name__ in BUILDS_MASKS for module in model.modules())
 
 
-def unasking(model: nn.Module) -> list[Any]:
-    """The attention modules in `model` that the table has, if their files ask no registry."""
-    return [module for module, _ in _rows_in(model) if not asks(own_class(module))]
+def modules_without_registry(model: nn.Module) -> list[Any]:
+    """The attention modules in `model` that are in the table and do not use the registry."""
+    return [m for m, _ in _rows_in(model) if not file_uses_registry(transformers_class(m))]
 
 
-def _rows_in(model: nn.Module) -> list[tuple[Any, Row]]:
-    """The attention modules in `model` that the table has, and their rows."""
-    inside = {id(module) for stack in stacks_of(model) for module in stack.modules()}
-    found = ((module, row_of(TABLE, module)) for module in model.modules())
-    return [(m, row) for m, row in found if row and (id(m) in inside or not row.in_stack)]
+def _rows_in(model: nn.Module) -> list[tuple[Any, AttentionRow]]:
+    """The attention modules in `model` that are in the table, with their rows."""
+    in_stacks = {id(module) for stack in stacks_of(model) for module in stack.modules()}
+    pairs = ((module, row_of(TABLE, module)) for module in model.modules())
+    return [(m, row) for m, row in pairs if row and (id(m) in in_stacks or not row.in_stack)]
 
 
-def asks(kind: type) -> bool:
-    """Whether the file of a class asks the registry."""
-    return hasattr(sys.modules[kind.__module__], REGISTRY)
+def file_uses_registry(cls: type) -> bool:
+    """Whether the file of a class uses transformers' registry."""
+    return hasattr(sys.modules[cls.__module__], REGISTRY)
 
 
-def changes(module: Any, row: Row, attention: Attention) -> dict[str, Any]:
-    """What to set on a module of the table so that it calls `attention`.
+def attribute_changes(module: Any, row: AttentionRow, attention: Attention) -> dict[str, Any]:
+    """The attributes to set on a module of the table so that it calls `attention`.
 
     Raises:
-        NotImplementedError: for a kind of it that cannot be spread.
+        NotImplementedError: for a variant of the module that we do not support.
     """
-    if asks(own_class(module)):  # its masks alone tell of its window
+    if file_uses_registry(transformers_class(module)):
+        # Without an attribute `sliding_window` only the module's masks would show its window.
         window = None if hasattr(module, "sliding_window") else row.window(module)
-        return ({"sliding_window": window} if window else {}) | dict(row.asking(module))
-    known = {"wallfacer": attention, "wallfacer_row": row}
-    known["is_causal"] = getattr(module, "is_causal", True)
-    return {**known, **row.attributes(module), row.method: MethodType(row.function, module)}
+        window_attribute = {"sliding_window": window} if window else {}
+        return {**window_attribute, **row.registry_attributes(module)}
+    return {
+        "wallfacer": attention,
+        "wallfacer_row": row,
+        "is_causal": getattr(module, "is_causal", True),
+        **row.attributes(module),
+        row.method: MethodType(row.function, module),
+    }
 
 
 def changes_in(model: nn.Module, attention: Attention) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """The modules in `model` on which something is to be set, and what.
+    """(module, its `attribute_changes`) for every module in `model` that has any.
 
     Raises:
-        NotImplementedError: as `changes`.
+        NotImplementedError: as `attribute_changes`.
     """
-    found = [(module, changes(module, row, attention)) for module, row in _rows_in(model)]
-    around = ((module, row_of(AROUND, module) or {}) for module in model.modules())
-    return found + [(m, {k: x for k, x in words.items() if hasattr(m, k)}) for m, words in around]
+    pairs = [(module, attribute_changes(module, row, attention)) for module, row in _rows_in(model)]
+    for module in model.modules():
+        attributes = row_of(ALIBI_MODELS, module) or {}
+        pairs.append((module, {k: x for k, x in attributes.items() if hasattr(module, k)}))
+    return pairs

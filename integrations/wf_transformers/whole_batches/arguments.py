@@ -1,4 +1,4 @@
-"""What a call with a whole batch may hold, and what the model may return for it."""
+"""Checks and conversions of the arguments and outputs of models called with whole batches."""
 
 from __future__ import annotations
 
@@ -22,56 +22,58 @@ from wf_transformers.documents import MASK_WORDS, mask_words
 from wf_transformers.models import Head, outermost
 
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""What collators without padding give to flash attention."""
-INSTEAD = (
+"""Arguments for flash attention from collators without padding."""
+CUSTOM_LOOP = (
     "in a loop of your own cut batches by shard_batch(batch, labels_are_shifted=...), of a "
     "SequenceParallel or of DeepSpeed's engine.wallfacer, and make a loss of your own"
 )
 
 
 def argument_names(model: nn.Module) -> list[str]:
-    """What a model's arguments are called, in order; those of the model inside a wrapper that
-    passes on whatever it gets, as some of PEFT's do."""
-    names, inside = parameter_names(model), outermost(model)
-    passes_on = names[:1] == ["args"] and model not in inside
-    return argument_names(inside[0]) if passes_on and inside else names
+    """The parameter names of a model's forward, in order.
+
+    For a wrapper with forward(*args, ...), as some of PEFT's, those of the model inside it.
+    """
+    names, models = parameter_names(model), outermost(model)
+    takes_any = names[:1] == ["args"] and model not in models
+    return argument_names(models[0]) if takes_any and models else names
 
 
-def seqlen_of(given: Mapping[str, Any]) -> int:
-    tokens = tokens_of(given)
+def seqlen_of(arguments: Mapping[str, Any]) -> int:
+    tokens = tokens_of(arguments)
     if tokens is None:
-        raise ValueError(f'the model was called without "input_ids", with {sorted(given)}')
+        raise ValueError(f'the model was called without "input_ids", with {sorted(arguments)}')
     return tokens.shape[1]
 
 
-def is_by_token(key: str, value: Any, seqlen: int) -> bool:
-    """Whether an argument is (b, S, ...) and so has to be cut; a mask that is not gets refused."""
-    tokens = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == seqlen
-    return key in (*MASK_WORDS, "attention_mask") or tokens
+def has_row_per_token(key: str, value: Any, seqlen: int) -> bool:
+    """Whether an argument must be cut: (b, S, ...), or any mask (others are refused later)."""
+    is_row_per_token = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == seqlen
+    return key in (*MASK_WORDS, "attention_mask") or is_row_per_token
 
 
 def keep_padding_in_range(model: nn.Module, local: dict[str, Any], seqlen: int) -> None:
-    """Positions of our padding may lie beyond a position table; no valid token sees them."""
+    """Clamp the position ids of padding to the model's position table; no valid token sees it."""
     limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if limit is not None and seqlen <= limit and "position_ids" in local:
         local["position_ids"] = local["position_ids"].clamp(max=limit - 1)
 
 
 def logits_of(model: nn.Module, output: Any, rows: int) -> Tensor:
-    """The logits of a model's output, which must be of this rank's rows, as nothing else is."""
+    """The logits of a model's output; refuses others than of this rank's `rows` rows."""
     name = type(model).__name__
     if not isinstance(output, Mapping) or not isinstance(output.get("logits"), Tensor):
-        found = sorted(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
+        fields = sorted(output) if isinstance(output, Mapping) else f"a {type(output).__name__}"
         raise NotImplementedError(
-            f'{name} returns {found}: called with whole batches, a model must return "logits", '
-            f"from which the loss is made; {INSTEAD}"
+            f'{name} returns {fields}: called with whole batches, a model must return "logits", '
+            f"from which the loss is made; {CUSTOM_LOOP}"
         )
     logits: Tensor = output["logits"]
     if logits.dim() < 3 or logits.shape[1] != rows:
         raise NotImplementedError(
             f"{name} returns logits {tuple(logits.shape)}, not a row for each of the {rows} "
             f"tokens of this rank: what it makes of its tokens is not what one device makes of "
-            f"all; {INSTEAD}"
+            f"all; {CUSTOM_LOOP}"
         )
     if output.get("hidden_states") is not None:
         raise NotImplementedError(PARTIAL_STATES)
@@ -81,26 +83,27 @@ def logits_of(model: nn.Module, output: Any, rows: int) -> Tensor:
 def unknown_labels(model: nn.Module) -> str:
     return (
         f"{type(model).__name__} was called with labels, and is none of transformers' causal or "
-        f"masked language models, of which we know how labels and the loss are meant; {INSTEAD}"
+        f"masked language models, of which we know how labels and the loss are meant; {CUSTOM_LOOP}"
     )
 
 
-def refuse_arguments(given: Mapping[str, Any]) -> None:
+def refuse_arguments(arguments: Mapping[str, Any]) -> None:
     for key in CACHES:
-        if given.get(key) is not None:
+        if arguments.get(key) is not None:
             raise NotImplementedError(f"{key}: a KV cache cannot be spread; {ON_ONE_PROCESS}")
-    if given.get("return_dict") is False:
+    if arguments.get("return_dict") is False:
         raise NotImplementedError("return_dict=False: leave it out, the loss goes into the output")
 
 
-def refuse_overwriting(given: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Refuse what the caller gave in a shape that cannot be cut, where we give it, too."""
-    lost = [key for key in given if key in ours and key != "use_cache" and given[key] is not None]
-    if lost:
-        found = ", ".join(f"{key} {_describe(given[key])}" for key in lost)
+def refuse_overwriting(arguments: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuse arguments of the caller that were not cut and that `ours` would replace."""
+    present = [key for key, x in arguments.items() if x is not None and key != "use_cache"]
+    overwritten = [key for key in present if key in ours]
+    if overwritten:
+        described = ", ".join(f"{key} {_describe(arguments[key])}" for key in overwritten)
         raise ValueError(
-            f"{found} would be overwritten by what this rank's tokens need: only tensors (b, S) "
-            "are cut with the batch; leave it out, or give it so"
+            f"{described} would be overwritten by what this rank's tokens need: only tensors "
+            "(b, S) are cut with the batch; leave it out, or give it so"
         )
 
 
@@ -108,9 +111,9 @@ def _describe(value: Any) -> str:
     return f"{tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def refuse_unknown_words(model: nn.Module, names: list[str], words: Mapping[str, Any]) -> None:
-    """Of a wrapper: what `forward_kwargs` gives must get to the model inside."""
-    lost = [key for key in words if key not in names]
+def refuse_lost_arguments(model: nn.Module, names: list[str], kwargs: Mapping[str, Any]) -> None:
+    """Refuse a wrapper whose forward cannot pass `kwargs` to the model inside it."""
+    lost = [key for key in kwargs if key not in names]
     if lost and not isinstance(model, PreTrainedModel) and not takes_any_keyword(model):
         raise ValueError(
             f"{type(model).__name__}.forward takes no {', '.join(lost)}, which the model inside "
@@ -118,31 +121,31 @@ def refuse_unknown_words(model: nn.Module, names: list[str], words: Mapping[str,
         )
 
 
-def with_slices(given: dict[str, Any], head: Head) -> dict[str, Any]:
-    """A dense mask of the whole sequence as slices; none for the model's own mask.
+def with_slices(arguments: dict[str, Any], head: Head) -> dict[str, Any]:
+    """The arguments with a dense mask replaced by slices, or by nothing if it is causal or full.
 
-    It is (b, 1, S, S) as it is added to scores, or bool; or (b, S, S) as BERT takes it, 1 = seen.
+    Dense masks are (b, 1, S, S), bool or added to scores, or (b, S, S) for BERT, 1 = seen.
 
     Raises:
-        ValueError: if slices cannot say what it says; see `slices_of_mask`.
+        ValueError: if slices cannot represent the mask; see `slices_of_mask`.
     """
-    mask = given.get("attention_mask")
+    mask = arguments.get("attention_mask")
     dims = (4,) if head == "causal" else (3, 4)
     if not isinstance(mask, Tensor) or mask.dim() not in dims or mask.shape[-1] != mask.shape[-2]:
-        return given
+        return arguments
     mask = mask[:, None] != 0 if mask.dim() == 3 else mask
-    rest = {key: value for key, value in given.items() if key != "attention_mask"}
+    others = {key: value for key, value in arguments.items() if key != "attention_mask"}
     try:
-        found, whole = slices_of_mask(mask), [(0, mask.shape[-1])]
+        slices = slices_of_mask(mask)
     except ValueError as error:
-        raise ValueError(f"attention_{error}") from None  # it begins with "mask"
-    own = "causal" if head == "causal" else "full"
-    is_own = found == {"q_ranges": whole, "k_ranges": whole, "attn_mask_types": [own]}
-    return rest if is_own else rest | {**found}
+        raise ValueError(f"attention_{error}") from None  # the message begins with "mask"
+    whole, mask_type = [(0, mask.shape[-1])], "causal" if head == "causal" else "full"
+    default = {"q_ranges": whole, "k_ranges": whole, "attn_mask_types": [mask_type]}
+    return others if slices == default else others | {**slices}
 
 
 def with_documents(batch: dict[str, Any]) -> dict[str, Any]:
-    """Packed documents that only `position_ids` tell of, as "cu_seqlens" (host integers) too.
+    """The batch with "cu_seqlens" (host integers) added if its `position_ids` restart.
 
     Raises:
         ValueError: if the samples of the batch have different documents.
@@ -164,10 +167,10 @@ def with_documents(batch: dict[str, Any]) -> dict[str, Any]:
     return batch if len(starts) == 1 else batch | {"cu_seqlens": (*starts, positions.shape[1])}
 
 
-def own_words(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A call's arguments with the documents that flash attention was told of as "cu_seqlens"."""
-    found = {key: value for key, value in given.items() if key not in VARLEN}
-    borders = given.get(VARLEN[0])
-    if isinstance(borders, Tensor) and found.get("cu_seqlens") is None:
-        found["cu_seqlens"] = tuple(borders.to(torch.int64).tolist())
-    return found
+def with_cu_seqlens(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a call with flash attention's borders of documents as "cu_seqlens"."""
+    result = {key: value for key, value in arguments.items() if key not in VARLEN}
+    borders = arguments.get(VARLEN[0])
+    if isinstance(borders, Tensor) and result.get("cu_seqlens") is None:
+        result["cu_seqlens"] = tuple(borders.to(torch.int64).tolist())
+    return result

@@ -1,4 +1,4 @@
-"""One call with a whole batch, between the hooks before the model and after it."""
+"""One call with a whole batch: passed from the hook before the model to the hook after it."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What the hook after the model needs to know of the batch that the hook before it cut."""
+    """What the hook after the model must know about a call."""
 
     seqlen: int
-    """Tokens before padding."""
+    """Tokens without padding."""
     local: Mapping[str, Any]
-    """This rank's part: "labels" (b, s_local) where they are predicted, "cu_seqlens" with the
-    padding as one more document."""
+    """This rank's part of the batch: "labels" (b, s_local), shifted; "cu_seqlens" with the padding
+    as one more document."""
     num_items: Tensor | int | None
-    """Valid labels of the optimizer step as the caller counted them, if the loss asks for them."""
-    whole: bool
-    """Whether logits are to be of the whole batch."""
-    hidden: bool
-    """Whether logits are of this rank's tokens, and nobody said that they may be."""
-    fused: bool
-    """Whether the model gives no logits, but values by token of the labels."""
-    own_loss: bool
-    """Whether the model makes the loss, from whole labels and the logits of all ranks."""
+    """Valid labels of the optimizer step, if the caller counted them for the loss."""
+    whole_logits: bool
+    """Whether the output gets the logits of the whole batch."""
+    hides_logits: bool
+    """Whether the output's logits are replaced by `LocalLogits`: they are of this rank's tokens,
+    and the caller did not ask for that."""
+    fused_head: bool
+    """Whether the model returns no logits, but values for every token of the labels."""
+    custom_loss: bool
+    """Whether the model computes the loss itself, from the labels and logits of all ranks."""

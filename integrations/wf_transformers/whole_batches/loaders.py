@@ -1,8 +1,9 @@
-"""accelerate's loaders and gathers, counted by groups of ranks that hold the same samples.
+"""Makes accelerate's loaders and gathers count groups of ranks instead of ranks.
 
-accelerate has no setting for such groups but its own parallelisms. Two methods of its Accelerator
-call functions that are told of processes, or ask all of them; while one of the methods runs, its
-functions are told of groups. This is the one place where that is done; docs/limits.md lists it.
+The ranks of a group have the same samples. accelerate has no setting for such groups except its own
+parallelisms. So while `prepare_data_loader` or `gather_for_metrics` of its Accelerator runs, the
+functions that they call are replaced by functions that count groups. This is the only place that
+does so; docs/limits.md lists it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ Function = Callable[..., Any]
 
 @contextmanager
 def counted_by_group(owner: Any, size: Callable[[], int]) -> Iterator[None]:
-    """Inside, an Accelerator's loaders give a group's ranks the same samples, and it gathers these
-    once.
+    """Inside, an Accelerator's loaders give all ranks of a group the same samples, and its gathers
+    return each sample once.
 
     Args:
         owner: an Accelerator, or the class for all of them.
-        size: the ranks of a group, consecutive ones; asked for at every call.
+        size: returns the number of ranks in a group of consecutive ranks; called every time.
     """
     with ExitStack() as stack:
         for method, functions in FUNCTIONS.items():
@@ -42,7 +43,7 @@ def _run(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """A method of an Accelerator, with `functions` for those of its module."""
+    """Call a method of an Accelerator, with `functions` in place of those of its module."""
     import accelerate.accelerator
 
     ranks = size()
@@ -54,7 +55,7 @@ def _run(
 
 
 def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
-    """accelerate's loader, sharded by group instead of by rank; every rank reads for itself."""
+    """accelerate's loader, sharded by group instead of by rank; every rank reads its samples."""
     if kwargs.get("dispatch_batches"):
         raise NotImplementedError(
             "dispatch_batches=True: rank 0 would cut batches by rank, and the ranks of a sequence "
@@ -69,24 +70,25 @@ def _prepare_data_loader(size: int, original: Function, *args: Any, **kwargs: An
 
 
 def _gather(size: int, original: Function, *args: Any, **kwargs: Any) -> Any:
-    """What the first rank of every group has, of tensors that all ranks gathered along dim 0."""
+    """Gather tensors of all ranks along dim 0, and keep those of the first rank of every group."""
     from accelerate.state import PartialState
     from accelerate.utils import recursively_apply
 
     world = PartialState().num_processes
 
-    def first_of_each(x: Tensor) -> Tensor:
+    def first_of_each_group(x: Tensor) -> Tensor:
         by_rank = x.unflatten(0, (world // size, size, len(x) // world))
         return by_rank[:, 0].flatten(0, 1)
 
-    return recursively_apply(first_of_each, original(*args, **kwargs))
+    return recursively_apply(first_of_each_group, original(*args, **kwargs))
 
 
-def _gather_object(size: int, original: Function, mine: Any, **kwargs: Any) -> Any:
-    """The same of lists of anything, which may differ in length."""
+def _gather_object(size: int, original: Function, objects: Any, **kwargs: Any) -> Any:
+    """`_gather` for lists of objects, which may differ in length."""
     from accelerate.state import PartialState
 
-    return original([] if PartialState().process_index % size else mine, **kwargs)
+    is_first = PartialState().process_index % size == 0
+    return original(objects if is_first else [], **kwargs)
 
 
 FUNCTIONS: Mapping[str, Mapping[str, Function]] = MappingProxyType(
@@ -95,4 +97,4 @@ FUNCTIONS: Mapping[str, Mapping[str, Function]] = MappingProxyType(
         "gather_for_metrics": {"gather": _gather, "gather_object": _gather_object},
     }
 )
-"""Methods of an Accelerator, and what runs for the functions of accelerate.accelerator there."""
+"""Method of an Accelerator -> replacements for functions of accelerate.accelerator inside it."""

@@ -1,8 +1,11 @@
-"""What stands in an output where a tensor is not what one device would have.
+"""Stand-ins in model outputs for tensors of which a rank only has its own rows.
 
-`ShardedLogits` are those of the whole batch, of which a rank holds the rows of its tokens. What
-trainers make of logits per token (log-probabilities, means) is made of a rank's own rows, and only
-that is brought together: (b, S) numbers, never (b, S, vocabulary).
+`ShardedLogits` are logits of the whole batch, of which each rank has the rows of its tokens. What
+trainers compute from logits per token (log-probabilities, means) is computed on a rank's rows, and
+only the results are gathered: (b, S) numbers, never (b, S, V).
+
+Shapes: b batch, s tokens of this rank, S tokens of the whole sequence, n selected tokens,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,9 +21,9 @@ from torch.nn.functional import cross_entropy
 from wf_transformers.calls import PARTIAL_STATES
 
 LogSoftmax = Callable[[Tensor, Tensor], Tensor]
-PLAIN = {"reduction": "mean", "label_smoothing": 0.0}
-"""What cross entropy may be told."""
-LACKS = (
+DEFAULT_OPTIONS = {"reduction": "mean", "label_smoothing": 0.0}
+"""Options of cross entropy that are supported."""
+UNSUPPORTED_USE = (
     "these logits lie on the ranks of the sequence, a row with its token. What can be made of "
     "them: slices of samples and tokens, a quotient by a number, TRL's selective_log_softmax, "
     "cross entropy with its mean, and the mean of the rows that a mask chooses. For anything else "
@@ -29,40 +32,40 @@ LACKS = (
 
 
 class Unusable:
-    """Any use as a tensor is an error that says what to do.
+    """Any use as a tensor raises an error that says what to do.
 
-    Left alone, it is a field of the output as any other, for what walks through outputs.
+    Code that only walks through the fields of an output can do so.
     """
 
-    WHY: ClassVar[str]
+    REASON: ClassVar[str]
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(Tensor, name):
-            self._use()
+            self._refuse_use()
         raise AttributeError(name)
 
     @classmethod
-    def _use(cls, *_: object) -> NoReturn:
-        raise NotImplementedError(cls.WHY)
+    def _refuse_use(cls, *_: object) -> NoReturn:
+        raise NotImplementedError(cls.REASON)
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        cls._use()
+        cls._refuse_use()
 
     def __getitem__(self, key: Any) -> Any:
-        self._use()
+        self._refuse_use()
 
     def __truediv__(self, other: Any) -> Any:
-        self._use()
+        self._refuse_use()
 
-    __len__ = __float__ = __neg__ = __add__ = __sub__ = __mul__ = _use
-    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = _use
+    __len__ = __float__ = __neg__ = __add__ = __sub__ = __mul__ = _refuse_use
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = _refuse_use
 
 
 class LocalLogits(Unusable):
-    """In training beside labels, where nobody asked for logits."""
+    """Logits of this rank's tokens, in training with labels, when the call did not ask for them."""
 
-    WHY = (
+    REASON = (
         "these logits are of this rank's tokens only, and a mean over them is none of the batch: "
         "say model(**batch, whole_logits=True), or connect(..., whole_logits=True) or "
         "connect_trainer(..., whole_logits=True) once, for those of all ranks; whole_logits=False "
@@ -71,48 +74,48 @@ class LocalLogits(Unusable):
 
 
 class LocalStates(Unusable):
-    """In place of hidden states that a trainer asks for."""
+    """Hidden states that a trainer asks for."""
 
-    WHY = PARTIAL_STATES
+    REASON = PARTIAL_STATES
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Which tokens of a batch of samples are this rank's.
+    """Which tokens of a batch are this rank's.
 
     Attributes:
-        whole: (b, s) of the ranks -> (b, S), differentiable, on every rank.
-        mine: (b, S) -> (b, s).
-        starts: (b,) int64, tokens of padding on the left of a sample, which were moved behind it
-            before the cut.
+        gather_padded_right: (b, s) of all ranks -> (b, S), differentiable, on every rank.
+        cut_padded_right: (b, S) -> (b, s).
+        starts: (b,) int64, tokens of padding on the left of each sample, which were moved to its
+            right before the cut.
         seqlen: S.
     """
 
-    whole: Callable[[Tensor], Tensor]
-    mine: Callable[[Tensor], Tensor]
+    gather_padded_right: Callable[[Tensor], Tensor]
+    cut_padded_right: Callable[[Tensor], Tensor]
     starts: Tensor
     seqlen: int
 
     def gather(self, x: Tensor) -> Tensor:
         """(b, s) -> (b, S), in the order of the caller's batch."""
-        return rolled(self.whole(x), -self.starts)
+        return rolled(self.gather_padded_right(x), -self.starts)
 
     def cut(self, x: Tensor) -> Tensor:
         """(b, S) in the order of the caller's batch -> (b, s)."""
-        return self.mine(rolled(x, self.starts))
+        return self.cut_padded_right(rolled(x, self.starts))
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedLogits(Unusable):
-    """(b, n, V) logits of n of the S tokens. Any use that is not below is an error that says so.
+    """(b, n, V) logits of n of the S tokens. Uses that are not defined here raise an error.
 
     Attributes:
         local: (b, s, V), the rows of this rank's tokens.
-        rows: which these are.
-        tokens: which n of the S tokens are meant.
+        rows: which tokens are this rank's.
+        tokens: the n selected tokens of the S.
     """
 
-    WHY = LACKS
+    REASON = UNSUPPORTED_USE
 
     local: Tensor
     rows: Rows
@@ -135,32 +138,33 @@ class ShardedLogits(Unusable):
         return replace(self, local=self.local / number)
 
     def __getitem__(self, key: Any) -> Any:
-        """Samples and tokens by slices; by a mask (b, n) of booleans `Chosen`.
+        """Slices of samples and tokens; for a boolean mask (b, n) `MaskedLogits`.
 
         One sample keeps its dimension: logits[0] is (1, n, V).
         """
         if isinstance(key, Tensor):
-            return Chosen(self, key)
+            return MaskedLogits(self, key)
         samples, tokens, *others = key if isinstance(key, tuple) else (key, slice(None))
         samples = slice(samples, samples + 1) if isinstance(samples, int) else samples
-        good = isinstance(samples, slice) and isinstance(tokens, slice)
-        if not good or any(other != slice(None) for other in others):
-            self._use()
+        are_slices = isinstance(samples, slice) and isinstance(tokens, slice)
+        if not are_slices or any(other != slice(None) for other in others):
+            self._refuse_use()
         rows = replace(self.rows, starts=self.rows.starts[samples])
         return replace(self, local=self.local[samples], rows=rows, tokens=self.tokens[tokens])
 
     def log_probabilities(self, labels: Tensor, log_softmax: LogSoftmax) -> Tensor:
-        """(b, n): what `log_softmax(logits, labels)` gives for (b, n) labels, on every rank."""
-        samples, chosen, _ = self.shape
+        """(b, n): `log_softmax(logits, labels)` for labels (b, n), on every rank."""
+        samples, num_tokens, _ = self.shape
         whole = labels.new_zeros(samples, self.rows.seqlen)
-        whole[:, _slice(self.tokens)] = labels.view(samples, chosen)
-        return self._chosen(log_softmax(self.local, self.rows.cut(whole)))
+        whole[:, _slice(self.tokens)] = labels.view(samples, num_tokens)
+        return self._gather_tokens(log_softmax(self.local, self.rows.cut(whole)))
 
     def row_means(self) -> Tensor:
         """(b, n): the mean of each token's logits."""
-        return self._chosen(self.local.mean(-1))
+        return self._gather_tokens(self.local.mean(-1))
 
-    def _chosen(self, local: Tensor) -> Tensor:
+    def _gather_tokens(self, local: Tensor) -> Tensor:
+        """(b, s) -> (b, n): the selected tokens of all ranks."""
         return self.rows.gather(local)[:, _slice(self.tokens)].clone()
 
     @classmethod
@@ -168,15 +172,15 @@ class ShardedLogits(Unusable):
         cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}
     ) -> Any:
         if function is torch.flatten and dict(kwargs) == {"end_dim": 1}:
-            return Flattened(args[0])
-        cls._use()
+            return FlattenedLogits(args[0])
+        cls._refuse_use()
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen(Unusable):
-    """The rows of logits that a mask (b, n) chooses. Of these there is the mean."""
+class MaskedLogits(Unusable):
+    """The rows of logits that a mask (b, n) selects. Only their mean can be computed."""
 
-    WHY = LACKS
+    REASON = UNSUPPORTED_USE
 
     logits: ShardedLogits
     mask: Tensor
@@ -187,10 +191,10 @@ class Chosen(Unusable):
 
 
 @dataclass(frozen=True, eq=False)
-class Flattened(Unusable):
+class FlattenedLogits(Unusable):
     """Logits as (b n, V), for plain cross entropy."""
 
-    WHY = LACKS
+    REASON = UNSUPPORTED_USE
 
     logits: ShardedLogits
 
@@ -198,13 +202,14 @@ class Flattened(Unusable):
     def __torch_function__(
         cls, function: Any, _: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] = {}
     ) -> Any:
-        words = {k: v for k, v in kwargs.items() if v is not None and k != "ignore_index"}
-        if function is not cross_entropy or not words.items() <= PLAIN.items():
-            cls._use()
+        options = {k: v for k, v in kwargs.items() if v is not None and k != "ignore_index"}
+        if function is not cross_entropy or not options.items() <= DEFAULT_OPTIONS.items():
+            cls._refuse_use()
         flattened, labels = args
         valid = labels != kwargs.get("ignore_index", -100)
-        logps = flattened.logits.log_probabilities(labels.masked_fill(~valid, 0), _log_softmax)
-        return -logps.flatten()[valid].mean()
+        labels = labels.masked_fill(~valid, 0)
+        log_probs = flattened.logits.log_probabilities(labels, _log_softmax)
+        return -log_probs.flatten()[valid].mean()
 
 
 def _log_softmax(logits: Tensor, labels: Tensor) -> Tensor:
@@ -212,16 +217,16 @@ def _log_softmax(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def log_softmax_of(original: LogSoftmax, logits: Any, index: Tensor) -> Tensor:
-    """In place of TRL's `selective_log_softmax`: log-probabilities of `index`, (b, n)."""
+    """Replaces TRL's `selective_log_softmax`: log-probabilities of `index`, (b, n)."""
     if isinstance(logits, ShardedLogits):
         return logits.log_probabilities(index, original)
     return original(logits, index)
 
 
-def rolled(x: Tensor, by: Tensor) -> Tensor:
-    """(b, S, ...): sample b begins at its element `by[b]`, and its first ones follow the last."""
+def rolled(x: Tensor, shift: Tensor) -> Tensor:
+    """(b, S, ...) rotated: sample i begins with its element shift[i], the ones before come last."""
     seqlen = x.shape[1]
-    index = (torch.arange(seqlen, device=x.device) + by[:, None]) % seqlen
+    index = (torch.arange(seqlen, device=x.device) + shift[:, None]) % seqlen
     return x[torch.arange(len(x), device=x.device)[:, None], index]
 
 

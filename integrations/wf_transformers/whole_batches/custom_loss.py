@@ -1,11 +1,11 @@
-"""Models that make a loss of their own, not the cross entropy that we make of a rank's rows.
+"""Models with a custom loss, other than the cross entropy that we compute from a rank's rows.
 
-Their output embeddings then give the rows of all ranks, so that whatever the forward does with
-logits and labels is what one device does. Every rank does it alike.
+The logits of all ranks are gathered after their output embeddings, so that every rank computes with
+logits and labels what one device computes.
 
-And models without logits: trainers of TRL put a fused LM head on a model (`add_fused_lm_head` of
-TRL 1.16). With `fused_lm_head=True` such a forward returns values by token (log_probs, entropy and
-others) of the labels, or of `shift_labels`, which stand where they are predicted.
+Also models without logits: trainers of TRL put a fused LM head on a model (`add_fused_lm_head` of
+TRL 1.16). With `fused_lm_head=True` its forward returns values for every token (log_probs, entropy
+and others) of the labels, or of `shift_labels`, which are already shifted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from wf_transformers.models import outermost
 
 PLAIN_LOSSES = (ForCausalLMLoss, ForMaskedLMLoss)
 PLAIN_FORWARDS = ("transformers.", "peft.", "colossalai.")
-"""Packages whose forwards give labels to nothing but `loss_function`, or to cross entropy."""
+"""Packages whose forwards use labels only in `loss_function` or cross entropy."""
 FUSED = "fused_lm_head"
-LOSS_WORDS = ("shift_labels", "ignore_index")
+LOSS_ARGUMENTS = ("shift_labels", "ignore_index")
 """Arguments of a call that change transformers' own loss."""
 INPUTS = (
     "input_ids",
@@ -35,34 +35,34 @@ INPUTS = (
     "token_type_ids",
     *MASK_WORDS,
 )
-"""What is cut before a model that makes its own loss. What else is by token belongs to the loss."""
+"""Arguments that are cut for a model with a custom loss. Any others belong to the loss."""
 
 
-def own_loss(model: nn.Module, given: Mapping[str, Any]) -> str | None:
-    """In words, what makes another loss of a call with labels than plain cross entropy."""
-    word = next((word for word in LOSS_WORDS if given.get(word) is not None), None)
-    return own_loss_of(model) if word is None else f"the call has {word}="
+def custom_loss_reason(model: nn.Module, arguments: Mapping[str, Any]) -> str | None:
+    """In words, why the loss of a call is not plain cross entropy; None if it is."""
+    name = next((name for name in LOSS_ARGUMENTS if arguments.get(name) is not None), None)
+    return custom_loss_reason_of(model) if name is None else f"the call has {name}="
 
 
-def own_loss_of(model: nn.Module) -> str | None:
-    """In words, what makes the loss of `model` where that is not plain cross entropy."""
+def custom_loss_reason_of(model: nn.Module) -> str | None:
+    """In words, why the loss of `model` is not plain cross entropy; None if it is."""
     if not has_fused_head(model):
         forward = getattr(unwrap(model.forward), "__func__", unwrap(model.forward))
         forward = forward.func if isinstance(forward, partial) else forward
         if not str(getattr(forward, "__module__", "")).startswith(PLAIN_FORWARDS):
             return f"the forward of {type(model).__name__} is its own"
-    for one in outermost(model):
-        function = _loss_function(one)
+    for inner in outermost(model):
+        function = _loss_function(inner)
         if function not in PLAIN_LOSSES:
             name = getattr(function, "__name__", type(function).__name__)
-            return f"the loss_function of {type(one).__name__} is {name}"
-        if one is not model and own_loss_of(one) is not None:
-            return own_loss_of(one)
+            return f"the loss_function of {type(inner).__name__} is {name}"
+        if inner is not model and (reason := custom_loss_reason_of(inner)) is not None:
+            return reason
     return None
 
 
 def _loss_function(model: nn.Module) -> Any:
-    """What the model calls for its loss, under the tiles of `wf_backends.tiling`."""
+    """The function that the model calls for its loss; `wf_backends.tiling` may have wrapped it."""
     function: Any = getattr(model, "loss_function", ForCausalLMLoss)
     if getattr(function, "__module__", "").startswith("wf_backends.tiling"):
         return function.__self__.loss_function
@@ -71,12 +71,12 @@ def _loss_function(model: nn.Module) -> Any:
 
 def output_embeddings(model: nn.Module) -> list[nn.Module]:
     """The modules that give the logits of the Hugging Face models in `model`."""
-    heads = [one.get_output_embeddings() for one in outermost(model)]
+    heads = [inner.get_output_embeddings() for inner in outermost(model)]
     return [head for head in heads if isinstance(head, nn.Module)]
 
 
-def no_head(model: nn.Module) -> str:
-    """What is wrong with a model whose loss comes from no module that gives logits."""
+def no_head_error(model: nn.Module) -> str:
+    """The error for a model with a custom loss whose output embeddings were not called."""
     return (
         f"{type(model).__name__} makes a loss of its own, and its output embeddings "
         "(get_output_embeddings()) were not called: it would be of this rank's tokens only. Make "
@@ -84,17 +84,17 @@ def no_head(model: nn.Module) -> str:
     )
 
 
-def refuse_own_loss(model: nn.Module) -> None:
-    """For calls whose labels are a rank's part.
+def refuse_custom_loss(model: nn.Module) -> None:
+    """Refuse a custom loss in calls with a rank's part of the labels.
 
     Raises:
         NotImplementedError: if the loss is not plain cross entropy.
     """
-    for one in outermost(model):
-        found = own_loss_of(one)
-        if found is not None:
+    for inner in outermost(model):
+        reason = custom_loss_reason_of(inner)
+        if reason is not None:
             raise NotImplementedError(
-                f"{found}: of this rank's labels it may be another loss. Leave num_valid= out and "
+                f"{reason}: of this rank's labels it may be another loss. Leave num_valid= out and "
                 "make it from the logits: of all tokens, sp.unshard(logits), or sum what each "
                 "valid token adds and divide by the number of all ranks' (see sp.loss)"
             )
@@ -107,20 +107,20 @@ def has_fused_head(model: nn.Module) -> bool:
 
 
 def fused_fields(
-    output: Mapping[str, Any], num_items: Tensor | int | None, whole: Callable[[Tensor], Tensor]
+    output: Mapping[str, Any], num_items: Tensor | int | None, gather: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """The fields of the whole batch: by token (b, S - 1), as one device gives them, and the loss.
+    """The output fields of the whole batch, (b, S - 1) as on one device, and the loss.
 
     Args:
-        output: of this rank's tokens, (b, s_local) each.
-        num_items: what the loss is divided by; None: the tokens with a label.
-        whole: (b, S) of a field, on every rank of the group.
+        output: fields of this rank's tokens, (b, s).
+        num_items: the divisor of the loss; None: the number of tokens with a label.
+        gather: (b, s) -> (b, S), on every rank of the group.
     """
-    found = {
-        key: whole(value)[:, :-1]  # the last token predicts nothing
+    fields = {
+        key: gather(value)[:, :-1]  # the last token has no target
         for key, value in output.items()
         if isinstance(value, Tensor) and value.dim() == 2
     }
     if num_items is None:
-        num_items = found["label_mask"].sum().clamp(min=1)
-    return found | {"loss": -found["log_probs"].sum() / num_items}
+        num_items = fields["label_mask"].sum().clamp(min=1)
+    return fields | {"loss": -fields["log_probs"].sum() / num_items}

@@ -1,0 +1,230 @@
+"""Repeats the comparison of `verify` on a few tokens of the first training batch.
+
+A random batch has ids and labels only. Other arguments (masks of a collator, weights per token,
+noise on embeddings), and the loss that a Trainer computes from the outputs, are only known at the
+first step. By then engines have wrapped the model; see `Changes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wf_backends import SequenceParallel
+from wf_backends._compile import eager
+from wf_backends.comm import ThreadComm
+from wf_backends.parallel import IGNORE_INDEX
+from wf_backends.schedule import SLICE_WORDS
+from wf_transformers.calls import LABELS, TOKENS, by_name, parameter_names, tokens_of
+from wf_transformers.comparison.changes import Changes
+from wf_transformers.comparison.random_batch import SAMPLES, random_tokens, short_seqlen
+from wf_transformers.comparison.runs import Call, Comparison
+from wf_transformers.comparison.verify import Mode, as_before, compare, conclude, find_obstacle
+from wf_transformers.documents import MASK_WORDS
+from wf_transformers.families.stacks import stacks_of
+from wf_transformers.handle import Handle
+from wf_transformers.models import inner_models, outermost
+from wf_transformers.whole_batches.arguments import with_cu_seqlens
+
+MAX_UNCUT_TOKENS = 2048  # tokens of a batch that cannot be cut
+TOO_LONG = (
+    "its first batch cannot be cut short: it has a mask in slices, several sequences a sample, or "
+    f"images in more than {MAX_UNCUT_TOKENS} tokens"
+)
+UNKNOWN = "what inputs it takes is not known"
+EQUAL_DROPOUT = (
+    "{name} drops the same places of different tokens on several ranks, the first in {where}: they "
+    "draw from the same random state. Outside of Hugging Face models seed each rank by its own, "
+    'torch.manual_seed(seed + rank), before the first batch; "verify": false trains all the same'
+)
+
+
+class FirstStep:
+    """The comparison before the first training step of an attached model.
+
+    Attributes:
+        changes: what attaching changed on the model.
+        due: whether the comparison has not run yet.
+    """
+
+    def __init__(self, model: nn.Module, mode: Mode) -> None:
+        self.model, self.changes = model, Changes(model)
+        self.mode: Mode = mode
+        self.due = mode is not False
+
+    def compare(
+        self,
+        handle: Handle,
+        arguments: Mapping[str, Any],
+        whole_batches: bool = True,
+        call: Call | None = None,
+    ) -> None:
+        """Compare on the first tokens of a batch, at the first call. Later calls do nothing.
+
+        Args:
+            handle: of the attached model.
+            arguments: the whole batch, as this rank has it.
+            whole_batches: whether the model is called with the whole batch, not with this rank's
+                part.
+            call: computes the loss of a batch, if the training step does more than call the model.
+
+        Raises:
+            NotImplementedError, ValueError: as `verify`.
+        """
+        is_first, self.due = self.due, False
+        if not is_first or handle.sp.size == 1:
+            return
+        arguments = with_cu_seqlens(arguments)
+        if not whole_batches:
+            names = [name for name in parameter_names(self.model) if name not in LABELS]
+            arguments = {key: x for key, x in arguments.items() if key in (*names, "cu_seqlens")}
+        batch, source = shorten(arguments, handle.sp), "the first tokens of its first batch"
+        device = next(self.model.parameters()).device
+        if batch is not None and device.type != "cpu":  # on a CPU they may be offloaded
+            # a training loop may move the batch to the device later
+            batch = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in batch.items()}
+        comparison = self.run(self.model, handle, batch, TOO_LONG, source, whole_batches, call)
+        if comparison is not None and comparison.uses_dropout:
+            _refuse_equal_dropout(comparison, handle)
+
+    def run(
+        self,
+        model: nn.Module,
+        handle: Handle,
+        batch: Mapping[str, Any] | None,
+        no_batch_reason: str,
+        source: str,
+        whole_batches: bool,
+        call: Call | None,
+    ) -> Comparison | None:
+        """Compare the attached model, or one inside it; None if that is not possible.
+
+        `batch` is None for `no_batch_reason`; `source` names the batch in errors.
+        """
+        with self.changes.undone():
+            problem = find_obstacle(model, handle.sp, sharded=True)
+        problem = no_batch_reason if batch is None else problem
+        batch = {} if problem else batch or {}
+        comparison = Comparison(model, handle.sp, batch, whole_batches, call=call)
+        if problem is None:
+            problem = compare(comparison, handle, self.changes.undone())
+        report = conclude(comparison, problem, self.mode, source)
+        return None if report is None else comparison
+
+
+class InnerCalls:
+    """Compares the models inside those that `handle` attached, when they are first called.
+
+    A training loop may call an inner model directly, for hidden states and a loss in chunks. Then
+    the hooks of the attached model do not run. So the first such call is compared, on a random
+    batch, with the arguments that this call has.
+
+    Args:
+        first_step: of `model`; it must record the hooks of this object among its changes.
+    """
+
+    def __init__(self, model: nn.Module, handle: Handle, first_step: FirstStep) -> None:
+        self._handle, self._first_step = handle, first_step
+        models = [pretrained for pretrained in outermost(model) if not stacks_of(pretrained)]
+        self._due = {inner for pretrained in models for inner in inner_models(pretrained)}
+        for inner in self._due:
+            handle.hooks(inner.register_forward_pre_hook(self._before, with_kwargs=True))
+
+    @eager
+    def _before(self, inner: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = by_name(parameter_names(inner), args, kwargs)
+        is_outer_running = self._handle.attention.documents.running is not None
+        is_comparing = self._handle.first is None
+        trains = inner.training and torch.is_grad_enabled() and tokens_of(arguments) is not None
+        if not is_outer_running and not is_comparing and trains and inner in self._due:
+            self._due -= set(inner.modules())
+            self._compare(inner, [name for name, x in arguments.items() if x is not None])
+
+    def _compare(self, inner: nn.Module, names: list[str]) -> None:
+        handle = self._handle
+        no_documents = dict.fromkeys(name for name in MASK_WORDS if name in names)
+        no_cache = {"use_cache": False} if "use_cache" in parameter_names(inner) else {}
+
+        def call(batch: Mapping[str, Any], alone: bool) -> Any:
+            if alone:
+                return inner(**no_cache | dict(batch))
+            used = {k: x for k, x in batch.items() if k in (*TOKENS, *names)}
+            return inner(**no_cache | no_documents | used)
+
+        batch = random_tokens(inner, handle.sp)
+        source = f"a drawn batch, with {', '.join(names)} alone as here"
+        self._first_step.run(inner, handle, batch, UNKNOWN, source, handle.whole_batches, call)
+
+
+def _refuse_equal_dropout(comparison: Comparison, handle: Handle) -> None:
+    """Refuse dropout with the same mask for the different tokens of several ranks."""
+    if isinstance(comparison.sp.comm, ThreadComm):  # threads share a generator
+        return
+    with as_before(comparison.model, comparison.sp):
+        where = comparison.first_equal_dropout(handle)
+    if where is not None:
+        name = type(comparison.model).__name__
+        raise NotImplementedError(EQUAL_DROPOUT.format(name=name, where=where))
+
+
+def shorten(arguments: Mapping[str, Any], sp: SequenceParallel) -> dict[str, Any] | None:
+    """The first samples of a batch, with a few tokens for each rank from its longest document.
+
+    Every tensor is cut in all dimensions that are as long as the sequence: a mask (b, 1, S, S) in
+    two. If no label counts among these tokens, the tokens become the labels.
+
+    Returns:
+        None if the batch cannot be cut.
+    """
+    batch = {key: x for key, x in arguments.items() if x is not None}
+    tensors = [x for x in batch.values() if isinstance(x, Tensor) and x.dim()]
+    tokens = tokens_of(batch)
+    samples = len(tensors[0] if tokens is None else tokens) if tensors else 0
+    if tokens is None:
+        return {key: _first_samples(x, samples) for key, x in batch.items()}
+    seqlen = tokens.shape[1]
+    if batch.get(SLICE_WORDS[0]) is not None or batch.get("input_ids", tokens[:, 0]).dim() > 2:
+        return None
+    if any(x.dim() > 1 and seqlen not in x.shape[1:] for x in tensors):  # images among tokens
+        return batch if seqlen <= MAX_UNCUT_TOKENS else None
+    start, stop = _longest_document(batch, seqlen)
+    stop = min(stop, start + short_seqlen(sp))
+    short: dict[str, Any] = {}
+    for key, x in batch.items():
+        x = _first_samples(x, samples)
+        dims = (1,) if key == "inputs_embeds" else range(1, x.dim() if isinstance(x, Tensor) else 1)
+        for dim in dims:
+            x = x.narrow(dim, start, stop - start) if x.shape[dim] == seqlen else x
+        short[key] = x
+    short.pop("cu_seqlens", None)
+    return _with_some_labels(short)
+
+
+def _first_samples(x: Any, samples: int) -> Any:
+    return x[:SAMPLES] if isinstance(x, Tensor) and x.dim() and len(x) == samples else x
+
+
+def _longest_document(batch: Mapping[str, Any], seqlen: int) -> tuple[int, int]:
+    """(start, stop) of the longest document: an unattached model can only run a single one."""
+    borders: Sequence[int] = (0, seqlen)
+    positions = batch.get("position_ids")
+    if batch.get("cu_seqlens") is not None:
+        borders = batch["cu_seqlens"]
+    elif isinstance(positions, Tensor) and positions.dim() == 2:
+        borders = [*(positions[0] == 0).nonzero().flatten().tolist(), seqlen]
+    spans = list(zip(borders, borders[1:], strict=False)) or [(0, seqlen)]
+    return max(spans, key=lambda span: span[1] - span[0])
+
+
+def _with_some_labels(batch: dict[str, Any]) -> dict[str, Any]:
+    """The batch; if none of its labels counts, with its ids as labels."""
+    labels, ids = batch.get("labels"), batch.get("input_ids")
+    if isinstance(labels, Tensor) and isinstance(ids, Tensor) and labels.shape == ids.shape:
+        if bool((labels == IGNORE_INDEX).all()):
+            mask = batch.get("attention_mask")
+            padded = mask == 0 if isinstance(mask, Tensor) and mask.shape == ids.shape else ids < 0
+            batch["labels"] = ids.masked_fill(padded, IGNORE_INDEX)
+    return batch

@@ -1,0 +1,103 @@
+"""Random numbers of a model whose tokens are on several ranks: dropout, and NEFTune's noise."""
+
+from __future__ import annotations
+
+from math import sqrt
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers.configuration_utils import PretrainedConfig
+
+from wf_backends import SequenceParallel
+
+NEFTUNE = "neftune_noise_alpha"
+HEADS = ("classifier", "summary")  # prefixes of config fields of pooling heads: not on parts
+
+
+def uses_rng_in_training(model: nn.Module) -> bool:
+    """Whether a module or its config has dropout or jitter, or an embedding has noise."""
+    return any(_uses_rng(module) for module in model.modules())
+
+
+def _uses_rng(module: nn.Module) -> bool:
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    config = getattr(module, "config", None)
+    fields = vars(config) if isinstance(config, PretrainedConfig) else {}
+    probabilities = (
+        value
+        for key, value in fields.items()
+        if ("drop" in key or "jitter" in key) and not key.startswith(HEADS)
+    )
+    return NEFTUNE in vars(module) or any(isinstance(p, float) and p > 0 for p in probabilities)
+
+
+class RankRng:
+    """Gives each rank a random state of its own between `enter` and `leave`.
+
+    Outside, the ranks of a sequence have the same state, so that they hold the same model and
+    batch; inside they would drop the same elements of different tokens. A rank's seed follows from
+    the common state. If anything was drawn inside, `leave` advances the common state by one draw.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._saved: list[tuple[Generator, Tensor, Tensor]] = []
+        """(generator, common state, this rank's initial state)."""
+
+    def enter_for(self, model: nn.Module, sp: SequenceParallel, device: torch.device) -> None:
+        """`enter`, if there are several ranks and the forward of `model` uses random numbers."""
+        if sp.size > 1 and model.training and uses_rng_in_training(model):
+            self.enter(device)
+
+    def enter(self, device: torch.device) -> None:
+        """Seed the generators of the host and of `device` for this rank."""
+        for generator in _generators(device):
+            common_state = generator.get_state()
+            seed = crc32(common_state.numpy().tobytes() + self._rank.to_bytes(4))
+            generator.manual_seed(seed)
+            self._saved.append((generator, common_state, generator.get_state()))
+
+    def leave(self, *_: Any) -> None:
+        """Restore the common state. A second call does nothing."""
+        while self._saved:
+            generator, common_state, initial_state = self._saved.pop()
+            was_used = not torch.equal(generator.get_state(), initial_state)
+            generator.set_state(common_state)
+            if was_used:
+                torch.empty(1, device=generator.device).uniform_(generator=generator)
+
+
+def _generators(device: torch.device) -> list[Generator]:
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    return generators
+
+
+class WholeNoise:
+    """Scales NEFTune's noise on a rank's tokens to that of the whole sequence.
+
+    The noise is uniform within alpha / sqrt(seqlen x width), with the seqlen that the embedding
+    sees. Source: Jain et al. 2023, arXiv 2310.05914, as transformers' Trainer has it.
+    """
+
+    def __init__(self) -> None:
+        self._alphas: list[tuple[nn.Module, float]] = []
+
+    def enter(self, model: nn.Module, local_seqlen: int, seqlen: int) -> None:
+        """Scale the noise for a call with `local_seqlen` of `seqlen` tokens, until `leave`."""
+        for module in model.modules():
+            alpha: Any = vars(module).get(NEFTUNE)
+            if alpha is not None:
+                self._alphas.append((module, alpha))
+                setattr(module, NEFTUNE, alpha * sqrt(local_seqlen / seqlen))
+
+    def leave(self) -> None:
+        """Restore the noise. A second call does nothing."""
+        while self._alphas:
+            module, alpha = self._alphas.pop()
+            setattr(module, NEFTUNE, alpha)
